@@ -1,0 +1,20 @@
+//! Everything of gpusession that crosses a wire; nothing here does I/O.
+//!
+//! * [`control`]: gRPC between client daemon and server (feature `control`).
+//! * [`grant`]: what `libcuda.so.1` asks of the client daemon on its Unix socket.
+//! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
+//! * [`supervise`]: between `gpuserver` and its worker processes.
+#![forbid(unsafe_code)]
+
+pub mod grant;
+pub mod message;
+pub mod preface;
+pub mod supervise;
+pub mod ticket;
+
+/// The control plane, generated from `proto/gpusession/v1/pool.proto`.
+#[cfg(feature = "control")]
+pub mod control {
+    #![allow(missing_docs, clippy::all)]
+    tonic::include_proto!("gpusession.v1");
+}

@@ -1,0 +1,83 @@
+//! What a program's `libcuda.so.1` asks of the client daemon on the grant socket, and the answer.
+//!
+//! One request and one reply per connection, framed as in [`crate::message`]. The daemon takes the caller's
+//! uid, pid and cgroup from the socket; what the request says is only a hint. The connection stays open: its end
+//! (or the caller's pidfd) tells the daemon that the process has ended.
+
+use serde::{Deserialize, Serialize};
+
+/// Version of this exchange; a daemon that does not know it answers [`Denial::ProtocolMismatch`].
+pub const VERSION: u16 = 1;
+
+/// From `libcuda.so.1` to the daemon.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// [`VERSION`] of the library.
+    pub version: u16,
+    /// `GPUSESSION_LEASE`, if set.
+    pub lease: Option<String>,
+    /// `GPUSESSION_ID`, if set.
+    pub session: Option<String>,
+    /// The program's name, for listings.
+    pub program: String,
+    /// Environment variables of the driver that differ from their defaults (see `names.md`).
+    pub environment: Vec<(String, String)>,
+}
+
+/// From the daemon to `libcuda.so.1`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// The workers that serve this process, one per server, in device order.
+    Granted(Vec<Endpoint>),
+    /// No GPU for this process, and why.
+    Denied {
+        /// What libcuda tells the program.
+        denial: Denial,
+        /// One line for a person.
+        reason: String,
+    },
+}
+
+/// Where one worker is and how to be admitted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoint {
+    /// Server's name in the pool.
+    pub server: String,
+    /// Data-plane addresses, HOST:PORT, tried in order.
+    pub addresses: Vec<String>,
+    /// The worker that waits for this process.
+    pub worker: [u8; 16],
+    /// SHA-256 of the worker's certificate; `None` where the link is declared trusted and not encrypted.
+    pub fingerprint: Option<[u8; 32]>,
+    /// A sealed [`crate::ticket::Ticket`].
+    pub ticket: Vec<u8>,
+    /// Lease the worker belongs to.
+    pub lease: String,
+    /// GPUs that the worker has.
+    pub devices: u32,
+}
+
+/// Why a process gets no GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Denial {
+    /// Not configured, no access, disabled: `CUDA_ERROR_NO_DEVICE`.
+    NoDevice,
+    /// Pending, server unreachable, pool full after the wait: `CUDA_ERROR_SYSTEM_NOT_READY`.
+    NotReady,
+    /// A limit refuses: `CUDA_ERROR_DEVICE_UNAVAILABLE`.
+    Quota,
+    /// Library, daemon and server disagree: `CUDA_ERROR_SYSTEM_DRIVER_MISMATCH`.
+    ProtocolMismatch,
+}
+
+impl Denial {
+    /// The `CUresult` that the program's first CUDA call returns.
+    pub fn cuda_error(self) -> i32 {
+        match self {
+            Self::NoDevice => 100,
+            Self::NotReady => 802,
+            Self::Quota => 46,
+            Self::ProtocolMismatch => 803,
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Between `gpuserver` and one of its worker processes, on a `SOCK_SEQPACKET` socket that the worker inherits as file
+//! descriptor [`WORKER_FD`]: one postcard message per packet, without a length prefix.
+//!
+//! A worker is presumed controlled by its client: the supervisor believes nothing here that would give it rights.
+
+use serde::{Deserialize, Serialize};
+
+/// The descriptor number of the supervision socket in a worker.
+pub const WORKER_FD: i32 = 3;
+/// Longest packet, in bytes.
+pub const MAX_PACKET: usize = 64 * 1024;
+
+/// From the supervisor to the worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// First message: load the driver and get warm.
+    Start(Start),
+    /// A data connection for this worker (as SCM_RIGHTS in the same packet). `preface` was read already.
+    Adopt {
+        /// The preface's bytes.
+        preface: Vec<u8>,
+        /// The peer's address, for the log.
+        peer: String,
+    },
+    /// End now; the client is told `reason`.
+    Stop {
+        /// For the client's error text and the log.
+        reason: String,
+    },
+}
+
+/// What a worker is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// Id of the worker.
+    pub worker: [u8; 16],
+    /// Lease the worker belongs to.
+    pub lease: String,
+    /// Tickets are opened with it.
+    pub ticket_key: [u8; 32],
+    /// Absolute path of the CUDA driver library.
+    pub driver: String,
+    /// UUIDs (16 raw bytes) of the GPUs that the client sees, in its device order.
+    pub devices: Vec<DeviceLimit>,
+    /// Whether connections without TLS are refused.
+    pub require_tls: bool,
+    /// Folder of the module cache, if there is one.
+    pub module_cache: Option<String>,
+    /// Initialise the driver before a client comes (not under MPS).
+    pub warm: bool,
+    /// Seconds a worker waits for a lost client to come back.
+    pub resume_grace_s: u32,
+}
+
+/// One GPU of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceLimit {
+    /// UUID, as `cuDeviceGetUuid` gives it.
+    pub uuid: [u8; 16],
+    /// Bytes that the lease may use on it; `u64::MAX` is no limit.
+    pub memory_bytes: u64,
+    /// Share of the multiprocessors in percent.
+    pub sm_percent: u32,
+}
+
+/// From the worker to the supervisor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// The driver is loaded (and initialised, if asked for); connections can be handed over.
+    Ready {
+        /// SHA-256 of the worker's ephemeral certificate.
+        fingerprint: [u8; 32],
+        /// As `cuDriverGetVersion` says.
+        cuda_version: u32,
+    },
+    /// The driver cannot be used; the worker ends.
+    Failed {
+        /// What failed, for the log.
+        reason: String,
+    },
+    /// A process was admitted.
+    Admitted {
+        /// User id on the client.
+        uid: u32,
+        /// Process id on the client.
+        pid: u32,
+        /// The program's name.
+        program: String,
+        /// Whether the connection is encrypted.
+        encrypted: bool,
+    },
+    /// A connection was refused; the client was told the same.
+    Refused {
+        /// Why, for the log.
+        reason: String,
+    },
+    /// What the process has done so far. Sent at most every second while something changes.
+    Usage(Usage),
+
+    /// The client ended or the driver failed: the worker exits after this.
+    Ended {
+        /// Why, for the log and accounting.
+        reason: String,
+    },
+}
+
+/// Counters of one worker since its start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Driver calls replayed.
+    pub calls: u64,
+    /// Bytes copied to the device.
+    pub bytes_to_device: u64,
+    /// Bytes copied from the device.
+    pub bytes_from_device: u64,
+    /// Device memory in use, in bytes.
+    pub memory_bytes: u64,
+    /// Microseconds since the last call of the client that did GPU work or a copy.
+    pub idle_usec: u64,
+}

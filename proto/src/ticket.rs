@@ -1,0 +1,121 @@
+//! Tickets: what lets one process of a client use one worker, once.
+//!
+//! The daemon holds the lease's key and seals a ticket per process; the worker holds the same key and opens it. A process
+//! sees only sealed bytes, which are useless anywhere else: they name the worker, and a worker admits one process.
+
+use serde::{Deserialize, Serialize};
+
+/// Who may use which worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ticket {
+    /// Lease id.
+    pub lease: String,
+    /// The one worker that admits it.
+    pub worker: [u8; 16],
+    /// User id on the client, as the kernel told the daemon.
+    pub uid: u32,
+    /// Process id on the client, as the kernel told the daemon.
+    pub pid: u32,
+    /// Boot id of the client: a ticket of another boot is refused by the server that knows the new one.
+    pub boot_id: [u8; 16],
+    /// Time of issue on the daemon's clock since boot, in microseconds. For the log: two hosts' clocks are never compared.
+    pub issued_usec: u64,
+    /// Random.
+    pub nonce: [u8; 16],
+    /// The program's name, for listings.
+    pub program: String,
+}
+
+/// Why a ticket was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refused {
+    /// Shorter than a seal, too long, or the body does not decode.
+    Malformed,
+    /// Not sealed with this lease's key, or changed since.
+    Forged,
+    /// Sealed for another worker.
+    WrongWorker,
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Malformed => "malformed ticket",
+            Self::Forged => "ticket was not made with this lease's key",
+            Self::WrongWorker => "ticket is for another worker",
+        })
+    }
+}
+
+impl std::error::Error for Refused {}
+
+const SEAL: usize = blake3::OUT_LEN;
+const MAX_TICKET: usize = 1024;
+
+impl Ticket {
+    /// Seals the ticket with the lease's key.
+    ///
+    /// # Panics
+    /// Never: the type serializes.
+    pub fn seal(&self, key: &[u8; 32]) -> Vec<u8> {
+        let mut bytes = postcard::to_allocvec(self).expect("a ticket serializes");
+        let seal = blake3::keyed_hash(key, &bytes);
+        bytes.extend_from_slice(seal.as_bytes());
+        bytes
+    }
+
+    /// Opens a sealed ticket that was presented to `worker`.
+    pub fn open(sealed: &[u8], key: &[u8; 32], worker: &[u8; 16]) -> Result<Self, Refused> {
+        if sealed.len() <= SEAL || sealed.len() > MAX_TICKET {
+            return Err(Refused::Malformed);
+        }
+        let (body, seal) = sealed.split_at(sealed.len() - SEAL);
+        let seal: [u8; SEAL] = seal.try_into().map_err(|_| Refused::Malformed)?;
+        // blake3::Hash compares in constant time.
+        if blake3::keyed_hash(key, body) != blake3::Hash::from_bytes(seal) {
+            return Err(Refused::Forged);
+        }
+        let ticket: Self = crate::message::decode(body).map_err(|_| Refused::Malformed)?;
+        if ticket.worker != *worker {
+            return Err(Refused::WrongWorker);
+        }
+        Ok(ticket)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ticket() -> Ticket {
+        Ticket {
+            lease: "abcdefghijkl".into(),
+            worker: [7; 16],
+            uid: 1000,
+            pid: 4242,
+            boot_id: [1; 16],
+            issued_usec: 12,
+            nonce: [9; 16],
+            program: "python3".into(),
+        }
+    }
+
+    #[test]
+    fn opens_what_was_sealed() {
+        let sealed = ticket().seal(&[3; 32]);
+        assert_eq!(Ticket::open(&sealed, &[3; 32], &[7; 16]), Ok(ticket()));
+    }
+
+    #[test]
+    fn refuses_other_keys_workers_and_any_changed_byte() {
+        let sealed = ticket().seal(&[3; 32]);
+        assert_eq!(Ticket::open(&sealed, &[4; 32], &[7; 16]), Err(Refused::Forged));
+        assert_eq!(Ticket::open(&sealed, &[3; 32], &[8; 16]), Err(Refused::WrongWorker));
+        for i in 0..sealed.len() {
+            let mut changed = sealed.clone();
+            changed[i] ^= 1;
+            assert_eq!(Ticket::open(&changed, &[3; 32], &[7; 16]), Err(Refused::Forged), "byte {i}");
+            assert!(Ticket::open(&sealed[..i], &[3; 32], &[7; 16]).is_err());
+        }
+    }
+}
