@@ -1,1 +1,340 @@
+//! The table of CUDA driver calls, for build scripts.
+//!
+//! `symbols.tsv` holds facts of the ABI: every exported symbol with the CUDA version of its prototype, which is what
+//! `cuGetProcAddress` answers from. `calls.txt` says what gpusession does with each of them. Exports, proc-address table,
+//! frames, dispatch and `docs/coverage.md` are generated from the two.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+const SYMBOLS: &str = include_str!("../symbols.tsv");
+const CALLS: &str = include_str!("../calls.txt");
+
+/// One exported symbol.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Symbol {
+    /// Name that `cuGetProcAddress` is asked for.
+    pub base: &'static str,
+    /// First CUDA version (1000 * major + 10 * minor) of this prototype; 0: found by dlsym only.
+    pub version: u32,
+    /// Whether this is the variant for per-thread default streams.
+    pub per_thread: bool,
+    /// Exported name.
+    pub name: &'static str,
+}
+
+impl Symbol {
+    /// The exported name without `_ptds` or `_ptsz`: which call it is.
+    pub fn call(&self) -> &'static str {
+        call_of(self.name)
+    }
+}
+
+/// Strips the suffix of the variants for per-thread default streams.
+pub fn call_of(name: &str) -> &str {
+    name.strip_suffix("_ptsz").or_else(|| name.strip_suffix("_ptds")).unwrap_or(name)
+}
+
+/// Every exported symbol, in the order of the file.
+pub fn symbols() -> Vec<Symbol> {
+    SYMBOLS
+        .lines()
+        .skip(1)
+        .filter(|line| !line.is_empty())
+        .map(|line| {
+            let mut fields = line.split('\t');
+            let mut field = || fields.next().unwrap_or_else(|| panic!("symbols.tsv: {line:?}"));
+            let (base, version, per_thread, name) = (field(), field(), field(), field());
+            Symbol {
+                base,
+                version: version.parse().unwrap_or_else(|_| panic!("symbols.tsv: version in {line:?}")),
+                per_thread: per_thread == "1",
+                name,
+            }
+        })
+        .collect()
+}
+
+/// Distinct exported names, sorted.
+pub fn exported() -> BTreeSet<&'static str> {
+    symbols().iter().map(|s| s.name).collect()
+}
+
+/// The `_ptds` or `_ptsz` variant of a call, if it has one.
+pub fn per_thread_variant(call: &str) -> Option<&'static str> {
+    symbols().iter().find(|s| s.per_thread && s.call() == call).map(|s| s.name)
+}
+
+/// Rust source of `PROC_ADDRESSES: [ProcAddress; N]`, sorted by base name, then version, then variant, for a library
+/// that exports every name of [`exported`]. The including module defines `ProcAddress { base, version, per_thread, function }`
+/// with `function: unsafe extern "C" fn()`, and has the exported functions in scope of its linker.
+pub fn proc_addresses_source() -> String {
+    let mut rows = symbols();
+    rows.retain(|s| s.version > 0);
+    rows.sort_by_key(|s| (s.base, s.version, s.per_thread));
+    let mut out = String::from("unsafe extern \"C\" {\n");
+    for name in rows.iter().map(|s| s.name).collect::<BTreeSet<_>>() {
+        writeln!(out, "    #[link_name = \"{name}\"]\n    fn address_of_{name}();").unwrap();
+    }
+    writeln!(out, "}}\n/// See `gpusession_calls::proc_addresses_source`.").unwrap();
+    writeln!(out, "pub static PROC_ADDRESSES: [ProcAddress; {}] = [", rows.len()).unwrap();
+    for s in &rows {
+        writeln!(
+            out,
+            "    ProcAddress {{ base: {:?}, version: {}, per_thread: {}, function: address_of_{} }},",
+            s.base, s.version, s.per_thread, s.name
+        )
+        .unwrap();
+    }
+    out.push_str("];\n");
+    out
+}
+
+/// Rust source of an exported function for every symbol of the driver that is not in `implemented` (exported names); each
+/// calls `$crate::unsupported(NAME)`, which returns the `CUresult`. Arguments are ignored, as the C ABI allows.
+pub fn unsupported_source(implemented: &BTreeSet<String>) -> String {
+    let mut out = String::new();
+    for name in exported().into_iter().filter(|name| !implemented.contains(*name)) {
+        writeln!(
+            out,
+            "#[unsafe(no_mangle)]\npub extern \"C\" fn {name}() -> i32 {{ crate::unsupported({name:?}) }}"
+        )
+        .unwrap();
+    }
+    out
+}
+
+/// What gpusession does with a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Class {
+    /// Answered by `libcuda.so.1` itself.
+    Local,
+    /// Forwarded by hand-written code on both sides.
+    Forward,
+    /// Forwarded by generated code; `wait` says whether the program waits for the answer.
+    Generated {
+        /// Number of the operation on the wire; never reused.
+        op: u16,
+        /// Whether the call returns only after the driver has answered.
+        wait: bool,
+        /// Parameters in order.
+        params: Vec<Param>,
+    },
+    /// Answers `CUDA_ERROR_NOT_SUPPORTED`, for this reason.
+    None(&'static str),
+}
+
+/// A parameter of a generated call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Param {
+    /// NVIDIA's name for it.
+    pub name: &'static str,
+    /// How it travels.
+    pub kind: Kind,
+}
+
+/// How a parameter travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// An integer, an address or a handle that is the server's own value: `i32`, `u32`, `u64`, `usize`.
+    Scalar(&'static str),
+    /// A handle that the client minted: `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph`, `exec`.
+    Handle(&'static str),
+    /// `out T`: the program's pointer receives an integer.
+    Out(&'static str),
+    /// `out? T`: the same, the pointer may be null.
+    OutOptional(&'static str),
+    /// `in N`: a structure of N bytes behind a pointer.
+    In(usize),
+    /// `in? N`: the same, the pointer may be null.
+    InOptional(usize),
+    /// `result N`: a structure of N bytes that the driver fills.
+    Result(usize),
+    /// `inout N`: a structure of N bytes that the driver reads and changes.
+    InOut(usize),
+    /// `array N COUNT`: elements of N bytes, as many as the parameter named COUNT says.
+    Array(usize, &'static str),
+}
+
+impl Kind {
+    fn parse(text: &'static str) -> Self {
+        let words: Vec<&'static str> = text.split_whitespace().collect();
+        let size = |word: &str| word.parse().unwrap_or_else(|_| panic!("calls.txt: size in {text:?}"));
+        match words[..] {
+            ["out", t] => Self::Out(t),
+            ["out?", t] => Self::OutOptional(t),
+            ["in", n] => Self::In(size(n)),
+            ["in?", n] => Self::InOptional(size(n)),
+            ["result", n] => Self::Result(size(n)),
+            ["inout", n] => Self::InOut(size(n)),
+            ["array", n, count] => Self::Array(size(n), count),
+            [t @ ("i32" | "u32" | "u64" | "usize")] => Self::Scalar(t),
+            [t @ ("ctx" | "stream" | "event" | "module" | "library" | "func" | "graph" | "exec")] => {
+                Self::Handle(t)
+            }
+            _ => panic!("calls.txt: unknown parameter kind {text:?}"),
+        }
+    }
+}
+
+/// The table: every exported call (without `_ptds`, `_ptsz`) and what becomes of it.
+///
+/// # Panics
+/// If the table is wrong (it is part of this crate): an unknown name, a name twice, a number twice.
+pub fn calls() -> BTreeMap<&'static str, Class> {
+    let known: BTreeSet<&str> = exported().into_iter().map(call_of).collect();
+    let mut table = BTreeMap::new();
+    let mut patterns = Vec::new();
+    let mut numbers = BTreeSet::new();
+    for line in lines() {
+        let (verb, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        let rest = rest.trim();
+        match verb {
+            "local" | "forward" => {
+                for name in rest.split_whitespace() {
+                    let class = if verb == "local" { Class::Local } else { Class::Forward };
+                    assert!(known.contains(name), "calls.txt: the driver exports no {name}");
+                    assert!(table.insert(name, class).is_none(), "calls.txt: {name} twice");
+                }
+            }
+            "none" => {
+                let (names, reason) = rest.split_once('|').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
+                patterns.extend(names.split_whitespace().map(|p| (p, reason.trim())));
+            }
+            "op" => {}
+            number => {
+                let op: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
+                assert!(numbers.insert(op), "calls.txt: number {op} twice");
+                let (wait, prototype) = match rest.split_once(' ') {
+                    Some(("call", p)) => (true, p),
+                    Some(("post", p)) => (false, p),
+                    _ => panic!("calls.txt: {line:?}"),
+                };
+                let (name, params) = prototype
+                    .trim()
+                    .strip_suffix(')')
+                    .and_then(|p| p.split_once('('))
+                    .unwrap_or_else(|| panic!("calls.txt: {line:?}"));
+                assert!(known.contains(name), "calls.txt: the driver exports no {name}");
+                let params = params
+                    .split(',')
+                    .filter(|p| !p.trim().is_empty())
+                    .map(|p| {
+                        let (name, kind) = p.split_once(':').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
+                        Param { name: name.trim(), kind: Kind::parse(kind.trim()) }
+                    })
+                    .collect();
+                let class = Class::Generated { op, wait, params };
+                assert!(table.insert(name, class).is_none(), "calls.txt: {name} twice");
+            }
+        }
+    }
+    for name in known {
+        if table.contains_key(name) {
+            continue;
+        }
+        let reason = patterns
+            .iter()
+            .find(|(pattern, _)| matches(pattern, name))
+            .unwrap_or_else(|| panic!("calls.txt says nothing of {name}"))
+            .1;
+        table.insert(name, Class::None(reason));
+    }
+    table
+}
+
+/// Operations on the wire that are not a driver call of the same name: `op NUMBER NAME` lines.
+pub fn operations() -> BTreeMap<u16, &'static str> {
+    let mut table = BTreeMap::new();
+    for line in lines() {
+        let mut words = line.split_whitespace();
+        if words.next() == Some("op") {
+            let (Some(number), Some(name)) = (words.next().and_then(|n| n.parse().ok()), words.next()) else {
+                panic!("calls.txt: {line:?}");
+            };
+            assert!(table.insert(number, name).is_none(), "calls.txt: operation {number} twice");
+        }
+    }
+    table
+}
+
+fn lines() -> impl Iterator<Item = &'static str> {
+    CALLS.lines().map(|line| line.split('#').next().unwrap_or("").trim()).filter(|line| !line.is_empty())
+}
+
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.strip_suffix('*') {
+        Some(prefix) => name.starts_with(prefix),
+        None => pattern == name,
+    }
+}
+
+/// `docs/coverage.md`: what becomes of every symbol.
+pub fn coverage() -> String {
+    let calls = calls();
+    let count = |f: fn(&Class) -> bool| calls.values().filter(|class| f(class)).count();
+    let mut out = String::from(
+        "# What becomes of each driver call\n\nGenerated from `proto/calls/calls.txt` and `proto/calls/symbols.tsv` \
+         (`make docs`). Variants for per-thread default streams (`_ptds`, `_ptsz`) share the row of their call.\n\n",
+    );
+    writeln!(
+        out,
+        "{} exported symbols, {} calls: {} answered locally, {} forwarded, {} not supported \
+         (`CUDA_ERROR_NOT_SUPPORTED`; `GPUSESSION_TRACE=missing` counts them).\n",
+        exported().len(),
+        calls.len(),
+        count(|c| *c == Class::Local),
+        count(|c| matches!(c, Class::Forward | Class::Generated { .. })),
+        count(|c| matches!(c, Class::None(_)))
+    )
+    .unwrap();
+    out.push_str("| call | answer |\n|---|---|\n");
+    for (name, class) in &calls {
+        let answer = match class {
+            Class::Local => "local".to_string(),
+            Class::Forward | Class::Generated { wait: true, .. } => "forwarded".to_string(),
+            Class::Generated { wait: false, .. } => "forwarded, never waits".to_string(),
+            Class::None(reason) => format!("not supported: {reason}"),
+        };
+        writeln!(out, "| `{name}` | {answer} |").unwrap();
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_whole() {
+        assert!(exported().len() > 720);
+        assert_eq!(calls().len(), exported().into_iter().map(call_of).collect::<BTreeSet<_>>().len());
+        let generated: BTreeSet<u16> = calls()
+            .values()
+            .filter_map(|c| if let Class::Generated { op, .. } = c { Some(*op) } else { None })
+            .collect();
+        assert!(operations().keys().all(|op| !generated.contains(op)), "an operation's number is used twice");
+    }
+
+    #[test]
+    fn variants_name_their_call() {
+        assert_eq!(per_thread_variant("cuMemcpyHtoD_v2"), Some("cuMemcpyHtoD_v2_ptds"));
+        assert_eq!(per_thread_variant("cuInit"), None);
+    }
+
+    /// A row `array N COUNT` must name a scalar parameter before it.
+    #[test]
+    fn array_counts_come_first() {
+        for (name, class) in calls() {
+            let Class::Generated { params, .. } = class else { continue };
+            for (i, p) in params.iter().enumerate() {
+                if let Kind::Array(_, count) = p.kind {
+                    assert!(
+                        params.iter().any(|q| q.name == count && matches!(q.kind, Kind::Scalar(_))),
+                        "{name}: parameter {i}"
+                    );
+                }
+            }
+        }
+    }
+}
