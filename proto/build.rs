@@ -1,9 +1,28 @@
-//! Compiles the control plane's `.proto` files (in pure Rust: no protoc needed) where the feature asks for it.
+//! Compiles the control plane's `.proto` files (in pure Rust: no protoc needed) where the feature asks for it, and
+//! writes the operation numbers of the data plane from the table of driver calls.
 
 use std::error::Error;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use gpusession_calls::Class;
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
+    let mut operations = String::new();
+    for (number, name) in gpusession_calls::operations() {
+        writeln!(operations, "#[allow(missing_docs)]\npub const {name}: u16 = {number};")?;
+    }
+    for (name, class) in gpusession_calls::calls() {
+        if let Class::Generated { op, .. } = class {
+            writeln!(
+                operations,
+                "#[allow(missing_docs, non_upper_case_globals)]\npub const {name}: u16 = {op};"
+            )?;
+        }
+    }
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("no OUT_DIR")?);
+    std::fs::write(out.join("operations.rs"), operations)?;
     if std::env::var_os("CARGO_FEATURE_CONTROL").is_some() {
         let files = protox::compile(["gpusession/v1/pool.proto"], ["proto"])?;
         tonic_prost_build::configure().compile_fds(files)?;

@@ -6,6 +6,7 @@
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
+pub mod frame;
 pub mod grant;
 pub mod message;
 pub mod preface;

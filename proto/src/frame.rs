@@ -1,0 +1,240 @@
+//! Frames of the data plane: a fixed header, then a body of little-endian 64-bit words and padded byte strings.
+//!
+//! Requests go from a program to its worker in one ordered log (lane 0); replies and events come back on the same
+//! connection, in any order, by the request's sequence number. Bulk bytes travel on further lanes in [`op::CHUNK`] frames.
+//! The numbers in [`op`] are part of the protocol and come from `proto/calls/calls.txt`.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Operation numbers.
+pub mod op {
+    include!(concat!(env!("OUT_DIR"), "/operations.rs"));
+}
+
+/// Bytes of a header.
+pub const HEADER: usize = 40;
+/// Longest body, in bytes; a longer one closes the connection.
+pub const MAX_BODY: usize = 4 << 20;
+/// Data of at most this many bytes travels inside its request or reply on lane 0.
+pub const INLINE_MAX: usize = 64 << 10;
+/// Payload of one [`op::CHUNK`] frame on a bulk lane, in bytes; the last one of a transfer may be shorter.
+pub const CHUNK: usize = 2 << 20;
+/// Lanes for data to the device, numbered from [`FIRST_UP_LANE`].
+pub const UP_LANES: u16 = 4;
+/// Lanes for data from the device, numbered from [`FIRST_DOWN_LANE`].
+pub const DOWN_LANES: u16 = 4;
+/// See [`UP_LANES`].
+pub const FIRST_UP_LANE: u16 = 1;
+/// See [`DOWN_LANES`].
+pub const FIRST_DOWN_LANE: u16 = FIRST_UP_LANE + UP_LANES;
+
+/// Request flag: the program waits for the reply.
+pub const WAIT: u16 = 1;
+
+/// First bytes of every frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Header {
+    /// Bytes of the body: a multiple of 8, at most [`MAX_BODY`].
+    pub len: U32,
+    /// Number from [`op`].
+    pub op: U16,
+    /// [`WAIT`].
+    pub flags: U16,
+    /// The program's thread that made the call: order within a thread is always kept.
+    pub thread: U32,
+    /// Epoch of the connection.
+    pub epoch: U32,
+    /// Requests: position in the log. Replies: the request's.
+    pub seq: U64,
+    /// Highest position in the log that the sender of this frame has consumed.
+    pub ack: U64,
+    /// Requests: the thread's current context (0: none). Replies: the `CUresult`.
+    pub ctx: U64,
+}
+
+/// A frame's bytes do not make sense: the connection is closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BadFrame(pub &'static str);
+
+impl std::fmt::Display for BadFrame {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "malformed frame: {}", self.0)
+    }
+}
+
+impl std::error::Error for BadFrame {}
+
+impl Header {
+    /// Reads and checks a header.
+    pub fn parse(bytes: &[u8; HEADER]) -> Result<Self, BadFrame> {
+        let header = Self::read_from_bytes(bytes).map_err(|_| BadFrame("header"))?;
+        let len = header.len.get() as usize;
+        if len > MAX_BODY {
+            return Err(BadFrame("body too long"));
+        }
+        if !len.is_multiple_of(8) {
+            return Err(BadFrame("body length not a multiple of 8"));
+        }
+        Ok(header)
+    }
+
+    /// Bytes of the body.
+    pub fn body_len(&self) -> usize {
+        self.len.get() as usize
+    }
+}
+
+/// Appends one frame to a buffer; the length is filled in by [`Writer::finish`].
+pub struct Writer<'a> {
+    buf: &'a mut Vec<u8>,
+    start: usize,
+}
+
+impl<'a> Writer<'a> {
+    /// Starts a frame with this header (its `len` is ignored).
+    #[inline]
+    pub fn new(buf: &'a mut Vec<u8>, header: &Header) -> Self {
+        let start = buf.len();
+        buf.extend_from_slice(header.as_bytes());
+        Self { buf, start }
+    }
+
+    /// Appends a word.
+    #[inline]
+    pub fn word(&mut self, value: u64) {
+        self.buf.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// Appends a byte string: its length, then the bytes, padded to a multiple of 8.
+    #[inline]
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        self.word(bytes.len() as u64);
+        self.buf.extend_from_slice(bytes);
+        self.pad(bytes.len());
+    }
+
+    /// Appends `len` bytes that `fill` writes (they are zero before), as [`Writer::bytes`] would.
+    #[inline]
+    pub fn bytes_with(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
+        self.word(len as u64);
+        let at = self.buf.len();
+        self.buf.resize(at + len, 0);
+        fill(&mut self.buf[at..]);
+        self.pad(len);
+    }
+
+    #[inline]
+    fn pad(&mut self, len: usize) {
+        const ZERO: [u8; 8] = [0; 8];
+        self.buf.extend_from_slice(&ZERO[..len.next_multiple_of(8) - len]);
+    }
+
+    /// Fills in the body's length and returns it.
+    #[inline]
+    pub fn finish(self) -> usize {
+        let len = self.buf.len() - self.start - HEADER;
+        self.buf[self.start..self.start + 4].copy_from_slice(&(len as u32).to_le_bytes());
+        len
+    }
+}
+
+/// Reads a body. Every getter fails rather than read past the end.
+#[derive(Clone)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// Reads from the start of `body`.
+    #[inline]
+    pub fn new(body: &'a [u8]) -> Self {
+        Self { rest: body }
+    }
+
+    /// Next word.
+    #[inline]
+    pub fn word(&mut self) -> Result<u64, BadFrame> {
+        let (word, rest) = self.rest.split_first_chunk::<8>().ok_or(BadFrame("body too short"))?;
+        self.rest = rest;
+        Ok(u64::from_le_bytes(*word))
+    }
+
+    /// Next byte string, in place.
+    #[inline]
+    pub fn bytes(&mut self) -> Result<&'a [u8], BadFrame> {
+        let len = usize::try_from(self.word()?).map_err(|_| BadFrame("string too long"))?;
+        let padded = len.checked_next_multiple_of(8).ok_or(BadFrame("string too long"))?;
+        if padded > self.rest.len() {
+            return Err(BadFrame("string too long"));
+        }
+        let (bytes, rest) = self.rest.split_at(padded);
+        self.rest = rest;
+        Ok(&bytes[..len])
+    }
+
+    /// Next byte string, as text.
+    pub fn text(&mut self) -> Result<&'a str, BadFrame> {
+        std::str::from_utf8(self.bytes()?).map_err(|_| BadFrame("text is not UTF-8"))
+    }
+
+    /// Whether everything was read.
+    pub fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header(op: u16) -> Header {
+        Header {
+            len: 0.into(),
+            op: op.into(),
+            flags: WAIT.into(),
+            thread: 3.into(),
+            epoch: 1.into(),
+            seq: 77.into(),
+            ack: 0.into(),
+            ctx: 5.into(),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let mut buf = Vec::new();
+        let mut w = Writer::new(&mut buf, &header(9));
+        w.word(1);
+        w.bytes(b"hello");
+        w.bytes(b"");
+        w.bytes_with(3, |b| b.copy_from_slice(b"abc"));
+        w.word(u64::MAX);
+        let len = w.finish();
+        let parsed = Header::parse(buf[..HEADER].try_into().unwrap()).unwrap();
+        assert_eq!((parsed.body_len(), parsed.op.get()), (len, 9));
+        let mut r = Reader::new(&buf[HEADER..]);
+        assert_eq!(r.word(), Ok(1));
+        assert_eq!(r.bytes(), Ok(&b"hello"[..]));
+        assert_eq!(r.bytes(), Ok(&b""[..]));
+        assert_eq!(r.text(), Ok("abc"));
+        assert_eq!(r.word(), Ok(u64::MAX));
+        assert!(r.is_empty());
+        assert!(r.word().is_err());
+    }
+
+    #[test]
+    fn lengths_are_bounded() {
+        let mut h = header(1);
+        h.len = (MAX_BODY as u32 + 8).into();
+        assert!(Header::parse(h.as_bytes().try_into().unwrap()).is_err());
+        h.len = 12.into();
+        assert!(Header::parse(h.as_bytes().try_into().unwrap()).is_err());
+        for len in [9u64, 1 << 40, u64::MAX] {
+            let mut body = len.to_le_bytes().to_vec();
+            body.extend_from_slice(&[0; 8]);
+            assert!(Reader::new(&body).bytes().is_err(), "{len}");
+        }
+    }
+}
