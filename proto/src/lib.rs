@@ -1,6 +1,7 @@
 //! Everything of gpusession that crosses a wire; nothing here does I/O.
 //!
 //! * [`control`]: gRPC between client daemon and server (feature `control`).
+//! * `join`: names in certificates, and join tokens (feature `control`).
 //! * [`grant`]: what `libcuda.so.1` asks of the client daemon on its Unix socket.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
@@ -8,6 +9,8 @@
 
 pub mod frame;
 pub mod grant;
+#[cfg(feature = "control")]
+pub mod join;
 pub mod message;
 pub mod preface;
 pub mod supervise;

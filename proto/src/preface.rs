@@ -1,5 +1,10 @@
 //! The first bytes of a data connection, in clear: they say which worker it is for, so that `gpuserver` can hand the
 //! socket over unread. Nothing in them is trusted; admission happens inside the worker.
+//!
+//! A preface that cannot be served is answered with a refusal before the connection is closed: a little-endian `u32`
+//! whose highest bit is set and whose other bits are the length of the UTF-8 reason that follows ([`refusal`]). Neither
+//! a TLS record nor a frame starts with four such bytes, so whoever reads a connection's first bytes looks for it with
+//! [`refusal_len`]. A connection that does not start with a preface at all is closed without an answer.
 
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -88,6 +93,28 @@ impl Preface {
     }
 }
 
+const REFUSED: u32 = 1 << 31;
+/// Longest reason of a refusal, in bytes.
+pub const MAX_REASON: usize = 1024;
+
+/// The bytes that refuse a connection whose preface was read.
+pub fn refusal(reason: &str) -> Vec<u8> {
+    let mut end = reason.len().min(MAX_REASON);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    let reason = &reason[..end];
+    let mut out = (REFUSED | reason.len() as u32).to_le_bytes().to_vec();
+    out.extend_from_slice(reason.as_bytes());
+    out
+}
+
+/// The length of the reason, where a connection's first four bytes are a refusal. More than [`MAX_REASON`] is cut to it.
+pub fn refusal_len(first: [u8; 4]) -> Option<usize> {
+    let word = u32::from_le_bytes(first);
+    (word & REFUSED != 0).then_some(((word & !REFUSED) as usize).min(MAX_REASON))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,5 +128,17 @@ mod tests {
         assert_eq!(Preface::parse(&bytes), Err(BadPreface::Version(99)));
         bytes[0] = b'H';
         assert_eq!(Preface::parse(&bytes), Err(BadPreface::Magic));
+    }
+    #[test]
+    fn refusals_are_told_from_tls_and_frames() {
+        let bytes = refusal("no such worker");
+        assert_eq!(refusal_len(bytes[..4].try_into().unwrap()), Some(14));
+        assert_eq!(&bytes[4..], b"no such worker");
+        // Records of TLS: handshake and alert, up to the longest a record can be.
+        for first in [[0x16, 3, 3, 0x41], [0x15, 3, 3, 0]] {
+            assert_eq!(refusal_len(first), None);
+        }
+        assert_eq!(refusal(&"é".repeat(2000)).len(), 4 + MAX_REASON);
+        assert_eq!(refusal_len([0xff; 4]), Some(MAX_REASON));
     }
 }

@@ -1,0 +1,138 @@
+//! Identities in a pool: the names that certificates carry, and the join token that a new client presents.
+//!
+//! A certificate names the server or client *in the pool*, never its address, so that addresses may change:
+//!
+//! * every server's certificate carries [`any_server`] and [`server`]`(name)`; a client that knows only an address
+//!   verifies the first, one that knows which server it wants the second;
+//! * a client's certificate carries [`client`]`(name)`.
+//!
+//! A client that joins does not know the pool's authority yet. The server sends it as the last certificate of its
+//! chain; the client accepts it when its SHA-256 (of the DER) is [`JoinToken::authority`], and verifies the rest of the
+//! handshake with it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use data_encoding::BASE64URL_NOPAD;
+
+/// Domain below which all names of a pool's certificates lie; it is never resolved.
+const DOMAIN: &str = "gpusession.internal";
+
+/// The DNS name that every server of a pool has in its certificate.
+pub fn any_server() -> String {
+    format!("server.{DOMAIN}")
+}
+
+/// The DNS name of one server of a pool.
+pub fn server(name: &str) -> String {
+    format!("{name}.server.{DOMAIN}")
+}
+
+/// The DNS name in a client's certificate.
+pub fn client(name: &str) -> String {
+    format!("{name}.client.{DOMAIN}")
+}
+
+/// Whether `name` can name a server or a client: labels of a-z, 0-9 and `-`, separated by dots, 64 bytes at most.
+pub fn is_name(name: &str) -> bool {
+    let label = |l: &str| {
+        !l.is_empty()
+            && !l.starts_with('-')
+            && !l.ends_with('-')
+            && l.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+    };
+    name.len() <= 64 && name.split('.').all(label)
+}
+
+/// What `gpuserver token create` prints and `gpusession join` takes: `gpsj-` and 86 characters of base64url.
+#[derive(Clone, PartialEq, Eq)]
+pub struct JoinToken {
+    /// SHA-256 of the pool authority's certificate (DER).
+    pub authority: [u8; 32],
+    /// Which token it is; not secret.
+    pub id: [u8; 8],
+    /// What the server knows only a hash of.
+    pub secret: [u8; 24],
+}
+
+const PREFIX: &str = "gpsj-";
+
+/// The text is not a join token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotAToken;
+
+impl fmt::Display for NotAToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not a join token: one starts with {PREFIX} and has 91 characters")
+    }
+}
+
+impl std::error::Error for NotAToken {}
+
+// Whoever logs a token by accident logs its id only.
+impl fmt::Debug for JoinToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JoinToken({})", data_encoding::HEXLOWER.encode(&self.id))
+    }
+}
+
+impl JoinToken {
+    /// The token as a person passes it on.
+    pub fn to_text(&self) -> String {
+        let mut bytes = Vec::with_capacity(64);
+        bytes.extend_from_slice(&self.authority);
+        bytes.extend_from_slice(&self.id);
+        bytes.extend_from_slice(&self.secret);
+        format!("{PREFIX}{}", BASE64URL_NOPAD.encode(&bytes))
+    }
+}
+
+impl FromStr for JoinToken {
+    type Err = NotAToken;
+
+    fn from_str(text: &str) -> Result<Self, NotAToken> {
+        let body = text.trim().strip_prefix(PREFIX).ok_or(NotAToken)?;
+        if body.len() != 86 {
+            return Err(NotAToken);
+        }
+        let bytes = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| NotAToken)?;
+        let mut token = Self { authority: [0; 32], id: [0; 8], secret: [0; 24] };
+        let (authority, rest) = bytes.split_at_checked(32).ok_or(NotAToken)?;
+        let (id, secret) = rest.split_at_checked(8).ok_or(NotAToken)?;
+        if secret.len() != token.secret.len() {
+            return Err(NotAToken);
+        }
+        token.authority.copy_from_slice(authority);
+        token.id.copy_from_slice(id);
+        token.secret.copy_from_slice(secret);
+        Ok(token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_survive_text_and_refuse_anything_else() {
+        let token = JoinToken { authority: [1; 32], id: [2; 8], secret: [3; 24] };
+        let text = token.to_text();
+        assert_eq!(text.len(), 91);
+        assert_eq!(text.parse(), Ok(token.clone()));
+        assert_eq!(format!(" {text}\n").parse(), Ok(token.clone()));
+        assert_eq!(format!("{token:?}"), "JoinToken(0202020202020202)");
+        for bad in ["", "gpsj-", &text[1..], &text[..90], &format!("{text}A"), &text.replace('B', "é")] {
+            assert_eq!(bad.parse::<JoinToken>(), Err(NotAToken), "{bad}");
+        }
+    }
+
+    #[test]
+    fn names() {
+        for good in ["a", "vm-17", "vm.lab-2.example", "0"] {
+            assert!(is_name(good), "{good}");
+        }
+        for bad in ["", "-a", "a-", "A", "a..b", ".a", "a_b", "a/b", &"a".repeat(65)] {
+            assert!(!is_name(bad), "{bad}");
+        }
+    }
+}
