@@ -1,0 +1,119 @@
+//! Asking the client daemon for a worker.
+
+use std::io::{self, Read, Write};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use gpusession_proto::grant::{Denial, Endpoint, Reply, Request, VERSION};
+use gpusession_proto::message;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt};
+use nix::sys::time::{TimeVal, TimeValLike};
+
+/// Where the daemon listens unless `GPUSESSION_SOCKET` says otherwise.
+pub const SOCKET: &str = "/run/gpusession/grant.sock";
+
+/// The daemon waits for a pending lease up to its `wait_ms`; this is only a bound on a daemon that hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended.
+pub struct Grant {
+    /// One per server, in device order.
+    pub endpoints: Vec<Endpoint>,
+    connection: OwnedFd,
+}
+
+impl Grant {
+    /// Keeps the connection open for as long as the process lives.
+    pub fn keep(self) -> Vec<Endpoint> {
+        let _ = ManuallyDrop::new(self.connection);
+        self.endpoints
+    }
+}
+
+/// No GPU for this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Decides the `CUresult`.
+    pub denial: Denial,
+    /// One line for a person.
+    pub reason: String,
+}
+
+impl Refused {
+    fn new(denial: Denial, reason: impl Into<String>) -> Self {
+        Self { denial, reason: reason.into() }
+    }
+}
+
+/// Whether the program runs with more rights than its user: then nothing in the environment is believed.
+fn privileged() -> bool {
+    // SAFETY: getauxval reads the process's auxiliary vector and has no preconditions.
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
+fn socket_path() -> PathBuf {
+    match std::env::var_os("GPUSESSION_SOCKET") {
+        Some(path) if !privileged() && !path.is_empty() => path.into(),
+        _ => SOCKET.into(),
+    }
+}
+
+/// Asks the daemon. Connecting never blocks on a full backlog for longer than a second.
+pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
+    if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") && !privileged() {
+        return Err(Refused::new(Denial::NoDevice, "GPUSESSION_DISABLE=1 is set"));
+    }
+    let path = socket_path();
+    let failed = |what: &str, e: io::Error| {
+        let denial = match e.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
+                Denial::NoDevice
+            }
+            _ => Denial::NotReady,
+        };
+        Refused::new(denial, format!("{what} {}: {e}", path.display()))
+    };
+    let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
+        .map_err(|e| failed("socket for", e.into()))?;
+    // SO_SNDTIMEO bounds connect() too: on a full backlog it would wait for ever.
+    setsockopt(&fd, sockopt::SendTimeout, &TimeVal::seconds(1))
+        .map_err(|e| failed("socket for", e.into()))?;
+    let address = UnixAddr::new(&path).map_err(|e| failed("address", e.into()))?;
+    connect(fd.as_raw_fd(), &address).map_err(|e| failed("no daemon at", e.into()))?;
+    let mut stream = UnixStream::from(fd);
+    let request = Request {
+        version: VERSION,
+        lease: if privileged() { None } else { std::env::var("GPUSESSION_LEASE").ok() },
+        session: if privileged() { None } else { std::env::var("GPUSESSION_ID").ok() },
+        program: program(),
+        environment,
+    };
+    let exchange = (|| {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(&message::encode(&request))?;
+        let mut prefix = [0; 4];
+        stream.read_exact(&mut prefix)?;
+        let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
+        stream.read_exact(&mut body)?;
+        message::decode::<Reply>(&body).map_err(io::Error::other)
+    })();
+    match exchange.map_err(|e| failed("exchange with the daemon at", e))? {
+        Reply::Denied { denial, reason } => Err(Refused { denial, reason }),
+        Reply::Granted(endpoints) if endpoints.is_empty() => {
+            Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
+        }
+        Reply::Granted(endpoints) => {
+            let connection = OwnedFd::from(stream);
+            Ok(Grant { endpoints, connection })
+        }
+    }
+}
+
+/// The program's name, as listings show it.
+fn program() -> String {
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    name.trim().chars().take(64).collect()
+}

@@ -1,0 +1,330 @@
+//! Bulk data: chunks of up to [`CHUNK`] bytes on parallel connections, beside the log. A frame in the log says where a
+//! transfer belongs in the order; its position is the transfer's name.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+use gpusession_proto::frame::{
+    CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, Header, UP_LANES, op,
+};
+use zerocopy::IntoBytes;
+
+use crate::link::{Link, Lost};
+use crate::threads;
+use crate::transport::{Transport, Wait};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory of the program that a transfer reads or writes.
+#[derive(Clone, Copy)]
+pub struct HostRange {
+    address: usize,
+    len: usize,
+}
+
+impl HostRange {
+    /// # Safety
+    /// The range stays mapped (and readable, for a transfer that fills it also writable) until the transfer has ended.
+    pub unsafe fn new(address: usize, len: usize) -> Self {
+        Self { address, len }
+    }
+}
+
+/// Header of a chunk: the transfer, the offset in it, and the bytes without padding.
+pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Header {
+    Header {
+        len: (len.next_multiple_of(8) as u32).into(),
+        op: op::CHUNK.into(),
+        flags: 0.into(),
+        thread: (status as u32).into(),
+        epoch: 0.into(),
+        seq: transfer.into(),
+        ack: (len as u64).into(),
+        ctx: offset.into(),
+    }
+}
+
+/// Both directions' lanes of one link.
+pub struct Lanes {
+    up: Vec<Arc<UpLane>>,
+}
+
+struct UpLane {
+    queue: Mutex<VecDeque<Piece>>,
+    changed: Condvar,
+}
+
+struct Piece {
+    transfer: u64,
+    offset: u64,
+    range: HostRange,
+    sent: Arc<Sent>,
+}
+
+/// Counts the chunks of a transfer to the device that are still to be written out.
+pub struct Sent {
+    left: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+impl Sent {
+    fn one(&self, ok: bool) {
+        let mut left = lock(&self.left);
+        *left = if ok { left.map(|n| n - 1) } else { None };
+        if !matches!(*left, Some(n) if n > 0) {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until the program may change the source again; false if the link was lost before.
+    pub fn wait(&self) -> bool {
+        let mut left = lock(&self.left);
+        loop {
+            match *left {
+                None => return false,
+                Some(0) => return true,
+                Some(_) => left = self.changed.wait(left).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl Lanes {
+    pub(crate) fn open(link: &Arc<Link>) -> Result<Self, Lost> {
+        let threads_error = |e| Lost(format!("no thread for a lane: {e}"));
+        let mut up = Vec::new();
+        for i in 0..UP_LANES {
+            let transport = link.open_lane(FIRST_UP_LANE + i)?;
+            let lane = Arc::new(UpLane { queue: Mutex::default(), changed: Condvar::new() });
+            let (mine, weak) = (lane.clone(), Arc::downgrade(link));
+            threads::spawn("gpusession-up", move || mine.run(&transport, &weak)).map_err(threads_error)?;
+            up.push(lane);
+        }
+        for i in 0..DOWN_LANES {
+            let transport = link.open_lane(FIRST_DOWN_LANE + i)?;
+            let (transfers, weak) = (link.down.clone(), Arc::downgrade(link));
+            threads::spawn("gpusession-down", move || receive(&transport, &transfers, &weak))
+                .map_err(threads_error)?;
+        }
+        Ok(Self { up })
+    }
+
+    /// Queues a transfer to the device. The chunks of two transfers keep their order on each lane.
+    pub fn send(&self, transfer: u64, range: HostRange) -> Arc<Sent> {
+        let chunks = range.len.div_ceil(CHUNK);
+        let sent = Arc::new(Sent { left: Mutex::new(Some(chunks)), changed: Condvar::new() });
+        for i in 0..chunks {
+            let offset = i * CHUNK;
+            let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
+            let lane = &self.up[i % self.up.len()];
+            lock(&lane.queue).push_back(Piece {
+                transfer,
+                offset: offset as u64,
+                range: piece,
+                sent: sent.clone(),
+            });
+            lane.changed.notify_one();
+        }
+        sent
+    }
+}
+
+impl UpLane {
+    fn run(&self, transport: &Transport, link: &Weak<Link>) {
+        let mut failed = false;
+        loop {
+            let piece = {
+                let mut queue = lock(&self.queue);
+                loop {
+                    if let Some(piece) = queue.pop_front() {
+                        break piece;
+                    }
+                    queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                }
+            };
+            if !failed {
+                let header = chunk_header(piece.transfer, piece.offset, piece.range.len, 0);
+                // SAFETY: whoever made the range promised that it stays mapped until `sent` says so below.
+                let bytes =
+                    unsafe { std::slice::from_raw_parts(piece.range.address as *const u8, piece.range.len) };
+                let padding = [0; 8];
+                let pad = piece.range.len.next_multiple_of(8) - piece.range.len;
+                let done = transport.send_parts(&[header.as_bytes(), bytes, &padding[..pad]]);
+                if let Err(e) = done {
+                    failed = true;
+                    if let Some(link) = link.upgrade() {
+                        link.lose(&format!("bulk connection to {} lost: {e}", link.server));
+                    }
+                }
+            }
+            piece.sent.one(!failed);
+        }
+    }
+}
+
+/// Transfers from the device that have not ended.
+#[derive(Default)]
+pub struct DownTransfers {
+    open: Mutex<Open>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Open {
+    transfers: HashMap<u64, Down>,
+    lost: bool,
+}
+
+struct Down {
+    range: HostRange,
+    left: usize,
+    status: i32,
+    stream: u64,
+    /// Nobody asks for the result: forget it when it has landed.
+    detached: bool,
+    /// Threads that write into the range right now.
+    writing: usize,
+}
+
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`
+const UNAVAILABLE: i32 = 46;
+
+impl DownTransfers {
+    /// Announces a transfer before its frame can be answered. `detached`: a later [`DownTransfers::settle`] waits for it.
+    pub fn expect(&self, transfer: u64, range: HostRange, stream: u64, detached: bool) {
+        let mut open = lock(&self.open);
+        let (left, lost) = (range.len, open.lost);
+        let down =
+            Down { range, left, status: if lost { UNAVAILABLE } else { 0 }, stream, detached, writing: 0 };
+        open.transfers.insert(transfer, down);
+    }
+
+    /// Waits for a transfer that was not detached; its `CUresult`.
+    pub fn wait(&self, transfer: u64) -> i32 {
+        let mut open = lock(&self.open);
+        loop {
+            match open.transfers.get(&transfer) {
+                None => return UNAVAILABLE,
+                Some(t) if t.writing == 0 && (t.left == 0 || t.status != 0) => {
+                    let status = t.status;
+                    open.transfers.remove(&transfer);
+                    return status;
+                }
+                Some(_) => open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Forgets a transfer whose frame the driver refused.
+    pub fn cancel(&self, transfer: u64) {
+        lock(&self.open).transfers.remove(&transfer);
+    }
+
+    /// Waits until every detached transfer before position `before` in the log (of one stream, or of all) has landed.
+    pub fn settle(&self, before: u64, stream: Option<u64>) {
+        let mut open = lock(&self.open);
+        while open.transfers.iter().any(|(seq, t)| {
+            t.detached
+                && *seq < before
+                && stream.is_none_or(|s| s == t.stream)
+                && (t.status == 0 || t.writing > 0)
+        }) {
+            open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Whether a detached transfer is under way.
+    pub fn any(&self) -> bool {
+        lock(&self.open).transfers.values().any(|t| t.detached)
+    }
+
+    /// All of a small transfer, in one piece.
+    pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
+        if status != 0 {
+            self.piece_done(transfer, 0, status);
+        } else if let Some(address) = self.begin_piece(transfer, 0, bytes.len()) {
+            // SAFETY: `begin_piece` checked the bounds of a range that stays mapped until the transfer has ended, and
+            // marked it as being written.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
+            self.piece_done(transfer, bytes.len(), 0);
+        }
+    }
+
+    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> Option<usize> {
+        let mut open = lock(&self.open);
+        let t = open.transfers.get_mut(&transfer)?;
+        let offset = usize::try_from(offset).ok()?;
+        if offset.checked_add(len)? > t.range.len || len > t.left || t.status != 0 {
+            return None;
+        }
+        t.writing += 1;
+        Some(t.range.address + offset)
+    }
+
+    fn piece_done(&self, transfer: u64, len: usize, status: i32) {
+        let mut open = lock(&self.open);
+        let Some(t) = open.transfers.get_mut(&transfer) else { return };
+        if len > 0 {
+            t.writing -= 1;
+            t.left -= len;
+        }
+        if status != 0 && t.status == 0 {
+            t.status = status;
+        }
+        if t.writing == 0 && (t.left == 0 || t.status != 0) {
+            if t.detached {
+                open.transfers.remove(&transfer);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    pub(crate) fn fail_all(&self) {
+        let mut open = lock(&self.open);
+        open.lost = true;
+        for t in open.transfers.values_mut() {
+            t.status = UNAVAILABLE;
+        }
+        open.transfers.retain(|_, t| !t.detached || t.writing > 0);
+        self.changed.notify_all();
+    }
+}
+
+/// Receives chunks straight into the program's memory.
+fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) {
+    let result = (|| -> std::io::Result<()> {
+        loop {
+            let mut head = [0; HEADER];
+            transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
+            let header = Header::parse(&head).map_err(std::io::Error::other)?;
+            let len = header.ack.get() as usize;
+            if header.op.get() != op::CHUNK || len.next_multiple_of(8) != header.body_len() || len > CHUNK {
+                return Err(std::io::Error::other("not a chunk"));
+            }
+            let (transfer, status) = (header.seq.get(), header.thread.get() as i32);
+            if status != 0 {
+                transfers.piece_done(transfer, 0, status);
+                continue;
+            }
+            let Some(address) = transfers.begin_piece(transfer, header.ctx.get(), len) else {
+                return Err(std::io::Error::other("a chunk that nobody asked for"));
+            };
+            // SAFETY: `begin_piece` checked the bounds and marked the range as being written; it stays mapped meanwhile.
+            let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
+            let mut padding = [0; 8];
+            let done = transport.recv_exact(target, Wait::Spin(std::time::Duration::ZERO)).and_then(|()| {
+                transport.recv_exact(
+                    &mut padding[..header.body_len() - len],
+                    Wait::Spin(std::time::Duration::ZERO),
+                )
+            });
+            transfers.piece_done(transfer, len, if done.is_ok() { 0 } else { UNAVAILABLE });
+            done?;
+        }
+    })();
+    if let (Err(e), Some(link)) = (result, link.upgrade()) {
+        link.lose(&format!("bulk connection to {} lost: {e}", link.server));
+    }
+}
