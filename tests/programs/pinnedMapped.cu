@@ -1,0 +1,69 @@
+// Host memory that kernels read and write in place: allocated mapped, registered mapped, and write-combined.
+#include "check.h"
+
+#include <cstdlib>
+
+__global__ void add_into(const int *from, int *to, int count, int add) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) to[i] = from[i] + add;
+}
+
+const int COUNT = 50000, BLOCKS = (COUNT + 255) / 256;
+
+static void rounds(int *host, int *device, const char *what) {
+    int *scratch, back[8];
+    CHECK(cudaMalloc(&scratch, COUNT * sizeof(int)));
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < COUNT; i++) host[i] = i * 2 + round;
+        add_into<<<BLOCKS, 256>>>(device, scratch, COUNT, 1);  // the kernel reads host memory
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(back, scratch + COUNT - 8, sizeof back, cudaMemcpyDeviceToHost));
+        for (int i = 0; i < 8; i++) EXPECT(back[i] == (COUNT - 8 + i) * 2 + round + 1);
+        add_into<<<BLOCKS, 256>>>(scratch, device, COUNT, 10);  // the kernel writes host memory
+        CHECK(cudaGetLastError());
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < COUNT; i++) EXPECT(host[i] == i * 2 + round + 11);
+    }
+    // Changed by the host between two kernels of one stream, each synchronised by an event.
+    cudaEvent_t event;
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (int round = 0; round < 4; round++) {
+        host[0] = round;
+        add_into<<<1, 1>>>(device, device + 1, 1, 100);
+        CHECK(cudaEventRecord(event));
+        CHECK(cudaEventSynchronize(event));
+        EXPECT(host[1] == round + 100);
+    }
+    CHECK(cudaEventDestroy(event));
+    CHECK(cudaFree(scratch));
+    std::printf("pinnedMapped: %s memory right\n", what);
+}
+
+int main() {
+    const size_t bytes = COUNT * sizeof(int);
+    int *host, *device;
+    unsigned flags = 0;
+    CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocMapped));
+    CHECK(cudaHostGetDevicePointer(&device, host, 0));
+    CHECK(cudaHostGetFlags(&flags, host));
+    EXPECT(flags & cudaHostAllocMapped);
+    rounds(host, device, "mapped");
+    // With unified addressing the host's own address serves as well.
+    rounds(host, host, "mapped, by its host address,");
+    CHECK(cudaFreeHost(host));
+
+    host = static_cast<int *>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+    EXPECT(host != nullptr);
+    CHECK(cudaHostRegister(host, bytes, cudaHostRegisterMapped));
+    CHECK(cudaHostGetDevicePointer(&device, host, 0));
+    rounds(host, device, "registered");
+    CHECK(cudaHostUnregister(host));
+    std::free(host);
+
+    CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+    CHECK(cudaHostGetDevicePointer(&device, host, 0));
+    rounds(host, device, "portable");
+    CHECK(cudaFreeHost(host));
+    return 0;
+}
