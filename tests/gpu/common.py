@@ -1,0 +1,90 @@
+"""What the PyTorch scripts share: measurements as JSON lines, results as plain lines, and deterministic settings.
+
+A line that starts with `{` is a measurement and differs from run to run; every other line of standard output is a result and must be the
+same on a remote GPU as on a local one.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+
+# Read when cuBLAS starts, so it has to be there before PyTorch.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def measure(name, value, unit, **more):
+    """Print one measurement."""
+    print(json.dumps({"name": name, "value": value, "unit": unit, **more}), flush=True)
+
+
+def digest(tensor):
+    """A short checksum of a tensor's bytes; equal only if every bit is."""
+    import torch
+
+    flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def deterministic():
+    """Make PyTorch choose algorithms whose result does not depend on timing."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+def timed(function, repeat, warm_up=3):
+    """Median wall-clock seconds of a function that ends synchronised."""
+    for _ in range(warm_up):
+        function()
+    taken = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def rendezvous():
+    """Wait for the other processes of a measurement that runs several at once; the environment names a folder and their number."""
+    folder, _, count = os.environ.get("RENDEZVOUS", "").rpartition(":")
+    if folder:
+        open(os.path.join(folder, str(os.getpid())), "w", encoding="utf-8").close()
+        end = time.monotonic() + 120
+        while len(os.listdir(folder)) < int(count) and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+class Steps:
+    """Times the steps of a training loop, and the processor time of this process in them; the first ones do not count."""
+
+    def __init__(self, warm_up):
+        self.warm_up, self.taken, self.cpu = warm_up, [], []
+        self.mark = self.cpu_mark = None
+
+    def tick(self):
+        """Call once before the first step and after every step."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        if self.mark is not None:
+            self.taken.append(wall - self.mark)
+            self.cpu.append(cpu - self.cpu_mark)
+        if len(self.taken) == self.warm_up:
+            rendezvous()
+        self.mark, self.cpu_mark = time.perf_counter(), time.process_time()
+
+    def report(self, name):
+        """Print the medians in milliseconds."""
+        if len(self.taken) > self.warm_up:
+            measure(f"{name}_step", statistics.median(self.taken[self.warm_up :]) * 1e3, "ms")
+            # The mean, because the clock of processor time may be coarse.
+            measure(f"{name}_step_cpu", statistics.mean(self.cpu[self.warm_up :]) * 1e3, "ms")

@@ -1,0 +1,56 @@
+"""Copies of 256 MiB in both directions, pageable and pinned, with a check of what arrived."""
+
+import statistics
+import time
+
+import common
+
+BYTES = 256 << 20
+
+
+def bench(quick):
+    """The measurements of the table."""
+    import torch
+
+    repeat = 5 if quick else 10
+    source = torch.arange(BYTES // 8, dtype=torch.int64)
+    pinned = source.clone().pin_memory()
+    device = torch.empty(BYTES // 8, dtype=torch.int64, device="cuda")
+    back = torch.empty(BYTES // 8, dtype=torch.int64).pin_memory()
+
+    def rate(function):
+        taken = []
+        for _ in range(repeat + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        return BYTES / statistics.median(taken[1:]) / 1e9
+
+    def check(what, found):
+        print("copies", what, "right" if torch.equal(found, source) else "WRONG")
+
+    common.measure("h2d_pageable", rate(lambda: device.copy_(source)), "GB/s")
+    check("h2d_pageable", device.cpu())
+    device.zero_()
+    common.measure("h2d_pinned", rate(lambda: device.copy_(pinned, non_blocking=True)), "GB/s")
+    check("h2d_pinned", device.cpu())
+    common.measure("d2h_pageable", rate(device.cpu), "GB/s")
+    common.measure("d2h_pinned", rate(lambda: back.copy_(device, non_blocking=True)), "GB/s")
+    check("d2h_pinned", back)
+
+    def both():
+        with torch.cuda.stream(streams[0]):
+            other.copy_(pinned, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            back.copy_(device, non_blocking=True)
+
+    other = torch.empty_like(device)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    common.measure("both_ways_pinned", 2 * rate(both), "GB/s")
+    check("both ways", other.cpu())
+
+
+if __name__ == "__main__":
+    bench(quick=True)

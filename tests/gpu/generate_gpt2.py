@@ -1,0 +1,34 @@
+"""Greedy generation with GPT-2 (124 M parameters, random weights): 64 tokens, bf16, batch 1. Prints the tokens."""
+
+import common
+
+
+def generate(repeat):
+    """Generate several times, print the tokens of the first run, report the median time."""
+    import torch
+    from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(77)
+    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa")).to(torch.bfloat16).cuda().eval()
+    prompt = torch.arange(100, 116).unsqueeze(0).cuda()
+    settings = GenerationConfig(max_new_tokens=64, do_sample=False, use_cache=True, pad_token_id=50256)
+    mask = torch.ones_like(prompt)
+    results = []
+
+    def once():
+        with torch.inference_mode():
+            results.append(model.generate(prompt, attention_mask=mask, generation_config=settings)[0].tolist())
+
+    taken = common.timed(once, repeat, warm_up=2)
+    assert all(result == results[0] for result in results)
+    print("gpt2 tokens", len(results[0]) - 16, *results[0][16:])
+    common.measure("gpt2_generate", taken * 1e3, "ms")
+
+
+def bench(quick):
+    """The measurement of the table."""
+    generate(4 if quick else 10)
+
+
+if __name__ == "__main__":
+    generate(1)
