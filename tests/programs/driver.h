@@ -1,16 +1,28 @@
-// The driver's own functions, found through the runtime, for programs that use both interfaces.
+// The driver's own functions, for programs that use both interfaces: found by name in the driver library, as in a program linked to it,
+// or through the runtime.
 #pragma once
 
 #include "check.h"
 
 #include <cuda.h>
+#include <dlfcn.h>
 
-// The address of a driver function, of the version that the header declares.
-inline void *driver_function(const char *name) {
+// The symbol that the header's name stands for, e.g. cuMemAlloc_v2.
+inline void *driver_symbol(const char *symbol) {
+    static void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    EXPECT(library != nullptr);
+    void *function = dlsym(library, symbol);
+    if (!function) std::printf("no %s in libcuda.so.1\n", symbol);
+    EXPECT(function != nullptr);
+    return function;
+}
+
+// The same through the runtime, which answers the newest form that its own version knows: only for functions of one form.
+inline void *driver_entry_point(const char *name) {
     void *function = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    CHECK(cudaGetDriverEntryPointByVersion(name, &function, CUDA_VERSION, cudaEnableDefault, &result));
+    CHECK(cudaGetDriverEntryPointByVersion(name, &function, CUDART_VERSION, cudaEnableDefault, &result));
 #else
     CHECK(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result));
 #endif
@@ -19,7 +31,10 @@ inline void *driver_function(const char *name) {
     return function;
 }
 
-#define DRIVER(name) static auto name##_ = reinterpret_cast<decltype(&name)>(driver_function(#name))
+#define DRIVER_TEXT(symbol) #symbol
+#define DRIVER_SYMBOL(name) driver_symbol(DRIVER_TEXT(name))
+#define DRIVER(name) static auto name##_ = reinterpret_cast<decltype(&name)>(DRIVER_SYMBOL(name))
+#define DRIVER_BY_RUNTIME(name) static auto name##_ = reinterpret_cast<decltype(&name)>(driver_entry_point(#name))
 
 // Ends the program with status 1 when a driver call fails.
 #define CHECK_DRIVER(call)                                                                                             \

@@ -52,9 +52,7 @@ DONE:
 }
 )";
 
-#if CUDART_VERSION >= 12050
 typedef CUresult (*ContextCreate)(CUcontext *, unsigned, CUdevice);  // the form of CUDA 3.2, which every driver still has
-#endif
 
 const int COUNT = 1000;
 
@@ -119,7 +117,7 @@ int main() {
     CUdeviceptr start;
     size_t size;
     CHECK_DRIVER(cuMemGetAddressRange_(&start, &size, in + 100));
-    EXPECT(start == in && size == sizeof host);
+    EXPECT(start == in && size >= sizeof host);
     int ordinal = -1;
     CHECK_DRIVER(cuPointerGetAttribute_(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, in));
     EXPECT(ordinal == 0);
@@ -197,16 +195,7 @@ int main() {
 
     // A context of its own beside the primary one.
     CUcontext own;
-#if CUDART_VERSION >= 12050
-    void *create = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    CHECK(cudaGetDriverEntryPointByVersion("cuCtxCreate", &create, 3020, cudaEnableDefault, &result));
-    EXPECT(result == cudaDriverEntryPointSuccess);
-    CHECK_DRIVER(reinterpret_cast<ContextCreate>(create)(&own, 0, device));
-#else
-    DRIVER(cuCtxCreate);
-    CHECK_DRIVER(cuCtxCreate_(&own, 0, device));
-#endif
+    CHECK_DRIVER(reinterpret_cast<ContextCreate>(driver_symbol("cuCtxCreate_v2"))(&own, 0, device));
     CHECK_DRIVER(cuCtxGetCurrent_(&current));
     EXPECT(current == own && own != primary);
     CUdeviceptr inside;
