@@ -90,6 +90,7 @@ impl Header {
 pub struct Writer<'a> {
     buf: &'a mut Vec<u8>,
     start: usize,
+    seq: u64,
 }
 
 impl<'a> Writer<'a> {
@@ -98,7 +99,12 @@ impl<'a> Writer<'a> {
     pub fn new(buf: &'a mut Vec<u8>, header: &Header) -> Self {
         let start = buf.len();
         buf.extend_from_slice(header.as_bytes());
-        Self { buf, start }
+        Self { buf, start, seq: header.seq.get() }
+    }
+
+    /// The frame's position in the log.
+    pub fn seq(&self) -> u64 {
+        self.seq
     }
 
     /// Appends a word.

@@ -9,6 +9,7 @@
 
 pub mod frame;
 pub mod grant;
+pub mod handle;
 #[cfg(feature = "control")]
 pub mod join;
 pub mod message;

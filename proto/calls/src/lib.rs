@@ -111,8 +111,11 @@ pub enum Class {
     Local,
     /// Forwarded by hand-written code on both sides.
     Forward,
-    /// Forwarded by generated code; `wait` says whether the program waits for the answer.
+    /// Replayed by generated code, and forwarded by generated code unless `own_client`; `wait` says whether the program
+    /// waits for the answer.
     Generated {
+        /// The client's side is written by hand (`call*`, `post*`): it keeps state about what the call makes.
+        own_client: bool,
         /// Number of the operation on the wire; never reused.
         op: u16,
         /// Whether the call returns only after the driver has answered.
@@ -205,9 +208,11 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
             number => {
                 let op: u16 = number.parse().unwrap_or_else(|_| panic!("calls.txt: {line:?}"));
                 assert!(numbers.insert(op), "calls.txt: number {op} twice");
-                let (wait, prototype) = match rest.split_once(' ') {
-                    Some(("call", p)) => (true, p),
-                    Some(("post", p)) => (false, p),
+                let (verb, prototype) = rest.split_once(' ').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
+                let own_client = verb.ends_with('*');
+                let wait = match verb.trim_end_matches('*') {
+                    "call" => true,
+                    "post" => false,
                     _ => panic!("calls.txt: {line:?}"),
                 };
                 let (name, params) = prototype
@@ -224,7 +229,7 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                         Param { name: name.trim(), kind: Kind::parse(kind.trim()) }
                     })
                     .collect();
-                let class = Class::Generated { op, wait, params };
+                let class = Class::Generated { own_client, op, wait, params };
                 assert!(table.insert(name, class).is_none(), "calls.txt: {name} twice");
             }
         }

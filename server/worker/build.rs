@@ -1,0 +1,122 @@
+//! Writes the replay of the calls that `proto/calls/calls.txt` describes completely.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use gpusession_calls::{Class, Kind, Param};
+
+fn main() {
+    let mut types = String::new();
+    let mut loads = String::new();
+    let mut arms = String::new();
+    let mut touched = String::new();
+    for (name, class) in gpusession_calls::calls() {
+        let Class::Generated { op, params, .. } = class else { continue };
+        let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
+        writeln!(types, "    {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", ")).unwrap();
+        writeln!(loads, "            {name}: function(library, c\"{name}\"),").unwrap();
+        writeln!(arms, "        {op} => {{\n{}        }}", arm(name, &params)).unwrap();
+        let handles: String = params
+            .iter()
+            .filter(|p| !matches!(p.kind, Kind::Out(_) | Kind::OutOptional(_) | Kind::Result(_)))
+            .take(6)
+            .enumerate()
+            .take_while(|(_, p)| matches!(p.kind, Kind::Scalar(_) | Kind::Handle(_)))
+            .filter_map(|(i, p)| match p.kind {
+                Kind::Handle(kind) => Some(format!("touch(words[{i}], {}); ", kind == "stream")),
+                _ => None,
+            })
+            .collect();
+        if !handles.is_empty() {
+            writeln!(touched, "        {op} => {{ {handles}}}").unwrap();
+        }
+    }
+    let source = format!(
+        "/// Functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
+         impl Functions {{\n    /// # Safety\n    /// `library` is a CUDA driver library.\n    \
+         pub unsafe fn load(library: &Library) -> Self {{\n        \
+         // SAFETY: the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n\n\
+         /// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\
+         pub fn dispatch(session: &Session, op: u16, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
+         match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n\n\
+         /// Handles in a generated call's first words.\n#[allow(unused_variables)]\n\
+         pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
+         _ => {{}}\n    }}\n}}\n"
+    );
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    std::fs::write(out.join("generated.rs"), source).expect("the output folder can be written");
+}
+
+fn c_type(kind: Kind) -> String {
+    match kind {
+        Kind::Scalar(t) => t.into(),
+        Kind::Handle(_) => "Handle".into(),
+        Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
+        Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
+        Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
+    }
+}
+
+/// Reads the arguments, calls, answers with the values.
+fn arm(name: &str, params: &[Param]) -> String {
+    let mut before = String::new();
+    let mut after = String::new();
+    let mut arguments = Vec::new();
+    for (i, p) in params.iter().enumerate() {
+        let v = format!("a{i}");
+        match p.kind {
+            Kind::Scalar(t) => {
+                writeln!(before, "            let {v} = r.word()? as {t};").unwrap();
+                arguments.push(v);
+            }
+            Kind::Handle("ctx") => {
+                writeln!(before, "            let {v} = session.contexts.get(r.word()?)?.0;").unwrap();
+                arguments.push(v);
+            }
+            Kind::Handle("stream") => {
+                writeln!(before, "            let {v} = session.stream(r.word()?)?;").unwrap();
+                arguments.push(v);
+            }
+            Kind::Handle(kind) => {
+                let table = if kind == "library" { "libraries".to_string() } else { format!("{kind}s") };
+                writeln!(before, "            let {v} = session.{table}.get(r.word()?)?.0;").unwrap();
+                arguments.push(v);
+            }
+            Kind::Out(t) | Kind::OutOptional(t) => {
+                writeln!(before, "            let mut {v}: {t} = 0;").unwrap();
+                writeln!(after, "            answer.word({v} as u64);").unwrap();
+                arguments.push(format!("&mut {v}"));
+            }
+            Kind::In(n) => {
+                writeln!(before, "            let {v} = structure(r.bytes()?, {n})?;").unwrap();
+                arguments.push(format!("{v}.as_ptr().cast()"));
+            }
+            Kind::InOptional(n) => {
+                writeln!(before, "            let {v} = optional(r.bytes()?, {n})?;").unwrap();
+                arguments.push(format!("{v}.as_ref().map_or(std::ptr::null(), |v| v.as_ptr().cast())"));
+            }
+            Kind::Result(n) => {
+                writeln!(before, "            let mut {v} = [0u64; {}];", n.div_ceil(8)).unwrap();
+                writeln!(after, "            answer.bytes(&bytes_of(&{v})[..{n}]);").unwrap();
+                arguments.push(format!("{v}.as_mut_ptr().cast()"));
+            }
+            Kind::InOut(n) => {
+                writeln!(before, "            let mut {v} = structure(r.bytes()?, {n})?;").unwrap();
+                writeln!(after, "            answer.bytes(&bytes_of(&{v})[..{n}]);").unwrap();
+                arguments.push(format!("{v}.as_mut_ptr().cast()"));
+            }
+            Kind::Array(n, count) => {
+                let position =
+                    params.iter().position(|q| q.name == count).expect("checked by the table's tests");
+                writeln!(before, "            let {v} = structure(r.bytes()?, {n} * bounded(a{position} as u64, 65_536)?)?;")
+                    .unwrap();
+                arguments.push(format!("{v}.as_ptr().cast()"));
+            }
+        }
+    }
+    format!(
+        "{before}            // SAFETY: arguments have cuda.h's types; pointers are to memory of the stated size.\n            \
+         check(unsafe {{ (session.driver.generated.{name})({}) }})?;\n{after}",
+        arguments.join(", ")
+    )
+}

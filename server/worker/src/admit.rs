@@ -1,0 +1,266 @@
+//! The life of a worker: get warm, admit one process, serve it, end.
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use bytes::BytesMut;
+use gpusession_link::tls::fingerprint;
+use gpusession_link::transport::{Transport, Wait};
+use gpusession_proto::frame::{HEADER, Header, Reader, op};
+use gpusession_proto::preface::{LEN, Preface};
+use gpusession_proto::supervise::{FromWorker, Start, ToWorker};
+use gpusession_proto::ticket::Ticket;
+use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+
+use crate::contexts::Contexts;
+use crate::driver::{Driver, check};
+use crate::lanes::Lanes;
+use crate::output::Output;
+use crate::session::Session;
+use crate::supervise::Supervisor;
+
+/// A peer that says nothing is dropped after this long.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Most windows that a client may offer.
+const MAX_WINDOWS: u64 = 64;
+/// Longest greeting, in bytes: a ticket and a few words.
+const MAX_GREETING: usize = 4096;
+
+struct Worker {
+    supervisor: Arc<Supervisor>,
+    driver: &'static Driver,
+    start: Start,
+    tls: Arc<ServerConfig>,
+    output: Arc<Output>,
+    contexts: Mutex<Option<Contexts>>,
+    session: OnceLock<Arc<Session>>,
+}
+
+/// Serves the supervisor until it says stop, or the client has ended.
+pub fn run() -> ExitCode {
+    let supervisor = match Supervisor::inherited() {
+        Ok(supervisor) => Arc::new(supervisor),
+        Err(e) => {
+            eprintln!("gpuserver-worker: no supervision socket ({e}): gpuserver starts workers");
+            return ExitCode::from(1);
+        }
+    };
+    let worker = match prepare(&supervisor) {
+        Ok(Some(worker)) => Arc::new(worker),
+        Ok(None) => return ExitCode::SUCCESS,
+        Err(reason) => {
+            supervisor.tell(&FromWorker::Failed { reason });
+            return ExitCode::from(3);
+        }
+    };
+    loop {
+        match supervisor.receive() {
+            Ok(Some((ToWorker::Adopt { preface, peer }, Some(socket)))) => {
+                let worker = worker.clone();
+                let serve = move || {
+                    if let Err(e) = worker.adopt(&preface, socket) {
+                        worker.supervisor.tell(&FromWorker::Refused { reason: format!("{peer}: {e}") });
+                    }
+                };
+                if let Err(e) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
+                    supervisor
+                        .tell(&FromWorker::Refused { reason: format!("no thread for a connection: {e}") });
+                }
+            }
+            Ok(Some((ToWorker::Stop { reason }, _))) => worker.end(&reason),
+            Ok(Some(_)) => {}
+            Ok(None) => worker.end("the GPU server was stopped"),
+            Err(e) => worker.end(&format!("supervision socket: {e}")),
+        }
+    }
+}
+
+fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
+    let start = match supervisor.receive() {
+        Ok(Some((ToWorker::Start(start), _))) => start,
+        Ok(Some(_)) => return Err("the first message was not Start".into()),
+        Ok(None) => return Ok(None),
+        Err(e) => return Err(format!("supervision socket: {e}")),
+    };
+    let output = Output::redirect().map_err(|e| format!("redirecting the output: {e}"))?;
+    let driver = Driver::load(Path::new(&start.driver))?;
+    let mut cuda_version = 0;
+    // SAFETY: the out pointer is valid; this call works before cuInit.
+    check(unsafe { (driver.call.cuDriverGetVersion)(&mut cuda_version) })
+        .map_err(|s| format!("cuDriverGetVersion: CUDA error {s}"))?;
+    let contexts = if start.warm { Some(warm(driver, &start)?) } else { None };
+    let (tls, fingerprint) = identity().map_err(|e| format!("making a certificate: {e}"))?;
+    supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
+    Ok(Some(Worker {
+        supervisor: supervisor.clone(),
+        driver,
+        start,
+        tls,
+        output: Arc::new(output),
+        contexts: Mutex::new(contexts),
+        session: OnceLock::new(),
+    }))
+}
+
+fn warm(driver: &Driver, start: &Start) -> Result<Contexts, String> {
+    // SAFETY: cuInit takes only flags, which must be 0.
+    check(unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
+    Contexts::warm(driver, &start.devices)
+}
+
+/// A key and certificate that live as long as this worker.
+fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error>> {
+    let key = rcgen::KeyPair::generate()?;
+    let certificate = rcgen::CertificateParams::new(vec!["worker".into()])?.self_signed(&key)?;
+    let der: CertificateDer<'static> = certificate.der().clone();
+    let fingerprint = fingerprint(&der);
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_no_client_auth()
+        .with_single_cert(vec![der], PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())))?;
+    // Each reconnect is a new TLS session.
+    config.send_tls13_tickets = 0;
+    Ok((Arc::new(config), fingerprint))
+}
+
+impl Worker {
+    fn end(&self, reason: &str) -> ! {
+        if let Some(session) = self.session.get() {
+            session.end(reason)
+        }
+        self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
+        // SAFETY: ends the process without running the driver's exit handlers.
+        unsafe { libc::_exit(0) }
+    }
+
+    fn adopt(&self, preface: &[u8], socket: OwnedFd) -> io::Result<()> {
+        let preface: &[u8; LEN] = preface.try_into().map_err(|_| io::Error::other("short preface"))?;
+        let preface = Preface::parse(preface).map_err(io::Error::other)?;
+        if preface.worker != self.start.worker {
+            return Err(io::Error::other("preface for another worker"));
+        }
+        let socket = TcpStream::from(socket);
+        socket.set_nonblocking(false)?;
+        if !preface.tls() && self.start.require_tls {
+            return Err(io::Error::other("this server demands encryption for this client"));
+        }
+        // Bounds the handshake and the greeting; lifted when the peer is admitted.
+        socket.set_read_timeout(Some(PATIENCE))?;
+        let control = socket.try_clone()?;
+        let transport = if preface.tls() {
+            Transport::tls_server(socket, self.tls.clone())?
+        } else {
+            Transport::plain(socket)?
+        };
+        let (header, body, rest) = greeting(&transport)?;
+        control.set_read_timeout(None)?;
+        match header.op.get() {
+            op::HELLO if preface.lane.get() == 0 => self.hello(transport, &header, &body, rest),
+            op::LANE if preface.lane.get() != 0 => {
+                let session =
+                    self.session.get().ok_or_else(|| io::Error::other("lane before the greeting"))?;
+                let lane = preface.lane.get();
+                let proof = blake3::keyed_hash(&session.lane_secret, &lane.to_le_bytes());
+                let shown = Reader::new(&body).bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
+                if shown.map(blake3::Hash::from_bytes) != Some(proof) {
+                    return Err(io::Error::other("lane without the secret of the first one"));
+                }
+                Lanes::serve(session, lane, &transport)
+            }
+            _ => Err(io::Error::other("unexpected first frame")),
+        }
+    }
+
+    fn hello(&self, transport: Transport, header: &Header, body: &[u8], rest: BytesMut) -> io::Result<()> {
+        let refuse = |transport: &Transport, reason: String| {
+            // As a refusal before the first frame: the client shows it to the program's user.
+            let mut bytes = (reason.len() as u32 | 1 << 31).to_le_bytes().to_vec();
+            bytes.extend_from_slice(reason.as_bytes());
+            let _ = transport.send(&bytes);
+            io::Error::other(reason)
+        };
+        let mut r = Reader::new(body);
+        let sealed = r.bytes().map_err(io::Error::other)?;
+        let ticket = match Ticket::open(sealed, &self.start.ticket_key, &self.start.worker) {
+            Ok(ticket) if ticket.lease == self.start.lease => ticket,
+            Ok(_) => return Err(refuse(&transport, "ticket is for another lease".into())),
+            Err(e) => return Err(refuse(&transport, e.to_string())),
+        };
+        let mut windows = Vec::new();
+        let (count, size) = (r.word().map_err(io::Error::other)?, r.word().map_err(io::Error::other)?);
+        for _ in 0..count.min(MAX_WINDOWS) {
+            windows.push(r.word().map_err(io::Error::other)?);
+        }
+        // One process per worker: whoever comes second, with whatever ticket, is refused.
+        let contexts = {
+            let mut contexts = self.contexts.lock().map_err(|_| io::Error::other("worker failed before"))?;
+            if self.session.get().is_some() {
+                return Err(refuse(
+                    &transport,
+                    "this worker already serves a process: ticket used twice".into(),
+                ));
+            }
+            match contexts.take() {
+                Some(contexts) => contexts,
+                None => warm(self.driver, &self.start).map_err(|e| refuse(&transport, e))?,
+            }
+        };
+        let mut secret = [0; 32];
+        ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut secret)
+            .map_err(|_| io::Error::other("no randomness"))?;
+        let encrypted = transport.encrypted();
+        let session = Arc::new(Session::new(
+            self.driver,
+            self.start.clone(),
+            transport,
+            self.supervisor.clone(),
+            contexts,
+            self.output.clone(),
+            secret,
+        ));
+        if self.session.set(session.clone()).is_err() {
+            return Err(io::Error::other("ticket used twice"));
+        }
+        self.supervisor.tell(&FromWorker::Admitted {
+            uid: ticket.uid,
+            pid: ticket.pid,
+            program: ticket.program,
+            encrypted,
+        });
+        let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
+        let mut described = Ok(());
+        session.send_with(op::REPLY, header.seq.get(), 0, |w| {
+            w.bytes(&session.lane_secret);
+            w.word(window);
+            described = session.contexts.describe(self.driver, w);
+        });
+        if let Err(error) = described {
+            session.end(&format!("describing the GPUs: CUDA error {error}"));
+        }
+        match session.replay.run(&session, &session.transport, rest) {
+            Ok(()) => session.end("the client has ended"),
+            Err(e) => session.end(&format!("connection to the client: {e}")),
+        }
+    }
+}
+
+/// The first frame, and what was received beyond it.
+fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>, BytesMut)> {
+    let wait = Wait::AtMost(Duration::ZERO, PATIENCE);
+    let mut head = [0; HEADER];
+    transport.recv_exact(&mut head, wait)?;
+    let header = Header::parse(&head).map_err(io::Error::other)?;
+    if header.body_len() > MAX_GREETING {
+        return Err(io::Error::other("greeting too long"));
+    }
+    let mut body = vec![0; header.body_len()];
+    transport.recv_exact(&mut body, wait)?;
+    Ok((header, body, BytesMut::new()))
+}

@@ -1,0 +1,215 @@
+//! The worker's devices and contexts.
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::Writer;
+use gpusession_proto::handle;
+use gpusession_proto::supervise::DeviceLimit;
+
+use crate::driver::{Driver, Handle, Status, check, status};
+use crate::execute::Executor;
+use crate::handles::{Object, Table, kind};
+
+/// Device attributes are numbered from 1; newer drivers know more than this build does, so a margin is asked for.
+const ATTRIBUTES: i32 = 192;
+/// `CUlimit` values 0 (stack size) to 7 (shared-memory size, CIG).
+const LIMITS: i32 = 8;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
+const CAPTURE_RELAXED: i32 = 2;
+
+/// Whether an error poisons the context: every later call gives it again.
+pub fn sticky(status: Status) -> bool {
+    matches!(status, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 709..=721 | 999)
+}
+
+/// See the module.
+pub struct Contexts {
+    /// The driver's ordinals of the client's devices.
+    pub devices: Vec<i32>,
+    primary: Vec<Object>,
+    created: Table<(Object, u32)>,
+}
+
+impl Contexts {
+    /// Finds the devices by UUID and retains their primary contexts: the slow part of a program's start.
+    pub fn warm(driver: &Driver, wanted: &[DeviceLimit]) -> Result<Self, String> {
+        let say = |what: &'static str| move |status: Status| format!("{what}: CUDA error {status}");
+        let mut count = 0;
+        // SAFETY: the out pointer is valid.
+        check(unsafe { (driver.call.cuDeviceGetCount)(&mut count) }).map_err(say("cuDeviceGetCount"))?;
+        let mut devices = Vec::new();
+        let mut primary = Vec::new();
+        for limit in wanted {
+            let found = (0..count).find(|ordinal| {
+                let mut uuid = [0; 16];
+                // SAFETY: a CUuuid is 16 bytes.
+                let got = unsafe { (driver.call.cuDeviceGetUuid_v2)(uuid.as_mut_ptr(), *ordinal) };
+                got == 0 && uuid == limit.uuid
+            });
+            let ordinal = found.ok_or("a GPU of the lease is not there any more")?;
+            let mut ctx = std::ptr::null_mut();
+            // SAFETY: the out pointer is valid.
+            check(unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, ordinal) })
+                .map_err(say("cuDevicePrimaryCtxRetain"))?;
+            devices.push(ordinal);
+            primary.push(Object(ctx));
+        }
+        Ok(Self { devices, primary, created: Table::new(kind::CTX) })
+    }
+
+    /// The driver's ordinal of a client's device.
+    pub fn device(&self, ordinal: u64) -> Result<i32, Status> {
+        self.devices.get(ordinal as usize).copied().ok_or(101)
+    }
+
+    /// The driver's context behind a handle, and the client's ordinal of its device.
+    pub fn get(&self, ctx: u64) -> Result<(Handle, u32), Status> {
+        if handle::kind(ctx) == kind::CTX
+            && let Some(primary) = self.primary.get(handle::slot(ctx) as usize)
+        {
+            return Ok((primary.0, handle::slot(ctx)));
+        }
+        self.created.get(ctx).map(|(object, device)| (object.0, device)).map_err(|_| 201)
+    }
+
+    /// Stores a created context.
+    pub fn put(&self, ctx: u64, real: Handle, device: u32) -> Result<(), Status> {
+        if (handle::slot(ctx) as usize) < self.primary.len() {
+            return Err(status::INVALID_VALUE);
+        }
+        self.created.put(ctx, (Object(real), device))
+    }
+
+    /// Forgets a created context.
+    pub fn take(&self, ctx: u64) -> Result<Handle, Status> {
+        self.created.take(ctx).map(|(object, _)| object.0)
+    }
+
+    /// Makes a frame's context current in this OS thread.
+    pub fn enter(&self, driver: &Driver, executor: &mut Executor, ctx: u64) -> Result<(), Status> {
+        if executor.current == ctx {
+            return Ok(());
+        }
+        let first = executor.current == 0;
+        let real = if ctx == 0 { std::ptr::null_mut() } else { self.get(ctx)?.0 };
+        // SAFETY: `real` is null or a context of the driver.
+        check(unsafe { (driver.call.cuCtxSetCurrent)(real) })?;
+        executor.current = ctx;
+        if first {
+            let mut mode = CAPTURE_RELAXED;
+            // SAFETY: the pointer is valid; the mode is this thread's own.
+            check(unsafe { (driver.call.cuThreadExchangeStreamCaptureMode)(&mut mode) })?;
+        }
+        Ok(())
+    }
+
+    /// Everything about the devices that the client answers by itself afterwards.
+    pub fn describe(&self, driver: &Driver, w: &mut Writer<'_>) -> Result<(), Status> {
+        let mut version = 0;
+        // SAFETY (this and below): out pointers are valid and as long as stated.
+        check(unsafe { (driver.call.cuDriverGetVersion)(&mut version) })?;
+        w.word(version as u64);
+        w.word(self.devices.len() as u64);
+        for (&device, primary) in self.devices.iter().zip(&self.primary) {
+            let mut name = [0; 256];
+            // SAFETY: as above.
+            check(unsafe { (driver.call.cuDeviceGetName)(name.as_mut_ptr(), 256, device) })?;
+            w.bytes(&text(&name));
+            let mut uuid = [0; 16];
+            // SAFETY: as above.
+            check(unsafe { (driver.call.cuDeviceGetUuid_v2)(uuid.as_mut_ptr(), device) })?;
+            w.bytes(&uuid);
+            let mut luid = [0; 8];
+            let mut mask = 0;
+            // SAFETY: as above. Linux drivers may refuse; then the zeros stand.
+            unsafe { (driver.call.cuDeviceGetLuid)(luid.as_mut_ptr(), &mut mask, device) };
+            w.bytes(&luid.map(|c| c as u8));
+            w.word(u64::from(mask));
+            let mut total = 0;
+            // SAFETY: as above.
+            check(unsafe { (driver.call.cuDeviceTotalMem_v2)(&mut total, device) })?;
+            w.word(total as u64);
+            let mut bus = [0; 64];
+            // SAFETY: as above.
+            check(unsafe { (driver.call.cuDeviceGetPCIBusId)(bus.as_mut_ptr(), 64, device) })?;
+            w.bytes(&text(&bus));
+            w.word(ATTRIBUTES as u64);
+            for attribute in 0..ATTRIBUTES {
+                let mut value = 0;
+                // SAFETY: as above.
+                let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut value, attribute, device) };
+                // An attribute that this driver does not know is told apart from one that is 0.
+                w.word(if got == 0 { u64::from(value as u32) } else { u64::MAX });
+            }
+            // SAFETY: the context is the device's own.
+            check(unsafe { (driver.call.cuCtxSetCurrent)(primary.0) })?;
+            let (mut least, mut greatest) = (0, 0);
+            // SAFETY: as above.
+            check(unsafe { (driver.call.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) })?;
+            w.word(least as u32 as u64);
+            w.word(greatest as u32 as u64);
+            w.word(LIMITS as u64);
+            for limit in 0..LIMITS {
+                let mut value = 0;
+                // SAFETY: as above.
+                let got = unsafe { (driver.call.cuCtxGetLimit)(&mut value, limit) };
+                w.word(if got == 0 { value as u64 } else { u64::MAX });
+            }
+            w.bytes(&tpc_topology(driver, total_tpcs(driver, device)));
+        }
+        // SAFETY: leaving the context.
+        check(unsafe { (driver.call.cuCtxSetCurrent)(std::ptr::null_mut()) })
+    }
+}
+
+fn text(chars: &[std::ffi::c_char]) -> Vec<u8> {
+    chars.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect()
+}
+
+fn total_tpcs(driver: &Driver, device: i32) -> usize {
+    const MULTIPROCESSOR_COUNT: i32 = 16;
+    let mut count = 0;
+    // SAFETY: the out pointer is valid.
+    let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut count, MULTIPROCESSOR_COUNT, device) };
+    if got == 0 { count as usize / 2 } else { 0 }
+}
+
+/// The private table that cublasLt reads on Hopper: for each pair of multiprocessors its place in the GPC and the GPC's number.
+/// Two byte arrays one after the other; empty where the driver has no such table.
+fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
+    let mut table = std::ptr::null();
+    // SAFETY: the out pointer and the 16 bytes are valid.
+    if unsafe { (driver.call.cuGetExportTable)(&mut table, &TPC_TABLE) } != 0 || table.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: the first word of this table is its size in bytes.
+    let words = unsafe { *table.cast::<usize>() } / size_of::<usize>();
+    if words <= 13 {
+        return Vec::new();
+    }
+    type Get = unsafe extern "C" fn(*mut *mut u8, *mut *mut u8) -> i32;
+    type Free = unsafe extern "C" fn(*mut u8, *mut u8) -> i32;
+    // SAFETY: slots 4 and 13 of this table have these types (see the facts on private tables).
+    let (get, free) = unsafe {
+        let slot = table.cast::<*const c_void>();
+        (
+            std::mem::transmute::<*const c_void, Get>(*slot.add(4)),
+            std::mem::transmute::<*const c_void, Free>(*slot.add(13)),
+        )
+    };
+    let (mut in_gpc, mut gpc) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: a context is current; the out pointers are valid.
+    if unsafe { get(&mut in_gpc, &mut gpc) } != 0 || in_gpc.is_null() || gpc.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: the driver gives one byte per pair of multiprocessors in each array, and takes them back.
+    unsafe {
+        let mut out = std::slice::from_raw_parts(in_gpc, tpcs).to_vec();
+        out.extend_from_slice(std::slice::from_raw_parts(gpc, tpcs));
+        free(in_gpc, gpc);
+        out
+    }
+}
+
+/// Its name: 16 bytes.
+const TPC_TABLE: [u8; 16] = 0x1734dc26_800d4745_8726c0f1_e7dd8bca_u128.to_be_bytes();

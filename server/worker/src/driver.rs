@@ -1,0 +1,228 @@
+//! The CUDA driver library, loaded from the path that the supervisor names: NVIDIA's, or the simulated one.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::path::Path;
+
+use libloading::Library;
+
+/// `CUresult`.
+pub type Status = i32;
+/// An opaque handle of the driver.
+pub type Handle = *mut c_void;
+/// A device address.
+pub type Address = u64;
+
+/// `CUresult` values that the worker itself gives.
+pub mod status {
+    #![allow(missing_docs)]
+    pub const SUCCESS: i32 = 0;
+    pub const INVALID_VALUE: i32 = 1;
+    pub const OUT_OF_MEMORY: i32 = 2;
+    pub const NOT_READY: i32 = 600;
+    pub const INVALID_HANDLE: i32 = 400;
+    pub const NOT_FOUND: i32 = 500;
+    pub const NOT_SUPPORTED: i32 = 801;
+    pub const UNKNOWN: i32 = 999;
+}
+
+/// What our own libraries export: loading one as the driver would forward calls to ourselves.
+const MARKER: &[u8] = b"gpusession_marker\0";
+
+/// `Ok` where the driver says success.
+pub fn check(status: Status) -> Result<(), Status> {
+    if status == 0 { Ok(()) } else { Err(status) }
+}
+
+unsafe extern "C" fn missing() -> Status {
+    status::NOT_SUPPORTED
+}
+
+/// Finds a function, or one that answers NOT_SUPPORTED in its place.
+///
+/// # Safety
+/// `T` is the type of the C function of that name.
+pub unsafe fn function<T: Copy>(library: &Library, name: &CStr) -> T {
+    const { assert!(size_of::<T>() == size_of::<usize>()) };
+    // SAFETY: the caller vouches for the type; the library is never closed.
+    match unsafe { library.get::<T>(name.to_bytes_with_nul()) } {
+        Ok(symbol) => *symbol,
+        // SAFETY: callers of a C function clean up the arguments, so one that ignores them may be called with any; it
+        // returns the same type.
+        Err(_) => unsafe { std::mem::transmute_copy(&(missing as unsafe extern "C" fn() -> Status)) },
+    }
+}
+
+macro_rules! functions {
+    ($($name:ident($($arg:ty),*);)*) => {
+        /// The driver's functions that hand-written code calls.
+        #[allow(non_snake_case)]
+        pub struct Functions { $(#[allow(missing_docs)] pub $name: unsafe extern "C" fn($($arg),*) -> Status,)* }
+
+        impl Functions {
+            /// # Safety
+            /// `library` is a CUDA driver library.
+            unsafe fn load(library: &Library) -> Self {
+                // SAFETY: the types are those of cuda.h.
+                unsafe { Self { $($name: function(library, {
+                    const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                        Ok(name) => name,
+                        Err(_) => panic!(),
+                    };
+                    NAME
+                }),)* } }
+            }
+        }
+    };
+}
+
+functions! {
+    cuInit(u32);
+    cuDriverGetVersion(*mut i32);
+    cuDeviceGetCount(*mut i32);
+    cuDeviceGet(*mut i32, i32);
+    cuDeviceGetName(*mut c_char, i32, i32);
+    cuDeviceGetUuid_v2(*mut u8, i32);
+    cuDeviceGetLuid(*mut c_char, *mut u32, i32);
+    cuDeviceTotalMem_v2(*mut usize, i32);
+    cuDeviceGetAttribute(*mut i32, i32, i32);
+    cuDeviceGetPCIBusId(*mut c_char, i32, i32);
+    cuDevicePrimaryCtxRetain(*mut Handle, i32);
+    cuDevicePrimaryCtxReset_v2(i32);
+    cuDevicePrimaryCtxSetFlags_v2(i32, u32);
+    cuGetExportTable(*mut *const c_void, *const [u8; 16]);
+    cuCtxCreate_v2(*mut Handle, u32, i32);
+    cuCtxDestroy_v2(Handle);
+    cuCtxSetCurrent(Handle);
+    cuCtxSynchronize();
+    cuCtxSetLimit(i32, usize);
+    cuCtxGetLimit(*mut usize, i32);
+    cuCtxGetStreamPriorityRange(*mut i32, *mut i32);
+    cuThreadExchangeStreamCaptureMode(*mut i32);
+    cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAddressReserve(*mut Address, usize, usize, Address, u64);
+    cuMemAddressFree(Address, usize);
+    cuMemCreate(*mut u64, usize, *const c_void, u64);
+    cuMemRelease(u64);
+    cuMemMap(Address, usize, usize, u64, u64);
+    cuMemUnmap(Address, usize);
+    cuMemSetAccess(Address, usize, *const c_void, usize);
+    cuMemHostAlloc(*mut *mut c_void, usize, u32);
+    cuMemFreeHost(*mut c_void);
+    cuMemHostRegister_v2(*mut c_void, usize, u32);
+    cuMemHostUnregister(*mut c_void);
+    cuMemHostGetDevicePointer_v2(*mut Address, *mut c_void, u32);
+    cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
+    cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
+    cuMemcpy3DAsync_v2(*const c_void, Handle);
+    cuStreamCreateWithPriority(*mut Handle, u32, i32);
+    cuStreamDestroy_v2(Handle);
+    cuStreamSynchronize(Handle);
+    cuStreamQuery(Handle);
+    cuStreamWaitEvent(Handle, Handle, u32);
+    cuStreamBatchMemOp_v2(Handle, u32, *const c_void, u32);
+    cuStreamBeginCapture_v2(Handle, i32);
+    cuStreamBeginCaptureToGraph(Handle, Handle, *const Handle, *const c_void, usize, i32);
+    cuStreamEndCapture(Handle, *mut Handle);
+    cuStreamGetCaptureInfo_v2(Handle, *mut i32, *mut u64, *mut Handle, *mut *const Handle, *mut usize);
+    cuStreamUpdateCaptureDependencies(Handle, *const Handle, usize, u32);
+    cuEventCreate(*mut Handle, u32);
+    cuEventDestroy_v2(Handle);
+    cuEventRecord(Handle, Handle);
+    cuEventRecordWithFlags(Handle, Handle, u32);
+    cuEventSynchronize(Handle);
+    cuEventQuery(Handle);
+    cuEventElapsedTime(*mut f32, Handle, Handle);
+    cuModuleLoadDataEx(*mut Handle, *const c_void, u32, *const i32, *const *mut c_void);
+    cuModuleUnload(Handle);
+    cuModuleGetFunction(*mut Handle, Handle, *const c_char);
+    cuModuleGetGlobal_v2(*mut Address, *mut usize, Handle, *const c_char);
+    cuLibraryLoadData(*mut Handle, *const c_void, *const i32, *const *mut c_void, u32, *const i32, *const *mut c_void, u32);
+    cuLibraryUnload(Handle);
+    cuLibraryGetKernel(*mut Handle, Handle, *const c_char);
+    cuLibraryGetModule(*mut Handle, Handle);
+    cuLibraryGetGlobal(*mut Address, *mut usize, Handle, *const c_char);
+    cuLibraryGetManaged(*mut Address, *mut usize, Handle, *const c_char);
+    cuLibraryGetKernelCount(*mut u32, Handle);
+    cuLibraryEnumerateKernels(*mut Handle, u32, Handle);
+    cuModuleGetFunctionCount(*mut u32, Handle);
+    cuModuleEnumerateFunctions(*mut Handle, u32, Handle);
+    cuKernelGetFunction(*mut Handle, Handle);
+    cuKernelGetName(*mut *const c_char, Handle);
+    cuKernelGetAttribute(*mut i32, i32, Handle, i32);
+    cuKernelSetAttribute(i32, i32, Handle, i32);
+    cuKernelSetCacheConfig(Handle, i32, i32);
+    cuKernelGetParamInfo(Handle, usize, *mut usize, *mut usize);
+    cuFuncGetName(*mut *const c_char, Handle);
+    cuFuncGetAttribute(*mut i32, i32, Handle);
+    cuFuncSetAttribute(Handle, i32, i32);
+    cuFuncSetCacheConfig(Handle, i32);
+    cuFuncSetSharedMemConfig(Handle, i32);
+    cuFuncGetParamInfo(Handle, usize, *mut usize, *mut usize);
+    cuFuncLoad(Handle);
+    cuFuncIsLoaded(*mut i32, Handle);
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(*mut i32, Handle, i32, usize, u32);
+    cuOccupancyAvailableDynamicSMemPerBlock(*mut usize, Handle, i32, i32);
+    cuOccupancyMaxPotentialClusterSize(*mut i32, Handle, *const c_void);
+    cuOccupancyMaxActiveClusters(*mut i32, Handle, *const c_void);
+    cuLaunchKernelEx(*const c_void, Handle, *const *mut c_void, *const *mut c_void);
+    cuLaunchKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void, *const *mut c_void);
+    cuLaunchCooperativeKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void);
+    cuLaunchHostFunc(Handle, extern "C" fn(*mut c_void), *mut c_void);
+    cuGraphCreate(*mut Handle, u32);
+    cuGraphDestroy(Handle);
+    cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);
+    cuGraphExecDestroy(Handle);
+    cuGraphLaunch(Handle, Handle);
+    cuGraphClone(*mut Handle, Handle);
+    cuGraphGetNodes(Handle, *mut Handle, *mut usize);
+    cuGraphGetRootNodes(Handle, *mut Handle, *mut usize);
+    cuGraphGetEdges(Handle, *mut Handle, *mut Handle, *mut usize);
+    cuGraphAddKernelNode_v2(*mut Handle, Handle, *const Handle, usize, *const c_void);
+    cuGraphAddMemcpyNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);
+    cuGraphAddMemsetNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);
+    cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
+    cuGraphAddEmptyNode(*mut Handle, Handle, *const Handle, usize);
+    cuGraphAddEventRecordNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphExecUpdate_v2(Handle, Handle, *mut c_void);
+    cuGraphExecKernelNodeSetParams_v2(Handle, Handle, *const c_void);
+    cuGraphExecMemcpyNodeSetParams(Handle, Handle, *const c_void, Handle);
+    cuGraphExecMemsetNodeSetParams(Handle, Handle, *const c_void, Handle);
+    cuGraphKernelNodeSetParams_v2(Handle, *const c_void);
+    cuGraphMemcpyNodeSetParams(Handle, *const c_void);
+    cuGraphMemsetNodeSetParams(Handle, *const c_void);
+}
+
+/// A loaded driver library.
+pub struct Driver {
+    /// Functions that hand-written code calls.
+    pub call: Functions,
+    /// Functions that generated code calls.
+    pub generated: crate::generated::Functions,
+    _library: Library,
+}
+
+impl Driver {
+    /// Loads the driver.
+    pub fn load(path: &Path) -> Result<&'static Self, String> {
+        if !path.is_absolute() {
+            return Err(format!("driver {}: the path must be absolute", path.display()));
+        }
+        // SAFETY: loading runs the library's initialisers; the administrator named a CUDA driver.
+        let library = unsafe { Library::new(path) }.map_err(|e| format!("driver {}: {e}", path.display()))?;
+        // SAFETY: only the symbol's presence is asked for.
+        if unsafe { library.get::<*const c_void>(MARKER) }.is_ok() {
+            return Err(format!(
+                "driver {} is gpusession's own client library: name the GPU's driver",
+                path.display()
+            ));
+        }
+        // SAFETY: a CUDA driver library has cuda.h's functions.
+        let call = unsafe { Functions::load(&library) };
+        // SAFETY: as above.
+        let generated = unsafe { crate::generated::Functions::load(&library) };
+        // Threads of the driver live as long as the process: it is never unloaded.
+        Ok(Box::leak(Box::new(Self { call, generated, _library: library })))
+    }
+}

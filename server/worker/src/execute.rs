@@ -1,0 +1,309 @@
+//! Replaying the log. The reader takes frames off the connection and never calls the driver. One executor, the *main* one,
+//! replays all threads' frames in the log's order. A call that blocks (a full stream queue, a synchronize) must hold back
+//! no other thread: then another executor becomes the main one, and the blocked one keeps the frames of its client thread
+//! (and of threads whose frames depend on those) until it has caught up.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use gpusession_link::threads;
+use gpusession_link::transport::{Transport, Wait};
+use gpusession_proto::frame::{HEADER, Header, Reader};
+
+use crate::ops;
+use crate::session::Session;
+
+/// A call that takes longer than this while other frames wait is taken to be blocked.
+const BLOCKED: Duration = Duration::from_millis(1);
+/// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it.
+const QUEUE_BYTES: usize = 64 << 20;
+
+/// One frame of the log.
+#[derive(Clone)]
+pub struct Frame {
+    /// Its header.
+    pub header: Header,
+    /// Its body.
+    pub body: Bytes,
+}
+
+impl Frame {
+    fn thread(&self) -> u32 {
+        self.header.thread.get()
+    }
+
+    /// Reads the body from its start.
+    pub fn reader(&self) -> Reader<'_> {
+        Reader::new(&self.body)
+    }
+}
+
+/// What an executor knows of itself.
+pub struct Executor {
+    /// Handle of the context that is current in this OS thread.
+    pub current: u64,
+    id: usize,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Frame>,
+    queued_bytes: usize,
+    main: usize,
+    executors: usize,
+    /// Executors that wait to become the main one.
+    idle: Vec<usize>,
+    /// What the main executor is replaying, and since when.
+    busy: Option<(Instant, Frame)>,
+    /// Client threads whose frames a blocked executor keeps.
+    kept_by: HashMap<u32, usize>,
+    /// The frames it keeps, the one it is in first.
+    kept: HashMap<usize, Kept>,
+    threads: HashSet<u32>,
+    last_thread: Option<u32>,
+    ended: bool,
+}
+
+struct Kept {
+    current: Frame,
+    later: VecDeque<Frame>,
+}
+
+/// See the module.
+pub struct Replay {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Frames ready for the main executor: lets it spin without the lock.
+    ready: AtomicU64,
+    spinning: AtomicU64,
+}
+
+impl Replay {
+    /// Nothing read yet.
+    pub fn new() -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            ready: AtomicU64::new(0),
+            spinning: AtomicU64::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads frames until the connection ends; starts the first executor.
+    pub fn run(&self, session: &Arc<Session>, transport: &Transport, first: BytesMut) -> io::Result<()> {
+        self.start_executor(&mut self.lock(), session)?;
+        let mut buf = first;
+        let mut scratch = vec![0; 256 << 10];
+        let result = loop {
+            match self.read_some(session, transport, &mut buf, &mut scratch) {
+                Ok(true) => {}
+                Ok(false) => break Ok(()),
+                Err(e) => break Err(e),
+            }
+        };
+        self.lock().ended = true;
+        self.changed.notify_all();
+        result
+    }
+
+    fn read_some(
+        &self,
+        session: &Arc<Session>,
+        transport: &Transport,
+        buf: &mut BytesMut,
+        scratch: &mut [u8],
+    ) -> io::Result<bool> {
+        let mut frames = Vec::new();
+        while buf.len() >= HEADER {
+            let Some(bytes) = buf.first_chunk::<HEADER>() else { break };
+            let header = Header::parse(bytes).map_err(io::Error::other)?;
+            let len = HEADER + header.body_len();
+            if buf.len() < len {
+                buf.reserve(len - buf.len());
+                break;
+            }
+            let mut frame = buf.split_to(len).freeze();
+            let body = frame.split_off(HEADER);
+            frames.push(Frame { header, body });
+        }
+        if !frames.is_empty() {
+            self.enqueue(session, frames)?;
+            return Ok(true);
+        }
+        let spin = threads::spin_time();
+        let received = loop {
+            let wait = if self.watching() { Wait::AtMost(Duration::ZERO, BLOCKED) } else { Wait::Spin(spin) };
+            match transport.recv(scratch, wait) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.relieve(session, &mut self.lock())?,
+                other => break other?,
+            }
+        };
+        buf.extend_from_slice(&scratch[..received]);
+        Ok(received > 0)
+    }
+
+    /// Whether the main executor might be blocked with frames behind it.
+    fn watching(&self) -> bool {
+        let state = self.lock();
+        state.busy.is_some() && !state.queue.is_empty()
+    }
+
+    fn enqueue(&self, session: &Arc<Session>, frames: Vec<Frame>) -> io::Result<()> {
+        let mut state = self.lock();
+        while state.queued_bytes > QUEUE_BYTES {
+            state = self.changed.wait_timeout(state, BLOCKED).unwrap_or_else(PoisonError::into_inner).0;
+            self.relieve(session, &mut state)?;
+        }
+        for frame in frames {
+            if state.last_thread != Some(frame.thread()) {
+                state.last_thread = Some(frame.thread());
+                state.threads.insert(frame.thread());
+            }
+            state.queued_bytes += HEADER + frame.body.len();
+            state.queue.push_back(frame);
+        }
+        self.ready.store(state.queue.len() as u64, Ordering::Release);
+        let wake = self.spinning.load(Ordering::Relaxed) == 0;
+        self.relieve(session, &mut state)?;
+        drop(state);
+        if wake {
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// Lets another executor become the main one if the present one is blocked.
+    fn relieve(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
+        match &state.busy {
+            Some((since, _)) if since.elapsed() > BLOCKED && !state.queue.is_empty() => {
+                self.hand_over(session, state)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The main executor keeps its client thread's frames; another one takes over.
+    fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
+        let Some((_, current)) = state.busy.take() else { return Ok(()) };
+        let blocked = state.main;
+        state.kept_by.insert(current.thread(), blocked);
+        state.kept.insert(blocked, Kept { current, later: VecDeque::new() });
+        match state.idle.pop() {
+            Some(next) => {
+                state.main = next;
+                self.changed.notify_all();
+                Ok(())
+            }
+            None => self.start_executor(state, session),
+        }
+    }
+
+    fn start_executor(&self, state: &mut State, session: &Arc<Session>) -> io::Result<()> {
+        let id = state.executors;
+        state.executors += 1;
+        state.main = id;
+        let session = session.clone();
+        std::thread::Builder::new().name(format!("executor-{id}")).spawn(move || {
+            session.replay.execute(&session, &mut Executor { current: 0, id });
+        })?;
+        Ok(())
+    }
+
+    fn execute(&self, session: &Arc<Session>, executor: &mut Executor) {
+        loop {
+            let Some((frame, kept)) = self.next(executor) else { return };
+            if !kept && ops::may_block(frame.header.op.get()) {
+                // Known to wait: others, if there are any, go on at once.
+                let mut state = self.lock();
+                let others = state.threads.len() > 1 && state.main == executor.id;
+                if others && self.hand_over(session, &mut state).is_err() {
+                    session.end("no thread for another executor");
+                }
+            }
+            ops::perform(session, executor, &frame);
+            session.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
+            let mut state = self.lock();
+            if state.main == executor.id {
+                state.busy = None;
+            }
+        }
+    }
+
+    /// Next frame for this executor, and whether it is one that it kept while it was blocked.
+    fn next(&self, executor: &mut Executor) -> Option<(Frame, bool)> {
+        let spin = threads::spin_time();
+        let mut spun = false;
+        let mut state = self.lock();
+        loop {
+            if state.ended && state.queue.is_empty() {
+                return None;
+            }
+            if state.main == executor.id {
+                let state = &mut *state;
+                while let Some(frame) = state.queue.pop_front() {
+                    self.ready.store(state.queue.len() as u64, Ordering::Release);
+                    if let Some(keeper) = keeper(state, &frame)
+                        && let Some(kept) = state.kept.get_mut(&keeper)
+                    {
+                        state.kept_by.insert(frame.thread(), keeper);
+                        kept.later.push_back(frame);
+                        continue;
+                    }
+                    state.queued_bytes -= HEADER + frame.body.len();
+                    state.busy = Some((Instant::now(), frame.clone()));
+                    return Some((frame, false));
+                }
+            } else if let Some(kept) = state.kept.get_mut(&executor.id) {
+                if let Some(frame) = kept.later.pop_front() {
+                    kept.current = frame.clone();
+                    state.queued_bytes -= HEADER + frame.body.len();
+                    return Some((frame, true));
+                }
+                // Caught up: its threads' frames go in the common order again.
+                state.kept.remove(&executor.id);
+                state.kept_by.retain(|_, keeper| *keeper != executor.id);
+                state.idle.push(executor.id);
+            }
+            if !spun && state.main == executor.id && !spin.is_zero() {
+                // A short spin: the next frame usually comes soon, and sleeping costs more than the call.
+                spun = true;
+                self.spinning.fetch_add(1, Ordering::SeqCst);
+                drop(state);
+                let started = Instant::now();
+                while self.ready.load(Ordering::Acquire) == 0 && started.elapsed() < spin {
+                    std::hint::spin_loop();
+                }
+                self.spinning.fetch_sub(1, Ordering::SeqCst);
+                state = self.lock();
+                continue;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            spun = false;
+        }
+    }
+}
+
+/// Which blocked executor must get this frame, if any: its thread's, or one that keeps a frame it depends on.
+fn keeper(state: &State, frame: &Frame) -> Option<usize> {
+    if state.kept_by.is_empty() {
+        return None;
+    }
+    if let Some(keeper) = state.kept_by.get(&frame.thread()) {
+        return Some(*keeper);
+    }
+    let mine = ops::touches(frame);
+    let depends = |kept: &Kept| {
+        std::iter::once(&kept.current)
+            .chain(&kept.later)
+            .any(|earlier| mine.depends_on(&ops::touches(earlier)))
+    };
+    state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id)
+}

@@ -1,0 +1,35 @@
+//! The calls that the table describes completely (see `build.rs`).
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::{BadFrame, Reader};
+use libloading::Library;
+
+use crate::driver::{Handle, Status, check, function, status};
+use crate::ops::{Answer, Done, Failure, bounded};
+use crate::session::Session;
+
+include!(concat!(env!("OUT_DIR"), "/generated.rs"));
+
+/// A structure of `len` bytes, aligned for the driver.
+fn structure(bytes: &[u8], len: usize) -> Result<Vec<u64>, Failure> {
+    if bytes.len() != len {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let mut words = vec![0u64; len.div_ceil(8)];
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
+        let mut padded = [0; 8];
+        padded[..bytes.len()].copy_from_slice(bytes);
+        *word = u64::from_le_bytes(padded);
+    }
+    Ok(words)
+}
+
+/// The same, or nothing for an empty string.
+fn optional(bytes: &[u8], len: usize) -> Result<Option<Vec<u64>>, Failure> {
+    if bytes.is_empty() { Ok(None) } else { structure(bytes, len).map(Some) }
+}
+
+fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|w| w.to_le_bytes()).collect()
+}

@@ -1,0 +1,95 @@
+//! Handles that the client minted, and the driver's own behind them.
+//!
+//! A handle is kind (8 bits), server (8), generation (16), slot (32). The client reuses a slot with another generation, so
+//! that a stale handle is noticed.
+
+use std::sync::{PoisonError, RwLock};
+
+use crate::driver::{Handle, Status, status};
+
+/// Most handles of one kind: bounds what a hostile client makes the table grow to.
+const MAX_SLOTS: usize = 1 << 22;
+
+/// Handles of one kind.
+pub struct Table<T> {
+    kind: u8,
+    slots: RwLock<Vec<Option<(u16, T)>>>,
+}
+
+fn generation(handle: u64) -> u16 {
+    (handle >> 32) as u16
+}
+
+impl<T: Copy> Table<T> {
+    /// An empty table for handles of this kind.
+    pub const fn new(kind: u8) -> Self {
+        Self { kind, slots: RwLock::new(Vec::new()) }
+    }
+
+    /// What is behind a handle.
+    pub fn get(&self, handle: u64) -> Result<T, Status> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        match slots.get(handle as u32 as usize) {
+            Some(Some((g, value))) if *g == generation(handle) && (handle >> 56) as u8 == self.kind => {
+                Ok(*value)
+            }
+            _ => Err(status::INVALID_HANDLE),
+        }
+    }
+
+    /// Stores what a new handle stands for.
+    pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
+        let slot = handle as u32 as usize;
+        if (handle >> 56) as u8 != self.kind || slot >= MAX_SLOTS {
+            return Err(status::INVALID_HANDLE);
+        }
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        if slots.len() <= slot {
+            slots.resize_with(slot + 1, || None);
+        }
+        slots[slot] = Some((generation(handle), value));
+        Ok(())
+    }
+
+    /// Forgets a handle and returns what was behind it.
+    pub fn take(&self, handle: u64) -> Result<T, Status> {
+        let value = self.get(handle)?;
+        self.slots.write().unwrap_or_else(PoisonError::into_inner)[handle as u32 as usize] = None;
+        Ok(value)
+    }
+}
+
+/// Kinds, as the client mints them.
+pub mod kind {
+    pub use gpusession_proto::handle::*;
+}
+
+/// Objects of the driver may be used from any thread; the pointers are only passed back to it.
+#[derive(Clone, Copy)]
+pub struct Object(pub Handle);
+
+// SAFETY: handles of the CUDA driver are valid in every thread of the process.
+unsafe impl Send for Object {}
+// SAFETY: as above.
+unsafe impl Sync for Object {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stale_and_foreign_handles_are_refused() {
+        let table = Table::new(kind::EVENT);
+        let first = kind::make(kind::EVENT, 0, 1, 5);
+        let second = kind::make(kind::EVENT, 0, 2, 5);
+        table.put(first, 11).unwrap();
+        assert_eq!(table.get(first), Ok(11));
+        assert_eq!(table.get(second), Err(status::INVALID_HANDLE));
+        assert_eq!(table.take(first), Ok(11));
+        table.put(second, 12).unwrap();
+        assert_eq!(table.get(first), Err(status::INVALID_HANDLE));
+        assert_eq!(table.put(kind::make(kind::STREAM, 0, 1, 1), 1), Err(status::INVALID_HANDLE));
+        assert_eq!(table.put(kind::make(kind::EVENT, 0, 1, u32::MAX), 1), Err(status::INVALID_HANDLE));
+        assert_eq!(table.get(u64::MAX), Err(status::INVALID_HANDLE));
+    }
+}

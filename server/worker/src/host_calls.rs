@@ -1,0 +1,62 @@
+//! Host functions of streams: the stream waits in a callback here while the client runs the function.
+
+use std::collections::HashSet;
+use std::ffi::c_void;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use gpusession_proto::frame::op;
+
+use crate::driver::{Handle, Status, check};
+use crate::session::Session;
+
+/// See the module.
+#[derive(Default)]
+pub struct HostCalls {
+    done: Mutex<HashSet<u64>>,
+    changed: Condvar,
+}
+
+struct Call {
+    session: Arc<Session>,
+    id: u64,
+    /// A graph may run it again: then it is kept.
+    keep: bool,
+}
+
+extern "C" fn run(data: *mut c_void) {
+    let call = data.cast::<Call>();
+    // SAFETY: `data` came from `Box::into_raw` in `enqueue`; one that is not kept runs once.
+    let (session, id, keep) = unsafe { ((*call).session.clone(), (*call).id, (*call).keep) };
+    if !keep {
+        // SAFETY: as above; nothing uses it after this.
+        drop(unsafe { Box::from_raw(call) });
+    }
+    // Data copied before this point must be there before the function runs.
+    session.landing.sweep(&session);
+    session.send_with(op::CALL_HOST, 0, 0, |w| w.word(id));
+    let calls = &session.host_calls;
+    let mut done = calls.done.lock().unwrap_or_else(PoisonError::into_inner);
+    while !done.remove(&id) {
+        done = calls.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+impl HostCalls {
+    /// Queues a call of the client's function `id` on a stream.
+    pub fn enqueue(session: &Arc<Session>, stream: Handle, id: u64, keep: bool) -> Result<(), Status> {
+        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, keep }));
+        // SAFETY: `run` takes the box over.
+        let queued = check(unsafe { (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast()) });
+        if queued.is_err() {
+            // SAFETY: the driver refused, so `run` is never called.
+            drop(unsafe { Box::from_raw(data) });
+        }
+        queued
+    }
+
+    /// The client has run it.
+    pub fn finished(&self, id: u64) {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,86 @@
+//! Small asynchronous copies from the device: the bytes wait in pinned slots until the stream got there, then go to the
+//! client. Whoever has just synchronised a stream sends what is ready, so that data always arrives before the answer that
+//! says it is complete; a thread of its own does the same for programs that only watch their memory.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::frame::{INLINE_MAX, op};
+
+use crate::driver::{Status, check, status};
+use crate::session::Session;
+use crate::staging::{Slot, Slots};
+
+const SLOTS: usize = 64;
+/// How often the thread looks whether something is ready.
+const LOOK: Duration = Duration::from_micros(200);
+
+struct Pending {
+    seq: u64,
+    slot: Slot,
+    len: usize,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Landing {
+    slots: OnceLock<Slots>,
+    pending: Mutex<Vec<Pending>>,
+    thread: OnceLock<std::thread::Thread>,
+}
+
+impl Landing {
+    /// The pinned slots, allocated at first use (a context is current).
+    pub fn slots(&self, session: &Session) -> Result<&Slots, Status> {
+        if let Some(slots) = self.slots.get() {
+            return Ok(slots);
+        }
+        let slots = Slots::new(session.driver, SLOTS, INLINE_MAX)?;
+        Ok(self.slots.get_or_init(|| slots))
+    }
+
+    /// Queues what `slot` will hold once its event has happened.
+    pub fn push(&self, session: &Arc<Session>, seq: u64, slot: Slot, len: usize) {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(Pending { seq, slot, len });
+        let thread = self.thread.get_or_init(|| {
+            let session = session.clone();
+            let look = move || loop {
+                while session.landing.sweep(&session) > 0 {
+                    std::thread::sleep(LOOK);
+                }
+                std::thread::park();
+            };
+            match std::thread::Builder::new().name("landing".into()).spawn(look) {
+                Ok(thread) => thread.thread().clone(),
+                // Synchronizing calls still deliver.
+                Err(_) => std::thread::current(),
+            }
+        });
+        thread.unpark();
+    }
+
+    /// Sends what is ready; how much is left.
+    pub fn sweep(&self, session: &Session) -> usize {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(slots) = self.slots.get() else { return 0 };
+        let mut i = 0;
+        while i < pending.len() {
+            // SAFETY: the slot's event is valid.
+            match check(unsafe { (session.driver.call.cuEventQuery)(pending[i].slot.event) }) {
+                Err(status::NOT_READY) => i += 1,
+                result => {
+                    let done = pending.remove(i);
+                    match result {
+                        // SAFETY: the device has filled `len` bytes of the slot, which is ours.
+                        Ok(()) => session.send_with(op::LANDED, done.seq, 0, |w| unsafe {
+                            w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
+                        }),
+                        Err(error) => session.send_with(op::LANDED, done.seq, error, |w| w.bytes(&[])),
+                    }
+                    slots.give(done.slot);
+                }
+            }
+        }
+        pending.len()
+    }
+}

@@ -1,0 +1,255 @@
+//! Bulk lanes, the worker's end. Lanes to the device receive chunks into pinned slots, where the executor that replays the
+//! transfer's frame finds them; lanes from the device send slots once the device has filled them.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use gpusession_link::lanes::chunk_header;
+use gpusession_link::transport::{Transport, Wait};
+use gpusession_proto::frame::{CHUNK, DOWN_LANES, FIRST_DOWN_LANE, HEADER, Header, UP_LANES, op};
+use zerocopy::IntoBytes;
+
+use crate::driver::{Driver, Status, check, status};
+use crate::session::Session;
+use crate::staging::{Slot, Slots};
+
+/// Slots of one lane: 8 MiB of pinned memory each.
+const SLOTS_PER_LANE: usize = 4;
+
+/// A chunk that has arrived.
+pub struct Chunk {
+    /// Offset in the transfer.
+    pub offset: u64,
+    /// Bytes.
+    pub len: usize,
+    /// Where they are; give it back to lane `lane` once the copy's event is recorded.
+    pub slot: Slot,
+    /// Which lane's slot it is.
+    pub lane: usize,
+}
+
+/// A filled or filling slot on its way to the client.
+struct Outgoing {
+    transfer: u64,
+    offset: u64,
+    len: usize,
+    slot: Slot,
+    failed: Status,
+}
+
+#[derive(Default)]
+struct Arrived {
+    chunks: HashMap<u64, VecDeque<Chunk>>,
+    failed: bool,
+}
+
+struct UpLane {
+    slots: Slots,
+    /// Slots whose copy to the device is under way, oldest first.
+    copying: Mutex<VecDeque<Slot>>,
+}
+
+struct DownLane {
+    slots: Slots,
+    queue: Mutex<VecDeque<Outgoing>>,
+    changed: Condvar,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Lanes {
+    up: [OnceLock<UpLane>; UP_LANES as usize],
+    down: [OnceLock<DownLane>; DOWN_LANES as usize],
+    arrived: Mutex<Arrived>,
+    arrival: Condvar,
+    opened: Condvar,
+    opening: Mutex<()>,
+}
+
+impl Lanes {
+    /// Serves one lane until it ends.
+    pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
+        let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
+        let first =
+            session.contexts.get(gpusession_proto::handle::make(gpusession_proto::handle::CTX, 0, 0, 0));
+        let (context, _) = first.map_err(said)?;
+        // SAFETY: a primary context of this worker.
+        check(unsafe { (session.driver.call.cuCtxSetCurrent)(context) }).map_err(said)?;
+        let lanes = &session.lanes;
+        let opened = |_: &()| {
+            drop(lanes.opening.lock());
+            lanes.opened.notify_all();
+        };
+        if lane < FIRST_DOWN_LANE {
+            let index = (lane - 1) as usize;
+            let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
+            let mine = lanes.up[index].get_or_init(|| UpLane { slots, copying: Mutex::default() });
+            opened(&());
+            let result = lanes.receive(session.driver, index, mine, transport);
+            lanes.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+            lanes.arrival.notify_all();
+            result
+        } else {
+            let Some(cell) = lanes.down.get((lane - FIRST_DOWN_LANE) as usize) else {
+                return Err(io::Error::other("no such lane"));
+            };
+            let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
+            let mine =
+                cell.get_or_init(|| DownLane { slots, queue: Mutex::default(), changed: Condvar::new() });
+            opened(&());
+            mine.send(session.driver, transport)
+        }
+    }
+
+    fn receive(&self, driver: &Driver, index: usize, lane: &UpLane, transport: &Transport) -> io::Result<()> {
+        let sleep = Wait::Spin(Duration::ZERO);
+        loop {
+            let mut head = [0; HEADER];
+            match transport.recv(&mut head, sleep)? {
+                0 => return Ok(()),
+                n => transport.recv_exact(&mut head[n..], sleep)?,
+            }
+            let header = Header::parse(&head).map_err(io::Error::other)?;
+            let len = header.ack.get() as usize;
+            if header.op.get() != op::CHUNK || len > CHUNK || len.next_multiple_of(8) != header.body_len() {
+                return Err(io::Error::other("not a chunk"));
+            }
+            let slot = self.free_slot(driver, lane);
+            // SAFETY: the slot has CHUNK bytes and is ours; the padded length is at most that.
+            let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
+            transport.recv_exact(target, sleep)?;
+            let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
+            let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+            arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
+            drop(arrived);
+            self.arrival.notify_all();
+        }
+    }
+
+    /// A free slot, or the one whose copy is done first.
+    fn free_slot(&self, driver: &Driver, lane: &UpLane) -> Slot {
+        loop {
+            if let Some(slot) = lane.slots.try_take() {
+                return slot;
+            }
+            let oldest = lane.copying.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            match oldest {
+                Some(slot) => {
+                    // SAFETY: the slot's event was recorded after its copy. A failure means that the context is
+                    // poisoned: then the copy will not read the slot any more either.
+                    unsafe { (driver.call.cuEventSynchronize)(slot.event) };
+                    return slot;
+                }
+                // All slots are waiting for an executor.
+                None => {
+                    let arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+                    let _ = self.arrival.wait_timeout(arrived, Duration::from_millis(1));
+                }
+            }
+        }
+    }
+
+    /// Next chunk of a transfer, waiting for it; `None` if a lane has failed.
+    pub fn next_chunk(&self, transfer: u64) -> Option<Chunk> {
+        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(chunks) = arrived.chunks.get_mut(&transfer) {
+                let chunk = chunks.pop_front();
+                if chunks.is_empty() {
+                    arrived.chunks.remove(&transfer);
+                }
+                if chunk.is_some() {
+                    return chunk;
+                }
+            }
+            if arrived.failed {
+                return None;
+            }
+            arrived = self.arrival.wait(arrived).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The copy out of a chunk's slot has been queued and its event recorded.
+    pub fn copied(&self, chunk: Chunk) {
+        if let Some(lane) = self.up[chunk.lane].get() {
+            lane.copying.lock().unwrap_or_else(PoisonError::into_inner).push_back(chunk.slot);
+            self.arrival.notify_all();
+        }
+    }
+
+    fn down(&self, index: usize) -> &DownLane {
+        let cell = &self.down[index % self.down.len()];
+        let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(lane) = cell.get() {
+                return lane;
+            }
+            opening = self.opened.wait(opening).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sends `len` bytes of the device in chunks: `copy` queues the copy of one chunk into a slot and records its event.
+    pub fn send(
+        &self,
+        transfer: u64,
+        len: usize,
+        mut copy: impl FnMut(usize, usize, &Slot) -> Result<(), Status>,
+    ) -> Result<(), Status> {
+        for (i, offset) in (0..len).step_by(CHUNK).enumerate() {
+            let lane = self.down(i);
+            let slot = lane.slots.take();
+            let len = CHUNK.min(len - offset);
+            let result = copy(offset, len, &slot);
+            let failed = result.err().unwrap_or(0);
+            let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
+            lane.queue.lock().unwrap_or_else(PoisonError::into_inner).push_back(piece);
+            lane.changed.notify_one();
+            result?;
+        }
+        Ok(())
+    }
+}
+
+impl DownLane {
+    fn send(&self, driver: &Driver, transport: &Transport) -> io::Result<()> {
+        let mut idle = 0u32;
+        loop {
+            let piece = {
+                let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                while queue.is_empty() {
+                    queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                }
+                // Any that is ready: a stream that stands still must not hold up the others.
+                let mut ready = None;
+                for i in 0..queue.len() {
+                    // SAFETY: the slot's event is valid.
+                    let state = match queue[i].failed {
+                        0 => unsafe { (driver.call.cuEventQuery)(queue[i].slot.event) },
+                        failed => failed,
+                    };
+                    if state != status::NOT_READY {
+                        ready = Some((i, state));
+                        break;
+                    }
+                }
+                ready.and_then(|(i, state)| queue.remove(i).map(|piece| (piece, state)))
+            };
+            let Some((piece, state)) = piece else {
+                // Backs off from 2 to 64 us: kernels before the copy may run for long.
+                std::thread::sleep(Duration::from_micros(2 << idle.min(5)));
+                idle += 1;
+                continue;
+            };
+            idle = 0;
+            let len = if state == 0 { piece.len } else { 0 };
+            let header = chunk_header(piece.transfer, piece.offset, len, state);
+            // SAFETY: the device has filled the slot, which is ours; it has CHUNK bytes, a multiple of 8.
+            let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
+            let sent = transport.send_parts(&[header.as_bytes(), bytes]);
+            self.slots.give(piece.slot);
+            sent?;
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! `gpuserver-worker`: replays the driver calls of one client process. Started by `gpuserver`, never by hand.
+
+mod admit;
+mod contexts;
+mod driver;
+mod execute;
+mod generated;
+mod handles;
+mod host_calls;
+mod landing;
+mod lanes;
+mod modules;
+mod ops;
+mod output;
+mod probe;
+mod session;
+mod staging;
+mod supervise;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    match &arguments[..] {
+        [_, flag, driver] if flag == "--probe" => probe::run(driver),
+        [_] => admit::run(),
+        _ => {
+            eprintln!(
+                "gpuserver-worker is started by gpuserver.\n\
+                 By hand only: gpuserver-worker --probe /path/to/libcuda.so.1 (prints the GPUs as JSON)"
+            );
+            ExitCode::from(1)
+        }
+    }
+}

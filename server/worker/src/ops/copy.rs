@@ -1,0 +1,190 @@
+//! Copies between the client's host memory and the device. Few bytes travel inside the frame or its answer, many on the lanes.
+
+use std::sync::Arc;
+
+use gpusession_proto::frame::{INLINE_MAX, Reader};
+
+use super::{Answer, Done, Failure, bounded, settle};
+use crate::driver::{Handle, Status, check, status};
+use crate::execute::Frame;
+use crate::session::Session;
+
+/// Longest packed box of a 2D or 3D copy, in bytes.
+const MAX_BOX: usize = 8 << 30;
+/// `CUDA_MEMCPY3D`
+const BOX: usize = 200;
+
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is gone, and the whole connection with it.
+const LANE_GONE: Status = 46;
+
+/// `COPY_TO_DEVICE`: destination, length, stream, whether the bytes follow in the frame.
+pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
+    let (target, len, stream, inline) =
+        (r.word()?, bounded(r.word()?, MAX_BOX)?, session.stream(r.word()?)?, r.word()? != 0);
+    let call = &session.driver.call;
+    if inline {
+        let bytes = r.bytes()?;
+        if bytes.len() != len {
+            return Err(status::INVALID_VALUE.into());
+        }
+        // SAFETY: the driver has taken pageable bytes when it returns.
+        return Ok(check(unsafe {
+            (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), len, stream)
+        })?);
+    }
+    let transfer = frame.header.seq.get();
+    let mut left = len;
+    let mut first_error = 0;
+    while left > 0 {
+        let Some(chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE.into()) };
+        let inside =
+            chunk.offset as usize <= len && chunk.len <= len - chunk.offset as usize && chunk.len <= left;
+        if !inside {
+            return Err(Failure::Status(status::INVALID_VALUE));
+        }
+        left -= chunk.len;
+        if first_error == 0 {
+            // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has happened.
+            first_error = unsafe {
+                match (call.cuMemcpyHtoDAsync_v2)(
+                    target + chunk.offset,
+                    chunk.slot.address.cast(),
+                    chunk.len,
+                    stream,
+                ) {
+                    0 => (call.cuEventRecord)(chunk.slot.event, stream),
+                    error => error,
+                }
+            };
+        }
+        session.lanes.copied(chunk);
+    }
+    Ok(check(first_error)?)
+}
+
+/// `COPY_FROM_DEVICE`: source, length, stream, whether the program waits.
+pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (source, len, stream, wait) =
+        (r.word()?, bounded(r.word()?, MAX_BOX)?, session.stream(r.word()?)?, r.word()? != 0);
+    let call = &session.driver.call;
+    let seq = frame.header.seq.get();
+    if len > INLINE_MAX {
+        let queued = session.lanes.send(seq, len, |offset, len, slot| {
+            // SAFETY: the slot has room for a chunk and is not reused before it was sent.
+            check(unsafe {
+                match (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source + offset as u64, len, stream) {
+                    0 => (call.cuEventRecord)(slot.event, stream),
+                    error => error,
+                }
+            })
+        });
+        if queued.is_ok() && wait {
+            // The bytes themselves say when they are there.
+            session.landing.sweep(session);
+        }
+        return Ok(queued?);
+    }
+    let slots = session.landing.slots(session)?;
+    let slot = slots.take();
+    // SAFETY: the slot has room for the bytes.
+    let copied = check(unsafe { (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source, len, stream) });
+    if wait {
+        // SAFETY: a stream of this worker.
+        let synced = copied.and_then(|()| check(unsafe { (call.cuStreamSynchronize)(stream) }));
+        settle(session);
+        // SAFETY: the device has filled `len` bytes of the slot.
+        answer.bytes(unsafe { std::slice::from_raw_parts(slot.address, len) });
+        slots.give(slot);
+        return Ok(synced?);
+    }
+    // SAFETY: both belong to this worker.
+    match copied.and_then(|()| check(unsafe { (call.cuEventRecord)(slot.event, stream) })) {
+        Ok(()) => session.landing.push(session, seq, slot, len),
+        Err(error) => {
+            slots.give(slot);
+            session.send_with(gpusession_proto::frame::op::LANDED, seq, error, |w| w.bytes(&[]));
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}
+
+/// `COPY_BOX`: a `CUDA_MEMCPY3D` without host pointers, stream, direction (0 device to device, 1 to the device, 2 from the
+/// device), bytes of the packed host side. To the device the packed bytes come on the lanes; from the device they are the answer's.
+pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let description = r.bytes()?;
+    let (stream, direction, len) = (session.stream(r.word()?)?, r.word()?, bounded(r.word()?, MAX_BOX)?);
+    let mut words = [0u64; BOX / 8];
+    if description.len() != BOX {
+        return Err(status::INVALID_VALUE.into());
+    }
+    for (word, bytes) in words.iter_mut().zip(description.chunks_exact(8)) {
+        *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+    }
+    match direction {
+        0 => return Ok(run_box(session, &words, stream)?),
+        1 => {
+            let mut packed = vec![0u8; len];
+            if len <= INLINE_MAX {
+                let bytes = r.bytes()?;
+                if bytes.len() != len {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                packed.copy_from_slice(bytes);
+            } else {
+                receive(session, frame.header.seq.get(), &mut packed)?;
+            }
+            words[SRC_HOST] = packed.as_ptr() as u64;
+            run_box(session, &words, stream)?;
+            // The packed bytes live no longer than this call.
+            // SAFETY: a stream of this worker.
+            check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })?;
+        }
+        2 => {
+            let mut packed = vec![0u8; len];
+            words[DST_HOST] = packed.as_mut_ptr() as u64;
+            run_box(session, &words, stream)?;
+            // SAFETY: a stream of this worker.
+            check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })?;
+            settle(session);
+            if len <= INLINE_MAX {
+                answer.bytes(&packed);
+            } else {
+                send(session, frame.header.seq.get(), &packed)?;
+            }
+        }
+        _ => return Err(status::INVALID_VALUE.into()),
+    }
+    Ok(())
+}
+
+/// Words of `CUDA_MEMCPY3D` that hold the host pointers.
+const SRC_HOST: usize = 5;
+const DST_HOST: usize = 16;
+
+fn run_box(session: &Session, words: &[u64; BOX / 8], stream: Handle) -> Result<(), Status> {
+    // SAFETY: the structure has cuda.h's layout; host pointers in it are this function's callers'.
+    check(unsafe { (session.driver.call.cuMemcpy3DAsync_v2)(words.as_ptr().cast(), stream) })
+}
+
+fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), Status> {
+    let mut left = packed.len();
+    while left > 0 {
+        let Some(chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE) };
+        let start = chunk.offset as usize;
+        let target = packed.get_mut(start..start + chunk.len).ok_or(status::INVALID_VALUE)?;
+        // SAFETY: the slot holds `chunk.len` bytes.
+        target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
+        left = left.checked_sub(chunk.len).ok_or(status::INVALID_VALUE)?;
+        session.lanes.copied(chunk);
+    }
+    Ok(())
+}
+
+fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
+    session.lanes.send(transfer, packed.len(), |offset, len, slot| {
+        // SAFETY: the slot has room for a chunk; its event has happened, since the slot was free.
+        unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), slot.address, len) };
+        Ok(())
+    })
+}

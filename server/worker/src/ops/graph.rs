@@ -1,0 +1,275 @@
+//! Graphs. Nodes are the driver's own values; graphs and executable graphs are the client's handles.
+
+use gpusession_proto::frame::Reader;
+
+use super::{Answer, Done, Failure, bounded};
+use crate::driver::{Handle, Status, check, status};
+use crate::handles::Object;
+use crate::session::Session;
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`
+#[repr(C)]
+struct KernelNode {
+    func: Handle,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    params: *const *mut std::ffi::c_void,
+    extra: *const *mut std::ffi::c_void,
+    kernel: Handle,
+    ctx: Handle,
+}
+
+/// Nodes out of a byte string of words.
+pub fn raw_nodes(bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
+    if !bytes.len().is_multiple_of(8) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    Ok(bytes
+        .chunks_exact(8)
+        .map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default()) as Handle)
+        .collect())
+}
+
+/// `GRAPH_CREATE`: new handle, flags.
+pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, flags) = (r.word()?, r.word()? as u32);
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuGraphCreate)(&mut graph, flags) })?;
+    Ok(session.graphs.put(handle, Object(graph))?)
+}
+
+/// `GRAPH_DESTROY`
+pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
+    let graph = session.graphs.take(r.word()?)?.0;
+    // SAFETY: a graph of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
+}
+
+/// `GRAPH_INSTANTIATE`: new handle, graph, flags.
+pub fn instantiate(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, graph, flags) = (r.word()?, session.graphs.get(r.word()?)?.0, r.word()?);
+    let mut exec = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuGraphInstantiateWithFlags)(&mut exec, graph, flags) })?;
+    Ok(session.execs.put(handle, Object(exec))?)
+}
+
+/// `GRAPH_EXEC_DESTROY`
+pub fn exec_destroy(session: &Session, r: &mut Reader<'_>) -> Done {
+    let exec = session.execs.take(r.word()?)?.0;
+    // SAFETY: an executable graph of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuGraphExecDestroy)(exec) })?)
+}
+
+/// `GRAPH_LAUNCH`: executable graph, stream.
+pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (exec, stream) = (session.execs.get(r.word()?)?.0, session.stream(r.word()?)?);
+    // SAFETY: both belong to this worker.
+    Ok(check(unsafe { (session.driver.call.cuGraphLaunch)(exec, stream) })?)
+}
+
+/// `GRAPH_NODES`: graph, which (0 all, 1 roots, 2 edges), most; answers the count there is, then nodes (edges: from, to).
+pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (graph, which) = (session.graphs.get(r.word()?)?.0, r.word()?);
+    let most = bounded(r.word()?, 1 << 20)?;
+    let call = &session.driver.call;
+    let get = |from: *mut Handle, to: *mut Handle, count: &mut usize| {
+        // SAFETY: the arrays, where not null, have `count` elements.
+        check(unsafe {
+            match which {
+                0 => (call.cuGraphGetNodes)(graph, from, count),
+                1 => (call.cuGraphGetRootNodes)(graph, from, count),
+                2 => (call.cuGraphGetEdges)(graph, from, to, count),
+                _ => status::INVALID_VALUE,
+            }
+        })
+    };
+    let mut count = 0;
+    get(std::ptr::null_mut(), std::ptr::null_mut(), &mut count)?;
+    answer.word(count as u64);
+    let mut wanted = most.min(count);
+    let (mut from, mut to) = (vec![std::ptr::null_mut(); wanted], vec![std::ptr::null_mut(); wanted]);
+    if wanted > 0 {
+        get(from.as_mut_ptr(), to.as_mut_ptr(), &mut wanted)?;
+    }
+    answer.word(wanted as u64);
+    for i in 0..wanted.min(from.len()) {
+        answer.word(from[i] as u64);
+        if which == 2 {
+            answer.word(to[i] as u64);
+        }
+    }
+    Ok(())
+}
+
+/// What a node does, read from a frame.
+enum Params {
+    Kernel { node: Box<KernelNode>, bytes: Vec<u8> },
+    Copy { words: Vec<u64>, ctx: Handle },
+    Set { words: Vec<u64>, ctx: Handle },
+    Empty,
+    Record(Handle),
+    Wait(Handle),
+    Child(Handle),
+}
+
+impl Params {
+    fn read(session: &Session, kind: u64, r: &mut Reader<'_>) -> Result<Self, Failure> {
+        let words = |bytes: &[u8]| -> Vec<u64> {
+            bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect()
+        };
+        let exact = |bytes: &[u8], len: usize| -> Result<Vec<u64>, Failure> {
+            if bytes.len() == len { Ok(words(bytes)) } else { Err(status::INVALID_VALUE.into()) }
+        };
+        Ok(match kind {
+            0 => {
+                let func = session.funcs.get(r.word()?)?.0;
+                let mut d = [0u32; 7];
+                for dimension in &mut d {
+                    *dimension = r.word()? as u32;
+                }
+                let node = Box::new(KernelNode {
+                    func,
+                    grid: [d[0], d[1], d[2]],
+                    block: [d[3], d[4], d[5]],
+                    shared: d[6],
+                    params: std::ptr::null(),
+                    extra: std::ptr::null(),
+                    kernel: std::ptr::null_mut(),
+                    ctx: std::ptr::null_mut(),
+                });
+                Self::Kernel { node, bytes: r.bytes()?.to_vec() }
+            }
+            1 => Self::Copy { words: exact(r.bytes()?, 200)?, ctx: session.contexts.get(r.word()?)?.0 },
+            2 => Self::Set { words: exact(r.bytes()?, 40)?, ctx: session.contexts.get(r.word()?)?.0 },
+            3 => Self::Empty,
+            4 => Self::Record(session.events.get(r.word()?)?.0),
+            5 => Self::Wait(session.events.get(r.word()?)?.0),
+            6 => Self::Child(session.graphs.get(r.word()?)?.0),
+            _ => return Err(status::NOT_SUPPORTED.into()),
+        })
+    }
+}
+
+/// Calls `run` with a kernel node's parameters in the form that the driver takes.
+fn with_kernel(
+    node: &mut KernelNode,
+    bytes: &[u8],
+    run: impl FnOnce(*const std::ffi::c_void) -> Status,
+) -> Result<(), Status> {
+    let mut size = bytes.len();
+    let extra = [
+        1usize as *mut std::ffi::c_void,
+        bytes.as_ptr() as *mut _,
+        2usize as *mut _,
+        (&raw mut size).cast(),
+        std::ptr::null_mut(),
+    ];
+    node.extra = if bytes.is_empty() { std::ptr::null() } else { extra.as_ptr() };
+    check(run((&raw const *node).cast()))
+}
+
+/// `GRAPH_ADD`: graph, dependencies, kind, parameters; answers the node.
+pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let graph = session.graphs.get(r.word()?)?.0;
+    let after = raw_nodes(r.bytes()?)?;
+    let kind = r.word()?;
+    let params = Params::read(session, kind, r)?;
+    let call = &session.driver.call;
+    let mut node = std::ptr::null_mut();
+    let (deps, count) = (after.as_ptr(), after.len());
+    // SAFETY (each call below): the out pointer is valid, dependencies are as many as said, structures have cuda.h's layout.
+    match params {
+        Params::Kernel { node: mut kernel, bytes } => with_kernel(&mut kernel, &bytes, |p| unsafe {
+            (call.cuGraphAddKernelNode_v2)(&mut node, graph, deps, count, p)
+        })?,
+        // SAFETY: as above.
+        Params::Copy { words, ctx } => check(unsafe {
+            (call.cuGraphAddMemcpyNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
+        })?,
+        // SAFETY: as above.
+        Params::Set { words, ctx } => check(unsafe {
+            (call.cuGraphAddMemsetNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
+        })?,
+        // SAFETY: as above.
+        Params::Empty => check(unsafe { (call.cuGraphAddEmptyNode)(&mut node, graph, deps, count) })?,
+        // SAFETY: as above.
+        Params::Record(event) => {
+            check(unsafe { (call.cuGraphAddEventRecordNode)(&mut node, graph, deps, count, event) })?
+        }
+        // SAFETY: as above.
+        Params::Wait(event) => {
+            check(unsafe { (call.cuGraphAddEventWaitNode)(&mut node, graph, deps, count, event) })?
+        }
+        // SAFETY: as above.
+        Params::Child(child) => {
+            check(unsafe { (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child) })?
+        }
+    }
+    answer.word(node as u64);
+    Ok(())
+}
+
+/// `GRAPH_EXEC_SET`: executable graph or 0 (the node itself), node, kind, parameters.
+pub fn set_params(session: &Session, r: &mut Reader<'_>) -> Done {
+    let exec = match r.word()? {
+        0 => None,
+        handle => Some(session.execs.get(handle)?.0),
+    };
+    let node = r.word()? as Handle;
+    let kind = r.word()?;
+    let params = Params::read(session, kind, r)?;
+    let call = &session.driver.call;
+    // SAFETY (each call below): structures have cuda.h's layout; the node is a value that the driver gave.
+    let result = match (params, exec) {
+        (Params::Kernel { node: mut kernel, bytes }, exec) => with_kernel(&mut kernel, &bytes, |p| unsafe {
+            match exec {
+                Some(exec) => (call.cuGraphExecKernelNodeSetParams_v2)(exec, node, p),
+                None => (call.cuGraphKernelNodeSetParams_v2)(node, p),
+            }
+        }),
+        // SAFETY: as above.
+        (Params::Copy { words, ctx }, Some(exec)) => {
+            check(unsafe { (call.cuGraphExecMemcpyNodeSetParams)(exec, node, words.as_ptr().cast(), ctx) })
+        }
+        // SAFETY: as above.
+        (Params::Copy { words, .. }, None) => {
+            check(unsafe { (call.cuGraphMemcpyNodeSetParams)(node, words.as_ptr().cast()) })
+        }
+        // SAFETY: as above.
+        (Params::Set { words, ctx }, Some(exec)) => {
+            check(unsafe { (call.cuGraphExecMemsetNodeSetParams)(exec, node, words.as_ptr().cast(), ctx) })
+        }
+        // SAFETY: as above.
+        (Params::Set { words, .. }, None) => {
+            check(unsafe { (call.cuGraphMemsetNodeSetParams)(node, words.as_ptr().cast()) })
+        }
+        _ => Err(status::NOT_SUPPORTED),
+    };
+    Ok(result?)
+}
+
+/// `GRAPH_CLONE`: new handle, graph.
+pub fn clone(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, graph) = (r.word()?, session.graphs.get(r.word()?)?.0);
+    let mut copy = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuGraphClone)(&mut copy, graph) })?;
+    Ok(session.graphs.put(handle, Object(copy))?)
+}
+
+/// `GRAPH_UPDATE`: executable graph, graph; answers result, the node that differs, its counterpart.
+pub fn update(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (exec, graph) = (session.execs.get(r.word()?)?.0, session.graphs.get(r.word()?)?.0);
+    // CUgraphExecUpdateResultInfo: result, node, counterpart.
+    let mut info = [0u64; 3];
+    // SAFETY: the structure has cuda.h's size.
+    let updated =
+        check(unsafe { (session.driver.call.cuGraphExecUpdate_v2)(exec, graph, info.as_mut_ptr().cast()) });
+    for word in info {
+        answer.word(word);
+    }
+    Ok(updated?)
+}

@@ -1,0 +1,139 @@
+//! Kernel launches and what the driver says of them beforehand.
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::Reader;
+
+use super::{Answer, Done};
+use crate::driver::{Status, check, status};
+use crate::session::Session;
+
+/// `CUlaunchAttribute`: id, padding, 64 bytes of value.
+const ATTRIBUTE: usize = 72;
+const MAX_ATTRIBUTES: usize = 64;
+const PROGRAMMATIC_EVENT: u32 = 7;
+const LAUNCH_COMPLETION_EVENT: u32 = 12;
+/// `CU_LAUNCH_PARAM_END`, `_BUFFER_POINTER`, `_BUFFER_SIZE`.
+const PARAM_END: *mut c_void = std::ptr::null_mut();
+const PARAM_BUFFER: *mut c_void = 1 as *mut c_void;
+const PARAM_SIZE: *mut c_void = 2 as *mut c_void;
+
+/// `CUlaunchConfig`
+#[repr(C)]
+struct Config {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: *mut c_void,
+    attributes: *const c_void,
+    attribute_count: u32,
+}
+
+fn halves(word: u64) -> [u32; 2] {
+    [word as u32, (word >> 32) as u32]
+}
+
+/// `LAUNCH`: function, grid and block (two dimensions a word), shared bytes, stream, attributes, parameters.
+pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
+    let func = session.funcs.get(r.word()?)?.0;
+    let ([gx, gy], [gz, bx], [by, bz]) = (halves(r.word()?), halves(r.word()?), halves(r.word()?));
+    let shared = r.word()? as u32;
+    let stream = session.stream(r.word()?)?;
+    let attributes = r.bytes()?;
+    let params = r.bytes()?;
+    let mut size = params.len();
+    let extra = [PARAM_BUFFER, params.as_ptr() as *mut c_void, PARAM_SIZE, (&raw mut size).cast(), PARAM_END];
+    // A kernel without parameters takes neither form.
+    let extra = if params.is_empty() { std::ptr::null() } else { extra.as_ptr() };
+    let call = &session.driver.call;
+    if attributes.is_empty() {
+        // SAFETY: `func` is a kernel of the driver; the parameters are as many bytes as said.
+        return Ok(check(unsafe {
+            (call.cuLaunchKernel)(func, gx, gy, gz, bx, by, bz, shared, stream, std::ptr::null(), extra)
+        })?);
+    }
+    let attributes = own_attributes(session, attributes)?;
+    let config = Config {
+        grid: [gx, gy, gz],
+        block: [bx, by, bz],
+        shared,
+        stream,
+        attributes: attributes.as_ptr().cast(),
+        attribute_count: (attributes.len() * 8 / ATTRIBUTE) as u32,
+    };
+    // SAFETY: as above; the configuration has cuda.h's layout and outlives the call.
+    Ok(check(unsafe { (call.cuLaunchKernelEx)((&raw const config).cast(), func, std::ptr::null(), extra) })?)
+}
+
+/// Attributes with the driver's events in place of the client's handles, aligned for the driver.
+pub fn own_attributes(session: &Session, bytes: &[u8]) -> Result<Vec<u64>, Status> {
+    if !bytes.len().is_multiple_of(ATTRIBUTE) || bytes.len() > ATTRIBUTE * MAX_ATTRIBUTES {
+        return Err(status::INVALID_VALUE);
+    }
+    let mut words: Vec<u64> =
+        bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect();
+    for attribute in words.chunks_exact_mut(ATTRIBUTE / 8) {
+        if matches!(attribute[0] as u32, PROGRAMMATIC_EVENT | LAUNCH_COMPLETION_EVENT) {
+            attribute[1] = session.events.get(attribute[1])?.0 as u64;
+        }
+    }
+    Ok(words)
+}
+
+/// `OCCUPANCY`: which question, function, block size, dynamic shared bytes, flags or count, launch configuration.
+pub fn occupancy(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let question = r.word()?;
+    let func = session.funcs.get(r.word()?)?.0;
+    let (block, shared, flags) = (r.word()? as i32, r.word()? as usize, r.word()? as u32);
+    let call = &session.driver.call;
+    match question {
+        0 => {
+            let mut blocks = 0;
+            // SAFETY: the out pointer is valid.
+            check(unsafe {
+                (call.cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags)(
+                    &mut blocks,
+                    func,
+                    block,
+                    shared,
+                    flags,
+                )
+            })?;
+            answer.word(blocks as u32 as u64);
+        }
+        1 => {
+            let mut bytes = 0;
+            // SAFETY: as above.
+            check(unsafe {
+                (call.cuOccupancyAvailableDynamicSMemPerBlock)(&mut bytes, func, flags as i32, block)
+            })?;
+            answer.word(bytes as u64);
+        }
+        2 | 3 => {
+            let ([gx, gy], [gz, bx], [by, bz]) = (halves(r.word()?), halves(r.word()?), halves(r.word()?));
+            let stream = session.stream(r.word()?)?;
+            let attributes = own_attributes(session, r.bytes()?)?;
+            let config = Config {
+                grid: [gx, gy, gz],
+                block: [bx, by, bz],
+                shared: shared as u32,
+                stream,
+                attributes: attributes.as_ptr().cast(),
+                attribute_count: (attributes.len() * 8 / ATTRIBUTE) as u32,
+            };
+            let config = (&raw const config).cast();
+            let mut clusters = 0;
+            // SAFETY: as above; the configuration has cuda.h's layout and outlives the call.
+            check(unsafe {
+                if question == 2 {
+                    (call.cuOccupancyMaxActiveClusters)(&mut clusters, func, config)
+                } else {
+                    (call.cuOccupancyMaxPotentialClusterSize)(&mut clusters, func, config)
+                }
+            })?;
+            answer.word(clusters as u32 as u64);
+        }
+        _ => return Err(status::INVALID_VALUE.into()),
+    }
+    Ok(())
+}

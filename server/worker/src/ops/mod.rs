@@ -1,0 +1,280 @@
+//! The operations of the log, replayed on the driver.
+
+pub mod copy;
+pub mod graph;
+pub mod launch;
+pub mod memory;
+pub mod module;
+pub mod stream;
+
+use std::sync::Arc;
+
+use gpusession_proto::frame::{BadFrame, Reader, WAIT, op};
+
+use crate::driver::{Status, check, status};
+use crate::execute::{Executor, Frame};
+use crate::session::Session;
+
+/// Values of an answer, in words.
+#[derive(Default)]
+pub struct Answer {
+    /// The body so far.
+    pub body: Vec<u8>,
+    /// The operation answers by itself later.
+    pub deferred: bool,
+}
+
+impl Answer {
+    /// Appends a word.
+    pub fn word(&mut self, value: u64) {
+        self.body.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// Appends a byte string.
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        self.word(bytes.len() as u64);
+        self.body.extend_from_slice(bytes);
+        self.body.resize(self.body.len().next_multiple_of(8), 0);
+    }
+}
+
+/// Why an operation did not succeed.
+pub enum Failure {
+    /// The driver, or a check of ours in its place, says no.
+    Status(Status),
+    /// The frame does not make sense: the client is broken or hostile, and its worker ends.
+    Malformed(BadFrame),
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Self {
+        Self::Status(status)
+    }
+}
+
+impl From<BadFrame> for Failure {
+    fn from(bad: BadFrame) -> Self {
+        Self::Malformed(bad)
+    }
+}
+
+/// Outcome of an operation.
+pub type Done = Result<(), Failure>;
+
+/// Replays one frame and answers it.
+pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
+    let seq = frame.header.seq.get();
+    let mut answer = Answer::default();
+    let result = session
+        .contexts
+        .enter(session.driver, executor, frame.header.ctx.get())
+        .map_err(Failure::from)
+        .and_then(|()| dispatch(session, executor, frame, &mut answer));
+    let code = match result {
+        Ok(()) => 0,
+        Err(Failure::Status(code)) => code,
+        Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
+    };
+    if frame.header.flags.get() & WAIT != 0 {
+        if !answer.deferred || code != 0 {
+            session.reply(seq, code, &answer.body);
+        }
+    } else if code != 0 {
+        session.late_error(seq, code);
+    }
+}
+
+fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answer: &mut Answer) -> Done {
+    let call = &session.driver.call;
+    let mut r = frame.reader();
+    match frame.header.op.get() {
+        op::LAUNCH => launch::launch(session, &mut r),
+        op::COPY_TO_DEVICE => copy::to_device(session, frame, &mut r),
+        op::COPY_FROM_DEVICE => copy::from_device(session, frame, &mut r, answer),
+        op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
+        op::EVENT_RECORD => stream::event_record(session, &mut r),
+        op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
+        op::STREAM_SYNC => stream::sync(session, &mut r),
+        op::STREAM_QUERY => stream::query(session, &mut r),
+        op::STREAM_CREATE => stream::create(session, &mut r),
+        op::STREAM_DESTROY => stream::destroy(session, &mut r),
+        op::STREAM_BATCH => stream::batch(session, &mut r),
+        op::CAPTURE_BEGIN => stream::capture_begin(session, &mut r),
+        op::CAPTURE_END => stream::capture_end(session, &mut r, answer),
+        op::CAPTURE_INFO => stream::capture_info(session, &mut r, answer),
+        op::EVENT_CREATE => stream::event_create(session, &mut r),
+        op::EVENT_DESTROY => stream::event_destroy(session, &mut r),
+        op::EVENT_SYNC => stream::event_sync(session, &mut r),
+        op::EVENT_QUERY => stream::event_query(session, &mut r),
+        op::EVENT_ELAPSED => stream::event_elapsed(session, &mut r, answer),
+        op::HOST_FUNC => stream::host_func(session, &mut r),
+        op::HOST_FUNC_DONE => {
+            session.host_calls.finished(r.word()?);
+            Ok(())
+        }
+        op::CTX_SYNC => {
+            // SAFETY: the frame's context is current.
+            let synced = check(unsafe { (call.cuCtxSynchronize)() });
+            settle(session);
+            Ok(synced?)
+        }
+        op::CTX_CREATE => {
+            let (handle, flags, device) = (r.word()?, r.word()? as u32, r.word()?);
+            let mut ctx = std::ptr::null_mut();
+            // SAFETY: the out pointer is valid.
+            check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, flags, session.contexts.device(device)?) })?;
+            executor.current = 0;
+            Ok(session.contexts.put(handle, ctx, device as u32)?)
+        }
+        op::CTX_DESTROY => {
+            let handle = r.word()?;
+            let ctx = session.contexts.take(handle)?;
+            executor.current = 0;
+            // SAFETY: a context that this worker created.
+            Ok(check(unsafe { (call.cuCtxDestroy_v2)(ctx) })?)
+        }
+        op::PRIMARY_RESET => {
+            let device = session.contexts.device(r.word()?)?;
+            // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
+            check(unsafe { (call.cuDevicePrimaryCtxReset_v2)(device) })?;
+            let mut ctx = std::ptr::null_mut();
+            // SAFETY: the out pointer is valid.
+            check(unsafe { (call.cuDevicePrimaryCtxRetain)(&mut ctx, device) })?;
+            executor.current = 0;
+            Ok(())
+        }
+        op::CTX_SET_LIMIT => {
+            let (limit, value) = (r.word()? as i32, r.word()? as usize);
+            // SAFETY: the frame's context is current.
+            check(unsafe { (call.cuCtxSetLimit)(limit, value) })?;
+            let mut now = 0;
+            // SAFETY: the out pointer is valid.
+            check(unsafe { (call.cuCtxGetLimit)(&mut now, limit) })?;
+            answer.word(now as u64);
+            Ok(())
+        }
+        op::MEM_INFO => memory::info(session, frame, answer),
+        op::ALLOC => memory::alloc(session, &mut r),
+        op::FREE => memory::free(session, &mut r),
+        op::MIRROR_HOST => memory::mirror(session, &mut r, answer),
+        op::UNMIRROR_HOST => memory::unmirror(session, &mut r),
+        op::WRITE_HOST => memory::write_host(session, &mut r),
+        op::IMAGE_HAVE => module::have(session, &mut r, answer),
+        op::IMAGE_DATA => module::data(session, &mut r),
+        op::MODULE_LOAD => module::load_module(session, &mut r, answer),
+        op::LIBRARY_LOAD => module::load_library(session, &mut r, answer),
+        op::MODULE_UNLOAD => module::unload_module(session, &mut r),
+        op::LIBRARY_UNLOAD => module::unload_library(session, &mut r),
+        op::LIBRARY_MODULE => module::library_module(session, &mut r),
+        op::GET_FUNCTION => module::get_function(session, &mut r, answer),
+        op::GET_GLOBAL => module::get_global(session, &mut r, answer),
+        op::ENUMERATE => module::enumerate(session, &mut r, answer),
+        op::FUNC_ATTRIBUTE => module::attribute(session, &mut r, answer),
+        op::FUNC_SET_ATTRIBUTE => module::set_attribute(session, &mut r),
+        op::OCCUPANCY => launch::occupancy(session, &mut r, answer),
+        op::GRAPH_CREATE => graph::create(session, &mut r),
+        op::GRAPH_DESTROY => graph::destroy(session, &mut r),
+        op::GRAPH_INSTANTIATE => graph::instantiate(session, &mut r),
+        op::GRAPH_EXEC_DESTROY => graph::exec_destroy(session, &mut r),
+        op::GRAPH_LAUNCH => graph::launch(session, &mut r),
+        op::GRAPH_NODES => graph::nodes(session, &mut r, answer),
+        op::GRAPH_ADD => graph::add(session, &mut r, answer),
+        op::GRAPH_CLONE => graph::clone(session, &mut r),
+        op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
+        op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
+        other => crate::generated::dispatch(session, other, &mut r, answer),
+    }
+}
+
+/// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.
+pub fn settle(session: &Session) {
+    session.landing.sweep(session);
+    memory::write_back(session);
+    session.output.collect(session);
+}
+
+/// Operations that wait for the GPU, or for bytes that are still on their way.
+pub fn may_block(operation: u16) -> bool {
+    matches!(
+        operation,
+        op::STREAM_SYNC | op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE
+    )
+}
+
+/// Objects that a frame works on, as far as the order between client threads depends on them.
+#[derive(Debug, Default)]
+pub struct Touched {
+    handles: Vec<u64>,
+    /// Something on a default stream: ordered with every other stream.
+    every_stream: bool,
+    some_stream: bool,
+}
+
+impl Touched {
+    fn stream(&mut self, handle: u64) {
+        self.some_stream = true;
+        if handle <= 2 { self.every_stream = true } else { self.handles.push(handle) }
+    }
+
+    /// Whether a frame that touches these must stay behind one that touches `earlier`.
+    pub fn depends_on(&self, earlier: &Self) -> bool {
+        (self.every_stream && earlier.some_stream)
+            || (self.some_stream && earlier.every_stream)
+            || self.handles.iter().any(|h| earlier.handles.contains(h))
+    }
+}
+
+/// See [`Touched`]. Frames that only wait touch nothing: another thread's work may be what they wait for.
+pub fn touches(frame: &Frame) -> Touched {
+    let mut touched = Touched::default();
+    let mut r = Reader::new(&frame.body);
+    let mut words = [0; 6];
+    for word in &mut words {
+        match r.word() {
+            Ok(value) => *word = value,
+            Err(_) => break,
+        }
+    }
+    match frame.header.op.get() {
+        op::LAUNCH => {
+            touched.handles.push(words[0]);
+            touched.stream(words[5]);
+        }
+        op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(words[2]),
+        op::EVENT_RECORD | op::STREAM_WAIT_EVENT => {
+            touched.handles.push(words[if frame.header.op.get() == op::EVENT_RECORD { 0 } else { 1 }]);
+            touched.stream(words[if frame.header.op.get() == op::EVENT_RECORD { 1 } else { 0 }]);
+        }
+        op::STREAM_BATCH
+        | op::STREAM_CREATE
+        | op::STREAM_DESTROY
+        | op::CAPTURE_BEGIN
+        | op::CAPTURE_END
+        | op::HOST_FUNC => {
+            touched.stream(words[0]);
+        }
+        op::GRAPH_LAUNCH => {
+            touched.handles.push(words[0]);
+            touched.stream(words[1]);
+        }
+        op::EVENT_CREATE
+        | op::EVENT_DESTROY
+        | op::GRAPH_DESTROY
+        | op::GRAPH_EXEC_DESTROY
+        | op::MODULE_UNLOAD => {
+            touched.handles.push(words[0]);
+        }
+        other => crate::generated::touches(other, &words, &mut |handle, stream| {
+            if stream { touched.stream(handle) } else { touched.handles.push(handle) }
+        }),
+    }
+    touched
+}
+
+/// `Err` for a null or oversized count that would only serve to make us allocate.
+pub fn bounded(count: u64, most: usize) -> Result<usize, Failure> {
+    match usize::try_from(count) {
+        Ok(n) if n <= most => Ok(n),
+        _ => Err(Failure::Status(status::INVALID_VALUE)),
+    }
+}

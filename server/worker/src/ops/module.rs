@@ -1,0 +1,324 @@
+//! Modules, libraries, kernels and their attributes.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+
+use gpusession_proto::frame::Reader;
+
+use super::{Answer, Done, Failure, bounded};
+use crate::driver::{Handle, Status, check, status};
+use crate::handles::Object;
+use crate::session::Session;
+
+/// Function attributes 0 to 15 (`CU_FUNC_ATTRIBUTE_*`) go along with a function.
+const ATTRIBUTES: i32 = 16;
+const MAX_PARAMS: usize = 4096;
+const MAX_OPTIONS: usize = 64;
+/// `CU_JIT_*` options whose value is a buffer or its size.
+const INFO_LOG: i32 = 3;
+const INFO_SIZE: i32 = 4;
+const ERROR_LOG: i32 = 5;
+const ERROR_SIZE: i32 = 6;
+const MAX_LOG: u64 = 1 << 20;
+
+fn hash(r: &mut Reader<'_>) -> Result<[u8; 32], Failure> {
+    r.bytes()?.try_into().map_err(|_| Failure::Status(status::INVALID_VALUE))
+}
+
+fn name(r: &mut Reader<'_>) -> Result<CString, Failure> {
+    CString::new(r.bytes()?).map_err(|_| Failure::Status(status::INVALID_VALUE))
+}
+
+/// `IMAGE_HAVE`: hash; answers whether the server has the image.
+pub fn have(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    answer.word(u64::from(session.images.get(&hash(r)?).is_some()));
+    Ok(())
+}
+
+/// `IMAGE_DATA`: hash, total length, the next piece.
+pub fn data(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (hash, total) = (hash(r)?, r.word()?);
+    session
+        .images
+        .add(hash, total, r.bytes()?)
+        .map(|_| ())
+        .map_err(|()| Failure::Status(status::INVALID_VALUE))
+}
+
+/// JIT options as the driver wants them, with log buffers of our own.
+struct Options {
+    keys: Vec<i32>,
+    values: Vec<*mut c_void>,
+    info: Vec<u8>,
+    error: Vec<u8>,
+}
+
+impl Options {
+    fn read(r: &mut Reader<'_>) -> Result<Self, Failure> {
+        let count = bounded(r.word()?, MAX_OPTIONS)?;
+        let mut options = Self { keys: Vec::new(), values: Vec::new(), info: Vec::new(), error: Vec::new() };
+        for _ in 0..count {
+            let (key, value) = (r.word()? as i32, r.word()?);
+            match key {
+                INFO_SIZE => options.info.resize(value.min(MAX_LOG) as usize, 0),
+                ERROR_SIZE => options.error.resize(value.min(MAX_LOG) as usize, 0),
+                INFO_LOG | ERROR_LOG => continue,
+                _ => {}
+            }
+            options.keys.push(key);
+            options.values.push(value as usize as *mut c_void);
+        }
+        for (key, log) in [(INFO_LOG, &mut options.info), (ERROR_LOG, &mut options.error)] {
+            if !log.is_empty() {
+                options.keys.push(key);
+                options.values.push(log.as_mut_ptr().cast());
+            }
+        }
+        Ok(options)
+    }
+
+    fn logs(&self, answer: &mut Answer) {
+        for log in [&self.info, &self.error] {
+            let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
+            answer.bytes(&log[..end]);
+        }
+    }
+}
+
+/// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs.
+pub fn load_module(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (handle, hash) = (r.word()?, hash(r)?);
+    let options = Options::read(r)?;
+    let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the image is whole (the client derived its length from its own headers, as the driver does) and ends in a
+    // terminator where it is text; options are as many as said.
+    let loaded = check(unsafe {
+        (session.driver.call.cuModuleLoadDataEx)(
+            &mut module,
+            image.as_ptr().cast(),
+            options.keys.len() as u32,
+            options.keys.as_ptr(),
+            options.values.as_ptr(),
+        )
+    });
+    options.logs(answer);
+    loaded?;
+    Ok(session.modules.put(handle, Object(module))?)
+}
+
+/// `LIBRARY_LOAD`: new handle, hash, JIT options; answers the logs.
+pub fn load_library(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (handle, hash) = (r.word()?, hash(r)?);
+    let options = Options::read(r)?;
+    let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    let mut library = std::ptr::null_mut();
+    // SAFETY: as in `load_module`.
+    let loaded = check(unsafe {
+        (session.driver.call.cuLibraryLoadData)(
+            &mut library,
+            image.as_ptr().cast(),
+            options.keys.as_ptr(),
+            options.values.as_ptr(),
+            options.keys.len() as u32,
+            std::ptr::null(),
+            std::ptr::null(),
+            0,
+        )
+    });
+    options.logs(answer);
+    loaded?;
+    Ok(session.libraries.put(handle, Object(library))?)
+}
+
+/// `MODULE_UNLOAD`
+pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
+    let module = session.modules.take(r.word()?)?.0;
+    // SAFETY: a module of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuModuleUnload)(module) })?)
+}
+
+/// `LIBRARY_UNLOAD`
+pub fn unload_library(session: &Session, r: &mut Reader<'_>) -> Done {
+    let library = session.libraries.take(r.word()?)?.0;
+    // SAFETY: a library of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuLibraryUnload)(library) })?)
+}
+
+/// `LIBRARY_MODULE`: new module handle, library.
+pub fn library_module(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, library) = (r.word()?, session.libraries.get(r.word()?)?.0);
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuLibraryGetModule)(&mut module, library) })?;
+    Ok(session.modules.put(handle, Object(module))?)
+}
+
+/// `GET_FUNCTION`: new handle, parent, how (0 function of a module, 1 kernel of a library, 2 function of a kernel), name.
+/// Answers the parameters' offsets and sizes, then the attributes.
+pub fn get_function(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
+    let name = name(r)?;
+    let call = &session.driver.call;
+    let mut func = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid, parents belong to this worker, the name ends in a zero.
+    check(unsafe {
+        match how {
+            0 => (call.cuModuleGetFunction)(&mut func, session.modules.get(parent)?.0, name.as_ptr()),
+            1 => (call.cuLibraryGetKernel)(&mut func, session.libraries.get(parent)?.0, name.as_ptr()),
+            2 => (call.cuKernelGetFunction)(&mut func, session.funcs.get(parent)?.0),
+            _ => status::INVALID_VALUE,
+        }
+    })?;
+    session.funcs.put(handle, Object(func))?;
+    describe(session, func, how == 1, answer);
+    Ok(())
+}
+
+fn describe(session: &Session, func: Handle, kernel: bool, answer: &mut Answer) {
+    let call = &session.driver.call;
+    let mut params = Vec::new();
+    while params.len() < MAX_PARAMS {
+        let (mut offset, mut size) = (0, 0);
+        let index = params.len();
+        // SAFETY: the out pointers are valid; an index past the end is refused.
+        let got = unsafe {
+            if kernel {
+                (call.cuKernelGetParamInfo)(func, index, &mut offset, &mut size)
+            } else {
+                (call.cuFuncGetParamInfo)(func, index, &mut offset, &mut size)
+            }
+        };
+        if got != 0 {
+            break;
+        }
+        params.push((offset, size));
+    }
+    answer.word(params.len() as u64);
+    for (offset, size) in params {
+        answer.word(offset as u64 | (size as u64) << 32);
+    }
+    answer.word(ATTRIBUTES as u64);
+    for attribute in 0..ATTRIBUTES {
+        answer.word(attribute_of(session, func, attribute, None).map_or(u64::MAX, |v| u64::from(v as u32)));
+    }
+}
+
+fn attribute_of(session: &Session, func: Handle, attribute: i32, device: Option<i32>) -> Result<i32, Status> {
+    let call = &session.driver.call;
+    let mut value = 0;
+    // SAFETY: the out pointer is valid; kernels and functions are accepted in each other's place.
+    check(unsafe {
+        match device {
+            Some(device) => (call.cuKernelGetAttribute)(&mut value, attribute, func, device),
+            None => (call.cuFuncGetAttribute)(&mut value, attribute, func),
+        }
+    })?;
+    Ok(value)
+}
+
+/// The device of a kernel attribute; `u64::MAX`: the function's own.
+fn device(session: &Session, word: u64) -> Result<Option<i32>, Status> {
+    if word == u64::MAX { Ok(None) } else { session.contexts.device(word).map(Some) }
+}
+
+/// `FUNC_ATTRIBUTE`: function, attribute, device.
+pub fn attribute(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (func, attribute) = (session.funcs.get(r.word()?)?.0, r.word()? as i32);
+    let value = attribute_of(session, func, attribute, device(session, r.word()?)?)?;
+    answer.word(u64::from(value as u32));
+    Ok(())
+}
+
+/// `FUNC_SET_ATTRIBUTE`: function, what (0 attribute, 1 cache configuration, 2 shared-memory configuration), key, value, device.
+pub fn set_attribute(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (func, what, key, value) =
+        (session.funcs.get(r.word()?)?.0, r.word()?, r.word()? as i32, r.word()? as i32);
+    let device = device(session, r.word()?)?;
+    let call = &session.driver.call;
+    // SAFETY: a kernel or function of this worker.
+    Ok(check(unsafe {
+        match (what, device) {
+            (0, Some(device)) => (call.cuKernelSetAttribute)(key, value, func, device),
+            (0, None) => (call.cuFuncSetAttribute)(func, key, value),
+            (1, Some(device)) => (call.cuKernelSetCacheConfig)(func, value, device),
+            (1, None) => (call.cuFuncSetCacheConfig)(func, value),
+            (2, _) => (call.cuFuncSetSharedMemConfig)(func, value),
+            _ => status::INVALID_VALUE,
+        }
+    })?)
+}
+
+/// `GET_GLOBAL`: parent, how (0 module, 1 library, 2 managed of a library), name; answers address and size.
+pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (parent, how) = (r.word()?, r.word()?);
+    let name = name(r)?;
+    let call = &session.driver.call;
+    let (mut address, mut size) = (0, 0);
+    // SAFETY: the out pointers are valid, parents belong to this worker, the name ends in a zero.
+    check(unsafe {
+        match how {
+            0 => (call.cuModuleGetGlobal_v2)(
+                &mut address,
+                &mut size,
+                session.modules.get(parent)?.0,
+                name.as_ptr(),
+            ),
+            1 => (call.cuLibraryGetGlobal)(
+                &mut address,
+                &mut size,
+                session.libraries.get(parent)?.0,
+                name.as_ptr(),
+            ),
+            2 => (call.cuLibraryGetManaged)(
+                &mut address,
+                &mut size,
+                session.libraries.get(parent)?.0,
+                name.as_ptr(),
+            ),
+            _ => status::INVALID_VALUE,
+        }
+    })?;
+    answer.word(address);
+    answer.word(size as u64);
+    Ok(())
+}
+
+/// `ENUMERATE`: parent, how (0 functions of a module, 1 kernels of a library), most; answers names.
+pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    const MOST: u32 = 65_536;
+    let (parent, how) = (r.word()?, r.word()?);
+    let call = &session.driver.call;
+    let mut count = 0;
+    let mut handles: Vec<Handle>;
+    // SAFETY: out pointers are valid and as long as said.
+    unsafe {
+        if how == 0 {
+            let module = session.modules.get(parent)?.0;
+            check((call.cuModuleGetFunctionCount)(&mut count, module))?;
+            count = count.min(MOST);
+            handles = vec![std::ptr::null_mut(); count as usize];
+            check((call.cuModuleEnumerateFunctions)(handles.as_mut_ptr(), count, module))?;
+        } else {
+            let library = session.libraries.get(parent)?.0;
+            check((call.cuLibraryGetKernelCount)(&mut count, library))?;
+            count = count.min(MOST);
+            handles = vec![std::ptr::null_mut(); count as usize];
+            check((call.cuLibraryEnumerateKernels)(handles.as_mut_ptr(), count, library))?;
+        }
+    }
+    answer.word(u64::from(count));
+    for func in handles {
+        let mut name: *const c_char = std::ptr::null();
+        // SAFETY: the out pointer is valid; the name is the driver's own, ending in a zero.
+        let text = unsafe {
+            check(if how == 0 {
+                (call.cuFuncGetName)(&mut name, func)
+            } else {
+                (call.cuKernelGetName)(&mut name, func)
+            })?;
+            CStr::from_ptr(name)
+        };
+        answer.bytes(text.to_bytes());
+    }
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! Streams, events, capture.
+
+use std::sync::Arc;
+
+use gpusession_proto::frame::Reader;
+
+use super::{Answer, Done, settle};
+use crate::driver::{check, status};
+use crate::handles::Object;
+use crate::host_calls::HostCalls;
+use crate::session::Session;
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
+const CAPTURE_RELAXED: i32 = 2;
+/// `CUstreamBatchMemOpParams`
+const BATCH_ITEM: usize = 48;
+
+/// `STREAM_CREATE`: new handle, flags, priority.
+pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, flags, priority) = (r.word()?, r.word()? as u32, r.word()? as i32);
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuStreamCreateWithPriority)(&mut stream, flags, priority) })?;
+    Ok(session.streams.put(handle, Object(stream))?)
+}
+
+/// `STREAM_DESTROY`
+pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
+    let stream = session.streams.take(r.word()?)?.0;
+    // SAFETY: a stream of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuStreamDestroy_v2)(stream) })?)
+}
+
+/// `STREAM_SYNC`
+pub fn sync(session: &Session, r: &mut Reader<'_>) -> Done {
+    let stream = session.stream(r.word()?)?;
+    // SAFETY: a stream of this worker.
+    let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
+    settle(session);
+    Ok(synced?)
+}
+
+/// `STREAM_QUERY`
+pub fn query(session: &Session, r: &mut Reader<'_>) -> Done {
+    let stream = session.stream(r.word()?)?;
+    // SAFETY: a stream of this worker.
+    let done = check(unsafe { (session.driver.call.cuStreamQuery)(stream) });
+    settle(session);
+    Ok(done?)
+}
+
+/// `STREAM_WAIT_EVENT`: stream, event, flags.
+pub fn wait_event(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (stream, event, flags) =
+        (session.stream(r.word()?)?, session.events.get(r.word()?)?.0, r.word()? as u32);
+    // SAFETY: both belong to this worker.
+    Ok(check(unsafe { (session.driver.call.cuStreamWaitEvent)(stream, event, flags) })?)
+}
+
+/// `STREAM_BATCH`: stream, flags, items (waits and writes of values in device memory).
+pub fn batch(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (stream, flags) = (session.stream(r.word()?)?, r.word()? as u32);
+    let items = r.bytes()?;
+    if !items.len().is_multiple_of(BATCH_ITEM) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let aligned: Vec<u64> =
+        items.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect();
+    let count = (items.len() / BATCH_ITEM) as u32;
+    // SAFETY: `aligned` holds `count` items.
+    Ok(check(unsafe {
+        (session.driver.call.cuStreamBatchMemOp_v2)(stream, count, aligned.as_ptr().cast(), flags)
+    })?)
+}
+
+/// `HOST_FUNC`: stream, the client's number of the call, whether a graph may repeat it.
+pub fn host_func(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
+    let (stream, id, keep) = (session.stream(r.word()?)?, r.word()?, r.word()? != 0);
+    Ok(HostCalls::enqueue(session, stream, id, keep)?)
+}
+
+/// `CAPTURE_BEGIN`: stream, graph to capture into or 0, dependencies.
+pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
+    let stream = session.stream(r.word()?)?;
+    let graph = r.word()?;
+    let call = &session.driver.call;
+    if graph == 0 {
+        // SAFETY: a stream of this worker.
+        return Ok(check(unsafe { (call.cuStreamBeginCapture_v2)(stream, CAPTURE_RELAXED) })?);
+    }
+    let graph = session.graphs.get(graph)?.0;
+    let nodes = super::graph::raw_nodes(r.bytes()?)?;
+    // SAFETY: graph and stream belong to this worker; the nodes are as many as said.
+    Ok(check(unsafe {
+        (call.cuStreamBeginCaptureToGraph)(
+            stream,
+            graph,
+            nodes.as_ptr(),
+            std::ptr::null(),
+            nodes.len(),
+            CAPTURE_RELAXED,
+        )
+    })?)
+}
+
+/// `CAPTURE_END`: stream, new handle for the graph.
+pub fn capture_end(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (stream, handle) = (session.stream(r.word()?)?, r.word()?);
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    let ended = check(unsafe { (session.driver.call.cuStreamEndCapture)(stream, &mut graph) });
+    answer.word(u64::from(!graph.is_null()));
+    if !graph.is_null() {
+        session.graphs.put(handle, Object(graph))?;
+    }
+    Ok(ended?)
+}
+
+/// `CAPTURE_INFO`: stream; answers status, id, the nodes that the next one depends on.
+pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let stream = session.stream(r.word()?)?;
+    let (mut state, mut id, mut graph, mut nodes, mut count) =
+        (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+    // SAFETY: the out pointers are valid.
+    check(unsafe {
+        (session.driver.call.cuStreamGetCaptureInfo_v2)(
+            stream, &mut state, &mut id, &mut graph, &mut nodes, &mut count,
+        )
+    })?;
+    answer.word(state as u64);
+    answer.word(id);
+    answer.word(count as u64);
+    for i in 0..count {
+        // SAFETY: the driver's own array of `count` nodes, valid until the stream's next call.
+        answer.word(unsafe { *nodes.add(i) } as u64);
+    }
+    Ok(())
+}
+
+/// `EVENT_CREATE`: new handle, flags.
+pub fn event_create(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, flags) = (r.word()?, r.word()? as u32);
+    let mut event = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuEventCreate)(&mut event, flags) })?;
+    Ok(session.events.put(handle, Object(event))?)
+}
+
+/// `EVENT_DESTROY`
+pub fn event_destroy(session: &Session, r: &mut Reader<'_>) -> Done {
+    let event = session.events.take(r.word()?)?.0;
+    // SAFETY: an event of this worker that no later frame can name.
+    Ok(check(unsafe { (session.driver.call.cuEventDestroy_v2)(event) })?)
+}
+
+/// `EVENT_RECORD`: event, stream, flags.
+pub fn event_record(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (event, stream, flags) =
+        (session.events.get(r.word()?)?.0, session.stream(r.word()?)?, r.word()? as u32);
+    let call = &session.driver.call;
+    // SAFETY: both belong to this worker.
+    Ok(check(unsafe {
+        if flags == 0 {
+            (call.cuEventRecord)(event, stream)
+        } else {
+            (call.cuEventRecordWithFlags)(event, stream, flags)
+        }
+    })?)
+}
+
+/// `EVENT_SYNC`
+pub fn event_sync(session: &Session, r: &mut Reader<'_>) -> Done {
+    let event = session.events.get(r.word()?)?.0;
+    // SAFETY: an event of this worker.
+    let synced = check(unsafe { (session.driver.call.cuEventSynchronize)(event) });
+    settle(session);
+    Ok(synced?)
+}
+
+/// `EVENT_QUERY`
+pub fn event_query(session: &Session, r: &mut Reader<'_>) -> Done {
+    let event = session.events.get(r.word()?)?.0;
+    // SAFETY: an event of this worker.
+    let done = check(unsafe { (session.driver.call.cuEventQuery)(event) });
+    settle(session);
+    Ok(done?)
+}
+
+/// `EVENT_ELAPSED`: start, end; answers milliseconds as the bits of an f32.
+pub fn event_elapsed(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (start, end) = (session.events.get(r.word()?)?.0, session.events.get(r.word()?)?.0);
+    let mut ms = 0f32;
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.call.cuEventElapsedTime)(&mut ms, start, end) })?;
+    answer.word(u64::from(ms.to_bits()));
+    Ok(())
+}

@@ -1,0 +1,175 @@
+//! What one admitted client process has on this worker.
+
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use gpusession_link::transport::Transport;
+use gpusession_proto::frame::{Header, Writer, op};
+use gpusession_proto::supervise::{FromWorker, Start};
+use zerocopy::IntoBytes;
+
+use crate::contexts::Contexts;
+use crate::driver::{Driver, Status};
+use crate::execute::Replay;
+use crate::handles::{Object, Table, kind};
+use crate::host_calls::HostCalls;
+use crate::landing::Landing;
+use crate::lanes::Lanes;
+use crate::modules::Images;
+use crate::ops::memory::Memory;
+use crate::output::Output;
+use crate::supervise::Supervisor;
+
+/// See the module.
+pub struct Session {
+    /// The driver library.
+    pub driver: &'static Driver,
+    /// What the supervisor said at the start.
+    pub start: Start,
+    /// Lane 0.
+    pub transport: Transport,
+    supervisor: Arc<Supervisor>,
+    /// Replays the log.
+    pub replay: Replay,
+    /// Highest position of the log that was replayed.
+    pub consumed: AtomicU64,
+    /// Devices and contexts.
+    pub contexts: Contexts,
+    /// Streams.
+    pub streams: Table<Object>,
+    /// Events.
+    pub events: Table<Object>,
+    /// Modules.
+    pub modules: Table<Object>,
+    /// Libraries.
+    pub libraries: Table<Object>,
+    /// Kernels and functions.
+    pub funcs: Table<Object>,
+    /// Graphs.
+    pub graphs: Table<Object>,
+    /// Executable graphs.
+    pub execs: Table<Object>,
+    /// Device memory.
+    pub memory: Memory,
+    /// Images by content.
+    pub images: Images,
+    /// Small data from the device on its way.
+    pub landing: Landing,
+    /// Bulk data.
+    pub lanes: Lanes,
+    /// What device code prints.
+    pub output: Arc<Output>,
+    /// Host functions of streams.
+    pub host_calls: HostCalls,
+    /// What further lanes must prove to know.
+    pub lane_secret: [u8; 32],
+    last_late: AtomicI32,
+    ending: OnceLock<()>,
+}
+
+impl Session {
+    /// A session for a client that was just admitted.
+    pub fn new(
+        driver: &'static Driver,
+        start: Start,
+        transport: Transport,
+        supervisor: Arc<Supervisor>,
+        contexts: Contexts,
+        output: Arc<Output>,
+        lane_secret: [u8; 32],
+    ) -> Self {
+        Self {
+            driver,
+            images: Images::new(start.module_cache.as_deref()),
+            memory: Memory::new(&start.devices),
+            start,
+            transport,
+            supervisor,
+            replay: Replay::new(),
+            consumed: AtomicU64::new(0),
+            contexts,
+            streams: Table::new(kind::STREAM),
+            events: Table::new(kind::EVENT),
+            modules: Table::new(kind::MODULE),
+            libraries: Table::new(kind::LIBRARY),
+            funcs: Table::new(kind::FUNC),
+            graphs: Table::new(kind::GRAPH),
+            execs: Table::new(kind::EXEC),
+            landing: Landing::default(),
+            lanes: Lanes::default(),
+            output,
+            host_calls: HostCalls::default(),
+            lane_secret,
+            last_late: AtomicI32::new(0),
+            ending: OnceLock::new(),
+        }
+    }
+
+    /// The driver's stream behind a handle; 0, 1 and 2 are CUDA's own names for default streams.
+    pub fn stream(&self, handle: u64) -> Result<crate::driver::Handle, Status> {
+        match handle {
+            0..=2 => Ok(handle as usize as crate::driver::Handle),
+            _ => Ok(self.streams.get(handle)?.0),
+        }
+    }
+
+    /// Answers a call.
+    pub fn reply(&self, seq: u64, status: Status, body: &[u8]) {
+        self.send(op::REPLY, seq, status, |buf| buf.extend_from_slice(body));
+    }
+
+    /// Tells of an error of a frame that nobody waits for. A repetition says nothing new.
+    pub fn late_error(&self, seq: u64, status: Status) {
+        if self.last_late.swap(status, Ordering::Relaxed) != status || !crate::contexts::sticky(status) {
+            self.send(op::LATE_ERROR, seq, status, |_| {});
+        }
+    }
+
+    /// Sends a frame whose body `fill` appends in words.
+    pub fn send(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Vec<u8>)) {
+        let mut buf = Vec::with_capacity(256);
+        buf.extend_from_slice(self.header(op, seq, status).as_bytes());
+        fill(&mut buf);
+        let len = (buf.len() - gpusession_proto::frame::HEADER) as u32;
+        buf[..4].copy_from_slice(&len.to_le_bytes());
+        // A connection that is gone is noticed by the reader.
+        let _ = self.transport.send(&buf);
+    }
+
+    /// Sends a frame whose body `fill` writes.
+    pub fn send_with(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
+        let mut buf = Vec::new();
+        let mut w = Writer::new(&mut buf, &self.header(op, seq, status));
+        fill(&mut w);
+        w.finish();
+        let _ = self.transport.send(&buf);
+    }
+
+    fn header(&self, op: u16, seq: u64, status: Status) -> Header {
+        Header {
+            len: 0.into(),
+            op: op.into(),
+            flags: 0.into(),
+            thread: 0.into(),
+            epoch: 0.into(),
+            seq: seq.into(),
+            ack: self.consumed.load(Ordering::Relaxed).into(),
+            ctx: (status as u32 as u64).into(),
+        }
+    }
+
+    /// Ends the worker: the client and the supervisor are told why. Device memory goes with the process.
+    pub fn end(&self, reason: &str) -> ! {
+        if self.ending.set(()).is_ok() {
+            self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+            self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
+        }
+        // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
+        unsafe { libc::_exit(0) }
+    }
+
+    /// Tells the supervisor something.
+    pub fn tell(&self, message: &FromWorker) {
+        self.supervisor.tell(message);
+    }
+}

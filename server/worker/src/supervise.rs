@@ -1,0 +1,65 @@
+//! The worker's end of the supervision socket.
+
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
+use nix::cmsg_space;
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
+
+/// The socket to `gpuserver`.
+pub struct Supervisor {
+    socket: OwnedFd,
+}
+
+impl Supervisor {
+    /// Takes over the inherited descriptor.
+    pub fn inherited() -> io::Result<Self> {
+        // SAFETY: fcntl only asks whether the descriptor exists.
+        if unsafe { libc::fcntl(WORKER_FD, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the supervisor left this descriptor for us; nothing else in the process knows of it.
+        Ok(Self { socket: unsafe { OwnedFd::from_raw_fd(WORKER_FD) } })
+    }
+
+    /// Waits for a message; `None` when the supervisor is gone.
+    pub fn receive(&self) -> io::Result<Option<(ToWorker, Option<OwnedFd>)>> {
+        let mut buf = vec![0; MAX_PACKET];
+        let mut slices = [IoSliceMut::new(&mut buf)];
+        let mut space = cmsg_space!(RawFd);
+        let message = loop {
+            match recvmsg::<()>(
+                self.socket.as_raw_fd(),
+                &mut slices,
+                Some(&mut space),
+                MsgFlags::MSG_CMSG_CLOEXEC,
+            ) {
+                Err(nix::errno::Errno::EINTR) => {}
+                other => break other?,
+            }
+        };
+        let mut fd = None;
+        for control in message.cmsgs()? {
+            if let ControlMessageOwned::ScmRights(fds) = control {
+                for raw in fds {
+                    // SAFETY: the kernel has just made this descriptor for us.
+                    fd = Some(unsafe { OwnedFd::from_raw_fd(raw) });
+                }
+            }
+        }
+        let len = message.bytes;
+        if len == 0 {
+            return Ok(None);
+        }
+        let message = postcard::from_bytes(&buf[..len]).map_err(io::Error::other)?;
+        Ok(Some((message, fd)))
+    }
+
+    /// Tells the supervisor something. It being gone is noticed where messages are received.
+    pub fn tell(&self, message: &FromWorker) {
+        if let Ok(packet) = postcard::to_allocvec(message) {
+            let _ = send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL);
+        }
+    }
+}
