@@ -35,7 +35,7 @@ static void run(Release how, const char *name) {
 
     std::atomic<int> submitted{0};
     std::thread submitter([&] {
-        CHECK_DRIVER_BY_RUNTIME(cuStreamWaitValue32_(blocked, address, 1, CU_STREAM_WAIT_VALUE_GEQ));
+        CHECK_DRIVER(cuStreamWaitValue32_(blocked, address, 1, CU_STREAM_WAIT_VALUE_GEQ));
         for (int i = 0; i < ENTRIES; i++) {
             count_one<<<1, 1, 0, blocked>>>(counter);
             submitted++;
@@ -55,7 +55,7 @@ static void run(Release how, const char *name) {
     cudaGetLastError();  // "not ready" counts as an error until it is fetched
     switch (how) {
     case Release::WriteValue:
-        CHECK_DRIVER_BY_RUNTIME(cuStreamWriteValue32_(other, address, 1, CU_STREAM_WRITE_VALUE_DEFAULT));
+        CHECK_DRIVER(cuStreamWriteValue32_(other, address, 1, CU_STREAM_WRITE_VALUE_DEFAULT));
         break;
     case Release::Copy:
         CHECK(cudaMemcpyAsync(flag, host, sizeof(unsigned), cudaMemcpyHostToDevice, other));
