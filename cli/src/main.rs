@@ -1,1 +1,443 @@
-fn main() {}
+//! `gpusession`: see, run on, request and release this machine's GPUs.
+
+mod daemon;
+mod exit;
+mod lease_file;
+mod run;
+mod show;
+
+use std::ffi::OsString;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use gpusessiond::client::Remote;
+use gpusessiond::identity::{self, Home};
+use gpusessiond::leases::Leases as _;
+use gpusessiond::places;
+use gpusessiond::pool::{PoolServer as _, Trouble};
+use gpusessiond::values::{control_address, parse_duration};
+use serde_json::json;
+
+use crate::daemon::{Daemon, Described};
+use crate::exit::{Failure, Result, code};
+use crate::lease_file::{LeaseFile, Via};
+use crate::run::Wanted;
+
+/// Remote GPUs for this machine: see what is leased, run programs on it, request more.
+///
+/// Programs started from a login shell use this machine's leased GPUs by themselves; nothing of this needs to be typed
+/// for that.
+#[derive(Parser)]
+#[command(name = "gpusession", version, max_term_width = 100)]
+struct Cli {
+    /// Print one JSON object instead of words
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Say whether this machine has its GPUs, and what to do if not
+    Status,
+    /// List leases and their GPUs
+    List,
+    /// Print the environment of a GPU session as shell commands: eval "$(gpusession env)"
+    Env {
+        /// Say what each variable is for, and which of them you have set yourself
+        #[arg(long)]
+        explain: bool,
+    },
+    /// Run a program with leased GPUs, and give them back when it ends
+    Run(Run),
+    /// Request a lease that outlives this command, and write it to a file
+    Request(Request),
+    /// Release a lease
+    Release {
+        /// File written by `gpusession request`, or the id of a lease
+        #[arg(value_name = "FILE|ID")]
+        lease: String,
+    },
+    /// Make this machine (or, without being root, this user) a client of a pool
+    Join(Join),
+}
+
+#[derive(Args)]
+struct Run {
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Lease other GPUs instead of using this session's
+    #[arg(long)]
+    new: bool,
+    /// Use the lease of a file written by `gpusession request`
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "model", "servers"])]
+    lease: Option<PathBuf>,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+#[derive(Args)]
+struct Request {
+    #[command(flatten)]
+    wanted: Wanted,
+    /// File to write
+    #[arg(short, long, value_name = "FILE", default_value = "lease.toml")]
+    output: PathBuf,
+    /// How long the lease lasts if nobody releases it
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_duration)]
+    ttl: Duration,
+}
+
+#[derive(Args)]
+struct Join {
+    /// Token made by `gpuserver token create`; `-` reads it from standard input, which keeps it out of listings
+    #[arg(value_name = "TOKEN")]
+    token: String,
+    /// A server of the pool
+    #[arg(long, value_name = "HOST[:PORT]")]
+    server: String,
+    /// Name in the pool [default: this host's name]
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Join as this user even if root
+    #[arg(long)]
+    user: bool,
+}
+
+fn main() {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            std::process::exit(if error.use_stderr() { code::USAGE } else { 0 });
+        }
+    };
+    let json = cli.json;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let result = match runtime {
+        Ok(runtime) => runtime.block_on(command(cli)),
+        Err(error) => Err(Failure::new(code::FAILED, error.to_string())),
+    };
+    let code = match result {
+        Ok(code) => code,
+        Err(failure) => {
+            if json {
+                let error = json!({ "code": failure.code, "message": failure.message, "hint": failure.hint });
+                print(&json!({ "schema": 1, "error": error }).to_string());
+            } else {
+                eprintln!("gpusession: {failure}");
+            }
+            failure.code
+        }
+    };
+    std::process::exit(code);
+}
+
+/// To standard output; a reader that has gone is no failure.
+fn print(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let newline = if text.ends_with('\n') { "" } else { "\n" };
+    let _ = write!(out, "{text}{newline}").and_then(|()| out.flush());
+}
+
+async fn command(cli: Cli) -> Result<i32> {
+    match cli.command {
+        Command::Status => status(cli.json).await,
+        Command::List => list(cli.json).await,
+        Command::Env { explain } => env(cli.json, explain).await,
+        Command::Run(run) => run_program(run).await,
+        Command::Request(request) => self::request(request, cli.json).await,
+        Command::Release { lease } => release(&lease, cli.json).await,
+        Command::Join(join) => self::join(join, cli.json).await,
+    }
+}
+
+async fn status(json: bool) -> Result<i32> {
+    let daemon = Daemon::connect().await?;
+    if json {
+        print(&daemon.describe_raw().await?.to_string());
+    } else {
+        print(&show::status(&daemon.describe().await?));
+    }
+    Ok(0)
+}
+
+async fn list(json: bool) -> Result<i32> {
+    let daemon = Daemon::connect().await?;
+    if json {
+        let mut described = daemon.describe_raw().await?;
+        print(&json!({ "schema": 1, "leases": described["leases"].take() }).to_string());
+    } else {
+        print(&show::list(&daemon.describe().await?));
+    }
+    Ok(0)
+}
+
+/// Leases that a program of this user gets without asking: its own configured ones, else those for all.
+fn mine(described: &Described) -> Vec<&daemon::DescribedLease> {
+    let me =
+        nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten().map(|u| u.name).unwrap_or_default();
+    let configured = || described.leases.iter().filter(|l| l.uid.is_none());
+    let own: Vec<_> = configured().filter(|l| !l.user.is_empty() && l.user == me).collect();
+    if own.is_empty() { configured().filter(|l| l.user.is_empty()).collect() } else { own }
+}
+
+async fn env(json: bool, explain: bool) -> Result<i32> {
+    let daemon = Daemon::connect().await?;
+    let described = daemon.describe().await?;
+    let mut environment = std::collections::BTreeMap::new();
+    if let Some(lease) = mine(&described).first() {
+        environment.extend(daemon.environment(&lease.id).await?);
+    }
+    if json {
+        print(&json!({ "schema": 1, "environment": environment }).to_string());
+        return Ok(0);
+    }
+    let mut out = String::new();
+    if explain {
+        out.push_str(
+            "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n",
+        );
+        out.push_str(
+            "# daemon knows a process by its user. These come from [environment] in gpusession.toml.\n",
+        );
+    }
+    for (key, value) in &environment {
+        // What the user has set stays.
+        if std::env::var_os(key).is_some() {
+            if explain {
+                out.push_str(&format!("# {key}: set by you, left alone\n"));
+            }
+            continue;
+        }
+        out.push_str(&format!("export {key}={}\n", quoted(value)));
+    }
+    if explain && environment.is_empty() {
+        out.push_str("# Nothing needs to be set.\n");
+    }
+    if !out.is_empty() {
+        print(&out);
+    }
+    Ok(0)
+}
+
+/// For a POSIX shell.
+fn quoted(value: &str) -> String {
+    format!("'{}'", value.replace('\'', r"'\''"))
+}
+
+async fn run_program(run: Run) -> Result<i32> {
+    if let Some(path) = &run.lease {
+        return run_on(&LeaseFile::load(path)?, &run.program).await;
+    }
+    if !run.wanted.servers.is_empty() {
+        return run::direct(&run.wanted.servers, run.wanted.spec(), false, &run.program).await;
+    }
+    let daemon = match Daemon::connect().await {
+        Ok(daemon) => daemon.describe().await.map(|described| (daemon, described)),
+        Err(failure) => Err(failure),
+    };
+    let (daemon, described) = match daemon {
+        Ok(daemon) => daemon,
+        Err(failure) => {
+            // Without a daemon, a user who has joined a pool still has the servers of their own file.
+            let own =
+                Home::user().filter(|home| home.exists() && home.addresses().is_ok_and(|a| !a.is_empty()));
+            if own.is_none() {
+                return Err(failure.no_lease());
+            }
+            return run::direct(&[], run.wanted.spec(), false, &run.program).await;
+        }
+    };
+    let session = mine(&described);
+    if run.new || session.is_empty() {
+        let mut spec = run.wanted.spec();
+        spec.why =
+            run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
+        let created = daemon.create(&spec, false).await.map_err(Failure::no_lease)?;
+        let environment = daemon_environment(&daemon, &created.id).await?;
+        return run::program_with(&run.program, environment).await;
+    }
+    let mut environment = match session.first() {
+        Some(lease) => daemon_environment(&daemon, &lease.id).await?,
+        None => Vec::new(),
+    };
+    let have: u32 = session.iter().map(|l| l.gpus).sum();
+    if run.wanted.memory.is_some() || run.wanted.sm_percent.is_some() || run.wanted.model.is_some() {
+        return Err(Failure::new(code::NO_LEASE, "this session's lease has its limits already")
+            .hint("--new leases other GPUs with limits of their own"));
+    }
+    if let Some(n) = run.wanted.gpus {
+        if n > have {
+            return Err(Failure::new(code::NO_LEASE, format!("this session has {have} GPU(s), not {n}"))
+                .hint("--new leases other GPUs"));
+        }
+        environment.push(("CUDA_VISIBLE_DEVICES".into(), subset(n).into()));
+    }
+    run::program_with(&run.program, environment).await
+}
+
+/// The first `n` of the devices that the user made visible, or of all.
+fn subset(n: u32) -> String {
+    let n = n as usize;
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => list.split(',').take(n).collect::<Vec<_>>().join(","),
+        Err(_) => (0..n).map(|i| i.to_string()).collect::<Vec<_>>().join(","),
+    }
+}
+
+async fn daemon_environment(daemon: &Daemon, lease: &str) -> Result<Vec<(String, OsString)>> {
+    let environment = daemon.environment(lease).await?;
+    Ok(environment
+        .into_iter()
+        .filter(|(key, _)| key == "GPUSESSION_LEASE" || std::env::var_os(key).is_none())
+        .map(|(key, value)| (key, value.into()))
+        .collect())
+}
+
+async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
+    match file.via {
+        Via::Daemon => {
+            run::program_with(program, vec![("GPUSESSION_LEASE".into(), file.id.clone().into())]).await
+        }
+        Via::Servers => {
+            let mut spec = Wanted {
+                gpus: Some(file.gpus),
+                memory: None,
+                sm_percent: None,
+                model: None,
+                servers: vec![],
+            }
+            .spec();
+            spec.request_id = Some(file.request.clone());
+            run::direct(&file.servers, spec, true, program).await
+        }
+    }
+}
+
+async fn request(request: Request, json: bool) -> Result<i32> {
+    if request.output.exists() {
+        return Err(Failure::new(code::FAILED, format!("{}: exists already", request.output.display()))
+            .hint("it may name a lease that still exists: `gpusession release` it first"));
+    }
+    let mut spec = request.wanted.spec();
+    spec.ttl = Some(request.ttl);
+    spec.why = "gpusession request".into();
+    let gpus = spec.gpus;
+    let file = if request.wanted.servers.is_empty() {
+        let created = Daemon::connect().await?.create(&spec, true).await?;
+        LeaseFile { id: created.id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }
+    } else {
+        let direct = run::Direct::new(&request.wanted.servers)?;
+        let wish = format!("{}/{}/0", places::hex(&places::boot_id()), spec.key);
+        spec.request_id = Some(wish.clone());
+        let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
+        LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers: direct.servers }
+    };
+    file.store(&request.output)?;
+    if json {
+        print(&json!({ "schema": 1, "lease": file.id, "gpus": gpus, "file": request.output }).to_string());
+    } else {
+        let path = request.output.display();
+        print(&format!(
+            "lease {} of {gpus} GPU(s), written to {path}\nuse it: gpusession run --lease {path} -- PROGRAM",
+            file.id
+        ));
+    }
+    Ok(0)
+}
+
+async fn release(lease: &str, json: bool) -> Result<i32> {
+    let path = Path::new(lease);
+    let looks_like_a_file = lease.contains(['/', '.']) || path.exists();
+    let (id, pending) = if looks_like_a_file {
+        let file = LeaseFile::load(path)?;
+        let pending = match file.via {
+            Via::Daemon => match Daemon::connect().await?.release(&file.id).await {
+                // It has ended by itself: what was wanted.
+                Err(failure) if failure.code == code::FAILED => None,
+                result => result.map(|()| None)?,
+            },
+            Via::Servers => release_at(&file).await?,
+        };
+        let _ = std::fs::remove_file(path);
+        (file.id, pending)
+    } else {
+        Daemon::connect().await?.release(lease).await?;
+        (lease.to_owned(), None)
+    };
+    if json {
+        print(
+            &json!({ "schema": 1, "lease": id, "released": pending.is_none(), "trouble": pending })
+                .to_string(),
+        );
+    } else {
+        match pending {
+            None => print(&format!("lease {id} released")),
+            Some(why) => print(&format!("lease {id} ends by itself when its time is over: {why}")),
+        }
+    }
+    Ok(0)
+}
+
+/// Tells the servers, as far as they answer soon; a lease whose server is down ends with its time to live.
+async fn release_at(file: &LeaseFile) -> Result<Option<String>> {
+    let identity = Home::of_caller().load().map_err(|e| Failure::of_identity(&e))?;
+    let mut trouble = None;
+    for address in &file.servers {
+        let remote = Remote::new(address, &identity).map_err(|e| Failure::of_pool(&e))?;
+        match tokio::time::timeout(Duration::from_secs(3), remote.release(file.id.clone())).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) if error.trouble == Trouble::Unreachable => trouble = Some(error.message),
+            Ok(Err(error)) => return Err(Failure::of_pool(&error)),
+            Err(_) => trouble = Some(format!("{address} did not answer")),
+        }
+    }
+    Ok(trouble)
+}
+
+async fn join(join: Join, json: bool) -> Result<i32> {
+    let address = control_address(&join.server).map_err(Failure::usage)?;
+    let token = if join.token == "-" {
+        let mut line = String::new();
+        std::io::stdin().read_line(&mut line).map_err(|e| Failure::new(code::FAILED, e.to_string()))?;
+        line
+    } else {
+        join.token
+    };
+    let root = nix::unistd::geteuid().is_root();
+    let home = if root && !join.user { Some(Home::system()) } else { Home::user() };
+    let home =
+        home.ok_or_else(|| Failure::new(code::CONFIGURATION, "HOME is not set: no place for an identity"))?;
+    if home.exists() {
+        let message = format!("there is an identity in {} already", home.identity.display());
+        return Err(Failure::new(code::CONFIGURATION, message).hint("remove that folder to join anew"));
+    }
+    let joined = identity::join_pool(&home, &address, &token, join.name.as_deref())
+        .await
+        .map_err(|e| Failure::of_identity(&e))?;
+    if root && !join.user {
+        give_to_daemon(&home.identity);
+    }
+    if json {
+        print(&json!({ "schema": 1, "name": joined.name, "servers": joined.servers }).to_string());
+    } else {
+        print(&format!("joined the pool as {}; servers: {}", joined.name, joined.servers.join(", ")));
+    }
+    Ok(0)
+}
+
+/// The daemon runs as a user of its own and reads the identity.
+fn give_to_daemon(folder: &Path) {
+    let Ok(Some(user)) = nix::unistd::User::from_name("gpusession") else { return };
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    for path in entries.chain([folder.to_owned()]) {
+        if let Err(error) = nix::unistd::chown(&path, Some(user.uid), Some(user.gid)) {
+            eprintln!("gpusession: {}: {error}", path.display());
+        }
+    }
+}

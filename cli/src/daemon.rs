@@ -1,0 +1,206 @@
+//! The daemon, over D-Bus.
+
+use std::collections::HashMap;
+
+use gpusessiond::bus::{NAME, PATH};
+use gpusessiond::config::{Priority, Sharing};
+use gpusessiond::leases::Spec;
+use gpusessiond::values::Memory;
+use serde::Deserialize;
+use zbus::{OwnedFd, OwnedObjectPath, Variant, proxy};
+
+use crate::exit::{Failure, Result, code};
+
+#[proxy(
+    interface = "org.gpusession1.Manager",
+    default_service = "org.gpusession1",
+    default_path = "/org/gpusession1"
+)]
+trait Manager {
+    fn describe(&self) -> zbus::Result<String>;
+    fn create_lease(
+        &self,
+        request: HashMap<&str, Variant<'_>>,
+        flags: u64,
+    ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
+    fn release_lease(&self, id: &str) -> zbus::Result<()>;
+    fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
+}
+
+#[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
+trait Lease {
+    fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
+}
+
+/// `Describe`, as far as the command line needs it.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Described {
+    pub version: String,
+    pub state: String,
+    pub gpus_wanted: u32,
+    pub gpus_leased: u32,
+    pub leases: Vec<DescribedLease>,
+    pub servers: Vec<DescribedServer>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct DescribedLease {
+    pub id: String,
+    pub name: String,
+    pub state: String,
+    pub uid: Option<u32>,
+    pub user: String,
+    pub gpus: u32,
+    pub server: String,
+    pub processes: u32,
+    pub trouble: Option<String>,
+    pub retry_in_usec: Option<u64>,
+    pub devices: Vec<DescribedDevice>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct DescribedDevice {
+    pub uuid: String,
+    pub name: String,
+    pub limit_bytes: u64,
+    pub memory_bytes: u64,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct DescribedServer {
+    pub name: String,
+    pub address: String,
+    pub state: String,
+    pub trouble: Option<String>,
+    pub rtt_usec: u64,
+    pub gpus: u32,
+    pub gpus_free: u32,
+}
+
+/// A lease that was created; it lasts for as long as `fd` is open, unless it is persistent.
+pub struct Created {
+    pub id: String,
+    #[allow(dead_code, reason = "held open")]
+    pub fd: OwnedFd,
+}
+
+/// A connection to the daemon.
+pub struct Daemon {
+    connection: zbus::Connection,
+    manager: ManagerProxy<'static>,
+}
+
+impl Daemon {
+    /// Connects to the system bus; whether the daemon is there shows at the first call.
+    pub async fn connect() -> Result<Self> {
+        let connection = zbus::Connection::system().await.map_err(|e| {
+            Failure::new(code::UNREACHABLE, format!("no system bus: {e}"))
+                .hint("the daemon is reached over D-Bus; `gpusession run --server HOST` needs neither")
+        })?;
+        let manager = ManagerProxy::builder(&connection)
+            .destination(NAME)
+            .path(PATH)
+            .cache_properties(zbus::proxy::CacheProperties::No)
+            .build()
+            .await
+            .map_err(of_bus)?;
+        Ok(Self { connection, manager })
+    }
+
+    /// `Describe`, as it comes.
+    pub async fn describe_raw(&self) -> Result<serde_json::Value> {
+        let text = self.manager.describe().await.map_err(of_bus)?;
+        serde_json::from_str(&text).map_err(|e| odd(&e))
+    }
+
+    /// `Describe`.
+    pub async fn describe(&self) -> Result<Described> {
+        serde_json::from_value(self.describe_raw().await?).map_err(|e| odd(&e))
+    }
+
+    /// `CreateLease`.
+    pub async fn create(&self, spec: &Spec, persistent: bool) -> Result<Created> {
+        let mut request: HashMap<&str, Variant<'_>> = HashMap::new();
+        request.insert("Count", spec.gpus.into());
+        match spec.memory {
+            Memory::Percent(percent) => request.insert("MemoryFraction", (percent / 100.0).into()),
+            Memory::Bytes(bytes) => request.insert("MemoryBytes", bytes.into()),
+        };
+        request.insert("SMPercent", spec.sm_percent.into());
+        if spec.priority != Priority::Normal {
+            request.insert("Priority", spec.priority.as_str().into());
+        }
+        if let Some(sharing) = spec.sharing.map(Sharing::as_str) {
+            request.insert("Sharing", sharing.into());
+        }
+        if !spec.model.is_empty() {
+            request.insert("Model", spec.model.as_str().into());
+        }
+        if let Some(ttl) = spec.ttl {
+            request.insert("TTLUSec", (ttl.as_micros() as u64).into());
+        }
+        request.insert("Who", spec.who.as_str().into());
+        request.insert("Why", spec.why.as_str().into());
+        let (id, _path, fd) =
+            self.manager.create_lease(request, u64::from(persistent)).await.map_err(of_bus)?;
+        Ok(Created { id, fd })
+    }
+
+    /// `ReleaseLease`.
+    pub async fn release(&self, id: &str) -> Result<()> {
+        self.manager.release_lease(id).await.map_err(of_bus)
+    }
+
+    /// What the daemon sets for programs that run on a lease.
+    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
+        let path = self.manager.get_lease(id).await.map_err(of_bus)?;
+        let lease = LeaseProxy::builder(&self.connection)
+            .path(path)
+            .cache_properties(zbus::proxy::CacheProperties::No)
+            .build()
+            .await
+            .map_err(of_bus)?;
+        lease.get_environment().await.map_err(of_bus)
+    }
+}
+
+fn odd(error: &dyn std::fmt::Display) -> Failure {
+    Failure::new(code::FAILED, format!("the daemon's answer makes no sense: {error}"))
+        .hint("daemon and command have different versions: restart gpusession.service")
+}
+
+fn of_bus(error: zbus::Error) -> Failure {
+    let zbus::Error::MethodError(name, text, _) = &error else {
+        return Failure::new(code::UNREACHABLE, format!("the daemon does not answer: {error}"))
+            .hint(DAEMON_HINT);
+    };
+    let message = text.clone().unwrap_or_else(|| name.to_string());
+    let (code, hint) = match name.as_str() {
+        "org.gpusession1.Error.NoCapacity" => {
+            (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")
+        }
+        "org.gpusession1.Error.QuotaExceeded" => {
+            (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
+        }
+        "org.freedesktop.DBus.Error.AccessDenied" => (
+            code::NOT_ALLOWED,
+            "this machine's administrator decides ([access] in /etc/gpusession/gpusession.toml)",
+        ),
+        "org.gpusession1.Error.ServerUnreachable" | "org.gpusession1.Error.NotReady" => {
+            (code::UNREACHABLE, "`gpusession status` says which server does not answer")
+        }
+        "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
+        "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
+        "org.freedesktop.DBus.Error.ServiceUnknown"
+        | "org.freedesktop.DBus.Error.NameHasNoOwner"
+        | "org.freedesktop.DBus.Error.NoReply"
+        | "org.freedesktop.DBus.Error.Disconnected" => {
+            return Failure::new(code::UNREACHABLE, "the daemon is not running").hint(DAEMON_HINT);
+        }
+        _ => (code::FAILED, ""),
+    };
+    let failure = Failure::new(code, message);
+    if hint.is_empty() { failure } else { failure.hint(hint) }
+}
+
+const DAEMON_HINT: &str = "`systemctl status gpusession` says why; `systemctl start gpusession` starts it";

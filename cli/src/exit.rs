@@ -1,0 +1,109 @@
+//! How a command fails: exit code, words, and what to do about it.
+
+use std::fmt;
+
+use gpusessiond::identity::IdentityError;
+use gpusessiond::pool::{PoolError, Trouble};
+
+/// Result of a command.
+pub type Result<T> = std::result::Result<T, Failure>;
+
+/// Exit codes.
+pub mod code {
+    /// Anything without a code of its own.
+    pub const FAILED: i32 = 1;
+    /// Wrong use.
+    pub const USAGE: i32 = 64;
+    /// Daemon or server unreachable.
+    pub const UNREACHABLE: i32 = 69;
+    /// No capacity now.
+    pub const NO_CAPACITY: i32 = 75;
+    /// Not allowed.
+    pub const NOT_ALLOWED: i32 = 77;
+    /// Configuration.
+    pub const CONFIGURATION: i32 = 78;
+    /// `run` has no lease.
+    pub const NO_LEASE: i32 = 125;
+}
+
+/// A command failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// Exit code.
+    pub code: i32,
+    /// What failed.
+    pub message: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+impl Failure {
+    /// A failure with its exit code.
+    pub fn new(code: i32, message: impl Into<String>) -> Self {
+        Self { code, message: message.into(), hint: None }
+    }
+
+    /// Wrong use.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self::new(code::USAGE, message)
+    }
+
+    /// Adds what to do about it.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// `run` could not have its lease: one exit code, so that it is told from the program's own.
+    pub fn no_lease(mut self) -> Self {
+        self.code = code::NO_LEASE;
+        self
+    }
+
+    /// The pool's trouble.
+    pub fn of_pool(error: &PoolError) -> Self {
+        let (code, hint) = match error.trouble {
+            Trouble::NoCapacity => {
+                (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")
+            }
+            Trouble::Quota => {
+                (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
+            }
+            Trouble::Unreachable => (code::UNREACHABLE, "is the address right, and gpuserver running there?"),
+            Trouble::Refused => {
+                (code::NOT_ALLOWED, "this client's identity is not accepted: join again with a new token")
+            }
+            Trouble::Protocol => {
+                (code::FAILED, "client and server have different versions: update the older one")
+            }
+            Trouble::Invalid => (code::USAGE, ""),
+            Trouble::NoSuchLease => (code::FAILED, "`gpusession list` shows the leases there are"),
+        };
+        let failure = Self::new(code, error.message.clone());
+        if hint.is_empty() { failure } else { failure.hint(hint) }
+    }
+
+    /// Trouble with the identity.
+    pub fn of_identity(error: &IdentityError) -> Self {
+        match error {
+            IdentityError::Missing(_) => Self::new(code::CONFIGURATION, error.to_string())
+                .hint("an administrator of the pool makes a token with `gpuserver token create`"),
+            IdentityError::Pool(error) => Self::of_pool(error),
+            IdentityError::File { error: io, .. } if io.kind() == std::io::ErrorKind::PermissionDenied => {
+                Self::new(code::NOT_ALLOWED, error.to_string())
+            }
+            IdentityError::Name(_) => Self::usage(error.to_string()),
+            _ => Self::new(code::CONFIGURATION, error.to_string()),
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        if let Some(hint) = &self.hint {
+            write!(f, "\n  hint: {hint}")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,229 @@
+//! `gpusession run`: a program with leased GPUs.
+
+use std::ffi::OsString;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusessiond::access::Gate;
+use gpusessiond::client::Remote;
+use gpusessiond::config::Config;
+use gpusessiond::grant::{self, Limits};
+use gpusessiond::identity::Home;
+use gpusessiond::leases::engine::{Engine, Here};
+use gpusessiond::leases::{Leases, Spec};
+use gpusessiond::places;
+use gpusessiond::pool::PoolServer;
+use gpusessiond::values::{Memory, control_address};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::process::Command;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::exit::{Failure, Result};
+
+/// Signals that a person or a batch system sends to `gpusession run` and means for the program.
+const PASSED_ON: [Signal; 6] =
+    [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
+
+/// The GPUs that a program wants.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Wanted {
+    /// Number of GPUs
+    #[arg(short = 'n', long = "gpus", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub gpus: Option<u32>,
+    /// Memory of each GPU: a share such as 50%, or a size such as 4000MiB
+    #[arg(short, long, value_name = "SHARE|SIZE")]
+    pub memory: Option<Memory>,
+    /// Share of each GPU's multiprocessors, in percent
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub sm_percent: Option<u32>,
+    /// GPU model, as `gpusession list` shows it
+    #[arg(long, value_name = "NAME")]
+    pub model: Option<String>,
+    /// Server to ask, without the daemon; may be given several times, the first with room is taken
+    #[arg(long = "server", value_name = "HOST[:PORT]")]
+    pub servers: Vec<String>,
+}
+
+impl Wanted {
+    /// As the lease manager takes it.
+    pub fn spec(&self) -> Spec {
+        let key = format!("request/{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
+        let uid = nix::unistd::getuid().as_raw();
+        let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten().map(|u| u.name);
+        Spec {
+            gpus: self.gpus.unwrap_or(1),
+            memory: self.memory.unwrap_or_default(),
+            sm_percent: self.sm_percent.unwrap_or(100),
+            model: self.model.clone().unwrap_or_default(),
+            user: user.unwrap_or_default(),
+            who: "gpusession".into(),
+            ..Spec::requested(key, uid)
+        }
+    }
+}
+
+/// A lease manager of this process's own, over mutual TLS with the caller's identity.
+pub struct Direct {
+    /// The lease manager.
+    pub engine: Engine,
+    /// Control addresses that it asks.
+    pub servers: Vec<String>,
+}
+
+impl Direct {
+    /// Knows the servers named, else those of the caller's `servers.toml`.
+    pub fn new(named: &[String]) -> Result<Self> {
+        let home = Home::of_caller();
+        let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
+        let servers = if named.is_empty() {
+            home.addresses().map_err(|e| Failure::of_identity(&e))?
+        } else {
+            named.iter().map(|s| control_address(s).map_err(Failure::usage)).collect::<Result<Vec<_>>>()?
+        };
+        let remotes = servers
+            .iter()
+            .map(|address| Ok(Arc::new(Remote::new(address, &identity)?) as Arc<dyn PoolServer>))
+            .collect::<std::result::Result<Vec<_>, gpusessiond::pool::PoolError>>()
+            .map_err(|e| Failure::of_pool(&e))?;
+        let engine = Engine::start(Here::this_machine());
+        engine.connect(remotes);
+        Ok(Self { engine, servers })
+    }
+}
+
+/// A private grant socket in a folder that only its owner can enter.
+struct PrivateSocket {
+    folder: tempfile::TempDir,
+}
+
+impl PrivateSocket {
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("grant.sock")
+    }
+}
+
+/// Runs a program on a lease of its own, without a daemon.
+pub async fn direct(servers: &[String], mut spec: Spec, keep: bool, program: &[OsString]) -> Result<i32> {
+    let direct = Direct::new(servers)?;
+    let engine: Arc<dyn Leases> = Arc::new(direct.engine);
+    spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
+    let lease = tokio::select! {
+        lease = engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e).no_lease())?,
+        code = interrupted() => return Ok(code),
+    };
+    let socket = PrivateSocket {
+        folder: tempfile::Builder::new()
+            .prefix("gpusession-")
+            .tempdir()
+            .map_err(|e| Failure::new(1, format!("no temporary folder: {e}")))?,
+    };
+    let (listener, _file) = grant::bind(&socket.path(), 0o600)
+        .map_err(|e| Failure::new(1, format!("{}: {e}", socket.path().display())))?;
+    let gate = Arc::new(Gate::new(Config::default().access));
+    let server = grant::Server::new(engine.clone(), gate, Duration::from_secs(30), Limits::default());
+    let serving = tokio::spawn(Arc::new(server).serve(listener));
+
+    let environment = vec![
+        ("GPUSESSION_SOCKET".to_owned(), socket.path().into_os_string()),
+        ("GPUSESSION_LEASE".to_owned(), lease.id.clone().into()),
+    ];
+    let code = program_with(program, environment).await;
+    serving.abort();
+    if keep {
+        return code;
+    }
+    engine.release(lease.slot, "its program has ended").await;
+    engine.shutdown(Duration::from_secs(5)).await;
+    code
+}
+
+/// Before the program runs, an interrupt ends the waiting.
+async fn interrupted() -> i32 {
+    let mut terminate = match signal(SignalKind::terminate()) {
+        Ok(signal) => signal,
+        Err(_) => std::future::pending().await,
+    };
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => 128 + Signal::SIGINT as i32,
+        _ = terminate.recv() => 128 + Signal::SIGTERM as i32,
+    }
+}
+
+/// Folder of our libraries, with what to do where it is not there.
+fn libraries() -> Result<PathBuf> {
+    let missing = || {
+        Failure::new(125, "libcuda.so.1 of gpusession is not installed")
+            .hint("install gpusession-libs, or name its folder in GPUSESSION_LIBDIR")
+    };
+    places::library_directory().filter(|folder| places::has_library(folder)).ok_or_else(missing)
+}
+
+/// Runs the program with our libraries first in the loader's path; its exit status becomes ours.
+pub async fn program_with(program: &[OsString], environment: Vec<(String, OsString)>) -> Result<i32> {
+    let Some((name, arguments)) = program.split_first() else {
+        return Err(Failure::usage("no program to run"));
+    };
+    let mut path = libraries()?.into_os_string();
+    if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|p| !p.is_empty()) {
+        path.push(":");
+        path.push(old);
+    }
+    let mut signals = Vec::new();
+    for passed in PASSED_ON {
+        let stream =
+            signal(SignalKind::from_raw(passed as i32)).map_err(|e| Failure::new(1, e.to_string()))?;
+        signals.push((passed, stream));
+    }
+    // The terminal sends these to the whole foreground group: the program has them already.
+    let interrupt = signal(SignalKind::interrupt()).map_err(|e| Failure::new(1, e.to_string()))?;
+    let mut child =
+        Command::new(name).args(arguments).env("LD_LIBRARY_PATH", path).envs(environment).spawn().map_err(
+            |e| {
+                let name = name.to_string_lossy();
+                match e.kind() {
+                    std::io::ErrorKind::NotFound => Failure::new(127, format!("{name}: not found")),
+                    _ => Failure::new(126, format!("{name}: {e}")),
+                }
+            },
+        )?;
+    let pid = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw);
+    let forward = tokio::spawn(forward(signals, interrupt, pid));
+    let status = child.wait().await.map_err(|e| Failure::new(1, e.to_string()));
+    forward.abort();
+    Ok(code(status?))
+}
+
+async fn forward(
+    mut signals: Vec<(Signal, tokio::signal::unix::Signal)>,
+    mut interrupt: tokio::signal::unix::Signal,
+    pid: Option<Pid>,
+) {
+    loop {
+        let arrived = std::future::poll_fn(|context| {
+            use std::task::Poll;
+            while let Poll::Ready(Some(())) = interrupt.poll_recv(context) {
+                if nix::unistd::isatty(std::io::stdin()) != Ok(true) {
+                    return Poll::Ready(Signal::SIGINT);
+                }
+            }
+            for (name, stream) in &mut signals {
+                if stream.poll_recv(context).is_ready() {
+                    return Poll::Ready(*name);
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        if let Some(pid) = pid {
+            let _ = kill(pid, arrived);
+        }
+    }
+}
+
+fn code(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+}

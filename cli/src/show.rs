@@ -1,0 +1,176 @@
+//! What people read: `status`, `list`.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use gpusessiond::values::{human_bytes, human_duration};
+
+use crate::daemon::{Described, DescribedLease};
+
+/// Aligns columns; the last one is as wide as it is.
+fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns)
+        .map(|c| rows.iter().filter_map(|r| r.get(c)).map(|t| t.chars().count()).max().unwrap_or(0))
+        .collect();
+    let mut out = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (text, width) in row.iter().zip(&widths) {
+            let _ = write!(line, "{text:width$}  ");
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}
+
+fn who(lease: &DescribedLease) -> String {
+    match lease.uid {
+        None if lease.user.is_empty() => "everyone".into(),
+        None => lease.user.clone(),
+        Some(uid) if lease.user.is_empty() => format!("uid {uid}"),
+        Some(_) => lease.user.clone(),
+    }
+}
+
+fn gpus(lease: &DescribedLease) -> String {
+    let Some(device) = lease.devices.first() else { return format!("{} GPU(s) wanted", lease.gpus) };
+    let count = if lease.devices.len() > 1 { format!("{} × ", lease.devices.len()) } else { String::new() };
+    let memory = if device.limit_bytes > 0 && device.limit_bytes < device.memory_bytes {
+        format!("{} of {}", human_bytes(device.limit_bytes), human_bytes(device.memory_bytes))
+    } else {
+        human_bytes(device.memory_bytes)
+    };
+    format!("{count}{}, {memory}", device.name)
+}
+
+fn state_words(lease: &DescribedLease) -> String {
+    match lease.state.as_str() {
+        "pending" => "waiting".into(),
+        "active" if lease.processes == 0 => "ready".into(),
+        "active" => {
+            format!("in use by {} process{}", lease.processes, if lease.processes == 1 { "" } else { "es" })
+        }
+        other => other.into(),
+    }
+}
+
+/// `gpusession status`.
+pub fn status(described: &Described) -> String {
+    let mut out = String::new();
+    let headline = match described.state.as_str() {
+        "ready" if described.gpus_wanted == 0 => "ready: no lease is configured".to_owned(),
+        "ready" => format!("ready: {} GPU(s) leased", described.gpus_leased),
+        "starting" => {
+            format!("starting: {} of {} GPU(s) leased", described.gpus_leased, described.gpus_wanted)
+        }
+        "offline" => "offline: no GPU server answers".to_owned(),
+        _ => format!("degraded: {} of {} GPU(s) leased", described.gpus_leased, described.gpus_wanted),
+    };
+    let _ = writeln!(out, "gpusession {} is {headline}", described.version);
+    if !described.leases.is_empty() {
+        out.push('\n');
+        let mut rows = vec![];
+        for lease in &described.leases {
+            rows.push(vec![
+                format!("  {}", lease.name_or_id()),
+                state_words(lease),
+                gpus(lease),
+                if lease.server.is_empty() { String::new() } else { format!("on {}", lease.server) },
+                format!("for {}", who(lease)),
+            ]);
+        }
+        out.push_str(&table(&rows));
+    }
+    let mut trouble = Vec::new();
+    for lease in described.leases.iter().filter(|l| l.state == "pending") {
+        let why = lease.trouble.as_deref().unwrap_or("asking the pool");
+        let mut line = format!("{} waits: {why}", lease.name_or_id());
+        if let Some(usec) = lease.retry_in_usec {
+            let _ = write!(line, " (next try in {})", human_duration(Duration::from_micros(usec)));
+        }
+        trouble.push(line);
+    }
+    for server in &described.servers {
+        match (server.state.as_str(), &server.trouble) {
+            ("unauthorized", _) => trouble.push(format!(
+                "{} does not accept this machine: join again with `gpusession join`",
+                server.name
+            )),
+            ("offline" | "suspect", Some(why)) => {
+                trouble.push(format!("{} is {}: {why}", server.name, server.state))
+            }
+            _ => {}
+        }
+    }
+    if described.servers.is_empty() {
+        trouble.push("no pool: `gpusession join --server HOST TOKEN` joins one".into());
+    }
+    if !trouble.is_empty() {
+        out.push('\n');
+        for line in trouble {
+            let _ = writeln!(out, "  ! {line}");
+        }
+    }
+    if !described.servers.is_empty() {
+        out.push('\n');
+        let rows: Vec<Vec<String>> = described
+            .servers
+            .iter()
+            .map(|s| {
+                let free = if s.state == "online" || s.state == "draining" {
+                    format!("{} of {} GPU(s) free", s.gpus_free, s.gpus)
+                } else {
+                    String::new()
+                };
+                let rtt = if s.rtt_usec > 0 {
+                    format!("{:.1} ms", s.rtt_usec as f64 / 1000.0)
+                } else {
+                    String::new()
+                };
+                vec![format!("  server {}", s.name), s.address.clone(), s.state.clone(), rtt, free]
+            })
+            .collect();
+        out.push_str(&table(&rows));
+    }
+    out
+}
+
+/// `gpusession list`.
+pub fn list(described: &Described) -> String {
+    let mut rows = vec![
+        ["LEASE", "STATE", "GPU", "NAME", "MEMORY", "SERVER", "FOR", "PROCESSES"].map(String::from).to_vec(),
+    ];
+    for lease in &described.leases {
+        if lease.devices.is_empty() {
+            let mut row = vec![lease.id.clone(), lease.state.clone()];
+            row.extend(["-", "-", "-", "-"].map(String::from));
+            row.extend([who(lease), "0".into()]);
+            rows.push(row);
+        }
+        for device in &lease.devices {
+            rows.push(vec![
+                lease.id.clone(),
+                lease.state.clone(),
+                device.uuid.clone(),
+                device.name.clone(),
+                human_bytes(if device.limit_bytes > 0 { device.limit_bytes } else { device.memory_bytes }),
+                lease.server.clone(),
+                who(lease),
+                lease.processes.to_string(),
+            ]);
+        }
+    }
+    if rows.len() == 1 {
+        return "no leases\n".into();
+    }
+    table(&rows)
+}
+
+impl DescribedLease {
+    /// What people call it.
+    pub fn name_or_id(&self) -> &str {
+        if self.name.is_empty() { &self.id } else { &self.name }
+    }
+}

@@ -1,0 +1,120 @@
+//! Who may use the leases for all: `[access]`, looked up in the user database.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
+
+use crate::config::Access;
+
+/// How long an answer of the user database is believed.
+const FRESH: Duration = Duration::from_secs(60);
+/// Most answers that are kept.
+const KEPT: usize = 1024;
+
+/// What the user database says of a uid.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Person {
+    /// Its name, if it has one.
+    pub name: Option<String>,
+    /// Whether `[access]` lets it.
+    pub access: bool,
+}
+
+/// `[access]` with a memory, since the user database may be slow.
+pub struct Gate {
+    access: Access,
+    known: Mutex<HashMap<u32, (Instant, Person)>>,
+}
+
+impl Gate {
+    /// A gate for these rules.
+    pub fn new(access: Access) -> Self {
+        Self { access, known: Mutex::new(HashMap::new()) }
+    }
+
+    /// How many leases a user may hold beside the configured ones.
+    pub fn extra_leases(&self, uid: u32) -> usize {
+        if uid == 0 { usize::MAX } else { self.access.extra_leases as usize }
+    }
+
+    /// Who a uid is; asks the user database off the main thread.
+    pub async fn person(self: &std::sync::Arc<Self>, uid: u32) -> Person {
+        if let Some((_, person)) = self.known().get(&uid).filter(|(at, _)| at.elapsed() < FRESH).cloned() {
+            return person;
+        }
+        let gate = self.clone();
+        let person = tokio::task::spawn_blocking(move || gate.look_up(uid))
+            .await
+            .unwrap_or(Person { name: None, access: false });
+        let mut known = self.known();
+        if known.len() >= KEPT {
+            known.clear();
+        }
+        known.insert(uid, (Instant::now(), person.clone()));
+        person
+    }
+
+    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<u32, (Instant, Person)>> {
+        self.known.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn look_up(&self, uid: u32) -> Person {
+        let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+        let groups =
+            user.as_ref().filter(|_| !self.access.groups.is_empty()).map(groups_of).unwrap_or_default();
+        let name = user.map(|u| u.name);
+        Person { access: allows(&self.access, uid, name.as_deref(), &groups), name }
+    }
+}
+
+fn groups_of(user: &User) -> Vec<String> {
+    let Ok(name) = CString::new(user.name.as_str()) else { return Vec::new() };
+    getgrouplist(&name, user.gid)
+        .unwrap_or_else(|_| vec![user.gid])
+        .into_iter()
+        .filter_map(|gid: Gid| Some(Group::from_gid(gid).ok()??.name))
+        .collect()
+}
+
+/// The rule itself.
+fn allows(access: &Access, uid: u32, name: Option<&str>, groups: &[String]) -> bool {
+    if uid == 0 {
+        return access.root;
+    }
+    access.users.iter().any(|u| u == "*" || Some(u.as_str()) == name || *u == uid.to_string())
+        || access.groups.iter().any(|g| groups.contains(g))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_groups_root_and_everyone() {
+        let access = |users: &[&str], groups: &[&str], root| Access {
+            users: users.iter().map(|s| (*s).into()).collect(),
+            groups: groups.iter().map(|s| (*s).into()).collect(),
+            root,
+            extra_leases: 0,
+        };
+        assert!(allows(&access(&["*"], &[], false), 1000, None, &[]));
+        assert!(!allows(&access(&["*"], &[], false), 0, Some("root"), &[]));
+        assert!(allows(&access(&[], &[], true), 0, Some("root"), &[]));
+        assert!(allows(&access(&["alice"], &[], false), 1000, Some("alice"), &[]));
+        assert!(!allows(&access(&["alice"], &[], false), 1001, Some("bob"), &[]));
+        assert!(allows(&access(&["1001"], &[], false), 1001, None, &[]));
+        assert!(allows(&access(&[], &["gpu"], false), 1001, Some("bob"), &["users".into(), "gpu".into()]));
+        assert!(!allows(&access(&[], &["gpu"], false), 1001, Some("bob"), &["users".into()]));
+    }
+
+    #[tokio::test]
+    async fn root_is_known_everywhere() {
+        let gate = std::sync::Arc::new(Gate::new(crate::config::Config::default().access));
+        assert_eq!(gate.person(0).await, Person { name: Some("root".into()), access: true });
+        assert_eq!(gate.person(0).await.name.as_deref(), Some("root"));
+        assert!(gate.person(4_000_000_000).await.name.is_none());
+    }
+}

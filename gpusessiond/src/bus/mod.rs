@@ -1,0 +1,145 @@
+//! `org.gpusession1` on D-Bus: a thin layer over [`Leases`].
+//!
+//! One task, the publisher, exports and removes objects and sends every signal, in the order in which things happen:
+//! an object is there before its `New` signal, and nothing follows `LeaseRemoved`.
+
+mod authority;
+mod error;
+mod objects;
+mod publisher;
+mod request;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use zbus::{Connection, OwnedObjectPath};
+
+pub use error::BusError;
+pub use objects::{Device, Lease, Manager, Server};
+
+use crate::access::Gate;
+use crate::config::Config;
+use crate::leases::{LeaseState, Leases, Snapshot};
+use crate::values::path_element;
+
+/// Well-known name.
+pub const NAME: &str = "org.gpusession1";
+/// Path of the manager, and of everything else below it.
+pub const PATH: &str = "/org/gpusession1";
+/// Longest `Who` and `Why`.
+pub(crate) const MAX_TEXT: usize = 256;
+
+/// What every object needs.
+pub struct Shared {
+    pub(crate) leases: Arc<dyn Leases>,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) config: Config,
+    /// Grows with each published snapshot: replies wait for it, so that what they name exists.
+    pub(crate) published: watch::Sender<Arc<Snapshot>>,
+    /// Every configured lease has been held at once since the start.
+    pub(crate) boot_complete: Mutex<bool>,
+    /// Leases being created, per user.
+    pub(crate) creating: Mutex<std::collections::HashMap<u32, usize>>,
+    pub(crate) persistent: Mutex<std::collections::HashSet<u64>>,
+}
+
+impl Shared {
+    pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
+        self.published.borrow().clone()
+    }
+
+    pub(crate) fn state(&self, snapshot: &Snapshot) -> &'static str {
+        let (target, ready) = snapshot.pool();
+        let online = snapshot.servers.iter().any(|s| s.state == "online" || s.state == "draining");
+        let connecting = snapshot.servers.iter().any(|s| s.state == "connecting");
+        if !online && !connecting {
+            "offline"
+        } else if ready >= target && online {
+            "ready"
+        } else if self.boot_complete() || snapshot.leases.iter().any(|l| l.trouble.is_some()) {
+            "degraded"
+        } else {
+            "starting"
+        }
+    }
+
+    pub(crate) fn boot_complete(&self) -> bool {
+        *self.boot_complete.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// The API on a connection.
+pub struct Bus {
+    /// The connection that owns [`NAME`].
+    pub connection: Connection,
+}
+
+impl Bus {
+    /// Exports the API on a connection and takes the name; the publisher runs for as long as the lease manager does.
+    pub async fn start(
+        connection: Connection,
+        leases: Arc<dyn Leases>,
+        gate: Arc<Gate>,
+        config: Config,
+    ) -> zbus::Result<Self> {
+        let shared = Arc::new(Shared {
+            published: watch::channel(Arc::new(Snapshot::default())).0,
+            leases,
+            gate,
+            config,
+            boot_complete: Mutex::new(false),
+            creating: Mutex::default(),
+            persistent: Mutex::default(),
+        });
+        let server = connection.object_server();
+        server.at(PATH, zbus::fdo::ObjectManager).await?;
+        server.at(PATH, Manager { shared: shared.clone() }).await?;
+        let publisher = publisher::Publisher::new(connection.clone(), shared);
+        tokio::spawn(publisher.run());
+        connection.request_name(NAME).await?;
+        Ok(Self { connection })
+    }
+}
+
+/// The text for `systemctl status`.
+pub fn status_text(snapshot: &Snapshot) -> String {
+    let (target, ready) = snapshot.pool();
+    if target == 0 {
+        return "no lease configured".into();
+    }
+    let mut held: Vec<&str> =
+        snapshot.leases.iter().filter(|l| !l.server.is_empty()).map(|l| l.server.as_str()).collect();
+    held.sort_unstable();
+    held.dedup();
+    let mut text = format!("{ready}/{target} GPUs leased");
+    if !held.is_empty() {
+        text.push_str(&format!(" ({})", held.join(", ")));
+    }
+    let waiting =
+        snapshot.leases.iter().find_map(|l| l.trouble.as_ref().filter(|_| l.state == LeaseState::Pending));
+    if let Some(trouble) = waiting {
+        text.push_str(&format!("; waiting: {}", trouble.message));
+    }
+    text
+}
+
+pub(crate) fn lease_path(id: &str) -> OwnedObjectPath {
+    path("lease", id)
+}
+
+pub(crate) fn device_path(uuid: &str) -> OwnedObjectPath {
+    path("device", uuid)
+}
+
+pub(crate) fn server_path(name: &str) -> OwnedObjectPath {
+    path("server", name)
+}
+
+fn path(kind: &str, id: &str) -> OwnedObjectPath {
+    OwnedObjectPath::try_from(format!("{PATH}/{kind}/{}", path_element(id)))
+        .unwrap_or_else(|_| unreachable!("an escaped element makes a valid path"))
+}
+
+/// How long a reply waits until what it names is exported.
+pub(crate) const PUBLISH_WAIT: Duration = Duration::from_secs(2);

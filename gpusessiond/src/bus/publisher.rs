@@ -1,0 +1,268 @@
+//! Exports objects and sends signals, in order.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use tracing::warn;
+use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
+use zbus::{Connection, OwnedObjectPath};
+
+use super::objects::{Device, Lease, Manager, Server};
+use super::{PATH, Shared, device_path, lease_path, server_path};
+use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
+
+/// Whether a lease has an object: one that is tried once has none until it is there.
+pub fn shown(view: &LeaseView) -> bool {
+    !(view.spec.once && view.state == LeaseState::Pending)
+}
+
+/// A GPU and the leases that have it.
+pub struct DeviceEntry {
+    pub view: DeviceView,
+    pub leases: Vec<OwnedObjectPath>,
+}
+
+/// GPUs of this machine's leases by UUID.
+pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
+    let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
+    for lease in snapshot.leases.iter().filter(|l| shown(l)) {
+        for view in &lease.devices {
+            devices
+                .entry(view.device.uuid.clone())
+                .or_insert_with(|| DeviceEntry { view: view.clone(), leases: Vec::new() })
+                .leases
+                .push(lease_path(&lease.id));
+        }
+    }
+    devices
+}
+
+pub struct Publisher {
+    connection: Connection,
+    shared: Arc<Shared>,
+    leases: HashMap<String, Slot>,
+    devices: BTreeMap<String, Vec<OwnedObjectPath>>,
+    servers: Vec<String>,
+    manager: Option<(String, u32, u32, usize, bool)>,
+}
+
+impl Publisher {
+    pub fn new(connection: Connection, shared: Arc<Shared>) -> Self {
+        Self {
+            connection,
+            shared,
+            leases: HashMap::new(),
+            devices: BTreeMap::new(),
+            servers: vec![],
+            manager: None,
+        }
+    }
+
+    pub async fn run(mut self) {
+        let mut updates = self.shared.leases.updates();
+        while let Some(update) = updates.recv().await {
+            if let Err(error) = self.publish(update).await {
+                warn!("D-Bus: {error}");
+            }
+        }
+    }
+
+    async fn publish(&mut self, update: Update) -> zbus::Result<()> {
+        for change in update.changes {
+            self.tell(change).await?;
+        }
+        self.show(update.snapshot).await
+    }
+
+    fn emitter<'a>(&self, path: &'a str) -> zbus::Result<SignalEmitter<'a>> {
+        SignalEmitter::new(&self.connection, path)
+    }
+
+    /// News that a snapshot does not show.
+    async fn tell(&mut self, change: Change) -> zbus::Result<()> {
+        match change {
+            Change::PrepareForLoss { slot, left, reason } => {
+                if let Some(id) = self.id_of(slot) {
+                    let usec = left.as_micros() as u64;
+                    Manager::prepare_for_lease_loss(&self.emitter(PATH)?, &id, usec, &reason).await?;
+                }
+            }
+            Change::Lost { id, reason, .. } => {
+                if self.leases.contains_key(&id) {
+                    let path = lease_path(&id);
+                    self.last_state(&path, LeaseState::Lost).await?;
+                    Lease::lost(&self.emitter(path.as_str())?, &reason).await?;
+                    self.remove_lease(&id, &reason).await?;
+                }
+            }
+            Change::Removed { slot, reason, lost: false } => {
+                if let Some(id) = self.id_of(slot) {
+                    let path = lease_path(&id);
+                    self.last_state(&path, LeaseState::Released).await?;
+                    Lease::released(&self.emitter(path.as_str())?, &reason).await?;
+                    self.remove_lease(&id, &reason).await?;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn id_of(&self, slot: Slot) -> Option<String> {
+        self.leases.iter().find(|(_, s)| **s == slot).map(|(id, _)| id.clone())
+    }
+
+    async fn last_state(&self, path: &OwnedObjectPath, state: LeaseState) -> zbus::Result<()> {
+        let lease = self.interface::<Lease>(path).await?;
+        lease.get_mut().await.view.state = state;
+        lease.get().await.state_changed(lease.signal_emitter()).await
+    }
+
+    async fn remove_lease(&mut self, id: &str, reason: &str) -> zbus::Result<()> {
+        self.leases.remove(id);
+        let path = lease_path(id);
+        self.connection.object_server().remove::<Lease, _>(path.as_ref()).await?;
+        Manager::lease_removed(&self.emitter(PATH)?, id, path, reason).await
+    }
+
+    async fn interface<I: Interface>(&self, path: &OwnedObjectPath) -> zbus::Result<InterfaceRef<I>> {
+        self.connection.object_server().interface::<_, I>(path.as_ref()).await
+    }
+
+    /// Makes the bus look like the snapshot.
+    async fn show(&mut self, snapshot: Arc<Snapshot>) -> zbus::Result<()> {
+        if snapshot.pool().0 == snapshot.pool().1 && snapshot.servers.iter().any(|s| s.state == "online") {
+            *self.shared.boot_complete.lock().unwrap_or_else(|e| e.into_inner()) = true;
+        }
+        self.show_servers(&snapshot).await?;
+        self.show_devices_added(&snapshot).await?;
+        self.show_leases(&snapshot).await?;
+        self.show_devices_removed(&snapshot).await?;
+        self.shared.published.send_replace(snapshot);
+        self.show_manager().await
+    }
+
+    async fn show_servers(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
+        let server = self.connection.object_server().clone();
+        for (index, view) in snapshot.servers.iter().enumerate() {
+            let path = server_path(&view.name);
+            match self.servers.get(index).cloned() {
+                Some(name) if name == view.name => {
+                    let object = self.interface::<Server>(&path).await?;
+                    let changed = object.get().await.view.state != view.state;
+                    object.get_mut().await.view = view.clone();
+                    if changed {
+                        object.get().await.state_changed(object.signal_emitter()).await?;
+                    }
+                    continue;
+                }
+                Some(name) => {
+                    // It was known by its address until it told its name.
+                    let old = server_path(&name);
+                    server.remove::<Server, _>(old.as_ref()).await?;
+                    Manager::server_removed(&self.emitter(PATH)?, &name, old).await?;
+                    self.servers[index].clone_from(&view.name);
+                }
+                None => self.servers.push(view.name.clone()),
+            }
+            let object = Server { shared: self.shared.clone(), index, view: view.clone() };
+            server.at(path.as_ref(), object).await?;
+            Manager::server_new(&self.emitter(PATH)?, &view.name, path).await?;
+        }
+        Ok(())
+    }
+
+    async fn show_leases(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
+        let server = self.connection.object_server().clone();
+        let there: HashMap<&str, &LeaseView> =
+            snapshot.leases.iter().filter(|l| shown(l)).map(|l| (l.id.as_str(), l)).collect();
+        let gone: Vec<String> =
+            self.leases.keys().filter(|id| !there.contains_key(id.as_str())).cloned().collect();
+        for id in gone {
+            // A wanted lease is called by its name until it has an id; every other end is told as news.
+            self.remove_lease(&id, "granted").await?;
+        }
+        for view in snapshot.leases.iter().filter(|l| shown(l)) {
+            let path = lease_path(&view.id);
+            if self.leases.get(&view.id) == Some(&view.slot) {
+                let object = self.interface::<Lease>(&path).await?;
+                let changed = object.get().await.view.state != view.state;
+                object.get_mut().await.view = view.clone();
+                if changed {
+                    object.get().await.state_changed(object.signal_emitter()).await?;
+                }
+            } else {
+                let object = Lease { shared: self.shared.clone(), view: view.clone() };
+                server.at(path.as_ref(), object).await?;
+                self.leases.insert(view.id.clone(), view.slot);
+                Manager::lease_new(&self.emitter(PATH)?, &view.id, path).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn show_devices_added(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
+        for (uuid, entry) in devices(snapshot) {
+            let path = device_path(&uuid);
+            match self.devices.get(&uuid) {
+                Some(leases) if *leases == entry.leases => {}
+                Some(_) => {
+                    let object = self.interface::<Device>(&path).await?;
+                    object.get_mut().await.leases.clone_from(&entry.leases);
+                    object.get().await.leases_changed(object.signal_emitter()).await?;
+                    self.devices.insert(uuid, entry.leases);
+                }
+                None => {
+                    self.devices.insert(uuid.clone(), entry.leases.clone());
+                    let object = Device { view: entry.view, leases: entry.leases };
+                    self.connection.object_server().at(path.as_ref(), object).await?;
+                    Manager::device_new(&self.emitter(PATH)?, &uuid, path).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn show_devices_removed(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
+        let there = devices(snapshot);
+        let gone: Vec<String> =
+            self.devices.keys().filter(|uuid| !there.contains_key(*uuid)).cloned().collect();
+        for uuid in gone {
+            self.devices.remove(&uuid);
+            let path = device_path(&uuid);
+            self.connection.object_server().remove::<Device, _>(path.as_ref()).await?;
+            Manager::device_removed(&self.emitter(PATH)?, &uuid, path).await?;
+        }
+        Ok(())
+    }
+
+    async fn show_manager(&mut self) -> zbus::Result<()> {
+        let snapshot = self.shared.snapshot();
+        let (target, ready) = snapshot.pool();
+        let held = snapshot.leases.iter().filter(|l| l.state != LeaseState::Pending).count();
+        let now = (self.shared.state(&snapshot).to_owned(), target, ready, held, self.shared.boot_complete());
+        let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
+        if before == now {
+            return Ok(());
+        }
+        let object = self.connection.object_server().interface::<_, Manager>(PATH).await?;
+        let emitter = object.signal_emitter();
+        let manager = object.get().await;
+        if before.0 != now.0 {
+            manager.state_changed(emitter).await?;
+        }
+        if before.1 != now.1 {
+            manager.pool_target_changed(emitter).await?;
+        }
+        if before.2 != now.2 {
+            manager.pool_ready_changed(emitter).await?;
+        }
+        if before.3 != now.3 {
+            manager.n_current_leases_changed(emitter).await?;
+        }
+        if before.4 != now.4 {
+            manager.boot_allocation_complete_changed(emitter).await?;
+        }
+        Ok(())
+    }
+}

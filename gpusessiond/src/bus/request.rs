@@ -1,0 +1,98 @@
+//! The `a{sv}` of `CreateLease`.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use zbus::{OwnedVariant, Variant};
+
+use super::MAX_TEXT;
+use super::error::{BusError, Result};
+use crate::config::Class;
+use crate::leases::{Owner, Spec};
+use crate::values::Memory;
+
+/// What a caller asked for.
+#[derive(Debug)]
+pub struct Request {
+    /// The lease.
+    pub spec: Spec,
+    /// `UID`, if it was given.
+    pub uid: Option<u32>,
+}
+
+fn take<T>(key: &str, value: OwnedVariant) -> Result<T>
+where
+    T: for<'a> TryFrom<Variant<'a>>,
+{
+    T::try_from(Variant::from(value)).map_err(|_| BusError::invalid_args(format!("{key} has another type")))
+}
+
+fn text(key: &str, value: OwnedVariant) -> Result<String> {
+    let text: String = take(key, value)?;
+    if text.len() > MAX_TEXT || text.chars().any(char::is_control) {
+        return Err(BusError::invalid_args(format!(
+            "{key} has at most {MAX_TEXT} bytes and no control characters"
+        )));
+    }
+    Ok(text)
+}
+
+fn list(key: &str, value: OwnedVariant) -> Result<Vec<String>> {
+    let items: Vec<String> =
+        value.try_into().map_err(|_| BusError::invalid_args(format!("{key} has another type")))?;
+    if items.len() > 64 || items.iter().any(|i| i.len() > MAX_TEXT || i.chars().any(char::is_control)) {
+        return Err(BusError::invalid_args(format!("{key} is too long")));
+    }
+    Ok(items)
+}
+
+/// Reads a request; an unknown key is an error.
+pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Result<Request> {
+    let mut spec = Spec::requested(key, uid);
+    let mut for_uid = None;
+    for (key, value) in options {
+        match key.as_str() {
+            "Count" => {
+                spec.gpus = take(&key, value)?;
+                if !(1..=64).contains(&spec.gpus) {
+                    return Err(BusError::invalid_args("Count is between 1 and 64"));
+                }
+            }
+            "Devices" => spec.devices = list(&key, value)?,
+            "Servers" => spec.servers = list(&key, value)?,
+            "Model" => spec.model = text(&key, value)?,
+            "MemoryBytes" => match take::<u64>(&key, value)? {
+                0 => return Err(BusError::invalid_args("MemoryBytes is above 0")),
+                bytes => spec.memory = Memory::Bytes(bytes),
+            },
+            "MemoryFraction" => match take::<f64>(&key, value)? {
+                share if share > 0.0 && share <= 1.0 => spec.memory = Memory::Percent(share * 100.0),
+                _ => return Err(BusError::invalid_args("MemoryFraction is above 0 and at most 1")),
+            },
+            "SMPercent" => {
+                spec.sm_percent = take(&key, value)?;
+                if !(1..=100).contains(&spec.sm_percent) {
+                    return Err(BusError::invalid_args("SMPercent is between 1 and 100"));
+                }
+            }
+            "Priority" => spec.priority = text(&key, value)?.parse().map_err(BusError::invalid_args)?,
+            "Sharing" => spec.sharing = Some(text(&key, value)?.parse().map_err(BusError::invalid_args)?),
+            "TTLUSec" => match take::<u64>(&key, value)? {
+                0 => spec.ttl = None,
+                usec => spec.ttl = Some(Duration::from_micros(usec)),
+            },
+            "Who" => spec.who = text(&key, value)?,
+            "Why" => spec.why = text(&key, value)?,
+            "UID" => for_uid = Some(take(&key, value)?),
+            "IdleTimeoutUSec" | "Session" => {
+                return Err(BusError::not_supported(format!("{key} is not supported yet")));
+            }
+            _ => return Err(BusError::invalid_args(format!("unknown key {key}"))),
+        }
+    }
+    if let Some(uid) = for_uid {
+        spec.owner = Owner::Uid(uid);
+    }
+    spec.class = Class::User;
+    Ok(Request { spec, uid: for_uid })
+}

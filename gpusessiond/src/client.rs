@@ -1,0 +1,194 @@
+//! A server of the pool over the network: gRPC on mutual TLS.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use gpusession_proto::control::{self, enrolment_client::EnrolmentClient, pool_client::PoolClient};
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Status};
+
+use crate::identity::{self, Identity};
+use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// Until a connection stands, TLS included.
+const CONNECT: Duration = Duration::from_secs(5);
+/// Until an ordinary call is answered.
+const CALL: Duration = Duration::from_secs(10);
+/// Until a lease or a cold worker is there: workers are started for it.
+const SLOW_CALL: Duration = Duration::from_secs(60);
+/// Largest answer that is read.
+const MAX_ANSWER: usize = 4 << 20;
+
+/// A connection to one server, made when it is needed and made anew when it breaks.
+pub struct Remote {
+    address: String,
+    client: PoolClient<Channel>,
+}
+
+impl Remote {
+    /// Knows a server; must be called on a runtime, connects at the first call.
+    pub fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
+        let client = PoolClient::new(channel(address, identity.tls())?).max_decoding_message_size(MAX_ANSWER);
+        Ok(Self { address: address.to_owned(), client })
+    }
+
+    async fn call<T>(
+        &self,
+        limit: Duration,
+        call: impl AsyncFnOnce(PoolClient<Channel>) -> Result<tonic::Response<T>, Status>,
+    ) -> Result<T, PoolError> {
+        answered(&self.address, limit, call(self.client.clone())).await
+    }
+}
+
+async fn answered<T>(
+    address: &str,
+    limit: Duration,
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<T, PoolError> {
+    match tokio::time::timeout(limit, call).await {
+        Ok(Ok(reply)) => Ok(reply.into_inner()),
+        Ok(Err(status)) => Err(trouble(address, &status)),
+        Err(_) => {
+            let message = format!("{address} did not answer within {} s", limit.as_secs());
+            Err(PoolError::new(Trouble::Unreachable, message))
+        }
+    }
+}
+
+/// Connects by itself, through `TlsStream`s whose peer has proven to be a server of the pool.
+fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"))
+        .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
+        .connect_timeout(CONNECT)
+        .http2_keep_alive_interval(Duration::from_secs(5))
+        .keep_alive_timeout(Duration::from_secs(5))
+        .keep_alive_while_idle(true)
+        .user_agent(concat!("gpusession/", env!("CARGO_PKG_VERSION")))
+        .map_err(|e| PoolError::new(Trouble::Invalid, e.to_string()))?;
+    let target = address.to_owned();
+    Ok(endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let (target, tls) = (target.clone(), tls.clone());
+        async move { tokio::time::timeout(CONNECT, connect(&target, tls)).await?.map(TokioIo::new) }
+    })))
+}
+
+async fn connect(address: &str, tls: Arc<ClientConfig>) -> std::io::Result<TlsStream<TcpStream>> {
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    TlsConnector::from(tls).connect(identity::server_name(), stream).await
+}
+
+/// The deepest reason of an error: tonic's own text is "transport error".
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut deepest = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        deepest = error.to_string();
+        next = error.source();
+    }
+    deepest
+}
+
+fn trouble(address: &str, status: &Status) -> PoolError {
+    let said = status.message();
+    let trouble = match status.code() {
+        Code::ResourceExhausted => Trouble::NoCapacity,
+        Code::FailedPrecondition | Code::PermissionDenied => Trouble::Quota,
+        Code::Unauthenticated => Trouble::Refused,
+        Code::NotFound => Trouble::NoSuchLease,
+        Code::InvalidArgument | Code::OutOfRange | Code::AlreadyExists => Trouble::Invalid,
+        Code::Unimplemented => Trouble::Protocol,
+        _ => Trouble::Unreachable,
+    };
+    if trouble != Trouble::Unreachable {
+        return PoolError::new(trouble, said);
+    }
+    let cause = std::error::Error::source(status).map_or_else(|| said.to_owned(), root_cause);
+    // An alert of the server's TLS about our certificate is no matter of patience.
+    let refused = cause.contains("received fatal alert") || cause.contains("invalid peer certificate");
+    let trouble = if refused { Trouble::Refused } else { trouble };
+    PoolError::new(trouble, format!("{address}: {cause}"))
+}
+
+#[async_trait]
+impl PoolServer for Remote {
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
+        self.call(SLOW_CALL, async |mut c| c.allocate(request).await).await
+    }
+
+    async fn renew(
+        &self,
+        leases: Vec<String>,
+        boot_id: String,
+    ) -> Result<Vec<control::RenewedLease>, PoolError> {
+        let request = control::RenewRequest { leases, boot_id };
+        Ok(self.call(CALL, async |mut c| c.renew(request).await).await?.leases)
+    }
+
+    async fn release(&self, lease: String) -> Result<(), PoolError> {
+        let request = control::ReleaseRequest { lease };
+        self.call(CALL, async |mut c| c.release(request).await).await.map(|_| ())
+    }
+
+    async fn take_workers(
+        &self,
+        lease: String,
+        count: u32,
+        environment: HashMap<String, String>,
+    ) -> Result<Vec<control::Worker>, PoolError> {
+        let request = control::TakeWorkersRequest { lease, count, environment };
+        Ok(self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await?.workers)
+    }
+
+    async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError> {
+        let request = control::ProcessEndedRequest { lease, worker };
+        self.call(CALL, async |mut c| c.process_ended(request).await).await.map(|_| ())
+    }
+
+    async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
+        self.call(CALL, async |mut c| c.describe(control::DescribeRequest {}).await).await
+    }
+
+    async fn watch(
+        &self,
+        boot_id: String,
+        events: mpsc::Sender<control::PoolEvent>,
+    ) -> Result<(), PoolError> {
+        let request = control::WatchRequest { boot_id };
+        let mut stream = self.call(CALL, async |mut c| c.watch(request).await).await?;
+        loop {
+            match stream.message().await {
+                Ok(Some(event)) => {
+                    if events.send(event).await.is_err() {
+                        return Ok(());
+                    }
+                }
+                Ok(None) => return Ok(()),
+                Err(status) => return Err(trouble(&self.address, &status)),
+            }
+        }
+    }
+}
+
+/// Presents a join token.
+pub(crate) async fn join(
+    address: &str,
+    tls: Arc<ClientConfig>,
+    request: control::JoinRequest,
+) -> Result<control::JoinReply, PoolError> {
+    let mut client = EnrolmentClient::new(channel(address, tls)?).max_decoding_message_size(MAX_ANSWER);
+    answered(address, SLOW_CALL, client.join(request)).await
+}

@@ -1,0 +1,556 @@
+//! `gpusession.toml`, its `conf.d/*.toml` drop-ins and `servers.toml`.
+//!
+//! Every file is read on its own, so that an error names file, line and what is meant; later files win key by key and
+//! their `[[lease]]` tables are appended.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::values::{Memory, control_address};
+
+/// The daemon's configuration, all defaults filled in.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// `[client] name`: the name asked for when joining; the host's name if absent.
+    pub client_name: Option<String>,
+    /// `[access]`.
+    pub access: Access,
+    /// How long a process's first CUDA call waits for a lease that is on its way.
+    pub wait: Duration,
+    /// `[[lease]]` tables in file order.
+    pub leases: Vec<LeaseConfig>,
+    /// `[transport]`.
+    pub transport: Transport,
+    /// `[environment]`: set for login sessions unless the user has set them.
+    pub environment: BTreeMap<String, String>,
+    /// `log_level`.
+    pub log_level: String,
+    /// The files that were read.
+    pub files: Vec<PathBuf>,
+}
+
+/// Who may use the leases for all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Access {
+    /// User names; `*` is everybody.
+    pub users: Vec<String>,
+    /// Group names.
+    pub groups: Vec<String>,
+    /// Whether root may.
+    pub root: bool,
+    /// How many leases users other than root may hold beside the configured ones.
+    pub extra_leases: u32,
+}
+
+/// One `[[lease]]`.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LeaseConfig {
+    /// For people; numbered if absent.
+    pub name: String,
+    /// Number of GPUs.
+    pub gpus: u32,
+    /// Limit on each GPU's memory.
+    pub memory: Memory,
+    /// Share of the multiprocessors in percent.
+    pub sm_percent: u32,
+    /// `normal` or `below-normal`.
+    pub priority: Priority,
+    /// How the GPU is shared; the server's choice if absent.
+    pub sharing: Option<Sharing>,
+    /// GPU model that is wanted.
+    pub model: Option<String>,
+    /// The one server that is wanted, by name or address.
+    pub server: Option<String>,
+    /// The one user whose lease this is.
+    pub for_user: Option<String>,
+    /// Lifetime of the lease.
+    pub class: Class,
+    /// What the server may do with an idle lease.
+    pub on_idle: Option<OnIdle>,
+    /// Never lend the lease while nobody uses it.
+    pub hold: bool,
+}
+
+impl Default for LeaseConfig {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            gpus: 1,
+            memory: Memory::default(),
+            sm_percent: 100,
+            priority: Priority::Normal,
+            sharing: None,
+            model: None,
+            server: None,
+            for_user: None,
+            class: Class::Boot,
+            on_idle: None,
+            hold: false,
+        }
+    }
+}
+
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum $name { $($(#[$vdoc])* #[serde(rename = $text)] $variant),+ }
+        impl $name {
+            /// The word used in files and on D-Bus.
+            pub fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $text),+ }
+            }
+        }
+        impl std::str::FromStr for $name {
+            type Err = String;
+            fn from_str(text: &str) -> Result<Self, String> {
+                match text {
+                    $($text => Ok(Self::$variant),)+
+                    other => Err(format!("`{other}` is none of {}", [$($text),+].join(", "))),
+                }
+            }
+        }
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+
+words! {
+    /// Priority of a lease's work on a shared GPU.
+    Priority {
+        /// As the others.
+        Normal = "normal",
+        /// Behind the others.
+        BelowNormal = "below-normal",
+    }
+}
+words! {
+    /// How a GPU is shared.
+    Sharing {
+        /// Clients take turns.
+        TimeSlice = "time-slice",
+        /// Clients run at the same time, by NVIDIA MPS.
+        Mps = "mps",
+        /// Nobody else uses the GPU.
+        Exclusive = "exclusive",
+    }
+}
+words! {
+    /// Lifetime of a lease.
+    Class {
+        /// From boot to shutdown, for everyone who has access.
+        Boot = "boot",
+        /// From login to logout of one session.
+        Session = "session",
+        /// Asked for by a user or program.
+        User = "user",
+        /// Asked for, and yields to the others.
+        Background = "background",
+    }
+}
+words! {
+    /// What happens to an idle lease, within the server's policy.
+    OnIdle {
+        /// Device memory moves to the server's host memory until the next call.
+        Park = "park",
+        /// The lease ends.
+        Release = "release",
+        /// Nothing.
+        Keep = "keep",
+    }
+}
+
+/// `[transport]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transport {
+    /// Transports in the order they are tried.
+    pub order: Vec<String>,
+    /// Parallel bulk lanes.
+    pub lanes: u32,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    client: Option<ClientTable>,
+    access: Option<AccessTable>,
+    wait_ms: Option<u64>,
+    #[serde(default)]
+    lease: Vec<LeaseConfig>,
+    transport: Option<TransportTable>,
+    environment: Option<BTreeMap<String, String>>,
+    log_level: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClientTable {
+    name: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AccessTable {
+    users: Option<Vec<String>>,
+    groups: Option<Vec<String>>,
+    root: Option<bool>,
+    extra_leases: Option<u32>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TransportTable {
+    order: Option<Vec<String>>,
+    lanes: Option<u32>,
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A file cannot be read.
+    #[error("{}: {error}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        error: std::io::Error,
+    },
+    /// A file says something that cannot work.
+    #[error("{}:{line}:{column}: {message}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// Column, from 1.
+        column: usize,
+        /// What is wrong and what may be meant.
+        message: String,
+    },
+    /// The values do not fit together.
+    #[error("{}: {message}", path.display())]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        message: String,
+    },
+}
+
+/// Parses one TOML file; an error names file, line, column and the nearest known key.
+pub fn parse_toml<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError> {
+    toml::from_str(text).map_err(|error| {
+        let at = error.span().map_or(0, |span| span.start).min(text.len());
+        let before = &text.as_bytes()[..at];
+        let line = before.iter().filter(|b| **b == b'\n').count() + 1;
+        let column = at - before.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1) + 1;
+        ConfigError::Parse { path: path.into(), line, column, message: explain(error.message()) }
+    })
+}
+
+/// Turns serde's "unknown field `x`, expected one of `a`, `b`" into words with the nearest key.
+fn explain(message: &str) -> String {
+    let Some(rest) = message.strip_prefix("unknown field `") else { return message.trim_end().to_owned() };
+    let Some((key, expected)) = rest.split_once('`') else { return message.to_owned() };
+    let known: Vec<&str> = expected.split('`').skip(1).step_by(2).collect();
+    let nearest = known
+        .iter()
+        .map(|candidate| (strsim::damerau_levenshtein(key, candidate), *candidate))
+        .min()
+        .filter(|(distance, candidate)| *distance <= candidate.len().div_ceil(2));
+    match nearest {
+        Some((_, candidate)) => format!("unknown key `{key}`, did you mean `{candidate}`?"),
+        None => format!("unknown key `{key}`, known here: {}", known.join(", ")),
+    }
+}
+
+/// Where configuration is found: `GPUSESSION_CONF`, else `gpusession.toml` in `CONFIGURATION_DIRECTORY` or
+/// `/etc/gpusession`.
+pub fn default_path() -> PathBuf {
+    if let Some(path) = std::env::var_os("GPUSESSION_CONF").filter(|p| !p.is_empty()) {
+        return path.into();
+    }
+    crate::places::configuration_directory().join("gpusession.toml")
+}
+
+impl Config {
+    /// Reads `path` and the `conf.d/*.toml` beside it. A file that does not exist is an empty one.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let mut files = Vec::new();
+        if path.exists() {
+            files.push(path.to_owned());
+        }
+        let drop_ins = path.parent().unwrap_or(Path::new(".")).join("conf.d");
+        match std::fs::read_dir(&drop_ins) {
+            Ok(entries) => {
+                let mut found: Vec<PathBuf> = entries
+                    .filter_map(|entry| Some(entry.ok()?.path()))
+                    .filter(|p| p.extension().is_some_and(|e| e == "toml"))
+                    .collect();
+                found.sort();
+                files.append(&mut found);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(ConfigError::Read { path: drop_ins, error }),
+        }
+        let mut texts = Vec::new();
+        for path in files {
+            let text = std::fs::read_to_string(&path)
+                .map_err(|error| ConfigError::Read { path: path.clone(), error })?;
+            texts.push((path, text));
+        }
+        Self::from_texts(&texts)
+    }
+
+    /// Builds a configuration of files' names and contents, in order.
+    pub fn from_texts(texts: &[(PathBuf, String)]) -> Result<Self, ConfigError> {
+        let mut config = Self::default();
+        for (path, text) in texts {
+            let file: File = parse_toml(path, text)?;
+            config.merge(path, file)?;
+            config.files.push(path.clone());
+        }
+        for (i, lease) in config.leases.iter_mut().enumerate() {
+            if lease.name.is_empty() {
+                lease.name = format!("lease{}", i + 1);
+            }
+        }
+        Ok(config)
+    }
+
+    fn merge(&mut self, path: &Path, file: File) -> Result<(), ConfigError> {
+        let invalid = |message: String| Err(ConfigError::Invalid { path: path.into(), message });
+        if let Some(name) = file.client.and_then(|c| c.name) {
+            self.client_name = Some(name);
+        }
+        if let Some(access) = file.access {
+            let AccessTable { users, groups, root, extra_leases } = access;
+            self.access.users = users.unwrap_or_else(|| std::mem::take(&mut self.access.users));
+            self.access.groups = groups.unwrap_or_else(|| std::mem::take(&mut self.access.groups));
+            self.access.root = root.unwrap_or(self.access.root);
+            self.access.extra_leases = extra_leases.unwrap_or(self.access.extra_leases);
+        }
+        if let Some(ms) = file.wait_ms {
+            if ms > 600_000 {
+                return invalid(format!(
+                    "wait_ms = {ms}: a first CUDA call waits at most 600000 (10 minutes)"
+                ));
+            }
+            self.wait = Duration::from_millis(ms);
+        }
+        for lease in &file.lease {
+            let name = if lease.name.is_empty() { "[[lease]]" } else { &lease.name };
+            if !(1..=64).contains(&lease.gpus) {
+                return invalid(format!("{name}: gpus = {} is not between 1 and 64", lease.gpus));
+            }
+            if !(1..=100).contains(&lease.sm_percent) {
+                return invalid(format!(
+                    "{name}: sm_percent = {} is not between 1 and 100",
+                    lease.sm_percent
+                ));
+            }
+            if lease.name.len() > 64 || lease.name.chars().any(char::is_control) {
+                return invalid("a lease's name has at most 64 characters, no control characters".into());
+            }
+            if !lease.name.is_empty() && self.leases.iter().any(|l| l.name == lease.name) {
+                return invalid(format!("a second [[lease]] is called `{name}`"));
+            }
+            if let Some(server) = &lease.server {
+                if let Err(error) = control_address(server) {
+                    return invalid(format!("{name}: server: {error}"));
+                }
+            }
+            self.leases.push(lease.clone());
+        }
+        if let Some(TransportTable { order, lanes }) = file.transport {
+            if let Some(order) = order {
+                if let Some(bad) = order.iter().find(|t| !["shm", "rdma", "tcp"].contains(&t.as_str())) {
+                    return invalid(format!("transport.order: `{bad}` is none of shm, rdma, tcp"));
+                }
+                self.transport.order = order;
+            }
+            if let Some(lanes) = lanes {
+                if !(1..=16).contains(&lanes) {
+                    return invalid(format!("transport.lanes = {lanes} is not between 1 and 16"));
+                }
+                self.transport.lanes = lanes;
+            }
+        }
+        for (key, value) in file.environment.unwrap_or_default() {
+            let named = key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+                && key.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+            if !named {
+                return invalid(format!("environment: `{key}` is not the name of a variable"));
+            }
+            if key.starts_with("LD_") || key == "PATH" || key.starts_with("GPUSESSION_") {
+                return invalid(format!("environment: `{key}` cannot be set here"));
+            }
+            if key == "CUDA_VISIBLE_DEVICES" {
+                return invalid("environment: CUDA_VISIBLE_DEVICES belongs to the user".into());
+            }
+            if value.chars().any(char::is_control) {
+                return invalid(format!("environment: the value of `{key}` has control characters"));
+            }
+            self.environment.insert(key, value);
+        }
+        if let Some(level) = file.log_level {
+            if !["error", "warn", "info", "debug", "trace"].contains(&level.as_str()) {
+                return invalid(format!("log_level: `{level}` is none of error, warn, info, debug, trace"));
+            }
+            self.log_level = level;
+        }
+        Ok(())
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            client_name: None,
+            access: Access { users: vec!["*".into()], groups: Vec::new(), root: true, extra_leases: 0 },
+            wait: Duration::from_millis(5000),
+            leases: Vec::new(),
+            transport: Transport { order: vec!["shm".into(), "rdma".into(), "tcp".into()], lanes: 4 },
+            environment: BTreeMap::new(),
+            log_level: "info".into(),
+            files: Vec::new(),
+        }
+    }
+}
+
+/// `servers.toml`: where the pool is. Written by `gpusession join`, editable.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Servers {
+    /// Control addresses in the order they are tried.
+    #[serde(default, rename = "server")]
+    pub servers: Vec<ServerEntry>,
+}
+
+/// One server of the pool.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServerEntry {
+    /// HOST:PORT of the control plane.
+    pub address: String,
+}
+
+impl Servers {
+    /// Reads a file; `None` where there is none.
+    pub fn load(path: &Path) -> Result<Option<Self>, ConfigError> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(ConfigError::Read { path: path.into(), error }),
+        };
+        let mut servers: Self = parse_toml(path, &text)?;
+        for server in &mut servers.servers {
+            server.address = control_address(&server.address)
+                .map_err(|message| ConfigError::Invalid { path: path.into(), message })?;
+        }
+        Ok(Some(servers))
+    }
+
+    /// The file's text.
+    pub fn to_text(&self) -> String {
+        let mut text = String::from(
+            "# GPU servers of the pool, in the order they are asked. Written by `gpusession join`.\n",
+        );
+        for server in &self.servers {
+            text.push_str(&format!(
+                "\n[[server]]\naddress = {}\n",
+                toml::Value::from(server.address.as_str())
+            ));
+        }
+        text
+    }
+
+    /// The addresses.
+    pub fn addresses(&self) -> Vec<String> {
+        self.servers.iter().map(|s| s.address.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(texts: &[&str]) -> Result<Config, String> {
+        let texts: Vec<_> = texts
+            .iter()
+            .enumerate()
+            .map(|(i, t)| (PathBuf::from(format!("{i}.toml")), (*t).to_owned()))
+            .collect();
+        Config::from_texts(&texts).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_documentation() {
+        let config = load(&[]).unwrap();
+        assert_eq!(config.wait, Duration::from_secs(5));
+        assert_eq!(config.access.users, ["*"]);
+        assert!(config.access.root);
+        assert_eq!(config.access.extra_leases, 0);
+        let config = load(&["[[lease]]"]).unwrap();
+        assert_eq!(config.leases[0], LeaseConfig { name: "lease1".into(), ..LeaseConfig::default() });
+    }
+
+    #[test]
+    fn later_files_win_and_leases_append() {
+        let config = load(&[
+            "wait_ms = 1\nlog_level = \"debug\"\n[access]\nusers = [\"alice\"]\n[[lease]]\nname = \"a\"\n",
+            "wait_ms = 2\n[access]\nroot = false\n[[lease]]\nname = \"b\"\nmemory = \"50%\"\n",
+        ])
+        .unwrap();
+        assert_eq!(config.wait, Duration::from_millis(2));
+        assert_eq!(config.log_level, "debug");
+        assert_eq!(config.access.users, ["alice"]);
+        assert!(!config.access.root);
+        let names: Vec<_> = config.leases.iter().map(|l| l.name.as_str()).collect();
+        assert_eq!(names, ["a", "b"]);
+        assert_eq!(config.leases[1].memory, Memory::Percent(50.0));
+    }
+
+    #[test]
+    fn errors_name_file_line_and_what_is_meant() {
+        let cases = [
+            (
+                "wait_ms = 1\n\n[[lease]]\ngpuss = 2\n",
+                "0.toml:4:1: unknown key `gpuss`, did you mean `gpus`?",
+            ),
+            ("[acess]\n", "0.toml:1:2: unknown key `acess`, did you mean `access`?"),
+            ("[[lease]]\nmemory = \"4000MB\"\n", "0.toml:2:10: `4000MB` is not a size: write MiB"),
+            ("wait_ms = \"5s\"\n", "0.toml:1:11: invalid type: string \"5s\", expected u64"),
+            ("[[lease]]\ngpus = 0\n", "0.toml: [[lease]]: gpus = 0 is not between 1 and 64"),
+            ("[environment]\nLD_PRELOAD = \"x\"\n", "0.toml: environment: `LD_PRELOAD` cannot be set here"),
+            ("[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n", "0.toml: a second [[lease]] is called `x`"),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(load(&[text]).unwrap_err(), expected);
+        }
+        let error = load(&["[[lease]]\npriority = \"high\"\n"]).unwrap_err();
+        assert!(error.contains("0.toml:2:12") && error.contains("below-normal"), "{error}");
+        let error = load(&["[client]\nzzzzzzzzzz = 1\n"]).unwrap_err();
+        assert!(error.contains("unknown key `zzzzzzzzzz`, known here: name"), "{error}");
+        assert!(load(&["[[lease]\n"]).unwrap_err().starts_with("0.toml:1:"));
+    }
+
+    #[test]
+    fn servers_file_round_trips() {
+        let servers = Servers { servers: vec![ServerEntry { address: "gpu1:7601".into() }] };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("servers.toml");
+        assert_eq!(Servers::load(&path).unwrap(), None);
+        std::fs::write(&path, servers.to_text()).unwrap();
+        assert_eq!(Servers::load(&path).unwrap(), Some(servers));
+        std::fs::write(&path, "[[server]]\naddress = \"gpu2\"\n").unwrap();
+        assert_eq!(Servers::load(&path).unwrap().unwrap().addresses(), ["gpu2:7601"]);
+    }
+}

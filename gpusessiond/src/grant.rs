@@ -1,0 +1,379 @@
+//! The grant socket: programs' `libcuda.so.1` ask here for GPUs.
+//!
+//! Every caller is a stranger until the kernel has said who it is: its message is bounded, it has a moment to send it,
+//! and a user can hold only so many connections. The connection stays open while the process lives; a pidfd of the
+//! process tells when it ends, even if a child has inherited the connection.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use gpusession_proto::grant::{Denial, Reply, Request, VERSION};
+use gpusession_proto::message;
+use nix::sys::socket::{getsockopt, sockopt};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use crate::access::Gate;
+use crate::leases::{Answer, Caller, Leases, Wish};
+
+/// Bounds on what callers may take of the daemon.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Connections of one user, those of running programs included.
+    pub per_uid: usize,
+    /// Connections of all users.
+    pub total: usize,
+    /// Time to send a request, and to take the answer.
+    pub patience: Duration,
+    /// Longest request.
+    pub request_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { per_uid: 512, total: 4096, patience: Duration::from_secs(5), request_bytes: 16 << 10 }
+    }
+}
+
+/// Most driver variables that a request may name, and the longest name or value.
+const MAX_VARIABLES: usize = 32;
+const MAX_VARIABLE: usize = 4096;
+/// Longest program name in tickets.
+const MAX_PROGRAM: usize = 64;
+
+/// Serves a grant socket.
+pub struct Server {
+    leases: Arc<dyn Leases>,
+    gate: Arc<Gate>,
+    wait: Duration,
+    limits: Limits,
+    connections: Arc<Mutex<HashMap<u32, usize>>>,
+}
+
+/// A user's place among the connections; given back when dropped.
+struct Place {
+    uid: u32,
+    connections: Arc<Mutex<HashMap<u32, usize>>>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(count) = connections.get_mut(&self.uid) {
+            *count -= 1;
+            if *count == 0 {
+                connections.remove(&self.uid);
+            }
+        }
+    }
+}
+
+/// Who is at the other end, as the kernel says.
+struct Peer {
+    uid: u32,
+    pid: u32,
+    pidfd: Option<OwnedFd>,
+}
+
+/// A socket file that goes when its server goes.
+pub struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Makes a listening socket at `path`; a stale one in its place is replaced, a living one is not.
+pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, SocketFile)> {
+    if std::os::unix::net::UnixStream::connect(path).is_ok() {
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another daemon listens there"));
+    }
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    Ok((listener, SocketFile(path.to_owned())))
+}
+
+impl Server {
+    /// A server that grants out of `leases` to whom `gate` lets; a first CUDA call waits up to `wait`.
+    pub fn new(leases: Arc<dyn Leases>, gate: Arc<Gate>, wait: Duration, limits: Limits) -> Self {
+        Self { leases, gate, wait, limits, connections: Arc::default() }
+    }
+
+    /// Serves until the future is dropped.
+    pub async fn serve(self: Arc<Self>, listener: UnixListener) {
+        loop {
+            match listener.accept().await {
+                Ok((stream, _)) => self.clone().admit(stream),
+                Err(error) => {
+                    // Out of descriptors, most likely: what is there goes on, newcomers wait.
+                    warn!("grant socket: {error}");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+
+    fn admit(self: Arc<Self>, stream: UnixStream) {
+        let peer = match peer(&stream) {
+            Ok(peer) => peer,
+            Err(error) => {
+                debug!("grant socket: caller without credentials: {error}");
+                return;
+            }
+        };
+        let Some(place) = self.place(peer.uid) else {
+            warn!(GPUSESSION_USER = peer.uid, "grant socket: uid {} has too many connections", peer.uid);
+            let reply = Reply::Denied {
+                denial: Denial::NotReady,
+                reason: "too many connections of this user to the daemon".into(),
+            };
+            // What fits into a fresh socket's buffer needs no waiting.
+            let _ = stream.try_write(&message::encode(&reply));
+            return;
+        };
+        tokio::spawn(async move {
+            let uid = peer.uid;
+            if let Err(error) = self.talk(stream, peer).await {
+                debug!("grant socket: uid {uid}: {error}");
+            }
+            drop(place);
+        });
+    }
+
+    fn place(&self, uid: u32) -> Option<Place> {
+        let mut connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
+        let total: usize = connections.values().sum();
+        let mine = connections.entry(uid).or_default();
+        // root can always get in, to see what is wrong.
+        if (*mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
+            || *mine >= self.limits.total
+        {
+            return None;
+        }
+        *mine += 1;
+        Some(Place { uid, connections: self.connections.clone() })
+    }
+
+    async fn talk(&self, mut stream: UnixStream, peer: Peer) -> io::Result<()> {
+        let pidfd = match peer.pidfd {
+            // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
+            Some(fd) => Some(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?),
+            None => None,
+        };
+        let request =
+            tokio::time::timeout(self.limits.patience, read_request(&mut stream, self.limits.request_bytes))
+                .await
+                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the request did not come"))?;
+        let request = match request {
+            Ok(request) => request,
+            Err(error) => {
+                if error.kind() == io::ErrorKind::InvalidData {
+                    // A library of another version writes something else: it gets an answer that it can show.
+                    let reason =
+                        format!("the library and the daemon do not speak the same protocol: {error}");
+                    let denied = Reply::Denied { denial: Denial::ProtocolMismatch, reason };
+                    let _ = self.answer(&mut stream, &denied).await;
+                }
+                return Err(error);
+            }
+        };
+        let person = self.gate.person(peer.uid).await;
+        let caller = Caller { uid: peer.uid, pid: peer.pid, user: person.name, access: person.access };
+        let program: String = request.program.chars().filter(|c| !c.is_control()).take(MAX_PROGRAM).collect();
+        let wish = Wish {
+            lease: request.lease.filter(|l| !l.is_empty()),
+            program,
+            environment: request.environment.into_iter().collect(),
+        };
+        let asked = tokio::select! {
+            answer = self.ask(&caller, &wish) => Some(answer),
+            () = gone(&stream, pidfd.as_ref()) => None,
+        };
+        let Some(answer) = asked else { return Ok(()) };
+        match answer {
+            Answer::Granted(endpoints, granted) => {
+                let guard = Guard { leases: self.leases.clone(), granted };
+                info!(
+                    GPUSESSION_LEASE = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
+                    GPUSESSION_USER = caller.uid,
+                    "granted to process {} ({}) of uid {}",
+                    caller.pid,
+                    wish.program,
+                    caller.uid
+                );
+                self.answer(&mut stream, &Reply::Granted(endpoints)).await?;
+                ended(stream, pidfd).await;
+                debug!("process {} has ended", caller.pid);
+                drop(guard);
+            }
+            Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
+                info!(
+                    GPUSESSION_USER = caller.uid,
+                    GPUSESSION_REASON = reason,
+                    "no GPU for process {} ({}) of uid {}: {reason}",
+                    caller.pid,
+                    wish.program,
+                    caller.uid
+                );
+                self.answer(&mut stream, &Reply::Denied { denial, reason }).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks until there is an answer or the time for waiting is over.
+    async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
+        let deadline = Instant::now() + self.wait;
+        let mut snapshot = self.leases.snapshot();
+        loop {
+            snapshot.mark_unchanged();
+            let answer = self.leases.grant(caller.clone(), wish.clone()).await;
+            if !matches!(answer, Answer::Wait(..)) {
+                return answer;
+            }
+            match tokio::time::timeout_at(deadline, snapshot.changed()).await {
+                Ok(Ok(())) => {}
+                _ => return answer,
+            }
+        }
+    }
+
+    async fn answer(&self, stream: &mut UnixStream, reply: &Reply) -> io::Result<()> {
+        tokio::time::timeout(self.limits.patience, stream.write_all(&message::encode(reply)))
+            .await
+            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the caller does not take its answer"))?
+    }
+}
+
+/// Workers of a process; the servers hear of its end however the connection's task ends.
+struct Guard {
+    leases: Arc<dyn Leases>,
+    granted: Vec<crate::leases::Granted>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.leases.ended(std::mem::take(&mut self.granted));
+    }
+}
+
+async fn read_request(stream: &mut UnixStream, limit: usize) -> io::Result<Request> {
+    let malformed =
+        |what: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, what.to_string());
+    let mut prefix = [0; 4];
+    stream.read_exact(&mut prefix).await?;
+    let length = message::body_len(prefix).map_err(|e| malformed(&e))?;
+    if length > limit {
+        return Err(malformed(&message::Malformed::TooLong(length)));
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await?;
+    let request: Request = message::decode(&body).map_err(|e| malformed(&e))?;
+    if request.version != VERSION {
+        return Err(malformed(&format!("version {}, this daemon speaks {VERSION}", request.version)));
+    }
+    let long = |(key, value): &(String, String)| key.len() > MAX_VARIABLE || value.len() > MAX_VARIABLE;
+    if request.environment.len() > MAX_VARIABLES || request.environment.iter().any(long) {
+        return Err(malformed(&"too much environment"));
+    }
+    Ok(request)
+}
+
+/// Until the caller does not wait any more: it ended, or closed its side.
+async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
+    let closed = async {
+        loop {
+            if stream.readable().await.is_err() {
+                return;
+            }
+            let mut byte = [0; 64];
+            match stream.try_read(&mut byte) {
+                Ok(0) => return,
+                // Nothing may follow the request; what does is thrown away.
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return,
+            }
+        }
+    };
+    tokio::select! {
+        () = closed => {}
+        () = process_end(pidfd) => {}
+    }
+}
+
+/// Until the process has ended. A process that only closed its connection (as `closefrom` does) still runs.
+async fn ended(stream: UnixStream, pidfd: Option<AsyncFd<OwnedFd>>) {
+    if pidfd.is_some() {
+        process_end(pidfd.as_ref()).await;
+    } else {
+        gone(&stream, None).await;
+    }
+    drop(stream);
+}
+
+async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
+    match pidfd {
+        // A pidfd becomes readable when its process has ended.
+        Some(fd) => drop(fd.readable().await),
+        None => std::future::pending().await,
+    }
+}
+
+fn peer(stream: &UnixStream) -> io::Result<Peer> {
+    let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
+    let pid = u32::try_from(credentials.pid()).unwrap_or(0);
+    let pidfd = match peer_pidfd(stream) {
+        Ok(fd) => Some(fd),
+        Err(_) if pid > 0 => pidfd_open(pid).ok(),
+        Err(_) => None,
+    };
+    Ok(Peer { uid: credentials.uid(), pid, pidfd })
+}
+
+/// The process at the other end, free of any race with reused pids (Linux 6.5).
+fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option writes one int into `fd`, whose size `length` says; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 || fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The process that has this pid now. The caller is waiting for its answer, so it is still the one that connected,
+/// unless it has just ended: then the connection's end says so.
+fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: pidfd_open takes a pid and flags and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::c_int, 0) };
+    let fd = libc::c_int::try_from(fd).unwrap_or(-1);
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}

@@ -1,0 +1,377 @@
+//! Who this client is in the pool: a certificate and key of the pool's authority, and how it comes to have them.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use gpusession_proto::join::{self, JoinToken};
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+
+use crate::config::{ConfigError, ServerEntry, Servers};
+
+/// Files of an identity.
+const CERTIFICATE: &str = "client.pem";
+const KEY: &str = "client.key";
+const AUTHORITY: &str = "authority.pem";
+
+/// Why an identity cannot be used or had.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// There is none.
+    #[error("no identity in {}: join a pool with `gpusession join`", .0.display())]
+    Missing(PathBuf),
+    /// A file of it cannot be read or written.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// A file of it does not hold what it should.
+    #[error("{}: {message}", path.display())]
+    Bad {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        message: String,
+    },
+    /// A name that no client can have.
+    #[error("`{0}` cannot name a client: use a-z, 0-9, `-` and dots, 64 characters at most")]
+    Name(String),
+    /// TLS or certificates.
+    #[error("{0}")]
+    Tls(String),
+    /// `servers.toml`.
+    #[error(transparent)]
+    Servers(#[from] ConfigError),
+    /// The pool says no, or does not answer.
+    #[error(transparent)]
+    Pool(#[from] crate::pool::PoolError),
+}
+
+/// Where an identity and its list of servers lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Home {
+    /// Folder of certificate, key and authority.
+    pub identity: PathBuf,
+    /// `servers.toml`, in the order they are looked for; the first is written.
+    pub servers: Vec<PathBuf>,
+}
+
+impl Home {
+    /// The daemon's: below the state directory; `servers.toml` of the configuration directory first.
+    pub fn system() -> Self {
+        let state = crate::places::state_directory();
+        Self {
+            identity: state.join("identity"),
+            servers: vec![
+                crate::places::configuration_directory().join("servers.toml"),
+                state.join("servers.toml"),
+            ],
+        }
+    }
+
+    /// A user's own, below `~/.config/gpusession`; the list of servers may be the system's.
+    pub fn user() -> Option<Self> {
+        let folder = crate::places::user_directory()?;
+        Some(Self {
+            identity: folder.join("identity"),
+            servers: vec![
+                folder.join("servers.toml"),
+                crate::places::configuration_directory().join("servers.toml"),
+            ],
+        })
+    }
+
+    /// The user's identity if there is one, else the system's where its key can be read.
+    pub fn of_caller() -> Self {
+        match Self::user() {
+            Some(user) if user.exists() => user,
+            user => {
+                let system = Self::system();
+                if fs::File::open(system.identity.join(KEY)).is_ok() {
+                    system
+                } else {
+                    user.unwrap_or(system)
+                }
+            }
+        }
+    }
+
+    /// Whether there is an identity.
+    pub fn exists(&self) -> bool {
+        self.identity.join(CERTIFICATE).exists()
+    }
+
+    /// Control addresses of the pool.
+    pub fn addresses(&self) -> Result<Vec<String>, IdentityError> {
+        for path in &self.servers {
+            if let Some(servers) = Servers::load(path)? {
+                return Ok(servers.addresses());
+            }
+        }
+        Ok(Vec::new())
+    }
+
+    /// Reads the identity.
+    pub fn load(&self) -> Result<Identity, IdentityError> {
+        if !self.exists() {
+            return Err(IdentityError::Missing(self.identity.clone()));
+        }
+        let read = |name: &str| {
+            let path = self.identity.join(name);
+            fs::read(&path).map_err(|error| IdentityError::File { path, error })
+        };
+        let bad =
+            |name: &str, message: String| IdentityError::Bad { path: self.identity.join(name), message };
+        let certificates = |name: &str| {
+            CertificateDer::pem_slice_iter(&read(name)?)
+                .collect::<Result<Vec<_>, _>>()
+                .map_err(|e| bad(name, e.to_string()))
+        };
+        let chain = certificates(CERTIFICATE)?;
+        let mut authorities = certificates(AUTHORITY)?;
+        if chain.is_empty() || authorities.is_empty() {
+            return Err(bad(CERTIFICATE, "no certificate in it".into()));
+        }
+        let key = PrivateKeyDer::from_pem_slice(&read(KEY)?).map_err(|e| bad(KEY, e.to_string()))?;
+        let roots = roots(authorities.swap_remove(0))?;
+        let mut config = builder()
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, key)
+            .map_err(|e| bad(CERTIFICATE, e.to_string()))?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Identity { tls: Arc::new(config) })
+    }
+
+    /// Writes an identity that the pool has given; files that others cannot read, replaced by rename.
+    fn store(
+        &self,
+        certificate: &str,
+        key: &str,
+        authority: &str,
+        servers: Vec<String>,
+    ) -> Result<(), IdentityError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |error| IdentityError::File { path, error }
+        };
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.identity)
+            .map_err(failed(&self.identity))?;
+        write(&self.identity.join(AUTHORITY), authority, 0o644)
+            .map_err(failed(&self.identity.join(AUTHORITY)))?;
+        write(&self.identity.join(KEY), key, 0o600).map_err(failed(&self.identity.join(KEY)))?;
+        write(&self.identity.join(CERTIFICATE), certificate, 0o644)
+            .map_err(failed(&self.identity.join(CERTIFICATE)))?;
+        let text = Servers { servers: servers.into_iter().map(|address| ServerEntry { address }).collect() }
+            .to_text();
+        let mut result = Ok(());
+        for path in &self.servers {
+            result = path
+                .parent()
+                .map_or(Ok(()), fs::create_dir_all)
+                .and_then(|()| write(path, &text, 0o644))
+                .map_err(failed(path));
+            // The daemon may not write /etc: then the list lies beside its identity.
+            if result.is_ok() {
+                break;
+            }
+        }
+        result
+    }
+}
+
+fn write(path: &Path, text: &str, mode: u32) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".new");
+    let new = path.with_file_name(name);
+    match fs::remove_file(&new) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
+    file.set_permissions(fs::Permissions::from_mode(mode))?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, path)
+}
+
+/// What this client proves itself with.
+#[derive(Clone)]
+pub struct Identity {
+    tls: Arc<ClientConfig>,
+}
+
+impl Identity {
+    /// For connections to servers of the pool.
+    pub fn tls(&self) -> Arc<ClientConfig> {
+        self.tls.clone()
+    }
+}
+
+/// The name that every server of the pool proves.
+pub fn server_name() -> ServerName<'static> {
+    ServerName::try_from(join::any_server()).unwrap_or_else(|_| unreachable!("a constant and valid DNS name"))
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
+    ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap_or_else(|_| unreachable!("ring speaks TLS 1.3"))
+}
+
+fn roots(authority: CertificateDer<'static>) -> Result<Arc<RootCertStore>, IdentityError> {
+    let mut roots = RootCertStore::empty();
+    roots.add(authority).map_err(|e| IdentityError::Tls(format!("the pool's authority: {e}")))?;
+    Ok(Arc::new(roots))
+}
+
+fn sha256(bytes: &[u8]) -> [u8; 32] {
+    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
+    let mut out = [0; 32];
+    out.copy_from_slice(digest.as_ref());
+    out
+}
+
+/// Accepts a server whose chain contains the authority that a join token pins, and is signed by it.
+#[derive(Debug)]
+struct Pinned {
+    authority: [u8; 32],
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let unknown =
+            || rustls::Error::General("the server is not of the pool that the join token is for".into());
+        let authority = intermediates.iter().find(|c| sha256(c) == self.authority).ok_or_else(unknown)?;
+        let roots =
+            roots(authority.clone().into_owned()).map_err(|e| rustls::Error::General(e.to_string()))?;
+        WebPkiServerVerifier::builder_with_provider(roots, self.provider.clone())
+            .build()
+            .map_err(|e| rustls::Error::General(e.to_string()))?
+            .verify_server_cert(end_entity, intermediates, server_name, ocsp, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        rustls::crypto::verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// What joining gave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Joined {
+    /// This client's name in the pool.
+    pub name: String,
+    /// Control addresses of the pool.
+    pub servers: Vec<String>,
+}
+
+/// The name to ask for where nobody chose one: the host's, made fit.
+pub fn default_name() -> String {
+    let host = nix::unistd::gethostname().ok().and_then(|h| h.into_string().ok()).unwrap_or_default();
+    let host: String = host
+        .to_ascii_lowercase()
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' })
+        .collect();
+    let host = host.trim_matches(|c| c == '-' || c == '.');
+    let host = &host[..host.len().min(64)];
+    if join::is_name(host) { host.to_owned() } else { "client".to_owned() }
+}
+
+/// Joins a pool: makes a key, has it certified by the server at `address`, and stores the identity in `home`.
+///
+/// The key never leaves this machine, and the server is believed only if it is of the pool that the token names.
+pub async fn join_pool(
+    home: &Home,
+    address: &str,
+    token: &str,
+    name: Option<&str>,
+) -> Result<Joined, IdentityError> {
+    let parsed: JoinToken = token.parse().map_err(|e: join::NotAToken| IdentityError::Tls(e.to_string()))?;
+    let name = name.map_or_else(default_name, str::to_owned);
+    if !join::is_name(&name) {
+        return Err(IdentityError::Name(name));
+    }
+    let certified = |e: rcgen::Error| IdentityError::Tls(format!("certificate request: {e}"));
+    let key = rcgen::KeyPair::generate().map_err(certified)?;
+    let mut params = rcgen::CertificateParams::new(vec![join::client(&name)]).map_err(certified)?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(rcgen::DnType::CommonName, name.as_str());
+    let csr_pem = params.serialize_request(&key).and_then(|csr| csr.pem()).map_err(certified)?;
+
+    let pinned = Pinned { authority: parsed.authority, provider: provider() };
+    let mut tls =
+        builder().dangerous().with_custom_certificate_verifier(Arc::new(pinned)).with_no_client_auth();
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    let reply = crate::client::join(
+        address,
+        Arc::new(tls),
+        gpusession_proto::control::JoinRequest {
+            token: token.trim().to_owned(),
+            csr_pem,
+            client_name: name,
+            machine_id: crate::places::machine_id(),
+            boot_id: crate::places::hex(&crate::places::boot_id()),
+        },
+    )
+    .await?;
+    let authority = CertificateDer::from_pem_slice(reply.authority_pem.as_bytes())
+        .map_err(|e| IdentityError::Tls(format!("{address} sent no authority: {e}")))?;
+    if sha256(&authority) != parsed.authority {
+        return Err(IdentityError::Tls(format!(
+            "{address} sent another authority than the join token names"
+        )));
+    }
+    // A server that knows no address of itself is reached as it was now.
+    let mut servers: Vec<String> =
+        reply.servers.iter().filter_map(|s| crate::values::control_address(s).ok()).collect();
+    if servers.is_empty() {
+        servers.push(address.to_owned());
+    }
+    home.store(&reply.certificate_pem, &key.serialize_pem(), &reply.authority_pem, servers.clone())?;
+    Ok(Joined { name: reply.client_name, servers })
+}

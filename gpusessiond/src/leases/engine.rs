@@ -1,0 +1,901 @@
+//! Runs the [`machine`](super::machine): asks the servers, keeps time, tells everyone.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use async_trait::async_trait;
+use gpusession_proto::control;
+use gpusession_proto::grant::{Denial, Endpoint};
+use gpusession_proto::ticket::Ticket;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Time};
+use super::{
+    Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
+    Snapshot, Spec, Update, Wish,
+};
+use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// How long a reconnecting watch pauses.
+const WATCH_PAUSE: Duration = Duration::from_secs(2);
+/// Tries to tell a server that a process has ended.
+const ENDED_TRIES: u32 = 6;
+
+enum Message {
+    Create(Box<Spec>, oneshot::Sender<Result<LeaseView, PoolError>>),
+    Want(Box<Spec>, oneshot::Sender<Slot>),
+    Release(Slot, String, oneshot::Sender<bool>),
+    Renew(String, oneshot::Sender<Result<Duration, PoolError>>),
+    Grant(Caller, Wish, oneshot::Sender<Answer>),
+    Ended(Vec<Granted>),
+    Drained(oneshot::Sender<()>),
+    Allocated(Slot, Result<(usize, control::Lease), PoolError>),
+    Renewed(usize, Vec<String>, Duration, Result<Vec<control::RenewedLease>, PoolError>),
+    Released(usize, String, Result<(), PoolError>),
+    Workers(Slot, String, Result<Vec<control::Worker>, PoolError>),
+    Event(usize, control::PoolEvent),
+    Described(usize, Duration, control::ServerDescription),
+    Connect(Vec<Arc<dyn PoolServer>>),
+    Notice(String),
+    Server(usize, oneshot::Sender<Option<Arc<dyn PoolServer>>>),
+}
+
+type Updates = Arc<Mutex<Option<mpsc::UnboundedSender<Update>>>>;
+
+/// Handle of the running lease manager. The manager ends when its last handle is gone.
+#[derive(Clone)]
+pub struct Engine {
+    messages: mpsc::UnboundedSender<Message>,
+    snapshot: watch::Receiver<Arc<Snapshot>>,
+    updates: Updates,
+}
+
+/// What the manager has to know about the machine it runs on.
+#[derive(Debug, Clone)]
+pub struct Here {
+    /// This boot.
+    pub boot_id: [u8; 16],
+    /// This machine, hashed.
+    pub machine_id: String,
+    /// Seed of the jitter.
+    pub seed: u64,
+}
+
+impl Here {
+    /// The machine this program runs on.
+    pub fn this_machine() -> Self {
+        let mut seed = [0; 8];
+        // Without entropy there is still jitter, only the same one each time.
+        let _ = getrandom::fill(&mut seed);
+        Self {
+            boot_id: crate::places::boot_id(),
+            machine_id: crate::places::machine_id(),
+            seed: u64::from_le_bytes(seed),
+        }
+    }
+}
+
+impl Engine {
+    /// Starts a manager on the current runtime; it knows no server until [`Engine::connect`].
+    pub fn start(here: Here) -> Self {
+        let (messages, inbox) = mpsc::unbounded_channel();
+        let (snapshot_out, snapshot) = watch::channel(Arc::new(Snapshot::default()));
+        let updates = Updates::default();
+        let boot = crate::places::hex(&here.boot_id);
+        let rng = fastrand::Rng::with_seed(here.seed);
+        let actor = Actor {
+            machine: Machine::new(boot.clone(), here.machine_id.clone(), rng),
+            servers: Vec::new(),
+            here,
+            boot,
+            origin: Instant::now(),
+            messages: messages.downgrade(),
+            snapshot: snapshot_out,
+            updates: updates.clone(),
+            described: false,
+            creating: HashMap::new(),
+            granted: BTreeMap::new(),
+            drained: Vec::new(),
+            about: Vec::new(),
+        };
+        tokio::spawn(actor.run(inbox));
+        Self { messages, snapshot, updates }
+    }
+
+    /// Learns of servers.
+    pub fn connect(&self, servers: Vec<Arc<dyn PoolServer>>) {
+        let _ = self.messages.send(Message::Connect(servers));
+    }
+
+    /// Says why no server is known; whoever waits for a lease hears it.
+    pub fn notice(&self, why: &str) {
+        let _ = self.messages.send(Message::Notice(why.to_owned()));
+    }
+
+    async fn call<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.messages.send(message(reply)).ok()?;
+        answer.await.ok()
+    }
+}
+
+fn ended() -> PoolError {
+    PoolError::new(Trouble::Unreachable, "the lease manager has ended")
+}
+
+#[async_trait]
+impl Leases for Engine {
+    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.snapshot.clone()
+    }
+
+    fn updates(&self) -> mpsc::UnboundedReceiver<Update> {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
+        let _ = sender.send(Update { changes: Vec::new(), snapshot: self.snapshot.borrow().clone() });
+        *updates = Some(sender);
+        receiver
+    }
+
+    async fn create(&self, spec: Spec) -> Result<LeaseView, PoolError> {
+        self.call(|reply| Message::Create(Box::new(spec), reply)).await.unwrap_or_else(|| Err(ended()))
+    }
+
+    async fn want(&self, spec: Spec) -> Slot {
+        self.call(|reply| Message::Want(Box::new(spec), reply)).await.unwrap_or(0)
+    }
+
+    async fn release(&self, slot: Slot, reason: &str) -> bool {
+        self.call(|reply| Message::Release(slot, reason.to_owned(), reply)).await.unwrap_or(false)
+    }
+
+    async fn renew(&self, id: &str) -> Result<Duration, PoolError> {
+        self.call(|reply| Message::Renew(id.to_owned(), reply)).await.unwrap_or_else(|| Err(ended()))
+    }
+
+    async fn grant(&self, caller: Caller, wish: Wish) -> Answer {
+        self.call(|reply| Message::Grant(caller, wish, reply))
+            .await
+            .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "the daemon is stopping".into()))
+    }
+
+    fn ended(&self, granted: Vec<Granted>) {
+        let _ = self.messages.send(Message::Ended(granted));
+    }
+
+    async fn ping(&self, server: usize) -> Result<Duration, PoolError> {
+        let pool = self.call(|reply| Message::Server(server, reply)).await.flatten();
+        let Some(pool) = pool else {
+            return Err(PoolError::new(Trouble::Invalid, "no such server"));
+        };
+        let begun = Instant::now();
+        let description = pool.describe().await?;
+        let rtt = begun.elapsed();
+        let _ = self.messages.send(Message::Described(server, rtt, description));
+        Ok(rtt)
+    }
+
+    async fn shutdown(&self, limit: Duration) {
+        let _ = tokio::time::timeout(limit, self.call(Message::Drained)).await;
+    }
+}
+
+/// Follows one server's events for as long as the manager lives.
+async fn follow(
+    server: Arc<dyn PoolServer>,
+    index: usize,
+    boot: String,
+    messages: mpsc::WeakUnboundedSender<Message>,
+) {
+    let mut said = false;
+    loop {
+        let begun = Instant::now();
+        match server.describe().await {
+            Ok(description) => {
+                said = false;
+                let Some(messages) = messages.upgrade() else { return };
+                let _ = messages.send(Message::Described(index, begun.elapsed(), description));
+            }
+            Err(error) => {
+                if !said {
+                    warn!(GPUSESSION_SERVER = server.address(), "{error}");
+                    said = true;
+                }
+                if messages.upgrade().is_none() {
+                    return;
+                }
+                tokio::time::sleep(WATCH_PAUSE).await;
+                continue;
+            }
+        }
+        let (events, mut arriving) = mpsc::channel(64);
+        let watching = server.watch(boot.clone(), events);
+        tokio::pin!(watching);
+        let result = loop {
+            tokio::select! {
+                result = &mut watching => break result,
+                Some(event) = arriving.recv() => {
+                    let Some(messages) = messages.upgrade() else { return };
+                    let _ = messages.send(Message::Event(index, event));
+                }
+            }
+        };
+        while let Ok(event) = arriving.try_recv() {
+            let Some(messages) = messages.upgrade() else { return };
+            let _ = messages.send(Message::Event(index, event));
+        }
+        if let Err(error) = result {
+            debug!(server = server.address(), "watch ended: {error}");
+        }
+        if messages.upgrade().is_none() {
+            return;
+        }
+        tokio::time::sleep(WATCH_PAUSE).await;
+    }
+}
+
+struct Actor {
+    machine: Machine,
+    servers: Vec<Arc<dyn PoolServer>>,
+    here: Here,
+    boot: String,
+    origin: Instant,
+    messages: mpsc::WeakUnboundedSender<Message>,
+    snapshot: watch::Sender<Arc<Snapshot>>,
+    updates: Updates,
+    /// A server's description changed.
+    described: bool,
+    creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
+    /// Processes per slot.
+    granted: BTreeMap<Slot, usize>,
+    drained: Vec<oneshot::Sender<()>>,
+    about: Vec<ServerView>,
+}
+
+impl Actor {
+    fn now(&self) -> Time {
+        self.origin.elapsed()
+    }
+
+    async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Message>) {
+        self.machine.tick(self.now());
+        self.work();
+        loop {
+            let deadline = self.machine.deadline().map(|at| self.origin + at);
+            let sleep = async {
+                match deadline {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                message = inbox.recv() => match message {
+                    Some(message) => self.handle(message),
+                    None => return,
+                },
+                () = sleep => {}
+            }
+            // What is already there is handled before the world is told once.
+            while let Ok(message) = inbox.try_recv() {
+                self.handle(message);
+            }
+            self.machine.tick(self.now());
+            self.work();
+        }
+    }
+
+    fn handle(&mut self, message: Message) {
+        let now = self.now();
+        match message {
+            Message::Create(spec, reply) => {
+                let slot = self.machine.want(now, *spec);
+                self.creating.insert(slot, reply);
+            }
+            Message::Want(spec, reply) => {
+                let _ = reply.send(self.machine.want(now, *spec));
+            }
+            Message::Release(slot, reason, reply) => {
+                let there = self.machine.slot(slot).is_some();
+                self.machine.release(now, slot, &reason);
+                let _ = reply.send(there);
+            }
+            Message::Renew(id, reply) => self.renew(&id, reply),
+            Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
+            Message::Ended(granted) => self.process_ended(granted),
+            Message::Drained(reply) => {
+                let slots: Vec<Slot> = self.machine.slots().map(|(slot, _)| slot).collect();
+                for slot in slots {
+                    self.machine.release(now, slot, "the daemon is stopping");
+                }
+                self.drained.push(reply);
+            }
+            Message::Allocated(slot, result) => {
+                if let Ok((server, lease)) = &result {
+                    self.machine.name_server(*server, &lease.server);
+                    if !lease.server.is_empty() {
+                        self.about[*server].name.clone_from(&lease.server);
+                    }
+                    info!(
+                        GPUSESSION_LEASE = lease.id,
+                        GPUSESSION_SERVER = lease.server,
+                        "lease {} granted by {}: {} GPU(s)",
+                        lease.id,
+                        lease.server,
+                        lease.devices.len()
+                    );
+                }
+                self.machine.allocated(now, slot, result);
+            }
+            Message::Renewed(server, asked, rtt, result) => {
+                if result.is_ok() {
+                    self.about[server].last_seen_usec = wall_usec();
+                    self.about[server].rtt_usec = rtt.as_micros() as u64;
+                }
+                self.machine.renewed(now, server, &asked, result);
+            }
+            Message::Released(server, lease, result) => {
+                if let Err(error) = &result {
+                    warn!(GPUSESSION_LEASE = lease, "release of {lease}: {error}");
+                }
+                self.machine.released(now, server, &lease, result);
+            }
+            Message::Workers(slot, lease, result) => {
+                if let Err(error) = &result {
+                    warn!(GPUSESSION_LEASE = lease, "no worker for {lease}: {error}");
+                }
+                self.machine.workers(now, slot, &lease, result);
+            }
+            Message::Connect(servers) => {
+                for server in servers {
+                    let address = server.address().to_owned();
+                    let index = self.machine.add_server(now, address.clone());
+                    tokio::spawn(follow(server.clone(), index, self.boot.clone(), self.messages.clone()));
+                    self.servers.push(server);
+                    self.about.push(ServerView { name: address.clone(), address, ..ServerView::default() });
+                }
+                self.described = true;
+            }
+            Message::Notice(why) => self.machine.set_notice(now, why),
+            Message::Server(index, reply) => {
+                let _ = reply.send(self.servers.get(index).cloned());
+            }
+            Message::Event(server, event) => self.machine.event(now, server, event),
+            Message::Described(server, rtt, description) => {
+                self.machine.name_server(server, &description.name);
+                let about = &mut self.about[server];
+                if !description.name.is_empty() {
+                    about.name = description.name;
+                }
+                about.rtt_usec = rtt.as_micros() as u64;
+                about.last_seen_usec = wall_usec();
+                about.protocol = description.protocol;
+                about.software = description.software;
+                about.devices = description.devices.len() as u32;
+                about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
+                about.state = description.state;
+                self.described = true;
+            }
+        }
+    }
+
+    fn spawn(&self, future: impl Future<Output = Message> + Send + 'static) {
+        let messages = self.messages.clone();
+        tokio::spawn(async move {
+            let message = future.await;
+            if let Some(messages) = messages.upgrade() {
+                let _ = messages.send(message);
+            }
+        });
+    }
+
+    /// Does what the machine wants done, then publishes how things are.
+    fn work(&mut self) {
+        self.work_once();
+        while self.machine.has_actions() {
+            self.work_once();
+        }
+    }
+
+    fn work_once(&mut self) {
+        let mut told = Vec::new();
+        while let Some(action) = self.machine.next_action() {
+            match action {
+                Action::Allocate { slot, servers, request } => {
+                    let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
+                    self.spawn(async move { Message::Allocated(slot, allocate(pools, request).await) });
+                }
+                Action::Renew { server, leases } => {
+                    let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
+                    self.spawn(async move {
+                        let begun = Instant::now();
+                        let result = pool.renew(leases.clone(), boot).await;
+                        Message::Renewed(server, leases, begun.elapsed(), result)
+                    });
+                }
+                Action::Release { server, lease } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.release(lease.clone()).await;
+                        Message::Released(server, lease, result)
+                    });
+                }
+                Action::TakeWorkers { slot, server, lease, count } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.take_workers(lease.clone(), count, HashMap::new()).await;
+                        Message::Workers(slot, lease, result)
+                    });
+                }
+                Action::Tell(change) => told.push(change),
+            }
+        }
+        let snapshot = Arc::new(self.look());
+        // Waiting processes ask again at each notification, so only a real change notifies.
+        let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));
+        let mut changed = stock || std::mem::take(&mut self.described);
+        {
+            // Under the lock, so that a consumer that begins now misses nothing and sees nothing twice.
+            let updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
+            self.snapshot.send_if_modified(|old| {
+                changed |= !same(old, &snapshot);
+                *old = snapshot.clone();
+                changed
+            });
+            if let Some(updates) = updates.as_ref().filter(|_| changed || !told.is_empty()) {
+                let _ = updates.send(Update { changes: told.clone(), snapshot: snapshot.clone() });
+            }
+        }
+        for change in told {
+            self.log(&change);
+            match &change {
+                Change::Granted { slot } => {
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let view = snapshot.leases.iter().find(|l| l.slot == *slot).cloned();
+                        let gone = reply.send(view.ok_or_else(ended)).is_err();
+                        if gone {
+                            // Nobody waits for it any more.
+                            let now = self.now();
+                            self.machine.release(now, *slot, "its requester has gone");
+                        }
+                    }
+                }
+                Change::Failed { slot, error } => {
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let _ = reply.send(Err(error.clone()));
+                    }
+                }
+                Change::Removed { slot, .. } => {
+                    self.granted.remove(slot);
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let _ = reply.send(Err(ended()));
+                    }
+                }
+                _ => {}
+            }
+        }
+        if !self.drained.is_empty()
+            && self.machine.releases_pending() == 0
+            && self.machine.slots().next().is_none()
+        {
+            for reply in self.drained.drain(..) {
+                let _ = reply.send(());
+            }
+        }
+    }
+
+    fn log(&self, change: &Change) {
+        match change {
+            Change::Changed { slot } => {
+                let Some(wanted) = self.machine.slot(*slot) else { return };
+                if let (Phase::Waiting { retry }, Some(error)) = (&wanted.phase, &wanted.trouble) {
+                    let pause = retry.saturating_sub(self.now()).as_secs_f64();
+                    info!(GPUSESSION_REASON = ?error.trouble, "lease {} waits {pause:.1} s: {error}", wanted.spec.name);
+                }
+            }
+            Change::PrepareForLoss { left, reason, .. } => {
+                warn!(GPUSESSION_REASON = reason, "a lease will be lost in {} s: {reason}", left.as_secs());
+            }
+            Change::Lost { id, reason, .. } => {
+                warn!(GPUSESSION_LEASE = id, GPUSESSION_REASON = reason, "lease {id} lost: {reason}");
+            }
+            Change::Removed { slot, reason, .. } => {
+                info!(GPUSESSION_REASON = reason, "lease slot {slot} removed: {reason}");
+            }
+            _ => {}
+        }
+    }
+
+    fn look(&self) -> Snapshot {
+        let now = self.now();
+        let wall = wall_usec();
+        let at_wall = |time: Time| {
+            if time >= now {
+                wall + (time - now).as_micros() as u64
+            } else {
+                wall - (now - time).as_micros() as u64
+            }
+        };
+        let leases = self
+            .machine
+            .slots()
+            .map(|(slot, wanted)| {
+                let held = wanted.held();
+                let spec = wanted.spec.clone();
+                let pending_name =
+                    if spec.name.is_empty() { format!("request{slot}") } else { spec.name.clone() };
+                LeaseView {
+                    slot,
+                    id: held.map_or(pending_name, |h| h.lease.id.clone()),
+                    uid: match spec.owner {
+                        Owner::Uid(uid) => uid,
+                        _ => u32::MAX,
+                    },
+                    state: held.map_or(LeaseState::Pending, |h| h.state),
+                    devices: held.map(devices).unwrap_or_default(),
+                    server: held.map(|h| h.lease.server.clone()).unwrap_or_default(),
+                    created_usec: at_wall(held.map_or(wanted.since, |h| h.since)),
+                    expires_usec: held.map_or(0, |h| at_wall(h.expires)),
+                    fencing_token: held.map_or(0, |h| h.lease.fencing_token),
+                    encrypted: held.is_some_and(|h| h.lease.encrypted),
+                    trouble: wanted.trouble.clone(),
+                    retry_in: match wanted.phase {
+                        Phase::Waiting { retry } => Some(retry.saturating_sub(now)),
+                        _ => None,
+                    },
+                    stock: held.map_or(0, |h| h.stock.len()),
+                    processes: self.granted.get(&slot).copied().unwrap_or(0),
+                    spec,
+                }
+            })
+            .collect();
+        let servers = self
+            .about
+            .iter()
+            .enumerate()
+            .map(|(i, about)| {
+                let health = self.machine.health(i);
+                let silent = self.machine.silent_for(now, i);
+                let draining = about.state == "draining";
+                let state = match (&health.trouble, health.answered, silent) {
+                    (Some(e), ..) if e.trouble == Trouble::Refused => "unauthorized",
+                    (None, Some(_), _) if draining => "draining",
+                    (None, Some(_), _) => "online",
+                    (_, _, Some(silent)) if silent >= OFFLINE => "offline",
+                    (Some(_), Some(_), Some(silent)) if silent >= SUSPECT => "suspect",
+                    (Some(_), Some(_), _) => "online",
+                    (Some(_), None, _) => "offline",
+                    (None, None, _) => "connecting",
+                };
+                ServerView {
+                    state: state.into(),
+                    trouble: health.trouble.as_ref().map(|e| e.message.clone()).unwrap_or_default(),
+                    ..about.clone()
+                }
+            })
+            .collect();
+        Snapshot { leases, servers }
+    }
+
+    fn renew(&mut self, id: &str, reply: oneshot::Sender<Result<Duration, PoolError>>) {
+        let found =
+            self.machine.slots().find_map(|(_, w)| w.held().filter(|h| h.lease.id == id).map(|h| h.server));
+        let Some(server) = found else {
+            let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("no lease {id}"))));
+            return;
+        };
+        let (pool, boot, id) = (self.servers[server].clone(), self.boot.clone(), id.to_owned());
+        self.spawn(async move {
+            let begun = Instant::now();
+            let asked = vec![id.clone()];
+            let result = pool.renew(asked.clone(), boot).await;
+            let _ = reply.send(match &result {
+                Ok(leases) => match leases.iter().find(|l| l.id == id) {
+                    Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec)),
+                    _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id} is lost"))),
+                },
+                Err(error) => Err(error.clone()),
+            });
+            Message::Renewed(server, asked, begun.elapsed(), result)
+        });
+    }
+
+    /// Which leases a process gets: the one it names, else its user's, else those for all.
+    fn select(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Slot>, (Denial, String)> {
+        let mine = |owner: &Owner| match owner {
+            Owner::Uid(uid) => *uid == caller.uid,
+            Owner::User(name) => caller.user.as_deref() == Some(name),
+            Owner::Everyone => caller.access,
+        };
+        if let Some(id) = wish.lease.as_deref().filter(|id| !id.is_empty()) {
+            let named = self.machine.slots().find(|(_, w)| {
+                w.held().is_some_and(|h| h.lease.id == id) || (!w.spec.name.is_empty() && w.spec.name == id)
+            });
+            return match named {
+                Some((slot, wanted)) if mine(&wanted.spec.owner) || caller.uid == 0 => Ok(vec![slot]),
+                _ => Err((Denial::NoDevice, format!("there is no lease {id} of yours"))),
+            };
+        }
+        let configured = |test: &dyn Fn(&Owner) -> bool| {
+            let mut slots: Vec<_> = self
+                .machine
+                .slots()
+                .filter(|(_, w)| !w.spec.once && test(&w.spec.owner))
+                .map(|(slot, w)| (w.spec.order, slot))
+                .collect();
+            slots.sort_unstable();
+            slots.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>()
+        };
+        let own = configured(&|owner| *owner != Owner::Everyone && mine(owner));
+        if !own.is_empty() {
+            return Ok(own);
+        }
+        let boot = configured(&|owner| *owner == Owner::Everyone);
+        if boot.is_empty() {
+            return Err((Denial::NoDevice, "no lease is configured for this user".into()));
+        }
+        if !caller.access {
+            let who = caller.user.clone().unwrap_or_else(|| format!("uid {}", caller.uid));
+            return Err((Denial::NoDevice, format!("[access] does not let {who} use this machine's GPUs")));
+        }
+        Ok(boot)
+    }
+
+    fn grant(&mut self, caller: Caller, wish: Wish, reply: oneshot::Sender<Answer>) {
+        let now = self.now();
+        let slots = match self.select(&caller, &wish) {
+            Ok(slots) => slots,
+            Err((denial, reason)) => {
+                let _ = reply.send(Answer::Denied(denial, reason));
+                return;
+            }
+        };
+        let held: Vec<Slot> = slots
+            .iter()
+            .copied()
+            .filter(|s| self.machine.slot(*s).is_some_and(|w| w.held().is_some()))
+            .collect();
+        if held.len() < slots.len() && wish.lease.is_none() && !held.is_empty() {
+            debug!("process {} runs on {} of {} leases", caller.pid, held.len(), slots.len());
+        }
+        if held.is_empty() {
+            let wanted = slots.first().and_then(|s| self.machine.slot(*s));
+            let _ = reply.send(match wanted.and_then(|w| w.trouble.as_ref()) {
+                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+                Some(e) if e.trouble == Trouble::Protocol => {
+                    Answer::Denied(Denial::ProtocolMismatch, e.message.clone())
+                }
+                Some(e) => Answer::Wait(Denial::NotReady, e.message.clone()),
+                None => Answer::Wait(Denial::NotReady, "the lease is on its way".into()),
+            });
+            return;
+        }
+        if !wish.environment.is_empty() {
+            self.grant_cold(caller, wish, held, reply);
+            return;
+        }
+        let Some(workers) = self.machine.take(now, &held) else {
+            let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
+            let _ = reply.send(match trouble {
+                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+                Some(e) => Answer::Wait(Denial::NotReady, e.message.clone()),
+                None => Answer::Wait(Denial::NotReady, "the server is starting a worker".into()),
+            });
+            return;
+        };
+        let answer = self.mint(&caller, &wish, &held, workers);
+        if let Err(Answer::Granted(_, granted)) = reply.send(answer) {
+            self.process_ended(granted);
+        }
+    }
+
+    /// A process with a driver environment of its own gets workers that start for it.
+    fn grant_cold(&mut self, caller: Caller, wish: Wish, held: Vec<Slot>, reply: oneshot::Sender<Answer>) {
+        let asks: Vec<_> = held
+            .iter()
+            .filter_map(|slot| {
+                let held = self.machine.slot(*slot)?.held()?;
+                Some((*slot, held.clone(), self.servers[held.server].clone()))
+            })
+            .collect();
+        let boot_id = self.here.boot_id;
+        let issued = self.now().as_micros() as u64;
+        for (slot, ..) in &asks {
+            *self.granted.entry(*slot).or_default() += 1;
+        }
+        let messages = self.messages.clone();
+        tokio::spawn(async move {
+            let mut taken = Vec::new();
+            let mut failed = None;
+            for (slot, held, pool) in asks {
+                let worker = if failed.is_some() {
+                    None
+                } else {
+                    match pool.take_workers(held.lease.id.clone(), 1, wish.environment.clone()).await {
+                        Ok(workers) if workers.is_empty() => {
+                            failed = Some(PoolError::new(Trouble::NoCapacity, "the server has no worker"));
+                            None
+                        }
+                        Ok(workers) => workers.into_iter().next(),
+                        Err(error) => {
+                            failed = Some(error);
+                            None
+                        }
+                    }
+                };
+                // Each slot was counted above; one without a worker is taken back by the same path as the others.
+                taken.push((slot, held, worker.unwrap_or_default()));
+            }
+            let (endpoints, granted) = mint(&caller, &wish.program, boot_id, issued, &taken);
+            let answer = match failed {
+                None => Answer::Granted(endpoints, granted.clone()),
+                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message),
+                Some(e) => Answer::Denied(Denial::NotReady, e.message),
+            };
+            let refused = !matches!(answer, Answer::Granted(..));
+            if (reply.send(answer).is_err() || refused)
+                && let Some(messages) = messages.upgrade()
+            {
+                let _ = messages.send(Message::Ended(granted));
+            }
+        });
+    }
+
+    fn mint(&mut self, caller: &Caller, wish: &Wish, held: &[Slot], workers: Vec<control::Worker>) -> Answer {
+        let taken: Vec<_> = held
+            .iter()
+            .zip(workers)
+            .filter_map(|(slot, worker)| Some((*slot, self.machine.slot(*slot)?.held()?.clone(), worker)))
+            .collect();
+        let (endpoints, granted) =
+            mint(caller, &wish.program, self.here.boot_id, self.now().as_micros() as u64, &taken);
+        for (slot, ..) in &taken {
+            *self.granted.entry(*slot).or_default() += 1;
+        }
+        Answer::Granted(endpoints, granted)
+    }
+
+    fn process_ended(&mut self, granted: Vec<Granted>) {
+        for one in granted {
+            if let Some(count) = self.granted.get_mut(&one.slot) {
+                *count = count.saturating_sub(1);
+            }
+            if one.worker == [0; 16] {
+                continue;
+            }
+            let pool = self.servers[one.server].clone();
+            tokio::spawn(async move {
+                for attempt in 0..ENDED_TRIES {
+                    match pool.process_ended(one.lease.clone(), one.worker.to_vec()).await {
+                        Err(error) if error.trouble == Trouble::Unreachable => {
+                            debug!("end of a process of {}: {error}", one.lease);
+                            tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
+                        }
+                        _ => return,
+                    }
+                }
+            });
+        }
+    }
+}
+
+/// Equal as far as anybody waits for it: clocks move in every snapshot.
+fn same(a: &Snapshot, b: &Snapshot) -> bool {
+    a.leases.len() == b.leases.len()
+        && a.leases.iter().zip(&b.leases).all(|(a, b)| {
+            a.slot == b.slot
+                && a.id == b.id
+                && a.state == b.state
+                && a.trouble == b.trouble
+                && a.devices == b.devices
+                && a.processes == b.processes
+        })
+        && a.servers.len() == b.servers.len()
+        && a.servers.iter().zip(&b.servers).all(|(a, b)| a.state == b.state && a.name == b.name)
+}
+
+fn devices(held: &Held) -> Vec<DeviceView> {
+    let lease = &held.lease;
+    (0..)
+        .zip(&lease.devices)
+        .map(|(ordinal, device)| DeviceView {
+            device: device.clone(),
+            server: lease.server.clone(),
+            ordinal,
+            driver_version: lease.driver_version.clone(),
+            cuda_version: lease.cuda_version,
+        })
+        .collect()
+}
+
+fn mint(
+    caller: &Caller,
+    program: &str,
+    boot_id: [u8; 16],
+    issued_usec: u64,
+    taken: &[(Slot, Held, control::Worker)],
+) -> (Vec<Endpoint>, Vec<Granted>) {
+    let mut endpoints = Vec::new();
+    let mut granted = Vec::new();
+    for (slot, held, worker) in taken {
+        let id: [u8; 16] = worker.id.as_slice().try_into().unwrap_or_default();
+        granted.push(Granted { slot: *slot, server: held.server, lease: held.lease.id.clone(), worker: id });
+        let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
+        let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
+        if held.lease.encrypted && fingerprint.is_none() {
+            // Never a connection in clear because a field was malformed.
+            continue;
+        }
+        let mut nonce = [0; 16];
+        if getrandom::fill(&mut nonce).is_err() {
+            warn!("no randomness for a ticket's nonce");
+        }
+        let ticket = Ticket {
+            lease: held.lease.id.clone(),
+            worker: id,
+            uid: caller.uid,
+            pid: caller.pid,
+            boot_id,
+            issued_usec,
+            nonce,
+            program: program.to_owned(),
+        };
+        endpoints.push(Endpoint {
+            server: held.lease.server.clone(),
+            addresses: held.lease.data_addresses.clone(),
+            worker: id,
+            fingerprint: fingerprint.filter(|_| held.lease.encrypted),
+            ticket: ticket.seal(&key),
+            lease: held.lease.id.clone(),
+            devices: held.lease.devices.len() as u32,
+        });
+    }
+    (endpoints, granted)
+}
+
+/// Asks one server after the other; what the last word is when all refuse is the most hopeful of their reasons.
+async fn allocate(
+    pools: Vec<(usize, Arc<dyn PoolServer>)>,
+    request: control::AllocateRequest,
+) -> Result<(usize, control::Lease), PoolError> {
+    let mut refusal: Option<PoolError> = None;
+    for (index, pool) in pools {
+        match pool.allocate(request.clone()).await {
+            Ok(lease) if valid(&lease) => return Ok((index, lease)),
+            Ok(_) => {
+                let message = format!("{} sent a lease that makes no sense", pool.address());
+                refusal = Some(PoolError::new(Trouble::Protocol, message));
+            }
+            Err(error) => {
+                let hope = |e: &PoolError| match e.trouble {
+                    Trouble::NoCapacity => 3,
+                    Trouble::Quota => 2,
+                    Trouble::Unreachable => 1,
+                    _ => 0,
+                };
+                if refusal.as_ref().is_none_or(|r| hope(&error) > hope(r)) {
+                    refusal = Some(error);
+                }
+            }
+        }
+    }
+    Err(refusal.unwrap_or_else(|| PoolError::new(Trouble::Unreachable, "no server to ask")))
+}
+
+/// A server is believed only within bounds.
+fn valid(lease: &control::Lease) -> bool {
+    !lease.id.is_empty()
+        && lease.id.len() <= 64
+        && lease.id.bytes().all(|b| b.is_ascii_alphanumeric())
+        && lease.ticket_key.len() == 32
+        && lease.ttl_usec >= 1_000_000
+        && lease.devices.len() <= 1024
+        && lease.data_addresses.len() <= 64
+        && !lease.data_addresses.is_empty()
+}
+
+fn wall_usec() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
+}

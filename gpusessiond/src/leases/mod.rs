@@ -1,0 +1,442 @@
+//! The leases of this machine: what is wanted, what is held, and who may use it.
+//!
+//! [`machine`] decides, [`engine`] does what it says; everything else (D-Bus, grant socket, command line) sees only
+//! [`Leases`].
+
+pub mod engine;
+pub mod machine;
+pub mod sim;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use gpusession_proto::control;
+use gpusession_proto::grant::{Denial, Endpoint};
+use tokio::sync::{mpsc, watch};
+
+pub use machine::{Slot, Time};
+
+use crate::config::{Class, LeaseConfig, Priority, Sharing};
+use crate::pool::PoolError;
+use crate::values::Memory;
+
+/// Whose a lease is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Owner {
+    /// Everyone who has access to this machine's GPUs.
+    Everyone,
+    /// The user of this name; known by uid once the user database has answered.
+    User(String),
+    /// This user.
+    Uid(u32),
+}
+
+/// A lease as it is wanted.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// What people call it.
+    pub name: String,
+    /// Tells it apart from the other wanted leases of this boot, also after a restart of the daemon.
+    pub key: String,
+    /// The request as the server knows it, where another process made it first; else made of boot and key.
+    pub request_id: Option<String>,
+    /// Position among the leases that one process gets together.
+    pub order: u32,
+    /// Number of GPUs.
+    pub gpus: u32,
+    /// Limit on each GPU's memory.
+    pub memory: Memory,
+    /// Share of the multiprocessors in percent.
+    pub sm_percent: u32,
+    /// Priority.
+    pub priority: Priority,
+    /// Sharing, if it matters.
+    pub sharing: Option<Sharing>,
+    /// GPU model; empty is any.
+    pub model: String,
+    /// GPU UUIDs; empty is any.
+    pub devices: Vec<String>,
+    /// Servers by name or address; empty is any.
+    pub servers: Vec<String>,
+    /// GPUs preferred if they are free.
+    pub sticky: Vec<String>,
+    /// Whose it is.
+    pub owner: Owner,
+    /// User on whose behalf, for the server's limits and accounting; empty is the machine's own.
+    pub user: String,
+    /// Lifetime.
+    pub class: Class,
+    /// Tried once, and not acquired anew when it is lost.
+    pub once: bool,
+    /// Wanted time to live; the default keeps a machine that has vanished from holding GPUs for long.
+    pub ttl: Option<Duration>,
+    /// Program that asked.
+    pub who: String,
+    /// Its reason.
+    pub why: String,
+}
+
+/// A configured lease lives this long without a sign of life from its machine.
+pub const CONFIGURED_TTL: Duration = Duration::from_secs(600);
+
+impl Spec {
+    /// A `[[lease]]` of the configuration; `order` is its position.
+    pub fn configured(lease: &LeaseConfig, order: u32) -> Self {
+        Self {
+            name: lease.name.clone(),
+            key: format!("configured/{}", lease.name),
+            request_id: None,
+            order,
+            gpus: lease.gpus,
+            memory: lease.memory,
+            sm_percent: lease.sm_percent,
+            priority: lease.priority,
+            sharing: lease.sharing,
+            model: lease.model.clone().unwrap_or_default(),
+            devices: Vec::new(),
+            servers: lease.server.iter().cloned().collect(),
+            sticky: Vec::new(),
+            owner: lease.for_user.clone().map_or(Owner::Everyone, Owner::User),
+            user: lease.for_user.clone().unwrap_or_default(),
+            class: lease.class,
+            once: false,
+            ttl: Some(CONFIGURED_TTL),
+            who: "gpusessiond".into(),
+            why: format!("[[lease]] {}", lease.name),
+        }
+    }
+
+    /// A lease that a user asks for now.
+    pub fn requested(key: String, uid: u32) -> Self {
+        Self {
+            name: String::new(),
+            key,
+            order: 0,
+            owner: Owner::Uid(uid),
+            class: Class::User,
+            once: true,
+            ttl: None,
+            who: String::new(),
+            why: String::new(),
+            ..Self::configured(&LeaseConfig::default(), 0)
+        }
+    }
+
+    fn request(
+        &self,
+        id: String,
+        boot_id: &str,
+        machine_id: &str,
+        sticky: &[String],
+    ) -> control::AllocateRequest {
+        let (memory_bytes, memory_percent) = match self.memory {
+            Memory::Bytes(bytes) => (bytes, 0.0),
+            Memory::Percent(percent) => (0, percent),
+        };
+        control::AllocateRequest {
+            request_id: id,
+            gpus: self.gpus,
+            memory_bytes,
+            memory_percent,
+            sm_percent: self.sm_percent,
+            model: self.model.clone(),
+            sharing: self.sharing.map(|s| s.as_str().to_owned()).unwrap_or_default(),
+            priority: self.priority.as_str().into(),
+            devices: self.devices.clone(),
+            user: self.user.clone(),
+            uid: if let Owner::Uid(uid) = self.owner { uid } else { 0 },
+            ttl_usec: self.ttl.map_or(0, |t| t.as_micros() as u64),
+            who: self.who.clone(),
+            why: self.why.clone(),
+            boot_id: boot_id.into(),
+            machine_id: machine_id.into(),
+            sticky: sticky.to_vec(),
+        }
+    }
+}
+
+/// State of a lease as D-Bus shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LeaseState {
+    /// Wanted, not held.
+    Pending,
+    /// Held.
+    Active,
+    /// Held, unused for a while.
+    Idle,
+    /// Held, its device memory in the server's host memory.
+    Parked,
+    /// Held, its server takes no new work.
+    Draining,
+    /// Gone without being released.
+    Lost,
+    /// Given back.
+    Released,
+}
+
+impl LeaseState {
+    /// The word used on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Active => "active",
+            Self::Idle => "idle",
+            Self::Parked => "parked",
+            Self::Draining => "draining",
+            Self::Lost => "lost",
+            Self::Released => "released",
+        }
+    }
+
+    /// A state that a server may report of a lease that it holds.
+    pub fn of_server(word: &str) -> Option<Self> {
+        [Self::Active, Self::Idle, Self::Parked, Self::Draining].into_iter().find(|s| s.as_str() == word)
+    }
+}
+
+/// Something happened to a lease or a server.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Change {
+    /// A lease is wanted.
+    New {
+        /// Which.
+        slot: Slot,
+    },
+    /// It is held now.
+    Granted {
+        /// Which.
+        slot: Slot,
+    },
+    /// Its properties changed.
+    Changed {
+        /// Which.
+        slot: Slot,
+    },
+    /// Its stock of workers changed.
+    Stock {
+        /// Which.
+        slot: Slot,
+    },
+    /// A lease that is tried once could not be had; the slot is gone.
+    Failed {
+        /// Which.
+        slot: Slot,
+        /// Why.
+        error: PoolError,
+    },
+    /// It will be taken away.
+    PrepareForLoss {
+        /// Which.
+        slot: Slot,
+        /// Time left.
+        left: Duration,
+        /// Why.
+        reason: String,
+    },
+    /// The server took it away, or it expired.
+    Lost {
+        /// Which.
+        slot: Slot,
+        /// The id it had.
+        id: String,
+        /// Why.
+        reason: String,
+    },
+    /// The slot is gone.
+    Removed {
+        /// Which.
+        slot: Slot,
+        /// Why.
+        reason: String,
+        /// Lost rather than given back.
+        lost: bool,
+    },
+    /// A server's state changed.
+    Server {
+        /// Index of the server.
+        server: usize,
+    },
+}
+
+/// A GPU of a lease.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeviceView {
+    /// As the server describes it.
+    pub device: control::Device,
+    /// Name of its server.
+    pub server: String,
+    /// Its number within the lease.
+    pub ordinal: u32,
+    /// Driver of the server.
+    pub driver_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+}
+
+/// A lease as others see it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LeaseView {
+    /// Inside the daemon.
+    pub slot: Slot,
+    /// The server's id; while pending, the lease's name.
+    pub id: String,
+    /// What was asked for.
+    pub spec: Spec,
+    /// Owner's uid; that of nobody in particular is `u32::MAX`.
+    pub uid: u32,
+    /// State.
+    pub state: LeaseState,
+    /// GPUs, empty while pending.
+    pub devices: Vec<DeviceView>,
+    /// Server's name, empty while pending.
+    pub server: String,
+    /// Wall-clock microseconds when it was granted (while pending: first wanted).
+    pub created_usec: u64,
+    /// Wall-clock microseconds when it ends unless renewed; 0 while pending.
+    pub expires_usec: u64,
+    /// Fencing token.
+    pub fencing_token: u64,
+    /// Whether data connections are encrypted.
+    pub encrypted: bool,
+    /// Why it is not held, or what went wrong last; empty if nothing did.
+    pub trouble: Option<PoolError>,
+    /// Time until the next try, while pending.
+    pub retry_in: Option<Duration>,
+    /// Workers ready for processes.
+    pub stock: usize,
+    /// Processes that use it.
+    pub processes: usize,
+}
+
+/// A server as others see it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ServerView {
+    /// Name, or the address until the server has told it.
+    pub name: String,
+    /// Control address.
+    pub address: String,
+    /// `connecting`, `online`, `suspect`, `offline`, `draining` or `unauthorized`.
+    pub state: String,
+    /// What went wrong last.
+    pub trouble: String,
+    /// Wall-clock microseconds when it answered last; 0 is never.
+    pub last_seen_usec: u64,
+    /// Round trip of the last call.
+    pub rtt_usec: u64,
+    /// Control protocol.
+    pub protocol: u32,
+    /// Software and version.
+    pub software: String,
+    /// GPUs that it serves.
+    pub devices: u32,
+    /// GPUs that nobody has.
+    pub free: u32,
+}
+
+/// Everything, at one moment.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Snapshot {
+    /// Leases in the order they were wanted.
+    pub leases: Vec<LeaseView>,
+    /// Servers in configuration order.
+    pub servers: Vec<ServerView>,
+}
+
+impl Snapshot {
+    /// A lease by its id.
+    pub fn lease(&self, id: &str) -> Option<&LeaseView> {
+        self.leases.iter().find(|l| l.id == id)
+    }
+
+    /// GPUs of configured leases: wanted and held.
+    pub fn pool(&self) -> (u32, u32) {
+        let configured = || self.leases.iter().filter(|l| !l.spec.once);
+        let ready =
+            configured().filter(|l| l.state != LeaseState::Pending).map(|l| l.devices.len() as u32).sum();
+        (configured().map(|l| l.spec.gpus).sum(), ready)
+    }
+}
+
+/// What happened, and how things are after it.
+#[derive(Debug, Clone)]
+pub struct Update {
+    /// In the order in which it happened.
+    pub changes: Vec<Change>,
+    /// After all of them.
+    pub snapshot: Arc<Snapshot>,
+}
+
+/// A process that asks for GPUs, as the kernel describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    /// User id.
+    pub uid: u32,
+    /// Process id.
+    pub pid: u32,
+    /// User name, if the user database knows one.
+    pub user: Option<String>,
+    /// Whether `[access]` lets the user have the leases for all.
+    pub access: bool,
+}
+
+/// What a process asks for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Wish {
+    /// The lease it names.
+    pub lease: Option<String>,
+    /// Its program.
+    pub program: String,
+    /// Driver environment that differs from the stock's.
+    pub environment: HashMap<String, String>,
+}
+
+/// A worker that was granted to a process; given back with [`Leases::ended`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Granted {
+    /// Which lease.
+    pub slot: Slot,
+    /// Index of its server.
+    pub server: usize,
+    /// Lease id.
+    pub lease: String,
+    /// Worker's id.
+    pub worker: [u8; 16],
+}
+
+/// Answer to a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// Its workers.
+    Granted(Vec<Endpoint>, Vec<Granted>),
+    /// Not now: wait for the next [`Snapshot`] and ask again, or give up with this.
+    Wait(Denial, String),
+    /// No.
+    Denied(Denial, String),
+}
+
+/// The lease manager, as everything else sees it.
+#[async_trait]
+pub trait Leases: Send + Sync {
+    /// How things are; notified at each change, also of the stock of workers.
+    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
+    /// Everything that happens from now on, in order, beginning with how things are. The last one to ask gets it.
+    fn updates(&self) -> mpsc::UnboundedReceiver<Update>;
+    /// Wants a lease that is tried once, and waits for it.
+    async fn create(&self, spec: Spec) -> Result<LeaseView, PoolError>;
+    /// Wants a lease until it is released.
+    async fn want(&self, spec: Spec) -> Slot;
+    /// Releases a lease; `false` if it is not there.
+    async fn release(&self, slot: Slot, reason: &str) -> bool;
+    /// Renews a lease now; the time it has left.
+    async fn renew(&self, id: &str) -> Result<Duration, PoolError>;
+    /// Grants GPUs to a process.
+    async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
+    /// The process has ended (or never got its answer).
+    fn ended(&self, granted: Vec<Granted>);
+    /// Asks a server how it is; the round trip.
+    async fn ping(&self, server: usize) -> Result<Duration, PoolError>;
+    /// Releases everything and waits, at most this long, until the servers know.
+    async fn shutdown(&self, limit: Duration);
+}

@@ -1,0 +1,238 @@
+//! A simulated server of the pool, for tests: what it does next is set by the test.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use gpusession_proto::control;
+use tokio::sync::{mpsc, watch};
+
+use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// State of a [`SimServer`].
+#[derive(Debug, Default)]
+pub struct SimState {
+    /// Calls fail with this while it is set.
+    pub failing: Option<PoolError>,
+    /// GPUs it has.
+    pub gpus: u32,
+    /// Refuses every request for more than this many GPUs as over quota.
+    pub quota: Option<u32>,
+    /// Leases that are held: id, GPUs, request id.
+    pub leases: Vec<(String, u32, String)>,
+    /// Workers that were taken: lease, worker.
+    pub taken: Vec<(String, [u8; 16])>,
+    /// Workers whose process ended.
+    pub ended: Vec<[u8; 16]>,
+    /// Leases that were released.
+    pub released: Vec<String>,
+    /// Every allocation request.
+    pub requests: Vec<control::AllocateRequest>,
+    /// Environments of cold workers.
+    pub environments: Vec<HashMap<String, String>>,
+    /// Ids of the leases to come; made up when empty.
+    pub ids: VecDeque<String>,
+    /// No worker can be taken while this is set.
+    pub no_workers: bool,
+    counter: u64,
+    watchers: Vec<mpsc::Sender<control::PoolEvent>>,
+}
+
+/// A server without a network.
+#[derive(Clone)]
+pub struct SimServer {
+    name: String,
+    state: Arc<Mutex<SimState>>,
+    calls: Arc<watch::Sender<u64>>,
+}
+
+/// The ticket key of every simulated lease.
+pub const KEY: [u8; 32] = [7; 32];
+
+impl SimServer {
+    /// A server with this many GPUs.
+    pub fn new(name: &str, gpus: u32) -> Self {
+        let state = SimState { gpus, ..SimState::default() };
+        Self { name: name.into(), state: Arc::new(Mutex::new(state)), calls: Arc::new(watch::channel(0).0) }
+    }
+
+    /// Looks at or changes its state.
+    pub fn with<T>(&self, change: impl FnOnce(&mut SimState) -> T) -> T {
+        let result = change(&mut self.state.lock().unwrap_or_else(|e| e.into_inner()));
+        self.calls.send_modify(|n| *n += 1);
+        result
+    }
+
+    /// Waits until the state is as wanted; it is looked at after each call.
+    pub async fn until(&self, mut test: impl FnMut(&SimState) -> bool) {
+        let mut calls = self.calls.subscribe();
+        while !test(&self.state.lock().unwrap_or_else(|e| e.into_inner())) {
+            if calls.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Sends an event to everyone who watches.
+    pub fn send(&self, event: control::PoolEvent) {
+        self.with(|state| state.watchers.retain(|w| w.try_send(event.clone()).is_ok()));
+    }
+
+    fn call<T>(&self, call: impl FnOnce(&mut SimState) -> Result<T, PoolError>) -> Result<T, PoolError> {
+        self.with(|state| match &state.failing {
+            Some(error) => Err(error.clone()),
+            None => call(state),
+        })
+    }
+}
+
+fn worker(state: &mut SimState, lease: &str) -> control::Worker {
+    state.counter += 1;
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&state.counter.to_le_bytes());
+    state.taken.push((lease.to_owned(), id));
+    control::Worker { id: id.to_vec(), fingerprint: vec![3; 32] }
+}
+
+#[async_trait]
+impl PoolServer for SimServer {
+    fn address(&self) -> &str {
+        &self.name
+    }
+
+    async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
+        self.call(|state| {
+            state.requests.push(request.clone());
+            let id = match state.leases.iter().find(|(_, _, r)| *r == request.request_id) {
+                Some((id, ..)) => id.clone(),
+                None => {
+                    if state.quota.is_some_and(|q| request.gpus > q) {
+                        return Err(PoolError::new(Trouble::Quota, "over the limit of this client"));
+                    }
+                    let used: u32 = state.leases.iter().map(|(_, n, _)| n).sum();
+                    if used + request.gpus > state.gpus {
+                        return Err(PoolError::new(
+                            Trouble::NoCapacity,
+                            format!("{}: all GPUs are taken", self.name),
+                        ));
+                    }
+                    state.counter += 1;
+                    let made_up = format!("sim{:09}", state.counter);
+                    let id = state.ids.pop_front().unwrap_or(made_up);
+                    state.leases.push((id.clone(), request.gpus, request.request_id.clone()));
+                    id
+                }
+            };
+            let workers = if state.no_workers { vec![] } else { vec![worker(state, &id)] };
+            Ok(control::Lease {
+                ticket_key: KEY.to_vec(),
+                fencing_token: state.counter,
+                devices: (0..request.gpus)
+                    .map(|i| control::Device {
+                        uuid: format!("GPU-{}-{i}", self.name),
+                        name: "Simulated GPU".into(),
+                        memory_bytes: 1 << 30,
+                        limit_bytes: 1 << 30,
+                        sm_percent: 100,
+                        compute_major: 9,
+                        state: "leased".into(),
+                        ..Default::default()
+                    })
+                    .collect(),
+                ttl_usec: if request.ttl_usec == 0 { 3_600_000_000 } else { request.ttl_usec },
+                server: self.name.clone(),
+                data_addresses: vec!["127.0.0.1:7602".into()],
+                encrypted: true,
+                workers,
+                driver_version: "580.1".into(),
+                cuda_version: 13000,
+                id,
+            })
+        })
+    }
+
+    async fn renew(
+        &self,
+        leases: Vec<String>,
+        _boot_id: String,
+    ) -> Result<Vec<control::RenewedLease>, PoolError> {
+        self.call(|state| {
+            Ok(leases
+                .into_iter()
+                .map(|id| {
+                    let lost = !state.leases.iter().any(|(held, ..)| *held == id);
+                    let reason = if lost { "no such lease".into() } else { String::new() };
+                    control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state: "active".into() }
+                })
+                .collect())
+        })
+    }
+
+    async fn release(&self, lease: String) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.leases.retain(|(id, ..)| *id != lease);
+            state.released.push(lease);
+            Ok(())
+        })
+    }
+
+    async fn take_workers(
+        &self,
+        lease: String,
+        count: u32,
+        environment: HashMap<String, String>,
+    ) -> Result<Vec<control::Worker>, PoolError> {
+        self.call(|state| {
+            if !state.leases.iter().any(|(id, ..)| *id == lease) {
+                return Err(PoolError::new(Trouble::NoSuchLease, "no such lease"));
+            }
+            if state.no_workers {
+                return Ok(vec![]);
+            }
+            if !environment.is_empty() {
+                state.environments.push(environment);
+            }
+            Ok((0..count).map(|_| worker(state, &lease)).collect())
+        })
+    }
+
+    async fn process_ended(&self, _lease: String, worker: Vec<u8>) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.ended.push(worker.try_into().unwrap_or_default());
+            Ok(())
+        })
+    }
+
+    async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
+        self.call(|state| {
+            let free = state.gpus - state.leases.iter().map(|(_, n, _)| n).sum::<u32>();
+            Ok(control::ServerDescription {
+                name: self.name.clone(),
+                software: "gpuserver sim".into(),
+                protocol: 1,
+                state: "online".into(),
+                devices: (0..state.gpus)
+                    .map(|i| control::Device {
+                        uuid: format!("GPU-{}-{i}", self.name),
+                        state: if i < free { "free" } else { "leased" }.into(),
+                        ..Default::default()
+                    })
+                    .collect(),
+                ..Default::default()
+            })
+        })
+    }
+
+    async fn watch(
+        &self,
+        _boot_id: String,
+        events: mpsc::Sender<control::PoolEvent>,
+    ) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.watchers.push(events.clone());
+            Ok(())
+        })?;
+        events.closed().await;
+        Ok(())
+    }
+}

@@ -1,0 +1,18 @@
+//! Client side of gpusession: what the daemon is made of, and what `gpusession run --server` needs of it.
+//!
+//! * [`leases`]: the lease manager, a state machine behind the trait [`leases::Leases`];
+//! * [`client`], [`identity`]: the pool over the network, and who this client is in it;
+//! * [`grant`]: the socket on which programs ask for GPUs;
+//! * [`bus`]: `org.gpusession1` on D-Bus;
+//! * [`config`], [`access`], [`places`], [`values`]: configuration.
+
+pub mod access;
+pub mod bus;
+pub mod client;
+pub mod config;
+pub mod grant;
+pub mod identity;
+pub mod leases;
+pub mod places;
+pub mod pool;
+pub mod values;

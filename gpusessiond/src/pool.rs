@@ -1,0 +1,81 @@
+//! A server of the pool as the lease manager sees it; [`crate::client`] speaks to real ones, tests have a simulated one.
+
+use std::collections::HashMap;
+
+use async_trait::async_trait;
+use gpusession_proto::control;
+use tokio::sync::mpsc;
+
+/// What kind of trouble a call to the pool had; each has its own D-Bus error, exit code and CUDA error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Trouble {
+    /// Every GPU that fits is taken.
+    NoCapacity,
+    /// A limit of this client or user refuses.
+    Quota,
+    /// No answer.
+    Unreachable,
+    /// The server does not take this client: no valid identity, revoked, or not entitled.
+    Refused,
+    /// Both ends do not speak the same protocol.
+    Protocol,
+    /// The request makes no sense to the server.
+    Invalid,
+    /// The lease is not there.
+    NoSuchLease,
+}
+
+impl Trouble {
+    /// Whether the same call may succeed later without anybody changing anything.
+    pub fn may_pass(self) -> bool {
+        matches!(self, Self::NoCapacity | Self::Unreachable)
+    }
+}
+
+/// A call to the pool failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct PoolError {
+    /// What kind of trouble.
+    pub trouble: Trouble,
+    /// One line for a person, naming the server.
+    pub message: String,
+}
+
+impl PoolError {
+    /// An error with its words.
+    pub fn new(trouble: Trouble, message: impl Into<String>) -> Self {
+        Self { trouble, message: message.into() }
+    }
+}
+
+/// One GPU server. Calls end within a bounded time; a lost connection is made anew by the next call.
+#[async_trait]
+pub trait PoolServer: Send + Sync {
+    /// HOST:PORT of the control plane, or another name for messages.
+    fn address(&self) -> &str;
+    /// All or nothing; repeated with the same `request_id` it returns the same lease.
+    async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError>;
+    /// Extends leases and says that this client is alive.
+    async fn renew(
+        &self,
+        leases: Vec<String>,
+        boot_id: String,
+    ) -> Result<Vec<control::RenewedLease>, PoolError>;
+    /// Gives a lease back. Releasing an unknown one succeeds.
+    async fn release(&self, lease: String) -> Result<(), PoolError>;
+    /// Takes workers for processes of a lease.
+    async fn take_workers(
+        &self,
+        lease: String,
+        count: u32,
+        environment: HashMap<String, String>,
+    ) -> Result<Vec<control::Worker>, PoolError>;
+    /// The process that was granted `worker` has ended.
+    async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError>;
+    /// The server and its GPUs.
+    async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
+    /// Passes on what happens to this client's leases until the connection ends.
+    async fn watch(&self, boot_id: String, events: mpsc::Sender<control::PoolEvent>)
+    -> Result<(), PoolError>;
+}
