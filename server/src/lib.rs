@@ -1,1 +1,25 @@
-//! Library of `gpuserver`.
+//! `gpuserver`: leases this host's GPUs to virtual machines and runs their programs' driver calls in workers.
+//!
+//! * [`config`]: the configuration file.
+//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long.
+//! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
+//! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
+//! * [`data`]: the acceptor that hands data connections to workers.
+//! * [`discovery`]: which GPUs the driver shows.
+//! * [`admin`], [`cli`]: administration over a local socket.
+//! * [`serve`]: all of it as one process.
+#![deny(missing_docs)]
+
+pub mod admin;
+pub mod cli;
+pub mod clock;
+pub mod config;
+pub mod data;
+pub mod discovery;
+pub mod lease;
+pub mod net;
+pub mod pool;
+pub mod registry;
+pub mod serve;
+pub mod store;
+pub mod supervise;

@@ -1,1 +1,107 @@
-fn main() {}
+//! The `gpuserver` program; see the library.
+
+use std::os::unix::fs::MetadataExt;
+use std::process::ExitCode;
+
+use clap::Parser;
+use gpuserver::admin::Refusal;
+use gpuserver::cli::{self, Cli, Verb};
+use gpuserver::config::ConfigError;
+use gpuserver::discovery::DiscoveryError;
+use gpuserver::serve::{self, End};
+use serde_json::json;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, fmt};
+
+/// Exit codes, as in the manual: configuration or usage, forced quit, internal error.
+const CONFIGURATION: u8 = 1;
+const FORCED: u8 = 2;
+const INTERNAL: u8 = 3;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            let _ = e.print();
+            return if e.use_stderr() { ExitCode::from(CONFIGURATION) } else { ExitCode::SUCCESS };
+        }
+    };
+    let result = match cli.verb {
+        Verb::Serve => run_server(&cli),
+        _ => cli::run(&cli).map(|()| ExitCode::SUCCESS),
+    };
+    result.unwrap_or_else(|e| fail(&cli, &e))
+}
+
+fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
+    let config = cli::load_config(cli)?;
+    log();
+    // A panic of a task is an error of ours: say so, and let the service manager start anew.
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        print(info);
+        std::process::exit(INTERNAL.into());
+    }));
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("gpuserver").build()?;
+    let end = runtime.block_on(serve::serve(config))?;
+    runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+    Ok(match end {
+        End::Stopped => ExitCode::SUCCESS,
+        End::Forced => ExitCode::from(FORCED),
+    })
+}
+
+/// Whether standard error is the journal's.
+fn stderr_is_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
+    let Ok(meta) = std::fs::metadata("/proc/self/fd/2") else { return false };
+    stream == format!("{}:{}", meta.dev(), meta.ino())
+}
+
+fn log() {
+    let filter = EnvFilter::try_from_env("GPUSESSION_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let registry = tracing_subscriber::registry().with(filter);
+    if stderr_is_journal()
+        && let Ok(journal) = tracing_journald::layer()
+    {
+        let journal = journal.with_field_prefix(None).with_syslog_identifier("gpuserver".into());
+        registry.with(journal).init();
+        return;
+    }
+    let ansi = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+        && std::io::IsTerminal::is_terminal(&std::io::stderr());
+    // Texts say everything; fields are for the journal.
+    let fields =
+        fmt::format::debug_fn(
+            |writer, field, value| {
+                if field.name() == "message" { write!(writer, "{value:?}") } else { Ok(()) }
+            },
+        );
+    registry
+        .with(fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi).fmt_fields(fields))
+        .init();
+}
+
+fn fail(cli: &Cli, e: &anyhow::Error) -> ExitCode {
+    let serving = matches!(cli.verb, Verb::Serve);
+    let (code, hint) = match e.downcast_ref::<Refusal>() {
+        Some(refusal) => (refusal.code.as_str(), refusal.hint.as_str()),
+        None if e.is::<ConfigError>() => ("configuration", ""),
+        None => ("failed", ""),
+    };
+    if cli::wants_json(cli) {
+        let error = json!({ "error": { "code": code, "message": format!("{e:#}"), "hint": hint } });
+        println!("{error:#}");
+    } else {
+        eprintln!("gpuserver: {e:#}");
+        if !hint.is_empty() {
+            eprintln!("gpuserver: {hint}");
+        }
+    }
+    let configuration = e.is::<ConfigError>()
+        || matches!(e.downcast_ref(), Some(DiscoveryError::Configuration { .. }))
+        || !serving;
+    ExitCode::from(if configuration { CONFIGURATION } else { INTERNAL })
+}

@@ -1,0 +1,507 @@
+//! Administration of the running server over `admin.sock`: one request and one answer per connection, both a
+//! little-endian `u32` length and JSON. Who may open the socket may do everything.
+
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+use tracing::{debug, warn};
+
+use crate::config::parse_duration;
+use crate::pool::service::{Pool, find_worker};
+use crate::supervise::{WorkerView, hex};
+
+/// Bytes of a request, and of an answer.
+const MAX_REQUEST: usize = 64 << 10;
+const MAX_ANSWER: usize = 64 << 20;
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// What an administrator asks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "verb", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Ask {
+    /// The server itself.
+    Status,
+    /// Workers.
+    Ps,
+    /// Leases.
+    Leases,
+    /// GPUs.
+    Gpus,
+    /// Clients.
+    Clients,
+    /// Refuse a client from now on.
+    Revoke {
+        /// Its name.
+        name: String,
+    },
+    /// Remove a client.
+    Forget {
+        /// Its name.
+        name: String,
+    },
+    /// End a worker.
+    Kill {
+        /// The start of its id.
+        worker: String,
+    },
+    /// Make a join token.
+    TokenCreate {
+        /// Names it is for.
+        pattern: String,
+        /// Clients that can join with it.
+        uses: u32,
+        /// How long it is good.
+        ttl: String,
+    },
+}
+
+/// Why an administrator's request was not done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Refusal {
+    /// For programs.
+    pub code: String,
+    /// For people.
+    pub message: String,
+    /// What to do.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub hint: String,
+}
+
+impl Refusal {
+    /// A refusal with a code and a text.
+    pub fn new(code: &str, message: impl Into<String>) -> Self {
+        Self { code: code.into(), message: message.into(), hint: String::new() }
+    }
+}
+
+/// What the server answers.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Answer {
+    /// It was done; what there is to show.
+    #[serde(rename = "ok")]
+    Ok(serde_json::Value),
+    /// It was not.
+    #[serde(rename = "error")]
+    Error(Refusal),
+}
+
+/// `gpuserver status`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StatusView {
+    /// Name in the pool.
+    pub name: String,
+    /// Version of gpuserver.
+    pub version: String,
+    /// Process id.
+    pub pid: u32,
+    /// `online`.
+    pub state: String,
+    /// Address of the control service.
+    pub control_address: String,
+    /// Address of the data plane.
+    pub data_address: String,
+    /// The driver library.
+    pub driver: String,
+    /// Its version.
+    pub driver_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+    /// SHA-256 of the authority's certificate.
+    pub authority_sha256: String,
+    /// Served GPUs.
+    pub gpus: usize,
+    /// Leases now.
+    pub leases: usize,
+    /// Workers now.
+    pub workers: usize,
+}
+
+/// A row of `gpuserver ps`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PsRow {
+    /// Worker id.
+    pub worker: String,
+    /// Worker process on this host.
+    pub pid: Option<u32>,
+    /// starting, warm, taken, active, ending.
+    pub state: String,
+    /// Its lease.
+    pub lease: String,
+    /// Who holds the lease.
+    pub client: String,
+    /// The program that it serves.
+    pub program: Option<String>,
+    /// The program's process on the client.
+    pub client_pid: Option<u32>,
+    /// The program's user on the client.
+    pub uid: Option<u32>,
+    /// Where its last connection came from.
+    pub peer: Option<String>,
+    /// Whether that is encrypted.
+    pub encrypted: Option<bool>,
+    /// GPUs that it sees.
+    pub gpus: Vec<String>,
+    /// Device memory in use, as the worker says.
+    pub memory_bytes: u64,
+    /// Driver calls, as the worker says.
+    pub calls: u64,
+    /// Copied to the device.
+    pub bytes_to_device: u64,
+    /// Copied from the device.
+    pub bytes_from_device: u64,
+    /// Since its last GPU work.
+    pub idle_usec: u64,
+    /// Since its start.
+    pub age_usec: u64,
+}
+
+/// A row of `gpuserver leases`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LeaseRow {
+    /// Its id.
+    pub lease: String,
+    /// Who holds it.
+    pub client: String,
+    /// On whose behalf.
+    pub user: String,
+    /// Who asked.
+    pub who: String,
+    /// Why.
+    pub why: String,
+    /// Its shares.
+    pub devices: Vec<LeaseDevice>,
+    /// Larger than that of every earlier lease.
+    pub fencing_token: u64,
+    /// Whether its data is encrypted.
+    pub encrypted: bool,
+    /// Until it ends unless renewed.
+    pub left_usec: u64,
+    /// Seconds since 1970.
+    pub created_unix: u64,
+    /// Ready workers.
+    pub warm: u32,
+}
+
+/// A share of a lease.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LeaseDevice {
+    /// The GPU.
+    pub uuid: String,
+    /// Device memory that the lease may use.
+    pub limit_bytes: u64,
+}
+
+/// A row of `gpuserver gpus`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct GpuRow {
+    /// Its place in this server's list.
+    pub index: usize,
+    /// Its UUID.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// PCI address.
+    pub pci_address: String,
+    /// Device memory of the card.
+    pub memory_bytes: u64,
+    /// Of that, promised to leases.
+    pub leased_bytes: u64,
+    /// Compute capability.
+    pub compute_capability: String,
+    /// free, leased.
+    pub state: String,
+    /// Leases on it.
+    pub leases: Vec<String>,
+}
+
+/// A row of `gpuserver clients`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ClientRow {
+    /// Its name.
+    pub name: String,
+    /// connected, away, revoked.
+    pub state: String,
+    /// Its leases.
+    pub leases: usize,
+    /// Since it was last heard of.
+    pub silent_usec: Option<u64>,
+    /// Seconds since 1970.
+    pub joined_unix: u64,
+    /// SHA-256 of its certificate.
+    pub certificate_sha256: String,
+}
+
+/// What `gpuserver token create` made.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TokenView {
+    /// The token itself.
+    pub token: String,
+    /// Names it is for.
+    pub name_pattern: String,
+    /// Clients that can join with it.
+    pub uses: u32,
+    /// Seconds since 1970.
+    pub expires_unix: u64,
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Binds the socket: group may use it, nobody else. A socket that a dead server left is replaced.
+pub fn bind(path: &Path) -> io::Result<UnixListener> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    if std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket()) {
+        if StdUnixStream::connect(path).is_ok() {
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, "another gpuserver listens there"));
+        }
+        std::fs::remove_file(path)?;
+    }
+    // Made for nobody but the owner, then opened to the group.
+    let before = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_retain(0o177));
+    let bound = UnixListener::bind(path);
+    nix::sys::stat::umask(before);
+    let listener = bound?;
+    if let Ok(Some(group)) = nix::unistd::Group::from_name("gpuserver")
+        && let Err(e) = nix::unistd::chown(path, None, Some(group.gid))
+    {
+        debug!("{}: group gpuserver: {e}", path.display());
+    }
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))?;
+    Ok(listener)
+}
+
+/// Serves the socket until it is cancelled.
+pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
+    loop {
+        match listener.accept().await {
+            Ok((socket, _)) => {
+                let pool = pool.clone();
+                tokio::spawn(async move {
+                    if let Err(e) = one(socket, &pool).await {
+                        debug!("admin.sock: {e}");
+                    }
+                });
+            }
+            Err(e) => {
+                warn!("admin.sock: accept: {e}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
+    let mut prefix = [0; 4];
+    timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
+    let len = u32::from_le_bytes(prefix) as usize;
+    if len > MAX_REQUEST {
+        return Err(io::Error::other("request too long"));
+    }
+    let mut body = vec![0; len];
+    timeout(LIMIT, socket.read_exact(&mut body)).await??;
+    let answer = match serde_json::from_slice::<Ask>(&body) {
+        Ok(ask) => match answer(ask, pool).await {
+            Ok(value) => Answer::Ok(value),
+            Err(refusal) => Answer::Error(refusal),
+        },
+        Err(e) => {
+            Answer::Error(Refusal::new("bad-request", format!("the server does not know this request: {e}")))
+        }
+    };
+    let bytes = serde_json::to_vec(&answer)?;
+    timeout(LIMIT, async {
+        socket.write_all(&(bytes.len() as u32).to_le_bytes()).await?;
+        socket.write_all(&bytes).await
+    })
+    .await?
+}
+
+fn ps_row(w: WorkerView) -> PsRow {
+    let process = w.process;
+    PsRow {
+        worker: hex(&w.id),
+        pid: w.pid,
+        state: w.phase.as_str().into(),
+        lease: w.lease,
+        client: w.client,
+        program: process.as_ref().map(|p| p.program.clone()),
+        client_pid: process.as_ref().map(|p| p.pid),
+        uid: process.as_ref().map(|p| p.uid),
+        peer: w.peer.map(|p| p.to_string()),
+        encrypted: process.as_ref().map(|p| p.encrypted),
+        gpus: w.gpus,
+        memory_bytes: w.usage.memory_bytes,
+        calls: w.usage.calls,
+        bytes_to_device: w.usage.bytes_to_device,
+        bytes_from_device: w.usage.bytes_from_device,
+        idle_usec: w.usage.idle_usec,
+        age_usec: micros(w.age),
+    }
+}
+
+async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
+    let internal = |e: &dyn std::fmt::Display| Refusal::new("internal", e.to_string());
+    let show = |value: Result<serde_json::Value, serde_json::Error>| value.map_err(|e| internal(&e));
+    match ask {
+        Ask::Status => {
+            let facts = pool.facts();
+            show(serde_json::to_value(StatusView {
+                name: facts.config.name.clone(),
+                version: env!("CARGO_PKG_VERSION").into(),
+                pid: std::process::id(),
+                state: "online".into(),
+                control_address: facts.control.to_string(),
+                data_address: facts.data.to_string(),
+                driver: facts.driver.display().to_string(),
+                driver_version: facts.driver_version.clone(),
+                cuda_version: facts.cuda_version,
+                authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
+                gpus: pool.registry().gpus().await.len(),
+                leases: pool.registry().leases().await.len(),
+                workers: pool.supervisor().workers().len(),
+            }))
+        }
+        Ask::Ps => show(serde_json::to_value(
+            pool.supervisor().workers().into_iter().map(ps_row).collect::<Vec<_>>(),
+        )),
+        Ask::Leases => {
+            let rows: Vec<_> = pool
+                .registry()
+                .leases()
+                .await
+                .into_iter()
+                .map(|s| LeaseRow {
+                    warm: pool.supervisor().ready(&s.lease.id),
+                    lease: s.lease.id,
+                    client: s.lease.client,
+                    user: s.lease.user,
+                    who: s.lease.who,
+                    why: s.lease.why,
+                    devices: s
+                        .lease
+                        .shares
+                        .into_iter()
+                        .map(|d| LeaseDevice { uuid: d.gpu, limit_bytes: d.limit_bytes })
+                        .collect(),
+                    fencing_token: s.lease.fencing_token,
+                    encrypted: s.lease.encrypted,
+                    left_usec: micros(s.left),
+                    created_unix: s.lease.created_unix,
+                })
+                .collect();
+            show(serde_json::to_value(rows))
+        }
+        Ask::Gpus => {
+            let rows: Vec<_> = pool
+                .registry()
+                .gpus()
+                .await
+                .into_iter()
+                .enumerate()
+                .map(|(index, g)| GpuRow {
+                    index,
+                    state: g.state().into(),
+                    uuid: g.gpu.uuid,
+                    name: g.gpu.name,
+                    pci_address: g.gpu.pci_address,
+                    memory_bytes: g.gpu.memory_bytes,
+                    leased_bytes: g.used_bytes,
+                    compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
+                    leases: g.leases,
+                })
+                .collect();
+            show(serde_json::to_value(rows))
+        }
+        Ask::Clients => {
+            let leases = pool.registry().leases().await;
+            let rows: Vec<_> = pool
+                .clients()
+                .into_iter()
+                .map(|c| ClientRow {
+                    state: match (c.record.revoked, c.alive) {
+                        (true, _) => "revoked",
+                        (false, true) => "connected",
+                        (false, false) => "away",
+                    }
+                    .into(),
+                    leases: leases.iter().filter(|s| s.lease.client == c.name).count(),
+                    name: c.name,
+                    silent_usec: c.silent.map(micros),
+                    joined_unix: c.record.joined_unix,
+                    certificate_sha256: c.record.certificate,
+                })
+                .collect();
+            show(serde_json::to_value(rows))
+        }
+        Ask::Revoke { name } => match pool.revoke(&name).await.map_err(|e| internal(&e))? {
+            Some(leases) => Ok(serde_json::json!({ "client": name, "leases_ended": leases })),
+            None => Err(no_client(&name)),
+        },
+        Ask::Forget { name } => match pool.forget(&name).await.map_err(|e| internal(&e))? {
+            Some(leases) => Ok(serde_json::json!({ "client": name, "leases_ended": leases })),
+            None => Err(no_client(&name)),
+        },
+        Ask::Kill { worker } => {
+            let id = find_worker(pool, &worker).map_err(|m| Refusal::new("no-such-worker", m))?;
+            pool.supervisor().end_worker(&id, None, "ended by an administrator");
+            Ok(serde_json::json!({ "worker": hex(&id) }))
+        }
+        Ask::TokenCreate { pattern, uses, ttl } => {
+            let ttl = token_ttl(&ttl)?;
+            let (token, record) = pool.create_token(&pattern, uses, ttl).map_err(|e| internal(&e))?;
+            show(serde_json::to_value(TokenView {
+                token: token.to_text(),
+                name_pattern: record.pattern,
+                uses: record.uses_left,
+                expires_unix: record.expires_unix,
+            }))
+        }
+    }
+}
+
+/// The time that a token is good.
+pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
+    parse_duration(text).filter(|d| !d.is_zero()).ok_or_else(|| {
+        Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
+    })
+}
+
+/// There is no such client.
+pub fn no_client(name: &str) -> Refusal {
+    Refusal::new("no-such-client", format!("there is no client {name}; `gpuserver clients` lists them"))
+}
+
+/// Asks the server behind `path`; for the command line.
+pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
+    let mut socket = StdUnixStream::connect(path)?;
+    // Ending workers takes a moment; a server that says nothing for so long hangs.
+    socket.set_read_timeout(Some(Duration::from_secs(30)))?;
+    socket.set_write_timeout(Some(LIMIT))?;
+    let body = serde_json::to_vec(ask)?;
+    socket.write_all(&(body.len() as u32).to_le_bytes())?;
+    socket.write_all(&body)?;
+    let mut prefix = [0; 4];
+    socket.read_exact(&mut prefix)?;
+    let len = u32::from_le_bytes(prefix) as usize;
+    if len > MAX_ANSWER {
+        return Err(io::Error::other("the server's answer is too long"));
+    }
+    let mut body = vec![0; len];
+    socket.read_exact(&mut body)?;
+    match serde_json::from_slice(&body)? {
+        Answer::Ok(value) => Ok(Ok(value)),
+        Answer::Error(refusal) => Ok(Err(refusal)),
+    }
+}

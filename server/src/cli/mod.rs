@@ -1,0 +1,435 @@
+//! The command line.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+use serde_json::{Value, json};
+
+use crate::admin::{self, Ask, Refusal};
+use crate::clock::{Clock, SystemClock, SystemRandom};
+use crate::config::{self, Config, ConfigError, Surroundings};
+use crate::pool::authority::Authority;
+use crate::pool::clients::Clients;
+use crate::pool::service::Files;
+use crate::pool::tokens::Tokens;
+use crate::store::{self, StoreError};
+
+pub mod show;
+
+/// Leases this host's GPUs to virtual machines
+///
+/// `gpuserver serve` is the server; every other verb asks the server that runs with the same configuration.
+#[derive(Debug, Parser)]
+#[command(name = "gpuserver", version, max_term_width = 100, arg_required_else_help = true)]
+pub struct Cli {
+    /// Configuration file
+    #[arg(short, long, global = true, env = "GPUSERVER_CONF", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// What to do
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Run the server in the foreground
+    Serve,
+    /// Read the configuration, show what it comes to, and say what is wrong with it
+    CheckConfig {
+        /// Explain every key
+        #[arg(long)]
+        explain: bool,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Set up the pool that this server is the authority of
+    Pool {
+        /// Which part
+        #[command(subcommand)]
+        verb: PoolVerb,
+    },
+    /// Let new clients join
+    Token {
+        /// Which part
+        #[command(subcommand)]
+        verb: TokenVerb,
+    },
+    /// List the clients of the pool, or take one's rights away
+    Clients {
+        /// Which part
+        #[command(subcommand)]
+        verb: Option<ClientsVerb>,
+        /// Print JSON
+        #[arg(long, global = true)]
+        json: bool,
+    },
+    /// Show the server's addresses, driver and numbers
+    Status {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List workers: one process per client process, and those kept warm
+    Ps {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List leases
+    Leases {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List GPUs and how much of each is leased
+    Gpus {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// End a worker; its program sees its GPU fail
+    Kill {
+        /// The worker's id, or the start of it
+        worker: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// `gpuserver pool`
+#[derive(Debug, Subcommand)]
+pub enum PoolVerb {
+    /// Make the pool's certificate authority below the state directory
+    Init {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// `gpuserver token`
+#[derive(Debug, Subcommand)]
+pub enum TokenVerb {
+    /// Print a token that new clients join with; it is shown once
+    Create {
+        /// Names that it is good for, as in "vm-*"
+        #[arg(long, value_name = "PATTERN", default_value = "*")]
+        name: String,
+        /// How many clients can join with it
+        #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        uses: u32,
+        /// How long it is good
+        #[arg(long, value_name = "TIME", default_value = "24h")]
+        ttl: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// `gpuserver clients`
+#[derive(Debug, Subcommand)]
+pub enum ClientsVerb {
+    /// Refuse a client from now on and end its leases
+    Revoke {
+        /// Its name
+        name: String,
+    },
+    /// Remove a client, so that a machine can join under its name again
+    Forget {
+        /// Its name
+        name: String,
+    },
+}
+
+/// Where the configuration is, and whether it has to be there.
+pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
+    match &cli.config {
+        Some(path) => (path.clone(), true),
+        None => (config::DEFAULT_FILE.into(), false),
+    }
+}
+
+/// Reads the configuration.
+pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
+    let host_name = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let ephemeral = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok().and_then(|text| {
+        let (low, high) = text.trim().split_once(char::is_whitespace)?;
+        Some((low.parse().ok()?, high.trim().parse().ok()?))
+    });
+    let env = |name: &str| std::env::var(name).ok();
+    let (file, required) = config_file(cli);
+    // Messages and the working directory: a relative name would mean something else elsewhere.
+    let file = std::path::absolute(&file).unwrap_or(file);
+    config::load(&file, required, &Surroundings { env: &env, host_name, ephemeral })
+}
+
+/// Runs a verb that is not `serve`.
+pub fn run(cli: &Cli) -> anyhow::Result<()> {
+    let config = load_config(cli)?;
+    let out = &mut std::io::stdout().lock();
+    match &cli.verb {
+        Verb::Serve => anyhow::bail!("serve is not run here"),
+        Verb::CheckConfig { explain, json } => check_config(out, cli, &config, *explain, *json),
+        Verb::Pool { verb: PoolVerb::Init { json } } => pool_init(out, &config, *json),
+        Verb::Token { verb: TokenVerb::Create { name, uses, ttl, json } } => {
+            let ask = Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() };
+            let made = match running(&config, &ask)? {
+                Some(value) => value,
+                None => token_offline(&config, name, *uses, ttl)?,
+            };
+            if *json {
+                show::json(out, "token", made)
+            } else {
+                show::token(out, &serde_json::from_value(made)?)
+            }
+        }
+        Verb::Clients { verb, json } => clients(out, &config, verb.as_ref(), *json),
+        Verb::Status { json } => {
+            let value = must_run(&config, &Ask::Status)?;
+            if *json {
+                show::json(out, "server", value)
+            } else {
+                show::status(out, &serde_json::from_value(value)?)
+            }
+        }
+        Verb::Ps { json } => {
+            let value = must_run(&config, &Ask::Ps)?;
+            if *json {
+                show::json(out, "workers", value)
+            } else {
+                show::ps(out, serde_json::from_value(value)?)
+            }
+        }
+        Verb::Leases { json } => {
+            let value = must_run(&config, &Ask::Leases)?;
+            if *json {
+                show::json(out, "leases", value)
+            } else {
+                show::leases(out, serde_json::from_value(value)?)
+            }
+        }
+        Verb::Gpus { json } => {
+            let value = must_run(&config, &Ask::Gpus)?;
+            if *json {
+                show::json(out, "gpus", value)
+            } else {
+                show::gpus(out, serde_json::from_value(value)?)
+            }
+        }
+        Verb::Kill { worker, json } => {
+            let value = must_run(&config, &Ask::Kill { worker: worker.clone() })?;
+            if *json {
+                return show::json(out, "killed", value);
+            }
+            writeln!(out, "worker {} is ending", value["worker"].as_str().unwrap_or_default())?;
+            Ok(())
+        }
+    }
+}
+
+/// Whether `--json` was given, for errors.
+pub fn wants_json(cli: &Cli) -> bool {
+    match &cli.verb {
+        Verb::Serve => false,
+        Verb::CheckConfig { json, .. }
+        | Verb::Pool { verb: PoolVerb::Init { json } }
+        | Verb::Token { verb: TokenVerb::Create { json, .. } }
+        | Verb::Clients { json, .. }
+        | Verb::Status { json }
+        | Verb::Ps { json }
+        | Verb::Leases { json }
+        | Verb::Gpus { json }
+        | Verb::Kill { json, .. } => *json,
+    }
+}
+
+/// Asks the running server; `None` where none runs.
+fn running(config: &Config, ask: &Ask) -> anyhow::Result<Option<Value>> {
+    let path = config.admin_socket();
+    match admin::ask(&path, ask) {
+        Ok(answer) => Ok(Some(answer?)),
+        Err(e)
+            if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
+        {
+            Ok(None)
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => Err(Refusal {
+            code: "not-allowed".into(),
+            message: format!("{}: {e}", path.display()),
+            hint: "use it as root or as a member of the group gpuserver".into(),
+        }
+        .into()),
+        Err(e) => Err(e).with_context(|| path.display().to_string()),
+    }
+}
+
+fn must_run(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
+    running(config, ask)?.ok_or_else(|| {
+        Refusal {
+            code: "not-running".into(),
+            message: format!("no gpuserver answers at {}", config.admin_socket().display()),
+            hint: "start it (`systemctl start gpuserver`), or name its configuration with -c".into(),
+        }
+        .into()
+    })
+}
+
+/// The right to change files that a running server would overwrite.
+fn offline(config: &Config) -> anyhow::Result<store::Lock> {
+    store::lock(&config.state_dir).map_err(|e| match e {
+        StoreError::Locked(_) => anyhow::Error::from(Refusal {
+            code: "not-reachable".into(),
+            message: format!(
+                "a gpuserver runs with {}, but does not answer at {}",
+                config.state_dir.display(),
+                config.admin_socket().display()
+            ),
+            hint: "use the same runtime_dir as the server".into(),
+        }),
+        e => e.into(),
+    })
+}
+
+fn pool_init(out: &mut dyn Write, config: &Config, json: bool) -> anyhow::Result<()> {
+    let _lock = offline(config)?;
+    let authority = Authority::init(&config.state_dir, &config.name, &SystemRandom)?;
+    let fingerprint = data_encoding::HEXLOWER.encode(&authority.fingerprint());
+    let folder = config.state_dir.join("ca");
+    if json {
+        return show::json(out, "pool", json!({ "authority_sha256": fingerprint, "folder": folder }));
+    }
+    writeln!(out, "The pool's authority is in {}: keep a copy, and keep it secret.", folder.display())?;
+    writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
+    writeln!(out, "Next: start the server, then `gpuserver token create` lets a client join.")?;
+    Ok(())
+}
+
+fn token_offline(config: &Config, pattern: &str, uses: u32, ttl: &str) -> anyhow::Result<Value> {
+    let ttl: Duration = admin::token_ttl(ttl)?;
+    let authority = Authority::open(&config.state_dir)?;
+    let _lock = offline(config)?;
+    let files = Files::below(&config.state_dir);
+    let mut tokens: Tokens = store::read(&files.tokens)?;
+    let (token, record) =
+        tokens.create(authority.fingerprint(), pattern, uses, ttl, SystemClock.unix(), &SystemRandom);
+    store::write(&files.tokens, &tokens)?;
+    Ok(serde_json::to_value(admin::TokenView {
+        token: token.to_text(),
+        name_pattern: record.pattern,
+        uses: record.uses_left,
+        expires_unix: record.expires_unix,
+    })?)
+}
+
+fn clients(
+    out: &mut dyn Write,
+    config: &Config,
+    verb: Option<&ClientsVerb>,
+    json: bool,
+) -> anyhow::Result<()> {
+    let ask = match verb {
+        None => Ask::Clients,
+        Some(ClientsVerb::Revoke { name }) => Ask::Revoke { name: name.clone() },
+        Some(ClientsVerb::Forget { name }) => Ask::Forget { name: name.clone() },
+    };
+    let value = match running(config, &ask)? {
+        Some(value) => value,
+        None => clients_offline(config, &ask)?,
+    };
+    let (name, done) = match verb {
+        None if json => return show::json(out, "clients", value),
+        None => return show::clients(out, serde_json::from_value(value)?),
+        Some(_) if json => return show::json(out, "client", value),
+        Some(ClientsVerb::Revoke { name }) => (name, "is refused from now on"),
+        Some(ClientsVerb::Forget { name }) => (name, "was removed"),
+    };
+    let ended = value["leases_ended"].as_u64().unwrap_or(0);
+    writeln!(out, "client {name} {done}; {ended} leases ended")?;
+    Ok(())
+}
+
+/// Without a server: its leases end when it starts, for want of a client that renews them.
+fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
+    let _lock = offline(config)?;
+    let path = Files::below(&config.state_dir).clients;
+    let mut clients = Clients::new(store::read(&path)?);
+    let (name, found) = match ask {
+        Ask::Revoke { name } => (name, clients.revoke(name)),
+        Ask::Forget { name } => (name, clients.forget(name)),
+        _ => {
+            let rows: Vec<_> = clients
+                .list(SystemClock.now())
+                .into_iter()
+                .map(|c| admin::ClientRow {
+                    name: c.name,
+                    state: if c.record.revoked { "revoked" } else { "away" }.into(),
+                    leases: 0,
+                    silent_usec: None,
+                    joined_unix: c.record.joined_unix,
+                    certificate_sha256: c.record.certificate,
+                })
+                .collect();
+            return Ok(serde_json::to_value(rows)?);
+        }
+    };
+    if !found {
+        return Err(admin::no_client(name).into());
+    }
+    store::write(&path, &clients.save())?;
+    Ok(json!({ "client": name, "leases_ended": 0 }))
+}
+
+fn check_config(
+    out: &mut dyn Write,
+    cli: &Cli,
+    config: &Config,
+    explain: bool,
+    json: bool,
+) -> anyhow::Result<()> {
+    let mut warnings = config.warnings.clone();
+    warnings.push(
+        "registry = \"local\": this server alone decides about its GPUs, and limits count on it alone"
+            .to_string(),
+    );
+    if !config.state_dir.join("ca/authority.key").exists() {
+        warnings.push(format!(
+            "{} holds no pool authority: `gpuserver pool init` makes one",
+            config.state_dir.join("ca").display()
+        ));
+    }
+    let help = |key: &str| config::KEYS.iter().find(|k| k.name == key).map(|k| (k.help, k.default));
+    if json {
+        let keys: Vec<_> = config
+            .report
+            .iter()
+            .map(|(key, value, origin)| {
+                json!({ "key": key, "value": value, "origin": origin.to_string(), "help": help(key).map(|h| h.0) })
+            })
+            .collect();
+        return show::json(out, "config", json!({ "keys": keys, "warnings": warnings }));
+    }
+    let mut table = show::table(&["KEY", "VALUE", "FROM"]);
+    for (key, value, origin) in &config.report {
+        table.add_row([(*key).to_string(), value.clone(), origin.to_string()]);
+        if explain && let Some((text, default)) = help(key) {
+            table.add_row([String::new(), format!("{text} (default: {default})"), String::new()]);
+        }
+    }
+    writeln!(out, "{table}")?;
+    for warning in &warnings {
+        writeln!(out, "note: {warning}")?;
+    }
+    writeln!(out, "{}: good", shown(&config_file(cli).0))?;
+    Ok(())
+}
+
+fn shown(path: &Path) -> std::path::Display<'_> {
+    path.display()
+}

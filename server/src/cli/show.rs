@@ -1,0 +1,182 @@
+//! Tables for people, one JSON object for programs.
+
+use std::io::Write;
+
+use comfy_table::{Table, presets};
+use serde_json::{Value, json};
+
+use crate::admin::{ClientRow, GpuRow, LeaseRow, PsRow, StatusView, TokenView};
+
+/// A table without lines.
+pub fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table
+}
+
+/// The one object of `--json`.
+pub fn json(out: &mut dyn Write, what: &str, value: Value) -> anyhow::Result<()> {
+    writeln!(out, "{}", serde_json::to_string_pretty(&json!({ "schema": 1, what: value }))?)?;
+    Ok(())
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+fn dash<T: ToString>(value: Option<T>) -> String {
+    value.map_or_else(|| "-".into(), |v| v.to_string())
+}
+
+/// Microseconds as people say them.
+pub fn span(usec: u64) -> String {
+    let seconds = usec / 1_000_000;
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}min {}s", seconds / 60, seconds % 60),
+        3600..86400 => format!("{}h {}min", seconds / 3600, seconds % 3600 / 60),
+        _ => format!("{}d {}h", seconds / 86400, seconds % 86400 / 3600),
+    }
+}
+
+/// Seconds since 1970 as a date.
+fn date(unix: u64) -> String {
+    let format = time::macros::format_description!("[year]-[month]-[day] [hour]:[minute] UTC");
+    i64::try_from(unix)
+        .ok()
+        .and_then(|t| time::OffsetDateTime::from_unix_timestamp(t).ok())
+        .and_then(|t| t.format(format).ok())
+        .unwrap_or_else(|| "-".into())
+}
+
+fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyhow::Result<()> {
+    if rows == 0 {
+        writeln!(out, "{nothing}")?;
+    } else {
+        writeln!(out, "{}", table.trim_fmt())?;
+    }
+    Ok(())
+}
+
+/// `gpuserver status`
+pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
+    let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
+    writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
+    writeln!(out, "  control    {}", s.control_address)?;
+    writeln!(out, "  data       {}", s.data_address)?;
+    writeln!(
+        out,
+        "  driver     {} ({driver_version}, CUDA {}.{})",
+        s.driver,
+        s.cuda_version / 1000,
+        s.cuda_version % 1000 / 10
+    )?;
+    writeln!(out, "  authority  {}", s.authority_sha256)?;
+    writeln!(out, "  {} GPUs, {} leases, {} workers", s.gpus, s.leases, s.workers)?;
+    Ok(())
+}
+
+/// `gpuserver ps`
+pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&[
+        "WORKER", "PID", "STATE", "LEASE", "CLIENT", "PROGRAM", "FROM", "TLS", "MEMORY", "CALLS", "AGE",
+    ]);
+    for r in rows {
+        let program = match (r.program, r.client_pid, r.uid) {
+            (Some(program), Some(pid), Some(uid)) => format!("{program} (pid {pid}, uid {uid})"),
+            _ => "-".into(),
+        };
+        table.add_row([
+            r.worker.get(..12).unwrap_or(&r.worker).to_string(),
+            dash(r.pid),
+            r.state,
+            r.lease,
+            r.client,
+            program,
+            dash(r.peer),
+            match r.encrypted {
+                Some(true) => "yes",
+                Some(false) => "no",
+                None => "-",
+            }
+            .into(),
+            mib(r.memory_bytes),
+            r.calls.to_string(),
+            span(r.age_usec),
+        ]);
+    }
+    print(out, &table, n, "no workers: no client holds a lease")
+}
+
+/// `gpuserver leases`
+pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["LEASE", "CLIENT", "USER", "GPU", "MEMORY", "WARM", "LEFT", "SINCE"]);
+    for r in rows {
+        for (i, d) in r.devices.into_iter().enumerate() {
+            let first = |text: String| if i == 0 { text } else { String::new() };
+            table.add_row([
+                first(r.lease.clone()),
+                first(r.client.clone()),
+                first(if r.user.is_empty() { "-".into() } else { r.user.clone() }),
+                d.uuid,
+                mib(d.limit_bytes),
+                first(r.warm.to_string()),
+                first(span(r.left_usec)),
+                first(date(r.created_unix)),
+            ]);
+        }
+    }
+    print(out, &table, n, "no leases")
+}
+
+/// `gpuserver gpus`
+pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["GPU", "NAME", "UUID", "PCI", "STATE", "LEASED", "MEMORY", "LEASES"]);
+    for r in rows {
+        table.add_row([
+            r.index.to_string(),
+            r.name,
+            r.uuid,
+            r.pci_address,
+            r.state,
+            mib(r.leased_bytes),
+            mib(r.memory_bytes),
+            if r.leases.is_empty() { "-".into() } else { r.leases.join(" ") },
+        ]);
+    }
+    print(out, &table, n, "no GPUs")
+}
+
+/// `gpuserver clients`
+pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["CLIENT", "STATE", "LEASES", "HEARD OF", "JOINED"]);
+    for r in rows {
+        table.add_row([
+            r.name,
+            r.state,
+            r.leases.to_string(),
+            r.silent_usec.map_or_else(|| "-".into(), |s| format!("{} ago", span(s))),
+            date(r.joined_unix),
+        ]);
+    }
+    print(out, &table, n, "no clients: `gpuserver token create` makes a token that one can join with")
+}
+
+/// `gpuserver token create`: the token alone on standard output, so that a script can take it.
+pub fn token(out: &mut dyn Write, t: &TokenView) -> anyhow::Result<()> {
+    writeln!(out, "{}", t.token)?;
+    eprintln!(
+        "for {} client(s) named {:?}, until {}; the client runs: gpusession join HOST:7601 (and pastes it)",
+        t.uses,
+        t.name_pattern,
+        date(t.expires_unix)
+    );
+    Ok(())
+}

@@ -1,0 +1,779 @@
+//! The server's configuration: which keys exist, where they come from and what they must look like.
+//!
+//! `gpuserver.toml` is read first, then `gpuserver.d/*.toml` beside it in the order of their names; a later value wins.
+//! Every error names file, line and key; nothing that is misspelt is ignored.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ipnet::IpNet;
+use toml::de::{DeTable, DeValue};
+
+use gpusession_proto::join::is_name;
+
+/// The configuration file that is read when none is named.
+pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
+/// The most warm workers that a lease may keep.
+const MAX_WARM: u64 = 64;
+
+/// One key of the configuration.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// As it is written in the file.
+    pub name: &'static str,
+    /// What applies when it is not written, as text.
+    pub default: &'static str,
+    /// What it is for.
+    pub help: &'static str,
+}
+
+/// Every key, in the order in which they are explained.
+pub const KEYS: &[Key] = &[
+    Key { name: "name", default: "the host name", help: "name of this server in the pool" },
+    Key { name: "listen", default: "[::]:7601", help: "address of the control service" },
+    Key {
+        name: "advertise",
+        default: "the address a client reached",
+        help: "HOST, HOST:PORT or a list of them: where clients of the pool are sent",
+    },
+    Key {
+        name: "data_ports",
+        default: "7602",
+        help: "port for programs' data; of a range \"FIRST-LAST\" the first free one serves all workers",
+    },
+    Key {
+        name: "gpus",
+        default: "all",
+        help: "\"all\", or a list of indices and UUIDs; one that does not exist stops the server",
+    },
+    Key {
+        name: "driver",
+        default: "NVIDIA's libcuda.so.1",
+        help: "absolute path of the CUDA driver library that workers load",
+    },
+    Key { name: "registry", default: "local", help: "\"local\": this server alone decides about its GPUs" },
+    Key {
+        name: "encryption",
+        default: "on",
+        help: "\"on\", or \"off\" for peers inside trusted_networks and on this host",
+    },
+    Key {
+        name: "trusted_networks",
+        default: "[]",
+        help: "networks (CIDR) whose peers may go without encryption",
+    },
+    Key { name: "sharing", default: "time-slice", help: "how leases share a GPU" },
+    Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
+    Key {
+        name: "worker_idle_exit",
+        default: "10min",
+        help: "a lease that took no worker for so long keeps only one ready; 0 is off",
+    },
+    Key {
+        name: "state_dir",
+        default: "/var/lib/gpuserver",
+        help: "leases, clients, tokens and the pool's authority",
+    },
+    Key { name: "runtime_dir", default: "/run/gpuserver", help: "where admin.sock is" },
+];
+
+/// Where a value came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// A line of a file.
+    File(PathBuf, usize),
+    /// An environment variable.
+    Environment(&'static str),
+    /// Nobody wrote it.
+    Default,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path, line) => write!(f, "{}:{line}", path.display()),
+            Self::Environment(name) => write!(f, "environment {name}"),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// A configuration that cannot work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{origin}: {message}")]
+pub struct ConfigError {
+    /// Where the trouble is written.
+    pub origin: Origin,
+    /// What is wrong and what to do.
+    pub message: String,
+}
+
+impl ConfigError {
+    /// An error about what is written at `origin`.
+    pub fn new(origin: Origin, message: impl Into<String>) -> Self {
+        Self { origin, message: message.into() }
+    }
+}
+
+/// A GPU of the `gpus` list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GpuChoice {
+    /// The driver's index.
+    Index(u32),
+    /// `GPU-...`, in lower case.
+    Uuid(String),
+}
+
+impl fmt::Display for GpuChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Index(i) => write!(f, "{i}"),
+            Self::Uuid(u) => f.write_str(u),
+        }
+    }
+}
+
+/// Which GPUs are served.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Gpus {
+    /// All that the driver shows.
+    All,
+    /// These, in this order.
+    These(Vec<GpuChoice>),
+}
+
+/// A host that clients are sent to; without a port, the port that this server listens on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Advertised {
+    /// Name or address, IPv6 without brackets.
+    pub host: String,
+    /// Control port as clients see it.
+    pub port: Option<u16>,
+}
+
+/// The configuration, checked.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Name of this server in the pool.
+    pub name: String,
+    /// Address of the control service.
+    pub listen: SocketAddr,
+    /// Where clients are sent; empty: to the address that they reached.
+    pub advertise: Vec<Advertised>,
+    /// First and last port that the data plane may listen on; zero is any.
+    pub data_ports: (u16, u16),
+    /// Which GPUs are served.
+    pub gpus: Gpus,
+    /// The driver library, where one is named.
+    pub driver: Option<PathBuf>,
+    /// Whether every data connection must be encrypted.
+    pub encryption: bool,
+    /// Peers for which encryption may be off.
+    pub trusted_networks: Vec<IpNet>,
+    /// Workers kept ready for each lease.
+    pub warm_workers: u32,
+    /// After so long without use a lease keeps one ready worker only; zero is never.
+    pub worker_idle_exit: Duration,
+    /// Leases, clients, tokens, authority.
+    pub state_dir: PathBuf,
+    /// Where the administration socket is.
+    pub runtime_dir: PathBuf,
+    /// What every key came to: name, value as text, origin.
+    pub report: Vec<(&'static str, String, Origin)>,
+    /// What works, but probably not as meant.
+    pub warnings: Vec<String>,
+}
+
+impl Config {
+    /// Where a key's value was written.
+    pub fn origin(&self, key: &str) -> Origin {
+        self.report.iter().find(|(k, ..)| *k == key).map_or(Origin::Default, |(.., o)| o.clone())
+    }
+
+    /// The administration socket.
+    pub fn admin_socket(&self) -> PathBuf {
+        self.runtime_dir.join("admin.sock")
+    }
+
+    /// Whether a data connection from `peer` may go without encryption.
+    pub fn may_be_clear(&self, peer: IpAddr) -> bool {
+        let peer = peer.to_canonical();
+        !self.encryption && (peer.is_loopback() || self.trusted_networks.iter().any(|n| n.contains(&peer)))
+    }
+}
+
+/// What surrounds the process, as far as the configuration depends on it.
+pub struct Surroundings<'a> {
+    /// Looks an environment variable up.
+    pub env: &'a dyn Fn(&str) -> Option<String>,
+    /// This host's name.
+    pub host_name: String,
+    /// The kernel's range of ephemeral ports.
+    pub ephemeral: Option<(u16, u16)>,
+}
+
+#[derive(Debug, Clone)]
+enum Value {
+    String(String),
+    Integer(i64),
+    Bool(bool),
+    List(Vec<Value>),
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::String(s) => write!(f, "{s:?}"),
+            Self::Integer(i) => write!(f, "{i}"),
+            Self::Bool(b) => write!(f, "{b}"),
+            Self::List(l) => {
+                f.write_str("[")?;
+                for (i, v) in l.iter().enumerate() {
+                    write!(f, "{}{v}", if i == 0 { "" } else { ", " })?;
+                }
+                f.write_str("]")
+            }
+        }
+    }
+}
+
+type Raw = BTreeMap<&'static str, (Value, Origin)>;
+
+/// Reads `file` and the drop-ins beside it. A file that is not there is an error only where `required`.
+pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
+    let mut raw = Raw::new();
+    let mut warnings = Vec::new();
+    match std::fs::read_to_string(file) {
+        Ok(text) => read_text(&mut raw, file, &text, around.env)?,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound && !required => {
+            warnings.push(format!("{} is not there: every key has its default", file.display()));
+        }
+        Err(e) => return Err(ConfigError::new(Origin::File(file.into(), 0), format!("cannot be read: {e}"))),
+    }
+    let folder = file.with_extension("d");
+    let mut drop_ins: Vec<PathBuf> = match std::fs::read_dir(&folder) {
+        Ok(entries) => entries.filter_map(|e| Some(e.ok()?.path())).collect(),
+        Err(_) => Vec::new(),
+    };
+    drop_ins.retain(|p| p.extension().is_some_and(|e| e == "toml"));
+    drop_ins.sort();
+    for path in drop_ins {
+        let text = std::fs::read_to_string(&path)
+            .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
+        read_text(&mut raw, &path, &text, around.env)?;
+    }
+    check(raw, warnings, around)
+}
+
+/// Checks a configuration that is one text; for tests and `check-config -`.
+pub fn from_text(name: &Path, text: &str, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
+    let mut raw = Raw::new();
+    read_text(&mut raw, name, text, around.env)?;
+    check(raw, Vec::new(), around)
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.as_bytes().iter().take(offset).filter(|b| **b == b'\n').count() + 1
+}
+
+fn read_text(
+    raw: &mut Raw,
+    file: &Path,
+    text: &str,
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Result<(), ConfigError> {
+    let at = |offset: usize| Origin::File(file.into(), line_of(text, offset));
+    let document = DeTable::parse(text).map_err(|e| {
+        ConfigError::new(at(e.span().map_or(0, |s| s.start)), e.message().trim_end().to_string())
+    })?;
+    for (key, value) in document.get_ref() {
+        let origin = at(key.span().start);
+        let written: &str = key.get_ref();
+        let Some(known) = KEYS.iter().find(|k| k.name == written) else {
+            return Err(ConfigError::new(origin, unknown(written)));
+        };
+        let value = convert(value.get_ref(), env)
+            .map_err(|m| ConfigError::new(at(value.span().start), format!("{}: {m}", known.name)))?;
+        raw.insert(known.name, (value, origin));
+    }
+    Ok(())
+}
+
+fn unknown(written: &str) -> String {
+    let nearest = KEYS
+        .iter()
+        .map(|k| (strsim::damerau_levenshtein(k.name, written), k.name))
+        .min()
+        .filter(|(distance, name)| *distance <= 1 + name.len() / 3);
+    match nearest {
+        Some((_, name)) => format!("unknown key `{written}`; did you mean `{name}`?"),
+        None => {
+            let names: Vec<_> = KEYS.iter().map(|k| k.name).collect();
+            format!("unknown key `{written}`; the keys are {}", names.join(", "))
+        }
+    }
+}
+
+fn convert(value: &DeValue<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<Value, String> {
+    Ok(match value {
+        DeValue::String(s) => Value::String(expand(s, env)?),
+        DeValue::Integer(i) => Value::Integer(
+            i64::from_str_radix(i.as_str(), i.radix()).map_err(|_| format!("{} is too large", i.as_str()))?,
+        ),
+        DeValue::Boolean(b) => Value::Bool(*b),
+        DeValue::Array(list) => {
+            Value::List(list.iter().map(|v| convert(v.get_ref(), env)).collect::<Result<_, _>>()?)
+        }
+        other => return Err(format!("a {} is not a value of this key", other.type_str())),
+    })
+}
+
+/// Replaces `${VAR}`; `$${` stands for `${`.
+fn expand(text: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(start) = rest.find("${") {
+        if rest[..start].ends_with('$') {
+            out.push_str(&rest[..start]);
+            out.push('{');
+            rest = &rest[start + 2..];
+            continue;
+        }
+        out.push_str(&rest[..start]);
+        let end = rest[start..].find('}').ok_or_else(|| format!("`${{` without `}}` in {text:?}"))? + start;
+        let name = &rest[start + 2..end];
+        out.push_str(&env(name).ok_or_else(|| format!("environment variable {name} is not set"))?);
+        rest = &rest[end + 1..];
+    }
+    out.push_str(rest);
+    Ok(out)
+}
+
+struct Reader<'a> {
+    raw: &'a Raw,
+    report: Vec<(&'static str, String, Origin)>,
+}
+
+impl Reader<'_> {
+    /// Reads one key with `parse`, which says what is wrong with a value.
+    fn key<T>(
+        &mut self,
+        key: &'static str,
+        default: impl FnOnce() -> (T, Origin),
+        parse: impl FnOnce(&Value) -> Result<T, String>,
+        show: impl FnOnce(&T) -> String,
+    ) -> Result<T, ConfigError> {
+        debug_assert!(KEYS.iter().any(|k| k.name == key));
+        let (value, origin) = match self.raw.get(key) {
+            Some((value, origin)) => (
+                parse(value)
+                    .map_err(|m| ConfigError::new(origin.clone(), format!("{key} = {value}: {m}")))?,
+                origin.clone(),
+            ),
+            None => default(),
+        };
+        self.report.push((key, show(&value), origin));
+        Ok(value)
+    }
+}
+
+fn text(value: &Value) -> Result<&str, String> {
+    match value {
+        Value::String(s) => Ok(s),
+        _ => Err("a string is wanted, in quotes".into()),
+    }
+}
+
+fn texts(value: &Value) -> Result<Vec<&str>, String> {
+    match value {
+        Value::List(list) => list.iter().map(text).collect(),
+        Value::String(s) => Ok(vec![s]),
+        _ => Err("a string or a list of strings is wanted".into()),
+    }
+}
+
+fn absolute(value: &Value) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text(value)?);
+    if path.is_absolute() { Ok(path) } else { Err("an absolute path is wanted".into()) }
+}
+
+fn one_of(value: &Value, allowed: &[&str], later: &[&str]) -> Result<String, String> {
+    let written = text(value)?;
+    if allowed.contains(&written) {
+        return Ok(written.into());
+    }
+    let these = allowed.iter().map(|a| format!("{a:?}")).collect::<Vec<_>>().join(" or ");
+    if later.contains(&written) {
+        return Err(format!("this version of gpuserver does not serve it yet, only {these}"));
+    }
+    Err(format!("only {these} is possible"))
+}
+
+/// Parses HOST:PORT for listening; a bare port listens everywhere.
+fn socket_address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(address) = text.parse() {
+        return Ok(address);
+    }
+    if let Some(port) = text.strip_prefix(':').or(Some(text)).and_then(|p| p.parse().ok()) {
+        return Ok(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port));
+    }
+    Err("an address like \"[::]:7601\", \"10.1.2.3:7601\" is wanted".into())
+}
+
+fn advertised(text: &str) -> Result<Advertised, String> {
+    let bad = || "HOST, HOST:PORT or [V6]:PORT is wanted".to_string();
+    if let Ok(ip) = text.parse::<IpAddr>() {
+        return Ok(Advertised { host: ip.to_string(), port: None });
+    }
+    if let Some(rest) = text.strip_prefix('[') {
+        let (host, rest) = rest.split_once(']').ok_or_else(bad)?;
+        let host: Ipv6Addr = host.parse().map_err(|_| bad())?;
+        let port = match rest {
+            "" => None,
+            _ => Some(rest.strip_prefix(':').and_then(|p| p.parse().ok()).ok_or_else(bad)?),
+        };
+        return Ok(Advertised { host: host.to_string(), port });
+    }
+    let (host, port) = match text.split_once(':') {
+        Some((host, port)) => (host, Some(port.parse().map_err(|_| bad())?)),
+        None => (text, None),
+    };
+    let host_ok = !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+    if !host_ok || port == Some(0) {
+        return Err(bad());
+    }
+    Ok(Advertised { host: host.into(), port })
+}
+
+fn ports(value: &Value) -> Result<(u16, u16), String> {
+    let bad = "a port or a range of ports like \"45201-46225\" is wanted";
+    match value {
+        Value::Integer(p) => u16::try_from(*p).map(|p| (p, p)).map_err(|_| bad.into()),
+        Value::String(s) => {
+            let (first, last) = s.split_once('-').unwrap_or((s, s));
+            let port = |p: &str| p.trim().parse::<u16>().map_err(|_| bad.to_string());
+            let (first, last) = (port(first)?, port(last)?);
+            if first > last {
+                return Err("the range ends before it starts".into());
+            }
+            Ok((first, last))
+        }
+        _ => Err(bad.into()),
+    }
+}
+
+fn gpus(value: &Value) -> Result<Gpus, String> {
+    let bad = "\"all\" or a list of indices and UUIDs is wanted; to serve one GPU write [0]";
+    match value {
+        Value::String(s) if s == "all" => Ok(Gpus::All),
+        Value::List(list) if list.is_empty() => Err("the list is empty: no GPU would be served".into()),
+        Value::List(list) => {
+            let mut out: Vec<GpuChoice> = Vec::new();
+            for item in list {
+                let choice = match item {
+                    Value::Integer(i) => GpuChoice::Index(
+                        u32::try_from(*i).map_err(|_| format!("{i} is not an index of a GPU"))?,
+                    ),
+                    Value::String(s) if s.to_ascii_lowercase().starts_with("gpu-") => {
+                        let (prefix, rest) = s.split_at(4);
+                        GpuChoice::Uuid(format!(
+                            "{}{}",
+                            prefix.to_ascii_uppercase(),
+                            rest.to_ascii_lowercase()
+                        ))
+                    }
+                    other => return Err(format!("{other} is neither an index nor a UUID (GPU-...)")),
+                };
+                if out.contains(&choice) {
+                    return Err(format!("{choice} is listed twice"));
+                }
+                out.push(choice);
+            }
+            Ok(Gpus::These(out))
+        }
+        _ => Err(bad.into()),
+    }
+}
+
+fn duration(value: &Value) -> Result<Duration, String> {
+    let bad = "a duration like \"90s\", \"10min\" or \"1h 30min\" is wanted; 0 is off";
+    match value {
+        Value::Integer(s) => u64::try_from(*s).map(Duration::from_secs).map_err(|_| bad.into()),
+        Value::String(s) => parse_duration(s).ok_or_else(|| bad.into()),
+        _ => Err(bad.into()),
+    }
+}
+
+/// Durations as systemd writes them, as far as they have whole numbers: `90`, `90s`, `10min`, `1h 30min`.
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    let text = text.trim();
+    match text.parse::<u64>() {
+        Ok(seconds) => Some(Duration::from_secs(seconds)),
+        Err(_) => humantime::parse_duration(text).ok(),
+    }
+}
+
+/// A duration as [`parse_duration`] reads it.
+pub fn show_duration(duration: Duration) -> String {
+    if duration.is_zero() { "0".into() } else { humantime::format_duration(duration).to_string() }
+}
+
+fn list<T: fmt::Display>(items: &[T]) -> String {
+    let items: Vec<_> = items.iter().map(ToString::to_string).collect();
+    format!("[{}]", items.join(", "))
+}
+
+/// A name for the pool made from the host's.
+fn name_from_host(host: &str) -> Option<String> {
+    let name = host.split('.').next()?.to_ascii_lowercase();
+    is_name(&name).then_some(name)
+}
+
+fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
+    let mut reader = Reader { raw: &raw, report: Vec::new() };
+    let plain = |s: &String| s.clone();
+    let default = |s: &str| (s.to_string(), Origin::Default);
+    // A directory that systemd made for us: the first one of a colon-separated list.
+    let directory = |variable: &'static str, otherwise: &str| match (around.env)(variable) {
+        Some(v) if !v.is_empty() => {
+            (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
+        }
+        _ => (PathBuf::from(otherwise), Origin::Default),
+    };
+
+    let name = reader.key(
+        "name",
+        || default(&name_from_host(&around.host_name).unwrap_or_default()),
+        |v| {
+            let name = text(v)?;
+            if is_name(name) {
+                Ok(name.to_string())
+            } else {
+                Err("a name has a-z, 0-9, `-` and `.`, 64 characters at most".into())
+            }
+        },
+        plain,
+    )?;
+    if name.is_empty() {
+        return Err(ConfigError::new(
+            Origin::Default,
+            format!("name: the host name {:?} cannot be this server's name; set `name`", around.host_name),
+        ));
+    }
+    let listen = reader.key(
+        "listen",
+        || (SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 7601), Origin::Default),
+        |v| socket_address(text(v)?),
+        ToString::to_string,
+    )?;
+    let advertise = reader.key(
+        "advertise",
+        || (Vec::new(), Origin::Default),
+        |v| texts(v)?.into_iter().map(advertised).collect::<Result<Vec<_>, _>>(),
+        |list| {
+            let shown: Vec<_> = list
+                .iter()
+                .map(|a| match a.port {
+                    Some(port) => crate::net::host_port(&a.host, port),
+                    None => a.host.clone(),
+                })
+                .collect();
+            if shown.is_empty() { "the address a client reached".into() } else { shown.join(", ") }
+        },
+    )?;
+    let data_ports = reader.key(
+        "data_ports",
+        || ((7602, 7602), Origin::Default),
+        ports,
+        |(a, b)| {
+            if a == b { a.to_string() } else { format!("{a}-{b}") }
+        },
+    )?;
+    let gpus = reader.key(
+        "gpus",
+        || (Gpus::All, Origin::Default),
+        gpus,
+        |g| match g {
+            Gpus::All => "all".into(),
+            Gpus::These(these) => list(these),
+        },
+    )?;
+    let driver = reader.key(
+        "driver",
+        || (None, Origin::Default),
+        |v| absolute(v).map(Some),
+        |d| d.as_ref().map_or_else(|| "NVIDIA's libcuda.so.1".into(), |p| p.display().to_string()),
+    )?;
+    reader.key("registry", || default("local"), |v| one_of(v, &["local"], &["etcd"]), plain)?;
+    let encryption =
+        reader.key("encryption", || default("on"), |v| one_of(v, &["on", "off"], &[]), plain)? == "on";
+    let trusted_networks = reader.key(
+        "trusted_networks",
+        || (Vec::new(), Origin::Default),
+        |v| {
+            texts(v)?
+                .into_iter()
+                .map(|n| {
+                    n.parse::<IpNet>()
+                        .or_else(|_| n.parse::<IpAddr>().map(IpNet::from))
+                        .map_err(|_| format!("{n:?} is not a network; \"10.1.0.0/16\" is one"))
+                })
+                .collect::<Result<Vec<_>, _>>()
+        },
+        |l| list(l),
+    )?;
+    reader.key(
+        "sharing",
+        || default("time-slice"),
+        |v| one_of(v, &["time-slice"], &["mps", "exclusive"]),
+        plain,
+    )?;
+    let warm_workers = reader.key(
+        "warm_workers",
+        || (2, Origin::Default),
+        |v| {
+            match v {
+                Value::Integer(n) => {
+                    u32::try_from(*n).ok().filter(|n| u64::from(*n) <= MAX_WARM).ok_or_else(String::new)
+                }
+                _ => Err(String::new()),
+            }
+            .map_err(|_| format!("a number from 0 to {MAX_WARM} is wanted"))
+        },
+        ToString::to_string,
+    )?;
+    let worker_idle_exit = reader.key(
+        "worker_idle_exit",
+        || (Duration::from_secs(600), Origin::Default),
+        duration,
+        |d| show_duration(*d),
+    )?;
+    let state_dir = reader.key(
+        "state_dir",
+        || directory("STATE_DIRECTORY", "/var/lib/gpuserver"),
+        absolute,
+        |p| p.display().to_string(),
+    )?;
+    let runtime_dir = reader.key(
+        "runtime_dir",
+        || directory("RUNTIME_DIRECTORY", "/run/gpuserver"),
+        absolute,
+        |p| p.display().to_string(),
+    )?;
+    let report = reader.report;
+
+    if encryption && !trusted_networks.is_empty() {
+        warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
+    }
+    if let Some((low, high)) = around.ephemeral {
+        for (key, port) in [("listen", listen.port()), ("data_ports", data_ports.0)] {
+            if (low..=high).contains(&port) {
+                warnings.push(format!(
+                    "{key}: port {port} is inside the kernel's ephemeral range {low}-{high}: another program may \
+                     take it before gpuserver starts"
+                ));
+            }
+        }
+    }
+    Ok(Config {
+        name,
+        listen,
+        advertise,
+        data_ports,
+        gpus,
+        driver,
+        encryption,
+        trusted_networks,
+        warm_workers,
+        worker_idle_exit,
+        state_dir,
+        runtime_dir,
+        report,
+        warnings,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        let env = |name: &str| match name {
+            "SITE" => Some("lab".to_string()),
+            "STATE_DIRECTORY" => Some("/var/lib/gpuserver-a:/x".into()),
+            _ => None,
+        };
+        let around =
+            Surroundings { env: &env, host_name: "Gpu1.example.org".into(), ephemeral: Some((32768, 60999)) };
+        from_text(Path::new("t.toml"), text, &around)
+    }
+
+    fn message(text: &str) -> String {
+        parse(text).expect_err(text).to_string()
+    }
+
+    #[test]
+    fn defaults() {
+        let config = parse("").unwrap();
+        assert_eq!(config.name, "gpu1");
+        assert_eq!(config.listen.to_string(), "[::]:7601");
+        assert_eq!(config.data_ports, (7602, 7602));
+        assert_eq!(config.state_dir, Path::new("/var/lib/gpuserver-a"));
+        assert_eq!(config.origin("state_dir"), Origin::Environment("STATE_DIRECTORY"));
+        assert_eq!(config.report.len(), KEYS.len());
+        assert!(config.encryption && config.warnings.is_empty());
+    }
+
+    #[test]
+    fn values() {
+        let config = parse(
+            "name = \"${SITE}-1\"\nlisten = \"127.0.0.1:0\"\nadvertise = [\"gpu1.lab:17601\", \"[fd00::1]:7\"]\n\
+             data_ports = \"45201-46225\"\ngpus = [0, \"gpu-ABC\"]\nencryption = \"off\"\n\
+             trusted_networks = [\"10.0.0.0/8\", \"fd00::/8\"]\nworker_idle_exit = \"1h 30min\"\nwarm_workers = 0\n",
+        )
+        .unwrap();
+        assert_eq!(config.name, "lab-1");
+        assert_eq!(config.advertise[1], Advertised { host: "fd00::1".into(), port: Some(7) });
+        assert_eq!(config.gpus, Gpus::These(vec![GpuChoice::Index(0), GpuChoice::Uuid("GPU-abc".into())]));
+        assert_eq!(config.worker_idle_exit, Duration::from_secs(5400));
+        assert!(config.may_be_clear("::ffff:10.2.3.4".parse().unwrap()));
+        assert!(config.may_be_clear("127.0.0.1".parse().unwrap()));
+        assert!(!config.may_be_clear("192.0.2.1".parse().unwrap()));
+        assert!(config.warnings[0].contains("45201"), "{:?}", config.warnings);
+        assert!(
+            !parse("trusted_networks = [\"10.0.0.0/8\"]").unwrap().may_be_clear("10.0.0.1".parse().unwrap())
+        );
+    }
+
+    #[test]
+    fn errors_name_file_line_key_and_remedy() {
+        assert_eq!(message("\n\nlitsen = \"x\""), "t.toml:3: unknown key `litsen`; did you mean `listen`?");
+        assert!(message("quux_zzzz = 1").contains("the keys are name, listen"));
+        assert!(message("name = \"a\"\nname = \"b\"").starts_with("t.toml:2: "));
+        assert!(message("listen = ").starts_with("t.toml:1: "));
+        assert!(message("gpus = []").contains("no GPU would be served"));
+        assert!(message("gpus = \"0\"").contains("[0]"));
+        assert!(message("gpus = [-1]").contains("-1"));
+        assert!(message("gpus = [0, 0]").contains("twice"));
+        assert!(message("sharing = \"mps\"").contains("does not serve it yet"));
+        assert!(message("registry = \"etcd\"").contains("does not serve it yet"));
+        assert!(message("sharing = \"often\"").contains("only \"time-slice\""));
+        assert!(message("warm_workers = 65").contains("0 to 64"));
+        assert!(message("driver = \"libcuda.so.1\"").contains("absolute"));
+        assert!(message("trusted_networks = [\"10.0.0.0/99\"]").contains("not a network"));
+        assert!(message("data_ports = \"9-8\"").contains("ends before"));
+        assert!(message("name = \"${NOPE}\"").contains("NOPE is not set"));
+        assert!(message("name = \"a b\"").contains("t.toml:1: name = \"a b\": "));
+        assert!(message("[limits]\ngpus = 1").contains("unknown key `limits`"));
+    }
+
+    #[test]
+    fn variables() {
+        let env = |n: &str| (n == "A").then(|| "1".to_string());
+        assert_eq!(expand("x${A}y$${A}z", &env), Ok("x1y${A}z".into()));
+        assert!(expand("${A", &env).is_err());
+    }
+}

@@ -1,0 +1,181 @@
+//! The data port: reads who a connection is for and hands the socket to that worker. What follows the preface is not read
+//! here.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::preface::{self, Preface};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+use tracing::{info, warn};
+
+use crate::supervise::{AdoptError, Supervisor};
+
+/// A connection that did not send its preface by then is closed.
+const PREFACE_LIMIT: Duration = Duration::from_secs(5);
+/// Connections whose preface is awaited: altogether, and from one address.
+const MAX_PENDING: usize = 512;
+const MAX_PENDING_PER_PEER: usize = 128;
+/// Lines about bad connections, at most one in this time.
+const LOG_PAUSE: Duration = Duration::from_secs(5);
+
+/// Who may connect without encryption.
+pub type MayBeClear = Arc<dyn Fn(IpAddr) -> bool + Send + Sync>;
+
+/// Says little when much goes wrong.
+#[derive(Debug, Default)]
+pub struct Quiet(Mutex<(Option<std::time::Instant>, u64)>);
+
+impl Quiet {
+    /// `Some(n)` when a line may be written now, after `n` that were not.
+    pub fn may(&self) -> Option<u64> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.0.is_some_and(|at| at.elapsed() < LOG_PAUSE) {
+            state.1 += 1;
+            return None;
+        }
+        state.0 = Some(std::time::Instant::now());
+        Some(std::mem::take(&mut state.1))
+    }
+}
+
+#[derive(Default)]
+struct Pending(Mutex<HashMap<IpAddr, usize>>);
+
+struct PendingOne(Arc<Pending>, IpAddr);
+
+impl Pending {
+    fn enter(self: &Arc<Self>, peer: IpAddr) -> Option<PendingOne> {
+        let mut map = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = map.entry(peer).or_default();
+        if *count >= MAX_PENDING_PER_PEER {
+            return None;
+        }
+        *count += 1;
+        Some(PendingOne(self.clone(), peer))
+    }
+}
+
+impl Drop for PendingOne {
+    fn drop(&mut self) {
+        let mut map = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = map.get_mut(&self.1) {
+            *count -= 1;
+            if *count == 0 {
+                map.remove(&self.1);
+            }
+        }
+    }
+}
+
+/// Binds the first free port of a range.
+pub async fn bind(host: IpAddr, (first, last): (u16, u16)) -> io::Result<TcpListener> {
+    let mut error = None;
+    for port in first..=last {
+        match TcpListener::bind(SocketAddr::new(host, port)).await {
+            Ok(listener) => return Ok(listener),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => error = Some(e),
+            Err(e) => return Err(e),
+        }
+    }
+    Err(error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
+}
+
+/// Serves the data port until it is cancelled.
+pub async fn serve(listener: TcpListener, supervisor: Supervisor, may_be_clear: MayBeClear) {
+    let slots = Arc::new(Semaphore::new(MAX_PENDING));
+    let pending = Arc::new(Pending::default());
+    let quiet = Arc::new(Quiet::default());
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else { return };
+        let (socket, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(e) => {
+                // Out of descriptors or memory: others need them first.
+                if let Some(more) = quiet.may() {
+                    warn!("data port: accept: {e} ({more} lines left out)");
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let Some(entered) = pending.enter(peer.ip().to_canonical()) else {
+            if let Some(more) = quiet.may() {
+                warn!(
+                    "data port: too many unfinished connections from {} ({more} lines left out)",
+                    peer.ip()
+                );
+            }
+            continue;
+        };
+        let (supervisor, may_be_clear, quiet) = (supervisor.clone(), may_be_clear.clone(), quiet.clone());
+        tokio::spawn(async move {
+            let _held = (slot, entered);
+            if let Err(refused) = hand_over(socket, peer, &supervisor, &may_be_clear).await
+                && let Some(more) = quiet.may()
+            {
+                info!("data connection from {peer} refused: {refused} ({more} lines left out)");
+            }
+        });
+    }
+}
+
+async fn hand_over(
+    mut socket: TcpStream,
+    peer: SocketAddr,
+    supervisor: &Supervisor,
+    may_be_clear: &MayBeClear,
+) -> Result<(), String> {
+    let mut bytes = [0; preface::LEN];
+    match timeout(PREFACE_LIMIT, socket.read_exact(&mut bytes)).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(e)) => return Err(format!("it ended inside the preface ({e})")),
+        Err(_) => return Err("no preface in time".into()),
+    }
+    let preface = match Preface::parse(&bytes) {
+        Ok(preface) => preface,
+        Err(e @ preface::BadPreface::Version(_)) => {
+            refuse(socket, &e.to_string()).await;
+            return Err(e.to_string());
+        }
+        Err(e) => return Err(e.to_string()),
+    };
+    if !preface.tls() && !may_be_clear(peer.ip()) {
+        let reason = AdoptError::Clear.to_string();
+        refuse(socket, &reason).await;
+        return Err(reason);
+    }
+    let _ = socket.set_nodelay(true);
+    let socket = socket.into_std().map_err(|e| e.to_string())?;
+    // The worker's threads block in it.
+    socket.set_nonblocking(false).map_err(|e| e.to_string())?;
+    let adopted = supervisor.adopt(&preface.worker, socket, bytes.to_vec(), peer, preface.tls());
+    if let Err((error, socket)) = adopted {
+        let reason = error.to_string();
+        socket.set_nonblocking(true).map_err(|e| e.to_string())?;
+        refuse(TcpStream::from_std(socket).map_err(|e| e.to_string())?, &reason).await;
+        return Err(format!("{reason} ({})", crate::supervise::hex(&preface.worker)));
+    }
+    Ok(())
+}
+
+/// Tells the peer why. What it has sent already is read, else the kernel resets the connection and the reason is lost.
+async fn refuse(mut socket: TcpStream, reason: &str) {
+    let told = async {
+        socket.write_all(&preface::refusal(reason)).await?;
+        socket.shutdown().await?;
+        let mut sink = [0; 4096];
+        for _ in 0..64 {
+            if socket.read(&mut sink).await? == 0 {
+                break;
+            }
+        }
+        io::Result::Ok(())
+    };
+    let _ = timeout(Duration::from_secs(1), told).await;
+}

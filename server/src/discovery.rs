@@ -1,0 +1,227 @@
+//! Which GPUs the driver shows. A child process asks it, so that this one never loads CUDA.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use object::{Object, ObjectSymbol};
+use serde::Deserialize;
+use tokio::process::Command;
+use tokio::time::timeout;
+
+use crate::config::{GpuChoice, Gpus};
+use crate::lease::Gpu;
+use crate::supervise::spawn::clean_environment;
+
+/// Exported by gpusession's own libcuda, which must never be a server's driver.
+pub const MARKER: &str = "gpusession_marker";
+const PROBE_LIMIT: Duration = Duration::from_secs(120);
+/// Where a driver is looked for beside the loader's cache.
+const FOLDERS: &[&str] = &[
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/lib/wsl/lib",
+    "/run/opengl-driver/lib",
+];
+
+/// What the driver says.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Probe {
+    /// As in 580.159.04; a simulated driver has none.
+    pub driver_version: Option<String>,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+    /// In the driver's order.
+    pub devices: Vec<Gpu>,
+}
+
+/// Why there are no GPUs to serve.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// `driver` or `gpus` names what is not there: retrying does not help.
+    #[error("{key}: {message}")]
+    Configuration {
+        /// The key.
+        key: &'static str,
+        /// What is wrong and what to do.
+        message: String,
+    },
+    /// The driver could not be asked; a later try may succeed.
+    #[error("{0}")]
+    Probe(String),
+}
+
+fn bad(key: &'static str, message: impl Into<String>) -> DiscoveryError {
+    DiscoveryError::Configuration { key, message: message.into() }
+}
+
+/// Whether a library is gpusession's own. The file is read, not loaded.
+fn is_ours(path: &Path) -> Result<bool, String> {
+    let bytes = std::fs::read(path).map_err(|e| e.to_string())?;
+    let file = object::File::parse(&*bytes).map_err(|_| "it is not a shared library".to_string())?;
+    Ok(file.dynamic_symbols().any(|s| s.is_definition() && s.name() == Ok(MARKER)))
+}
+
+/// The driver library: the one that is named, or the first `libcuda.so.1` of the loader's that is not ours.
+pub fn find_driver(named: Option<&Path>) -> Result<PathBuf, DiscoveryError> {
+    if let Some(path) = named {
+        return match is_ours(path) {
+            Ok(false) => Ok(path.into()),
+            Ok(true) => Err(bad(
+                "driver",
+                format!(
+                    "{} is gpusession's own client library, not a driver; name NVIDIA's libcuda.so.1",
+                    path.display()
+                ),
+            )),
+            Err(e) => Err(bad("driver", format!("{}: {e}", path.display()))),
+        };
+    }
+    let mut skipped = None;
+    for path in candidates() {
+        match is_ours(&path) {
+            Ok(false) => return Ok(path),
+            Ok(true) => skipped = Some(path),
+            Err(_) => {}
+        }
+    }
+    Err(bad(
+        "driver",
+        match skipped {
+            Some(path) => format!(
+                "the only libcuda.so.1 here is {}, gpusession's own client library; install NVIDIA's driver or name \
+                 one with `driver`",
+                path.display()
+            ),
+            None => {
+                "no libcuda.so.1 in the loader's paths; install NVIDIA's driver or name one with `driver`"
+                    .into()
+            }
+        },
+    ))
+}
+
+fn candidates() -> Vec<PathBuf> {
+    let mut out = Vec::new();
+    for program in ["/sbin/ldconfig", "/usr/sbin/ldconfig"] {
+        let Ok(output) = std::process::Command::new(program).arg("-p").env_clear().output() else { continue };
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            if let Some((name, path)) = line.split_once(" => ")
+                && name.trim().starts_with("libcuda.so.1 ")
+                && name.contains("x86-64")
+            {
+                out.push(PathBuf::from(path.trim()));
+            }
+        }
+        break;
+    }
+    out.extend(FOLDERS.iter().map(|f| Path::new(f).join("libcuda.so.1")));
+    out
+}
+
+/// Asks the driver.
+pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError> {
+    let mut command = Command::new(worker);
+    command
+        .arg("--probe")
+        .arg(driver)
+        .env_clear()
+        .envs(clean_environment())
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let failed = |what: String| {
+        DiscoveryError::Probe(format!("{} --probe {}: {what}", worker.display(), driver.display()))
+    };
+    let output = match timeout(PROBE_LIMIT, command.output()).await {
+        Ok(Ok(output)) => output,
+        Ok(Err(e)) => return Err(failed(format!("cannot be started: {e}"))),
+        Err(_) => return Err(failed(format!("no answer within {} s", PROBE_LIMIT.as_secs()))),
+    };
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.lines().last().unwrap_or("it said nothing");
+        return Err(failed(format!("{} ({said})", output.status)));
+    }
+    let mut probe: Probe = serde_json::from_slice(&output.stdout)
+        .map_err(|e| failed(format!("its answer is not understood: {e}")))?;
+    for gpu in &mut probe.devices {
+        gpu.uuid = gpu.uuid.replacen("gpu-", "GPU-", 1);
+        if gpu.uuid_bytes().is_none() {
+            return Err(failed(format!("{:?} is not a GPU's UUID", gpu.uuid)));
+        }
+    }
+    Ok(probe)
+}
+
+/// The GPUs that the configuration chooses. One that is not there is an error: a wrong list never means all.
+pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> {
+    let these = match gpus {
+        Gpus::All if found.is_empty() => return Err(bad("gpus", "the driver shows no GPU")),
+        Gpus::All => return Ok(found),
+        Gpus::These(these) => these,
+    };
+    let mut out: Vec<Gpu> = Vec::new();
+    for choice in these {
+        let gpu = match choice {
+            GpuChoice::Index(i) => found.get(*i as usize),
+            GpuChoice::Uuid(uuid) => found.iter().find(|g| g.uuid == *uuid),
+        };
+        let Some(gpu) = gpu else {
+            let there: Vec<_> =
+                found.iter().enumerate().map(|(i, g)| format!("{i} = {} ({})", g.uuid, g.name)).collect();
+            return Err(bad("gpus", format!("there is no GPU {choice}; there are {}", there.join(", "))));
+        };
+        if out.contains(gpu) {
+            return Err(bad("gpus", format!("{choice} names {} a second time", gpu.uuid)));
+        }
+        out.push(gpu.clone());
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(n: u8) -> Gpu {
+        Gpu {
+            uuid: format!("GPU-00000000-0000-0000-0000-0000000000{n:02x}"),
+            name: "G".into(),
+            memory_bytes: 1,
+            compute_major: 9,
+            compute_minor: 0,
+            pci_address: String::new(),
+            multiprocessors: 1,
+        }
+    }
+
+    #[test]
+    fn a_wrong_choice_never_means_all() {
+        let found = || vec![gpu(1), gpu(2)];
+        assert_eq!(choose(&Gpus::All, found()).unwrap(), found());
+        let these = |l: &[GpuChoice]| choose(&Gpus::These(l.to_vec()), found());
+        let second = GpuChoice::Uuid(gpu(2).uuid);
+        assert_eq!(these(std::slice::from_ref(&second)).unwrap(), [gpu(2)]);
+        assert_eq!(these(&[second.clone(), GpuChoice::Index(0)]).unwrap(), [gpu(2), gpu(1)]);
+        let error = these(&[GpuChoice::Index(2)]).unwrap_err().to_string();
+        assert!(error.contains("no GPU 2; there are 0 = GPU-"), "{error}");
+        assert!(these(&[second, GpuChoice::Index(1)]).unwrap_err().to_string().contains("second time"));
+        assert!(choose(&Gpus::All, vec![]).is_err());
+    }
+
+    #[test]
+    fn drivers() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libcuda.so.1");
+        assert!(find_driver(Some(&path)).unwrap_err().to_string().contains("libcuda.so.1"));
+        std::fs::write(&path, "text").unwrap();
+        assert!(find_driver(Some(&path)).unwrap_err().to_string().contains("not a shared library"));
+        // The test program itself is an ELF file without our marker.
+        let program = std::env::current_exe().unwrap();
+        assert_eq!(find_driver(Some(&program)).unwrap(), program);
+    }
+}

@@ -1,0 +1,249 @@
+//! The pool's own certificate authority, below `ca/` in the state directory.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::join;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SerialNumber,
+};
+use rustls::RootCertStore;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use time::OffsetDateTime;
+
+use crate::clock::{self, Random};
+use crate::store::{self, StoreError};
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+const AUTHORITY_YEARS: u32 = 20;
+const MEMBER_YEARS: u32 = 5;
+/// Clocks of client and server may differ by so much.
+const SKEW: Duration = DAY;
+
+/// Trouble with the authority.
+#[derive(Debug, thiserror::Error)]
+pub enum AuthorityError {
+    /// There is none yet.
+    #[error("{} holds no pool authority; make one with `gpuserver pool init`", .0.display())]
+    Missing(PathBuf),
+    /// There is one already.
+    #[error("{} holds a pool authority already; clients trust it, so it is never replaced", .0.display())]
+    Exists(PathBuf),
+    /// Its files are not what they should be.
+    #[error("{}: {reason}", path.display())]
+    Unusable {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The file system refused.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A certificate could not be made.
+    #[error("certificate: {0}")]
+    Certificate(#[from] rcgen::Error),
+    /// TLS could not be set up.
+    #[error("TLS: {0}")]
+    Tls(#[from] rustls::Error),
+    /// The request of a joining client is not one.
+    #[error("the certificate request cannot be used: {0}")]
+    Request(String),
+}
+
+/// SHA-256 of a certificate.
+pub fn fingerprint(der: &[u8]) -> [u8; 32] {
+    let digest = ring::digest::digest(&ring::digest::SHA256, der);
+    let mut out = [0; 32];
+    out.copy_from_slice(digest.as_ref());
+    out
+}
+
+/// Signs the certificates of a pool's servers and clients.
+pub struct Authority {
+    folder: PathBuf,
+    issuer: Issuer<'static, KeyPair>,
+    der: CertificateDer<'static>,
+    pem: String,
+}
+
+/// A certificate that was just made for a client.
+pub struct Issued {
+    /// For the client.
+    pub pem: String,
+    /// What the server knows it by.
+    pub fingerprint: [u8; 32],
+}
+
+fn folder(state_dir: &Path) -> PathBuf {
+    state_dir.join("ca")
+}
+
+fn validity(params: &mut CertificateParams, years: u32) {
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now - SKEW;
+    params.not_after = now + DAY * 365 * years;
+}
+
+fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::OrganizationName, "gpusession");
+    params.distinguished_name.push(DnType::CommonName, name);
+    let mut serial: [u8; 16] = clock::bytes(random);
+    serial[0] &= 0x7f;
+    params.serial_number = Some(SerialNumber::from_slice(&serial));
+}
+
+impl Authority {
+    /// Makes the authority of a new pool.
+    pub fn init(state_dir: &Path, pool: &str, random: &dyn Random) -> Result<Self, AuthorityError> {
+        let folder = folder(state_dir);
+        if folder.join("authority.key").exists() {
+            return Err(AuthorityError::Exists(folder));
+        }
+        use std::os::unix::fs::DirBuilderExt;
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&folder)
+            .map_err(|error| StoreError::Io { path: folder.clone(), error })?;
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        named(&mut params, &format!("gpusession pool {pool}"), random);
+        validity(&mut params, AUTHORITY_YEARS);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let certificate = params.self_signed(&key)?;
+        store::write_bytes(&folder.join("authority.pem"), certificate.pem().as_bytes(), 0o644)?;
+        // Last: it says that the authority is complete.
+        store::write_bytes(&folder.join("authority.key"), key.serialize_pem().as_bytes(), 0o600)?;
+        Self::open(state_dir)
+    }
+
+    /// Opens the authority of an existing pool.
+    pub fn open(state_dir: &Path) -> Result<Self, AuthorityError> {
+        let folder = folder(state_dir);
+        let (pem_path, key_path) = (folder.join("authority.pem"), folder.join("authority.key"));
+        let unusable = |path: &Path, reason: String| AuthorityError::Unusable { path: path.into(), reason };
+        let read = |path: &Path| match fs::read_to_string(path) {
+            Ok(text) => Ok(text),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                Err(AuthorityError::Missing(folder.clone()))
+            }
+            Err(e) => Err(unusable(path, e.to_string())),
+        };
+        let (pem, key) = (read(&pem_path)?, read(&key_path)?);
+        let key = KeyPair::from_pem(&key).map_err(|e| unusable(&key_path, e.to_string()))?;
+        let der =
+            CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|e| unusable(&pem_path, e.to_string()))?;
+        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| unusable(&pem_path, e.to_string()))?;
+        Ok(Self { folder, issuer, der, pem })
+    }
+
+    /// The authority's certificate.
+    pub fn pem(&self) -> &str {
+        &self.pem
+    }
+
+    /// What join tokens carry.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        fingerprint(&self.der)
+    }
+
+    /// Signs a client's request. Nothing of it but the public key is used.
+    pub fn issue_client(
+        &self,
+        csr_pem: &str,
+        name: &str,
+        random: &dyn Random,
+    ) -> Result<Issued, AuthorityError> {
+        let request = CertificateSigningRequestParams::from_pem(csr_pem)
+            .map_err(|e| AuthorityError::Request(e.to_string()))?;
+        let mut params = CertificateParams::new(vec![join::client(name)])?;
+        named(&mut params, name, random);
+        validity(&mut params, MEMBER_YEARS);
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = CertificateSigningRequestParams { params, public_key: request.public_key }
+            .signed_by(&self.issuer)?;
+        Ok(Issued { pem: certificate.pem(), fingerprint: fingerprint(certificate.der()) })
+    }
+
+    /// The TLS of the control port: this server's certificate, made anew at each start, and clients of this pool or
+    /// clients without a certificate, which can only join.
+    pub fn server_tls(
+        &self,
+        name: &str,
+        random: &dyn Random,
+    ) -> Result<rustls::ServerConfig, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::new(vec![join::any_server(), join::server(name)])?;
+        named(&mut params, name, random);
+        validity(&mut params, MEMBER_YEARS);
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = params.signed_by(&key, &self.issuer)?;
+        store::write_bytes(&self.folder.join("server.pem"), certificate.pem().as_bytes(), 0o644)?;
+        let mut roots = RootCertStore::empty();
+        roots.add(self.der.clone())?;
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone())
+            .allow_unauthenticated()
+            .build()
+            .map_err(|e| rustls::Error::General(e.to_string()))?;
+        let key = PrivateKeyDer::try_from(key.serialize_der())
+            .map_err(|e| rustls::Error::General(e.to_string()))?;
+        let mut config = rustls::ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(vec![certificate.der().clone(), self.der.clone()], key)?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemRandom;
+
+    #[test]
+    fn is_made_once_and_signs_only_the_name_it_is_told() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(matches!(Authority::open(state.path()), Err(AuthorityError::Missing(_))));
+        let made = Authority::init(state.path(), "lab", &SystemRandom).unwrap();
+        assert!(matches!(
+            Authority::init(state.path(), "lab", &SystemRandom),
+            Err(AuthorityError::Exists(_))
+        ));
+        let again = Authority::open(state.path()).unwrap();
+        assert_eq!(made.fingerprint(), again.fingerprint());
+        use std::os::unix::fs::PermissionsExt;
+        let mode = fs::metadata(state.path().join("ca/authority.key")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+
+        let key = KeyPair::generate().unwrap();
+        let mut wish = CertificateParams::new(vec![join::any_server()]).unwrap();
+        wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
+        let issued = again.issue_client(&csr, "vm-1", &SystemRandom).unwrap();
+        let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
+        let text = String::from_utf8_lossy(&der).into_owned();
+        assert!(text.contains("vm-1.client.gpusession.internal"));
+        assert!(!text.contains(&join::any_server()), "a wish in the request was granted");
+        assert_eq!(issued.fingerprint, fingerprint(&der));
+        assert!(matches!(
+            again.issue_client("garbage", "vm-1", &SystemRandom),
+            Err(AuthorityError::Request(_))
+        ));
+        again.server_tls("gpu1", &SystemRandom).unwrap();
+    }
+}

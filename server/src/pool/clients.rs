@@ -1,0 +1,320 @@
+//! The clients of a pool: which certificate each has, and which machine and boot is behind it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::clock::Moment;
+
+/// A client without an open [`Watch`](gpusession_proto::control) that said nothing for so long is taken for gone.
+pub const SUSPECT: Duration = Duration::from_secs(10);
+
+/// A client as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientRecord {
+    /// SHA-256 of its certificate, in hex.
+    pub certificate: String,
+    /// Of the machine that joined, hashed by it.
+    pub machine_id: String,
+    /// Refused from then on.
+    pub revoked: bool,
+    /// Seconds since 1970.
+    pub joined_unix: u64,
+}
+
+/// What survives a restart.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Saved {
+    clients: BTreeMap<String, ClientRecord>,
+}
+
+/// Which machine uses an identity now.
+#[derive(Debug, Clone, Default)]
+struct Presence {
+    boot_id: String,
+    machine_id: String,
+    last_seen: Option<Moment>,
+    watches: u32,
+    /// Boots that another boot has replaced; whoever still uses one is a second machine.
+    replaced: Vec<String>,
+}
+
+/// Why a client is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Its certificate is none of ours any longer.
+    #[error(
+        "this server does not know the client's certificate: it was replaced by a later join, or the client was \
+         forgotten; join again with a new token"
+    )]
+    Unknown,
+    /// By an administrator.
+    #[error(
+        "client {0:?} was revoked; its administrator can allow it with `gpuserver clients forget {0}` and a new join"
+    )]
+    Revoked(String),
+    /// Two machines, one identity.
+    #[error(
+        "another machine uses the identity of client {0:?} right now. Is this one a copy of it? Then give it an identity \
+         of its own: `gpusession leave`, then `gpusession join` with a new token. If it is the same machine, restarted a \
+         moment ago, it is accepted within {wait} s", wait = SUSPECT.as_secs()
+    )]
+    SecondMachine(String),
+    /// A program that does not say which boot it is.
+    #[error("the request does not say which boot of the client it comes from")]
+    NoBoot,
+}
+
+/// A client as listings show it.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    /// Its name.
+    pub name: String,
+    /// What is stored.
+    pub record: ClientRecord,
+    /// Whether it is connected, or was a moment ago.
+    pub alive: bool,
+    /// Time since it was last heard of, in this run of the server.
+    pub silent: Option<Duration>,
+}
+
+/// All clients of a pool.
+#[derive(Debug, Default)]
+pub struct Clients {
+    records: BTreeMap<String, ClientRecord>,
+    by_certificate: HashMap<String, String>,
+    presence: HashMap<String, Presence>,
+}
+
+/// What a call from a client changes.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// Nothing.
+    Known,
+    /// The client has restarted: what its earlier boots held is over.
+    NewBoot,
+}
+
+impl Presence {
+    fn alive(&self, now: Moment) -> bool {
+        self.watches > 0 || self.last_seen.is_some_and(|at| now.saturating_sub(at) < SUSPECT)
+    }
+}
+
+impl Clients {
+    /// The clients of an earlier run.
+    pub fn new(saved: Saved) -> Self {
+        let by_certificate =
+            saved.clients.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
+        Self { records: saved.clients, by_certificate, presence: HashMap::new() }
+    }
+
+    /// What has to survive a restart.
+    pub fn save(&self) -> Saved {
+        Saved { clients: self.records.clone() }
+    }
+
+    /// Whose certificate it is.
+    pub fn identify(&self, certificate: &[u8; 32]) -> Result<String, Refusal> {
+        let name =
+            self.by_certificate.get(&data_encoding::HEXLOWER.encode(certificate)).ok_or(Refusal::Unknown)?;
+        match self.records.get(name) {
+            Some(record) if record.revoked => Err(Refusal::Revoked(name.clone())),
+            Some(_) => Ok(name.clone()),
+            None => Err(Refusal::Unknown),
+        }
+    }
+
+    /// Whether a machine may join as `name`.
+    pub fn may_join(&self, name: &str, machine_id: &str, now: Moment) -> Result<(), Refusal> {
+        let Some(record) = self.records.get(name) else { return Ok(()) };
+        if record.revoked {
+            return Err(Refusal::Revoked(name.into()));
+        }
+        let other = record.machine_id != machine_id || machine_id.is_empty();
+        if other && self.presence.get(name).is_some_and(|p| p.alive(now)) {
+            return Err(Refusal::SecondMachine(name.into()));
+        }
+        Ok(())
+    }
+
+    /// A machine joined: from now on its certificate is the one of `name`, and no other.
+    pub fn join(&mut self, name: &str, certificate: &[u8; 32], machine_id: &str, unix: u64) {
+        let certificate = data_encoding::HEXLOWER.encode(certificate);
+        let record = ClientRecord {
+            certificate: certificate.clone(),
+            machine_id: machine_id.into(),
+            revoked: false,
+            joined_unix: unix,
+        };
+        if let Some(old) = self.records.insert(name.into(), record) {
+            self.by_certificate.remove(&old.certificate);
+        }
+        self.by_certificate.insert(certificate, name.into());
+    }
+
+    /// A call came from a client. `machine_id` may be empty where the call does not carry it.
+    pub fn seen(
+        &mut self,
+        name: &str,
+        boot_id: &str,
+        machine_id: &str,
+        now: Moment,
+    ) -> Result<Seen, Refusal> {
+        if boot_id.is_empty() {
+            return Err(Refusal::NoBoot);
+        }
+        let presence = self.presence.entry(name.into()).or_default();
+        let same_machine =
+            machine_id.is_empty() || presence.machine_id.is_empty() || machine_id == presence.machine_id;
+        if presence.boot_id == boot_id && same_machine {
+            presence.last_seen = Some(now);
+            if presence.machine_id.is_empty() {
+                presence.machine_id = machine_id.into();
+            }
+            return Ok(Seen::Known);
+        }
+        let first = presence.boot_id.is_empty();
+        let stale = presence.replaced.iter().any(|b| b == boot_id);
+        if !first && (presence.alive(now) || stale) {
+            return Err(Refusal::SecondMachine(name.into()));
+        }
+        if !first && presence.boot_id != boot_id {
+            let old = std::mem::replace(&mut presence.boot_id, boot_id.into());
+            presence.replaced.push(old);
+            // A machine restarts a few times a day at most; copies show up long before.
+            if presence.replaced.len() > 16 {
+                presence.replaced.remove(0);
+            }
+        }
+        presence.boot_id = boot_id.into();
+        presence.machine_id = machine_id.into();
+        presence.last_seen = Some(now);
+        // After a restart of the server, what is stored may be of another boot.
+        Ok(Seen::NewBoot)
+    }
+
+    /// A call that does not say which boot it is from.
+    pub fn heard(&mut self, name: &str, now: Moment) {
+        if let Some(presence) = self.presence.get_mut(name) {
+            presence.last_seen = Some(now);
+        }
+    }
+
+    /// A client holds a connection open to be told things.
+    pub fn watch_began(&mut self, name: &str) {
+        self.presence.entry(name.into()).or_default().watches += 1;
+    }
+
+    /// It closed it: unless another call comes, it is gone.
+    pub fn watch_ended(&mut self, name: &str) {
+        if let Some(presence) = self.presence.get_mut(name) {
+            presence.watches = presence.watches.saturating_sub(1);
+            if presence.watches == 0 {
+                presence.last_seen = None;
+            }
+        }
+    }
+
+    /// Refuses a client from now on. Says whether there is one of that name.
+    pub fn revoke(&mut self, name: &str) -> bool {
+        match self.records.get_mut(name) {
+            Some(record) => {
+                record.revoked = true;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Removes a client: its certificate is worth nothing, and its name can join again.
+    pub fn forget(&mut self, name: &str) -> bool {
+        self.presence.remove(name);
+        match self.records.remove(name) {
+            Some(record) => {
+                self.by_certificate.remove(&record.certificate);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// All clients.
+    pub fn list(&self, now: Moment) -> Vec<ClientView> {
+        let view = |(name, record): (&String, &ClientRecord)| {
+            let presence = self.presence.get(name);
+            ClientView {
+                name: name.clone(),
+                record: record.clone(),
+                alive: presence.is_some_and(|p| p.alive(now)),
+                silent: presence.and_then(|p| Some(now.saturating_sub(p.last_seen?))),
+            }
+        };
+        self.records.iter().map(view).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const T: Moment = Duration::from_secs(1000);
+
+    fn joined() -> Clients {
+        let mut clients = Clients::default();
+        clients.join("vm-1", &[1; 32], "m1", 5);
+        clients
+    }
+
+    #[test]
+    fn certificates() {
+        let mut clients = joined();
+        assert_eq!(clients.identify(&[1; 32]), Ok("vm-1".into()));
+        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
+        clients.join("vm-1", &[2; 32], "m1", 6);
+        assert_eq!(
+            clients.identify(&[1; 32]),
+            Err(Refusal::Unknown),
+            "a later join replaces the certificate"
+        );
+        assert!(clients.revoke("vm-1") && !clients.revoke("vm-2"));
+        let mut clients = Clients::new(clients.save());
+        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Revoked("vm-1".into())));
+        assert!(matches!(clients.may_join("vm-1", "m1", T), Err(Refusal::Revoked(_))));
+        assert!(clients.forget("vm-1"));
+        assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
+        assert_eq!(clients.may_join("vm-1", "m2", T), Ok(()));
+    }
+
+    #[test]
+    fn a_second_machine_is_refused_while_the_first_is_alive() {
+        let mut clients = joined();
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T), Ok(Seen::NewBoot));
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T), Ok(Seen::Known));
+        assert_eq!(clients.seen("vm-1", "b1", "", T), Ok(Seen::Known));
+        let second = Err(Refusal::SecondMachine("vm-1".into()));
+        assert_eq!(clients.seen("vm-1", "b2", "m2", T), second, "other machine");
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T), second, "a clone that has the same machine id");
+        assert_eq!(clients.seen("vm-1", "b1", "m2", T), second);
+        assert_eq!(clients.may_join("vm-1", "m2", T), Err(Refusal::SecondMachine("vm-1".into())));
+        assert_eq!(clients.may_join("vm-1", "m1", T), Ok(()));
+        assert_eq!(clients.seen("vm-1", "", "m1", T), Err(Refusal::NoBoot));
+        // Its watch keeps it alive however silent it is.
+        clients.watch_began("vm-1");
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), second);
+        // An orderly stop closes the watch: the next boot is welcome at once, the old one never again.
+        clients.watch_ended("vm-1");
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), Ok(Seen::NewBoot));
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT * 99), second);
+    }
+
+    #[test]
+    fn after_a_power_cut_the_same_machine_waits_a_moment() {
+        let mut clients = joined();
+        clients.seen("vm-1", "b1", "m1", T).unwrap();
+        assert!(clients.seen("vm-1", "b2", "m1", T + SUSPECT / 2).is_err());
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT), Ok(Seen::NewBoot));
+        assert_eq!(clients.list(T + SUSPECT)[0].silent, Some(Duration::ZERO));
+    }
+}

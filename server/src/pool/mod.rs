@@ -1,0 +1,6 @@
+//! The pool: its authority, its join tokens, its clients, and the control service.
+
+pub mod authority;
+pub mod clients;
+pub mod service;
+pub mod tokens;

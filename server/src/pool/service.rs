@@ -1,0 +1,744 @@
+//! The control service: what clients of the pool ask for over mutual TLS, and what a machine without a certificate may
+//! ask for, which is to join.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::control::enrolment_server::Enrolment;
+use gpusession_proto::control::pool_event::Event as PoolEventKind;
+use gpusession_proto::control::pool_server::Pool as PoolService;
+use gpusession_proto::control::{self as wire, PoolEvent};
+use gpusession_proto::join::{JoinToken, is_name};
+use gpusession_proto::preface;
+use gpusession_proto::supervise::DeviceLimit;
+use tokio::sync::{broadcast, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tracing::{error, info, warn};
+
+use super::authority::{Authority, AuthorityError, fingerprint};
+use super::clients::{ClientView, Clients, Refusal, Seen};
+use super::tokens::{TokenRecord, Tokens};
+use crate::clock::{Clock, Random};
+use crate::config::Config;
+use crate::lease::{AllocateError, Gpu, Lease, Memory, Request as LeaseRequest, Share};
+use crate::net::host_port;
+use crate::registry::{GpuUse, Registry};
+use crate::store::{self, StoreError};
+use crate::supervise::{Event, Phase, Supervisor, TakeError, WorkerId, hex};
+
+/// Longest text and list in a request.
+const MAX_TEXT: usize = 256;
+const MAX_LIST: usize = 256;
+
+/// What this server tells about itself.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// Its configuration.
+    pub config: Config,
+    /// Where the control service listens.
+    pub control: SocketAddr,
+    /// Where the data plane listens.
+    pub data: SocketAddr,
+    /// The driver library.
+    pub driver: PathBuf,
+    /// As in 580.159.04; empty for a simulated driver.
+    pub driver_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+}
+
+/// The files of a pool that tokens and clients live in.
+#[derive(Debug, Clone)]
+pub struct Files {
+    /// Join tokens.
+    pub tokens: PathBuf,
+    /// Clients.
+    pub clients: PathBuf,
+}
+
+impl Files {
+    /// Those below a state directory.
+    pub fn below(state_dir: &std::path::Path) -> Self {
+        Self { tokens: state_dir.join("tokens.json"), clients: state_dir.join("clients.json") }
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Notice {
+    Happened { client: String, event: PoolEvent },
+    Refused { client: String, reason: String },
+}
+
+/// Everything behind the control service. One per process.
+pub struct Pool {
+    facts: Facts,
+    registry: Arc<dyn Registry>,
+    supervisor: Supervisor,
+    authority: Authority,
+    files: Files,
+    tokens: Mutex<Tokens>,
+    clients: Mutex<Clients>,
+    notices: broadcast::Sender<Notice>,
+    clock: Arc<dyn Clock>,
+    random: Arc<dyn Random>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    /// Opens the pool's files.
+    pub fn open(
+        facts: Facts,
+        registry: Arc<dyn Registry>,
+        supervisor: Supervisor,
+        authority: Authority,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+    ) -> Result<Self, StoreError> {
+        let files = Files::below(&facts.config.state_dir);
+        let tokens = store::read(&files.tokens)?;
+        let clients = Clients::new(store::read(&files.clients)?);
+        Ok(Self {
+            facts,
+            registry,
+            supervisor,
+            authority,
+            files,
+            tokens: Mutex::new(tokens),
+            clients: Mutex::new(clients),
+            notices: broadcast::channel(1024).0,
+            clock,
+            random,
+        })
+    }
+
+    /// What this server tells about itself.
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// SHA-256 of the authority's certificate.
+    pub fn authority_fingerprint(&self) -> [u8; 32] {
+        self.authority.fingerprint()
+    }
+
+    /// The leases.
+    pub fn registry(&self) -> &dyn Registry {
+        self.registry.as_ref()
+    }
+
+    /// The workers.
+    pub fn supervisor(&self) -> &Supervisor {
+        &self.supervisor
+    }
+
+    /// Begins to keep workers for the leases of an earlier run.
+    pub async fn resume(&self) {
+        let gpus = self.registry.gpus().await;
+        for standing in self.registry.leases().await {
+            self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus));
+        }
+    }
+
+    /// Makes a join token.
+    pub fn create_token(
+        &self,
+        pattern: &str,
+        uses: u32,
+        ttl: Duration,
+    ) -> Result<(JoinToken, TokenRecord), StoreError> {
+        let mut tokens = locked(&self.tokens);
+        let made = tokens.create(
+            self.authority.fingerprint(),
+            pattern,
+            uses,
+            ttl,
+            self.clock.unix(),
+            self.random.as_ref(),
+        );
+        store::write(&self.files.tokens, &*tokens)?;
+        Ok(made)
+    }
+
+    /// All clients.
+    pub fn clients(&self) -> Vec<ClientView> {
+        locked(&self.clients).list(self.clock.now())
+    }
+
+    /// Refuses a client from now on and ends its leases. `None`: there is no such client.
+    pub async fn revoke(&self, name: &str) -> Result<Option<usize>, StoreError> {
+        {
+            let mut clients = locked(&self.clients);
+            if !clients.revoke(name) {
+                return Ok(None);
+            }
+            store::write(&self.files.clients, &clients.save())?;
+        }
+        info!(gpusession_client = name, "client {name} was revoked");
+        let ended = self.end_client(name, "the client was revoked").await;
+        Ok(Some(ended))
+    }
+
+    /// Removes a client and ends its leases. `None`: there is no such client.
+    pub async fn forget(&self, name: &str) -> Result<Option<usize>, StoreError> {
+        {
+            let mut clients = locked(&self.clients);
+            if !clients.forget(name) {
+                return Ok(None);
+            }
+            store::write(&self.files.clients, &clients.save())?;
+        }
+        info!(gpusession_client = name, "client {name} was forgotten");
+        let ended = self.end_client(name, "the client was removed from the pool").await;
+        Ok(Some(ended))
+    }
+
+    async fn end_client(&self, name: &str, reason: &str) -> usize {
+        let ended = self.registry.release_client(name, None).await;
+        self.ended(&ended, reason);
+        let _ = self.notices.send(Notice::Refused { client: name.into(), reason: reason.into() });
+        ended.len()
+    }
+
+    /// Ends one lease for an administrator.
+    pub async fn end_lease(&self, id: &str, reason: &str) -> bool {
+        let ended = self.registry.release(None, id).await;
+        self.ended(ended.as_slice(), reason);
+        ended.is_some()
+    }
+
+    /// What time alone brings about: leases of silent clients end, workers are started again.
+    pub async fn tick(&self) {
+        let expired = self.registry.expire().await;
+        self.ended(&expired, "the client was silent for too long");
+        // Leases that ended while their stock was being set up.
+        for lease in self.supervisor.leases() {
+            if self.registry.get(&lease).await.is_none() {
+                self.supervisor.end_lease(&lease, "the lease ended");
+            }
+        }
+        self.supervisor.tick();
+    }
+
+    /// Ends the workers of leases that are over, and tells their clients.
+    fn ended(&self, leases: &[Lease], reason: &str) {
+        for lease in leases {
+            info!(
+                gpusession_lease = lease.id,
+                gpusession_client = lease.client,
+                gpusession_reason = reason,
+                "lease {} of {} ended: {reason}",
+                lease.id,
+                lease.client
+            );
+            self.supervisor.end_lease(&lease.id, reason);
+            let event = PoolEvent {
+                lease: lease.id.clone(),
+                event: Some(PoolEventKind::Lost(wire::Loss { reason: reason.into() })),
+            };
+            let _ = self.notices.send(Notice::Happened { client: lease.client.clone(), event });
+        }
+    }
+
+    /// The client behind a call.
+    fn client<T>(&self, request: &Request<T>) -> Result<String, Status> {
+        let certificates = request.peer_certs();
+        let Some(certificate) = certificates.as_ref().and_then(|c| c.first()) else {
+            return Err(Status::unauthenticated(
+                "this call needs a client certificate of the pool; get one with `gpusession join`",
+            ));
+        };
+        locked(&self.clients).identify(&fingerprint(certificate)).map_err(refused)
+    }
+
+    /// A client's call that says which boot it is from. What earlier boots held is over.
+    async fn present(&self, client: &str, boot_id: &str, machine_id: &str) -> Result<(), Status> {
+        let seen = locked(&self.clients).seen(client, boot_id, machine_id, self.clock.now());
+        match seen {
+            Ok(Seen::Known) => Ok(()),
+            Ok(Seen::NewBoot) => {
+                let old = self.registry.release_client(client, Some(boot_id)).await;
+                self.ended(&old, "the client was restarted");
+                Ok(())
+            }
+            Err(refusal) => {
+                warn!(gpusession_client = client, "a call of {client} was refused: {refusal}");
+                Err(refused(refusal))
+            }
+        }
+    }
+
+    /// HOST:PORT of this server's control service, as a client reached it or as it is configured.
+    fn control_addresses(&self, reached: Option<SocketAddr>) -> Vec<String> {
+        self.addresses(reached, self.facts.control.port(), true)
+    }
+
+    fn data_addresses(&self, reached: Option<SocketAddr>) -> Vec<String> {
+        self.addresses(reached, self.facts.data.port(), false)
+    }
+
+    fn addresses(&self, reached: Option<SocketAddr>, port: u16, control: bool) -> Vec<String> {
+        let advertised = &self.facts.config.advertise;
+        if !advertised.is_empty() {
+            return advertised
+                .iter()
+                .map(|a| host_port(&a.host, a.port.filter(|_| control).unwrap_or(port)))
+                .collect();
+        }
+        let ip = reached.map(|a| a.ip().to_canonical()).unwrap_or(IpAddr::from([127, 0, 0, 1]));
+        vec![host_port(&ip.to_string(), port)]
+    }
+
+    fn describe_lease(&self, lease: &Lease, gpus: &[GpuUse], reached: Option<SocketAddr>) -> wire::Lease {
+        wire::Lease {
+            id: lease.id.clone(),
+            ticket_key: lease.ticket_key.to_vec(),
+            fencing_token: lease.fencing_token,
+            devices: lease
+                .shares
+                .iter()
+                .filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
+                .map(|(share, gpu)| device(&gpu.gpu, Some(share), "leased", gpu))
+                .collect(),
+            ttl_usec: micros(lease.ttl),
+            server: self.facts.config.name.clone(),
+            data_addresses: self.data_addresses(reached),
+            encrypted: lease.encrypted,
+            // Workers are taken one call at a time, so that a repeated request cannot hand one out twice.
+            workers: Vec::new(),
+            driver_version: self.facts.driver_version.clone(),
+            cuda_version: self.facts.cuda_version,
+        }
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUse) -> wire::Device {
+    wire::Device {
+        uuid: gpu.uuid.clone(),
+        name: gpu.name.clone(),
+        memory_bytes: gpu.memory_bytes,
+        limit_bytes: share.map_or(gpu.memory_bytes, |s| s.limit_bytes),
+        sm_percent: share.map_or(100, |s| s.sm_percent),
+        compute_major: gpu.compute_major,
+        compute_minor: gpu.compute_minor,
+        pci_address: gpu.pci_address.clone(),
+        state: state.into(),
+        memory_free_bytes: gpu.memory_bytes - used.used_bytes,
+    }
+}
+
+/// What a lease's workers may use of each GPU.
+fn limits(lease: &Lease, gpus: &[GpuUse]) -> Vec<DeviceLimit> {
+    lease
+        .shares
+        .iter()
+        .filter_map(|share| {
+            let gpu = &gpus.iter().find(|g| g.gpu.uuid == share.gpu)?.gpu;
+            let whole = share.limit_bytes >= gpu.memory_bytes;
+            Some(DeviceLimit {
+                uuid: gpu.uuid_bytes()?,
+                memory_bytes: if whole { u64::MAX } else { share.limit_bytes },
+                sm_percent: share.sm_percent,
+            })
+        })
+        .collect()
+}
+
+fn refused(refusal: Refusal) -> Status {
+    let text = refusal.to_string();
+    match refusal {
+        Refusal::Unknown => Status::unauthenticated(text),
+        Refusal::Revoked(_) => Status::permission_denied(text),
+        // Worth another try after a moment.
+        Refusal::SecondMachine(_) => Status::aborted(text),
+        Refusal::NoBoot => Status::invalid_argument(text),
+    }
+}
+
+fn stored(e: StoreError) -> Status {
+    error!("{e}");
+    Status::internal("the server could not store the change; see its journal")
+}
+
+fn bounded<'a>(texts: impl IntoIterator<Item = &'a String>, lists: &[usize]) -> Result<(), Status> {
+    if texts.into_iter().any(|t| t.len() > MAX_TEXT || t.chars().any(char::is_control)) {
+        return Err(Status::invalid_argument(format!(
+            "a text of the request is longer than {MAX_TEXT} bytes, or has control characters"
+        )));
+    }
+    if lists.iter().any(|n| *n > MAX_LIST) {
+        return Err(Status::invalid_argument(format!(
+            "a list of the request has more than {MAX_LIST} entries"
+        )));
+    }
+    Ok(())
+}
+
+/// The two services of the control port.
+#[derive(Clone)]
+pub struct Service(pub Arc<Pool>);
+
+#[tonic::async_trait]
+impl Enrolment for Service {
+    async fn join(&self, request: Request<wire::JoinRequest>) -> Result<Response<wire::JoinReply>, Status> {
+        let pool = &self.0;
+        let (peer, reached) = (request.remote_addr(), request.local_addr());
+        let wish = request.into_inner();
+        bounded([&wish.token, &wish.client_name, &wish.machine_id, &wish.boot_id], &[])?;
+        let peer = peer.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
+        let refuse = |status: Status| {
+            warn!(gpusession_client = wish.client_name, "join from {peer} refused: {}", status.message());
+            status
+        };
+        let token: JoinToken =
+            wish.token.parse().map_err(|e| refuse(Status::invalid_argument(format!("{e}"))))?;
+        if !is_name(&wish.client_name) {
+            return Err(refuse(Status::invalid_argument(format!(
+                "{:?} cannot be a client's name: it has a-z, 0-9, `-` and `.`, 64 characters at most; join with --name",
+                wish.client_name
+            ))));
+        }
+        let name = wish.client_name.clone();
+        let issued = {
+            // Both, so that of two joins with the last use of a token one fails.
+            let mut tokens = locked(&pool.tokens);
+            let mut clients = locked(&pool.clients);
+            tokens
+                .check(&token, &name, pool.clock.unix())
+                .map_err(|e| refuse(Status::permission_denied(e.to_string())))?;
+            clients.may_join(&name, &wish.machine_id, pool.clock.now()).map_err(|e| refuse(refused(e)))?;
+            let issued = pool.authority.issue_client(&wish.csr_pem, &name, pool.random.as_ref()).map_err(
+                |e| match e {
+                    AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
+                    e => {
+                        error!("join of {name}: {e}");
+                        Status::internal("the server could not issue a certificate; see its journal")
+                    }
+                },
+            )?;
+            tokens.consume(&token);
+            store::write(&pool.files.tokens, &*tokens).map_err(stored)?;
+            clients.join(&name, &issued.fingerprint, &wish.machine_id, pool.clock.unix());
+            store::write(&pool.files.clients, &clients.save()).map_err(stored)?;
+            issued
+        };
+        info!(gpusession_client = name, "client {name} joined from {peer}");
+        Ok(Response::new(wire::JoinReply {
+            certificate_pem: issued.pem,
+            authority_pem: pool.authority.pem().into(),
+            client_name: name,
+            servers: pool.control_addresses(reached),
+        }))
+    }
+}
+
+#[tonic::async_trait]
+impl PoolService for Service {
+    async fn allocate(
+        &self,
+        request: Request<wire::AllocateRequest>,
+    ) -> Result<Response<wire::Lease>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        let (peer, reached) = (request.remote_addr(), request.local_addr());
+        let wish = request.into_inner();
+        bounded(
+            [
+                &wish.request_id,
+                &wish.model,
+                &wish.sharing,
+                &wish.priority,
+                &wish.user,
+                &wish.who,
+                &wish.why,
+                &wish.boot_id,
+                &wish.machine_id,
+            ]
+            .into_iter()
+            .chain(&wish.devices)
+            .chain(&wish.sticky),
+            &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
+        )?;
+        pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
+        if !matches!(wish.sharing.as_str(), "" | "time-slice") {
+            return Err(Status::failed_precondition(format!(
+                "sharing {:?} is not served here, only \"time-slice\"; leave `sharing` out of the lease",
+                wish.sharing
+            )));
+        }
+        if !matches!(wish.sm_percent, 0 | 100) {
+            return Err(Status::failed_precondition(
+                "sm_percent below 100 is not served here (a time-sliced GPU cannot limit multiprocessors); leave it out",
+            ));
+        }
+        if !matches!(wish.priority.as_str(), "" | "normal" | "below-normal") {
+            return Err(Status::invalid_argument(format!(
+                "priority {:?} is neither \"normal\" nor \"below-normal\"",
+                wish.priority
+            )));
+        }
+        let encrypted = !peer.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
+        let memory = match (wish.memory_bytes, wish.memory_percent) {
+            (0, 0.0) => Memory::Percent(100.0),
+            (0, percent) => Memory::Percent(percent),
+            (bytes, _) => Memory::Bytes(bytes),
+        };
+        let wanted = LeaseRequest {
+            client: client.clone(),
+            request_id: wish.request_id,
+            gpus: wish.gpus,
+            memory,
+            model: wish.model,
+            devices: wish.devices,
+            sticky: wish.sticky,
+            user: wish.user,
+            uid: wish.uid,
+            ttl: Duration::from_micros(wish.ttl_usec),
+            who: wish.who,
+            why: wish.why,
+            boot_id: wish.boot_id,
+            encrypted,
+        };
+        let (lease, fresh) = pool.registry.allocate(&wanted).await.map_err(|e| {
+            let text = e.to_string();
+            info!(gpusession_client = client, "no lease for {client}: {text}");
+            match e {
+                AllocateError::Invalid(_) => Status::invalid_argument(text),
+                AllocateError::NeverFits(_) => Status::failed_precondition(text),
+                AllocateError::NoCapacity(_) => Status::resource_exhausted(text),
+                AllocateError::Storage(_) => Status::internal(text),
+            }
+        })?;
+        let gpus = pool.registry.gpus().await;
+        if fresh {
+            let what: Vec<_> =
+                lease.shares.iter().map(|s| format!("{} MiB of {}", s.limit_bytes >> 20, s.gpu)).collect();
+            info!(
+                gpusession_lease = lease.id,
+                gpusession_client = client,
+                "lease {} granted to {client}: {}",
+                lease.id,
+                what.join(", ")
+            );
+        }
+        pool.supervisor.add_lease(&lease, limits(&lease, &gpus));
+        Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+    }
+
+    async fn renew(
+        &self,
+        request: Request<wire::RenewRequest>,
+    ) -> Result<Response<wire::RenewReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        let wish = request.into_inner();
+        bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
+        pool.present(&client, &wish.boot_id, "").await?;
+        let workers = pool.supervisor.workers();
+        let mut leases = Vec::with_capacity(wish.leases.len());
+        for id in wish.leases {
+            leases.push(match pool.registry.renew(&client, &id).await {
+                Some(ttl) => {
+                    let active = workers.iter().any(|w| w.lease == id && w.phase == Phase::Active);
+                    wire::RenewedLease {
+                        id,
+                        lost: false,
+                        reason: String::new(),
+                        ttl_usec: micros(ttl),
+                        state: if active { "active" } else { "idle" }.into(),
+                    }
+                }
+                None => wire::RenewedLease {
+                    id,
+                    lost: true,
+                    reason: "the server has no such lease: it was released, ended by an administrator, or its client was \
+                             silent for too long"
+                        .into(),
+                    ttl_usec: 0,
+                    state: String::new(),
+                },
+            });
+        }
+        Ok(Response::new(wire::RenewReply { leases }))
+    }
+
+    async fn release(
+        &self,
+        request: Request<wire::ReleaseRequest>,
+    ) -> Result<Response<wire::ReleaseReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        locked(&pool.clients).heard(&client, pool.clock.now());
+        let wish = request.into_inner();
+        let ended = pool.registry.release(Some(&client), &wish.lease).await;
+        pool.ended(ended.as_slice(), "released by its client");
+        Ok(Response::new(wire::ReleaseReply {}))
+    }
+
+    async fn take_workers(
+        &self,
+        request: Request<wire::TakeWorkersRequest>,
+    ) -> Result<Response<wire::TakeWorkersReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        locked(&pool.clients).heard(&client, pool.clock.now());
+        let wish = request.into_inner();
+        bounded([&wish.lease], &[wish.environment.len()])?;
+        let environment = wish.environment.into_iter().collect();
+        let count = wish.count.clamp(1, 16) as usize;
+        let taken = pool.supervisor.take(&client, &wish.lease, count, environment).await.map_err(|e| {
+            let text = e.to_string();
+            match e {
+                TakeError::NoLease => Status::not_found(text),
+                TakeError::TooMany(_) => Status::resource_exhausted(text),
+                TakeError::Environment(_) => Status::invalid_argument(text),
+                TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
+            }
+        })?;
+        let workers = taken
+            .into_iter()
+            .map(|t| wire::Worker { id: t.id.to_vec(), fingerprint: t.fingerprint.to_vec() })
+            .collect();
+        Ok(Response::new(wire::TakeWorkersReply { workers }))
+    }
+
+    async fn process_ended(
+        &self,
+        request: Request<wire::ProcessEndedRequest>,
+    ) -> Result<Response<wire::ProcessEndedReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        locked(&pool.clients).heard(&client, pool.clock.now());
+        let wish = request.into_inner();
+        let id: WorkerId = wish
+            .worker
+            .as_slice()
+            .try_into()
+            .map_err(|_| Status::invalid_argument("a worker's id has 16 bytes"))?;
+        let mine = pool.registry.get(&wish.lease).await.is_some_and(|s| s.lease.client == client);
+        if mine {
+            pool.supervisor.end_worker(&id, Some(&wish.lease), "its client process ended");
+        }
+        Ok(Response::new(wire::ProcessEndedReply {}))
+    }
+
+    async fn describe(
+        &self,
+        request: Request<wire::DescribeRequest>,
+    ) -> Result<Response<wire::ServerDescription>, Status> {
+        let pool = &self.0;
+        pool.client(&request)?;
+        let reached = request.local_addr();
+        let facts = &pool.facts;
+        let devices = pool.registry.gpus().await;
+        Ok(Response::new(wire::ServerDescription {
+            name: facts.config.name.clone(),
+            software: format!("gpuserver {}", env!("CARGO_PKG_VERSION")),
+            protocol: preface::VERSION.into(),
+            driver_version: facts.driver_version.clone(),
+            cuda_version: facts.cuda_version,
+            devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
+            state: "online".into(),
+            data_addresses: pool.data_addresses(reached),
+        }))
+    }
+
+    type WatchStream = ReceiverStream<Result<PoolEvent, Status>>;
+
+    async fn watch(
+        &self,
+        request: Request<wire::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let pool = self.0.clone();
+        let client = pool.client(&request)?;
+        let boot_id = request.into_inner().boot_id;
+        bounded([&boot_id], &[])?;
+        let mut notices = pool.notices.subscribe();
+        let mut workers = pool.supervisor.events();
+        pool.present(&client, &boot_id, "").await?;
+        let watching = Watching::begin(pool.clone(), client.clone());
+        let (sender, receiver) = mpsc::channel(64);
+        let ready = |lease: String, stock: u32| PoolEvent {
+            lease,
+            event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock })),
+        };
+        let standing = pool.registry.leases().await;
+        tokio::spawn(async move {
+            let _watching = watching;
+            for lease in standing.into_iter().filter(|s| s.lease.client == client) {
+                let stock = pool.supervisor.ready(&lease.lease.id);
+                if stock > 0 && sender.send(Ok(ready(lease.lease.id, stock))).await.is_err() {
+                    return;
+                }
+            }
+            loop {
+                let next = tokio::select! {
+                    () = sender.closed() => return,
+                    notice = notices.recv() => match notice {
+                        Ok(Notice::Happened { client: c, event }) if c == client => Ok(event),
+                        Ok(Notice::Refused { client: c, reason }) if c == client => {
+                            let _ = sender.send(Err(Status::permission_denied(reason))).await;
+                            return;
+                        }
+                        Ok(_) => continue,
+                        Err(broadcast::error::RecvError::Lagged(_)) => {
+                            Err(Status::data_loss("too slow: events were lost; renew and watch again"))
+                        }
+                        Err(broadcast::error::RecvError::Closed) => return,
+                    },
+                    event = workers.recv() => match event {
+                        Ok(Event::Ready { client: c, lease, stock }) if c == client => Ok(ready(lease, stock)),
+                        Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => continue,
+                        Err(broadcast::error::RecvError::Closed) => return,
+                    },
+                };
+                let last = next.is_err();
+                if sender.send(next).await.is_err() || last {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// A client is there as long as its watch is.
+struct Watching(Arc<Pool>, String);
+
+impl Watching {
+    fn begin(pool: Arc<Pool>, client: String) -> Self {
+        locked(&pool.clients).watch_began(&client);
+        Self(pool, client)
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        locked(&self.0.clients).watch_ended(&self.1);
+    }
+}
+
+/// Finds the one worker whose id starts with `prefix`.
+pub fn find_worker(pool: &Pool, prefix: &str) -> Result<WorkerId, String> {
+    let fits: Vec<_> = pool
+        .supervisor
+        .workers()
+        .into_iter()
+        .map(|w| w.id)
+        .filter(|id| hex(id).starts_with(prefix))
+        .collect();
+    match fits.as_slice() {
+        [one] if !prefix.is_empty() => Ok(*one),
+        [] => Err(format!("there is no worker {prefix}; `gpuserver ps` lists them")),
+        _ => Err(format!("{} workers start with {prefix:?}; write more of the id", fits.len())),
+    }
+}

@@ -1,0 +1,197 @@
+//! Join tokens: what lets a new client ask for a certificate.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use gpusession_proto::join::JoinToken;
+use serde::{Deserialize, Serialize};
+
+use crate::clock::{self, Random};
+
+/// What the server keeps of a token: enough to recognise it, not enough to use it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenRecord {
+    /// BLAKE3 of the secret, in hex.
+    hash: String,
+    /// Names that it is good for; `*` stands for any characters, `?` for one.
+    pub pattern: String,
+    /// How many clients may still join with it.
+    pub uses_left: u32,
+    /// Seconds since 1970.
+    pub expires_unix: u64,
+    /// Seconds since 1970.
+    pub created_unix: u64,
+}
+
+/// Why a token is not accepted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TokenError {
+    /// Not a token of this pool, or its secret is wrong.
+    #[error("the join token is not one of this pool; ask for one made by `gpuserver token create` here")]
+    Unknown,
+    /// All its uses are used.
+    #[error(
+        "the join token is used up; ask for a new one (`gpuserver token create --uses N` makes one for N clients)"
+    )]
+    UsedUp,
+    /// Too late.
+    #[error(
+        "the join token has expired; ask for a new one (`gpuserver token create --ttl` sets how long it is good)"
+    )]
+    Expired,
+    /// It is for other clients.
+    #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
+    WrongName {
+        /// The names that it is for.
+        pattern: String,
+        /// The name that was wanted.
+        name: String,
+    },
+}
+
+/// All tokens of a pool.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Tokens {
+    tokens: BTreeMap<String, TokenRecord>,
+}
+
+fn hash(secret: &[u8]) -> blake3::Hash {
+    // The secret has 192 random bits: a plain hash of it cannot be searched.
+    blake3::hash(secret)
+}
+
+impl Tokens {
+    /// Makes a token.
+    pub fn create(
+        &mut self,
+        authority: [u8; 32],
+        pattern: &str,
+        uses: u32,
+        ttl: Duration,
+        unix: u64,
+        random: &dyn Random,
+    ) -> (JoinToken, TokenRecord) {
+        let token = JoinToken { authority, id: clock::bytes(random), secret: clock::bytes(random) };
+        let record = TokenRecord {
+            hash: hash(&token.secret).to_hex().to_string(),
+            pattern: pattern.into(),
+            uses_left: uses,
+            expires_unix: unix.saturating_add(ttl.as_secs()),
+            created_unix: unix,
+        };
+        // Old ones explain to their users why they are refused, for a while.
+        self.tokens.retain(|_, t| t.expires_unix + 30 * 24 * 3600 > unix);
+        self.tokens.insert(data_encoding::HEXLOWER.encode(&token.id), record.clone());
+        (token, record)
+    }
+
+    /// Looks whether `name` may join with `token`, without using it.
+    pub fn check(&self, token: &JoinToken, name: &str, unix: u64) -> Result<(), TokenError> {
+        let record =
+            self.tokens.get(&data_encoding::HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
+        // Compared in constant time.
+        let known = blake3::Hash::from_hex(&record.hash).map_err(|_| TokenError::Unknown)?;
+        if hash(&token.secret) != known {
+            return Err(TokenError::Unknown);
+        }
+        if unix >= record.expires_unix {
+            return Err(TokenError::Expired);
+        }
+        if record.uses_left == 0 {
+            return Err(TokenError::UsedUp);
+        }
+        if !matches(&record.pattern, name) {
+            return Err(TokenError::WrongName { pattern: record.pattern.clone(), name: name.into() });
+        }
+        Ok(())
+    }
+
+    /// Uses a token that was checked.
+    pub fn consume(&mut self, token: &JoinToken) {
+        if let Some(record) = self.tokens.get_mut(&data_encoding::HEXLOWER.encode(&token.id)) {
+            record.uses_left = record.uses_left.saturating_sub(1);
+        }
+    }
+}
+
+/// Whether a name fits a pattern of `*`, `?` and plain characters.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    let (p, n) = (pattern.as_bytes(), name.as_bytes());
+    let (mut i, mut j) = (0, 0);
+    // The last `*`, and up to where it has matched: the only place to come back to.
+    let mut star: Option<(usize, usize)> = None;
+    while j < n.len() {
+        match p.get(i) {
+            Some(b'*') => {
+                star = Some((i, j));
+                i += 1;
+            }
+            Some(c) if *c == b'?' || *c == n[j] => {
+                i += 1;
+                j += 1;
+            }
+            _ => match star {
+                Some((at, from)) => {
+                    star = Some((at, from + 1));
+                    i = at + 1;
+                    j = from + 1;
+                }
+                None => return false,
+            },
+        }
+    }
+    p[i..].iter().all(|c| *c == b'*')
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::clock::testing::Counting;
+
+    #[test]
+    fn each_refusal_has_its_reason() {
+        let (random, mut tokens) = (Counting::default(), Tokens::default());
+        let (token, record) = tokens.create([1; 32], "vm-*", 2, Duration::from_secs(60), 1000, &random);
+        assert!(!format!("{record:?}").contains(&data_encoding::HEXLOWER.encode(&token.secret)));
+        assert_eq!(tokens.check(&token, "vm-1", 1000), Ok(()));
+        assert!(matches!(tokens.check(&token, "db-1", 1000), Err(TokenError::WrongName { .. })));
+        assert_eq!(tokens.check(&token, "vm-1", 1060), Err(TokenError::Expired));
+        let mut forged = token.clone();
+        forged.secret[0] ^= 1;
+        assert_eq!(tokens.check(&forged, "vm-1", 1000), Err(TokenError::Unknown));
+        tokens.consume(&token);
+        assert_eq!(tokens.check(&token, "vm-2", 1000), Ok(()));
+        tokens.consume(&token);
+        assert_eq!(tokens.check(&token, "vm-3", 1000), Err(TokenError::UsedUp));
+        assert_eq!(Tokens::default().check(&token, "vm-1", 1000), Err(TokenError::Unknown));
+    }
+
+    #[test]
+    fn patterns() {
+        for (pattern, name, fits) in [
+            ("*", "a", true),
+            ("vm-?", "vm-1", true),
+            ("vm-?", "vm-12", false),
+            ("vm-*", "vm-", true),
+            ("*-lab", "a-lab-b-lab", true),
+            ("a*b*c", "aXbYbZc", true),
+            ("a*b*c", "aXbYbZ", false),
+            ("", "", true),
+            ("", "a", false),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn matching_is_bounded_and_literal_names_match_themselves(pattern in "[ab*?]{0,12}", name in "[ab]{0,12}") {
+            let _ = matches(&pattern, &name);
+            prop_assert!(matches(&name, &name));
+            let starred = format!("{name}*");
+            prop_assert!(matches(&starred, &name));
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! The registry of a server that alone decides about its GPUs: the lease table in memory, a copy of it in a file.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tracing::{error, warn};
+
+use super::{GpuUse, Registry, Standing};
+use crate::clock::{Clock, Random};
+use crate::lease::{AllocateError, Gpu, Lease, Request, Table};
+use crate::store::{self, StoreError};
+
+/// See the module.
+pub struct LocalRegistry {
+    table: Mutex<Table>,
+    file: PathBuf,
+    clock: Arc<dyn Clock>,
+    random: Arc<dyn Random>,
+}
+
+impl LocalRegistry {
+    /// Opens `leases.json` in the state directory.
+    pub fn open(
+        state_dir: &Path,
+        gpus: Vec<Gpu>,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+    ) -> Result<Self, StoreError> {
+        let file = state_dir.join("leases.json");
+        let (table, lost) = Table::new(gpus, store::read(&file)?, clock.now());
+        for lease in lost {
+            warn!(
+                gpusession_lease = lease.id,
+                gpusession_client = lease.client,
+                "lease {} ended: a GPU of it is no longer served",
+                lease.id
+            );
+        }
+        Ok(Self { table: Mutex::new(table), file, clock, random })
+    }
+
+    // The table is consistent between any two of its methods, also after a panic elsewhere.
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stores an end. It is true already: should the file keep the lease, it ends after the next start for want of renewals.
+    fn store_end(&self, table: &Table) {
+        if let Err(e) = store::write(&self.file, &table.save()) {
+            error!("the end of a lease was not stored: {e}");
+        }
+    }
+}
+
+#[async_trait]
+impl Registry for LocalRegistry {
+    async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError> {
+        let mut table = self.table();
+        let (lease, fresh) =
+            table.allocate(request, self.clock.now(), self.clock.unix(), self.random.as_ref())?;
+        if fresh && let Err(e) = store::write(&self.file, &table.save()) {
+            table.undo_allocate(&lease.id);
+            error!("a lease was not stored: {e}");
+            return Err(AllocateError::Storage(e.to_string()));
+        }
+        Ok((lease, fresh))
+    }
+
+    async fn renew(&self, client: &str, id: &str) -> Option<Duration> {
+        self.table().renew(client, id, self.clock.now())
+    }
+
+    async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {
+        let mut table = self.table();
+        let lease = table.remove(client, id)?;
+        self.store_end(&table);
+        Some(lease)
+    }
+
+    async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease> {
+        let mut table = self.table();
+        let ended = table.remove_where(|l| l.client == client && keep_boot != Some(l.boot_id.as_str()));
+        if !ended.is_empty() {
+            self.store_end(&table);
+        }
+        ended
+    }
+
+    async fn expire(&self) -> Vec<Lease> {
+        let mut table = self.table();
+        let ended = table.expire(self.clock.now());
+        if !ended.is_empty() {
+            self.store_end(&table);
+        }
+        ended
+    }
+
+    async fn next_expiry(&self) -> Option<Duration> {
+        self.table().next_deadline().map(|d| d.saturating_sub(self.clock.now()))
+    }
+
+    async fn get(&self, id: &str) -> Option<Standing> {
+        let table = self.table();
+        table.get(id, self.clock.now()).map(|(lease, left)| Standing { lease: lease.clone(), left })
+    }
+
+    async fn leases(&self) -> Vec<Standing> {
+        let table = self.table();
+        table.leases(self.clock.now()).map(|(lease, left)| Standing { lease: lease.clone(), left }).collect()
+    }
+
+    async fn gpus(&self) -> Vec<GpuUse> {
+        let table = self.table();
+        let now = self.clock.now();
+        let holders = |uuid: &str| {
+            table
+                .leases(now)
+                .filter(|(l, _)| l.shares.iter().any(|s| s.gpu == uuid))
+                .map(|(l, _)| l.id.clone())
+                .collect()
+        };
+        table
+            .gpus()
+            .iter()
+            .map(|g| GpuUse { gpu: g.clone(), used_bytes: table.used(&g.uuid), leases: holders(&g.uuid) })
+            .collect()
+    }
+}

@@ -1,0 +1,59 @@
+//! Who decides about leases: one contract, several implementations.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::lease::{AllocateError, Gpu, Lease, Request};
+
+pub mod local;
+
+/// A GPU and how much of it leases hold.
+#[derive(Debug, Clone)]
+pub struct GpuUse {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Device memory promised to leases.
+    pub used_bytes: u64,
+    /// Leases on it.
+    pub leases: Vec<String>,
+}
+
+impl GpuUse {
+    /// `free` or `leased`.
+    pub fn state(&self) -> &'static str {
+        if self.leases.is_empty() { "free" } else { "leased" }
+    }
+}
+
+/// A lease with the time it has left.
+#[derive(Debug, Clone)]
+pub struct Standing {
+    /// The lease.
+    pub lease: Lease,
+    /// Until it ends unless it is renewed.
+    pub left: Duration,
+}
+
+/// The authority over the GPUs. Every change is stored before it is answered.
+#[async_trait]
+pub trait Registry: Send + Sync {
+    /// Makes a lease over all wanted GPUs or none; `false` beside it where the same request made it earlier.
+    async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError>;
+    /// Extends a client's lease; `None` where it has no such lease.
+    async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
+    /// Ends a lease; with a client only if it is that client's. `None`: there was none.
+    async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
+    /// Ends the leases of a client; with a boot only those of other boots.
+    async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease>;
+    /// Ends the leases whose clients were silent for too long.
+    async fn expire(&self) -> Vec<Lease>;
+    /// How long until [`Registry::expire`] may have something to do.
+    async fn next_expiry(&self) -> Option<Duration>;
+    /// One lease.
+    async fn get(&self, id: &str) -> Option<Standing>;
+    /// All leases.
+    async fn leases(&self) -> Vec<Standing>;
+    /// All GPUs.
+    async fn gpus(&self) -> Vec<GpuUse>;
+}

@@ -1,0 +1,310 @@
+//! The server process: everything put together, from start to stop.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow};
+use gpusession_proto::control::enrolment_server::EnrolmentServer;
+use gpusession_proto::control::pool_server::PoolServer;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+use tracing::{error, info, warn};
+
+use crate::clock::{Clock, Random, SystemClock, SystemRandom};
+use crate::config::{Config, ConfigError, Origin};
+use crate::data::Quiet;
+use crate::discovery::{self, DiscoveryError};
+use crate::pool::authority::{Authority, AuthorityError};
+use crate::pool::service::{Facts, Pool, Service};
+use crate::registry::local::LocalRegistry;
+use crate::supervise::{Options, Supervisor, spawn};
+use crate::{admin, data, store};
+
+/// TLS handshakes in progress, and the time that each may take.
+const MAX_HANDSHAKES: usize = 256;
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// How long a worker waits for a lost client.
+const RESUME_GRACE: Duration = Duration::from_secs(60);
+/// Longest request on the control port.
+const MAX_MESSAGE: usize = 64 << 10;
+
+/// How the server ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// It was asked to.
+    Stopped,
+    /// It was told to, at once (SIGQUIT).
+    Forced,
+}
+
+/// Runs the server until it is told to stop.
+pub async fn serve(config: Config) -> anyhow::Result<End> {
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let random: Arc<dyn Random> = Arc::new(SystemRandom);
+    let mut stop = Stop::listen()?;
+    info!("gpuserver {} starts as {}", env!("CARGO_PKG_VERSION"), config.name);
+    for (key, value, origin) in &config.report {
+        info!("{key} = {value} ({origin})");
+    }
+    for warning in &config.warnings {
+        warn!("{warning}");
+    }
+    notify(&[sd_notify::NotifyState::Status("looking for GPUs")]);
+
+    let _lock = store::lock(&config.state_dir).context("state_dir")?;
+    let authority = Authority::open(&config.state_dir).map_err(|e| match e {
+        AuthorityError::Missing(_) => ConfigError::new(config.origin("state_dir"), e.to_string()).into(),
+        e => anyhow::Error::from(e),
+    })?;
+    let tls = authority.server_tls(&config.name, random.as_ref())?;
+
+    let worker = spawn::worker_program();
+    if !spawn::stack_can_be_unlimited() {
+        warn!(
+            "the limit of the stack size cannot be lifted for workers: some programs will find device addresses in \
+             conflict with their own; set LimitSTACK=infinity"
+        );
+    }
+    let as_config = |e: DiscoveryError| match e {
+        DiscoveryError::Configuration { key, ref message } => {
+            anyhow::Error::from(ConfigError::new(config.origin(key), format!("{key}: {message}")))
+        }
+        e @ DiscoveryError::Probe(_) => anyhow!(e),
+    };
+    let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
+    let probe = tokio::select! {
+        probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
+        end = stop.wait() => return Ok(end),
+    };
+    let gpus = discovery::choose(&config.gpus, probe.devices).map_err(as_config)?;
+    info!(
+        "driver {} {} with CUDA {}.{}",
+        driver.display(),
+        probe.driver_version.as_deref().unwrap_or("(no version)"),
+        probe.cuda_version / 1000,
+        probe.cuda_version % 1000 / 10
+    );
+    for gpu in &gpus {
+        info!("serves {} {}, {} MiB", gpu.uuid, gpu.name, gpu.memory_bytes >> 20);
+    }
+    let count = gpus.len();
+
+    let control =
+        TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?;
+    let data = data::bind(config.listen.ip(), config.data_ports).await.map_err(|e| {
+        in_use(&config, "data_ports", SocketAddr::new(config.listen.ip(), config.data_ports.0), e)
+    })?;
+    let admin_path = config.admin_socket();
+    let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
+
+    let options = Options {
+        program: worker,
+        driver: driver.clone(),
+        module_cache: module_cache(&config),
+        warm_workers: config.warm_workers,
+        idle_exit: config.worker_idle_exit,
+        resume_grace: RESUME_GRACE,
+    };
+    let registry = Arc::new(LocalRegistry::open(&config.state_dir, gpus, clock.clone(), random.clone())?);
+    let supervisor = Supervisor::new(options, clock.clone(), random.clone())?;
+    let facts = Facts {
+        control: control.local_addr()?,
+        data: data.local_addr()?,
+        driver,
+        driver_version: probe.driver_version.unwrap_or_default(),
+        cuda_version: probe.cuda_version,
+        config: config.clone(),
+    };
+    let (control_address, data_address) = (facts.control, facts.data);
+    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), authority, clock, random)?);
+    pool.resume().await;
+
+    let may_be_clear: data::MayBeClear = {
+        let config = config.clone();
+        Arc::new(move |ip| config.may_be_clear(ip))
+    };
+    let (closing, closed) = watch::channel(false);
+    let tasks = [
+        tokio::spawn(data::serve(data, supervisor.clone(), may_be_clear)),
+        tokio::spawn(admin::serve(admin_socket, pool.clone())),
+        tokio::spawn(housekeeping(pool.clone())),
+    ];
+    let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
+
+    let leases = pool.registry().leases().await.len();
+    let status =
+        format!("serving {count} GPUs on {control_address}, data on {data_address}, {leases} leases");
+    info!("ready: {status}");
+    notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&status)]);
+
+    let end = stop.wait().await;
+    notify(&[sd_notify::NotifyState::Stopping, sd_notify::NotifyState::Status("ending workers")]);
+    let _ = closing.send(true);
+    let running = supervisor.workers().iter().filter(|w| w.process.is_some()).count();
+    if running > 0 {
+        warn!("stopping: {running} programs lose their GPUs");
+    }
+    for task in tasks {
+        task.abort();
+    }
+    tokio::select! {
+        () = supervisor.close("the server stops") => {}
+        () = stop.forced() => {
+            warn!("forced to quit");
+            let _ = std::fs::remove_file(&admin_path);
+            return Ok(End::Forced);
+        }
+    }
+    let _ = timeout(Duration::from_secs(1), control_task).await;
+    let _ = std::fs::remove_file(&admin_path);
+    info!("stopped");
+    Ok(end)
+}
+
+fn in_use(config: &Config, key: &'static str, address: SocketAddr, e: std::io::Error) -> anyhow::Error {
+    match e.kind() {
+        std::io::ErrorKind::AddrInUse | std::io::ErrorKind::AddrNotAvailable => anyhow::Error::from(
+            ConfigError::new(config.origin(key), format!("{key}: cannot listen on {address}: {e}")),
+        ),
+        _ => anyhow!(e).context(format!("{key}: cannot listen on {address}")),
+    }
+}
+
+fn notify(states: &[sd_notify::NotifyState<'_>]) {
+    if let Err(e) = sd_notify::notify(states) {
+        warn!("the service manager cannot be told: {e}");
+    }
+}
+
+/// The folder that workers keep modules in; without one they go on.
+fn module_cache(config: &Config) -> Option<PathBuf> {
+    use std::os::unix::fs::DirBuilderExt;
+    let folder = match std::env::var_os("CACHE_DIRECTORY") {
+        Some(folder) if !folder.is_empty() => PathBuf::from(folder).join("modules"),
+        _ if config.origin("state_dir") == Origin::Default => "/var/cache/gpuserver/modules".into(),
+        _ => config.state_dir.join("modules"),
+    };
+    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
+        Ok(()) => Some(folder),
+        Err(e) => {
+            warn!("{}: {e}; workers keep no modules", folder.display());
+            None
+        }
+    }
+}
+
+async fn housekeeping(pool: Arc<Pool>) {
+    loop {
+        pool.tick().await;
+        let pause = pool.registry().next_expiry().await.unwrap_or(Duration::MAX);
+        tokio::time::sleep(pause.clamp(Duration::from_millis(20), Duration::from_millis(500))).await;
+    }
+}
+
+async fn serve_control(
+    listener: TcpListener,
+    tls: rustls::ServerConfig,
+    pool: Arc<Pool>,
+    mut closed: watch::Receiver<bool>,
+) {
+    let (accepted, connections) = mpsc::channel(64);
+    let accepting = tokio::spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
+    let service = Service(pool);
+    let served = tonic::transport::Server::builder()
+        // As long as a client's connection is there, its watch is: this finds out that it is not.
+        .http2_keepalive_interval(Some(Duration::from_secs(3)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(7)))
+        .max_concurrent_streams(Some(256))
+        .http2_max_header_list_size(Some(16 << 10))
+        .add_service(EnrolmentServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
+        .add_service(PoolServer::new(service).max_decoding_message_size(MAX_MESSAGE))
+        .serve_with_incoming_shutdown(ReceiverStream::new(connections), async move {
+            let _ = closed.wait_for(|closed| *closed).await;
+        })
+        .await;
+    accepting.abort();
+    if let Err(e) = served {
+        error!("control port: {e}");
+    }
+}
+
+async fn accept_control(
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+    accepted: mpsc::Sender<std::io::Result<TlsStream<TcpStream>>>,
+) {
+    let slots = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    let quiet = Arc::new(Quiet::default());
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else { return };
+        let (socket, peer) = match listener.accept().await {
+            Ok(new) => new,
+            Err(e) => {
+                if let Some(more) = quiet.may() {
+                    warn!("control port: accept: {e} ({more} lines left out)");
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
+        tokio::spawn(async move {
+            let _slot = slot;
+            let _ = socket.set_nodelay(true);
+            let why = match timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)).await {
+                Ok(Ok(stream)) => {
+                    let _ = accepted.send(Ok(stream)).await;
+                    return;
+                }
+                Ok(Err(e)) => e.to_string(),
+                Err(_) => "the handshake took too long".into(),
+            };
+            if let Some(more) = quiet.may() {
+                warn!("control connection from {peer} refused: {why} ({more} lines left out)");
+            }
+        });
+    }
+}
+
+/// The signals that end the server.
+struct Stop {
+    term: tokio::signal::unix::Signal,
+    int: tokio::signal::unix::Signal,
+    quit: tokio::signal::unix::Signal,
+    hup: tokio::signal::unix::Signal,
+}
+
+impl Stop {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            hup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn wait(&mut self) -> End {
+        loop {
+            tokio::select! {
+                _ = self.term.recv() => return End::Stopped,
+                _ = self.int.recv() => return End::Stopped,
+                _ = self.quit.recv() => return End::Forced,
+                _ = self.hup.recv() => {
+                    warn!("SIGHUP: this version reads its configuration only at start; restart it");
+                }
+            }
+        }
+    }
+
+    async fn forced(&mut self) {
+        self.quit.recv().await;
+    }
+}

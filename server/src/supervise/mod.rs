@@ -1,0 +1,885 @@
+//! Worker processes: started warm for each lease, handed to one client process each, ended in time.
+//!
+//! A worker is presumed controlled by its client. Nothing that it says gives it rights; it is ended by its process
+//! group, and the kernel takes its device memory back with it.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::supervise::{DeviceLimit, FromWorker, Start, ToWorker, Usage};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use tokio::process::Child;
+use tokio::sync::{Notify, broadcast, mpsc};
+use tokio::time::{Instant, sleep_until, timeout};
+use tracing::{debug, info, warn};
+
+pub use self::stock::WorkerId;
+use self::{channel::Channel, spawn::Spawner, stock::Stock};
+use crate::clock::{self, Clock, Moment, Random};
+use crate::lease::Lease;
+
+pub mod channel;
+pub mod spawn;
+pub mod stock;
+
+/// A worker that does not end within this after it was told to is killed.
+const STOP_GRACE: Duration = Duration::from_secs(1);
+/// A worker that is not ready by then has failed. Drivers of many GPUs without persistence take tens of seconds.
+const START_LIMIT: Duration = Duration::from_secs(120);
+/// How long a call waits for a worker to get ready.
+const TAKE_LIMIT: Duration = Duration::from_secs(60);
+/// A worker that does not read its channel for so long is stuck.
+const SEND_LIMIT: Duration = Duration::from_secs(2);
+/// Workers of one lease.
+const MAX_PER_LEASE: usize = 64;
+/// Handed-over sockets that wait for one worker.
+const MAX_QUEUED: usize = 64;
+
+/// Variables of the CUDA driver that a client process may set for its worker. What else a program sets acts on its own
+/// side of the wire.
+pub const DRIVER_ENVIRONMENT: &[&str] = &[
+    "CUDA_AUTO_BOOST",
+    "CUDA_DEVICE_DEFAULT_PERSISTING_L2_CACHE_PERCENTAGE_LIMIT",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DISABLE_JIT",
+    "CUDA_DISABLE_PTX_JIT",
+    "CUDA_FORCE_JIT",
+    "CUDA_FORCE_PTX_JIT",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_DATA_LOADING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_SCALE_LAUNCH_QUEUES",
+];
+
+/// How workers of this server are started.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The worker's program.
+    pub program: PathBuf,
+    /// The driver library that it loads.
+    pub driver: PathBuf,
+    /// Folder of the module cache.
+    pub module_cache: Option<PathBuf>,
+    /// Ready workers per lease.
+    pub warm_workers: u32,
+    /// After so long without use a lease keeps one.
+    pub idle_exit: Duration,
+    /// How long a worker waits for a lost client.
+    pub resume_grace: Duration,
+}
+
+/// What a worker is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Loading the driver.
+    Starting,
+    /// Ready; nobody has it yet.
+    Warm,
+    /// Given to the client; no process was admitted yet.
+    Taken,
+    /// Serves a process.
+    Active,
+    /// Told to end.
+    Ending,
+}
+
+impl Phase {
+    /// As listings show it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Warm => "warm",
+            Self::Taken => "taken",
+            Self::Active => "active",
+            Self::Ending => "ending",
+        }
+    }
+}
+
+/// The process on the client that a worker serves.
+#[derive(Debug, Clone)]
+pub struct ClientProcess {
+    /// User id there.
+    pub uid: u32,
+    /// Process id there.
+    pub pid: u32,
+    /// The program's name.
+    pub program: String,
+    /// Whether its connection is encrypted.
+    pub encrypted: bool,
+}
+
+/// A worker as listings show it.
+#[derive(Debug, Clone)]
+pub struct WorkerView {
+    /// Its id.
+    pub id: WorkerId,
+    /// Its process, once there is one.
+    pub pid: Option<u32>,
+    /// The lease it belongs to.
+    pub lease: String,
+    /// The client that holds the lease.
+    pub client: String,
+    /// What it is doing.
+    pub phase: Phase,
+    /// The process it serves.
+    pub process: Option<ClientProcess>,
+    /// Where its last connection came from.
+    pub peer: Option<SocketAddr>,
+    /// GPUs it sees.
+    pub gpus: Vec<String>,
+    /// What it said about its work.
+    pub usage: Usage,
+    /// Since when it exists.
+    pub age: Duration,
+}
+
+/// A worker that a client may use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Taken {
+    /// Its id.
+    pub id: WorkerId,
+    /// SHA-256 of its certificate.
+    pub fingerprint: [u8; 32],
+}
+
+/// Why there is no worker.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TakeError {
+    /// The lease ended, or never was.
+    #[error("no such lease")]
+    NoLease,
+    /// The lease has as many workers as it may.
+    #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]
+    TooMany(usize),
+    /// A variable that is not one of the driver's.
+    #[error("{0:?} is not a variable of the CUDA driver that a worker can be started with")]
+    Environment(String),
+    /// Workers do not start.
+    #[error("no worker starts on this server: {0}")]
+    NotStarting(String),
+    /// The stock did not fill in time.
+    #[error("no worker got ready within {} s; see the server's journal", TAKE_LIMIT.as_secs())]
+    TooSlow,
+}
+
+/// What the supervisor tells whoever listens.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// A lease's stock has so many ready workers.
+    Ready {
+        /// Holder of the lease.
+        client: String,
+        /// The lease.
+        lease: String,
+        /// Ready workers.
+        stock: u32,
+    },
+}
+
+/// Why a connection cannot be handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AdoptError {
+    /// Nobody has that id now.
+    #[error("no such worker: it ended, or its server was restarted")]
+    Unknown,
+    /// It does not take more now.
+    #[error("the worker has too many connections waiting")]
+    Busy,
+    /// The lease's data has to be encrypted.
+    #[error("this server wants the connection encrypted")]
+    Clear,
+}
+
+enum Command {
+    Adopt { socket: std::net::TcpStream, preface: Vec<u8>, peer: SocketAddr },
+    Stop { reason: String },
+}
+
+struct Worker {
+    lease: String,
+    client: String,
+    gpus: Vec<String>,
+    phase: Phase,
+    pid: Option<u32>,
+    stocked: bool,
+    encrypted: bool,
+    process: Option<ClientProcess>,
+    peer: Option<SocketAddr>,
+    fingerprint: Option<[u8; 32]>,
+    usage: Usage,
+    since: Moment,
+    ended_because: Option<String>,
+    commands: mpsc::Sender<Command>,
+    stop: mpsc::UnboundedSender<Command>,
+}
+
+struct LeaseState {
+    lease: Lease,
+    devices: Vec<DeviceLimit>,
+    stock: Stock,
+    changed: Arc<Notify>,
+}
+
+#[derive(Default)]
+struct State {
+    workers: HashMap<WorkerId, Worker>,
+    leases: HashMap<String, LeaseState>,
+    closing: bool,
+}
+
+struct Inner {
+    options: Options,
+    spawner: Spawner,
+    clock: Arc<dyn Clock>,
+    random: Arc<dyn Random>,
+    state: Mutex<State>,
+    empty: Notify,
+    events: broadcast::Sender<Event>,
+}
+
+/// All workers of this server. Cheap to clone.
+#[derive(Clone)]
+pub struct Supervisor(Arc<Inner>);
+
+impl Supervisor {
+    /// A supervisor without workers; needs a runtime.
+    pub fn new(options: Options, clock: Arc<dyn Clock>, random: Arc<dyn Random>) -> io::Result<Self> {
+        Ok(Self(Arc::new(Inner {
+            options,
+            spawner: Spawner::new()?,
+            clock,
+            random,
+            state: Mutex::default(),
+            empty: Notify::new(),
+            events: broadcast::channel(1024).0,
+        })))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What happens from now on.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.0.events.subscribe()
+    }
+
+    /// Begins to keep a stock for a lease.
+    pub fn add_lease(&self, lease: &Lease, devices: Vec<DeviceLimit>) {
+        {
+            let mut state = self.state();
+            if state.closing || state.leases.contains_key(&lease.id) {
+                return;
+            }
+            let stock = Stock::new(self.0.options.warm_workers, self.0.clock.now());
+            let entry = LeaseState { lease: lease.clone(), devices, stock, changed: Arc::default() };
+            state.leases.insert(lease.id.clone(), entry);
+        }
+        self.refill(&lease.id);
+    }
+
+    /// Ends all workers of a lease and keeps no stock for it any longer.
+    pub fn end_lease(&self, lease: &str, reason: &str) {
+        let mut state = self.state();
+        if let Some(gone) = state.leases.remove(lease) {
+            gone.changed.notify_waiters();
+        }
+        for (id, worker) in state.workers.iter_mut().filter(|(_, w)| w.lease == lease) {
+            stop(id, worker, reason);
+        }
+    }
+
+    /// Ends one worker, with a lease only if it belongs to it. Says whether there was one.
+    pub fn end_worker(&self, id: &WorkerId, lease: Option<&str>, reason: &str) -> bool {
+        let mut state = self.state();
+        let Some(worker) = state.workers.get_mut(id).filter(|w| lease.is_none_or(|l| l == w.lease)) else {
+            return false;
+        };
+        stop(id, worker, reason);
+        let lease = worker.lease.clone();
+        if let Some(lease) = state.leases.get_mut(&lease) {
+            lease.stock.forget(id);
+        }
+        drop(state);
+        self.refill(&lease);
+        true
+    }
+
+    /// Takes ready workers out of the stock: as many as there are, `count` at most; where there are none, waits for one. A
+    /// worker with an environment of its own is started for this call.
+    pub async fn take(
+        &self,
+        client: &str,
+        lease: &str,
+        count: usize,
+        environment: Vec<(String, String)>,
+    ) -> Result<Vec<Taken>, TakeError> {
+        if let Some((bad, _)) = environment.iter().find(|(name, value)| {
+            !DRIVER_ENVIRONMENT.contains(&name.as_str()) || value.contains('\0') || value.len() > 256
+        }) {
+            return Err(TakeError::Environment(bad.clone()));
+        }
+        let deadline = Instant::now() + TAKE_LIMIT;
+        if !environment.is_empty() {
+            return self.take_cold(client, lease, environment, deadline).await;
+        }
+        let mut waiting = Waiting { supervisor: self, lease, counted: false };
+        loop {
+            let changed = {
+                let mut state = self.state();
+                let State { workers, leases, .. } = &mut *state;
+                let entry =
+                    leases.get_mut(lease).filter(|l| l.lease.client == client).ok_or(TakeError::NoLease)?;
+                let mine = workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
+                if mine >= MAX_PER_LEASE && entry.stock.ready() == 0 {
+                    return Err(TakeError::TooMany(mine));
+                }
+                let ids = entry.stock.take(count.max(1), self.0.clock.now());
+                if !ids.is_empty() {
+                    let taken = ids.iter().filter_map(|id| take_one(*id, workers.get_mut(id)?)).collect();
+                    drop(state);
+                    self.refill(lease);
+                    return Ok(taken);
+                }
+                if entry.stock.paused(self.0.clock.now()) {
+                    let reason = entry.stock.failing().unwrap_or("it ended at once").to_string();
+                    return Err(TakeError::NotStarting(reason));
+                }
+                if !waiting.counted {
+                    entry.stock.wait();
+                    waiting.counted = true;
+                }
+                // Registered before the lock is given up, so that no change is missed.
+                let mut changed = Box::pin(entry.changed.clone().notified_owned());
+                changed.as_mut().enable();
+                changed
+            };
+            self.refill(lease);
+            if tokio::time::timeout_at(deadline, changed).await.is_err() {
+                return Err(TakeError::TooSlow);
+            }
+        }
+    }
+
+    async fn take_cold(
+        &self,
+        client: &str,
+        lease: &str,
+        environment: Vec<(String, String)>,
+        deadline: Instant,
+    ) -> Result<Vec<Taken>, TakeError> {
+        let id = {
+            let state = self.state();
+            let entry = state.leases.get(lease).filter(|l| l.lease.client == client);
+            entry.ok_or(TakeError::NoLease)?;
+            let mine =
+                state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
+            if mine >= MAX_PER_LEASE {
+                return Err(TakeError::TooMany(mine));
+            }
+            drop(state);
+            self.launch(lease, environment, false).ok_or(TakeError::NoLease)?
+        };
+        let mut abandoned = Abandoned { supervisor: self, id, kept: false };
+        loop {
+            let changed = {
+                let mut state = self.state();
+                let entry = state.leases.get(lease).ok_or(TakeError::NoLease)?;
+                let mut changed = Box::pin(entry.changed.clone().notified_owned());
+                changed.as_mut().enable();
+                match state.workers.get_mut(&id) {
+                    None => return Err(TakeError::NotStarting("see the server's journal".into())),
+                    Some(w) if w.phase == Phase::Ending => {
+                        let reason = w.ended_because.clone().unwrap_or_default();
+                        return Err(TakeError::NotStarting(reason));
+                    }
+                    Some(w) if w.phase == Phase::Warm => {
+                        abandoned.kept = true;
+                        return take_one(id, w).map(|t| vec![t]).ok_or(TakeError::NoLease);
+                    }
+                    Some(_) => changed,
+                }
+            };
+            if tokio::time::timeout_at(deadline, changed).await.is_err() {
+                return Err(TakeError::TooSlow);
+            }
+        }
+    }
+
+    /// Hands a data connection to a worker.
+    pub fn adopt(
+        &self,
+        id: &WorkerId,
+        socket: std::net::TcpStream,
+        preface: Vec<u8>,
+        peer: SocketAddr,
+        tls: bool,
+    ) -> Result<(), (AdoptError, std::net::TcpStream)> {
+        let mut state = self.state();
+        let usable = |w: &&mut Worker| matches!(w.phase, Phase::Taken | Phase::Active);
+        let Some(worker) = state.workers.get_mut(id).filter(usable) else {
+            return Err((AdoptError::Unknown, socket));
+        };
+        if worker.encrypted && !tls {
+            return Err((AdoptError::Clear, socket));
+        }
+        match worker.commands.try_send(Command::Adopt { socket, preface, peer }) {
+            Ok(()) => {
+                worker.peer = Some(peer);
+                Ok(())
+            }
+            Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {
+                Err((AdoptError::Busy, socket))
+            }
+            Err(mpsc::error::TrySendError::Closed(Command::Adopt { socket, .. })) => {
+                Err((AdoptError::Unknown, socket))
+            }
+            Err(_) => unreachable!("an Adopt was sent, an Adopt comes back"),
+        }
+    }
+
+    /// What is due by time alone: pauses after failures that are over, stocks of idle leases.
+    pub fn tick(&self) {
+        let now = self.0.clock.now();
+        let mut surplus = Vec::new();
+        let leases: Vec<String> = {
+            let mut state = self.state();
+            let State { workers, leases, .. } = &mut *state;
+            for (id, lease) in leases.iter_mut() {
+                let used = workers.values().any(|w| w.lease == *id && w.phase == Phase::Active);
+                let idle = if used { Duration::ZERO } else { self.0.options.idle_exit };
+                surplus.extend(lease.stock.shrink(now, idle, self.0.options.warm_workers));
+            }
+            for id in &surplus {
+                if let Some(worker) = workers.get_mut(id) {
+                    stop(id, worker, "the lease is idle: one ready worker is enough");
+                }
+            }
+            leases.keys().cloned().collect()
+        };
+        for lease in leases {
+            self.refill(&lease);
+        }
+    }
+
+    /// All workers.
+    pub fn workers(&self) -> Vec<WorkerView> {
+        let now = self.0.clock.now();
+        let view = |(id, w): (&WorkerId, &Worker)| WorkerView {
+            id: *id,
+            pid: w.pid,
+            lease: w.lease.clone(),
+            client: w.client.clone(),
+            phase: w.phase,
+            process: w.process.clone(),
+            peer: w.peer,
+            gpus: w.gpus.clone(),
+            usage: w.usage,
+            age: now.saturating_sub(w.since),
+        };
+        let mut out: Vec<_> = self.state().workers.iter().map(view).collect();
+        out.sort_by(|a, b| (&a.lease, b.age, a.id).cmp(&(&b.lease, a.age, b.id)));
+        out
+    }
+
+    /// The leases that a stock is kept for.
+    pub fn leases(&self) -> Vec<String> {
+        self.state().leases.keys().cloned().collect()
+    }
+
+    /// Ready workers of a lease.
+    pub fn ready(&self, lease: &str) -> u32 {
+        self.state().leases.get(lease).map_or(0, |l| l.stock.ready() as u32)
+    }
+
+    /// Ends every worker and starts none any more; returns when the last one is gone.
+    pub async fn close(&self, reason: &str) {
+        loop {
+            let mut empty = Box::pin(self.0.empty.notified());
+            empty.as_mut().enable();
+            {
+                let mut state = self.state();
+                state.closing = true;
+                for (_, lease) in state.leases.drain() {
+                    lease.changed.notify_waiters();
+                }
+                if state.workers.is_empty() {
+                    return;
+                }
+                for (id, worker) in &mut state.workers {
+                    stop(id, worker, reason);
+                }
+            }
+            empty.await;
+        }
+    }
+
+    fn refill(&self, lease: &str) {
+        let n = {
+            let mut state = self.state();
+            let mine =
+                state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
+            match state.leases.get_mut(lease) {
+                Some(entry) if mine < MAX_PER_LEASE => entry.stock.start(self.0.clock.now()),
+                _ => 0,
+            }
+        };
+        for _ in 0..n {
+            self.launch(lease, Vec::new(), true);
+        }
+    }
+
+    /// Starts a worker's task; `None` where the lease is gone.
+    fn launch(&self, lease: &str, environment: Vec<(String, String)>, stocked: bool) -> Option<WorkerId> {
+        let id: WorkerId = clock::bytes(self.0.random.as_ref());
+        let mut state = self.state();
+        if state.closing {
+            return None;
+        }
+        let entry = state.leases.get(lease)?;
+        let options = &self.0.options;
+        let start = Start {
+            worker: id,
+            lease: lease.into(),
+            ticket_key: entry.lease.ticket_key,
+            driver: options.driver.display().to_string(),
+            devices: entry.devices.clone(),
+            require_tls: entry.lease.encrypted,
+            module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
+            warm: true,
+            resume_grace_s: options.resume_grace.as_secs() as u32,
+        };
+        let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
+        let (stop, stops) = mpsc::unbounded_channel();
+        let worker = Worker {
+            lease: lease.into(),
+            client: entry.lease.client.clone(),
+            gpus: entry.lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+            phase: Phase::Starting,
+            pid: None,
+            stocked,
+            encrypted: entry.lease.encrypted,
+            process: None,
+            peer: None,
+            fingerprint: None,
+            usage: Usage::default(),
+            since: self.0.clock.now(),
+            ended_because: None,
+            commands,
+            stop,
+        };
+        state.workers.insert(id, worker);
+        drop(state);
+        let this = self.clone();
+        tokio::spawn(async move {
+            let end = this.run(&id, start, environment, command_queue, stops).await;
+            this.gone(&id, end);
+        });
+        Some(id)
+    }
+
+    /// A worker from its start to its end. Returns how it ended, where it was not told to.
+    async fn run(
+        &self,
+        id: &WorkerId,
+        start: Start,
+        environment: Vec<(String, String)>,
+        mut commands: mpsc::Receiver<Command>,
+        mut stops: mpsc::UnboundedReceiver<Command>,
+    ) -> String {
+        let program = &self.0.options.program;
+        let (mut child, fd) = match self.0.spawner.start(program, environment).await {
+            Ok(started) => started,
+            Err(e) => return format!("{} cannot be started: {e}", program.display()),
+        };
+        let pid = child.id();
+        if let Some(worker) = self.state().workers.get_mut(id) {
+            worker.pid = pid;
+        }
+        let group = Pid::from_raw(pid.and_then(|p| i32::try_from(p).ok()).unwrap_or(0));
+        let end = match Channel::new(fd) {
+            Ok(channel) => {
+                self.attend(id, start, &mut child, &channel, group, &mut commands, &mut stops).await
+            }
+            Err(e) => Err(format!("its channel: {e}")),
+        };
+        let end = match end {
+            Ok(status) => describe(status),
+            Err(reason) => {
+                kill(group);
+                let _ = child.wait().await;
+                reason
+            }
+        };
+        // Whatever it left behind in its group.
+        kill(group);
+        end
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of one worker's life, used here only")]
+    async fn attend(
+        &self,
+        id: &WorkerId,
+        start: Start,
+        child: &mut Child,
+        channel: &Channel,
+        group: Pid,
+        commands: &mut mpsc::Receiver<Command>,
+        stops: &mut mpsc::UnboundedReceiver<Command>,
+    ) -> Result<ExitStatus, String> {
+        let stuck = |e: Option<io::Error>| match e {
+            Some(e) => format!("its channel: {e}"),
+            None => "it does not read its channel".to_string(),
+        };
+        let send = async |message: &ToWorker, beside: Option<std::os::fd::BorrowedFd<'_>>| match timeout(
+            SEND_LIMIT,
+            channel.send(message, beside),
+        )
+        .await
+        {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(e)) => Err(stuck(Some(e))),
+            Err(_) => Err(stuck(None)),
+        };
+        // A worker that ended already is told by its exit status, not by its closed channel.
+        let _ = send(&ToWorker::Start(start), None).await;
+        let mut limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
+        let mut channel_open = true;
+        loop {
+            let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
+            tokio::select! {
+                biased;
+                status = child.wait() => {
+                    // What it said last says more than its exit status.
+                    while channel_open
+                        && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
+                    {
+                        self.heard(id, message);
+                    }
+                    return status.map_err(|e| e.to_string());
+                }
+                Some(Command::Stop { reason }) = stops.recv() => {
+                    let _ = send(&ToWorker::Stop { reason }, None).await;
+                    limit = Some((Instant::now() + STOP_GRACE, ""));
+                }
+                message = channel.recv(), if channel_open => match message {
+                    Ok(Some(message)) => {
+                        if matches!(message, FromWorker::Ready { .. })
+                            && limit.is_some_and(|(_, why)| !why.is_empty()) {
+                            limit = None;
+                        }
+                        self.heard(id, message);
+                    }
+                    // It is about to exit, or closed its channel in order not to be stopped by it.
+                    Ok(None) => {
+                        channel_open = false;
+                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                    }
+                    Err(e) if e.raw_os_error().is_some() => {
+                        channel_open = false;
+                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                    }
+                    Err(e) => return Err(e.to_string()),
+                },
+                Some(command) = commands.recv() => {
+                    if let Command::Adopt { socket, preface, peer } = command {
+                        let message = ToWorker::Adopt { preface, peer: peer.to_string() };
+                        send(&message, Some(socket.as_fd())).await?;
+                    }
+                }
+                () = sleep_until(deadline), if limit.is_some() => {
+                    let (_, why) = limit.take().unwrap_or((deadline, ""));
+                    if !why.is_empty() {
+                        return Err(why.into());
+                    }
+                    debug!(pid = group.as_raw(), "worker {} did not end in time: killed", hex(id));
+                    kill(group);
+                }
+            }
+        }
+    }
+
+    fn heard(&self, id: &WorkerId, message: FromWorker) {
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        let Some(worker) = workers.get_mut(id) else { return };
+        let lease = leases.get_mut(&worker.lease);
+        match message {
+            FromWorker::Ready { fingerprint, cuda_version } => {
+                if worker.phase != Phase::Starting {
+                    return;
+                }
+                worker.phase = Phase::Warm;
+                worker.fingerprint = Some(fingerprint);
+                debug!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    cuda_version,
+                    "worker {} is ready",
+                    hex(id)
+                );
+                if let Some(lease) = lease {
+                    if worker.stocked {
+                        lease.stock.started(*id);
+                    }
+                    lease.changed.notify_waiters();
+                    let event = Event::Ready {
+                        client: worker.client.clone(),
+                        lease: worker.lease.clone(),
+                        stock: lease.stock.ready() as u32,
+                    };
+                    let _ = self.0.events.send(event);
+                }
+            }
+            FromWorker::Failed { reason } | FromWorker::Ended { reason } => {
+                worker.ended_because.get_or_insert(printable(&reason));
+            }
+            FromWorker::Admitted { uid, pid, program, encrypted } => {
+                let program = printable(&program);
+                info!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    gpusession_client = worker.client,
+                    "worker {} serves {program} (pid {pid}, uid {uid}) of {}",
+                    hex(id),
+                    worker.client
+                );
+                worker.process = Some(ClientProcess { uid, pid, program, encrypted });
+                if worker.phase == Phase::Taken {
+                    worker.phase = Phase::Active;
+                }
+            }
+            FromWorker::Refused { reason } => warn!(
+                gpusession_worker = hex(id),
+                gpusession_lease = worker.lease,
+                gpusession_client = worker.client,
+                "worker {} refused a connection: {}",
+                hex(id),
+                printable(&reason)
+            ),
+            FromWorker::Usage(usage) => worker.usage = usage,
+        }
+    }
+
+    fn gone(&self, id: &WorkerId, end: String) {
+        let mut state = self.state();
+        let Some(worker) = state.workers.remove(id) else { return };
+        let told = worker.phase == Phase::Ending;
+        let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
+        let reason = match worker.ended_because {
+            Some(reason) if told => reason,
+            Some(reason) => format!("{reason} ({end})"),
+            None => end,
+        };
+        let (worker_id, lease_id) = (hex(id), worker.lease.clone());
+        let mut pause = None;
+        if let Some(lease) = state.leases.get_mut(&worker.lease) {
+            if early && worker.stocked {
+                pause = Some(lease.stock.failed(id, self.0.clock.now(), reason.clone()));
+            }
+            lease.changed.notify_waiters();
+        }
+        if state.workers.is_empty() {
+            self.0.empty.notify_waiters();
+        }
+        drop(state);
+        match pause {
+            Some(pause) => warn!(
+                gpusession_worker = worker_id,
+                gpusession_lease = lease_id,
+                "worker {worker_id} of lease {lease_id} did not stay: {reason}; next try in {} ms",
+                pause.as_millis()
+            ),
+            None => info!(
+                gpusession_worker = worker_id,
+                gpusession_lease = lease_id,
+                "worker {worker_id} of lease {lease_id} ended: {reason}"
+            ),
+        }
+        self.refill(&lease_id);
+    }
+}
+
+/// Takes a caller out of the count of those who wait, however its wait ends.
+struct Waiting<'a> {
+    supervisor: &'a Supervisor,
+    lease: &'a str,
+    counted: bool,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.counted
+            && let Some(lease) = self.supervisor.state().leases.get_mut(self.lease)
+        {
+            lease.stock.unwait();
+        }
+    }
+}
+
+/// Ends a cold worker that its caller does not wait for any longer.
+struct Abandoned<'a> {
+    supervisor: &'a Supervisor,
+    id: WorkerId,
+    kept: bool,
+}
+
+impl Drop for Abandoned<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.supervisor.end_worker(&self.id, None, "nobody waits for it any longer");
+        }
+    }
+}
+
+fn take_one(id: WorkerId, worker: &mut Worker) -> Option<Taken> {
+    worker.phase = Phase::Taken;
+    worker.fingerprint.map(|fingerprint| Taken { id, fingerprint })
+}
+
+fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
+    if worker.phase == Phase::Ending {
+        return;
+    }
+    debug!(gpusession_worker = hex(id), "worker {} is told to end: {reason}", hex(id));
+    worker.phase = Phase::Ending;
+    worker.ended_because = Some(reason.into());
+    let _ = worker.stop.send(Command::Stop { reason: reason.into() });
+}
+
+fn kill(group: Pid) {
+    // Group 0 would be our own.
+    if group.as_raw() > 1 {
+        let _ = killpg(group, Signal::SIGKILL);
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit status {code}"),
+        (None, Some(signal)) => match Signal::try_from(signal) {
+            Ok(signal) => format!("killed by {}", signal.as_str()),
+            Err(_) => format!("killed by signal {signal}"),
+        },
+        (None, None) => status.to_string(),
+    }
+}
+
+/// Text of a worker, fit for a log and a terminal.
+fn printable(text: &str) -> String {
+    text.chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// A worker's id as people see it.
+pub fn hex(id: &WorkerId) -> String {
+    data_encoding::HEXLOWER.encode(id)
+}

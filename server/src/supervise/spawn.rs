@@ -1,0 +1,160 @@
+//! Starts worker processes: what they inherit, and what ends them when this process is gone.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::OnceLock;
+use std::sync::mpsc;
+use std::thread;
+
+use gpusession_proto::supervise::WORKER_FD;
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+use tokio::process::{Child, Command};
+use tokio::sync::oneshot;
+
+use super::channel;
+
+/// Variables that the server passes on to every worker, by prefix: they configure our own software.
+const PASSED_ON: &[&str] = &["GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
+
+/// Whether workers live on when the server process is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lifetime {
+    /// The kernel ends them with the server.
+    EndsWithServer,
+    /// They stay, and a later server finds their sockets in the service manager's descriptor store.
+    OutlivesServer,
+}
+
+/// The one place that decides it.
+pub const LIFETIME: Lifetime = Lifetime::EndsWithServer;
+
+/// Finds the worker's program: `$GPUSERVER_WORKER`, beside this program, or where packages put it.
+pub fn worker_program() -> PathBuf {
+    if let Some(path) = std::env::var_os("GPUSERVER_WORKER") {
+        return path.into();
+    }
+    let beside = std::env::current_exe().ok().and_then(|p| Some(p.parent()?.join("gpuserver-worker")));
+    beside.filter(|p| p.exists()).unwrap_or_else(|| "/usr/libexec/gpusession/gpuserver-worker".into())
+}
+
+/// The environment of workers: nothing of the server's but what is ours.
+pub fn clean_environment() -> Vec<(OsString, OsString)> {
+    let mut out: Vec<(OsString, OsString)> =
+        vec![("PATH".into(), "/usr/bin:/bin".into()), ("LANG".into(), "C.UTF-8".into())];
+    out.extend(std::env::vars_os().filter(|(name, _)| {
+        name.to_str()
+            .is_some_and(|n| PASSED_ON.iter().any(|p| n == *p || p.ends_with('_') && n.starts_with(p)))
+    }));
+    out
+}
+
+/// Whether workers can get an unlimited stack, which gives them the address layout that identity mapping needs.
+pub fn stack_can_be_unlimited() -> bool {
+    getrlimit(Resource::RLIMIT_STACK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
+        || nix::unistd::geteuid().is_root()
+}
+
+struct Order {
+    program: PathBuf,
+    environment: Vec<(String, String)>,
+    reply: oneshot::Sender<io::Result<(Child, OwnedFd)>>,
+}
+
+/// A thread that starts all workers. The kernel ends a worker when the *thread* that started it ends, so that it must
+/// not be one of a pool.
+#[derive(Debug, Clone)]
+pub struct Spawner(mpsc::Sender<Order>);
+
+impl Spawner {
+    /// Starts the thread; needs a runtime.
+    pub fn new() -> io::Result<Self> {
+        // The channel of a new worker is moved to descriptor 3 between fork and exec; nothing that the standard library
+        // needs there may have that number.
+        static HELD: OnceLock<Vec<File>> = OnceLock::new();
+        let mut held = Vec::new();
+        loop {
+            let file = File::open("/dev/null")?;
+            if file.as_raw_fd() > WORKER_FD {
+                break;
+            }
+            held.push(file);
+        }
+        let _ = HELD.set(held);
+        let (sender, orders) = mpsc::channel::<Order>();
+        let runtime = tokio::runtime::Handle::current();
+        thread::Builder::new().name("spawner".into()).spawn(move || {
+            let _guard = runtime.enter();
+            for order in orders {
+                let _ = order.reply.send(start(&order.program, &order.environment));
+            }
+        })?;
+        Ok(Self(sender))
+    }
+
+    /// Starts a worker with these variables beside the clean environment. Returns the process and our end of its channel.
+    pub async fn start(
+        &self,
+        program: &Path,
+        environment: Vec<(String, String)>,
+    ) -> io::Result<(Child, OwnedFd)> {
+        let (reply, answer) = oneshot::channel();
+        let gone = || io::Error::other("the thread that starts workers is gone");
+        self.0.send(Order { program: program.into(), environment, reply }).map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
+    }
+}
+
+fn start(program: &Path, environment: &[(String, String)]) -> io::Result<(Child, OwnedFd)> {
+    let (ours, theirs) = channel::pair()?;
+    let mut command = Command::new(program);
+    command
+        .env_clear()
+        .envs(clean_environment())
+        .envs(environment.iter().map(|(k, v)| (k, v)))
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .process_group(0)
+        .kill_on_drop(true);
+    let parent = nix::unistd::getpid();
+    let theirs_raw = theirs.as_raw_fd();
+    // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe, and allocates
+    // nothing: `io::Error::from` of an errno stores the number.
+    unsafe {
+        command.pre_exec(move || {
+            if LIFETIME == Lifetime::EndsWithServer {
+                nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+                if nix::unistd::getppid() != parent {
+                    // The server ended before the request: nobody would end this worker.
+                    return Err(io::Error::from(nix::errno::Errno::ESRCH));
+                }
+            }
+            if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
+                // Goes on: the worker says so if it matters to a program.
+                let _ = getrlimit(Resource::RLIMIT_STACK)
+                    .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_STACK, hard, hard));
+            }
+            inherit_as_worker_fd(theirs_raw)
+        });
+    }
+    let child = command.spawn()?;
+    drop(theirs);
+    Ok((child, ours))
+}
+
+/// Makes `fd` the descriptor that a worker expects, open across exec.
+fn inherit_as_worker_fd(fd: i32) -> io::Result<()> {
+    // SAFETY: dup2 and fcntl take plain numbers; `fd` is open, and descriptor 3 is either it or a placeholder of ours.
+    let done = unsafe {
+        if fd == WORKER_FD {
+            nix::libc::fcntl(fd, nix::libc::F_SETFD, 0)
+        } else {
+            nix::libc::dup2(fd, WORKER_FD)
+        }
+    };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,118 @@
+//! A worker without a driver, for the server's tests. The "driver" that it is given is never loaded: its file name says how
+//! to behave.
+//!
+//! * `...no-driver...`: the probe works, workers say `Failed`.
+//! * `...crash...`: workers end as soon as they are started.
+//! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
+//!
+//! A handed-over connection gets one line: the worker's id, the lanes's preface and some facts about the process.
+
+use std::io::{IoSliceMut, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use gpusession_proto::preface::{LEN, Preface};
+use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
+
+fn main() {
+    let args: Vec<String> = std::env::args().collect();
+    if let [_, probe, driver] = args.as_slice()
+        && probe == "--probe"
+    {
+        if driver.contains("no-probe") {
+            eprintln!("cuInit: CUDA_ERROR_NO_DEVICE (100)");
+            std::process::exit(1);
+        }
+        let devices: Vec<_> = (0..2)
+            .map(|i| {
+                serde_json::json!({
+                    "uuid": format!("GPU-00000000-0000-0000-0000-00000000000{i}"), "name": "Fake GPU",
+                    "memory_bytes": 16_u64 << 30, "compute_major": 9, "compute_minor": 0,
+                    "pci_address": format!("0000:0{i}:00.0"), "multiprocessors": 132
+                })
+            })
+            .collect();
+        println!(
+            "{}",
+            serde_json::json!({ "driver_version": null, "cuda_version": 13000, "devices": devices })
+        );
+        return;
+    }
+    serve();
+}
+
+fn tell(message: &FromWorker) {
+    let packet = postcard::to_allocvec(message).unwrap();
+    let _ = send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL);
+}
+
+fn serve() {
+    let mut start = None;
+    // Kept open, as a worker keeps its clients.
+    let mut lanes: Vec<TcpStream> = Vec::new();
+    loop {
+        let mut packet = vec![0; MAX_PACKET];
+        let mut space = nix::cmsg_space!([i32; 1]);
+        let (len, fd) = {
+            let mut parts = [IoSliceMut::new(&mut packet)];
+            let got =
+                recvmsg::<()>(WORKER_FD, &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC).unwrap();
+            let fd = got.cmsgs().unwrap().find_map(|c| match c {
+                // SAFETY: the kernel just gave us this descriptor, nobody else owns it.
+                ControlMessageOwned::ScmRights(fds) => Some(unsafe { OwnedFd::from_raw_fd(fds[0]) }),
+                _ => None,
+            });
+            (got.bytes, fd)
+        };
+        if len == 0 {
+            return;
+        }
+        match postcard::from_bytes(&packet[..len]).unwrap() {
+            ToWorker::Start(s) => {
+                if s.driver.contains("crash") {
+                    std::process::exit(7);
+                }
+                if s.driver.contains("no-driver") {
+                    tell(&FromWorker::Failed { reason: "cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)".into() });
+                    return;
+                }
+                tell(&FromWorker::Ready {
+                    fingerprint: *blake3::hash(&s.worker).as_bytes(),
+                    cuda_version: 13000,
+                });
+                start = Some(s);
+            }
+            ToWorker::Adopt { preface, .. } => {
+                let s = start.as_ref().unwrap();
+                let preface = Preface::parse(&<[u8; LEN]>::try_from(preface.as_slice()).unwrap()).unwrap();
+                let mut lane = TcpStream::from(fd.unwrap());
+                // SAFETY: `lane` owns the descriptor for as long as it is borrowed here.
+                let borrowed = unsafe { BorrowedFd::borrow_raw(lane.as_raw_fd()) };
+                let flags = nix::fcntl::fcntl(borrowed, nix::fcntl::FcntlArg::F_GETFL).unwrap();
+                let facts = serde_json::json!({
+                    "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
+                    "lane": preface.lane.get(), "epoch": preface.epoch.get(), "require_tls": s.require_tls,
+                    "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
+                    "blocking": flags & nix::libc::O_NONBLOCK == 0,
+                    "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
+                    "environment": std::env::vars().collect::<std::collections::BTreeMap<_, _>>(),
+                });
+                writeln!(lane, "{facts}").unwrap();
+                tell(&FromWorker::Admitted {
+                    uid: 1000,
+                    pid: 42,
+                    program: "vectorAdd".into(),
+                    encrypted: preface.tls(),
+                });
+                lanes.push(lane);
+            }
+            ToWorker::Stop { .. } => {
+                if !start.as_ref().is_some_and(|s| s.driver.contains("deaf")) {
+                    return;
+                }
+            }
+        }
+    }
+}
