@@ -94,12 +94,13 @@ struct Request {
 
 #[derive(Args)]
 struct Join {
-    /// Token made by `gpuserver token create`; `-` reads it from standard input, which keeps it out of listings
-    #[arg(value_name = "TOKEN")]
-    token: String,
+    /// A server of the pool, and the token made there by `gpuserver token create`; without a token it is read from
+    /// standard input, which keeps it out of process listings
+    #[arg(value_name = "HOST[:PORT]|TOKEN", num_args = 0..=2)]
+    where_and_token: Vec<String>,
     /// A server of the pool
     #[arg(long, value_name = "HOST[:PORT]")]
-    server: String,
+    server: Option<String>,
     /// Name in the pool [default: this host's name]
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -149,7 +150,11 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Status => status(cli.json).await,
         Command::List => list(cli.json).await,
         Command::Env { explain } => env(cli.json, explain).await,
-        Command::Run(run) => run_program(run).await,
+        // What keeps the program from running has one exit code, so that it is told from the program's own.
+        Command::Run(run) => run_program(run).await.map_err(|failure| match failure.code {
+            code::USAGE | 126 | 127 => failure,
+            _ => failure.no_lease(),
+        }),
         Command::Request(request) => self::request(request, cli.json).await,
         Command::Release { lease } => release(&lease, cli.json).await,
         Command::Join(join) => self::join(join, cli.json).await,
@@ -401,13 +406,23 @@ async fn release_at(file: &LeaseFile) -> Result<Option<String>> {
 }
 
 async fn join(join: Join, json: bool) -> Result<i32> {
-    let address = control_address(&join.server).map_err(Failure::usage)?;
-    let token = if join.token == "-" {
-        let mut line = String::new();
-        std::io::stdin().read_line(&mut line).map_err(|e| Failure::new(code::FAILED, e.to_string()))?;
-        line
-    } else {
-        join.token
+    let (tokens, hosts): (Vec<_>, Vec<_>) =
+        join.where_and_token.into_iter().partition(|text| text.starts_with("gpsj-") || text == "-");
+    let mut hosts = hosts.into_iter().chain(join.server);
+    let (Some(host), None) = (hosts.next(), hosts.next()) else {
+        return Err(Failure::usage("join takes one server of the pool: gpusession join HOST[:PORT]"));
+    };
+    let address = control_address(&host).map_err(Failure::usage)?;
+    let token = match tokens.into_iter().find(|t| t != "-") {
+        Some(token) => token,
+        None => {
+            if nix::unistd::isatty(std::io::stdin()) == Ok(true) {
+                eprint!("join token (`gpuserver token create` prints it): ");
+            }
+            let mut line = String::new();
+            std::io::stdin().read_line(&mut line).map_err(|e| Failure::new(code::FAILED, e.to_string()))?;
+            line
+        }
     };
     let root = nix::unistd::geteuid().is_root();
     let home = if root && !join.user { Some(Home::system()) } else { Home::user() };

@@ -48,8 +48,8 @@ fn gpus(lease: &DescribedLease) -> String {
 fn state_words(lease: &DescribedLease) -> String {
     match lease.state.as_str() {
         "pending" => "waiting".into(),
-        "active" if lease.processes == 0 => "ready".into(),
-        "active" => {
+        "active" | "idle" if lease.processes == 0 => "ready".into(),
+        "active" | "idle" => {
             format!("in use by {} process{}", lease.processes, if lease.processes == 1 { "" } else { "es" })
         }
         other => other.into(),

@@ -102,8 +102,8 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     let said = status.message();
     let trouble = match status.code() {
         Code::ResourceExhausted => Trouble::NoCapacity,
-        Code::FailedPrecondition | Code::PermissionDenied => Trouble::Quota,
-        Code::Unauthenticated => Trouble::Refused,
+        Code::FailedPrecondition => Trouble::Quota,
+        Code::Unauthenticated | Code::PermissionDenied => Trouble::Refused,
         Code::NotFound => Trouble::NoSuchLease,
         Code::InvalidArgument | Code::OutOfRange | Code::AlreadyExists => Trouble::Invalid,
         Code::Unimplemented => Trouble::Protocol,
@@ -150,7 +150,12 @@ impl PoolServer for Remote {
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError> {
         let request = control::TakeWorkersRequest { lease, count, environment };
-        Ok(self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await?.workers)
+        match self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await {
+            Ok(reply) => Ok(reply.workers),
+            // Too many processes: a limit, not a lack of GPUs.
+            Err(e) if e.trouble == Trouble::NoCapacity => Err(PoolError { trouble: Trouble::Quota, ..e }),
+            Err(e) => Err(e),
+        }
     }
 
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError> {

@@ -362,10 +362,8 @@ impl Config {
             if !lease.name.is_empty() && self.leases.iter().any(|l| l.name == lease.name) {
                 return invalid(format!("a second [[lease]] is called `{name}`"));
             }
-            if let Some(server) = &lease.server {
-                if let Err(error) = control_address(server) {
-                    return invalid(format!("{name}: server: {error}"));
-                }
+            if let Some(Err(error)) = lease.server.as_deref().map(control_address) {
+                return invalid(format!("{name}: server: {error}"));
             }
             self.leases.push(lease.clone());
         }

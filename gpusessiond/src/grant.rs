@@ -135,7 +135,7 @@ impl Server {
             }
         };
         let Some(place) = self.place(peer.uid) else {
-            warn!(GPUSESSION_USER = peer.uid, "grant socket: uid {} has too many connections", peer.uid);
+            warn!(gpusession_user = peer.uid, "grant socket: uid {} has too many connections", peer.uid);
             let reply = Reply::Denied {
                 denial: Denial::NotReady,
                 reason: "too many connections of this user to the daemon".into(),
@@ -207,8 +207,8 @@ impl Server {
             Answer::Granted(endpoints, granted) => {
                 let guard = Guard { leases: self.leases.clone(), granted };
                 info!(
-                    GPUSESSION_LEASE = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
-                    GPUSESSION_USER = caller.uid,
+                    gpusession_lease = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
+                    gpusession_user = caller.uid,
                     "granted to process {} ({}) of uid {}",
                     caller.pid,
                     wish.program,
@@ -221,8 +221,8 @@ impl Server {
             }
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
                 info!(
-                    GPUSESSION_USER = caller.uid,
-                    GPUSESSION_REASON = reason,
+                    gpusession_user = caller.uid,
+                    gpusession_reason = reason,
                     "no GPU for process {} ({}) of uid {}: {reason}",
                     caller.pid,
                     wish.program,

@@ -87,13 +87,11 @@ impl Publisher {
                     Manager::prepare_for_lease_loss(&self.emitter(PATH)?, &id, usec, &reason).await?;
                 }
             }
-            Change::Lost { id, reason, .. } => {
-                if self.leases.contains_key(&id) {
-                    let path = lease_path(&id);
-                    self.last_state(&path, LeaseState::Lost).await?;
-                    Lease::lost(&self.emitter(path.as_str())?, &reason).await?;
-                    self.remove_lease(&id, &reason).await?;
-                }
+            Change::Lost { id, reason, .. } if self.leases.contains_key(&id) => {
+                let path = lease_path(&id);
+                self.last_state(&path, LeaseState::Lost).await?;
+                Lease::lost(&self.emitter(path.as_str())?, &reason).await?;
+                self.remove_lease(&id, &reason).await?;
             }
             Change::Removed { slot, reason, lost: false } => {
                 if let Some(id) = self.id_of(slot) {

@@ -201,7 +201,7 @@ async fn follow(
             }
             Err(error) => {
                 if !said {
-                    warn!(GPUSESSION_SERVER = server.address(), "{error}");
+                    warn!(gpusession_server = server.address(), "{error}");
                     said = true;
                 }
                 if messages.upgrade().is_none() {
@@ -319,13 +319,16 @@ impl Actor {
                         self.about[*server].name.clone_from(&lease.server);
                     }
                     info!(
-                        GPUSESSION_LEASE = lease.id,
-                        GPUSESSION_SERVER = lease.server,
+                        gpusession_lease = lease.id,
+                        gpusession_server = lease.server,
                         "lease {} granted by {}: {} GPU(s)",
                         lease.id,
                         lease.server,
                         lease.devices.len()
                     );
+                }
+                if let Ok((server, _)) = &result {
+                    self.describe(*server);
                 }
                 self.machine.allocated(now, slot, result);
             }
@@ -338,13 +341,14 @@ impl Actor {
             }
             Message::Released(server, lease, result) => {
                 if let Err(error) = &result {
-                    warn!(GPUSESSION_LEASE = lease, "release of {lease}: {error}");
+                    warn!(gpusession_lease = lease, "release of {lease}: {error}");
                 }
                 self.machine.released(now, server, &lease, result);
+                self.describe(server);
             }
             Message::Workers(slot, lease, result) => {
                 if let Err(error) = &result {
-                    warn!(GPUSESSION_LEASE = lease, "no worker for {lease}: {error}");
+                    warn!(gpusession_lease = lease, "no worker for {lease}: {error}");
                 }
                 self.machine.workers(now, slot, &lease, result);
             }
@@ -381,6 +385,19 @@ impl Actor {
         }
     }
 
+    /// Asks a server for its state once, now that what is free there has changed.
+    fn describe(&self, server: usize) {
+        let (pool, messages) = (self.servers[server].clone(), self.messages.clone());
+        tokio::spawn(async move {
+            let begun = Instant::now();
+            if let Ok(description) = pool.describe().await
+                && let Some(messages) = messages.upgrade()
+            {
+                let _ = messages.send(Message::Described(server, begun.elapsed(), description));
+            }
+        });
+    }
+
     fn spawn(&self, future: impl Future<Output = Message> + Send + 'static) {
         let messages = self.messages.clone();
         tokio::spawn(async move {
@@ -405,7 +422,7 @@ impl Actor {
             match action {
                 Action::Allocate { slot, servers, request } => {
                     let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
-                    self.spawn(async move { Message::Allocated(slot, allocate(pools, request).await) });
+                    self.spawn(async move { Message::Allocated(slot, allocate(pools, *request).await) });
                 }
                 Action::Renew { server, leases } => {
                     let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
@@ -492,17 +509,17 @@ impl Actor {
                 let Some(wanted) = self.machine.slot(*slot) else { return };
                 if let (Phase::Waiting { retry }, Some(error)) = (&wanted.phase, &wanted.trouble) {
                     let pause = retry.saturating_sub(self.now()).as_secs_f64();
-                    info!(GPUSESSION_REASON = ?error.trouble, "lease {} waits {pause:.1} s: {error}", wanted.spec.name);
+                    info!(gpusession_reason = ?error.trouble, "lease {} waits {pause:.1} s: {error}", wanted.spec.name);
                 }
             }
             Change::PrepareForLoss { left, reason, .. } => {
-                warn!(GPUSESSION_REASON = reason, "a lease will be lost in {} s: {reason}", left.as_secs());
+                warn!(gpusession_reason = reason, "a lease will be lost in {} s: {reason}", left.as_secs());
             }
             Change::Lost { id, reason, .. } => {
-                warn!(GPUSESSION_LEASE = id, GPUSESSION_REASON = reason, "lease {id} lost: {reason}");
+                warn!(gpusession_lease = id, gpusession_reason = reason, "lease {id} lost: {reason}");
             }
             Change::Removed { slot, reason, .. } => {
-                info!(GPUSESSION_REASON = reason, "lease slot {slot} removed: {reason}");
+                info!(gpusession_reason = reason, "lease slot {slot} removed: {reason}");
             }
             _ => {}
         }

@@ -44,7 +44,7 @@ pub enum Action {
         /// Indices of the servers to ask.
         servers: Vec<usize>,
         /// The request.
-        request: control::AllocateRequest,
+        request: Box<control::AllocateRequest>,
     },
     /// Send a heartbeat; answer with [`Machine::renewed`].
     Renew {
@@ -420,11 +420,10 @@ impl Machine {
                 let state = LeaseState::of_server(&change.state);
                 if let (Some(Phase::Held(held)), Some(state)) =
                     (self.slots.get_mut(&slot).map(|w| &mut w.phase), state)
+                    && held.state != state
                 {
-                    if held.state != state {
-                        held.state = state;
-                        self.tell(Change::Changed { slot });
-                    }
+                    held.state = state;
+                    self.tell(Change::Changed { slot });
                 }
             }
             Some(Event::WorkersReady(_)) => {
@@ -637,7 +636,7 @@ impl Machine {
         };
         let request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
         wanted.phase = Phase::Allocating;
-        self.actions.push_back(Action::Allocate { slot, servers, request });
+        self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
     }
 
     fn allocated_nowhere(&mut self, now: Time, slot: Slot, error: PoolError) {
@@ -686,4 +685,397 @@ impl Machine {
 fn backoff(rng: &mut fastrand::Rng, attempt: u32) -> Duration {
     let full = RETRY_MIN.saturating_mul(1 << attempt.saturating_sub(1).min(8)).min(RETRY_MAX);
     full.mul_f64(0.5 + rng.f64() / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::LeaseConfig;
+
+    fn machine(servers: usize) -> Machine {
+        let mut machine = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(1));
+        for i in 0..servers {
+            machine.add_server(Duration::ZERO, format!("s{i}:7601"));
+        }
+        machine
+    }
+
+    fn configured(name: &str, gpus: u32) -> Spec {
+        Spec::configured(&LeaseConfig { name: name.into(), gpus, ..LeaseConfig::default() }, 0)
+    }
+
+    fn actions(machine: &mut Machine) -> Vec<Action> {
+        std::iter::from_fn(|| machine.next_action()).collect()
+    }
+
+    fn request(actions: &[Action]) -> (Vec<usize>, control::AllocateRequest) {
+        let found = actions.iter().find_map(|a| match a {
+            Action::Allocate { servers, request, .. } => Some((servers.clone(), (**request).clone())),
+            _ => None,
+        });
+        found.expect("an allocation")
+    }
+
+    fn told(actions: &[Action]) -> Vec<Change> {
+        let told =
+            actions.iter().filter_map(|a| if let Action::Tell(c) = a { Some(c.clone()) } else { None });
+        told.collect()
+    }
+
+    fn lease(id: &str, workers: u8) -> control::Lease {
+        control::Lease {
+            id: id.into(),
+            ticket_key: vec![1; 32],
+            ttl_usec: 600_000_000,
+            devices: vec![control::Device { uuid: format!("GPU-{id}"), ..Default::default() }],
+            workers: (0..workers)
+                .map(|i| control::Worker { id: vec![i; 16], fingerprint: vec![0; 32] })
+                .collect(),
+            ..Default::default()
+        }
+    }
+
+    fn unreachable() -> PoolError {
+        PoolError::new(Trouble::Unreachable, "no answer")
+    }
+
+    const fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_configured_lease_is_asked_for_until_it_is_there() {
+        let mut m = machine(2);
+        let slot = m.want(s(0), configured("a", 1));
+        let first = actions(&mut m);
+        let (servers, asked) = request(&first);
+        assert_eq!(servers.len(), 2);
+        assert_eq!(asked.request_id, "boot/configured/a/0");
+        let mut last = s(0);
+        for attempt in 1..12 {
+            m.allocated(last, slot, Err(unreachable()));
+            let Phase::Waiting { retry } = m.slot(slot).unwrap().phase else { panic!("waits") };
+            let pause = retry - last;
+            assert!(pause >= s(1) / 2 && pause <= RETRY_MAX, "attempt {attempt}: {pause:?}");
+            m.tick(retry - Duration::from_micros(1));
+            assert!(matches!(m.slot(slot).unwrap().phase, Phase::Waiting { .. }));
+            m.tick(retry);
+            assert!(matches!(m.slot(slot).unwrap().phase, Phase::Allocating));
+            last = retry;
+            // The same request each time: a lease that was granted to a call whose answer was lost is found again.
+            assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/0");
+        }
+        m.allocated(last, slot, Ok((1, lease("l1", 1))));
+        assert!(told(&actions(&mut m)).contains(&Change::Granted { slot }));
+        assert!(m.slot(slot).unwrap().trouble.is_none());
+    }
+
+    #[test]
+    fn a_lost_lease_is_acquired_anew_with_the_same_gpus_if_possible() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        let lost = control::RenewedLease {
+            id: "l1".into(),
+            lost: true,
+            reason: "gone".into(),
+            ..Default::default()
+        };
+        m.renewed(s(2), 0, &["l1".into()], Ok(vec![lost]));
+        let news = told(&actions(&mut m));
+        assert!(news.contains(&Change::Lost { slot, id: "l1".into(), reason: "gone".into() }), "{news:?}");
+        m.tick(s(4));
+        let (_, asked) = request(&actions(&mut m));
+        assert_eq!(asked.sticky, ["GPU-l1"]);
+        assert_eq!(asked.request_id, "boot/configured/a/1");
+    }
+
+    #[test]
+    fn a_lease_that_nobody_renewed_is_lost_when_its_time_is_over() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        m.tick(s(599));
+        assert!(m.slot(slot).unwrap().held().is_some());
+        m.renewed(s(599), 0, &["l1".into()], Err(unreachable()));
+        m.tick(s(600));
+        assert!(m.slot(slot).unwrap().held().is_none());
+        assert!(told(&actions(&mut m)).iter().any(|c| matches!(c, Change::Lost { .. })));
+    }
+
+    #[test]
+    fn heartbeats_are_fast_while_leases_are_held_and_slow_otherwise() {
+        let mut m = machine(1);
+        m.tick(s(0));
+        assert!(actions(&mut m).contains(&Action::Renew { server: 0, leases: vec![] }));
+        m.renewed(s(0), 0, &[], Ok(vec![]));
+        assert_eq!(m.deadline(), Some(HEARTBEAT_IDLE));
+        let slot = m.want(s(1), configured("a", 1));
+        m.allocated(s(1), slot, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        m.tick(s(3));
+        assert!(actions(&mut m).contains(&Action::Renew { server: 0, leases: vec!["l1".into()] }));
+        m.tick(s(4));
+        assert!(actions(&mut m).is_empty(), "one heartbeat at a time");
+    }
+
+    #[test]
+    fn a_request_of_a_user_is_tried_once() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), Spec::requested("r".into(), 1000));
+        m.allocated(s(0), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+        let news = told(&actions(&mut m));
+        assert!(
+            matches!(&news[..], [.., Change::Failed { error, .. }] if error.trouble == Trouble::NoCapacity)
+        );
+        assert!(m.slot(slot).is_none());
+    }
+
+    #[test]
+    fn a_lease_that_comes_after_its_release_is_given_back() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.release(s(0), slot, "test");
+        actions(&mut m);
+        m.allocated(s(1), slot, Ok((0, lease("late", 1))));
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "late".into() }));
+        m.released(s(1), 0, "late", Err(unreachable()));
+        assert_eq!(m.releases_pending(), 1);
+        let again = m.deadline().unwrap();
+        m.tick(again.max(s(3)));
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "late".into() }));
+        m.released(s(3), 0, "late", Ok(()));
+        assert_eq!(m.releases_pending(), 0);
+    }
+
+    #[test]
+    fn a_worker_is_kept_in_stock() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        assert_eq!(m.take(s(0), &[slot]).unwrap().len(), 1, "no round trip");
+        let refill = Action::TakeWorkers { slot, server: 0, lease: "l1".into(), count: 1 };
+        assert!(actions(&mut m).contains(&refill));
+        // Three processes find nothing: one call brings workers for all of them and one spare.
+        for _ in 0..3 {
+            assert!(m.take(s(0), &[slot]).is_none());
+        }
+        assert!(actions(&mut m).is_empty(), "one call at a time");
+        m.workers(s(0), slot, "l1", Ok(lease("l1", 1).workers));
+        assert!(m.take(s(0), &[slot]).is_some());
+    }
+
+    #[test]
+    fn a_process_gets_workers_of_all_its_leases_or_none() {
+        let mut m = machine(1);
+        let a = m.want(s(0), configured("a", 1));
+        let b = m.want(s(0), configured("b", 1));
+        m.allocated(s(0), a, Ok((0, lease("la", 1))));
+        m.allocated(s(0), b, Ok((0, lease("lb", 0))));
+        assert!(m.take(s(0), &[a, b]).is_none());
+        assert_eq!(m.slot(a).unwrap().held().unwrap().stock.len(), 1);
+        m.workers(s(0), b, "lb", Ok(lease("lb", 2).workers));
+        assert_eq!(m.take(s(0), &[a, b]).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_server_is_chosen_by_the_name_it_tells() {
+        let mut m = machine(2);
+        let mut spec = configured("a", 1);
+        spec.servers = vec!["gpu-b".into()];
+        let slot = m.want(s(0), spec);
+        assert!(m.slot(slot).unwrap().trouble.as_ref().unwrap().message.contains("gpu-b"));
+        actions(&mut m);
+        m.name_server(1, "gpu-b");
+        m.tick(s(2));
+        assert_eq!(request(&actions(&mut m)).0, [1]);
+    }
+
+    /// A pool that the machine's actions are played against, with answers delayed and failing at random.
+    #[derive(Default)]
+    struct World {
+        free: Vec<u32>,
+        leases: HashMap<String, (usize, u32)>,
+        by_request: HashMap<String, String>,
+        counter: u32,
+    }
+
+    impl World {
+        fn allocate(
+            &mut self,
+            servers: &[usize],
+            request: &control::AllocateRequest,
+        ) -> Option<(usize, String)> {
+            for server in servers {
+                if let Some(id) = self.by_request.get(&request.request_id)
+                    && self.leases.get(id).is_some_and(|(s, _)| s == server)
+                {
+                    return Some((*server, id.clone()));
+                }
+                if self.free[*server] >= request.gpus {
+                    self.free[*server] -= request.gpus;
+                    self.counter += 1;
+                    let id = format!("w{}", self.counter);
+                    self.leases.insert(id.clone(), (*server, request.gpus));
+                    self.by_request.insert(request.request_id.clone(), id.clone());
+                    return Some((*server, id));
+                }
+            }
+            None
+        }
+
+        fn release(&mut self, id: &str) {
+            if let Some((server, gpus)) = self.leases.remove(id) {
+                self.free[server] += gpus;
+            }
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Want(u32, bool),
+        Release(usize),
+        Advance(u64),
+        Lose(usize),
+        /// Calls fail from now on, or answer again.
+        Broken(bool),
+        Take,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (1u32..4, any::<bool>()).prop_map(|(gpus, once)| Step::Want(gpus, once)),
+            (0usize..8).prop_map(Step::Release),
+            (1u64..40_000).prop_map(Step::Advance),
+            (0usize..8).prop_map(Step::Lose),
+            any::<bool>().prop_map(Step::Broken),
+            Just(Step::Take),
+        ]
+    }
+
+    /// Plays out everything that is to be done; every action is answered.
+    fn play(m: &mut Machine, world: &mut World, now: Time, broken: bool) {
+        let mut rounds = 0;
+        while let Some(action) = m.next_action() {
+            rounds += 1;
+            assert!(rounds < 10_000, "the machine never rests");
+            match action {
+                Action::Allocate { slot, servers, request } => {
+                    let answer = if broken {
+                        Err(unreachable())
+                    } else {
+                        match world.allocate(&servers, &request) {
+                            Some((server, id)) => Ok((server, lease(&id, 1))),
+                            None => Err(PoolError::new(Trouble::NoCapacity, "full")),
+                        }
+                    };
+                    m.allocated(now, slot, answer);
+                }
+                Action::Renew { server, leases } => {
+                    let answer = if broken {
+                        Err(unreachable())
+                    } else {
+                        let renew = |id: &String| control::RenewedLease {
+                            id: id.clone(),
+                            lost: !world.leases.contains_key(id),
+                            ttl_usec: 600_000_000,
+                            ..Default::default()
+                        };
+                        Ok(leases.iter().map(renew).collect())
+                    };
+                    m.renewed(now, server, &leases, answer);
+                }
+                Action::Release { server, lease } => {
+                    if !broken {
+                        world.release(&lease);
+                    }
+                    m.released(now, server, &lease, if broken { Err(unreachable()) } else { Ok(()) });
+                }
+                Action::TakeWorkers { slot, lease: id, count, .. } => {
+                    let answer = if broken {
+                        Err(unreachable())
+                    } else if world.leases.contains_key(&id) {
+                        Ok(lease(&id, u8::try_from(count).unwrap()).workers)
+                    } else {
+                        Err(PoolError::new(Trouble::NoSuchLease, "gone"))
+                    };
+                    m.workers(now, slot, &id, answer);
+                }
+                Action::Tell(_) => {}
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200))]
+        /// Whatever happens, nothing is held that nobody knows of, and in the end everyone has what there is.
+        #[test]
+        fn leases_are_never_leaked_and_never_given_up(steps in proptest::collection::vec(step(), 1..60)) {
+            let mut m = machine(2);
+            let mut world = World { free: vec![4, 2], ..World::default() };
+            let mut now = s(0);
+            let mut broken = false;
+            let mut names = 0;
+            for step in steps {
+                match step {
+                    Step::Want(gpus, once) => {
+                        names += 1;
+                        let mut spec = configured(&format!("l{names}"), gpus);
+                        spec.once = once;
+                        m.want(now, spec);
+                    }
+                    Step::Release(n) => {
+                        let slot = m.slots().map(|(slot, _)| slot).nth(n);
+                        if let Some(slot) = slot {
+                            m.release(now, slot, "test");
+                        }
+                    }
+                    Step::Advance(ms) => {
+                        now += Duration::from_millis(ms);
+                        m.tick(now);
+                    }
+                    Step::Lose(n) => {
+                        let mut ids: Vec<_> = world.leases.keys().cloned().collect();
+                        ids.sort();
+                        if let Some(id) = ids.get(n) {
+                            world.release(id);
+                        }
+                    }
+                    Step::Broken(now_broken) => broken = now_broken,
+                    Step::Take => {
+                        let held: Vec<_> = m.slots().filter(|(_, w)| w.held().is_some()).map(|(s, _)| s).collect();
+                        if let Some(slot) = held.first() {
+                            m.take(now, &[*slot]);
+                        }
+                    }
+                }
+                play(&mut m, &mut world, now, broken);
+                // A machine that has nothing to do says when it has.
+                prop_assert!(m.deadline().is_some());
+            }
+            // The pool answers again: time passes, everything settles.
+            for _ in 0..200 {
+                now += s(5);
+                m.tick(now);
+                play(&mut m, &mut world, now, false);
+            }
+            let held: Vec<(String, usize)> =
+                m.slots().filter_map(|(_, w)| w.held()).map(|h| (h.lease.id.clone(), h.server)).collect();
+            for (id, server) in &held {
+                prop_assert_eq!(world.leases.get(id).map(|(s, _)| s), Some(server), "{} is held but gone", id);
+            }
+            prop_assert_eq!(world.leases.len(), held.len(), "a lease was leaked");
+            prop_assert_eq!(m.releases_pending(), 0);
+            for (_, wanted) in m.slots() {
+                let fits = world.free.iter().any(|free| *free >= wanted.spec.gpus);
+                prop_assert!(wanted.held().is_some() || !fits, "{} waits although it fits", wanted.spec.name);
+            }
+        }
+    }
 }
