@@ -1,3 +1,44 @@
 //! A simulated CUDA driver: a `libcuda.so.1` that runs PTX on the CPU and misbehaves on request.
+//!
+//! From the outside in: `exports` are the C functions, `submit` and `capture` decide what becomes of a call,
+//! `stream` runs entries (`op`), `pool` runs grids, and `ptx` is the compiler and interpreter.
 
+#![recursion_limit = "256"]
+
+pub mod abi;
+pub mod capture;
+pub mod config;
+pub mod context;
+pub mod device;
+pub mod driver;
+pub mod errors;
+pub mod export_tables;
+pub mod exports;
+pub mod fatbin;
+pub mod graph;
+pub mod launch;
+pub mod md2;
+pub mod memory;
+pub mod module;
+pub mod op;
+pub mod pool;
+pub mod proc_address;
 pub mod ptx;
+pub mod registry;
+pub mod stream;
+pub mod submit;
+pub mod usage;
+
+/// The calls that are not simulated.
+#[allow(non_snake_case)]
+mod unsupported_calls {
+    include!(concat!(env!("OUT_DIR"), "/unsupported.rs"));
+}
+
+/// What a call that is not simulated answers.
+fn unsupported(name: &str) -> i32 {
+    if driver::config().trace {
+        eprintln!("simgpu: {name} is not simulated");
+    }
+    errors::NOT_SUPPORTED.0 as i32
+}

@@ -1,0 +1,282 @@
+//! Stream capture: who may do what while streams are recorded into graphs.
+
+use crate::context::{Context, thread_id};
+use crate::errors::{
+    ILLEGAL_STATE, INVALID_VALUE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
+    STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_MERGE, STREAM_CAPTURE_UNJOINED, STREAM_CAPTURE_UNMATCHED,
+    STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD,
+};
+use crate::graph::{Graph, Node, NodeKind};
+use crate::op::Op;
+use crate::registry::handle;
+use crate::stream::{Event, Role, Stream};
+use parking_lot::Mutex;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+pub const GLOBAL: u32 = 0;
+pub const THREAD_LOCAL: u32 = 1;
+pub const RELAXED: u32 = 2;
+
+/// One capture sequence, from begin to end.
+pub struct Capture {
+    pub id: u64,
+    pub graph: Arc<Graph>,
+    pub mode: u32,
+    origin: usize,
+    thread: u64,
+    context: usize,
+    invalid: AtomicBool,
+    streams: Mutex<Vec<Weak<Stream>>>,
+}
+
+/// A stream's part in a capture.
+#[derive(Clone)]
+pub struct Capturing {
+    pub capture: Arc<Capture>,
+    /// The nodes that its next entry depends on.
+    pub last: Vec<Arc<Node>>,
+}
+
+static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+
+thread_local! {
+    static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
+}
+
+impl Capture {
+    pub fn invalid(&self) -> bool {
+        self.invalid.load(Ordering::SeqCst)
+    }
+
+    pub fn invalidate(&self) {
+        self.invalid.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Exchanges the calling thread's capture interaction mode.
+pub fn exchange_mode(mode: u32) -> Result<u32> {
+    if mode > RELAXED {
+        return Err(INVALID_VALUE);
+    }
+    Ok(MODE.try_with(|m| m.replace(mode)).unwrap_or(GLOBAL))
+}
+
+pub fn capturing(s: &Stream) -> bool {
+    s.capture.lock().is_some()
+}
+
+/// Refuses a call that is unsafe while a capture goes on, and spoils that capture.
+pub fn forbid_unsafe() -> Result {
+    let mode = MODE.try_with(Cell::get).unwrap_or(GLOBAL);
+    if mode == RELAXED {
+        return Ok(());
+    }
+    let me = thread_id();
+    let mut hit = false;
+    for c in ACTIVE.lock().iter() {
+        let own = c.thread == me && c.mode != RELAXED;
+        if own || (mode == GLOBAL && c.mode == GLOBAL) {
+            c.invalidate();
+            hit = true;
+        }
+    }
+    if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+}
+
+/// Refuses to wait for, or to ask about, a stream that is being captured.
+pub fn forbid_sync(s: &Arc<Stream>) -> Result {
+    if let Some(c) = &*s.capture.lock() {
+        c.capture.invalidate();
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    if s.role == Role::Legacy {
+        return forbid_legacy(&crate::submit::context_of(s)?);
+    }
+    Ok(())
+}
+
+/// Refuses work in the legacy stream while it would have to wait for a capturing stream.
+pub fn forbid_legacy(ctx: &Arc<Context>) -> Result {
+    if ACTIVE.lock().is_empty() {
+        return Ok(());
+    }
+    let mut hit = false;
+    for s in ctx.streams().iter().filter(|s| s.blocking()) {
+        if let Some(c) = &*s.capture.lock() {
+            c.capture.invalidate();
+            hit = true;
+        }
+    }
+    if hit { Err(STREAM_CAPTURE_IMPLICIT) } else { Ok(()) }
+}
+
+/// Whether the legacy stream would wait for a capturing stream; only asks.
+pub fn legacy_involved(ctx: &Arc<Context>) -> bool {
+    !ACTIVE.lock().is_empty() && ctx.streams().iter().any(|s| s.blocking() && capturing(s))
+}
+
+/// Refuses to synchronise a context in which something is being captured.
+pub fn forbid_context_sync(ctx: &Arc<Context>) -> Result {
+    let me = handle(ctx);
+    let mut hit = false;
+    for c in ACTIVE.lock().iter().filter(|c| c.context == me) {
+        c.invalidate();
+        hit = true;
+    }
+    if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+}
+
+/// Turns an entry into a node if its stream is being captured.
+pub fn capture_op(s: &Arc<Stream>, op: &Op) -> Result<bool> {
+    let mut state = s.capture.lock();
+    let Some(c) = state.as_mut() else { return Ok(false) };
+    if c.capture.invalid() {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    let Some(kind) = NodeKind::from_op(op) else {
+        c.capture.invalidate();
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    };
+    let node = c.capture.graph.add(kind, c.last.clone())?;
+    c.last = vec![node];
+    Ok(true)
+}
+
+/// Adds a node of any kind to a capture in progress; false if there is none.
+pub fn capture_node(s: &Arc<Stream>, kind: NodeKind) -> Result<bool> {
+    let mut state = s.capture.lock();
+    let Some(c) = state.as_mut() else { return Ok(false) };
+    if c.capture.invalid() {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    let node = c.capture.graph.add(kind, c.last.clone())?;
+    c.last = vec![node];
+    Ok(true)
+}
+
+pub fn begin(s: &Arc<Stream>, mode: u32, graph: Option<Arc<Graph>>, last: Vec<Arc<Node>>) -> Result {
+    if mode > RELAXED {
+        return Err(INVALID_VALUE);
+    }
+    if s.role == Role::Legacy {
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    let mut state = s.capture.lock();
+    if state.is_some() {
+        return Err(ILLEGAL_STATE);
+    }
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let capture = Arc::new(Capture {
+        id: NEXT.fetch_add(1, Ordering::Relaxed),
+        graph: graph.unwrap_or_else(Graph::new),
+        mode,
+        origin: handle(s),
+        thread: thread_id(),
+        context: s.context,
+        invalid: AtomicBool::new(false),
+        streams: Mutex::new(vec![Arc::downgrade(s)]),
+    });
+    ACTIVE.lock().push(capture.clone());
+    *state = Some(Capturing { capture, last });
+    Ok(())
+}
+
+/// Whether each of `nodes` is one of `ends` or comes before one of them.
+fn joined(nodes: &[Arc<Node>], ends: &[Arc<Node>]) -> bool {
+    let (mut todo, mut seen) = (ends.to_vec(), std::collections::HashSet::new());
+    while let Some(n) = todo.pop() {
+        if seen.insert(handle(&n)) {
+            todo.extend(n.after.lock().iter().cloned());
+        }
+    }
+    nodes.iter().all(|n| seen.contains(&handle(n)))
+}
+
+pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
+    let Some(own) = s.capture.lock().clone() else { return Err(ILLEGAL_STATE) };
+    let c = own.capture;
+    if c.origin != handle(s) {
+        c.invalidate();
+        return Err(STREAM_CAPTURE_UNMATCHED);
+    }
+    if c.mode != RELAXED && c.thread != thread_id() {
+        return Err(STREAM_CAPTURE_WRONG_THREAD);
+    }
+    ACTIVE.lock().retain(|a| !Arc::ptr_eq(a, &c));
+    let mut unjoined = false;
+    for other in c.streams.lock().iter().filter_map(Weak::upgrade) {
+        let mut state = other.capture.lock();
+        if state.as_ref().is_some_and(|o| Arc::ptr_eq(&o.capture, &c)) {
+            let last = state.take().map(|o| o.last).unwrap_or_default();
+            unjoined |= !joined(&last, &own.last);
+        }
+    }
+    if c.invalid() {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    if unjoined {
+        return Err(STREAM_CAPTURE_UNJOINED);
+    }
+    Ok(c.graph.clone())
+}
+
+/// Records an event in a capturing stream; false if the stream is not capturing.
+pub fn record(s: &Arc<Stream>, event: &Event) -> Result<bool> {
+    let state = s.capture.lock();
+    let Some(c) = state.as_ref() else { return Ok(false) };
+    if c.capture.invalid() {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    let mut e = event.state.lock();
+    e.recorded = None;
+    e.captured = Some((c.capture.clone(), c.last.clone()));
+    Ok(true)
+}
+
+/// Makes a stream wait for an event where capture is involved; false if it is not.
+pub fn wait(s: &Arc<Stream>, event: &Event) -> Result<bool> {
+    let captured = event.state.lock().captured.clone();
+    let mut state = s.capture.lock();
+    match (state.as_mut(), captured) {
+        (None, None) => Ok(false),
+        (Some(own), None) => {
+            // An event that was never recorded holds nobody up.
+            if event.state.lock().recorded.is_none() {
+                return Ok(true);
+            }
+            own.capture.invalidate();
+            Err(STREAM_CAPTURE_ISOLATION)
+        }
+        (Some(own), Some((capture, nodes))) => {
+            if !Arc::ptr_eq(&own.capture, &capture) {
+                own.capture.invalidate();
+                capture.invalidate();
+                return Err(STREAM_CAPTURE_MERGE);
+            }
+            if capture.invalid() {
+                return Err(STREAM_CAPTURE_INVALIDATED);
+            }
+            for n in nodes {
+                if !own.last.iter().any(|o| Arc::ptr_eq(o, &n)) {
+                    own.last.push(n);
+                }
+            }
+            Ok(true)
+        }
+        (None, Some((capture, nodes))) => {
+            let active = ACTIVE.lock().iter().any(|a| Arc::ptr_eq(a, &capture));
+            if !active || capture.invalid() {
+                return Err(STREAM_CAPTURE_INVALIDATED);
+            }
+            if s.role == Role::Legacy {
+                capture.invalidate();
+                return Err(STREAM_CAPTURE_IMPLICIT);
+            }
+            capture.streams.lock().push(Arc::downgrade(s));
+            *state = Some(Capturing { capture, last: nodes });
+            Ok(true)
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Contexts, which one is current in each thread, and what they own.
+
+use crate::driver::{Driver, driver};
+use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
+use crate::ptx::exec::Host;
+use crate::registry::{Registry, handle};
+use crate::stream::{Role, Stream};
+use parking_lot::Mutex;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+pub static CONTEXTS: Registry<Context> = Registry::new();
+
+/// What ends with a context, or with one activation of a primary context.
+#[derive(Default)]
+pub struct Life {
+    pub cancel: Arc<AtomicBool>,
+    sticky: AtomicU32,
+    output: Mutex<Vec<(bool, Vec<u8>)>>,
+}
+
+impl Life {
+    /// Whether work is no longer run: the context is gone or broken.
+    pub fn over(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed) || self.sticky.load(Ordering::Relaxed) != 0
+    }
+
+    /// Breaks the context for good.
+    pub fn fail(&self, code: u32) {
+        let _ = self.sticky.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    pub fn check(&self) -> Result {
+        match self.sticky.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            code => Err(Error(code)),
+        }
+    }
+
+    /// Hands what kernels printed to the program's own stdout and stderr.
+    pub fn flush(&self) {
+        let chunks = std::mem::take(&mut *self.output.lock());
+        if chunks.is_empty() {
+            return;
+        }
+        for (error, text) in chunks {
+            // SAFETY: the C library's streams live as long as the process.
+            unsafe {
+                let stream = if error { stderr } else { stdout };
+                libc::fwrite(text.as_ptr().cast(), 1, text.len(), stream);
+            }
+        }
+        // SAFETY: as above.
+        unsafe { libc::fflush(stdout) };
+    }
+}
+
+unsafe extern "C" {
+    static stdout: *mut libc::FILE;
+    static stderr: *mut libc::FILE;
+}
+
+impl Host for Life {
+    fn print(&self, text: &[u8]) {
+        let mut output = self.output.lock();
+        match output.last_mut() {
+            Some((false, last)) => last.extend_from_slice(text),
+            _ => output.push((false, text.to_vec())),
+        }
+    }
+
+    fn assertion(&self, text: &str) {
+        self.output.lock().push((true, text.as_bytes().to_vec()));
+    }
+
+    // The device heap is not simulated: `malloc` in a kernel finds it exhausted.
+    fn malloc(&self, _size: u64) -> u64 {
+        0
+    }
+
+    fn free(&self, _at: u64) {}
+}
+
+type Destructor = unsafe extern "C" fn(usize, usize, usize);
+
+#[derive(Default)]
+pub struct State {
+    streams: Vec<Weak<Stream>>,
+    legacy: Option<Arc<Stream>>,
+    per_thread: HashMap<u64, Arc<Stream>>,
+    pub storage: HashMap<usize, (usize, Option<Destructor>)>,
+    pub limits: HashMap<u32, u64>,
+    pub peers: Vec<usize>,
+    pub stream_order: u64,
+}
+
+pub struct Context {
+    pub id: u64,
+    pub device: u32,
+    pub primary: bool,
+    pub flags: AtomicU32,
+    pub cache_config: AtomicU32,
+    pub shared_config: AtomicU32,
+    /// Retains of a primary context; 1 for others until they are destroyed.
+    pub references: AtomicU32,
+    life: Mutex<Arc<Life>>,
+    pub state: Mutex<State>,
+}
+
+thread_local! {
+    static STACK: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
+    static THREAD: u64 = {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    };
+}
+
+/// A number for the calling thread.
+pub fn thread_id() -> u64 {
+    THREAD.try_with(|t| *t).unwrap_or(0)
+}
+
+pub fn with_stack<R>(f: impl FnOnce(&mut Vec<Arc<Context>>) -> R) -> Result<R> {
+    STACK.try_with(|s| f(&mut s.borrow_mut())).map_err(|_| DEINITIALIZED)
+}
+
+/// The context on top of the stack, whatever state it is in.
+pub fn top() -> Result<Option<Arc<Context>>> {
+    with_stack(|s| s.last().cloned())
+}
+
+/// The current context, which must be alive.
+pub fn current() -> Result<Arc<Context>> {
+    driver()?;
+    let ctx = top()?.ok_or(INVALID_CONTEXT)?;
+    ctx.check_alive()?;
+    Ok(ctx)
+}
+
+/// The current context for calls that do work: a broken one refuses them.
+pub fn working() -> Result<Arc<Context>> {
+    let ctx = current()?;
+    ctx.life().check()?;
+    Ok(ctx)
+}
+
+/// A context by handle; null is the current one.
+pub fn by_handle(h: usize) -> Result<Arc<Context>> {
+    driver()?;
+    if h == 0 { current() } else { CONTEXTS.find(h).ok_or(INVALID_CONTEXT) }
+}
+
+impl Context {
+    pub fn new(device: u32, primary: bool, flags: u32) -> Arc<Context> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let ctx = Arc::new(Context {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            device,
+            primary,
+            flags: AtomicU32::new(flags),
+            cache_config: AtomicU32::new(0),
+            shared_config: AtomicU32::new(1),
+            references: AtomicU32::new(u32::from(!primary)),
+            life: Mutex::default(),
+            state: Mutex::default(),
+        });
+        CONTEXTS.insert(ctx.clone());
+        ctx
+    }
+
+    pub fn life(&self) -> Arc<Life> {
+        self.life.lock().clone()
+    }
+
+    pub fn active(&self) -> bool {
+        self.references.load(Ordering::SeqCst) > 0
+    }
+
+    pub fn check_alive(&self) -> Result {
+        if self.active() { Ok(()) } else { Err(CONTEXT_IS_DESTROYED) }
+    }
+
+    /// The stream behind the NULL handle or `CU_STREAM_LEGACY`.
+    pub fn legacy(self: &Arc<Self>) -> Arc<Stream> {
+        let mut state = self.state.lock();
+        let made = || Stream::new(Role::Legacy, 0, 0, handle(self), self.device, self.life());
+        state.legacy.get_or_insert_with(made).clone()
+    }
+
+    pub fn per_thread(self: &Arc<Self>) -> Arc<Stream> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let made = || {
+            let s = Stream::new(Role::PerThread, 0, 0, handle(self), self.device, self.life());
+            state.streams.push(Arc::downgrade(&s));
+            s
+        };
+        state.per_thread.entry(thread_id()).or_insert_with(made).clone()
+    }
+
+    pub fn adopt(&self, stream: &Arc<Stream>) {
+        let mut state = self.state.lock();
+        state.streams.retain(|s| s.strong_count() > 0);
+        state.streams.push(Arc::downgrade(stream));
+    }
+
+    /// Every stream but the legacy one.
+    pub fn streams(&self) -> Vec<Arc<Stream>> {
+        self.state.lock().streams.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Waits for everything submitted so far.
+    pub fn synchronize(&self) -> Result {
+        let legacy = self.state.lock().legacy.clone();
+        for s in self.streams().into_iter().chain(legacy) {
+            s.last().wait();
+        }
+        let life = self.life();
+        life.flush();
+        life.check()
+    }
+
+    /// Ends this activation: work is dropped, memory and streams go.
+    pub fn tear_down(self: &Arc<Self>, d: &Driver) {
+        let me = handle(self);
+        let life = std::mem::take(&mut *self.life.lock());
+        // Work in flight gets a moment to end by itself; a kernel that never ends must not stop the process.
+        let deadline = std::time::Instant::now() + std::time::Duration::from_millis(500);
+        let streams: Vec<_> = self.streams().into_iter().chain(self.state.lock().legacy.clone()).collect();
+        let points: Vec<_> = streams.iter().map(Stream::last).collect();
+        while !life.over() && std::time::Instant::now() < deadline && !points.iter().all(|p| p.reached()) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        life.flush();
+        life.cancel.store(true, Ordering::SeqCst);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(1);
+        while std::time::Instant::now() < deadline && !points.iter().all(|p| p.reached()) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let state = std::mem::take(&mut *self.state.lock());
+        for (key, (value, destroy)) in state.storage {
+            if let Some(destroy) = destroy {
+                // SAFETY: the caller of the storage table gave this function for this value.
+                unsafe { destroy(me, key, value) };
+            }
+        }
+        for s in crate::stream::STREAMS.all().into_iter().filter(|s| s.context == me) {
+            let _ = crate::stream::STREAMS.remove(handle(&s));
+        }
+        for e in crate::stream::EVENTS.all().into_iter().filter(|e| e.context == me) {
+            let _ = crate::stream::EVENTS.remove(handle(&e));
+        }
+        crate::module::forget_context(me);
+        for to in state.peers {
+            if let Some(peer) = CONTEXTS.find(to) {
+                d.space.set_peer(self.device, peer.device, false);
+            }
+        }
+        d.space.remove_context(me);
+    }
+}

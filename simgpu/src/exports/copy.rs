@@ -1,0 +1,254 @@
+//! Copies and fills.
+
+use super::read;
+use crate::abi::{MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
+use crate::context::{by_handle, working};
+use crate::errors::{INVALID_VALUE, NOT_SUPPORTED, Result};
+use crate::export;
+use crate::op::{Copy, Fill, Op, Place, Side};
+use crate::submit::{self, any_place, host_place};
+
+fn submit_copy(copy: Copy, stream: usize, per_thread: bool, wait: bool) -> Result {
+    working()?;
+    submit::copy(&submit::stream(stream, per_thread)?, copy, wait)
+}
+
+/// A copy between two addresses of which each was said to be on the device or the host.
+fn linear(dst: u64, dst_host: bool, src: u64, src_host: bool, bytes: usize) -> Result<Copy> {
+    working()?;
+    if bytes == 0 {
+        return Ok(Copy::linear(Place::Known(0), Place::Known(0), 0));
+    }
+    let place = |at, host| if host { host_place(at) } else { Ok(Place::Known(at)) };
+    Ok(Copy::linear(place(dst, dst_host)?, place(src, src_host)?, bytes as u64))
+}
+
+fn side(kind: u32, host: u64, device: u64, offset: u64, pitch: u64, rows: u64) -> Result<Side> {
+    let place = match kind {
+        MEMORY_HOST => host_place(host + offset)?,
+        MEMORY_DEVICE => Place::Known(device + offset),
+        MEMORY_UNIFIED => any_place(device + offset)?,
+        // Arrays are not simulated.
+        _ => return Err(NOT_SUPPORTED),
+    };
+    Ok(Side { place, pitch, slice: pitch * rows })
+}
+
+pub fn from_2d(p: &Memcpy2D) -> Result<Copy> {
+    let (sp, dp) = (p.srcPitch as u64, p.dstPitch as u64);
+    let width = p.WidthInBytes as u64;
+    let pitch = |given: u64| if given == 0 { width } else { given };
+    let (sp, dp) = (pitch(sp), pitch(dp));
+    if p.Height > 1 && (sp < width || dp < width) {
+        return Err(INVALID_VALUE);
+    }
+    Ok(Copy {
+        src: side(
+            p.srcMemoryType,
+            p.srcHost,
+            p.srcDevice,
+            p.srcXInBytes as u64 + p.srcY as u64 * sp,
+            sp,
+            p.Height as u64,
+        )?,
+        dst: side(
+            p.dstMemoryType,
+            p.dstHost,
+            p.dstDevice,
+            p.dstXInBytes as u64 + p.dstY as u64 * dp,
+            dp,
+            p.Height as u64,
+        )?,
+        width,
+        height: p.Height as u64,
+        depth: 1,
+    })
+}
+
+pub fn from_3d(p: &Memcpy3D) -> Result<Copy> {
+    let width = p.WidthInBytes as u64;
+    let or = |given: usize, other: u64| if given == 0 { other } else { given as u64 };
+    let (sp, dp) = (or(p.srcPitch, width), or(p.dstPitch, width));
+    let (sh, dh) = (or(p.srcHeight, p.Height as u64), or(p.dstHeight, p.Height as u64));
+    if p.Height > 1 && (sp < width || dp < width) {
+        return Err(INVALID_VALUE);
+    }
+    let at = |x: usize, y: usize, z: usize, pitch: u64, rows: u64| {
+        x as u64 + y as u64 * pitch + z as u64 * pitch * rows
+    };
+    Ok(Copy {
+        src: side(
+            p.srcMemoryType,
+            p.srcHost,
+            p.srcDevice,
+            at(p.srcXInBytes, p.srcY, p.srcZ, sp, sh),
+            sp,
+            sh,
+        )?,
+        dst: side(
+            p.dstMemoryType,
+            p.dstHost,
+            p.dstDevice,
+            at(p.dstXInBytes, p.dstY, p.dstZ, dp, dh),
+            dp,
+            dh,
+        )?,
+        width,
+        height: p.Height as u64,
+        depth: p.Depth as u64,
+    })
+}
+
+fn fill(at: u64, pitch: usize, value: u32, element: u32, width: usize, height: usize) -> Result<Fill> {
+    let width = (width as u64).checked_mul(u64::from(element)).ok_or(INVALID_VALUE)?;
+    let f = Fill { at, pitch: pitch as u64, value, element, width, height: height as u64 };
+    working()?;
+    f.validate()?;
+    Ok(f)
+}
+
+fn submit_fill(f: Fill, stream: usize, per_thread: bool, wait: bool) -> Result {
+    let s = submit::stream(stream, per_thread)?;
+    if wait {
+        crate::capture::forbid_unsafe()?;
+    }
+    if f.width == 0 || f.height == 0 {
+        return Ok(());
+    }
+    let on_host = crate::driver::driver()?.space.find(f.at).is_some_and(|a| a.on_host());
+    let point = submit::submit(&s, Op::Fill(f))?;
+    // Fills of device memory return before they are done, even the synchronous ones.
+    if let Some(p) = point.filter(|_| wait && on_host) {
+        p.wait();
+        s.life.check()?;
+    }
+    Ok(())
+}
+
+export! {
+    fn cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (dst: u64, src: u64, bytes: usize) {
+        submit_copy(linear(dst, false, src, true, bytes)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (dst: u64, src: u64, bytes: usize) {
+        submit_copy(linear(dst, true, src, false, bytes)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (dst: u64, src: u64, bytes: usize) {
+        submit_copy(linear(dst, false, src, false, bytes)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (dst: u64, src: u64, bytes: usize, stream: usize) {
+        submit_copy(linear(dst, false, src, true, bytes)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (dst: u64, src: u64, bytes: usize, stream: usize) {
+        submit_copy(linear(dst, true, src, false, bytes)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (dst: u64, src: u64, bytes: usize, stream: usize) {
+        submit_copy(linear(dst, false, src, false, bytes)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpy | cuMemcpy_ptds (dst: u64, src: u64, bytes: usize) {
+        if bytes == 0 {
+            return working().map(drop);
+        }
+        submit_copy(Copy::linear(any_place(dst)?, any_place(src)?, bytes as u64), 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyAsync | cuMemcpyAsync_ptsz (dst: u64, src: u64, bytes: usize, stream: usize) {
+        if bytes == 0 {
+            return working().map(drop);
+        }
+        submit_copy(Copy::linear(any_place(dst)?, any_place(src)?, bytes as u64), stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpyPeer | cuMemcpyPeer_ptds (dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, bytes: usize) {
+        by_handle(dst_ctx)?;
+        by_handle(src_ctx)?;
+        submit_copy(linear(dst, false, src, false, bytes)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (dst: u64, dst_ctx: usize, src: u64, src_ctx: usize, bytes: usize, stream: usize) {
+        by_handle(dst_ctx)?;
+        by_handle(src_ctx)?;
+        submit_copy(linear(dst, false, src, false, bytes)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds (p: *const Memcpy2D) {
+        submit_copy(from_2d(&read(p)?)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (p: *const Memcpy2D) {
+        submit_copy(from_2d(&read(p)?)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (p: *const Memcpy2D, stream: usize) {
+        submit_copy(from_2d(&read(p)?)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (p: *const Memcpy3D) {
+        submit_copy(from_3d(&read(p)?)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (p: *const Memcpy3D, stream: usize) {
+        submit_copy(from_3d(&read(p)?)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (p: *const Memcpy3D) {
+        submit_copy(from_3d(&read(p)?)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (p: *const Memcpy3D, stream: usize) {
+        submit_copy(from_3d(&read(p)?)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD8_v2 | cuMemsetD8_v2_ptds (at: u64, value: u8, n: usize) {
+        submit_fill(fill(at, 0, u32::from(value), 1, n, 1)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD16_v2 | cuMemsetD16_v2_ptds (at: u64, value: u16, n: usize) {
+        submit_fill(fill(at, 0, u32::from(value), 2, n, 1)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD32_v2 | cuMemsetD32_v2_ptds (at: u64, value: u32, n: usize) {
+        submit_fill(fill(at, 0, value, 4, n, 1)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds (at: u64, pitch: usize, value: u8, width: usize, height: usize) {
+        submit_fill(fill(at, pitch, u32::from(value), 1, width, height)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds (at: u64, pitch: usize, value: u16, width: usize, height: usize) {
+        submit_fill(fill(at, pitch, u32::from(value), 2, width, height)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds (at: u64, pitch: usize, value: u32, width: usize, height: usize) {
+        submit_fill(fill(at, pitch, value, 4, width, height)?, 0, PER_THREAD, true)
+    }
+
+    fn cuMemsetD8Async | cuMemsetD8Async_ptsz (at: u64, value: u8, n: usize, stream: usize) {
+        submit_fill(fill(at, 0, u32::from(value), 1, n, 1)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD16Async | cuMemsetD16Async_ptsz (at: u64, value: u16, n: usize, stream: usize) {
+        submit_fill(fill(at, 0, u32::from(value), 2, n, 1)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD32Async | cuMemsetD32Async_ptsz (at: u64, value: u32, n: usize, stream: usize) {
+        submit_fill(fill(at, 0, value, 4, n, 1)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz (at: u64, pitch: usize, value: u8, width: usize, height: usize, stream: usize) {
+        submit_fill(fill(at, pitch, u32::from(value), 1, width, height)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz (at: u64, pitch: usize, value: u16, width: usize, height: usize, stream: usize) {
+        submit_fill(fill(at, pitch, u32::from(value), 2, width, height)?, stream, PER_THREAD, false)
+    }
+
+    fn cuMemsetD2D32Async | cuMemsetD2D32Async_ptsz (at: u64, pitch: usize, value: u32, width: usize, height: usize, stream: usize) {
+        submit_fill(fill(at, pitch, value, 4, width, height)?, stream, PER_THREAD, false)
+    }
+}

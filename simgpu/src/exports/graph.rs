@@ -1,0 +1,296 @@
+//! Graphs as a whole: shape, instantiation, launch.
+
+use super::{fill, out, out_opt, slice};
+use crate::abi::{GraphInstantiateParams, UpdateResult};
+use crate::context::working;
+use crate::driver::driver;
+use crate::errors::{self, INVALID_VALUE, Result};
+use crate::export;
+use crate::graph::{EXECS, Exec, GRAPHS, Graph, NODES, Node};
+use crate::registry::handle;
+use crate::submit::stream;
+use std::ffi::c_char;
+use std::sync::Arc;
+
+pub fn graph(h: usize) -> Result<Arc<Graph>> {
+    driver()?;
+    GRAPHS.find(h).ok_or(INVALID_VALUE)
+}
+
+pub fn node(h: usize) -> Result<Arc<Node>> {
+    driver()?;
+    NODES.find(h).ok_or(INVALID_VALUE)
+}
+
+pub fn exec(h: usize) -> Result<Arc<Exec>> {
+    driver()?;
+    EXECS.find(h).ok_or(INVALID_VALUE)
+}
+
+pub fn nodes(list: &[usize]) -> Result<Vec<Arc<Node>>> {
+    list.iter().map(|h| node(*h)).collect()
+}
+
+fn instantiate(to: *mut usize, g: usize, flags: u64) -> Result {
+    if to.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    let e = Exec::new(&graph(g)?, flags)?;
+    // SAFETY: checked for null; the program vouches for it.
+    unsafe { out(to, handle(&e)) }
+}
+
+/// Whether `to` can be reached from `from` along edges, which would close a cycle.
+fn precedes(from: &Arc<Node>, to: &Arc<Node>) -> bool {
+    let mut todo = vec![to.clone()];
+    let mut seen = std::collections::HashSet::new();
+    while let Some(n) = todo.pop() {
+        if Arc::ptr_eq(&n, from) {
+            return true;
+        }
+        if seen.insert(handle(&n)) {
+            todo.extend(n.after.lock().iter().cloned());
+        }
+    }
+    false
+}
+
+unsafe fn change_edges(g: usize, from: *const usize, to: *const usize, n: usize, add: bool) -> Result {
+    let g = graph(g)?;
+    // SAFETY: the program vouches for its arrays.
+    let (from, to) = unsafe { (nodes(slice(from, n)?)?, nodes(slice(to, n)?)?) };
+    for (a, b) in from.iter().zip(&to) {
+        if a.graph.as_ptr() != Arc::as_ptr(&g) || b.graph.as_ptr() != Arc::as_ptr(&g) || Arc::ptr_eq(a, b) {
+            return Err(INVALID_VALUE);
+        }
+        let at = b.after.lock().iter().position(|x| Arc::ptr_eq(x, a));
+        match (add, at) {
+            (true, None) if !precedes(b, a) => b.after.lock().push(a.clone()),
+            (false, Some(i)) => {
+                b.after.lock().remove(i);
+            }
+            _ => return Err(INVALID_VALUE),
+        }
+    }
+    Ok(())
+}
+
+unsafe fn edges(g: usize, from: *mut usize, to: *mut usize, data: *mut u64, n: *mut usize) -> Result {
+    let list = graph(g)?.edges();
+    let (a, b): (Vec<usize>, Vec<usize>) = list.into_iter().unzip();
+    // SAFETY: the program vouches for its arrays; `n` is only written by the last one.
+    unsafe {
+        if from.is_null() || to.is_null() {
+            return out(n, a.len());
+        }
+        let mut room = super::read(n)?;
+        fill(from, &raw mut room, &a)?;
+        if !data.is_null() {
+            let mut room = super::read(n)?;
+            fill(data, &raw mut room, &vec![0u64; a.len()])?;
+        }
+        fill(to, n, &b)
+    }
+}
+
+unsafe fn dependencies(h: usize, list: *mut usize, data: *mut u64, n: *mut usize) -> Result {
+    let items: Vec<usize> = node(h)?.after.lock().iter().map(handle).collect();
+    // SAFETY: the program vouches for its arrays.
+    unsafe {
+        if !data.is_null() && !list.is_null() {
+            let mut room = super::read(n)?;
+            fill(data, &raw mut room, &vec![0u64; items.len()])?;
+        }
+        fill(list, n, &items)
+    }
+}
+
+unsafe fn dependents(h: usize, list: *mut usize, data: *mut u64, n: *mut usize) -> Result {
+    let g = node(h)?.graph.upgrade().ok_or(INVALID_VALUE)?;
+    let items: Vec<usize> = g.edges().into_iter().filter(|e| e.0 == h).map(|e| e.1).collect();
+    // SAFETY: the program vouches for its arrays.
+    unsafe {
+        if !data.is_null() && !list.is_null() {
+            let mut room = super::read(n)?;
+            fill(data, &raw mut room, &vec![0u64; items.len()])?;
+        }
+        fill(list, n, &items)
+    }
+}
+
+export! {
+    fn cuGraphCreate(to: *mut usize, flags: u32) {
+        driver()?;
+        if to.is_null() || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        out(to, GRAPHS.insert(Graph::new()))
+    }
+
+    fn cuGraphDestroy(h: usize) {
+        graph(h)?.destroy();
+        Ok(())
+    }
+
+    fn cuGraphClone(to: *mut usize, h: usize) {
+        let copy = graph(h)?.duplicate();
+        out(to, GRAPHS.insert(copy))
+    }
+
+    fn cuGraphNodeFindInClone(to: *mut usize, original: usize, clone: usize) {
+        let g = graph(clone)?;
+        let found = g.clones.lock().get(&original).map(handle);
+        out(to, found.ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuGraphGetNodes(h: usize, list: *mut usize, n: *mut usize) {
+        let items: Vec<usize> = graph(h)?.nodes.lock().iter().map(handle).collect();
+        fill(list, n, &items)
+    }
+
+    fn cuGraphGetRootNodes(h: usize, list: *mut usize, n: *mut usize) {
+        let g = graph(h)?;
+        let items: Vec<usize> = g.nodes.lock().iter().filter(|x| x.after.lock().is_empty()).map(handle).collect();
+        fill(list, n, &items)
+    }
+
+    fn cuGraphGetEdges(h: usize, from: *mut usize, to: *mut usize, n: *mut usize) {
+        edges(h, from, to, std::ptr::null_mut(), n)
+    }
+    fn cuGraphGetEdges_v2(h: usize, from: *mut usize, to: *mut usize, data: *mut u64, n: *mut usize) {
+        edges(h, from, to, data, n)
+    }
+
+    fn cuGraphNodeGetDependencies(h: usize, list: *mut usize, n: *mut usize) {
+        dependencies(h, list, std::ptr::null_mut(), n)
+    }
+    fn cuGraphNodeGetDependencies_v2(h: usize, list: *mut usize, data: *mut u64, n: *mut usize) {
+        dependencies(h, list, data, n)
+    }
+    fn cuGraphNodeGetDependentNodes(h: usize, list: *mut usize, n: *mut usize) {
+        dependents(h, list, std::ptr::null_mut(), n)
+    }
+    fn cuGraphNodeGetDependentNodes_v2(h: usize, list: *mut usize, data: *mut u64, n: *mut usize) {
+        dependents(h, list, data, n)
+    }
+
+    fn cuGraphAddDependencies(h: usize, from: *const usize, to: *const usize, n: usize) {
+        change_edges(h, from, to, n, true)
+    }
+    fn cuGraphAddDependencies_v2(h: usize, from: *const usize, to: *const usize, _data: *const u64, n: usize) {
+        change_edges(h, from, to, n, true)
+    }
+    fn cuGraphRemoveDependencies(h: usize, from: *const usize, to: *const usize, n: usize) {
+        change_edges(h, from, to, n, false)
+    }
+    fn cuGraphRemoveDependencies_v2(h: usize, from: *const usize, to: *const usize, _data: *const u64, n: usize) {
+        change_edges(h, from, to, n, false)
+    }
+
+    fn cuGraphDestroyNode(h: usize) {
+        let n = node(h)?;
+        n.graph.upgrade().ok_or(INVALID_VALUE)?.remove(&n);
+        Ok(())
+    }
+
+    fn cuGraphInstantiate(to: *mut usize, g: usize, error: *mut usize, _log: *mut c_char, _size: usize) {
+        out_opt(error, 0);
+        instantiate(to, g, 0)
+    }
+    fn cuGraphInstantiate_v2(to: *mut usize, g: usize, error: *mut usize, _log: *mut c_char, _size: usize) {
+        out_opt(error, 0);
+        instantiate(to, g, 0)
+    }
+    fn cuGraphInstantiateWithFlags(to: *mut usize, g: usize, flags: u64) {
+        if flags & !0xf != 0 {
+            return Err(INVALID_VALUE);
+        }
+        // Launches from device code are not simulated.
+        if flags & 4 != 0 {
+            return Err(errors::NOT_SUPPORTED);
+        }
+        instantiate(to, g, flags)
+    }
+    fn cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz (to: *mut usize, g: usize, params: *mut GraphInstantiateParams) {
+        if params.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        if (*params).flags & 4 != 0 {
+            return Err(errors::NOT_SUPPORTED);
+        }
+        (*params).errNode = 0;
+        let made = instantiate(to, g, (*params).flags);
+        (*params).result = u32::from(made.is_err());
+        made
+    }
+
+    fn cuGraphExecGetFlags(h: usize, flags: *mut u64) { out(flags, exec(h)?.flags) }
+
+    fn cuGraphExecDestroy(h: usize) {
+        exec(h)?;
+        EXECS.remove(h).map(drop)
+    }
+
+    fn cuGraphLaunch | cuGraphLaunch_ptsz (h: usize, s: usize) {
+        working()?;
+        exec(h)?.launch(&stream(s, PER_THREAD)?)
+    }
+
+    fn cuGraphUpload | cuGraphUpload_ptsz (h: usize, s: usize) {
+        working()?;
+        exec(h)?;
+        stream(s, PER_THREAD).map(drop)
+    }
+
+    fn cuGraphExecUpdate(h: usize, g: usize, node_out: *mut usize, result: *mut u32) {
+        let updated = exec(h)?.update(&graph(g)?);
+        out_opt(node_out, 0);
+        out_opt(result, updated.err().unwrap_or(0));
+        updated.map_err(|_| errors::GRAPH_EXEC_UPDATE_FAILURE)
+    }
+    fn cuGraphExecUpdate_v2(h: usize, g: usize, result: *mut UpdateResult) {
+        let updated = exec(h)?.update(&graph(g)?);
+        out_opt(result, UpdateResult { result: updated.err().unwrap_or(0), errorNode: 0, errorFromNode: 0 });
+        updated.map_err(|_| errors::GRAPH_EXEC_UPDATE_FAILURE)
+    }
+
+    fn cuGraphNodeSetEnabled(h: usize, n: usize, enabled: u32) {
+        let e = exec(h)?;
+        let mut steps = e.steps.lock();
+        let step = steps.iter_mut().find(|s| s.node == n).ok_or(INVALID_VALUE)?;
+        if step.kind.code() > 2 {
+            return Err(INVALID_VALUE);
+        }
+        step.enabled = enabled != 0;
+        Ok(())
+    }
+    fn cuGraphNodeGetEnabled(h: usize, n: usize, enabled: *mut u32) {
+        let e = exec(h)?;
+        let steps = e.steps.lock();
+        let step = steps.iter().find(|s| s.node == n).ok_or(INVALID_VALUE)?;
+        out(enabled, u32::from(step.enabled))
+    }
+
+    fn cuDeviceGraphMemTrim(device: i32) { driver()?.device(device).map(drop) }
+    fn cuDeviceGetGraphMemAttribute(device: i32, id: u32, value: *mut u64) {
+        driver()?.device(device)?;
+        if id > 3 {
+            return Err(INVALID_VALUE);
+        }
+        out(value, 0)
+    }
+    fn cuDeviceSetGraphMemAttribute(device: i32, _id: u32, _value: *const u64) { driver()?.device(device).map(drop) }
+
+    fn cuGraphDebugDotPrint(h: usize, path: *const c_char, _flags: u32) {
+        let g = graph(h)?;
+        let mut dot = String::from("digraph dot {\n");
+        for n in g.nodes.lock().iter() {
+            dot += &format!("  n{} [label=\"node {} type {}\"];\n", n.id, n.id, n.kind.lock().code());
+            for a in n.after.lock().iter() {
+                dot += &format!("  n{} -> n{};\n", a.id, n.id);
+            }
+        }
+        dot += "}\n";
+        std::fs::write(super::text(path)?, dot).map_err(|_| errors::OPERATING_SYSTEM)
+    }
+}

@@ -1,0 +1,154 @@
+//! Launches and occupancy.
+
+use super::{out, slice};
+use crate::abi::LaunchConfig;
+use crate::context::{current, working};
+use crate::driver::config;
+use crate::errors::{self, INVALID_VALUE, Result};
+use crate::export;
+use crate::module::{self, Function};
+use crate::op::{Launch, Op};
+use crate::submit;
+use std::sync::Arc;
+
+fn submit_launch(launch: Launch, stream: usize, per_thread: bool) -> Result {
+    let s = submit::stream(stream, per_thread)?;
+    if s.context != launch.function.context {
+        return Err(errors::INVALID_HANDLE);
+    }
+    submit::submit(&s, Op::Kernel(Arc::new(launch))).map(drop)
+}
+
+fn function(h: usize) -> Result<Arc<Function>> {
+    current()?;
+    module::function(h)
+}
+
+fn blocks(f: usize, threads: i32, shared: usize) -> Result<i32> {
+    let f = function(f)?;
+    if threads <= 0 {
+        return Err(INVALID_VALUE);
+    }
+    if threads as u32 > f.max_threads() {
+        return Ok(0);
+    }
+    Ok(f.blocks_per_sm(threads as u32, shared as u64) as i32)
+}
+
+/// The block size that fills a multiprocessor best; the largest of equals.
+fn potential(
+    grid: *mut i32,
+    block: *mut i32,
+    f: usize,
+    shared_for: Option<unsafe extern "C" fn(i32) -> usize>,
+    shared: usize,
+    limit: i32,
+) -> Result {
+    let f = function(f)?;
+    let most = if limit > 0 { f.max_threads().min(limit as u32) } else { f.max_threads() };
+    let mut best = (0, 0, 0);
+    let mut threads = most;
+    while threads > 0 {
+        // SAFETY: the program gave this function for this purpose.
+        let dynamic = shared_for.map_or(shared, |ask| unsafe { ask(threads as i32) });
+        let per_sm = f.blocks_per_sm(threads, dynamic as u64);
+        if per_sm * threads > best.0 {
+            best = (per_sm * threads, threads, per_sm);
+        }
+        threads = if threads % 32 == 0 { threads - 32 } else { threads / 32 * 32 };
+    }
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        out(grid, (best.2 * config().sms) as i32)?;
+        out(block, best.1 as i32)
+    }
+}
+
+export! {
+    fn cuLaunchKernel | cuLaunchKernel_ptsz (
+        f: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
+        params: *const *const u8, extra: *const *const u8
+    ) {
+        working()?;
+        let launch = Launch::new(f, [gx, gy, gz], [bx, by, bz], shared, false, params, extra)?;
+        submit_launch(launch, stream, PER_THREAD)
+    }
+
+    fn cuLaunchKernelEx | cuLaunchKernelEx_ptsz (config: *const LaunchConfig, f: usize, params: *const *const u8, extra: *const *const u8) {
+        working()?;
+        if config.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let c = &*config;
+        let mut cooperative = false;
+        for attribute in slice(c.attrs, c.numAttrs as usize)? {
+            match attribute.id {
+                2 => cooperative = attribute.value[0] as u32 != 0,
+                // A cluster of one block is no cluster.
+                4 => {
+                    let (x, y, z) = (attribute.value[0] as u32, (attribute.value[0] >> 32) as u32, attribute.value[1] as u32);
+                    if x.max(1) * y.max(1) * z.max(1) != 1 {
+                        return Err(errors::INVALID_CLUSTER_SIZE);
+                    }
+                }
+                _ => {}
+            }
+        }
+        let launch = Launch::new(f, c.grid, c.block, c.shared, cooperative, params, extra)?;
+        submit_launch(launch, c.stream, PER_THREAD)
+    }
+
+    fn cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz (
+        f: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8
+    ) {
+        working()?;
+        let launch = Launch::new(f, [gx, gy, gz], [bx, by, bz], shared, true, params, std::ptr::null())?;
+        submit_launch(launch, stream, PER_THREAD)
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(n: *mut i32, f: usize, threads: i32, shared: usize) {
+        out(n, blocks(f, threads, shared)?)
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n: *mut i32, f: usize, threads: i32, shared: usize, _flags: u32) {
+        out(n, blocks(f, threads, shared)?)
+    }
+
+    fn cuOccupancyMaxPotentialBlockSize(
+        grid: *mut i32, block: *mut i32, f: usize, shared_for: Option<unsafe extern "C" fn(i32) -> usize>, shared: usize, limit: i32
+    ) {
+        potential(grid, block, f, shared_for, shared, limit)
+    }
+
+    fn cuOccupancyMaxPotentialBlockSizeWithFlags(
+        grid: *mut i32, block: *mut i32, f: usize, shared_for: Option<unsafe extern "C" fn(i32) -> usize>, shared: usize, limit: i32, _flags: u32
+    ) {
+        potential(grid, block, f, shared_for, shared, limit)
+    }
+
+    fn cuOccupancyAvailableDynamicSMemPerBlock(bytes: *mut usize, f: usize, n: i32, threads: i32) {
+        let f = function(f)?;
+        if n <= 0 || threads <= 0 {
+            return Err(INVALID_VALUE);
+        }
+        let share = crate::device::SHARED_OPTIN / n as u32;
+        out(bytes, share.saturating_sub(f.static_shared()).min(f.max_dynamic_shared()) as usize)
+    }
+
+    fn cuOccupancyMaxPotentialClusterSize(n: *mut i32, f: usize, config: *const LaunchConfig) {
+        function(f)?;
+        if config.is_null() || n.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // Clusters come with sm_90.
+        Err(errors::NOT_SUPPORTED)
+    }
+
+    fn cuOccupancyMaxActiveClusters(n: *mut i32, f: usize, config: *const LaunchConfig) {
+        function(f)?;
+        if config.is_null() || n.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        Err(errors::NOT_SUPPORTED)
+    }
+}

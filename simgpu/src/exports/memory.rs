@@ -1,0 +1,282 @@
+//! Allocation, host memory, pointer attributes.
+
+use super::{out, out_opt, slice};
+use crate::capture::forbid_unsafe;
+use crate::context::{current, working};
+use crate::driver::{config, driver};
+use crate::errors::{self, INVALID_VALUE, Result};
+use crate::export;
+use crate::memory::{Allocation, Kind};
+use crate::registry::handle;
+use crate::submit;
+use std::sync::Arc;
+
+fn host_alloc(bytes: usize, flags: u32) -> Result<Arc<Allocation>> {
+    let ctx = working()?;
+    forbid_unsafe()?;
+    if flags & !0xf != 0 {
+        return Err(INVALID_VALUE);
+    }
+    driver()?.space.host(ctx.device, handle(&ctx), bytes as u64, flags)
+}
+
+fn free(at: u64) -> Result {
+    if at == 0 {
+        driver()?;
+        return Ok(());
+    }
+    let ctx = working()?;
+    submit::not_in_callback()?;
+    forbid_unsafe()?;
+    let space = &driver()?.space;
+    let a = space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
+    if !matches!(a.kind, Kind::Device | Kind::Managed | Kind::Pool { .. }) {
+        return Err(INVALID_VALUE);
+    }
+    ctx.synchronize()?;
+    space.remove(at, |x| x.id == a.id).map(drop).ok_or(INVALID_VALUE)
+}
+
+/// Flags as `cuMemHostGetFlags` reports them.
+fn host_flags(a: &Allocation) -> u32 {
+    match a.kind {
+        // Under unified addressing all pinned memory is mapped and portable.
+        Kind::Host { flags } => flags | 3,
+        Kind::Registered { flags } => flags | 3,
+        _ => 0,
+    }
+}
+
+/// One pointer attribute, written as the type it has; `None` if the driver knows nothing of the address.
+unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
+    let Some(a) = driver()?.space.find(at) else { return Ok(None) };
+    let host = matches!(a.kind, Kind::Host { .. } | Kind::Registered { .. });
+    let managed = matches!(a.kind, Kind::Managed);
+    // SAFETY: the program gave room for the attribute's type.
+    unsafe {
+        match id {
+            1 => out(to.cast(), a.context)?,
+            2 => out(to.cast(), if host { 1u32 } else { 2 })?,
+            3 => out(to.cast(), at)?,
+            4 if host || managed => out(to.cast(), at)?,
+            4 => return Err(INVALID_VALUE),
+            5 => return Err(errors::NOT_SUPPORTED),
+            6 => out(to.cast(), 0u32)?,
+            7 => out(to.cast(), a.id)?,
+            8 => out(to, u8::from(managed))?,
+            9 => out(to.cast(), a.device as i32)?,
+            10 => out(to, u8::from(matches!(a.kind, Kind::Device) && config().export_memory))?,
+            11 => out(to.cast(), a.base)?,
+            12 => out(to.cast(), a.size as usize)?,
+            13 => out(to, 1u8)?,
+            14 => out(to.cast(), u64::from(config().export_memory && matches!(a.kind, Kind::Mapped(_))))?,
+            15 => out(to, 0u8)?,
+            16 => out(to.cast(), 3u32)?,
+            17 => out(to.cast(), if let Kind::Pool { pool } = a.kind { pool } else { 0 })?,
+            18 => out(to.cast(), a.size as usize)?,
+            19 => out(to.cast(), a.base)?,
+            20 => out(to.cast(), a.id)?,
+            21 => out(to, 0u8)?,
+            _ => return Err(INVALID_VALUE),
+        }
+    }
+    Ok(Some(()))
+}
+
+/// What `cuPointerGetAttributes` answers for an address nobody allocated.
+unsafe fn absent(to: *mut u8, id: u32) -> Result {
+    // SAFETY: the program gave room for the attribute's type.
+    unsafe {
+        match id {
+            2 | 6 | 16 => out(to.cast(), 0u32),
+            8 | 10 | 13 | 15 | 21 => out(to, 0u8),
+            9 => out(to.cast(), -2i32),
+            1 | 3 | 4 | 7 | 11 | 12 | 14 | 17..=20 => out(to.cast(), 0u64),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+}
+
+export! {
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let ctx = working()?;
+        let total_bytes = config().memory;
+        let used = driver()?.space.usage.used(ctx.device);
+        out(free, total_bytes.saturating_sub(used) as usize)?;
+        out(total, total_bytes as usize)
+    }
+
+    fn cuMemAlloc_v2(at: *mut u64, bytes: usize) {
+        let ctx = working()?;
+        submit::not_in_callback()?;
+        forbid_unsafe()?;
+        if at.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        out(at, driver()?.space.device(ctx.device, handle(&ctx), bytes as u64)?.base)
+    }
+
+    fn cuMemAllocPitch_v2(at: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
+        let ctx = working()?;
+        forbid_unsafe()?;
+        if at.is_null() || pitch.is_null() || width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
+            return Err(INVALID_VALUE);
+        }
+        let row = width.next_multiple_of(512);
+        let bytes = row.checked_mul(height).ok_or(errors::OUT_OF_MEMORY)?;
+        out(at, driver()?.space.device(ctx.device, handle(&ctx), bytes as u64)?.base)?;
+        out(pitch, row)
+    }
+
+    fn cuMemFree_v2(at: u64) { free(at) }
+
+    fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, at: u64) {
+        current()?;
+        let a = driver()?.space.find(at).ok_or(errors::NOT_FOUND)?;
+        out_opt(base, a.base);
+        out_opt(size, a.size as usize);
+        Ok(())
+    }
+
+    fn cuMemAllocHost_v2(p: *mut u64, bytes: usize) {
+        out(p, host_alloc(bytes, 0)?.base)
+    }
+
+    fn cuMemHostAlloc(p: *mut u64, bytes: usize, flags: u32) {
+        out(p, host_alloc(bytes, flags)?.base)
+    }
+
+    fn cuMemFreeHost(p: u64) {
+        let ctx = working()?;
+        forbid_unsafe()?;
+        let space = &driver()?.space;
+        space.find(p).filter(|a| a.base == p && matches!(a.kind, Kind::Host { .. })).ok_or(INVALID_VALUE)?;
+        ctx.synchronize()?;
+        space.remove(p, |a| matches!(a.kind, Kind::Host { .. })).map(drop).ok_or(INVALID_VALUE)
+    }
+
+    fn cuMemHostRegister_v2(p: u64, bytes: usize, flags: u32) {
+        let ctx = working()?;
+        forbid_unsafe()?;
+        if p == 0 || bytes == 0 || flags & !0xf != 0 {
+            return Err(INVALID_VALUE);
+        }
+        if flags & 8 != 0 {
+            return Err(errors::NOT_SUPPORTED);
+        }
+        driver()?.space.register(ctx.device, handle(&ctx), p, bytes as u64, flags).map(drop)
+    }
+
+    fn cuMemHostUnregister(p: u64) {
+        let ctx = working()?;
+        forbid_unsafe()?;
+        ctx.synchronize()?;
+        driver()?
+            .space
+            .remove(p, |a| matches!(a.kind, Kind::Registered { .. }))
+            .map(drop)
+            .ok_or(errors::HOST_MEMORY_NOT_REGISTERED)
+    }
+
+    fn cuMemHostGetDevicePointer_v2(at: *mut u64, p: u64, flags: u32) {
+        working()?;
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let a = driver()?.space.find(p).filter(|a| a.pinned()).ok_or(INVALID_VALUE)?;
+        let _ = a;
+        out(at, p)
+    }
+
+    fn cuMemHostGetFlags(flags: *mut u32, p: u64) {
+        working()?;
+        let a = driver()?.space.find(p).filter(|a| a.pinned()).ok_or(INVALID_VALUE)?;
+        out(flags, host_flags(&a))
+    }
+
+    fn cuMemAllocManaged(at: *mut u64, bytes: usize, flags: u32) {
+        let ctx = working()?;
+        forbid_unsafe()?;
+        if at.is_null() || !matches!(flags, 1 | 2 | 4) {
+            return Err(INVALID_VALUE);
+        }
+        out(at, driver()?.space.managed(ctx.device, handle(&ctx), bytes as u64)?.base)
+    }
+
+    fn cuPointerGetAttribute(to: *mut u8, id: u32, at: u64) {
+        current()?;
+        attribute(to, id, at)?.ok_or(INVALID_VALUE)
+    }
+
+    fn cuPointerGetAttributes(n: u32, ids: *const u32, to: *const *mut u8, at: u64) {
+        current()?;
+        let (ids, to) = (slice(ids, n as usize)?, slice(to, n as usize)?);
+        for (id, to) in ids.iter().zip(to) {
+            match attribute(*to, *id, at) {
+                Ok(Some(())) => {}
+                // What does not apply is answered with nothing instead of an error.
+                Ok(None) => absent(*to, *id)?,
+                Err(_) => absent(*to, *id)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn cuPointerSetAttribute(_value: *const u8, id: u32, at: u64) {
+        current()?;
+        if id != 6 || driver()?.space.find(at).is_none() {
+            return Err(INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    fn cuMemAdvise(at: u64, bytes: usize, _advice: u32, _device: i32) { advise(at, bytes) }
+    fn cuMemAdvise_v2(at: u64, bytes: usize, _advice: u32, _location: u64) { advise(at, bytes) }
+
+    fn cuMemPrefetchAsync | cuMemPrefetchAsync_ptsz (at: u64, bytes: usize, _device: i32, stream: usize) {
+        prefetch(at, bytes, stream, PER_THREAD)
+    }
+
+    fn cuMemPrefetchAsync_v2 | cuMemPrefetchAsync_v2_ptsz (at: u64, bytes: usize, _location: u64, _flags: u32, stream: usize) {
+        prefetch(at, bytes, stream, PER_THREAD)
+    }
+
+    fn cuMemRangeGetAttribute(to: *mut u8, size: usize, id: u32, at: u64, bytes: usize) {
+        current()?;
+        managed(at, bytes)?;
+        match (id, size) {
+            (1, 4) => out(to.cast(), 0i32),
+            (2 | 4, 4) => out(to.cast(), -2i32),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    // Memory of the simulated machine is never exported this way; on mapped memory NVIDIA's driver refuses as well.
+    fn cuIpcGetMemHandle(_handle: *mut u8, at: u64) {
+        current()?;
+        driver()?.space.find(at).ok_or(INVALID_VALUE)?;
+        Err(INVALID_VALUE)
+    }
+}
+
+fn managed(at: u64, bytes: usize) -> Result {
+    let a = driver()?.space.find(at).ok_or(INVALID_VALUE)?;
+    if bytes == 0 || at + bytes as u64 > a.end() || !matches!(a.kind, Kind::Managed) {
+        return Err(INVALID_VALUE);
+    }
+    Ok(())
+}
+
+fn advise(at: u64, bytes: usize) -> Result {
+    working()?;
+    managed(at, bytes)
+}
+
+fn prefetch(at: u64, bytes: usize, stream: usize, per_thread: bool) -> Result {
+    working()?;
+    managed(at, bytes)?;
+    if !config().concurrent_managed {
+        return Err(errors::INVALID_DEVICE);
+    }
+    submit::submit(&submit::stream(stream, per_thread)?, crate::op::Op::Empty).map(drop)
+}

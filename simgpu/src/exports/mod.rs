@@ -1,0 +1,151 @@
+//! The exported functions of the driver.
+
+pub mod context;
+pub mod copy;
+pub mod device;
+pub mod graph;
+pub mod launch;
+pub mod memory;
+pub mod misc;
+pub mod module;
+pub mod node;
+pub mod pool;
+pub mod stream;
+pub mod vmm;
+
+use crate::errors::{INVALID_VALUE, Result, UNKNOWN};
+
+/// Runs the body of an exported function; a panic becomes an error, since nothing may unwind into C.
+pub fn guard(name: &str, body: impl FnOnce() -> Result) -> u32 {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(e)) => {
+            if crate::driver::config().trace {
+                eprintln!("simgpu: {name} answers {}", e.0);
+            }
+            e.0
+        }
+        Err(_) => {
+            eprintln!("simgpu: {name} panicked");
+            UNKNOWN.0
+        }
+    }
+}
+
+/// Writes through a pointer that the program must have given.
+///
+/// # Safety
+/// `p` is null or points to a `T`.
+pub unsafe fn out<T>(p: *mut T, value: T) -> Result {
+    if p.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller vouches for `p`.
+    unsafe { p.write_unaligned(value) };
+    Ok(())
+}
+
+/// Writes through a pointer that may be null.
+///
+/// # Safety
+/// As for [`out`].
+pub unsafe fn out_opt<T>(p: *mut T, value: T) {
+    if !p.is_null() {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { p.write_unaligned(value) };
+    }
+}
+
+/// Reads a structure that the program must have given.
+///
+/// # Safety
+/// `p` is null or points to a `T`.
+pub unsafe fn read<T: Copy>(p: *const T) -> Result<T> {
+    if p.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller vouches for `p`.
+    Ok(unsafe { p.read_unaligned() })
+}
+
+/// A name that the program must have given.
+///
+/// # Safety
+/// `p` is null or a C string.
+pub unsafe fn text<'a>(p: *const std::ffi::c_char) -> Result<&'a str> {
+    if p.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller vouches for `p`.
+    unsafe { std::ffi::CStr::from_ptr(p) }.to_str().map_err(|_| INVALID_VALUE)
+}
+
+/// The elements of an array, which may be absent if it is empty.
+///
+/// # Safety
+/// `p` points to `n` elements, or `n` is 0.
+pub unsafe fn slice<'a, T>(p: *const T, n: usize) -> Result<&'a [T]> {
+    if n == 0 {
+        return Ok(&[]);
+    }
+    if p.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller vouches for `p` and `n`.
+    Ok(unsafe { std::slice::from_raw_parts(p, n) })
+}
+
+/// Fills an array that the program sized with an earlier call: `count` in is its room, out what there is.
+///
+/// # Safety
+/// `list` is null or has room for `*count` elements.
+pub unsafe fn fill<T: Copy>(list: *mut T, count: *mut usize, items: &[T]) -> Result {
+    // SAFETY: the caller vouches for both pointers.
+    unsafe {
+        if list.is_null() {
+            return out(count, items.len());
+        }
+        let room = read(count)?;
+        for (i, item) in items.iter().take(room).enumerate() {
+            list.add(i).write_unaligned(*item);
+        }
+        // Entries beyond the end are cleared, and the count says how many are real.
+        for i in items.len()..room {
+            list.cast::<u8>().add(i * size_of::<T>()).write_bytes(0, size_of::<T>());
+        }
+        out(count, items.len().min(room))
+    }
+}
+
+/// Defines exported functions. `fn name | twin(...)` also defines the variant for per-thread default streams, in which
+/// `PER_THREAD` is true. Bodies run inside `unsafe`: the pointers are the program's, and it vouches for them.
+#[macro_export]
+macro_rules! export {
+    (@one $name:ident ($($a:ident : $t:ty),* $(,)?) $body:block $per_thread:literal) => {
+        /// See NVIDIA's documentation of the driver call of this name.
+        ///
+        /// # Safety
+        /// Pointers are as that documentation demands.
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($a: $t),*) -> u32 {
+            #[allow(dead_code)]
+            const PER_THREAD: bool = $per_thread;
+            $crate::exports::guard(stringify!($name), || -> $crate::errors::Result {
+                #[allow(unused_unsafe)]
+                // SAFETY: the program vouches for its arguments, as with NVIDIA's driver.
+                unsafe { $body }
+            })
+        }
+    };
+    (fn $name:ident | $twin:ident $args:tt $body:block $($rest:tt)*) => {
+        $crate::export!(@one $name $args $body false);
+        $crate::export!(@one $twin $args $body true);
+        $crate::export!($($rest)*);
+    };
+    (fn $name:ident $args:tt $body:block $($rest:tt)*) => {
+        $crate::export!(@one $name $args $body false);
+        $crate::export!($($rest)*);
+    };
+    () => {};
+}

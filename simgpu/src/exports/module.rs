@@ -1,0 +1,360 @@
+//! Modules, libraries, kernels and functions.
+
+use super::{out, out_opt, text};
+use crate::context::{by_handle, current, working};
+use crate::driver::driver;
+use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
+use crate::export;
+use crate::module::{self, Content, FUNCTIONS, Function, KERNELS, LIBRARIES, Library, MODULES, Module};
+use crate::registry::handle;
+use std::ffi::c_char;
+use std::sync::Arc;
+
+/// Writes to the log buffers of JIT options.
+unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) {
+    if options.is_null() || values.is_null() {
+        return;
+    }
+    let (mut buffers, mut sizes) = ([std::ptr::null_mut::<u8>(); 2], [0usize; 2]);
+    for i in 0..n as usize {
+        // SAFETY: the program gave `n` options and values.
+        let (option, value) = unsafe { (*options.add(i), *values.add(i)) };
+        match option {
+            3 => buffers[0] = value,
+            4 => sizes[0] = value as usize & 0xffff_ffff,
+            5 => buffers[1] = value,
+            6 => sizes[1] = value as usize & 0xffff_ffff,
+            _ => {}
+        }
+    }
+    for (which, message) in [(0, ""), (1, error)] {
+        let (p, room) = (buffers[which], sizes[which]);
+        let n = message.len().min(room.saturating_sub(1));
+        if !p.is_null() && room > 0 {
+            // SAFETY: the program gave a buffer of this size.
+            unsafe {
+                std::ptr::copy_nonoverlapping(message.as_ptr(), p, n);
+                p.add(n).write(0);
+            }
+        }
+    }
+    // The size options come back with what was used.
+    for i in 0..n as usize {
+        // SAFETY: the program gave `n` options and values, and lets the driver write the values.
+        unsafe {
+            match *options.add(i) {
+                4 => values.cast_mut().add(i).write(std::ptr::null_mut()),
+                6 => values.cast_mut().add(i).write(error.len().min(sizes[1]) as *mut u8),
+                _ => {}
+            }
+        }
+    }
+}
+
+unsafe fn compile(image: *const u8, n: u32, options: *const u32, values: *const *mut u8) -> Result<Content> {
+    // SAFETY: the program gave a complete image.
+    unsafe {
+        match module::compile_at(image) {
+            Ok(content) => {
+                log(n, options, values, "");
+                Ok(content)
+            }
+            Err((code, message)) => {
+                log(n, options, values, &message);
+                Err(code)
+            }
+        }
+    }
+}
+
+unsafe fn load(
+    to: *mut usize,
+    image: *const u8,
+    n: u32,
+    options: *const u32,
+    values: *const *mut u8,
+) -> Result {
+    let ctx = working()?;
+    if to.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: as for `compile`.
+    unsafe {
+        let content = compile(image, n, options, values)?;
+        out(to, handle(&Module::new(&ctx, Arc::new(content), None)?))
+    }
+}
+
+/// The content of a file, ended as the driver expects an image in memory to be.
+fn read_file(path: &str) -> Result<Vec<u8>> {
+    let mut bytes = std::fs::read(path).map_err(|_| errors::FILE_NOT_FOUND)?;
+    bytes.extend([0; 64]);
+    Ok(bytes)
+}
+
+fn library(h: usize) -> Result<Arc<Library>> {
+    driver()?;
+    LIBRARIES.get(h)
+}
+
+fn module(h: usize) -> Result<Arc<Module>> {
+    current()?;
+    MODULES.get(h)
+}
+
+fn any_function(h: usize) -> Result<Arc<Function>> {
+    current()?;
+    module::function(h)
+}
+
+fn param(f: &Function, index: usize) -> Result<(u32, u32)> {
+    f.params.get(index).copied().ok_or(INVALID_VALUE)
+}
+
+/// A kernel as a function of the current context or, without one, of its device's primary context.
+fn kernel_function(
+    h: usize,
+    device: i32,
+) -> Result<(Arc<module::Kernel>, Arc<Function>, Arc<crate::context::Context>)> {
+    let k = KERNELS.get(h)?;
+    let d = driver()?.device(device)?;
+    let ctx = match crate::context::top()? {
+        Some(c) if c.device == d.ordinal => c,
+        _ => d.primary.clone(),
+    };
+    let f = k.function(&ctx)?;
+    Ok((k, f, ctx))
+}
+
+export! {
+    fn cuModuleLoadData(to: *mut usize, image: *const u8) {
+        load(to, image, 0, std::ptr::null(), std::ptr::null())
+    }
+
+    fn cuModuleLoadDataEx(to: *mut usize, image: *const u8, n: u32, options: *const u32, values: *const *mut u8) {
+        load(to, image, n, options, values)
+    }
+
+    fn cuModuleLoadFatBinary(to: *mut usize, image: *const u8) {
+        load(to, image, 0, std::ptr::null(), std::ptr::null())
+    }
+
+    fn cuModuleLoad(to: *mut usize, path: *const c_char) {
+        let bytes = read_file(text(path)?)?;
+        load(to, bytes.as_ptr(), 0, std::ptr::null(), std::ptr::null())
+    }
+
+    fn cuModuleUnload(h: usize) {
+        let m = module(h)?;
+        if m.library.is_some() {
+            return Err(INVALID_HANDLE);
+        }
+        m.unload();
+        Ok(())
+    }
+
+    fn cuModuleGetLoadingMode(mode: *mut u32) {
+        out(mode, 2)
+    }
+
+    fn cuModuleGetFunction(to: *mut usize, m: usize, name: *const c_char) {
+        let f = module(m)?.function(text(name)?)?;
+        out(to, handle(&f))
+    }
+
+    fn cuModuleGetFunctionCount(count: *mut u32, m: usize) {
+        out(count, module(m)?.function_names().len() as u32)
+    }
+
+    fn cuModuleEnumerateFunctions(list: *mut usize, n: u32, m: usize) {
+        let m = module(m)?;
+        for (i, name) in m.function_names().iter().take(n as usize).enumerate() {
+            out(list.add(i), handle(&m.function(name)?))?;
+        }
+        Ok(())
+    }
+
+    fn cuModuleGetGlobal_v2(at: *mut u64, bytes: *mut usize, m: usize, name: *const c_char) {
+        let (base, size) = module(m)?.global(text(name)?)?;
+        out_opt(at, base);
+        out_opt(bytes, size as usize);
+        Ok(())
+    }
+
+    fn cuModuleGetTexRef(_to: *mut usize, m: usize, _name: *const c_char) {
+        module(m)?;
+        Err(NOT_FOUND)
+    }
+
+    fn cuModuleGetSurfRef(_to: *mut usize, m: usize, _name: *const c_char) {
+        module(m)?;
+        Err(NOT_FOUND)
+    }
+
+    fn cuLibraryLoadData(
+        to: *mut usize, image: *const u8, options: *const u32, values: *const *mut u8, n: u32,
+        _lib_options: *const u32, _lib_values: *const *mut u8, _lib_n: u32
+    ) {
+        driver()?;
+        if to.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let content = compile(image, n, options, values)?;
+        out(to, handle(&Library::new(content)))
+    }
+
+    fn cuLibraryLoadFromFile(
+        to: *mut usize, path: *const c_char, options: *const u32, values: *const *mut u8, n: u32,
+        _lib_options: *const u32, _lib_values: *const *mut u8, _lib_n: u32
+    ) {
+        driver()?;
+        let bytes = read_file(text(path)?)?;
+        let content = compile(bytes.as_ptr(), n, options, values)?;
+        out(to, handle(&Library::new(content)))
+    }
+
+    fn cuLibraryUnload(h: usize) {
+        driver()?;
+        LIBRARIES.remove(h)?.unload();
+        Ok(())
+    }
+
+    fn cuLibraryGetKernel(to: *mut usize, h: usize, name: *const c_char) {
+        let k = library(h)?.kernel(text(name)?)?;
+        out(to, handle(&k))
+    }
+
+    fn cuLibraryGetKernelCount(count: *mut u32, h: usize) {
+        out(count, library(h)?.content.kernel_names().len() as u32)
+    }
+
+    fn cuLibraryEnumerateKernels(list: *mut usize, n: u32, h: usize) {
+        let l = library(h)?;
+        for (i, name) in l.content.kernel_names().iter().take(n as usize).enumerate() {
+            out(list.add(i), handle(&l.kernel(name)?))?;
+        }
+        Ok(())
+    }
+
+    fn cuLibraryGetModule(to: *mut usize, h: usize) {
+        let m = library(h)?.module(&working()?)?;
+        out(to, handle(&m))
+    }
+
+    fn cuLibraryGetGlobal(at: *mut u64, bytes: *mut usize, h: usize, name: *const c_char) {
+        let (base, size) = library(h)?.module(&working()?)?.global(text(name)?)?;
+        out_opt(at, base);
+        out_opt(bytes, size as usize);
+        Ok(())
+    }
+
+    fn cuLibraryGetManaged(_at: *mut u64, _bytes: *mut usize, h: usize, _name: *const c_char) {
+        library(h)?;
+        Err(NOT_FOUND)
+    }
+
+    fn cuLibraryGetUnifiedFunction(_to: *mut usize, h: usize, _name: *const c_char) {
+        library(h)?;
+        Err(NOT_FOUND)
+    }
+
+    fn cuKernelGetFunction(to: *mut usize, k: usize) {
+        let f = KERNELS.get(k)?.function(&working()?)?;
+        out(to, handle(&f))
+    }
+
+    fn cuKernelGetLibrary(to: *mut usize, k: usize) {
+        let l = KERNELS.get(k)?.library.upgrade().ok_or(INVALID_HANDLE)?;
+        out(to, handle(&l))
+    }
+
+    fn cuKernelGetAttribute(value: *mut i32, id: u32, k: usize, device: i32) {
+        let (_, f, _) = kernel_function(k, device)?;
+        out(value, f.attribute(id).ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuKernelSetAttribute(id: u32, value: i32, k: usize, device: i32) {
+        let (kernel, _, ctx) = kernel_function(k, device)?;
+        kernel.set_attribute(&ctx, id, value)
+    }
+
+    fn cuKernelSetCacheConfig(k: usize, _config: u32, device: i32) {
+        driver()?.device(device)?;
+        KERNELS.get(k).map(drop)
+    }
+
+    // Function handles of a live module stay, so that the name may be lent out.
+    fn cuKernelGetName(name: *mut *const c_char, k: usize) {
+        driver()?;
+        match KERNELS.find(k) {
+            Some(k) => out(name, k.name.as_ptr()),
+            None => out(name, FUNCTIONS.get(k)?.name.as_ptr()),
+        }
+    }
+
+    fn cuKernelGetParamInfo(k: usize, index: usize, offset: *mut usize, size: *mut usize) {
+        let (at, len) = param(&*any_function(k)?, index)?;
+        out(offset, at as usize)?;
+        out_opt(size, len as usize);
+        Ok(())
+    }
+
+    fn cuKernelGetParamCount(k: usize, count: *mut usize) {
+        out(count, any_function(k)?.params.len())
+    }
+
+    fn cuFuncGetParamInfo(f: usize, index: usize, offset: *mut usize, size: *mut usize) {
+        let (at, len) = param(&*any_function(f)?, index)?;
+        out(offset, at as usize)?;
+        out_opt(size, len as usize);
+        Ok(())
+    }
+
+    fn cuFuncGetParamCount(f: usize, count: *mut usize) {
+        out(count, any_function(f)?.params.len())
+    }
+
+    fn cuFuncGetAttribute(value: *mut i32, id: u32, f: usize) {
+        out(value, any_function(f)?.attribute(id).ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuFuncSetAttribute(f: usize, id: u32, value: i32) {
+        if let Some(k) = KERNELS.find(f) {
+            return k.set_attribute(&by_handle(0)?, id, value);
+        }
+        any_function(f)?.set_attribute(id, value)
+    }
+
+    fn cuFuncSetCacheConfig(f: usize, config: u32) {
+        if config > 3 {
+            return Err(INVALID_VALUE);
+        }
+        any_function(f).map(drop)
+    }
+
+    fn cuFuncSetSharedMemConfig(f: usize, config: u32) {
+        if config > 2 {
+            return Err(INVALID_VALUE);
+        }
+        any_function(f).map(drop)
+    }
+
+    fn cuFuncGetModule(to: *mut usize, f: usize) {
+        out(to, any_function(f)?.module)
+    }
+
+    fn cuFuncGetName(name: *mut *const c_char, f: usize) {
+        driver()?;
+        match KERNELS.find(f) {
+            Some(k) => out(name, k.name.as_ptr()),
+            None => out(name, FUNCTIONS.get(f)?.name.as_ptr()),
+        }
+    }
+
+    fn cuFuncIsLoaded(state: *mut u32, f: usize) {
+        any_function(f)?;
+        out(state, 1)
+    }
+
+    fn cuFuncLoad(f: usize) { any_function(f).map(drop) }
+}

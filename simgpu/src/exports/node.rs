@@ -1,0 +1,334 @@
+//! Nodes of graphs.
+
+use super::copy::from_3d;
+use super::graph::{exec, graph, node, nodes};
+use super::{out, read, slice};
+use crate::abi::{
+    BatchMemOp, HostNodeParams, KernelNodeParams, KernelNodeParamsV2, MEMORY_DEVICE, MEMORY_HOST, Memcpy3D,
+    MemsetNodeParams, NodeParams,
+};
+use crate::context::{CONTEXTS, current};
+use crate::driver::driver;
+use crate::errors::{self, INVALID_VALUE, Result};
+use crate::export;
+use crate::graph::{GRAPHS, NodeKind};
+use crate::op::{Copy, Fill, Launch, Op, Place};
+use crate::registry::handle;
+use crate::stream::EVENTS;
+
+unsafe fn add(to: *mut usize, g: usize, deps: *const usize, n: usize, kind: NodeKind) -> Result {
+    if to.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        let node = graph(g)?.add(kind, nodes(slice(deps, n)?)?)?;
+        out(to, handle(&node))
+    }
+}
+
+unsafe fn kernel(p: *const KernelNodeParams, v2: Option<*const KernelNodeParamsV2>) -> Result<NodeKind> {
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        let p = read(p)?;
+        let extra = v2.map(|q| read(q)).transpose()?;
+        let h = if p.func == 0 { extra.map_or(0, |e| e.kern) } else { p.func };
+        // A node may name the context it belongs to.
+        if let Some(ctx) = extra.filter(|e| e.ctx != 0 && p.func == 0).and_then(|e| CONTEXTS.find(e.ctx)) {
+            let k = crate::module::KERNELS.get(h)?;
+            let f = k.function(&ctx)?;
+            return Ok(NodeKind::Kernel(launch(handle(&f), &p)?));
+        }
+        Ok(NodeKind::Kernel(launch(h, &p)?))
+    }
+}
+
+unsafe fn launch(h: usize, p: &KernelNodeParams) -> Result<Launch> {
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        Launch::new(
+            h,
+            p.grid,
+            p.block,
+            p.shared,
+            false,
+            p.kernelParams.cast::<*const u8>(),
+            p.extra.cast::<*const u8>(),
+        )
+    }
+}
+
+fn fill(p: &MemsetNodeParams) -> Result<NodeKind> {
+    if !matches!(p.elementSize, 1 | 2 | 4) || p.width == 0 || p.height == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let f = Fill {
+        at: p.dst,
+        pitch: p.pitch as u64,
+        value: p.value,
+        element: p.elementSize,
+        width: p.width as u64 * u64::from(p.elementSize),
+        height: p.height as u64,
+    };
+    f.validate()?;
+    Ok(NodeKind::Fill(f))
+}
+
+fn copy(p: &Memcpy3D) -> Result<NodeKind> {
+    let c = from_3d(p)?;
+    c.validate()?;
+    Ok(NodeKind::Copy(c))
+}
+
+fn describe_copy(c: &Copy) -> Memcpy3D {
+    let side = |place: &Place| match place {
+        Place::Known(at) => (MEMORY_DEVICE, 0, *at),
+        Place::Pageable(at) => (MEMORY_HOST, *at, 0),
+        Place::Staged(bytes) => (MEMORY_HOST, bytes.as_ptr() as u64, 0),
+    };
+    let ((sk, sh, sd), (dk, dh, dd)) = (side(&c.src.place), side(&c.dst.place));
+    let rows = |pitch: u64, slice: u64| if pitch == 0 { 0 } else { (slice / pitch) as usize };
+    Memcpy3D {
+        srcMemoryType: sk,
+        srcHost: sh,
+        srcDevice: sd,
+        srcPitch: c.src.pitch as usize,
+        srcHeight: rows(c.src.pitch, c.src.slice),
+        dstMemoryType: dk,
+        dstHost: dh,
+        dstDevice: dd,
+        dstPitch: c.dst.pitch as usize,
+        dstHeight: rows(c.dst.pitch, c.dst.slice),
+        WidthInBytes: c.width as usize,
+        Height: c.height as usize,
+        Depth: c.depth as usize,
+        ..Memcpy3D::default()
+    }
+}
+
+fn mem_ops(list: &[BatchMemOp]) -> Result<NodeKind> {
+    let mut ops = Vec::new();
+    for op in list {
+        let (at, flags) = (op.address, op.flags);
+        let low = op.value & 0xffff_ffff;
+        ops.push(match op.operation {
+            1 => Op::Wait { at, value: low, flags, wide: false },
+            2 => Op::Write { at, value: low, wide: false },
+            4 => Op::Wait { at, value: op.value, flags, wide: true },
+            5 => Op::Write { at, value: op.value, wide: true },
+            _ => return Err(INVALID_VALUE),
+        });
+    }
+    Ok(NodeKind::MemOps(ops))
+}
+
+fn event(h: usize) -> Result<usize> {
+    driver()?;
+    EVENTS.get(h)?;
+    Ok(h)
+}
+
+fn child(h: usize) -> Result<NodeKind> {
+    let copy = graph(h)?.duplicate();
+    GRAPHS.insert(copy.clone());
+    Ok(NodeKind::Child(copy))
+}
+
+/// Replaces a node's parameters by others of the same type.
+fn replace(h: usize, new: NodeKind) -> Result {
+    let n = node(h)?;
+    let mut kind = n.kind.lock();
+    if kind.code() != new.code() {
+        return Err(INVALID_VALUE);
+    }
+    *kind = new;
+    Ok(())
+}
+
+fn replace_in(e: usize, h: usize, new: NodeKind) -> Result {
+    exec(e)?.set(h, |kind| {
+        if kind.code() != new.code() {
+            return Err(INVALID_VALUE);
+        }
+        *kind = new;
+        Ok(())
+    })
+}
+
+thread_local! {
+    /// The parameter pointers that the last query lent out, and what they point to.
+    static LENT: std::cell::RefCell<(Vec<usize>, Vec<u64>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
+}
+
+fn kernel_params(h: usize) -> Result<KernelNodeParams> {
+    let n = node(h)?;
+    let kind = n.kind.lock();
+    let NodeKind::Kernel(l) = &*kind else { return Err(INVALID_VALUE) };
+    let pointers = LENT.with(|lent| {
+        let mut lent = lent.borrow_mut();
+        lent.1 = l.params.clone();
+        let base = lent.1.as_ptr() as usize;
+        lent.0 = l.function.params.iter().map(|(offset, _)| base + *offset as usize).collect();
+        lent.0.as_mut_ptr()
+    });
+    Ok(KernelNodeParams {
+        func: l.handle,
+        grid: l.grid,
+        block: l.block,
+        shared: l.shared,
+        kernelParams: pointers.cast(),
+        extra: std::ptr::null_mut(),
+    })
+}
+
+/// A node from the union of all parameter structures.
+unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
+    if p.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the type says which structure the body holds, and the body is large enough for each.
+    unsafe {
+        let body = (&raw const (*p).body).cast::<u8>();
+        match (*p).kind {
+            0 => kernel(body.cast(), Some(body.cast())),
+            // Flags and a context come first.
+            1 => copy(&read(body.add(16).cast::<Memcpy3D>())?),
+            2 => fill(&read(body.cast::<MemsetNodeParams>())?),
+            3 => {
+                let h = read(body.cast::<HostNodeParams>())?;
+                Ok(NodeKind::Host { func: h.func, data: h.data })
+            }
+            4 => child(read(body.cast::<usize>())?),
+            5 => Ok(NodeKind::Empty),
+            6 => Ok(NodeKind::EventWait(event(read(body.cast::<usize>())?)?)),
+            7 => Ok(NodeKind::EventRecord(event(read(body.cast::<usize>())?)?)),
+            12 => {
+                let count = read(body.add(8).cast::<u32>())? as usize;
+                mem_ops(slice(read(body.add(16).cast::<*const BatchMemOp>())?, count)?)
+            }
+            _ => Err(errors::NOT_SUPPORTED),
+        }
+    }
+}
+
+macro_rules! get {
+    ($h:expr, $pattern:pat => $value:expr) => {{
+        let n = node($h)?;
+        let kind = n.kind.lock();
+        let $pattern = &*kind else { return Err(INVALID_VALUE) };
+        $value
+    }};
+}
+
+export! {
+    fn cuGraphAddKernelNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const KernelNodeParams) {
+        current()?;
+        add(to, g, deps, n, kernel(p, None)?)
+    }
+    fn cuGraphAddKernelNode_v2(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const KernelNodeParamsV2) {
+        current()?;
+        add(to, g, deps, n, kernel(p.cast(), Some(p))?)
+    }
+    fn cuGraphAddMemcpyNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const Memcpy3D, _ctx: usize) {
+        add(to, g, deps, n, copy(&read(p)?)?)
+    }
+    fn cuGraphAddMemsetNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const MemsetNodeParams, _ctx: usize) {
+        add(to, g, deps, n, fill(&read(p)?)?)
+    }
+    fn cuGraphAddHostNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const HostNodeParams) {
+        let p = read(p)?;
+        add(to, g, deps, n, NodeKind::Host { func: p.func, data: p.data })
+    }
+    fn cuGraphAddChildGraphNode(to: *mut usize, g: usize, deps: *const usize, n: usize, h: usize) {
+        add(to, g, deps, n, child(h)?)
+    }
+    fn cuGraphAddEmptyNode(to: *mut usize, g: usize, deps: *const usize, n: usize) {
+        add(to, g, deps, n, NodeKind::Empty)
+    }
+    fn cuGraphAddEventRecordNode(to: *mut usize, g: usize, deps: *const usize, n: usize, e: usize) {
+        add(to, g, deps, n, NodeKind::EventRecord(event(e)?))
+    }
+    fn cuGraphAddEventWaitNode(to: *mut usize, g: usize, deps: *const usize, n: usize, e: usize) {
+        add(to, g, deps, n, NodeKind::EventWait(event(e)?))
+    }
+    fn cuGraphAddBatchMemOpNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const [usize; 4]) {
+        let p = read(p)?;
+        add(to, g, deps, n, mem_ops(slice(p[2] as *const BatchMemOp, p[1] & 0xffff_ffff)?)?)
+    }
+    fn cuGraphAddNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const NodeParams) {
+        add(to, g, deps, n, any(p)?)
+    }
+    fn cuGraphAddNode_v2(to: *mut usize, g: usize, deps: *const usize, _data: *const u64, n: usize, p: *const NodeParams) {
+        add(to, g, deps, n, any(p)?)
+    }
+    fn cuGraphNodeSetParams(h: usize, p: *const NodeParams) { replace(h, any(p)?) }
+    fn cuGraphExecNodeSetParams(e: usize, h: usize, p: *const NodeParams) { replace_in(e, h, any(p)?) }
+
+    fn cuGraphNodeGetType(h: usize, kind: *mut u32) {
+        let code = node(h)?.kind.lock().code();
+        out(kind, code)
+    }
+
+    fn cuGraphKernelNodeGetParams(h: usize, p: *mut KernelNodeParams) { out(p, kernel_params(h)?) }
+    fn cuGraphKernelNodeGetParams_v2(h: usize, p: *mut KernelNodeParamsV2) {
+        let base = kernel_params(h)?;
+        let ctx = get!(h, NodeKind::Kernel(l) => l.function.context);
+        let is_kernel = crate::module::KERNELS.find(base.func).is_some();
+        let kern = if is_kernel { base.func } else { 0 };
+        out(p, KernelNodeParamsV2 { base: KernelNodeParams { func: if is_kernel { 0 } else { base.func }, ..base }, kern, ctx })
+    }
+    fn cuGraphKernelNodeSetParams(h: usize, p: *const KernelNodeParams) { replace(h, kernel(p, None)?) }
+    fn cuGraphKernelNodeSetParams_v2(h: usize, p: *const KernelNodeParamsV2) { replace(h, kernel(p.cast(), Some(p))?) }
+    fn cuGraphExecKernelNodeSetParams(e: usize, h: usize, p: *const KernelNodeParams) { replace_in(e, h, kernel(p, None)?) }
+    fn cuGraphExecKernelNodeSetParams_v2(e: usize, h: usize, p: *const KernelNodeParamsV2) {
+        replace_in(e, h, kernel(p.cast(), Some(p))?)
+    }
+    fn cuGraphKernelNodeCopyAttributes(to: usize, from: usize) {
+        node(to)?;
+        node(from).map(drop)
+    }
+
+    fn cuGraphMemcpyNodeGetParams(h: usize, p: *mut Memcpy3D) {
+        out(p, get!(h, NodeKind::Copy(c) => describe_copy(c)))
+    }
+    fn cuGraphMemcpyNodeSetParams(h: usize, p: *const Memcpy3D) { replace(h, copy(&read(p)?)?) }
+    fn cuGraphExecMemcpyNodeSetParams(e: usize, h: usize, p: *const Memcpy3D, _ctx: usize) { replace_in(e, h, copy(&read(p)?)?) }
+
+    fn cuGraphMemsetNodeGetParams(h: usize, p: *mut MemsetNodeParams) {
+        let value = get!(h, NodeKind::Fill(f) => MemsetNodeParams {
+            dst: f.at,
+            pitch: f.pitch as usize,
+            value: f.value,
+            elementSize: f.element,
+            width: (f.width / u64::from(f.element)) as usize,
+            height: f.height as usize,
+        });
+        out(p, value)
+    }
+    fn cuGraphMemsetNodeSetParams(h: usize, p: *const MemsetNodeParams) { replace(h, fill(&read(p)?)?) }
+    fn cuGraphExecMemsetNodeSetParams(e: usize, h: usize, p: *const MemsetNodeParams, _ctx: usize) { replace_in(e, h, fill(&read(p)?)?) }
+
+    fn cuGraphHostNodeGetParams(h: usize, p: *mut HostNodeParams) {
+        out(p, get!(h, NodeKind::Host { func, data } => HostNodeParams { func: *func, data: *data }))
+    }
+    fn cuGraphHostNodeSetParams(h: usize, p: *const HostNodeParams) {
+        let p = read(p)?;
+        replace(h, NodeKind::Host { func: p.func, data: p.data })
+    }
+    fn cuGraphExecHostNodeSetParams(e: usize, h: usize, p: *const HostNodeParams) {
+        let p = read(p)?;
+        replace_in(e, h, NodeKind::Host { func: p.func, data: p.data })
+    }
+
+    fn cuGraphChildGraphNodeGetGraph(h: usize, g: *mut usize) {
+        out(g, get!(h, NodeKind::Child(c) => handle(c)))
+    }
+    fn cuGraphExecChildGraphNodeSetParams(e: usize, h: usize, g: usize) { replace_in(e, h, child(g)?) }
+
+    fn cuGraphEventRecordNodeGetEvent(h: usize, e: *mut usize) { out(e, get!(h, NodeKind::EventRecord(e) => *e)) }
+    fn cuGraphEventWaitNodeGetEvent(h: usize, e: *mut usize) { out(e, get!(h, NodeKind::EventWait(e) => *e)) }
+    fn cuGraphEventRecordNodeSetEvent(h: usize, e: usize) { replace(h, NodeKind::EventRecord(event(e)?)) }
+    fn cuGraphEventWaitNodeSetEvent(h: usize, e: usize) { replace(h, NodeKind::EventWait(event(e)?)) }
+    fn cuGraphExecEventRecordNodeSetEvent(x: usize, h: usize, e: usize) { replace_in(x, h, NodeKind::EventRecord(event(e)?)) }
+    fn cuGraphExecEventWaitNodeSetEvent(x: usize, h: usize, e: usize) { replace_in(x, h, NodeKind::EventWait(event(e)?)) }
+}

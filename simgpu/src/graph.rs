@@ -1,0 +1,312 @@
+//! Graphs and the nodes they are made of.
+
+use crate::driver::config;
+use crate::errors::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::op::{Copy, Fill, Launch, Op};
+use crate::registry::{Registry, handle};
+use crate::stream::{EVENTS, Point, Random, Recorded, Stream};
+use crate::submit;
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+pub use crate::capture::{
+    Capture, Capturing, capture_op, capturing, forbid_legacy, forbid_sync, forbid_unsafe,
+};
+
+pub static GRAPHS: Registry<Graph> = Registry::new();
+pub static NODES: Registry<Node> = Registry::new();
+pub static EXECS: Registry<Exec> = Registry::new();
+
+#[derive(Clone)]
+pub enum NodeKind {
+    Kernel(Launch),
+    Copy(Copy),
+    Fill(Fill),
+    Host { func: usize, data: usize },
+    Child(Arc<Graph>),
+    Empty,
+    EventWait(usize),
+    EventRecord(usize),
+    MemOps(Vec<Op>),
+}
+
+impl NodeKind {
+    /// `CUgraphNodeType`
+    pub fn code(&self) -> u32 {
+        match self {
+            NodeKind::Kernel(_) => 0,
+            NodeKind::Copy(_) => 1,
+            NodeKind::Fill(_) => 2,
+            NodeKind::Host { .. } => 3,
+            NodeKind::Child(_) => 4,
+            NodeKind::Empty => 5,
+            NodeKind::EventWait(_) => 6,
+            NodeKind::EventRecord(_) => 7,
+            NodeKind::MemOps(_) => 12,
+        }
+    }
+
+    /// The node that an entry of a stream becomes in a capture.
+    pub fn from_op(op: &Op) -> Option<NodeKind> {
+        Some(match op {
+            Op::Kernel(l) => NodeKind::Kernel((**l).clone()),
+            Op::Copy(c) => NodeKind::Copy((**c).clone()),
+            Op::Fill(f) => NodeKind::Fill(f.clone()),
+            Op::Host { func, data } => NodeKind::Host { func: *func, data: *data },
+            Op::Empty => NodeKind::Empty,
+            Op::Wait { .. } | Op::Write { .. } => NodeKind::MemOps(vec![op.clone()]),
+            _ => return None,
+        })
+    }
+}
+
+pub struct Node {
+    pub id: u64,
+    pub kind: Mutex<NodeKind>,
+    pub after: Mutex<Vec<Arc<Node>>>,
+    pub graph: Weak<Graph>,
+}
+
+pub struct Graph {
+    pub id: u64,
+    pub nodes: Mutex<Vec<Arc<Node>>>,
+    /// Original node to its copy, if this is a clone.
+    pub clones: Mutex<HashMap<usize, Arc<Node>>>,
+}
+
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Graph {
+    pub fn new() -> Arc<Graph> {
+        Arc::new(Graph { id: next_id(), nodes: Mutex::default(), clones: Mutex::default() })
+    }
+
+    pub fn add(self: &Arc<Self>, kind: NodeKind, after: Vec<Arc<Node>>) -> Result<Arc<Node>> {
+        if after.iter().any(|n| n.graph.as_ptr() != Arc::as_ptr(self)) {
+            return Err(INVALID_VALUE);
+        }
+        let mut unique: Vec<Arc<Node>> = Vec::new();
+        for n in after {
+            if !unique.iter().any(|u| Arc::ptr_eq(u, &n)) {
+                unique.push(n);
+            }
+        }
+        let node = Arc::new(Node {
+            id: next_id(),
+            kind: Mutex::new(kind),
+            after: Mutex::new(unique),
+            graph: Arc::downgrade(self),
+        });
+        NODES.insert(node.clone());
+        self.nodes.lock().push(node.clone());
+        Ok(node)
+    }
+
+    pub fn remove(&self, node: &Arc<Node>) {
+        self.nodes.lock().retain(|n| !Arc::ptr_eq(n, node));
+        for n in self.nodes.lock().iter() {
+            n.after.lock().retain(|a| !Arc::ptr_eq(a, node));
+        }
+        let _ = NODES.remove(handle(node));
+    }
+
+    pub fn duplicate(&self) -> Arc<Graph> {
+        let copy = Graph::new();
+        let mut clones = HashMap::new();
+        for n in self.sorted().unwrap_or_default() {
+            let after = n.after.lock().iter().filter_map(|a| clones.get(&handle(a)).cloned()).collect();
+            let kind = match &*n.kind.lock() {
+                NodeKind::Child(g) => NodeKind::Child(g.duplicate()),
+                other => other.clone(),
+            };
+            if let Ok(node) = copy.add(kind, after) {
+                clones.insert(handle(&n), node);
+            }
+        }
+        *copy.clones.lock() = clones;
+        copy
+    }
+
+    /// Every edge as (from, to).
+    pub fn edges(&self) -> Vec<(usize, usize)> {
+        let nodes = self.nodes.lock();
+        nodes
+            .iter()
+            .flat_map(|n| n.after.lock().iter().map(|a| (handle(a), handle(n))).collect::<Vec<_>>())
+            .collect()
+    }
+
+    /// Nodes so that each comes after those it depends on. Which of several comes first is nobody's promise, so it
+    /// is drawn at random. `None` if there is a cycle.
+    pub fn sorted(&self) -> Option<Vec<Arc<Node>>> {
+        let mut rest = self.nodes.lock().clone();
+        let mut random = Random::new(config().seed ^ self.id);
+        let mut out: Vec<Arc<Node>> = Vec::with_capacity(rest.len());
+        let mut placed = std::collections::HashSet::new();
+        while !rest.is_empty() {
+            let ready: Vec<usize> = (0..rest.len())
+                .filter(|&i| rest[i].after.lock().iter().all(|a| placed.contains(&handle(a))))
+                .collect();
+            if ready.is_empty() {
+                return None;
+            }
+            // A whole layer at a time keeps large graphs quick; its order is shuffled.
+            let mut layer: Vec<Arc<Node>> = ready.iter().rev().map(|&i| rest.swap_remove(i)).collect();
+            for i in (1..layer.len()).rev() {
+                layer.swap(i, (random.next() % (i as u64 + 1)) as usize);
+            }
+            placed.extend(layer.iter().map(handle));
+            out.append(&mut layer);
+        }
+        Some(out)
+    }
+
+    /// Takes the graph and its nodes out of the tables of handles.
+    pub fn destroy(self: &Arc<Self>) {
+        for n in self.nodes.lock().drain(..) {
+            if let NodeKind::Child(g) = &*n.kind.lock() {
+                g.destroy();
+            }
+            let _ = NODES.remove(handle(&n));
+        }
+        let _ = GRAPHS.remove(handle(self));
+    }
+}
+
+/// One node of an executable graph.
+#[derive(Clone)]
+pub struct Step {
+    /// Handle of the node it was made from.
+    pub node: usize,
+    pub kind: NodeKind,
+    pub enabled: bool,
+}
+
+pub struct Exec {
+    pub id: u64,
+    pub flags: u64,
+    pub steps: Mutex<Vec<Step>>,
+    shape: Mutex<(usize, Vec<u32>, Vec<(usize, usize)>)>,
+}
+
+/// Nodes by position: how many, their types, their edges.
+fn shape(graph: &Graph) -> (usize, Vec<u32>, Vec<(usize, usize)>) {
+    let nodes = graph.nodes.lock();
+    let position: HashMap<usize, usize> = nodes.iter().enumerate().map(|(i, n)| (handle(n), i)).collect();
+    let types = nodes.iter().map(|n| n.kind.lock().code()).collect();
+    let mut edges = Vec::new();
+    for (i, n) in nodes.iter().enumerate() {
+        edges.extend(n.after.lock().iter().filter_map(|a| position.get(&handle(a)).map(|p| (*p, i))));
+    }
+    edges.sort_unstable();
+    (nodes.len(), types, edges)
+}
+
+fn snapshot(kind: &NodeKind) -> NodeKind {
+    match kind {
+        NodeKind::Child(g) => NodeKind::Child(g.duplicate()),
+        other => other.clone(),
+    }
+}
+
+impl Exec {
+    pub fn new(graph: &Arc<Graph>, flags: u64) -> Result<Arc<Exec>> {
+        let sorted = graph.sorted().ok_or(INVALID_VALUE)?;
+        let steps = sorted
+            .iter()
+            .map(|n| Step { node: handle(n), kind: snapshot(&n.kind.lock()), enabled: true })
+            .collect();
+        let exec = Arc::new(Exec {
+            id: next_id(),
+            flags,
+            steps: Mutex::new(steps),
+            shape: Mutex::new(shape(graph)),
+        });
+        EXECS.insert(exec.clone());
+        Ok(exec)
+    }
+
+    /// Changes the parameters of one node.
+    pub fn set(&self, node: usize, change: impl FnOnce(&mut NodeKind) -> Result) -> Result {
+        let mut steps = self.steps.lock();
+        change(&mut steps.iter_mut().find(|s| s.node == node).ok_or(INVALID_HANDLE)?.kind)
+    }
+
+    /// Takes over the parameters of a graph of the same shape; else says which result code applies.
+    pub fn update(&self, graph: &Arc<Graph>) -> std::result::Result<(), u32> {
+        let (new, old) = (shape(graph), self.shape.lock().clone());
+        if new.0 != old.0 || new.2 != old.2 {
+            return Err(2);
+        }
+        if new.1 != old.1 {
+            return Err(3);
+        }
+        let sorted = graph.sorted().ok_or(1u32)?;
+        *self.steps.lock() = sorted
+            .iter()
+            .map(|n| Step { node: handle(n), kind: snapshot(&n.kind.lock()), enabled: true })
+            .collect();
+        Ok(())
+    }
+
+    pub fn launch(&self, stream: &Arc<Stream>) -> Result {
+        let mut plan = Plan::default();
+        for step in self.steps.lock().iter().filter(|s| s.enabled) {
+            plan.add(&step.kind)?;
+        }
+        let point = submit::submit_after(stream, Op::Sequence(Arc::new(plan.ops)), plan.after)?;
+        if let Some(point) = point {
+            for (event, time) in plan.recorded {
+                if let Some(e) = EVENTS.find(event) {
+                    let mut state = e.state.lock();
+                    state.captured = None;
+                    state.recorded = Some(Recorded { point: point.clone(), time });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What one launch of a graph puts into a stream.
+#[derive(Default)]
+struct Plan {
+    ops: Vec<Op>,
+    after: Vec<Point>,
+    recorded: Vec<(usize, Arc<OnceLock<std::time::Instant>>)>,
+}
+
+impl Plan {
+    fn add(&mut self, kind: &NodeKind) -> Result {
+        match kind {
+            NodeKind::Kernel(l) => self.ops.push(Op::Kernel(Arc::new(l.clone()))),
+            NodeKind::Copy(c) => self.ops.push(Op::Copy(Arc::new(c.clone()))),
+            NodeKind::Fill(f) => self.ops.push(Op::Fill(f.clone())),
+            NodeKind::Host { func, data } => self.ops.push(Op::Host { func: *func, data: *data }),
+            NodeKind::MemOps(list) => self.ops.extend(list.iter().cloned()),
+            NodeKind::Empty => {}
+            NodeKind::Child(g) => {
+                for n in g.sorted().ok_or(INVALID_VALUE)? {
+                    let kind = n.kind.lock().clone();
+                    self.add(&kind)?;
+                }
+            }
+            NodeKind::EventWait(e) => {
+                if let Some(r) = EVENTS.get(*e)?.state.lock().recorded.clone() {
+                    self.after.push(r.point);
+                }
+            }
+            NodeKind::EventRecord(e) => {
+                let time = Arc::new(OnceLock::new());
+                self.recorded.push((*e, time.clone()));
+                self.ops.push(Op::Record(time));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,658 @@
+//! The address space of the process as the devices see it.
+//!
+//! Device addresses are real, reserved and inaccessible to the host; the bytes lie elsewhere. Pinned and managed
+//! memory is host memory at its own address.
+
+use crate::config::Config;
+use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result};
+use crate::ptx::exec::{MemView, Span};
+use crate::usage::Usage;
+use parking_lot::Mutex;
+use std::alloc::Layout;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub const GRANULARITY: u64 = 2 << 20;
+const SMALL: u64 = 512;
+const PAGE: usize = 4096;
+
+/// Bytes that something owns.
+pub struct Backing {
+    ptr: *mut u8,
+    len: usize,
+    origin: Origin,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Heap,
+    Mapped,
+    /// The program's own memory.
+    Borrowed,
+}
+
+// SAFETY: the bytes are only reached through raw copies and atomics, like the memory of a device.
+unsafe impl Send for Backing {}
+// SAFETY: as above.
+unsafe impl Sync for Backing {}
+
+impl Backing {
+    fn heap(len: usize, poison: Option<u8>) -> Result<Arc<Backing>> {
+        let layout = Layout::from_size_align(len.max(1), SMALL as usize).map_err(|_| OUT_OF_MEMORY)?;
+        // SAFETY: the layout has a size.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        if ptr.is_null() {
+            return Err(OUT_OF_MEMORY);
+        }
+        if let Some(byte) = poison {
+            // SAFETY: `len` bytes were just allocated.
+            unsafe { ptr.write_bytes(byte, len) };
+        }
+        Ok(Arc::new(Backing { ptr, len: len.max(1), origin: Origin::Heap }))
+    }
+
+    fn mapped(len: usize) -> Result<Arc<Backing>> {
+        let len = len.max(1).next_multiple_of(PAGE);
+        let ptr = map(0, len, libc::PROT_READ | libc::PROT_WRITE, 0).ok_or(OUT_OF_MEMORY)?;
+        Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped }))
+    }
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        match self.origin {
+            Origin::Heap => {
+                if let Ok(layout) = Layout::from_size_align(self.len, SMALL as usize) {
+                    // SAFETY: allocated with this layout.
+                    unsafe { std::alloc::dealloc(self.ptr, layout) };
+                }
+            }
+            // SAFETY: mapped with this length.
+            Origin::Mapped => unsafe {
+                libc::munmap(self.ptr.cast(), self.len);
+            },
+            Origin::Borrowed => {}
+        }
+    }
+}
+
+fn map(hint: u64, len: usize, prot: i32, flags: i32) -> Option<u64> {
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: an anonymous mapping that never replaces another one.
+    let p = unsafe { libc::mmap(hint as *mut _, len, prot, flags, -1, 0) };
+    (p != libc::MAP_FAILED).then_some(p as u64)
+}
+
+/// Memory created by `cuMemCreate`.
+pub struct Physical {
+    pub device: u32,
+    pub size: u64,
+    pub properties: [u8; 32],
+    backing: Arc<Backing>,
+    /// References by the program and by mappings; memory is given back when the last one goes.
+    pub references: AtomicU64,
+    usage: Arc<Usage>,
+}
+
+impl Drop for Physical {
+    fn drop(&mut self) {
+        self.usage.give(self.device, self.size);
+    }
+}
+
+#[derive(Clone)]
+pub enum Kind {
+    Device,
+    Managed,
+    Host {
+        flags: u32,
+    },
+    Registered {
+        flags: u32,
+    },
+    Mapped(Arc<Physical>),
+    Pool {
+        pool: usize,
+    },
+    /// A module's variable.
+    Variable,
+}
+
+/// A range of addresses that belongs together.
+pub struct Allocation {
+    pub base: u64,
+    pub size: u64,
+    pub device: u32,
+    /// Handle of the context it was made in.
+    pub context: usize,
+    pub kind: Kind,
+    /// Unique in the process (`BUFFER_ID`).
+    pub id: u64,
+    /// Bit per device, for mapped memory only.
+    pub access: AtomicU64,
+    backing: Arc<Backing>,
+    offset: usize,
+    /// Bytes taken of the device.
+    charged: u64,
+}
+
+impl Allocation {
+    pub fn end(&self) -> u64 {
+        self.base + self.size
+    }
+
+    /// Whether host code may use these addresses.
+    pub fn on_host(&self) -> bool {
+        matches!(self.kind, Kind::Host { .. } | Kind::Registered { .. } | Kind::Managed)
+    }
+
+    pub fn pinned(&self) -> bool {
+        matches!(self.kind, Kind::Host { .. } | Kind::Registered { .. })
+    }
+
+    pub fn host_ptr(&self) -> *mut u8 {
+        // SAFETY: `offset` lies inside the backing.
+        unsafe { self.backing.ptr.add(self.offset) }
+    }
+}
+
+/// Bytes behind a range of addresses; `keep` holds them.
+pub struct Piece {
+    pub ptr: *mut u8,
+    pub len: usize,
+    pub keep: Arc<Allocation>,
+}
+
+/// Free address ranges of one window.
+struct Arena {
+    start: u64,
+    end: u64,
+    free: BTreeMap<u64, u64>,
+}
+
+impl Arena {
+    fn new(start: u64, size: u64) -> Arena {
+        Arena { start, end: start + size, free: BTreeMap::from([(start, size)]) }
+    }
+
+    fn alloc(&mut self, size: u64) -> Option<u64> {
+        let align = if size >= GRANULARITY { GRANULARITY } else { SMALL };
+        let size = size.next_multiple_of(SMALL);
+        let (start, len, at) = self.free.iter().find_map(|(&start, &len)| {
+            let at = start.next_multiple_of(align);
+            (at + size <= start + len).then_some((start, len, at))
+        })?;
+        self.free.remove(&start);
+        if at > start {
+            self.free.insert(start, at - start);
+        }
+        if start + len > at + size {
+            self.free.insert(at + size, start + len - at - size);
+        }
+        Some(at)
+    }
+
+    fn release(&mut self, at: u64, size: u64) {
+        let (mut at, mut size) = (at, size.next_multiple_of(SMALL));
+        if let Some((&before, &len)) = self.free.range(..at).next_back()
+            && before + len == at
+        {
+            self.free.remove(&before);
+            (at, size) = (before, size + len);
+        }
+        if let Some(len) = self.free.remove(&(at + size)) {
+            size += len;
+        }
+        self.free.insert(at, size);
+    }
+
+    fn holds(&self, at: u64) -> bool {
+        (self.start..self.end).contains(&at)
+    }
+}
+
+#[derive(Default)]
+struct Inner {
+    map: BTreeMap<u64, Arc<Allocation>>,
+    arenas: Vec<Arena>,
+    /// Stream-ordered allocations, per device.
+    pools: Vec<Arena>,
+    /// Ranges of `cuMemAddressReserve`.
+    reserved: BTreeMap<u64, u64>,
+    /// (device that reaches, device that is reached)
+    peers: Vec<(u32, u32)>,
+    view: Option<Arc<MemView>>,
+}
+
+pub struct Space {
+    inner: Mutex<Inner>,
+    config: Arc<Config>,
+    pub usage: Arc<Usage>,
+    next_id: AtomicU64,
+    allocations: AtomicU64,
+}
+
+/// Reserves a window, if possible at `at`.
+fn window(at: u64, size: u64) -> Arena {
+    let fixed = if at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
+    match map(at, size as usize, libc::PROT_NONE, fixed) {
+        Some(p) => Arena::new(p.next_multiple_of(GRANULARITY), size - GRANULARITY),
+        // A place that is taken was asked for on purpose.
+        None => Arena::new(at, size),
+    }
+}
+
+impl Space {
+    pub fn new(config: &Arc<Config>) -> Space {
+        let mut inner = Inner::default();
+        let size = (config.memory * 2).next_multiple_of(GRANULARITY) + 64 * GRANULARITY;
+        for d in 0..u64::from(config.devices) {
+            let at = if config.device_base == 0 { 0 } else { config.device_base + d * size };
+            inner.arenas.push(window(at, size));
+            inner.pools.push(window(config.pool_base + d * size, size));
+        }
+        Space {
+            inner: Mutex::new(inner),
+            config: config.clone(),
+            usage: Arc::new(Usage::open(config)),
+            next_id: AtomicU64::new(1),
+            allocations: AtomicU64::new(0),
+        }
+    }
+
+    fn insert(&self, inner: &mut Inner, mut a: Allocation) -> Arc<Allocation> {
+        a.id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let a = Arc::new(a);
+        inner.map.insert(a.base, a.clone());
+        inner.view = None;
+        a
+    }
+
+    fn charge(&self, device: u32, size: u64) -> Result {
+        let n = self.allocations.fetch_add(1, Ordering::Relaxed) + 1;
+        let every = self.config.fail_alloc_every;
+        if (every != 0 && n % every == 0) || !self.usage.take(device, size, self.config.memory) {
+            return Err(OUT_OF_MEMORY);
+        }
+        Ok(())
+    }
+
+    fn in_arena(&self, device: u32, context: usize, size: u64, kind: Kind) -> Result<Arc<Allocation>> {
+        if size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if size > self.config.memory {
+            return Err(OUT_OF_MEMORY);
+        }
+        let charged = size.next_multiple_of(SMALL);
+        self.charge(device, charged)?;
+        let made = (|| {
+            let backing = Backing::heap(size as usize, self.config.poison)?;
+            let mut inner = self.inner.lock();
+            let pool = matches!(kind, Kind::Pool { .. });
+            let arenas = if pool { &mut inner.pools } else { &mut inner.arenas };
+            let base = arenas[device as usize].alloc(size).ok_or(OUT_OF_MEMORY)?;
+            let a = Allocation {
+                base,
+                size,
+                device,
+                context,
+                kind,
+                id: 0,
+                access: AtomicU64::new(0),
+                backing,
+                offset: 0,
+                charged,
+            };
+            Ok(self.insert(&mut inner, a))
+        })();
+        if made.is_err() {
+            self.usage.give(device, charged);
+        }
+        made
+    }
+
+    pub fn device(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
+        self.in_arena(device, context, size, Kind::Device)
+    }
+
+    pub fn pool(&self, device: u32, context: usize, size: u64, pool: usize) -> Result<Arc<Allocation>> {
+        self.in_arena(device, context, size, Kind::Pool { pool })
+    }
+
+    pub fn variable(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
+        self.in_arena(device, context, size.max(1), Kind::Variable)
+    }
+
+    fn on_host(
+        &self,
+        device: u32,
+        context: usize,
+        size: u64,
+        kind: Kind,
+        charged: u64,
+    ) -> Result<Arc<Allocation>> {
+        if size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let backing = Backing::mapped(size as usize)?;
+        let base = backing.ptr as u64;
+        let a = Allocation {
+            base,
+            size,
+            device,
+            context,
+            kind,
+            id: 0,
+            access: AtomicU64::new(0),
+            backing,
+            offset: 0,
+            charged,
+        };
+        Ok(self.insert(&mut self.inner.lock(), a))
+    }
+
+    pub fn host(&self, device: u32, context: usize, size: u64, flags: u32) -> Result<Arc<Allocation>> {
+        self.on_host(device, context, size, Kind::Host { flags }, 0)
+    }
+
+    pub fn managed(&self, device: u32, context: usize, size: u64) -> Result<Arc<Allocation>> {
+        if size > self.config.memory {
+            return Err(OUT_OF_MEMORY);
+        }
+        self.charge(device, size.next_multiple_of(SMALL))?;
+        self.on_host(device, context, size, Kind::Managed, size.next_multiple_of(SMALL))
+    }
+
+    pub fn register(
+        &self,
+        device: u32,
+        context: usize,
+        at: u64,
+        size: u64,
+        flags: u32,
+    ) -> Result<Arc<Allocation>> {
+        let mut inner = self.inner.lock();
+        if overlaps(&inner.map, at, size) {
+            return Err(crate::errors::HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        let backing = Arc::new(Backing { ptr: at as *mut u8, len: size as usize, origin: Origin::Borrowed });
+        let kind = Kind::Registered { flags };
+        let a = Allocation {
+            base: at,
+            size,
+            device,
+            context,
+            kind,
+            id: 0,
+            access: AtomicU64::new(0),
+            backing,
+            offset: 0,
+            charged: 0,
+        };
+        Ok(self.insert(&mut inner, a))
+    }
+
+    /// The allocation that holds an address.
+    pub fn find(&self, addr: u64) -> Option<Arc<Allocation>> {
+        let inner = self.inner.lock();
+        inner.map.range(..=addr).next_back().map(|(_, a)| a).filter(|a| addr < a.end()).cloned()
+    }
+
+    /// Removes the allocation that starts at `base` if `wanted` agrees.
+    pub fn remove(&self, base: u64, wanted: impl Fn(&Allocation) -> bool) -> Option<Arc<Allocation>> {
+        let mut inner = self.inner.lock();
+        let a = inner.map.get(&base).filter(|a| wanted(a)).cloned()?;
+        inner.map.remove(&base);
+        inner.view = None;
+        if matches!(a.kind, Kind::Device | Kind::Variable | Kind::Pool { .. }) {
+            let inner = &mut *inner;
+            if let Some(arena) = inner.arenas.iter_mut().chain(&mut inner.pools).find(|r| r.holds(base)) {
+                arena.release(base, a.size);
+            }
+        }
+        self.usage.give(a.device, a.charged);
+        Some(a)
+    }
+
+    /// Removes everything that belongs to a context.
+    pub fn remove_context(&self, context: usize) {
+        let bases: Vec<u64> = {
+            let inner = self.inner.lock();
+            inner
+                .map
+                .values()
+                .filter(|a| a.context == context && !matches!(a.kind, Kind::Mapped(_)))
+                .map(|a| a.base)
+                .collect()
+        };
+        for base in bases {
+            self.remove(base, |_| true);
+        }
+    }
+
+    /// The bytes of a range. Ranges may run across neighbouring mappings, but not across allocations.
+    pub fn pieces(&self, addr: u64, len: u64) -> Result<Vec<Piece>> {
+        let end = addr.checked_add(len).ok_or(INVALID_VALUE)?;
+        let inner = self.inner.lock();
+        let (mut at, mut out) = (addr, Vec::new());
+        while at < end || out.is_empty() {
+            let a = inner
+                .map
+                .range(..=at)
+                .next_back()
+                .map(|(_, a)| a)
+                .filter(|a| at < a.end())
+                .ok_or(INVALID_VALUE)?;
+            if !out.is_empty() && !matches!(a.kind, Kind::Mapped(_)) {
+                return Err(INVALID_VALUE);
+            }
+            let n = (a.end() - at).min(end - at) as usize;
+            // SAFETY: `at` lies inside the allocation, hence inside its backing.
+            let ptr = unsafe { a.host_ptr().add((at - a.base) as usize) };
+            out.push(Piece { ptr, len: n, keep: a.clone() });
+            at += n as u64;
+            if n == 0 {
+                break;
+            }
+        }
+        Ok(out)
+    }
+
+    /// What kernels can reach now.
+    pub fn view(&self) -> Arc<MemView> {
+        let mut inner = self.inner.lock();
+        if let Some(view) = &inner.view {
+            return view.clone();
+        }
+        let mut view = MemView::default();
+        for a in inner.map.values() {
+            let devices = match a.kind {
+                Kind::Mapped(_) => a.access.load(Ordering::Relaxed),
+                Kind::Host { .. } | Kind::Registered { .. } | Kind::Managed => u64::MAX,
+                _ => {
+                    inner.peers.iter().filter(|p| p.1 == a.device).fold(1 << a.device, |m, p| m | (1 << p.0))
+                }
+            };
+            view.spans.push(Span {
+                start: a.base,
+                end: a.end(),
+                host: a.host_ptr() as usize,
+                writable: true,
+                devices,
+            });
+            view.keep.push(a.clone());
+        }
+        let view = Arc::new(view);
+        inner.view = Some(view.clone());
+        view
+    }
+
+    pub fn set_peer(&self, from: u32, to: u32, on: bool) {
+        let mut inner = self.inner.lock();
+        inner.peers.retain(|p| *p != (from, to));
+        if on {
+            inner.peers.push((from, to));
+        }
+        inner.view = None;
+    }
+
+    pub fn reserve(&self, size: u64, align: u64, hint: u64) -> Result<u64> {
+        let align = align.max(GRANULARITY);
+        let hint = if self.config.ignore_address_hints || hint % GRANULARITY != 0 { 0 } else { hint };
+        let exact = if hint == 0 {
+            None
+        } else {
+            map(hint, size as usize, libc::PROT_NONE, libc::MAP_FIXED_NOREPLACE)
+        };
+        let at = match exact {
+            Some(p) if p == hint => p,
+            _ => {
+                let raw = map(0, (size + align) as usize, libc::PROT_NONE, 0).ok_or(OUT_OF_MEMORY)?;
+                raw.next_multiple_of(align)
+            }
+        };
+        self.inner.lock().reserved.insert(at, size);
+        Ok(at)
+    }
+
+    pub fn unreserve(&self, at: u64, size: u64) -> Result {
+        let mut inner = self.inner.lock();
+        if inner.reserved.get(&at) != Some(&size) || overlaps(&inner.map, at, size) {
+            return Err(INVALID_VALUE);
+        }
+        inner.reserved.remove(&at);
+        // SAFETY: the range was mapped by `reserve` and nothing is mapped in it any more.
+        unsafe { libc::munmap(at as *mut _, size as usize) };
+        Ok(())
+    }
+
+    pub fn create(&self, device: u32, size: u64, properties: [u8; 32]) -> Result<Arc<Physical>> {
+        if size > self.config.memory {
+            return Err(OUT_OF_MEMORY);
+        }
+        self.charge(device, size)?;
+        let backing = Backing::heap(size as usize, self.config.poison)
+            .inspect_err(|_| self.usage.give(device, size))?;
+        Ok(Arc::new(Physical {
+            device,
+            size,
+            properties,
+            backing,
+            references: AtomicU64::new(1),
+            usage: self.usage.clone(),
+        }))
+    }
+
+    pub fn map(&self, at: u64, size: u64, offset: u64, physical: Arc<Physical>) -> Result {
+        let mut inner = self.inner.lock();
+        let inside = inner.reserved.range(..=at).next_back().is_some_and(|(b, len)| at + size <= b + len);
+        let fits = offset.checked_add(size).is_some_and(|end| end <= physical.size);
+        if !inside
+            || !fits
+            || size == 0
+            || at % GRANULARITY != 0
+            || size % GRANULARITY != 0
+            || overlaps(&inner.map, at, size)
+        {
+            return Err(INVALID_VALUE);
+        }
+        let a = Allocation {
+            base: at,
+            size,
+            device: physical.device,
+            context: 0,
+            id: 0,
+            access: AtomicU64::new(0),
+            backing: physical.backing.clone(),
+            offset: offset as usize,
+            charged: 0,
+            kind: Kind::Mapped(physical),
+        };
+        self.insert(&mut inner, a);
+        Ok(())
+    }
+
+    /// The mappings that make up exactly `[at, at + size)`.
+    fn mappings(inner: &Inner, at: u64, size: u64) -> Result<Vec<Arc<Allocation>>> {
+        let (mut next, mut out) = (at, Vec::new());
+        while next < at + size {
+            let a =
+                inner.map.get(&next).filter(|a| matches!(a.kind, Kind::Mapped(_))).ok_or(INVALID_VALUE)?;
+            next = a.end();
+            out.push(a.clone());
+        }
+        if next == at + size && size > 0 { Ok(out) } else { Err(INVALID_VALUE) }
+    }
+
+    pub fn unmap(&self, at: u64, size: u64) -> Result {
+        let mut inner = self.inner.lock();
+        for a in Self::mappings(&inner, at, size)? {
+            inner.map.remove(&a.base);
+        }
+        inner.view = None;
+        Ok(())
+    }
+
+    pub fn set_access(&self, at: u64, size: u64, device: u32, allowed: bool) -> Result {
+        let mut inner = self.inner.lock();
+        for a in Self::mappings(&inner, at, size)? {
+            if allowed {
+                a.access.fetch_or(1 << device, Ordering::Relaxed);
+            } else {
+                a.access.fetch_and(!(1 << device), Ordering::Relaxed);
+            }
+        }
+        inner.view = None;
+        Ok(())
+    }
+}
+
+fn overlaps(map: &BTreeMap<u64, Arc<Allocation>>, at: u64, size: u64) -> bool {
+    map.range(..at.saturating_add(size)).next_back().is_some_and(|(_, a)| a.end() > at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn space() -> Space {
+        let config =
+            Config { memory: 64 << 20, machine: format!("mem-{}", std::process::id()), ..Config::default() };
+        Space::new(&Arc::new(config))
+    }
+
+    #[test]
+    fn arenas_merge_what_is_freed() {
+        let mut a = Arena::new(GRANULARITY, 4 * GRANULARITY);
+        let (x, y) = (a.alloc(100).unwrap(), a.alloc(GRANULARITY).unwrap());
+        assert_eq!((x, y), (GRANULARITY, 2 * GRANULARITY));
+        a.release(x, 100);
+        a.release(y, GRANULARITY);
+        assert_eq!(a.free, BTreeMap::from([(GRANULARITY, 4 * GRANULARITY)]));
+    }
+
+    #[test]
+    fn ranges_end_with_their_allocation() {
+        let s = space();
+        let a = s.device(0, 0, 1000).unwrap();
+        assert!(s.pieces(a.base, 1000).is_ok() && s.pieces(a.base + 1, 1000).is_err());
+        assert_eq!(s.device(0, 0, 65 << 20).err(), Some(OUT_OF_MEMORY));
+        assert!(s.remove(a.base, |_| true).is_some() && s.find(a.base).is_none());
+    }
+
+    #[test]
+    fn neighbouring_mappings_are_one_range() {
+        let s = space();
+        let at = s.reserve(4 * GRANULARITY, 0, 0).unwrap();
+        for i in 0..2 {
+            let p = s.create(0, GRANULARITY, [0; 32]).unwrap();
+            s.map(at + i * GRANULARITY, GRANULARITY, 0, p).unwrap();
+        }
+        assert_eq!(s.pieces(at + 100, GRANULARITY).unwrap().len(), 2);
+        assert!(s.unreserve(at, 4 * GRANULARITY).is_err());
+        s.unmap(at, 2 * GRANULARITY).unwrap();
+        s.unreserve(at, 4 * GRANULARITY).unwrap();
+    }
+}

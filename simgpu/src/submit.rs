@@ -1,0 +1,170 @@
+//! From a call to an entry of a stream, or to a node of the graph that the stream is being captured into.
+
+use crate::context::{CONTEXTS, Context, current};
+use crate::errors::{INVALID_HANDLE, NOT_PERMITTED, Result};
+use crate::graph;
+use crate::op::{Copy, Op, Place};
+use crate::registry::handle;
+use crate::stream::{Point, Role, STREAMS, Stream};
+use std::cell::Cell;
+use std::sync::Arc;
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks the thread as running a host function, which may not call the driver.
+pub struct Inside(bool);
+
+pub fn in_callback() -> Inside {
+    Inside(INSIDE.try_with(|i| i.replace(true)).unwrap_or(false))
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        let _ = INSIDE.try_with(|i| i.set(self.0));
+    }
+}
+
+pub fn not_in_callback() -> Result {
+    if INSIDE.try_with(Cell::get).unwrap_or(false) { Err(NOT_PERMITTED) } else { Ok(()) }
+}
+
+/// The stream that a handle means for the calling thread.
+pub fn stream(h: usize, per_thread: bool) -> Result<Arc<Stream>> {
+    match h {
+        0 if per_thread => Ok(current()?.per_thread()),
+        0 | 1 => Ok(current()?.legacy()),
+        2 => Ok(current()?.per_thread()),
+        _ => STREAMS.find(h).ok_or(INVALID_HANDLE),
+    }
+}
+
+pub fn context_of(s: &Stream) -> Result<Arc<Context>> {
+    CONTEXTS.find(s.context).ok_or(INVALID_HANDLE)
+}
+
+/// What an entry of `s` waits for because of the legacy stream's rules.
+fn order(s: &Arc<Stream>, ctx: &Arc<Context>) -> Vec<Point> {
+    let points: Vec<Point> = match s.role {
+        Role::Legacy => ctx.streams().iter().filter(|o| o.blocking()).map(Stream::last).collect(),
+        _ if s.blocking() => vec![ctx.legacy().last()],
+        _ => Vec::new(),
+    };
+    points.into_iter().filter(|p| !p.reached()).collect()
+}
+
+/// Puts an operation into a stream. In a capture it becomes a node and nothing is returned.
+pub fn submit(s: &Arc<Stream>, op: Op) -> Result<Option<Point>> {
+    submit_after(s, op, Vec::new())
+}
+
+pub fn submit_after(s: &Arc<Stream>, op: Op, mut after: Vec<Point>) -> Result<Option<Point>> {
+    not_in_callback()?;
+    s.life.check()?;
+    if graph::capture_op(s, &op)? {
+        return Ok(None);
+    }
+    let ctx = context_of(s)?;
+    if s.role == Role::Legacy {
+        graph::forbid_legacy(&ctx)?;
+    }
+    after.extend(order(s, &ctx));
+    s.push(op, after).map(Some)
+}
+
+/// Waits until a stream has done everything submitted so far.
+pub fn synchronize(s: &Arc<Stream>) -> Result {
+    not_in_callback()?;
+    graph::forbid_sync(s)?;
+    let ctx = context_of(s)?;
+    let mut points = vec![s.last()];
+    if s.role == Role::Legacy {
+        points.extend(order(s, &ctx));
+    }
+    points.iter().for_each(Point::wait);
+    s.life.flush();
+    s.life.check()
+}
+
+/// Whether everything submitted so far is done.
+pub fn query(s: &Arc<Stream>) -> Result<bool> {
+    graph::forbid_sync(s)?;
+    s.life.check()?;
+    let waits = s.role == Role::Legacy && !order(s, &context_of(s)?).is_empty();
+    let done = !waits && s.last().reached();
+    if done {
+        s.life.flush();
+        s.life.check()?;
+    }
+    Ok(done)
+}
+
+/// Submits a copy under the rules for pageable memory; `wait` makes the call synchronous.
+pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
+    copy.validate()?;
+    if wait {
+        graph::forbid_unsafe()?;
+        if s.role == Role::Legacy {
+            graph::forbid_legacy(&context_of(s)?)?;
+        }
+    }
+    if copy.bytes() == 0 {
+        return s.life.check();
+    }
+    let known = |p: &Place| matches!(p, Place::Known(_));
+    let to_pageable = matches!(copy.dst.place, Place::Pageable(_));
+    let from_pageable = !known(&copy.src.place);
+    let on_device = known(&copy.dst.place) && known(&copy.src.place) && !touches_host(&copy)?;
+    if from_pageable && !graph::capturing(s) {
+        copy.stage()?;
+    }
+    let point = submit(s, Op::Copy(Arc::new(copy)))?;
+    // Between device addresses even the synchronous calls return before the copy is done; from pageable memory they
+    // return once the bytes are staged.
+    let must_wait = to_pageable || (wait && !on_device && !from_pageable);
+    if let Some(point) = point.filter(|_| must_wait) {
+        point.wait();
+        s.life.flush();
+        s.life.check()?;
+    }
+    Ok(())
+}
+
+fn touches_host(copy: &Copy) -> Result<bool> {
+    let d = crate::driver::driver()?;
+    Ok([&copy.dst.place, &copy.src.place].iter().any(|p| match p {
+        Place::Known(at) => d.space.find(*at).is_some_and(|a| a.on_host()),
+        _ => true,
+    }))
+}
+
+/// The place that a host pointer names; a device address is refused.
+pub fn host_place(at: u64) -> Result<Place> {
+    let d = crate::driver::driver()?;
+    match d.space.find(at) {
+        Some(a) if a.on_host() => Ok(Place::Known(at)),
+        Some(_) => Err(crate::errors::INVALID_VALUE),
+        None if at == 0 => Err(crate::errors::INVALID_VALUE),
+        None => Ok(Place::Pageable(at)),
+    }
+}
+
+/// The place of a unified address: whatever the driver knows, else the program's memory.
+pub fn any_place(at: u64) -> Result<Place> {
+    let d = crate::driver::driver()?;
+    match d.space.find(at) {
+        Some(_) => Ok(Place::Known(at)),
+        None if at == 0 => Err(crate::errors::INVALID_VALUE),
+        None => Ok(Place::Pageable(at)),
+    }
+}
+
+/// The handle by which a program knows a stream.
+pub fn public_handle(s: &Arc<Stream>) -> usize {
+    match s.role {
+        Role::Legacy => 0,
+        Role::PerThread => 2,
+        Role::User => handle(s),
+    }
+}

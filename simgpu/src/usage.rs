@@ -1,0 +1,174 @@
+//! Memory in use on the simulated machine, shared by all its processes.
+//!
+//! A small file holds one entry per process. An entry whose process is gone counts for nothing and is
+//! reused, so that a killed process leaves nothing behind.
+
+use crate::config::Config;
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const DEVICES: usize = 16;
+const ENTRIES: usize = 512;
+const WORDS: usize = 2 + DEVICES;
+
+/// The shared file, mapped; without it only this process counts.
+pub struct Usage {
+    file: Option<File>,
+    words: *const AtomicU64,
+    /// Kept when the file cannot be had.
+    own: Box<[AtomicU64]>,
+}
+
+// SAFETY: `words` points to shared atomics that stay mapped for the life of the process.
+unsafe impl Send for Usage {}
+// SAFETY: as above.
+unsafe impl Sync for Usage {}
+
+fn path(config: &Config) -> PathBuf {
+    let dir = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|d| d.is_dir());
+    // SAFETY: geteuid has no preconditions.
+    let uid = unsafe { libc::geteuid() };
+    let machine: String =
+        config.machine.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    dir.unwrap_or_else(|| "/dev/shm".into()).join(format!("simgpu-{uid}-{machine}"))
+}
+
+/// Start time of a process in clock ticks, which tells it from a later one with the same number.
+fn start_time(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+impl Usage {
+    pub fn open(config: &Config) -> Usage {
+        let own = (0..ENTRIES * WORDS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
+        let mut usage = Usage { file: None, words: own.as_ptr(), own };
+        let bytes = ENTRIES * WORDS * 8;
+        let options = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(libc::O_CLOEXEC)
+            .open(path(config));
+        if let Ok(file) = options
+            && file.set_len(bytes as u64).is_ok()
+        {
+            // SAFETY: maps `bytes` of a file that was just given that length.
+            let p = unsafe {
+                libc::mmap(
+                    std::ptr::null_mut(),
+                    bytes,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_SHARED,
+                    file.as_raw_fd(),
+                    0,
+                )
+            };
+            if p != libc::MAP_FAILED {
+                usage.words = p.cast();
+                usage.file = Some(file);
+            }
+        }
+        usage
+    }
+
+    fn word(&self, entry: usize, word: usize) -> &AtomicU64 {
+        debug_assert!(entry < ENTRIES && word < WORDS);
+        let _ = &self.own;
+        // SAFETY: the index is inside the table, which is mapped (or `own`).
+        unsafe { &*self.words.add(entry * WORDS + word) }
+    }
+
+    fn locked<R>(&self, f: impl FnOnce() -> R) -> R {
+        if let Some(file) = &self.file {
+            // SAFETY: plain system calls on an open descriptor.
+            unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) };
+        }
+        let r = f();
+        if let Some(file) = &self.file {
+            // SAFETY: as above.
+            unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
+        }
+        r
+    }
+
+    fn alive(&self, entry: usize) -> bool {
+        let pid = self.word(entry, 0).load(Ordering::Relaxed) as u32;
+        pid != 0
+            && (pid == std::process::id()
+                || start_time(pid) == Some(self.word(entry, 1).load(Ordering::Relaxed)))
+    }
+
+    fn sum(&self, device: u32) -> u64 {
+        (0..ENTRIES)
+            .filter(|&e| self.word(e, 2 + device as usize).load(Ordering::Relaxed) != 0 && self.alive(e))
+            .map(|e| self.word(e, 2 + device as usize).load(Ordering::Relaxed))
+            .sum()
+    }
+
+    fn own_entry(&self) -> Option<usize> {
+        let pid = u64::from(std::process::id());
+        if let Some(e) = (0..ENTRIES).find(|&e| self.word(e, 0).load(Ordering::Relaxed) == pid) {
+            let start = start_time(pid as u32).unwrap_or(0);
+            if self.word(e, 1).swap(start, Ordering::Relaxed) != start {
+                (0..DEVICES).for_each(|d| self.word(e, 2 + d).store(0, Ordering::Relaxed));
+            }
+            return Some(e);
+        }
+        let e = (0..ENTRIES).find(|&e| !self.alive(e))?;
+        (0..DEVICES).for_each(|d| self.word(e, 2 + d).store(0, Ordering::Relaxed));
+        self.word(e, 1).store(start_time(pid as u32).unwrap_or(0), Ordering::Relaxed);
+        self.word(e, 0).store(pid, Ordering::Relaxed);
+        Some(e)
+    }
+
+    /// Bytes in use on a device by all live processes.
+    pub fn used(&self, device: u32) -> u64 {
+        self.locked(|| self.sum(device))
+    }
+
+    /// Takes `bytes` of a device unless `total` would be exceeded.
+    pub fn take(&self, device: u32, bytes: u64, total: u64) -> bool {
+        self.locked(|| {
+            let fits = self.sum(device).checked_add(bytes).is_some_and(|sum| sum <= total);
+            let entry = if fits { self.own_entry() } else { None };
+            entry.is_some_and(|e| {
+                self.word(e, 2 + device as usize).fetch_add(bytes, Ordering::Relaxed);
+                true
+            })
+        })
+    }
+
+    pub fn give(&self, device: u32, bytes: u64) {
+        self.locked(|| {
+            if let Some(e) = self.own_entry() {
+                let w = self.word(e, 2 + device as usize);
+                w.store(w.load(Ordering::Relaxed).saturating_sub(bytes), Ordering::Relaxed);
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dead_process_counts_for_nothing() {
+        let config = Config { machine: format!("test-{}", std::process::id()), ..Config::default() };
+        let usage = Usage::open(&config);
+        assert!(usage.take(0, 600, 1000) && !usage.take(0, 600, 1000));
+        // An entry left by a process that is gone.
+        usage.word(5, 0).store(u64::from(u32::MAX - 7), Ordering::Relaxed);
+        usage.word(5, 2).store(1 << 40, Ordering::Relaxed);
+        assert_eq!(usage.used(0), 600);
+        usage.give(0, 600);
+        assert_eq!(Usage::open(&config).used(0), 0);
+        std::fs::remove_file(path(&config)).ok();
+    }
+}
