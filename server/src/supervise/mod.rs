@@ -344,6 +344,9 @@ impl Supervisor {
                 }
                 let ids = entry.stock.take(count.max(1), self.0.clock.now());
                 if !ids.is_empty() {
+                    if std::mem::take(&mut waiting.counted) {
+                        entry.stock.unwait();
+                    }
                     let taken = ids.iter().filter_map(|id| take_one(*id, workers.get_mut(id)?)).collect();
                     drop(state);
                     self.refill(lease);

@@ -1,0 +1,275 @@
+//! A real server process with fake workers, and clients of it.
+
+use std::io::Read;
+use std::net::TcpStream;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use gpusession_proto::control::enrolment_client::EnrolmentClient;
+use gpusession_proto::control::pool_client::PoolClient;
+use gpusession_proto::control::{AllocateRequest, JoinRequest, Lease, TakeWorkersRequest, Worker};
+use gpusession_proto::join;
+use gpusession_proto::preface::Preface;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rcgen::{CertificateParams, KeyPair};
+use tonic::Status;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+use zerocopy::IntoBytes;
+
+/// Nothing in these tests takes this long unless it hangs.
+pub const LONG: Duration = Duration::from_secs(30);
+
+pub struct Server {
+    pub folder: tempfile::TempDir,
+    process: Option<Child>,
+    pub control: String,
+    pub data: String,
+}
+
+fn fake_worker() -> PathBuf {
+    let exe = std::env::current_exe().expect("the test has a path");
+    let path = exe.ancestors().nth(2).expect("it is below the target folder").join("examples/fake-worker");
+    assert!(path.exists(), "{} is missing: `cargo build -p gpuserver --examples` makes it", path.display());
+    path
+}
+
+/// Runs `check` until it is true.
+pub async fn eventually(what: &str, mut check: impl AsyncFnMut() -> bool) {
+    let start = Instant::now();
+    while !check().await {
+        assert!(start.elapsed() < LONG, "not within {LONG:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+pub fn alive(pid: u32) -> bool {
+    // A zombie is no longer alive for anybody.
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|s| s.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z')))
+}
+
+impl Server {
+    /// A pool with a server whose driver's file is called `driver`.
+    pub async fn start_with(driver: &str, more: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        // Any ELF file passes for a driver: nothing loads it.
+        std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
+        let mut server = Self { folder, process: None, control: String::new(), data: String::new() };
+        server.configure(driver, more);
+        let made = server.verb(&["pool", "init"]);
+        assert!(made.status.success(), "{made:?}");
+        server.run().await;
+        server
+    }
+
+    pub async fn start() -> Self {
+        Self::start_with("libcuda.so.1", "").await
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn configure(&self, driver: &str, more: &str) {
+        let text = format!(
+            "name = \"s1\"\nlisten = \"127.0.0.1:0\"\ndata_ports = 0\ndriver = {:?}\nstate_dir = {:?}\nruntime_dir = {:?}\n{more}\n",
+            self.path(driver),
+            self.path("state"),
+            self.path("run")
+        );
+        std::fs::write(self.path("gpuserver.toml"), text).expect("a configuration");
+    }
+
+    pub fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpuserver"));
+        command
+            .args(words)
+            .env("GPUSERVER_CONF", self.path("gpuserver.toml"))
+            .env("GPUSERVER_WORKER", fake_worker())
+            .env("SECRET_OF_THE_SERVER", "x")
+            .env_remove("NOTIFY_SOCKET");
+        command
+    }
+
+    pub fn verb(&self, words: &[&str]) -> Output {
+        self.command(words).output().expect("gpuserver runs")
+    }
+
+    /// A verb's `--json`, without the schema.
+    pub fn json(&self, words: &[&str]) -> serde_json::Value {
+        let output = self.command(words).arg("--json").output().expect("gpuserver runs");
+        assert!(output.status.success(), "{output:?}");
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(value["schema"], 1);
+        value
+    }
+
+    /// Starts the process and waits until it says that it is ready.
+    pub async fn run(&mut self) {
+        let socket_path = self.path("notify");
+        let _ = std::fs::remove_file(&socket_path);
+        let socket = UnixDatagram::bind(&socket_path).expect("a socket");
+        socket.set_read_timeout(Some(LONG)).expect("a timeout");
+        let child = self
+            .command(&["serve"])
+            .env("NOTIFY_SOCKET", &socket_path)
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("gpuserver starts");
+        self.process = Some(child);
+        let mut bytes = [0; 4096];
+        loop {
+            let n = socket.recv(&mut bytes).expect("gpuserver gets ready");
+            if String::from_utf8_lossy(&bytes[..n]).contains("READY=1") {
+                break;
+            }
+        }
+        let status = self.json(&["status"]);
+        self.control = status["server"]["control_address"].as_str().expect("text").into();
+        self.data = status["server"]["data_address"].as_str().expect("text").into();
+    }
+
+    pub fn signal(&mut self, signal: Signal) -> std::process::ExitStatus {
+        let mut child = self.process.take().expect("it runs");
+        kill(Pid::from_raw(child.id() as i32), signal).expect("it is there");
+        child.wait().expect("it ends")
+    }
+
+    pub fn token(&self, words: &[&str]) -> String {
+        let output = self.verb(&[&["token", "create"], words].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).expect("text").trim().into()
+    }
+
+    pub fn authority(&self) -> String {
+        std::fs::read_to_string(self.path("state/ca/authority.pem")).expect("an authority")
+    }
+
+    pub async fn connect(&self, identity: Option<Identity>) -> Result<Channel, tonic::transport::Error> {
+        let mut tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(self.authority()))
+            .domain_name(join::any_server());
+        if let Some(identity) = identity {
+            tls = tls.identity(identity);
+        }
+        Endpoint::from_shared(format!("https://{}", self.control))?.tls_config(tls)?.connect().await
+    }
+
+    /// Joins and returns the certificate and its key.
+    pub async fn enrol(&self, token: &str, name: &str, machine: &str) -> Result<(String, String), Status> {
+        let key = KeyPair::generate().expect("a key");
+        let csr = CertificateParams::new(vec![join::client(name)])
+            .and_then(|p| p.serialize_request(&key))
+            .and_then(|r| r.pem())
+            .expect("a request");
+        let request = JoinRequest {
+            token: token.into(),
+            csr_pem: csr,
+            client_name: name.into(),
+            machine_id: machine.into(),
+            boot_id: "b1".into(),
+        };
+        let channel = self.connect(None).await.expect("a connection");
+        let reply = EnrolmentClient::new(channel).join(request).await?.into_inner();
+        assert_eq!(reply.authority_pem, self.authority());
+        assert_eq!(reply.servers, std::slice::from_ref(&self.control));
+        assert_eq!(reply.client_name, name);
+        Ok((reply.certificate_pem, key.serialize_pem()))
+    }
+
+    /// A client that joined.
+    pub async fn client(&self, name: &str) -> Client {
+        let token = self.token(&[]);
+        let (certificate, key) =
+            self.enrol(&token, name, &format!("machine of {name}")).await.expect("it joins");
+        let identity = Identity::from_pem(certificate, key);
+        let channel = self.connect(Some(identity.clone())).await.expect("a connection");
+        Client { name: name.into(), identity, pool: PoolClient::new(channel) }
+    }
+
+    /// The same client over a new connection, as after a restart of the server.
+    pub async fn again(&self, client: &Client) -> Client {
+        let channel = self.connect(Some(client.identity.clone())).await.expect("a connection");
+        Client { pool: PoolClient::new(channel), ..client.clone() }
+    }
+
+    pub fn workers(&self) -> Vec<serde_json::Value> {
+        self.json(&["ps"])["workers"].as_array().expect("a list").clone()
+    }
+
+    /// Opens a data connection and sends these bytes.
+    pub fn data_connection(&self, bytes: &[u8]) -> TcpStream {
+        let mut socket = TcpStream::connect(&self.data).expect("the data port");
+        socket.set_read_timeout(Some(LONG)).expect("a timeout");
+        std::io::Write::write_all(&mut socket, bytes).expect("it takes bytes");
+        socket
+    }
+
+    /// Opens a data connection to a worker, and reads what the fake worker says on it.
+    pub fn adopt(&self, worker: &[u8], lane: u16, tls: bool) -> (TcpStream, serde_json::Value) {
+        let preface = Preface::new(worker.try_into().expect("an id"), lane, 1, tls);
+        let mut socket = self.data_connection(preface.as_bytes());
+        let mut line = Vec::new();
+        let mut byte = [0];
+        while socket.read(&mut byte).expect("an answer") == 1 && byte[0] != b'\n' {
+            line.push(byte[0]);
+        }
+        let said = serde_json::from_slice(&line)
+            .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&line)));
+        (socket, said)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.process.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+#[derive(Clone)]
+pub struct Client {
+    pub name: String,
+    pub identity: Identity,
+    pub pool: PoolClient<Channel>,
+}
+
+impl Client {
+    pub fn request(&self) -> AllocateRequest {
+        AllocateRequest {
+            gpus: 1,
+            boot_id: "b1".into(),
+            machine_id: format!("machine of {}", self.name),
+            ..Default::default()
+        }
+    }
+
+    pub async fn allocate(&mut self, percent: f64) -> Result<Lease, Status> {
+        let request = AllocateRequest { memory_percent: percent, ..self.request() };
+        Ok(self.pool.allocate(request).await?.into_inner())
+    }
+
+    pub async fn take(&mut self, lease: &str) -> Result<Worker, Status> {
+        let request = TakeWorkersRequest { lease: lease.into(), count: 1, ..Default::default() };
+        Ok(self.pool.take_workers(request).await?.into_inner().workers.remove(0))
+    }
+}
+
+/// Reads until the peer closes; a reset is a close.
+pub fn rest(socket: &mut TcpStream) -> Vec<u8> {
+    let mut out = Vec::new();
+    match socket.read_to_end(&mut out) {
+        Ok(_) => out,
+        Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => out,
+        Err(e) => panic!("the connection stays open: {e}"),
+    }
+}
+
+pub fn exists(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok()
+}

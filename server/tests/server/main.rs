@@ -1,0 +1,536 @@
+//! A real server process, real clients over mutual TLS, and workers without a driver.
+
+mod common;
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use common::{Server, alive, eventually, exists, rest};
+use gpusession_proto::control::pool_client::PoolClient;
+use gpusession_proto::control::pool_event::Event;
+use gpusession_proto::control::{
+    AllocateRequest, DescribeRequest, ProcessEndedRequest, ReleaseRequest, RenewRequest, TakeWorkersRequest,
+    WatchRequest,
+};
+use gpusession_proto::preface::{self, Preface};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use tonic::Code;
+use tonic::transport::Identity;
+use zerocopy::IntoBytes;
+
+const GIB: u64 = 1 << 30;
+
+fn pid(value: &serde_json::Value) -> u32 {
+    value.as_u64().expect("a number") as u32
+}
+
+fn renew(leases: &[&str]) -> RenewRequest {
+    RenewRequest { leases: leases.iter().map(ToString::to_string).collect(), boot_id: "b1".into() }
+}
+
+#[tokio::test]
+async fn join_allocate_use_release() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let about = vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    assert_eq!((about.name.as_str(), about.devices.len(), about.cuda_version), ("s1", 2, 13000));
+    assert_eq!(about.data_addresses, std::slice::from_ref(&server.data));
+
+    let lease = vm.allocate(50.0).await.unwrap();
+    assert_eq!((lease.id.len(), lease.ticket_key.len(), lease.encrypted), (12, 32, true));
+    assert_eq!(lease.devices[0].limit_bytes, 8 * GIB);
+    assert_eq!(lease.ttl_usec, 30_000_000);
+
+    let worker = vm.take(&lease.id).await.unwrap();
+    assert_eq!((worker.id.len(), worker.fingerprint.len()), (16, 32));
+    let (mut lane, said) = server.adopt(&worker.id, 0, true);
+    assert_eq!(said["worker"], data_encoding::HEXLOWER.encode(&worker.id));
+    assert_eq!(said["lease"], lease.id);
+    assert_eq!(said["limits"], serde_json::json!([8 * GIB]));
+    assert_eq!(
+        (&said["blocking"], &said["require_tls"], &said["epoch"]),
+        (&true.into(), &true.into(), &1.into())
+    );
+    if nix::unistd::geteuid().is_root() {
+        assert_eq!(said["stack_unlimited"], true);
+    }
+    let names: Vec<_> = said["environment"].as_object().unwrap().keys().cloned().collect();
+    assert!(names.iter().all(|n| ["LANG", "PATH", "RUST_BACKTRACE"].contains(&n.as_str())), "{names:?}");
+    let (_second_lane, said_again) = server.adopt(&worker.id, 3, true);
+    assert_eq!((&said_again["pid"], &said_again["lane"]), (&said["pid"], &3.into()));
+
+    eventually("the stock is full beside the worker in use", async || {
+        let states: Vec<_> =
+            server.workers().iter().map(|w| w["state"].as_str().unwrap().to_string()).collect();
+        states.iter().filter(|s| *s == "warm").count() == 2 && states.contains(&"active".into())
+    })
+    .await;
+    let rows = server.workers();
+    let row = rows.iter().find(|r| r["state"] == "active").unwrap();
+    assert_eq!(
+        (&row["program"], &row["client"], &row["uid"]),
+        (&"vectorAdd".into(), &"vm-1".into(), &1000.into())
+    );
+
+    let start = Instant::now();
+    let ended = ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id.clone() };
+    vm.pool.process_ended(ended.clone()).await.unwrap();
+    assert!(rest(&mut lane).is_empty());
+    eventually("the worker is gone", async || !alive(pid(&said["pid"]))).await;
+    assert!(start.elapsed() < Duration::from_secs(2));
+    vm.pool.process_ended(ended).await.unwrap();
+
+    let pids: Vec<u32> =
+        server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
+    for _ in 0..2 {
+        vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+    }
+    eventually("no worker is left", async || server.workers().is_empty() && !pids.iter().any(|p| alive(*p)))
+        .await;
+    assert_eq!(vm.take(&lease.id).await.unwrap_err().code(), Code::NotFound);
+    assert!(vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases[0].lost);
+}
+
+#[tokio::test]
+async fn clients_see_only_their_own() {
+    let server = Server::start().await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let mine = a.allocate(100.0).await.unwrap();
+    let worker = a.take(&mine.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+
+    assert!(b.pool.renew(renew(&[&mine.id])).await.unwrap().into_inner().leases[0].lost);
+    assert_eq!(b.take(&mine.id).await.unwrap_err().code(), Code::NotFound);
+    b.pool.release(ReleaseRequest { lease: mine.id.clone() }).await.unwrap();
+    let yours = b.allocate(100.0).await.unwrap();
+    assert_ne!(yours.devices[0].uuid, mine.devices[0].uuid);
+    for lease in [&mine.id, &yours.id] {
+        let ended = ProcessEndedRequest { lease: lease.clone(), worker: worker.id.clone() };
+        b.pool.process_ended(ended).await.unwrap();
+    }
+    assert!(!a.pool.renew(renew(&[&mine.id])).await.unwrap().into_inner().leases[0].lost);
+    assert!(alive(pid(&said["pid"])));
+
+    let full = b.allocate(10.0).await.unwrap_err();
+    assert_eq!(full.code(), Code::ResourceExhausted);
+    assert!(full.message().contains("retry when a lease ends"), "{}", full.message());
+    let never = b.pool.allocate(AllocateRequest { gpus: 3, ..b.request() }).await.unwrap_err();
+    assert_eq!(never.code(), Code::FailedPrecondition);
+}
+
+#[tokio::test]
+async fn requests_that_cannot_be_served_say_why() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let base = vm.request();
+    let cases = [
+        (AllocateRequest { sharing: "mps".into(), ..base.clone() }, Code::FailedPrecondition, "time-slice"),
+        (AllocateRequest { sm_percent: 50, ..base.clone() }, Code::FailedPrecondition, "sm_percent"),
+        (AllocateRequest { priority: "urgent".into(), ..base.clone() }, Code::InvalidArgument, "urgent"),
+        (
+            AllocateRequest { memory_percent: -3.0, ..base.clone() },
+            Code::InvalidArgument,
+            "between 0 and 100",
+        ),
+        (AllocateRequest { model: "B200".into(), ..base.clone() }, Code::FailedPrecondition, "B200"),
+        (
+            AllocateRequest { devices: vec!["GPU-x".into()], ..base.clone() },
+            Code::FailedPrecondition,
+            "GPU-x",
+        ),
+        (
+            AllocateRequest { memory_bytes: 17 * GIB, ..base.clone() },
+            Code::FailedPrecondition,
+            "ask for less",
+        ),
+        (AllocateRequest { who: "x".repeat(300), ..base.clone() }, Code::InvalidArgument, "longer"),
+        (AllocateRequest { boot_id: String::new(), ..base.clone() }, Code::InvalidArgument, "boot"),
+    ];
+    for (request, code, text) in cases {
+        let status = vm.pool.allocate(request).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status}");
+        assert!(status.message().contains(text), "{status}");
+    }
+    let again = AllocateRequest { request_id: "boot-lease".into(), ..base };
+    let first = vm.pool.allocate(again.clone()).await.unwrap().into_inner();
+    let second = vm.pool.allocate(again).await.unwrap().into_inner();
+    assert_eq!((first.id, first.ticket_key), (second.id, second.ticket_key));
+    assert_eq!(server.json(&["leases"])["leases"].as_array().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn only_certificates_of_the_pool_that_are_not_revoked() {
+    let server = Server::start().await;
+    // None at all: may join, nothing else.
+    let mut nobody = PoolClient::new(server.connect(None).await.unwrap());
+    let status = nobody.describe(DescribeRequest {}).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+    assert!(status.message().contains("gpusession join"));
+
+    // Signed by somebody else, in the pool's name.
+    let key = KeyPair::generate().unwrap();
+    let mut params = CertificateParams::new(vec![]).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let issuer = Issuer::new(params, KeyPair::generate().unwrap());
+    let mut params = CertificateParams::new(vec![gpusession_proto::join::client("vm-1")]).unwrap();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let foreign = params.signed_by(&key, &issuer).unwrap();
+    let foreign = Identity::from_pem(foreign.pem(), key.serialize_pem());
+    assert!(refused(&server, foreign).await, "a foreign certificate was accepted");
+
+    // Right certificate, wrong key.
+    let (certificate, _) = server.enrol(&server.token(&[]), "vm-1", "m1").await.unwrap();
+    let wrong = Identity::from_pem(certificate, KeyPair::generate().unwrap().serialize_pem());
+    assert!(refused(&server, wrong).await, "a certificate with a wrong key was accepted");
+
+    let mut good = server.client("vm-2").await;
+    let lease = good.allocate(100.0).await.unwrap();
+    let worker = good.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    let mut watch = good.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let revoked = server.verb(&["clients", "revoke", "vm-2"]);
+    assert!(String::from_utf8_lossy(&revoked.stdout).contains("1 leases ended"), "{revoked:?}");
+    assert!(rest(&mut lane).is_empty());
+    let last = loop {
+        match watch.message().await {
+            Ok(Some(_)) => {}
+            other => break other,
+        }
+    };
+    assert_eq!(last.unwrap_err().code(), Code::PermissionDenied);
+    let status = good.allocate(100.0).await.unwrap_err();
+    assert_eq!(status.code(), Code::PermissionDenied);
+    assert!(status.message().contains("clients forget vm-2"), "{status}");
+    let rejoin = server.enrol(&server.token(&[]), "vm-2", "machine of vm-2").await.unwrap_err();
+    assert_eq!(rejoin.code(), Code::PermissionDenied);
+    assert!(server.verb(&["clients", "forget", "vm-2"]).status.success());
+    assert_eq!(good.allocate(100.0).await.unwrap_err().code(), Code::Unauthenticated);
+    let mut anew = server.client("vm-2").await;
+    anew.allocate(100.0).await.unwrap();
+    let unknown = server.verb(&["clients", "revoke", "nobody"]);
+    assert_eq!(unknown.status.code(), Some(1));
+}
+
+/// With TLS 1.3 a client learns only with its first call that it was refused.
+async fn refused(server: &Server, identity: Identity) -> bool {
+    match server.connect(Some(identity)).await {
+        Err(_) => true,
+        Ok(channel) => PoolClient::new(channel).describe(DescribeRequest {}).await.is_err(),
+    }
+}
+
+#[tokio::test]
+async fn join_tokens() {
+    let server = Server::start().await;
+    let token = server.token(&["--name", "vm-*", "--uses", "2"]);
+    let wrong_name = server.enrol(&token, "db-1", "m1").await.unwrap_err();
+    assert_eq!(wrong_name.code(), Code::PermissionDenied);
+    assert!(wrong_name.message().contains("vm-*"), "{wrong_name}");
+    assert_eq!(server.enrol(&token, "VM 1", "m1").await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(server.enrol("gpsj-nonsense", "vm-1", "m1").await.unwrap_err().code(), Code::InvalidArgument);
+    server.enrol(&token, "vm-1", "m1").await.unwrap();
+    server.enrol(&token, "vm-2", "m2").await.unwrap();
+    let used_up = server.enrol(&token, "vm-3", "m3").await.unwrap_err();
+    assert_eq!(used_up.code(), Code::PermissionDenied);
+    assert!(used_up.message().contains("used up"), "{used_up}");
+    let forged: String = token[..token.len() - 4].chars().chain("AAAA".chars()).collect();
+    let unknown = server.enrol(&forged, "vm-3", "m3").await.unwrap_err();
+    assert!(unknown.message().contains("not one of this pool"), "{unknown}");
+    assert_eq!(server.json(&["clients"])["clients"].as_array().unwrap().len(), 2);
+    assert_eq!(server.verb(&["token", "create", "--ttl", "soon"]).status.code(), Some(1));
+    assert_eq!(server.verb(&["token", "create", "--uses", "0"]).status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn bad_data_connections_harm_nobody() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, said) = server.adopt(&worker.id, 0, true);
+
+    // Not ours: closed without a word.
+    for garbage in [&b"GET / HTTP/1.1\r\nHost: gpu-server.example.org\r\n\r\n"[..], &[0; 40], &[0xff; 4096]] {
+        assert!(rest(&mut server.data_connection(garbage)).is_empty());
+    }
+    // Cut off inside the preface.
+    let mut cut = server.data_connection(&preface::MAGIC);
+    cut.shutdown(Shutdown::Write).unwrap();
+    assert!(rest(&mut cut).is_empty());
+    // Never sends anything: closed in time, while others are served.
+    let mut silent = server.data_connection(&[]);
+
+    let told = |bytes: &[u8]| {
+        let mut socket: TcpStream = server.data_connection(bytes);
+        // What a client sends next must not turn the refusal into a reset.
+        let _ = socket.write_all(&[0x16; 300]);
+        let _ = socket.shutdown(Shutdown::Write);
+        let answer = rest(&mut socket);
+        let len = preface::refusal_len(answer[..4].try_into().unwrap()).expect("a refusal");
+        String::from_utf8(answer[4..4 + len].to_vec()).unwrap()
+    };
+    let unknown = Preface::new([9; 16], 0, 1, true);
+    assert!(told(unknown.as_bytes()).contains("no such worker"));
+    let mut old = Preface::new([9; 16], 0, 1, true);
+    old.version = 77.into();
+    assert!(told(old.as_bytes()).contains("version 77"));
+    let id: [u8; 16] = worker.id.as_slice().try_into().unwrap();
+    assert!(told(Preface::new(id, 1, 1, false).as_bytes()).contains("encrypted"));
+
+    let start = Instant::now();
+    assert!(rest(&mut silent).is_empty());
+    assert!(start.elapsed() < Duration::from_secs(10));
+    // The first client did not notice.
+    assert!(alive(pid(&said["pid"])));
+    lane.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    assert!(std::io::Read::read(&mut lane, &mut [0]).is_err(), "still open, nothing to read");
+}
+
+#[tokio::test]
+async fn a_silent_client_loses_its_lease() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let request = AllocateRequest { ttl_usec: 1_000_000, ..vm.request() };
+    let lease = vm.pool.allocate(request).await.unwrap().into_inner();
+    assert_eq!(lease.ttl_usec, 1_000_000);
+    let mut stock = 0;
+    let reason = loop {
+        let event = watch.message().await.unwrap().expect("the stream goes on");
+        assert_eq!(event.lease, lease.id);
+        match event.event.unwrap() {
+            Event::WorkersReady(ready) => stock = stock.max(ready.stock),
+            Event::Lost(loss) => break loss.reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(stock, 2);
+    assert!(reason.contains("silent"), "{reason}");
+    eventually("its workers are gone", async || server.workers().is_empty()).await;
+    let gpus = server.json(&["gpus"]);
+    assert!(gpus["gpus"].as_array().unwrap().iter().all(|g| g["state"] == "free"), "{gpus}");
+}
+
+#[tokio::test]
+async fn leases_survive_the_server_and_workers_do_not() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, said) = server.adopt(&worker.id, 0, true);
+    server.signal(Signal::SIGKILL);
+    assert!(rest(&mut lane).is_empty());
+    eventually("no worker outlives a killed server", async || !alive(pid(&said["pid"]))).await;
+    // Without a server the files are enough.
+    assert_eq!(server.json(&["clients"])["clients"][0]["name"], "vm-1");
+    let not_running = server.verb(&["ps", "--json"]);
+    let error: serde_json::Value = serde_json::from_slice(&not_running.stdout).unwrap();
+    assert_eq!((not_running.status.code(), &error["error"]["code"]), (Some(1), &"not-running".into()));
+    let token = server.token(&["--name", "vm-2"]);
+
+    server.run().await;
+    let mut vm = server.again(&vm).await;
+    let renewed = vm.pool.renew(renew(&[&lease.id, "nonsense"])).await.unwrap().into_inner().leases;
+    assert_eq!(renewed.iter().map(|l| l.lost).collect::<Vec<_>>(), [false, true]);
+    let other = vm.take(&lease.id).await.unwrap();
+    assert_ne!(other.id, worker.id);
+    server.adopt(&other.id, 0, true);
+    let second = vm.allocate(100.0).await.unwrap();
+    assert!(second.fencing_token > lease.fencing_token);
+    server.enrol(&token, "vm-2", "m2").await.unwrap();
+
+    // An orderly stop ends everything and leaves no socket.
+    let pids: Vec<u32> =
+        server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
+    assert!(!pids.is_empty());
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    assert!(!pids.iter().any(|p| alive(*p)) && !exists(&server.path("run/admin.sock")));
+}
+
+#[tokio::test]
+async fn a_killed_worker_is_replaced_and_others_go_on() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let (first, second) = (vm.take(&lease.id).await.unwrap(), vm.take(&lease.id).await.unwrap());
+    assert_ne!(first.id, second.id);
+    let (mut lane, said) = server.adopt(&first.id, 0, true);
+    let (_other, other_said) = server.adopt(&second.id, 0, true);
+    kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
+    assert!(rest(&mut lane).is_empty());
+    // The stock too.
+    eventually("two are warm", async || {
+        server.workers().iter().filter(|w| w["state"] == "warm").count() == 2
+    })
+    .await;
+    let warm = server.workers().into_iter().find(|w| w["state"] == "warm").unwrap();
+    kill(Pid::from_raw(pid(&warm["pid"]) as i32), Signal::SIGKILL).unwrap();
+    eventually("it was replaced", async || {
+        let workers = server.workers();
+        workers.iter().filter(|w| w["state"] == "warm").count() == 2
+            && !workers.iter().any(|w| w["worker"] == warm["worker"])
+    })
+    .await;
+    assert!(alive(pid(&other_said["pid"])));
+    // Nothing of the first is left to connect to.
+    let preface = Preface::new(first.id.as_slice().try_into().unwrap(), 0, 2, true);
+    let answer = rest(&mut server.data_connection(preface.as_bytes()));
+    assert!(String::from_utf8_lossy(&answer).contains("no such worker"));
+    // An administrator ends the other.
+    let id = data_encoding::HEXLOWER.encode(&second.id);
+    assert!(server.verb(&["kill", &id[..8]]).status.success());
+    eventually("it ended", async || !alive(pid(&other_said["pid"]))).await;
+    let none = server.verb(&["kill", "zz"]);
+    assert!(String::from_utf8_lossy(&none.stderr).contains("gpuserver ps"), "{none:?}");
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_listen_is_killed() {
+    let server = Server::start_with("deaf-libcuda.so.1", "warm_workers = 1").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    let start = Instant::now();
+    vm.pool.process_ended(ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id }).await.unwrap();
+    eventually("it was killed", async || !alive(pid(&said["pid"]))).await;
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn workers_that_do_not_start_are_explained() {
+    for (driver, reason) in
+        [("crash-libcuda.so.1", "exit status 7"), ("no-driver-libcuda.so.1", "CUDA_ERROR_SYSTEM_NOT_READY")]
+    {
+        let server = Server::start_with(driver, "").await;
+        let mut vm = server.client("vm-1").await;
+        let lease = vm.allocate(100.0).await.unwrap();
+        for _ in 0..2 {
+            let status = vm.take(&lease.id).await.unwrap_err();
+            assert_eq!(status.code(), Code::Unavailable);
+            assert!(status.message().contains(reason), "{status}");
+        }
+        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        eventually("none is tried any more", async || server.workers().is_empty()).await;
+    }
+}
+
+#[tokio::test]
+async fn driver_environment_gets_a_worker_of_its_own() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let mut with = async |name: &str, value: &str| {
+        let environment = HashMap::from([(name.to_string(), value.to_string())]);
+        vm.pool.take_workers(TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment }).await
+    };
+    for bad in ["LD_PRELOAD", "CUDA_VISIBLE_DEVICES", ""] {
+        assert_eq!(with(bad, "1").await.unwrap_err().code(), Code::InvalidArgument);
+    }
+    let worker = with("CUDA_LAUNCH_BLOCKING", "1").await.unwrap().into_inner().workers.remove(0);
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    assert_eq!(said["environment"]["CUDA_LAUNCH_BLOCKING"], "1");
+}
+
+#[tokio::test]
+async fn a_second_machine_under_one_identity_is_refused() {
+    let server = Server::start().await;
+    let mut first = server.client("vm-1").await;
+    let watch = first.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap();
+    let lease = first.allocate(100.0).await.unwrap();
+    let mut copy = server.again(&first).await;
+    let wish = AllocateRequest { boot_id: "b2".into(), ..first.request() };
+    let status = copy.pool.allocate(wish.clone()).await.unwrap_err();
+    assert_eq!(status.code(), Code::Aborted);
+    assert!(status.message().contains("gpusession leave"), "{status}");
+    assert!(!first.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases[0].lost);
+    // The first machine stops: what it held is over as soon as it comes back with another boot.
+    drop(watch);
+    eventually("the next boot is accepted", async || copy.pool.allocate(wish.clone()).await.is_ok()).await;
+    let stale = first.pool.renew(renew(&[&lease.id])).await.unwrap_err();
+    assert_eq!(stale.code(), Code::Aborted);
+    let held = server.json(&["leases"]);
+    assert!(held["leases"].as_array().unwrap().iter().all(|l| l["lease"] != lease.id.as_str()), "{held}");
+}
+
+#[tokio::test]
+async fn encryption_off_is_for_trusted_peers() {
+    let server = Server::start_with("libcuda.so.1", "encryption = \"off\"\nadvertise = \"gpu1.lab\"").await;
+    let token = server.token(&[]);
+    let key = KeyPair::generate().unwrap();
+    let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
+    let request = gpusession_proto::control::JoinRequest {
+        token,
+        csr_pem: csr,
+        client_name: "vm-1".into(),
+        machine_id: "m".into(),
+        boot_id: "b1".into(),
+    };
+    let channel = server.connect(None).await.unwrap();
+    let reply = gpusession_proto::control::enrolment_client::EnrolmentClient::new(channel)
+        .join(request)
+        .await
+        .unwrap()
+        .into_inner();
+    let port = server.control.rsplit_once(':').unwrap().1;
+    assert_eq!(reply.servers, [format!("gpu1.lab:{port}")], "clients are sent to `advertise`");
+    let identity = Identity::from_pem(reply.certificate_pem, key.serialize_pem());
+    let mut pool = PoolClient::new(server.connect(Some(identity)).await.unwrap());
+    let wish =
+        AllocateRequest { gpus: 1, boot_id: "b1".into(), machine_id: "m".into(), ..Default::default() };
+    let lease = pool.allocate(wish).await.unwrap().into_inner();
+    assert!(!lease.encrypted, "loopback is trusted");
+    let take = TakeWorkersRequest { lease: lease.id, count: 1, ..Default::default() };
+    let worker = pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
+    let (_lane, said) = server.adopt(&worker.id, 0, false);
+    assert_eq!(said["require_tls"], false);
+}
+
+#[tokio::test]
+async fn bad_configurations_stop_the_server_with_code_1() {
+    let mut server = Server::start().await;
+    assert_eq!(server.verb(&["pool", "init"]).status.code(), Some(1), "the server holds the state directory");
+    let second = server.verb(&["serve"]);
+    assert!(String::from_utf8_lossy(&second.stderr).contains("in use by another gpuserver"), "{second:?}");
+    assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));
+    let path = server.path("gpuserver.toml");
+    for (driver, more, text) in [
+        ("libcuda.so.1", "warm_wokers = 1", ":7: unknown key `warm_wokers`; did you mean `warm_workers`?"),
+        ("libcuda.so.1", "gpus = [5]", ":7: gpus: there is no GPU 5; there are 0 = GPU-"),
+        ("libcuda.so.1", "sharing = \"mps\"", "does not serve it yet"),
+        ("missing.so", "", "missing.so"),
+    ] {
+        server.configure(driver, more);
+        let output = server.verb(&["serve"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(text) && said.contains(&*path.to_string_lossy()), "{said}");
+    }
+    // A driver that does not answer is worth another start.
+    std::fs::copy("/proc/self/exe", server.path("no-probe.so")).unwrap();
+    server.configure("no-probe.so", "");
+    let output = server.verb(&["serve"]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("CUDA_ERROR_NO_DEVICE"), "{output:?}");
+
+    // Ours is not a driver.
+    let source = server.path("ours.c");
+    std::fs::write(&source, "int gpusession_marker = 1;\n").unwrap();
+    let built = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(server.path("ours.so"))
+        .arg(&source)
+        .status()
+        .unwrap();
+    assert!(built.success());
+    server.configure("ours.so", "");
+    let output = server.verb(&["serve"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("own client library"), "{output:?}");
+    let checked = server.verb(&["check-config", "--explain"]);
+    assert!(String::from_utf8_lossy(&checked.stdout).contains("good"), "{checked:?}");
+}
