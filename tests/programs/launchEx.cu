@@ -26,6 +26,7 @@ int main() {
     CHECK(cudaMalloc(&from, blocks * shared));
     CHECK(cudaMalloc(&to, blocks * shared));
     CHECK(cudaMemcpy(from, host.data(), blocks * shared, cudaMemcpyHostToDevice));
+    CHECK(cudaDeviceSynchronize());  // a copy from pageable memory may still be under way, and the stream below does not wait for it
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
 

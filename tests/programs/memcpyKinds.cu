@@ -130,6 +130,7 @@ static void pinned_in_flight() {
     std::vector<unsigned char> host(copies * count);
     for (int i = 0; i < copies; i++) fill(host.data() + i * count, count, 1000 + i);
     CHECK(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice));
+    CHECK(cudaDeviceSynchronize());  // a copy from pageable memory may still be under way, and the stream below does not wait for it
     std::memset(pinned, 0, copies * count);
     cudaStream_t stream;
     cudaEvent_t events[copies];

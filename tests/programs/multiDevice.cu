@@ -37,8 +37,10 @@ int main() {
     }
     for (int device = 0; device + 1 < devices; device++) {
         CHECK(cudaMemcpyPeer(memory[device + 1], device + 1, memory[device], device, bytes));
-        CHECK(cudaSetDevice(device + 1));
-        CHECK(cudaDeviceSynchronize());
+        for (int side : {device, device + 1}) {
+            CHECK(cudaSetDevice(side));
+            CHECK(cudaDeviceSynchronize());
+        }
         CHECK(cudaMemcpy(host.data(), memory[device + 1], bytes, cudaMemcpyDeviceToHost));
         for (int i = 0; i < count; i++) EXPECT(host[i] == i);
         int access = -1;

@@ -27,6 +27,7 @@ static void run(Release how, const char *name) {
     CHECK(cudaHostAlloc(&host, sizeof(unsigned), cudaHostAllocDefault));
     CHECK(cudaMemset(flag, 0, 256));
     CHECK(cudaMemset(counter, 0, sizeof(unsigned)));
+    CHECK(cudaDeviceSynchronize());
     count_one<<<1, 1, 0, other>>>(counter);  // both kernels are loaded before anything waits
     store<<<1, 1, 0, other>>>(flag, 0);
     CHECK(cudaDeviceSynchronize());
@@ -35,6 +36,7 @@ static void run(Release how, const char *name) {
 
     std::atomic<int> submitted{0};
     std::thread submitter([&] {
+        CHECK(cudaSetDevice(0));  // the driver's own functions need a context in this thread
         CHECK_DRIVER(cuStreamWaitValue32_(blocked, address, 1, CU_STREAM_WAIT_VALUE_GEQ));
         for (int i = 0; i < ENTRIES; i++) {
             count_one<<<1, 1, 0, blocked>>>(counter);
