@@ -7,7 +7,7 @@ use gpusessiond::config::{Priority, Sharing};
 use gpusessiond::leases::Spec;
 use gpusessiond::values::Memory;
 use serde::Deserialize;
-use zbus::{OwnedFd, OwnedObjectPath, Variant, proxy};
+use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
 use crate::exit::{Failure, Result, code};
 
@@ -170,11 +170,15 @@ fn odd(error: &dyn std::fmt::Display) -> Failure {
 }
 
 fn of_bus(error: zbus::Error) -> Failure {
-    let zbus::Error::MethodError(name, text, _) = &error else {
-        return Failure::new(code::UNREACHABLE, format!("the daemon does not answer: {error}"))
-            .hint(DAEMON_HINT);
+    let (name, text) = match &error {
+        zbus::Error::MethodError(name, text, _) => (name.to_string(), text.clone()),
+        zbus::Error::FDO(error) => (error.name().to_string(), error.description().map(str::to_owned)),
+        _ => {
+            return Failure::new(code::UNREACHABLE, format!("the daemon does not answer: {error}"))
+                .hint(DAEMON_HINT);
+        }
     };
-    let message = text.clone().unwrap_or_else(|| name.to_string());
+    let message = text.unwrap_or_else(|| name.clone());
     let (code, hint) = match name.as_str() {
         "org.gpusession1.Error.NoCapacity" => {
             (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")

@@ -1,0 +1,349 @@
+//! `org.gpusession1` on a private bus, with a simulated pool.
+
+mod common;
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_proto::control::{Loss, PoolEvent, Warning, pool_event::Event};
+use gpusessiond::bus::{NAME, PATH};
+use gpusessiond::config::Config;
+use gpusessiond::leases::LeaseState;
+use gpusessiond::leases::sim::SimServer;
+use tokio_stream::StreamExt as _;
+use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
+
+const MANAGER: &str = "org.gpusession1.Manager";
+
+async fn manager(connection: &zbus::Connection) -> Proxy<'static> {
+    proxy(connection, PATH, MANAGER).await
+}
+
+async fn proxy(connection: &zbus::Connection, path: &str, interface: &'static str) -> Proxy<'static> {
+    zbus::proxy::Builder::new(connection)
+        .destination(NAME)
+        .path(path.to_owned())
+        .interface(interface)
+        .cache_properties(zbus::proxy::CacheProperties::No)
+        .build()
+        .await
+        .unwrap()
+}
+
+type LeaseRow = (String, u32, String, OwnedObjectPath, u64);
+
+async fn leases(manager: &Proxy<'_>) -> Vec<LeaseRow> {
+    manager.call("ListLeases", &()).await.unwrap()
+}
+
+async fn create(
+    manager: &Proxy<'_>,
+    request: &[(&str, Variant<'_>)],
+    flags: u64,
+) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)> {
+    let request: HashMap<&str, &Variant<'_>> = request.iter().map(|(k, v)| (*k, v)).collect();
+    manager.call("CreateLease", &(request, flags)).await
+}
+
+fn error_name<T: std::fmt::Debug>(result: zbus::Result<T>) -> String {
+    match result {
+        Err(zbus::Error::MethodError(name, ..)) => name.to_string(),
+        Err(zbus::Error::FDO(error)) => zbus::DBusError::name(&*error).to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
+    snapshot.leases.iter().all(|l| l.state == LeaseState::Active)
+        && snapshot.servers.iter().all(|s| s.state == "online")
+}
+
+/// Signals of the daemon as they come: member, and the first argument if it is text.
+async fn signals(connection: &zbus::Connection) -> MessageStream {
+    let rule = MatchRule::builder().msg_type(zbus::message::Type::Signal).sender(NAME).build().unwrap();
+    MessageStream::for_match_rule(rule, connection, None).await.unwrap()
+}
+
+async fn next_signals(stream: &mut MessageStream, until: &str) -> Vec<String> {
+    let mut seen = Vec::new();
+    let collect = async {
+        while let Some(Ok(message)) = stream.next().await {
+            let header = message.header();
+            let interface = header.interface().map(|i| i.to_string()).unwrap_or_default();
+            let member = header.member().map(|m| m.to_string()).unwrap_or_default();
+            if interface.starts_with("org.gpusession1") {
+                seen.push(member.clone());
+            }
+            if member == until {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, collect).await.unwrap_or_else(|_| panic!("no {until}"));
+    seen
+}
+
+#[tokio::test]
+async fn objects_lists_and_properties() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 3));
+    let engine = engine(&[&sim]);
+    let mut config = config(&[2]);
+    config.environment.insert("NCCL_DEBUG".into(), "WARN".into());
+    let api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let complete = async {
+        while !manager.get_property::<bool>("BootAllocationComplete").await.unwrap() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, complete).await.unwrap();
+
+    let rows = leases(&manager).await;
+    assert_eq!(rows.len(), 1);
+    let (id, uid, state, path, expires) = &rows[0];
+    assert_eq!((*uid, state.as_str()), (u32::MAX, "active"));
+    assert!(*expires > 0);
+    assert_eq!(path.as_str(), format!("/org/gpusession1/lease/{id}"));
+    let found: OwnedObjectPath = manager.call("GetLease", &(id,)).await.unwrap();
+    assert_eq!(found, *path);
+    let devices: Vec<(String, String, String, OwnedObjectPath)> =
+        manager.call("ListDevices", &()).await.unwrap();
+    assert_eq!(devices.len(), 2);
+    assert_eq!(devices[0].3.as_str(), "/org/gpusession1/device/GPU_2dgpu_2da_2d0");
+    let servers: Vec<(String, String, String, OwnedObjectPath)> =
+        manager.call("ListServers", &()).await.unwrap();
+    assert_eq!((servers[0].0.as_str(), servers[0].2.as_str()), ("gpu-a", "online"));
+    assert_eq!(manager.get_property::<String>("State").await.unwrap(), "ready");
+    assert_eq!(manager.get_property::<u32>("PoolTarget").await.unwrap(), 2);
+    assert_eq!(manager.get_property::<u32>("PoolReady").await.unwrap(), 2);
+    assert_eq!(manager.get_property::<u64>("NCurrentLeases").await.unwrap(), 1);
+
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    assert_eq!(lease.get_property::<String>("Class").await.unwrap(), "boot");
+    assert_eq!(lease.get_property::<u32>("UID").await.unwrap(), u32::MAX);
+    assert_eq!(lease.get_property::<Vec<OwnedObjectPath>>("Devices").await.unwrap().len(), 2);
+    assert_eq!(lease.get_property::<(String, OwnedObjectPath)>("Session").await.unwrap().0, "");
+    assert_eq!(lease.get_property::<u64>("MemoryLimitBytes").await.unwrap(), 1 << 30);
+    let environment: HashMap<String, String> = lease.call("GetEnvironment", &()).await.unwrap();
+    assert_eq!(environment, HashMap::from([("NCCL_DEBUG".into(), "WARN".into())]));
+    let ttl: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    assert_eq!(ttl, 600_000_000);
+    assert_eq!(
+        error_name(lease.call::<_, _, ()>("Park", &()).await),
+        "org.freedesktop.DBus.Error.NotSupported"
+    );
+
+    let device = proxy(&connection, devices[1].3.as_str(), "org.gpusession1.Device").await;
+    assert_eq!(device.get_property::<u32>("Ordinal").await.unwrap(), 1);
+    assert_eq!(device.get_property::<(u32, u32)>("ComputeCapability").await.unwrap(), (9, 0));
+    assert_eq!(device.get_property::<String>("CudaVersion").await.unwrap(), "13.0");
+    assert_eq!(device.get_property::<Vec<OwnedObjectPath>>("Leases").await.unwrap(), [path.clone()]);
+    let server = proxy(&connection, servers[0].3.as_str(), "org.gpusession1.Server").await;
+    assert_eq!(server.get_property::<u32>("NDevices").await.unwrap(), 3);
+    let _: u64 = server.call("Ping", &()).await.unwrap();
+
+    let managed = zbus::fdo::ObjectManagerProxy::builder(&connection)
+        .destination(NAME)
+        .path(PATH)
+        .build()
+        .await
+        .unwrap()
+        .get_managed_objects()
+        .await
+        .unwrap();
+    let ours = managed.values().filter(|i| i.keys().any(|name| name.starts_with("org.gpusession1.")));
+    assert_eq!(ours.count(), 4, "lease, two devices, server: {managed:?}");
+
+    for (method, name) in [
+        ("GetLease", "org.gpusession1.Error.NoSuchLease"),
+        ("GetDevice", "org.gpusession1.Error.NoSuchDevice"),
+        ("GetServer", "org.gpusession1.Error.NoSuchServer"),
+        ("ReleaseLease", "org.gpusession1.Error.NoSuchLease"),
+    ] {
+        assert_eq!(error_name(manager.call::<_, _, OwnedVariant>(method, &("no such thing",)).await), name);
+    }
+    let json: String = manager.call("Describe", &()).await.unwrap();
+    let described: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(described["schema"], 1);
+    assert_eq!(described["leases"][0]["devices"][1]["uuid"], "GPU-gpu-a-1");
+    drop(api);
+}
+
+#[tokio::test]
+async fn a_lease_lasts_as_long_as_its_descriptor() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 8;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let request = [
+        ("Count", Variant::from(1u32)),
+        ("MemoryFraction", Variant::from(0.5f64)),
+        ("Who", Variant::from("test")),
+        ("Why", Variant::from("to see")),
+    ];
+    let (id, path, fd) = create(&manager, &request, 0).await.unwrap();
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    assert_eq!(lease.get_property::<String>("Why").await.unwrap(), "to see");
+    assert_eq!(lease.get_property::<u32>("UID").await.unwrap(), nix::unistd::getuid().as_raw());
+    let environment: HashMap<String, String> = lease.call("GetEnvironment", &()).await.unwrap();
+    assert_eq!(environment["GPUSESSION_LEASE"], id);
+    let asked = sim.with(|s| s.requests[0].clone());
+    assert_eq!((asked.gpus, asked.memory_percent, asked.why.as_str()), (1, 50.0, "to see"));
+
+    let copy = std::os::fd::OwnedFd::from(fd).try_clone().unwrap();
+    let (_second, _, second_fd) = create(&manager, &request, 0).await.unwrap();
+    assert_eq!(error_name(create(&manager, &request, 0).await), "org.gpusession1.Error.NoCapacity");
+    let answer: String =
+        manager.call("CanCreateLease", &(HashMap::<&str, Variant<'_>>::new(),)).await.unwrap();
+    assert!(["yes", "busy"].contains(&answer.as_str()), "{answer}");
+    drop(copy);
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    drop(second_fd);
+    until(&engine, |s| s.leases.is_empty()).await;
+
+    // A persistent one does not mind; it has a time to live and is released by name.
+    assert_eq!(error_name(create(&manager, &request, 1).await), "org.freedesktop.DBus.Error.InvalidArgs");
+    let persistent = [("TTLUSec", Variant::from(60_000_000u64))];
+    let (id, _, fd) = create(&manager, &persistent, 1).await.unwrap();
+    drop(fd);
+    let _: () = manager.call("RenewLease", &(&id, 0u64)).await.unwrap();
+    assert!(leases(&manager).await.iter().any(|l| l.0 == id));
+    let _: () = manager.call("ReleaseLease", &(&id,)).await.unwrap();
+    assert!(leases(&manager).await.is_empty(), "gone when the reply is there");
+}
+
+#[tokio::test]
+async fn requests_that_make_no_sense_are_refused() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 8;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let long = "x".repeat(257);
+    let cases: Vec<(&str, Variant<'_>)> = vec![
+        ("Bogus", 1u32.into()),
+        ("Count", 0u32.into()),
+        ("Count", 65u32.into()),
+        ("Count", "two".into()),
+        ("MemoryBytes", 0u64.into()),
+        ("MemoryFraction", 1.5f64.into()),
+        ("MemoryFraction", f64::NAN.into()),
+        ("SMPercent", 101u32.into()),
+        ("Priority", "high".into()),
+        ("Sharing", "mine".into()),
+        ("Why", long.as_str().into()),
+        ("Who", "a\nb".into()),
+    ];
+    for (key, value) in cases {
+        let shown = format!("{key} = {value:?}");
+        let name = error_name(create(&manager, &[(key, value)], 0).await);
+        assert_eq!(name, "org.freedesktop.DBus.Error.InvalidArgs", "{shown}");
+    }
+    assert_eq!(error_name(create(&manager, &[], 2).await), "org.freedesktop.DBus.Error.InvalidArgs");
+    let unsupported = create(&manager, &[("Session", "3".into())], 0).await;
+    assert_eq!(error_name(unsupported), "org.freedesktop.DBus.Error.NotSupported");
+    assert!(sim.with(|s| s.requests.is_empty()), "the server was not asked");
+}
+
+#[tokio::test]
+async fn a_loss_is_announced_told_and_made_good() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let mut stream = signals(&connection).await;
+    want(&engine, &config).await;
+    let seen = next_signals(&mut stream, "LeaseNew").await;
+    assert_eq!(seen.last().map(String::as_str), Some("LeaseNew"));
+    until(&engine, held).await;
+    sim.until(|s| s.leases.len() == 1).await;
+    let manager = manager(&connection).await;
+    let id = loop {
+        let rows = leases(&manager).await;
+        if rows[0].2 == "active" {
+            break rows[0].0.clone();
+        }
+    };
+    let event = |event| PoolEvent { lease: id.clone(), event: Some(event) };
+    sim.send(event(Event::PrepareForLoss(Warning { left_usec: 1_000_000, reason: "idle".into() })));
+    next_signals(&mut stream, "PrepareForLeaseLoss").await;
+    sim.with(|s| s.leases.clear());
+    sim.send(event(Event::Lost(Loss { reason: "idle".into() })));
+    let seen = next_signals(&mut stream, "LeaseRemoved").await;
+    assert_eq!(seen[..2], ["Lost", "LeaseRemoved"], "{seen:?}");
+    // It is wanted, so it comes back, under another id.
+    until(&engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].id != id).await;
+    let again = async {
+        loop {
+            let rows = leases(&manager).await;
+            if rows.iter().any(|l| l.2 == "active" && l.0 != id) {
+                return rows;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    assert_eq!(tokio::time::timeout(PATIENCE, again).await.unwrap().len(), 1);
+    assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), ["GPU-gpu-a-0"]);
+}
+
+#[tokio::test]
+async fn the_shipped_interfaces_are_those_that_are_served() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let path = async {
+        loop {
+            let rows = leases(&manager).await;
+            if rows.iter().any(|l| l.2 == "active") {
+                return rows[0].3.clone();
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let lease = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/interfaces");
+    for (path, name) in [
+        (PATH, "Manager"),
+        (lease.as_str(), "Lease"),
+        ("/org/gpusession1/device/GPU_2dgpu_2da_2d0", "Device"),
+        ("/org/gpusession1/server/gpu_2da", "Server"),
+    ] {
+        let introspectable = zbus::fdo::IntrospectableProxy::builder(&connection)
+            .destination(NAME)
+            .path(path.to_owned())
+            .build()
+            .await
+            .unwrap();
+        let xml = introspectable.introspect().await.unwrap();
+        let interface = format!("org.gpusession1.{name}");
+        let begin = xml.find(&format!("<interface name=\"{interface}\">")).expect("served");
+        let end = begin + xml[begin..].find("</interface>").unwrap() + "</interface>".len();
+        let text = format!(
+            "<!DOCTYPE node PUBLIC \"-//freedesktop//DTD D-BUS Object Introspection 1.0//EN\"\n \
+             \"http://www.freedesktop.org/standards/dbus/1.0/introspect.dtd\">\n<node>\n  {}\n</node>\n",
+            &xml[begin..end]
+        );
+        let file = folder.join(format!("{interface}.xml"));
+        if std::env::var_os("GPUSESSION_BLESS").is_some() {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&file, &text).unwrap();
+        }
+        let shipped = std::fs::read_to_string(&file).unwrap_or_default();
+        assert!(shipped == text, "{} is not what is served; GPUSESSION_BLESS=1 rewrites it", file.display());
+    }
+}

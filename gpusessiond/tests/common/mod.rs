@@ -1,0 +1,221 @@
+//! What the integration tests share: a private bus, a simulated pool, processes that ask for GPUs.
+#![allow(dead_code, reason = "each test program uses a part")]
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::grant::{Reply, Request, VERSION};
+use gpusession_proto::message;
+use gpusessiond::access::Gate;
+use gpusessiond::bus::Bus;
+use gpusessiond::config::{Config, LeaseConfig};
+use gpusessiond::grant::{self, Limits};
+use gpusessiond::leases::engine::{Engine, Here};
+use gpusessiond::leases::sim::SimServer;
+use gpusessiond::leases::{Leases as _, Snapshot, Spec};
+use gpusessiond::pool::PoolServer;
+use tempfile::TempDir;
+
+/// Longest wait for anything.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The lease manager over simulated servers.
+pub fn engine(servers: &[&SimServer]) -> Engine {
+    let engine = Engine::start(Here { boot_id: [9; 16], machine_id: "machine".into(), seed: 1 });
+    engine.connect(servers.iter().map(|s| Arc::new((*s).clone()) as Arc<dyn PoolServer>).collect());
+    engine
+}
+
+/// A configuration with leases of this many GPUs.
+pub fn config(leases: &[u32]) -> Config {
+    let leases = (1..).zip(leases);
+    Config {
+        leases: leases
+            .map(|(i, n)| LeaseConfig { name: format!("l{i}"), gpus: *n, ..Default::default() })
+            .collect(),
+        ..Default::default()
+    }
+}
+
+/// Wants what a configuration says.
+pub async fn want(engine: &Engine, config: &Config) {
+    for (order, lease) in (0..).zip(&config.leases) {
+        engine.want(Spec::configured(lease, order)).await;
+    }
+}
+
+/// Waits until things are as wanted.
+pub async fn until(engine: &Engine, mut test: impl FnMut(&Snapshot) -> bool) {
+    let mut snapshot = engine.snapshot();
+    let waited = tokio::time::timeout(PATIENCE, snapshot.wait_for(|s| test(s))).await;
+    assert!(matches!(waited, Ok(Ok(_))), "does not come: {:?}", engine.snapshot().borrow());
+}
+
+/// A system bus of the test's own, with the packaged policy.
+pub struct PrivateBus {
+    child: Child,
+    folder: TempDir,
+}
+
+impl PrivateBus {
+    pub fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let policy =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/system.d/org.gpusession1.conf");
+        let configuration = folder.path().join("bus.conf");
+        let uid = nix::unistd::getuid();
+        let text = format!(
+            r#"<busconfig><type>system</type><listen>unix:path={}</listen><auth>EXTERNAL</auth>
+            <policy context="default"><allow user="*"/><deny own="*"/><deny send_type="method_call"/>
+            <allow send_type="signal"/><allow send_requested_reply="true" send_type="method_return"/>
+            <allow send_requested_reply="true" send_type="error"/><allow receive_type="method_call"/>
+            <allow receive_type="method_return"/><allow receive_type="error"/><allow receive_type="signal"/>
+            <allow send_destination="org.freedesktop.DBus"/></policy>
+            <include>{}</include>
+            <policy user="{uid}"><allow own="org.gpusession1"/></policy></busconfig>"#,
+            folder.path().join("bus.sock").display(),
+            policy.display(),
+        );
+        std::fs::write(&configuration, text).unwrap();
+        let mut child = Command::new("dbus-daemon")
+            .arg("--nofork")
+            .arg("--print-address")
+            .arg(format!("--config-file={}", configuration.display()))
+            .stdout(Stdio::piped())
+            // It complains about what an unprivileged or containered bus cannot do.
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("dbus-daemon is installed");
+        // It prints its address when it listens.
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("unix:"), "{line}");
+        Self { child, folder }
+    }
+
+    pub fn address(&self) -> String {
+        format!("unix:path={}", self.folder.path().join("bus.sock").display())
+    }
+
+    pub async fn connect(&self) -> zbus::Connection {
+        zbus::connection::Builder::address(self.address().as_str()).build().await.unwrap()
+    }
+}
+
+impl Drop for PrivateBus {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The API on a private bus.
+pub async fn serve(bus: &PrivateBus, engine: &Engine, config: &Config) -> Bus {
+    let gate = Arc::new(Gate::new(config.access.clone()));
+    Bus::start(bus.connect().await, Arc::new(engine.clone()), gate, config.clone()).await.unwrap()
+}
+
+/// A grant socket in a folder of its own.
+pub struct GrantSocket {
+    pub path: PathBuf,
+    _folder: TempDir,
+    _file: grant::SocketFile,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl GrantSocket {
+    pub fn start(engine: &Engine, config: &Config, limits: Limits) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("grant.sock");
+        let (listener, file) = grant::bind(&path, 0o666).unwrap();
+        let gate = Arc::new(Gate::new(config.access.clone()));
+        let server = Arc::new(grant::Server::new(Arc::new(engine.clone()), gate, config.wait, limits));
+        Self { path, _folder: folder, _file: file, task: tokio::spawn(server.serve(listener)) }
+    }
+}
+
+impl Drop for GrantSocket {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// What our library would ask.
+pub fn request() -> Request {
+    Request { version: VERSION, lease: None, session: None, program: "test".into(), environment: Vec::new() }
+}
+
+/// Asks as our library does; the connection stays open with the answer.
+pub fn ask(path: &Path, request: &Request) -> std::io::Result<(Reply, UnixStream)> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.write_all(&message::encode(request))?;
+    Ok((read_reply(&mut stream)?, stream))
+}
+
+/// The same, off the runtime's thread.
+pub async fn ask_async(path: &Path, request: Request) -> (Reply, UnixStream) {
+    let path = path.to_owned();
+    tokio::task::spawn_blocking(move || ask(&path, &request).unwrap()).await.unwrap()
+}
+
+pub fn read_reply(stream: &mut UnixStream) -> std::io::Result<Reply> {
+    let mut prefix = [0; 4];
+    stream.read_exact(&mut prefix)?;
+    let mut body = vec![0; message::body_len(prefix).map_err(std::io::Error::other)?];
+    stream.read_exact(&mut body)?;
+    message::decode(&body).map_err(std::io::Error::other)
+}
+
+/// Another process that holds a grant. It is this test program again: a test called `helper_process` calls
+/// [`helper_main`].
+pub struct Helper {
+    pub child: Child,
+    pub pid: u32,
+    pub granted: bool,
+    _stdin: ChildStdin,
+}
+
+const HELPER: &str = "GRANT_HELPER_SOCKET";
+
+impl Helper {
+    pub fn start(path: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "helper_process", "--nocapture"])
+            .env(HELPER, path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdin = child.stdin.take().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let line = lines.map_while(Result::ok).find(|l| l.contains("helper:")).expect("the helper answers");
+        let pid = child.id();
+        Self { child, pid, granted: line.contains("granted"), _stdin: stdin }
+    }
+
+    pub async fn start_async(path: &Path) -> Self {
+        let path = path.to_owned();
+        tokio::task::spawn_blocking(move || Self::start(&path)).await.unwrap()
+    }
+
+    pub fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Asks, says what came of it, and stays until its standard input ends.
+pub fn helper_main() {
+    let Some(path) = std::env::var_os(HELPER) else { return };
+    let (reply, stream) = ask(Path::new(&path), &request()).unwrap();
+    let said = if matches!(reply, Reply::Granted(_)) { "granted" } else { "denied" };
+    println!("\nhelper: {said}");
+    let mut rest = Vec::new();
+    let _ = std::io::stdin().read_to_end(&mut rest);
+    drop(stream);
+}

@@ -1,0 +1,331 @@
+//! The grant socket, with real sockets and processes and a simulated pool.
+
+mod common;
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use common::{GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, want};
+use gpusession_proto::grant::{Denial, Reply, Request};
+use gpusession_proto::message;
+use gpusession_proto::ticket::Ticket;
+use gpusessiond::config::Config;
+use gpusessiond::grant::Limits;
+use gpusessiond::leases::sim::{KEY, SimServer};
+use gpusessiond::leases::{LeaseState, Leases as _, Owner, Spec};
+use gpusessiond::pool::{PoolError, Trouble};
+
+#[test]
+fn helper_process() {
+    common::helper_main();
+}
+
+fn quick() -> Config {
+    Config { wait: Duration::from_millis(100), ..config(&[1]) }
+}
+
+fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
+    !snapshot.leases.is_empty()
+        && snapshot.leases.iter().all(|l| l.state == LeaseState::Active && l.stock > 0)
+}
+
+#[tokio::test]
+async fn a_process_gets_a_worker_and_a_ticket_of_its_own() {
+    let sim = SimServer::new("gpu-a", 2);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _connection) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    assert_eq!(endpoints.len(), 1);
+    let endpoint = &endpoints[0];
+    assert_eq!(endpoint.server, "gpu-a");
+    assert_eq!(endpoint.addresses, ["127.0.0.1:7602"]);
+    assert_eq!(endpoint.fingerprint, Some([3; 32]));
+    assert_eq!(endpoint.devices, 1);
+    let ticket = Ticket::open(&endpoint.ticket, &KEY, &endpoint.worker).unwrap();
+    assert_eq!(ticket.uid, nix::unistd::getuid().as_raw());
+    assert_eq!(ticket.pid, std::process::id());
+    assert_eq!(ticket.boot_id, [9; 16]);
+    assert_eq!(ticket.lease, endpoint.lease);
+    assert_eq!(ticket.program, "test");
+    let (reply, _other) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(second) = reply else { panic!("{reply:?}") };
+    assert_ne!(second[0].worker, endpoint.worker, "one worker, one process");
+}
+
+#[tokio::test]
+async fn the_server_hears_at_once_that_a_process_was_killed() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let helper = Helper::start_async(&socket.path).await;
+    assert!(helper.granted);
+    until(&engine, |s| s.leases[0].processes == 1).await;
+    assert!(sim.with(|s| s.ended.is_empty()));
+    helper.kill();
+    let ended = sim.until(|s| s.ended.len() == 1);
+    tokio::time::timeout(Duration::from_secs(2), ended).await.expect("within two seconds");
+    until(&engine, |s| s.leases[0].processes == 0).await;
+}
+
+#[tokio::test]
+async fn a_process_that_closes_its_connection_keeps_its_gpu() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    // This test is the process: what it closes is only the connection.
+    let (reply, connection) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Granted(_)));
+    drop(connection);
+    let helper = Helper::start_async(&socket.path).await;
+    helper.kill();
+    sim.until(|s| s.ended.len() == 1).await;
+    assert_eq!(engine.snapshot().borrow().leases[0].processes, 1);
+}
+
+#[tokio::test]
+async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer")));
+    let engine = engine(&[&sim]);
+    let config = Config { wait: PATIENCE, ..config(&[1]) };
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    until(&engine, |s| s.leases[0].trouble.is_some()).await;
+    let asking = ask_async(&socket.path, request());
+    sim.with(|s| s.failing = None);
+    let (reply, _connection) = asking.await;
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+}
+
+#[tokio::test]
+async fn every_reason_for_no_gpu_has_its_own_error() {
+    let cases: [(fn(&SimServer), Config, Denial, &str); 5] = [
+        (|_| {}, Config { leases: vec![], ..quick() }, Denial::NoDevice, "no lease is configured"),
+        (
+            |s| s.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer"))),
+            quick(),
+            Denial::NotReady,
+            "gpu-a does not answer",
+        ),
+        (|s| s.with(|s| s.gpus = 0), quick(), Denial::NotReady, "all GPUs are taken"),
+        (|s| s.with(|s| s.quota = Some(0)), quick(), Denial::Quota, "over the limit"),
+        (|s| s.with(|s| s.no_workers = true), quick(), Denial::NotReady, "starting a worker"),
+    ];
+    for (prepare, config, denial, words) in cases {
+        let sim = SimServer::new("gpu-a", 1);
+        prepare(&sim);
+        let engine = engine(&[&sim]);
+        want(&engine, &config).await;
+        if !config.leases.is_empty() {
+            until(&engine, |s| s.leases[0].trouble.is_some() || s.leases[0].state == LeaseState::Active)
+                .await;
+        }
+        let socket = GrantSocket::start(&engine, &config, Limits::default());
+        let (reply, _connection) = ask_async(&socket.path, request()).await;
+        match reply {
+            Reply::Denied { denial: found, reason } => {
+                assert_eq!(found, denial, "{reason}");
+                assert!(reason.contains(words), "{reason}");
+            }
+            Reply::Granted(_) => panic!("granted although {words}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn access_decides_and_a_named_lease_must_be_the_callers() {
+    let me = nix::unistd::getuid().as_raw();
+    let sim = SimServer::new("gpu-a", 4);
+    let engine = engine(&[&sim]);
+    let mut config = quick();
+    config.access.users = vec!["somebody-else".into()];
+    config.access.root = false;
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    assert!(
+        matches!(&reply, Reply::Denied { denial: Denial::NoDevice, reason } if reason.contains("[access]")),
+        "{reply:?}"
+    );
+
+    // A lease of the caller's own does not need [access].
+    let own = engine.create(Spec::requested("own".into(), me)).await.unwrap();
+    let with = |id: &str| Request { lease: Some(id.into()), ..request() };
+    let (reply, _c) = ask_async(&socket.path, with(&own.id)).await;
+    assert!(matches!(&reply, Reply::Granted(e) if e[0].lease == own.id), "{reply:?}");
+    let (reply, _c) = ask_async(&socket.path, with("nonesuchlease")).await;
+    assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }));
+    if me != 0 {
+        let other = engine.create(Spec::requested("other".into(), me + 1)).await.unwrap();
+        let (reply, _c) = ask_async(&socket.path, with(&other.id)).await;
+        assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }));
+    }
+}
+
+#[tokio::test]
+async fn a_users_own_configured_lease_comes_before_the_one_for_all() {
+    let me = nix::unistd::User::from_uid(nix::unistd::getuid()).unwrap().unwrap().name;
+    let sim = SimServer::new("gpu-a", 4);
+    let engine = engine(&[&sim]);
+    let mut config = config(&[1, 1, 1]);
+    config.leases[1].for_user = Some(me);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let id = engine.snapshot().borrow().leases[1].id.clone();
+    assert_eq!(
+        engine.snapshot().borrow().leases[1].spec.owner,
+        Owner::User(config.leases[1].for_user.clone().unwrap())
+    );
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    assert_eq!(endpoints.iter().map(|e| e.lease.as_str()).collect::<Vec<_>>(), [id]);
+}
+
+#[tokio::test]
+async fn several_leases_for_all_are_one_machine_to_a_process() {
+    let a = SimServer::new("gpu-a", 1);
+    let b = SimServer::new("gpu-b", 2);
+    let engine = engine(&[&a, &b]);
+    let config = config(&[2, 1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    let order: Vec<_> = endpoints.iter().map(|e| (e.server.as_str(), e.devices)).collect();
+    assert_eq!(order, [("gpu-b", 2), ("gpu-a", 1)], "in the order of the file");
+}
+
+#[tokio::test]
+async fn a_driver_environment_of_its_own_gets_a_worker_of_its_own() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let environment = vec![("CUDA_LAUNCH_BLOCKING".to_owned(), "1".to_owned())];
+    let (reply, _c) = ask_async(&socket.path, Request { environment, ..request() }).await;
+    assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+    assert_eq!(sim.with(|s| s.environments[0]["CUDA_LAUNCH_BLOCKING"].clone()), "1");
+}
+
+#[tokio::test]
+async fn garbage_harms_nobody() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let limits = Limits { patience: Duration::from_millis(200), ..Limits::default() };
+    let socket = GrantSocket::start(&engine, &config, limits);
+    let good = message::encode(&request());
+    let mut longer = good.clone();
+    longer[0] += 1;
+    longer.push(7);
+    let mut future = request();
+    future.version = 99;
+    let mut much = request();
+    much.environment = vec![("A".into(), "B".into()); 33];
+    let cases: Vec<(Vec<u8>, bool)> = vec![
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), true),
+        (u32::MAX.to_le_bytes().to_vec(), true),
+        (65_536u32.to_le_bytes().to_vec(), true),
+        ([4u32.to_le_bytes().as_slice(), &[0xff; 4]].concat(), true),
+        (longer, true),
+        (message::encode(&future), true),
+        (message::encode(&much), true),
+        (good[..good.len() - 1].to_vec(), false),
+        (vec![], false),
+        (vec![1], false),
+    ];
+    for (bytes, answered) in cases {
+        let mut stream = UnixStream::connect(&socket.path).unwrap();
+        stream.write_all(&bytes).unwrap();
+        if !answered {
+            // A caller that goes in the middle, and one that never sends the rest: both are forgotten.
+            drop(stream.try_clone().unwrap());
+        }
+        let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(20)]).into_owned();
+        let reply = tokio::task::spawn_blocking(move || {
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            let reply = read_reply(&mut stream).ok();
+            let mut rest = [0; 1];
+            assert_eq!(stream.read(&mut rest).unwrap_or(0), 0, "closed after the answer");
+            reply
+        })
+        .await
+        .unwrap();
+        match reply {
+            Some(Reply::Denied { denial: Denial::ProtocolMismatch, .. }) => assert!(answered, "{shown:?}"),
+            None => assert!(!answered, "{shown:?}"),
+            other => panic!("{shown:?}: {other:?}"),
+        }
+    }
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Granted(_)));
+}
+
+#[tokio::test]
+async fn slow_callers_hold_nobody_up_and_one_user_cannot_take_all_places() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let limits = Limits { per_uid: 8, total: 8, patience: PATIENCE * 2, ..Limits::default() };
+    let socket = GrantSocket::start(&engine, &config, limits);
+    let dripping: Vec<_> = (0..7)
+        .map(|_| {
+            let mut stream = UnixStream::connect(&socket.path).unwrap();
+            stream.write_all(&[1]).unwrap();
+            stream
+        })
+        .collect();
+    let (reply, connection) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Granted(_)), "served while others drip");
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    let Reply::Denied { denial: Denial::NotReady, reason } = reply else { panic!("{reply:?}") };
+    assert!(reason.contains("too many connections"), "{reason}");
+    drop(dripping);
+    drop(connection);
+    // The places of those who went are free again.
+    let again = async {
+        loop {
+            if let (Reply::Granted(_), _c) = ask_async(&socket.path, request()).await {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, again).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_caller_that_gives_up_takes_no_worker() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.no_workers = true);
+    let engine = engine(&[&sim]);
+    let config = Config { wait: PATIENCE, ..config(&[1]) };
+    want(&engine, &config).await;
+    until(&engine, |s| s.leases[0].state == LeaseState::Active).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let mut stream = UnixStream::connect(&socket.path).unwrap();
+    stream.write_all(&message::encode(&request())).unwrap();
+    drop(stream);
+    sim.with(|s| s.no_workers = false);
+    until(&engine, held).await;
+    let (reply, _c) = ask_async(&socket.path, request()).await;
+    assert!(matches!(reply, Reply::Granted(_)));
+    assert!(sim.with(|s| s.ended.len()) <= 1);
+}
