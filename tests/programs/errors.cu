@@ -59,7 +59,7 @@ static void memory_calls(int *memory) {
     WRONG(cudaMemcpy(host, nullptr, sizeof host, cudaMemcpyDeviceToHost));
     WRONG(cudaMemset(nullptr, 0, 16));
     WRONG(cudaMemset(memory, 0, size_t(1) << 40));
-    WRONG(cudaMemcpy2D(memory, 4, host, 16, 8, 1, cudaMemcpyHostToDevice));
+    WRONG(cudaMemcpy2D(memory, 4, host, 16, 8, 2, cudaMemcpyHostToDevice));
     WRONG(cudaMemcpyToSymbol(small_constant, host, sizeof host));
     WRONG(cudaHostGetDevicePointer(&nowhere, host, 0));
     WRONG(cudaHostUnregister(registered));
