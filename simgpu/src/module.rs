@@ -194,18 +194,34 @@ pub struct Module {
 
 impl Module {
     /// Places an image in a context: its variables get memory and their initial values.
-    pub fn new(ctx: &Arc<Context>, content: Arc<Content>, library: Option<usize>) -> Result<Arc<Module>> {
+    pub fn new(
+        ctx: &Arc<Context>,
+        content: Arc<Content>,
+        library: Option<&Arc<Library>>,
+    ) -> Result<Arc<Module>> {
         let space = &driver()?.space;
         let wanted: Vec<(String, u64)> = match &*content {
             Content::Program(p) => p.vars.iter().map(|v| (v.name.clone(), v.size)).collect(),
             Content::Machine(info) => info.variables.clone(),
         };
         let mut variables: Vec<Arc<Allocation>> = Vec::new();
-        for (_, size) in &wanted {
-            match space.variable(ctx.device, handle(ctx), *size) {
+        for (name, size) in &wanted {
+            // A library's managed variables are the same in every context.
+            if let Some(a) = library.and_then(|l| l.managed.get(name)) {
+                variables.push(a.clone());
+                continue;
+            }
+            let made = match content.managed(name) {
+                true => space.managed(ctx.device, handle(ctx), *size),
+                false => space.variable(ctx.device, handle(ctx), *size),
+            };
+            match made {
                 Ok(a) => variables.push(a),
                 Err(e) => {
-                    variables.iter().for_each(|a| drop(space.remove(a.base, |_| true)));
+                    variables
+                        .iter()
+                        .filter(|a| a.context != 0)
+                        .for_each(|a| drop(space.remove(a.base, |_| true)));
                     return Err(e);
                 }
             }
@@ -213,7 +229,7 @@ impl Module {
         let bases: Vec<u64> = variables.iter().map(|a| a.base).collect();
         let mut consts = Consts::default();
         if let Content::Program(p) = &*content {
-            for (var, a) in p.vars.iter().zip(&variables) {
+            for (var, a) in p.vars.iter().zip(&variables).filter(|(_, a)| a.context != 0) {
                 let mut bytes = var.init.clone();
                 for r in &var.relocs {
                     let target = bases[r.var as usize].wrapping_add(r.offset as u64) >> r.shift;
@@ -235,7 +251,7 @@ impl Module {
             variables: Arc::new(variables),
             names,
             functions: Mutex::default(),
-            library,
+            library: library.map(handle),
         });
         MODULES.insert(module.clone());
         Ok(module)
@@ -290,7 +306,7 @@ impl Module {
             let _ = FUNCTIONS.remove(handle(&f.1));
         }
         if let Ok(d) = driver() {
-            for a in self.variables.iter() {
+            for a in self.variables.iter().filter(|a| a.context != 0) {
                 d.space.remove(a.base, |x| x.id == a.id);
             }
         }
@@ -298,6 +314,10 @@ impl Module {
 }
 
 impl Content {
+    fn managed(&self, name: &str) -> bool {
+        matches!(self, Content::Program(p) if p.vars.iter().any(|v| v.managed && v.name == name))
+    }
+
     pub fn kernel_names(&self) -> Vec<String> {
         match self {
             Content::Program(p) => p.kernel_order.clone(),
@@ -311,6 +331,8 @@ pub struct Library {
     pub content: Arc<Content>,
     modules: Mutex<HashMap<usize, Arc<Module>>>,
     kernels: Mutex<HashMap<String, Arc<Kernel>>>,
+    /// Managed variables by name.
+    pub managed: HashMap<String, Arc<Allocation>>,
 }
 
 pub struct Kernel {
@@ -320,14 +342,30 @@ pub struct Kernel {
 }
 
 impl Library {
-    pub fn new(content: Content) -> Arc<Library> {
+    pub fn new(content: Content) -> Result<Arc<Library>> {
+        let mut managed = HashMap::new();
+        if let Content::Program(p) = &content {
+            for v in p.vars.iter().filter(|v| v.managed) {
+                let a = driver()?.space.managed(0, 0, v.size)?;
+                // SAFETY: the allocation has `v.size` bytes and nobody else knows it yet.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        v.init.as_ptr(),
+                        a.host_ptr(),
+                        v.init.len().min(v.size as usize),
+                    )
+                };
+                managed.insert(v.name.clone(), a);
+            }
+        }
         let library = Arc::new(Library {
             content: Arc::new(content),
             modules: Mutex::default(),
             kernels: Mutex::default(),
+            managed,
         });
         LIBRARIES.insert(library.clone());
-        library
+        Ok(library)
     }
 
     pub fn module(self: &Arc<Self>, ctx: &Arc<Context>) -> Result<Arc<Module>> {
@@ -335,7 +373,7 @@ impl Library {
         if let Some(m) = modules.get(&handle(ctx)) {
             return Ok(m.clone());
         }
-        let m = Module::new(ctx, self.content.clone(), Some(handle(self)))?;
+        let m = Module::new(ctx, self.content.clone(), Some(self))?;
         modules.insert(handle(ctx), m.clone());
         Ok(m)
     }
@@ -361,6 +399,11 @@ impl Library {
         }
         for (_, m) in self.modules.lock().drain() {
             m.unload();
+        }
+        if let Ok(d) = driver() {
+            for a in self.managed.values() {
+                d.space.remove(a.base, |x| x.id == a.id);
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::driver::driver;
 use crate::errors::{self, Error, INVALID_VALUE, Result};
-use crate::memory::Piece;
+use crate::memory::{Allocation, Piece};
 use crate::module::Function;
 use crate::pool;
 use crate::ptx::exec::{Env, Fault, next_grid_id};
@@ -213,7 +213,12 @@ impl Launch {
         }
         // Machine code is not run.
         let Some((program, func)) = &self.function.entry else { return Ok(()) };
+        let workspace = match self.cooperative {
+            true => Some(Workspace::new(stream)?),
+            false => None,
+        };
         let env = Env {
+            workspace: workspace.as_ref().map_or(0, |w| w.0.base),
             program: program.clone(),
             consts: self.function.consts.clone(),
             func: *func,
@@ -238,6 +243,29 @@ impl Launch {
             Fault::Trap => errors::LAUNCH_FAILED,
             Fault::BadPc => errors::INVALID_PC,
         })
+    }
+}
+
+/// Memory of a cooperative grid, given back after the launch.
+struct Workspace(Arc<Allocation>);
+
+impl Workspace {
+    fn new(stream: &Stream) -> Result<Workspace> {
+        let a = driver()?.space.variable(stream.device, stream.context, 64)?;
+        // SAFETY: the allocation has 64 bytes and nobody else knows it yet.
+        unsafe {
+            a.host_ptr().write_bytes(0, 64);
+            a.host_ptr().cast::<u32>().write(64);
+        }
+        Ok(Workspace(a))
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        if let Ok(d) = driver() {
+            d.space.remove(self.0.base, |a| a.id == self.0.id);
+        }
     }
 }
 

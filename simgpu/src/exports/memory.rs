@@ -34,6 +34,7 @@ fn free(at: u64) -> Result {
         return Err(INVALID_VALUE);
     }
     ctx.synchronize()?;
+    super::pool::forget(&a);
     space.remove(at, |x| x.id == a.id).map(drop).ok_or(INVALID_VALUE)
 }
 
@@ -63,20 +64,21 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             5 => return Err(errors::NOT_SUPPORTED),
             6 => out(to.cast(), 0u32)?,
             7 => out(to.cast(), a.id)?,
-            8 => out(to, u8::from(managed))?,
+            // The runtime reads these truth values as whole words.
+            8 => out(to.cast(), u32::from(managed))?,
             9 => out(to.cast(), a.device as i32)?,
-            10 => out(to, u8::from(matches!(a.kind, Kind::Device) && config().export_memory))?,
+            10 => out(to.cast(), u32::from(matches!(a.kind, Kind::Device) && config().export_memory))?,
             11 => out(to.cast(), a.base)?,
             12 => out(to.cast(), a.size as usize)?,
-            13 => out(to, 1u8)?,
+            13 => out(to.cast(), 1u32)?,
             14 => out(to.cast(), u64::from(config().export_memory && matches!(a.kind, Kind::Mapped(_))))?,
-            15 => out(to, 0u8)?,
+            15 => out(to.cast(), 0u32)?,
             16 => out(to.cast(), 3u32)?,
             17 => out(to.cast(), if let Kind::Pool { pool } = a.kind { pool } else { 0 })?,
             18 => out(to.cast(), a.size as usize)?,
             19 => out(to.cast(), a.base)?,
             20 => out(to.cast(), a.id)?,
-            21 => out(to, 0u8)?,
+            21 => out(to.cast(), 0u32)?,
             _ => return Err(INVALID_VALUE),
         }
     }
@@ -88,8 +90,7 @@ unsafe fn absent(to: *mut u8, id: u32) -> Result {
     // SAFETY: the program gave room for the attribute's type.
     unsafe {
         match id {
-            2 | 6 | 16 => out(to.cast(), 0u32),
-            8 | 10 | 13 | 15 | 21 => out(to, 0u8),
+            2 | 6 | 8 | 10 | 13 | 15 | 16 | 21 => out(to.cast(), 0u32),
             9 => out(to.cast(), -2i32),
             1 | 3 | 4 | 7 | 11 | 12 | 14 | 17..=20 => out(to.cast(), 0u64),
             _ => Err(INVALID_VALUE),

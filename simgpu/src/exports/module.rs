@@ -200,7 +200,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         let content = compile(image, n, options, values)?;
-        out(to, handle(&Library::new(content)))
+        out(to, handle(&Library::new(content)?))
     }
 
     fn cuLibraryLoadFromFile(
@@ -210,7 +210,7 @@ export! {
         driver()?;
         let bytes = read_file(text(path)?)?;
         let content = compile(bytes.as_ptr(), n, options, values)?;
-        out(to, handle(&Library::new(content)))
+        out(to, handle(&Library::new(content)?))
     }
 
     fn cuLibraryUnload(h: usize) {
@@ -248,9 +248,12 @@ export! {
         Ok(())
     }
 
-    fn cuLibraryGetManaged(_at: *mut u64, _bytes: *mut usize, h: usize, _name: *const c_char) {
-        library(h)?;
-        Err(NOT_FOUND)
+    fn cuLibraryGetManaged(at: *mut u64, bytes: *mut usize, h: usize, name: *const c_char) {
+        let l = library(h)?;
+        let a = l.managed.get(text(name)?).ok_or(NOT_FOUND)?;
+        out_opt(at, a.base);
+        out_opt(bytes, a.size as usize);
+        Ok(())
     }
 
     fn cuLibraryGetUnifiedFunction(_to: *mut usize, h: usize, _name: *const c_char) {

@@ -7,7 +7,7 @@ use crate::context::working;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::memory::Kind;
+use crate::memory::{Allocation, Kind};
 use crate::op::Op;
 use crate::registry::{Registry, handle};
 use crate::submit;
@@ -68,6 +68,15 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
     p.high.fetch_max(used, Ordering::SeqCst);
     submit::submit(&s, Op::Empty)?;
     Ok(a.base)
+}
+
+/// Takes an allocation that is being freed out of its pool's account.
+pub fn forget(a: &Allocation) {
+    if let Kind::Pool { pool } = a.kind
+        && let Some(p) = POOLS.find(pool)
+    {
+        p.used.fetch_sub(a.size, Ordering::SeqCst);
+    }
 }
 
 fn on_device(location: *const Location) -> Result<i32> {
@@ -183,15 +192,10 @@ export! {
             return Err(errors::NOT_SUPPORTED);
         }
         let a = driver()?.space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
-        match a.kind {
-            Kind::Pool { pool } => {
-                if let Some(p) = POOLS.find(pool) {
-                    p.used.fetch_sub(a.size, Ordering::SeqCst);
-                }
-            }
-            Kind::Device => {}
-            _ => return Err(INVALID_VALUE),
+        if !matches!(a.kind, Kind::Pool { .. } | Kind::Device) {
+            return Err(INVALID_VALUE);
         }
+        forget(&a);
         submit::submit(&s, Op::Free(at)).map(drop)
     }
 }

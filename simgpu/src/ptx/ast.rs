@@ -92,6 +92,8 @@ pub struct Var {
     pub count: u64,
     pub init: Vec<Init>,
     pub external: bool,
+    /// `.attribute(.managed)`
+    pub managed: bool,
 }
 
 impl Var {

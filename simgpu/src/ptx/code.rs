@@ -76,7 +76,8 @@ pub enum Special {
     LaneMaskGt,
     DynamicSharedSize,
     TotalSharedSize,
-    Zero,
+    /// Words that the driver passes to a kernel: 1 and 2 are the workspace of a cooperative grid.
+    EnvReg(u8),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -416,6 +417,7 @@ pub struct Reloc {
 pub struct GlobalVar {
     pub name: String,
     pub constant: bool,
+    pub managed: bool,
     pub size: u64,
     pub align: u64,
     pub init: Vec<u8>,

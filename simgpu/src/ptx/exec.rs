@@ -65,6 +65,8 @@ pub struct Env {
     /// Parameter block in 8-byte words.
     pub params: Vec<u64>,
     pub dynamic_shared: u32,
+    /// Zeroed memory through which the blocks of a cooperative grid meet; 0 without one.
+    pub workspace: u64,
     pub mem: Arc<MemView>,
     pub device: u32,
     pub sms: u32,

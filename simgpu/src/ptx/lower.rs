@@ -134,6 +134,7 @@ fn place(v: &Var, name: &str, prog: &mut Program, scope: &mut Scope) -> Res<()> 
             prog.vars.push(GlobalVar {
                 name: name.to_owned(),
                 constant: v.space == Space::Const,
+                managed: v.managed,
                 size: v.size(),
                 align: u64::from(v.align.max(1)),
                 init: Vec::new(),
@@ -575,7 +576,7 @@ fn special(name: &str) -> Option<Special> {
         "%lanemask_gt" => Special::LaneMaskGt,
         "%dynamic_smem_size" => Special::DynamicSharedSize,
         "%total_smem_size" => Special::TotalSharedSize,
-        n if n.starts_with("%envreg") => Special::Zero,
+        n if n.starts_with("%envreg") => Special::EnvReg(n["%envreg".len()..].parse().ok()?),
         _ => return None,
     })
 }

@@ -252,7 +252,7 @@ pub fn binary(op: &str, mods: &[&str], ty: Ty) -> Option<Fn2> {
         "mul" => by_int!(ty, T => |d, a, b, m| map2::<T, T, T>(d, a, b, m, T::wrapping_mul)),
         "mul24" if !has("hi") => by_int!(ty, T => |d, a, b, m| map2::<T, T, T>(d, a, b, m, |x, y| {
             let shift = 128 - 24;
-            let signed = T::MIN < 0;
+            let signed = <T as Int>::MIN < 0;
             let cut = |v: i128| if signed { (v << shift) >> shift } else { v & 0xff_ffff };
             T::wrap(cut(x.wide()) * cut(y.wide()))
         })),

@@ -162,7 +162,9 @@ impl<'a> Parser<'a> {
             match self.word()? {
                 ".extern" => external = true,
                 ".visible" | ".weak" | ".common" => {}
-                ".attribute" => self.skip_parens()?,
+                ".attribute" => {
+                    self.attribute()?;
+                }
                 ".entry" => return self.function(m, true),
                 ".func" => return self.function(m, false),
                 w @ (".global" | ".const" | ".shared" | ".local") => {
@@ -175,10 +177,16 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn skip_parens(&mut self) -> Res<()> {
+    /// `(...)` after `.attribute`; says whether `.managed` is in it.
+    fn attribute(&mut self) -> Res<bool> {
         self.expect(b'(')?;
-        while self.next()? != Tok::Punct(b')') {}
-        Ok(())
+        let mut managed = false;
+        loop {
+            match self.next()? {
+                Tok::Punct(b')') => return Ok(managed),
+                t => managed |= t == Tok::Word(".managed"),
+            }
+        }
     }
 
     /// `.align 4 .b8 name[16] = {...};` after the state space.
@@ -197,6 +205,7 @@ impl<'a> Parser<'a> {
 
     fn declarator(&mut self, space: Space) -> Res<Var> {
         let mut align = 0;
+        let mut managed = false;
         let mut ty = None;
         let mut lanes = 1u64;
         loop {
@@ -207,7 +216,7 @@ impl<'a> Parser<'a> {
                 }
                 Some(Tok::Word(".attribute")) => {
                     self.at += 1;
-                    self.skip_parens()?;
+                    managed = self.attribute()?;
                 }
                 // `.param .u64 .ptr .global .align 8 name` says more about a pointer parameter.
                 Some(Tok::Word(".ptr")) => {
@@ -247,7 +256,16 @@ impl<'a> Parser<'a> {
             count = count.checked_mul(n).ok_or_else(|| format!("line {}: array too large", self.line()))?;
         }
         let natural = ty.size() * lanes as u32;
-        Ok(Var { name, space, ty, align: align.max(natural), count, init: Vec::new(), external: false })
+        Ok(Var {
+            name,
+            space,
+            ty,
+            align: align.max(natural),
+            count,
+            init: Vec::new(),
+            external: false,
+            managed,
+        })
     }
 
     fn initialiser(&mut self, out: &mut Vec<Init>, shift: Option<u32>) -> Res<()> {

@@ -36,6 +36,7 @@ fn run(body: &str, grid: u32, block: u32, memory: &mut [u64]) -> Result<(), Faul
         block: [block, 1, 1],
         params: vec![0x10000],
         dynamic_shared: 0,
+        workspace: 0,
         mem: Arc::new(MemView {
             spans: vec![Span {
                 start: 0x10000,
@@ -165,6 +166,7 @@ fn functions_return_values_and_recurse() {
         block: [10, 1, 1],
         params: vec![0x10000],
         dynamic_shared: 0,
+        workspace: 0,
         mem: Arc::new(MemView {
             spans: vec![Span {
                 start: 0x10000,
