@@ -14,6 +14,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
+use crate::quiet::Quiet;
 use crate::supervise::{AdoptError, Supervisor};
 
 /// A connection that did not send its preface by then is closed.
@@ -21,28 +22,9 @@ const PREFACE_LIMIT: Duration = Duration::from_secs(5);
 /// Connections whose preface is awaited: altogether, and from one address.
 const MAX_PENDING: usize = 512;
 const MAX_PENDING_PER_PEER: usize = 128;
-/// Lines about bad connections, at most one in this time.
-const LOG_PAUSE: Duration = Duration::from_secs(5);
 
 /// Who may connect without encryption.
 pub type MayBeClear = Arc<dyn Fn(IpAddr) -> bool + Send + Sync>;
-
-/// Says little when much goes wrong.
-#[derive(Debug, Default)]
-pub struct Quiet(Mutex<(Option<std::time::Instant>, u64)>);
-
-impl Quiet {
-    /// `Some(n)` when a line may be written now, after `n` that were not.
-    pub fn may(&self) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0.is_some_and(|at| at.elapsed() < LOG_PAUSE) {
-            state.1 += 1;
-            return None;
-        }
-        state.0 = Some(std::time::Instant::now());
-        Some(std::mem::take(&mut state.1))
-    }
-}
 
 #[derive(Default)]
 struct Pending(Mutex<HashMap<IpAddr, usize>>);
@@ -98,7 +80,7 @@ pub async fn serve(listener: TcpListener, supervisor: Supervisor, may_be_clear: 
             Err(e) => {
                 // Out of descriptors or memory: others need them first.
                 if let Some(more) = quiet.may() {
-                    warn!("data port: accept: {e} ({more} lines left out)");
+                    warn!("data port: accept: {e}{more}");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -106,10 +88,7 @@ pub async fn serve(listener: TcpListener, supervisor: Supervisor, may_be_clear: 
         };
         let Some(entered) = pending.enter(peer.ip().to_canonical()) else {
             if let Some(more) = quiet.may() {
-                warn!(
-                    "data port: too many unfinished connections from {} ({more} lines left out)",
-                    peer.ip()
-                );
+                warn!("data port: too many unfinished connections from {}{more}", peer.ip());
             }
             continue;
         };
@@ -119,7 +98,7 @@ pub async fn serve(listener: TcpListener, supervisor: Supervisor, may_be_clear: 
             if let Err(refused) = hand_over(socket, peer, &supervisor, &may_be_clear).await
                 && let Some(more) = quiet.may()
             {
-                info!("data connection from {peer} refused: {refused} ({more} lines left out)");
+                info!("data connection from {peer} refused: {refused}{more}");
             }
         });
     }

@@ -104,7 +104,13 @@ pub fn find_driver(named: Option<&Path>) -> Result<PathBuf, DiscoveryError> {
 }
 
 fn candidates() -> Vec<PathBuf> {
-    let mut out = Vec::new();
+    // As the loader looks: its variable, its cache, its folders.
+    let mut out: Vec<PathBuf> = std::env::var_os("LD_LIBRARY_PATH")
+        .iter()
+        .flat_map(std::env::split_paths)
+        .filter(|folder| folder.is_absolute())
+        .map(|folder| folder.join("libcuda.so.1"))
+        .collect();
     for program in ["/sbin/ldconfig", "/usr/sbin/ldconfig"] {
         let Ok(output) = std::process::Command::new(program).arg("-p").env_clear().output() else { continue };
         for line in String::from_utf8_lossy(&output.stdout).lines() {
@@ -128,7 +134,7 @@ pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError
         .arg("--probe")
         .arg(driver)
         .env_clear()
-        .envs(clean_environment())
+        .envs(clean_environment(driver))
         .current_dir("/")
         .stdin(Stdio::null())
         .stderr(Stdio::piped())

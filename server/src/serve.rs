@@ -8,27 +8,30 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError, Origin};
-use crate::data::Quiet;
 use crate::discovery::{self, DiscoveryError};
+use crate::guard::{Guarded, is_stranger};
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
+use crate::quiet::Quiet;
 use crate::registry::local::LocalRegistry;
 use crate::supervise::{Options, Supervisor, spawn};
 use crate::{admin, data, store};
 
 /// TLS handshakes in progress, and the time that each may take.
 const MAX_HANDSHAKES: usize = 256;
+/// Connections of clients, and of peers without a certificate, at a time.
+const MAX_CLIENTS: usize = 4096;
+const MAX_STRANGERS: usize = 64;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker waits for a lost client.
 const RESUME_GRACE: Duration = Duration::from_secs(60);
@@ -57,6 +60,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warn!("{warning}");
     }
     notify(&[sd_notify::NotifyState::Status("looking for GPUs")]);
+    raise_descriptor_limit();
 
     let _lock = store::lock(&config.state_dir).context("state_dir")?;
     let authority = Authority::open(&config.state_dir).map_err(|e| match e {
@@ -79,22 +83,21 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         e @ DiscoveryError::Probe(_) => anyhow!(e),
     };
     let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
+    info!("driver {}, workers are {}", driver.display(), worker.display());
     let probe = tokio::select! {
         probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
         end = stop.wait() => return Ok(end),
     };
     let gpus = discovery::choose(&config.gpus, probe.devices).map_err(as_config)?;
     info!(
-        "driver {} {} with CUDA {}.{}",
-        driver.display(),
-        probe.driver_version.as_deref().unwrap_or("(no version)"),
+        "driver version {}, CUDA {}.{}",
+        probe.driver_version.as_deref().unwrap_or("unknown"),
         probe.cuda_version / 1000,
         probe.cuda_version % 1000 / 10
     );
     for gpu in &gpus {
         info!("serves {} {}, {} MiB", gpu.uuid, gpu.name, gpu.memory_bytes >> 20);
     }
-    let count = gpus.len();
 
     let control =
         TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?;
@@ -138,10 +141,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     ];
     let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
-    let leases = pool.registry().leases().await.len();
-    let status =
-        format!("serving {count} GPUs on {control_address}, data on {data_address}, {leases} leases");
-    info!("ready: {status}");
+    let status = status(&pool).await;
+    info!("ready on {control_address}, data on {data_address}: {status}");
     notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&status)]);
 
     let end = stop.wait().await;
@@ -200,9 +201,35 @@ fn module_cache(config: &Config) -> Option<PathBuf> {
     }
 }
 
+/// What `systemctl status` shows.
+async fn status(pool: &Pool) -> String {
+    let gpus = pool.registry().gpus().await;
+    let leased = gpus.iter().filter(|g| !g.leases.is_empty()).count();
+    let leases = pool.registry().leases().await.len();
+    let programs = pool.supervisor().workers().iter().filter(|w| w.process.is_some()).count();
+    format!("{leased} of {} GPUs leased ({leases} leases), {programs} programs", gpus.len())
+}
+
+/// One descriptor for each connection, worker and file.
+fn raise_descriptor_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+        && let Err(e) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+    {
+        warn!("the limit of open files stays {soft}: {e}");
+    }
+}
+
 async fn housekeeping(pool: Arc<Pool>) {
+    let mut told = status(&pool).await;
     loop {
         pool.tick().await;
+        let now = status(&pool).await;
+        if now != told {
+            notify(&[sd_notify::NotifyState::Status(&now)]);
+            told = now;
+        }
         let pause = pool.registry().next_expiry().await.unwrap_or(Duration::MAX);
         tokio::time::sleep(pause.clamp(Duration::from_millis(20), Duration::from_millis(500))).await;
     }
@@ -238,9 +265,10 @@ async fn serve_control(
 async fn accept_control(
     listener: TcpListener,
     acceptor: TlsAcceptor,
-    accepted: mpsc::Sender<std::io::Result<TlsStream<TcpStream>>>,
+    accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
     let slots = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    let places = [Arc::new(Semaphore::new(MAX_CLIENTS)), Arc::new(Semaphore::new(MAX_STRANGERS))];
     let quiet = Arc::new(Quiet::default());
     loop {
         let Ok(slot) = slots.clone().acquire_owned().await else { return };
@@ -248,26 +276,33 @@ async fn accept_control(
             Ok(new) => new,
             Err(e) => {
                 if let Some(more) = quiet.may() {
-                    warn!("control port: accept: {e} ({more} lines left out)");
+                    warn!("control port: accept: {e}{more}");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
         };
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
+        let [clients, strangers] = places.clone();
         tokio::spawn(async move {
             let _slot = slot;
             let _ = socket.set_nodelay(true);
             let why = match timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)).await {
                 Ok(Ok(stream)) => {
-                    let _ = accepted.send(Ok(stream)).await;
-                    return;
+                    let places = if is_stranger(&stream) { strangers } else { clients };
+                    match places.try_acquire_owned() {
+                        Ok(place) => {
+                            let _ = accepted.send(Ok(Guarded::new(stream, place))).await;
+                            return;
+                        }
+                        Err(_) => "there are too many connections".into(),
+                    }
                 }
                 Ok(Err(e)) => e.to_string(),
                 Err(_) => "the handshake took too long".into(),
             };
             if let Some(more) = quiet.may() {
-                warn!("control connection from {peer} refused: {why} ({more} lines left out)");
+                warn!("control connection from {peer} refused: {why}{more}");
             }
         });
     }

@@ -36,6 +36,8 @@ struct Presence {
     machine_id: String,
     last_seen: Option<Moment>,
     watches: u32,
+    /// It closed its last watch and has not called since.
+    left: bool,
     /// Boots that another boot has replaced; whoever still uses one is a second machine.
     replaced: Vec<String>,
 }
@@ -98,7 +100,7 @@ pub enum Seen {
 
 impl Presence {
     fn alive(&self, now: Moment) -> bool {
-        self.watches > 0 || self.last_seen.is_some_and(|at| now.saturating_sub(at) < SUSPECT)
+        self.watches > 0 || !self.left && self.last_seen.is_some_and(|at| now.saturating_sub(at) < SUSPECT)
     }
 }
 
@@ -170,6 +172,7 @@ impl Clients {
             machine_id.is_empty() || presence.machine_id.is_empty() || machine_id == presence.machine_id;
         if presence.boot_id == boot_id && same_machine {
             presence.last_seen = Some(now);
+            presence.left = false;
             if presence.machine_id.is_empty() {
                 presence.machine_id = machine_id.into();
             }
@@ -191,8 +194,22 @@ impl Clients {
         presence.boot_id = boot_id.into();
         presence.machine_id = machine_id.into();
         presence.last_seen = Some(now);
+        presence.left = false;
         // After a restart of the server, what is stored may be of another boot.
         Ok(Seen::NewBoot)
+    }
+
+    /// Before this server started, a client held a lease under this boot: it has a moment to show that it still does, in
+    /// which a copy of it cannot take its place.
+    pub fn assume(&mut self, name: &str, boot_id: &str, now: Moment) {
+        let presence = self.presence.entry(name.into()).or_default();
+        presence.boot_id = boot_id.into();
+        presence.last_seen = Some(now);
+    }
+
+    /// Whether a client of that name may use the pool.
+    pub fn allows(&self, name: &str) -> bool {
+        self.records.get(name).is_some_and(|r| !r.revoked)
     }
 
     /// A call that does not say which boot it is from.
@@ -211,9 +228,7 @@ impl Clients {
     pub fn watch_ended(&mut self, name: &str) {
         if let Some(presence) = self.presence.get_mut(name) {
             presence.watches = presence.watches.saturating_sub(1);
-            if presence.watches == 0 {
-                presence.last_seen = None;
-            }
+            presence.left = presence.watches == 0;
         }
     }
 
@@ -307,6 +322,16 @@ mod tests {
         clients.watch_ended("vm-1");
         assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), Ok(Seen::NewBoot));
         assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT * 99), second);
+    }
+
+    #[test]
+    fn after_a_restart_of_the_server_the_holder_comes_first() {
+        let mut clients = joined();
+        clients.assume("vm-1", "b1", T);
+        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT / 2).is_err());
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT / 2), Ok(Seen::Known));
+        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT).is_err());
+        assert!(clients.allows("vm-1") && !clients.allows("vm-2"));
     }
 
     #[test]

@@ -141,6 +141,16 @@ impl Pool {
     pub async fn resume(&self) {
         let gpus = self.registry.gpus().await;
         for standing in self.registry.leases().await {
+            let Lease { id, client, boot_id, .. } = &standing.lease;
+            let allowed = {
+                let mut clients = locked(&self.clients);
+                clients.assume(client, boot_id, self.clock.now());
+                clients.allows(client)
+            };
+            if !allowed {
+                self.end_lease(id, "its client is no longer a client of the pool").await;
+                continue;
+            }
             self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus));
         }
     }

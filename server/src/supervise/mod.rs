@@ -24,6 +24,7 @@ pub use self::stock::WorkerId;
 use self::{channel::Channel, spawn::Spawner, stock::Stock};
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
+use crate::quiet::Quiet;
 
 pub mod channel;
 pub mod spawn;
@@ -39,6 +40,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(60);
 const SEND_LIMIT: Duration = Duration::from_secs(2);
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
+/// Packets that a worker may send in a second.
+const MAX_PACKETS: u32 = 1000;
 /// Handed-over sockets that wait for one worker.
 const MAX_QUEUED: usize = 64;
 
@@ -243,6 +246,7 @@ struct Inner {
     state: Mutex<State>,
     empty: Notify,
     events: broadcast::Sender<Event>,
+    refusals: Quiet,
 }
 
 /// All workers of this server. Cheap to clone.
@@ -260,6 +264,7 @@ impl Supervisor {
             state: Mutex::default(),
             empty: Notify::new(),
             events: broadcast::channel(1024).0,
+            refusals: Quiet::default(),
         })))
     }
 
@@ -599,7 +604,9 @@ impl Supervisor {
         mut stops: mpsc::UnboundedReceiver<Command>,
     ) -> String {
         let program = &self.0.options.program;
-        let (mut child, fd) = match self.0.spawner.start(program, environment).await {
+        let mut variables = spawn::clean_environment(&self.0.options.driver);
+        variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
+        let (mut child, fd) = match self.0.spawner.start(program, variables).await {
             Ok(started) => started,
             Err(e) => return format!("{} cannot be started: {e}", program.display()),
         };
@@ -656,6 +663,7 @@ impl Supervisor {
         let _ = send(&ToWorker::Start(start), None).await;
         let mut limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         let mut channel_open = true;
+        let (mut second, mut packets) = (Instant::now(), 0);
         loop {
             let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
             tokio::select! {
@@ -673,8 +681,30 @@ impl Supervisor {
                     let _ = send(&ToWorker::Stop { reason }, None).await;
                     limit = Some((Instant::now() + STOP_GRACE, ""));
                 }
+                () = sleep_until(deadline), if limit.is_some() => {
+                    let (_, why) = limit.take().unwrap_or((deadline, ""));
+                    if !why.is_empty() {
+                        return Err(why.into());
+                    }
+                    debug!(pid = group.as_raw(), "worker {} did not end in time: killed", hex(id));
+                    kill(group);
+                }
+                Some(command) = commands.recv() => {
+                    if let Command::Adopt { socket, preface, peer } = command {
+                        let message = ToWorker::Adopt { preface, peer: peer.to_string() };
+                        send(&message, Some(socket.as_fd())).await?;
+                    }
+                }
+                // Last: a worker that says much delays nothing of the above.
                 message = channel.recv(), if channel_open => match message {
                     Ok(Some(message)) => {
+                        if second.elapsed() >= Duration::from_secs(1) {
+                            (second, packets) = (Instant::now(), 0);
+                        }
+                        packets += 1;
+                        if packets > MAX_PACKETS {
+                            return Err("it floods its supervisor with messages".into());
+                        }
                         if matches!(message, FromWorker::Ready { .. })
                             && limit.is_some_and(|(_, why)| !why.is_empty()) {
                             limit = None;
@@ -692,20 +722,6 @@ impl Supervisor {
                     }
                     Err(e) => return Err(e.to_string()),
                 },
-                Some(command) = commands.recv() => {
-                    if let Command::Adopt { socket, preface, peer } = command {
-                        let message = ToWorker::Adopt { preface, peer: peer.to_string() };
-                        send(&message, Some(socket.as_fd())).await?;
-                    }
-                }
-                () = sleep_until(deadline), if limit.is_some() => {
-                    let (_, why) = limit.take().unwrap_or((deadline, ""));
-                    if !why.is_empty() {
-                        return Err(why.into());
-                    }
-                    debug!(pid = group.as_raw(), "worker {} did not end in time: killed", hex(id));
-                    kill(group);
-                }
             }
         }
     }
@@ -746,6 +762,10 @@ impl Supervisor {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
             FromWorker::Admitted { uid, pid, program, encrypted } => {
+                // A worker serves one process.
+                if worker.process.is_some() || worker.phase != Phase::Taken {
+                    return;
+                }
                 let program = printable(&program);
                 info!(
                     gpusession_worker = hex(id),
@@ -756,18 +776,20 @@ impl Supervisor {
                     worker.client
                 );
                 worker.process = Some(ClientProcess { uid, pid, program, encrypted });
-                if worker.phase == Phase::Taken {
-                    worker.phase = Phase::Active;
+                worker.phase = Phase::Active;
+            }
+            FromWorker::Refused { reason } => {
+                if let Some(more) = self.0.refusals.may() {
+                    warn!(
+                        gpusession_worker = hex(id),
+                        gpusession_lease = worker.lease,
+                        gpusession_client = worker.client,
+                        "worker {} refused a connection: {}{more}",
+                        hex(id),
+                        printable(&reason)
+                    );
                 }
             }
-            FromWorker::Refused { reason } => warn!(
-                gpusession_worker = hex(id),
-                gpusession_lease = worker.lease,
-                gpusession_client = worker.client,
-                "worker {} refused a connection: {}",
-                hex(id),
-                printable(&reason)
-            ),
             FromWorker::Usage(usage) => worker.usage = usage,
         }
     }

@@ -41,10 +41,14 @@ pub fn worker_program() -> PathBuf {
     beside.filter(|p| p.exists()).unwrap_or_else(|| "/usr/libexec/gpusession/gpuserver-worker".into())
 }
 
-/// The environment of workers: nothing of the server's but what is ours.
-pub fn clean_environment() -> Vec<(OsString, OsString)> {
+/// The environment of workers: nothing of the server's but what is ours. A driver's libraries find each other by name, so
+/// that its folder is searched first.
+pub fn clean_environment(driver: &Path) -> Vec<(OsString, OsString)> {
     let mut out: Vec<(OsString, OsString)> =
         vec![("PATH".into(), "/usr/bin:/bin".into()), ("LANG".into(), "C.UTF-8".into())];
+    if let Some(folder) = driver.parent() {
+        out.push(("LD_LIBRARY_PATH".into(), folder.into()));
+    }
     out.extend(std::env::vars_os().filter(|(name, _)| {
         name.to_str()
             .is_some_and(|n| PASSED_ON.iter().any(|p| n == *p || p.ends_with('_') && n.starts_with(p)))
@@ -60,7 +64,7 @@ pub fn stack_can_be_unlimited() -> bool {
 
 struct Order {
     program: PathBuf,
-    environment: Vec<(String, String)>,
+    environment: Vec<(OsString, OsString)>,
     reply: oneshot::Sender<io::Result<(Child, OwnedFd)>>,
 }
 
@@ -95,11 +99,11 @@ impl Spawner {
         Ok(Self(sender))
     }
 
-    /// Starts a worker with these variables beside the clean environment. Returns the process and our end of its channel.
+    /// Starts a worker with these variables and no others. Returns the process and our end of its channel.
     pub async fn start(
         &self,
         program: &Path,
-        environment: Vec<(String, String)>,
+        environment: Vec<(OsString, OsString)>,
     ) -> io::Result<(Child, OwnedFd)> {
         let (reply, answer) = oneshot::channel();
         let gone = || io::Error::other("the thread that starts workers is gone");
@@ -108,12 +112,11 @@ impl Spawner {
     }
 }
 
-fn start(program: &Path, environment: &[(String, String)]) -> io::Result<(Child, OwnedFd)> {
+fn start(program: &Path, environment: &[(OsString, OsString)]) -> io::Result<(Child, OwnedFd)> {
     let (ours, theirs) = channel::pair()?;
     let mut command = Command::new(program);
     command
         .env_clear()
-        .envs(clean_environment())
         .envs(environment.iter().map(|(k, v)| (k, v)))
         .current_dir("/")
         .stdin(Stdio::null())

@@ -43,7 +43,7 @@ async fn join_allocate_use_release() {
     let lease = vm.allocate(50.0).await.unwrap();
     assert_eq!((lease.id.len(), lease.ticket_key.len(), lease.encrypted), (12, 32, true));
     assert_eq!(lease.devices[0].limit_bytes, 8 * GIB);
-    assert_eq!(lease.ttl_usec, 30_000_000);
+    assert_eq!(lease.ttl_usec, 60_000_000);
 
     let worker = vm.take(&lease.id).await.unwrap();
     assert_eq!((worker.id.len(), worker.fingerprint.len()), (16, 32));
@@ -59,7 +59,10 @@ async fn join_allocate_use_release() {
         assert_eq!(said["stack_unlimited"], true);
     }
     let names: Vec<_> = said["environment"].as_object().unwrap().keys().cloned().collect();
-    assert!(names.iter().all(|n| ["LANG", "PATH", "RUST_BACKTRACE"].contains(&n.as_str())), "{names:?}");
+    assert!(
+        names.iter().all(|n| ["LANG", "LD_LIBRARY_PATH", "PATH", "RUST_BACKTRACE"].contains(&n.as_str())),
+        "{names:?}"
+    );
     let (_second_lane, said_again) = server.adopt(&worker.id, 3, true);
     assert_eq!((&said_again["pid"], &said_again["lane"]), (&said["pid"], &3.into()));
 

@@ -1,0 +1,38 @@
+//! Log lines that a hostile peer cannot multiply.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// At most one line in this time.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// One kind of line.
+#[derive(Debug, Default)]
+pub struct Quiet(Mutex<(Option<Instant>, u64)>);
+
+/// How many lines were not written before this one; to be written at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeftOut(u64);
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            n => write!(f, " ({n} similar lines left out)"),
+        }
+    }
+}
+
+impl Quiet {
+    /// Whether a line may be written now.
+    pub fn may(&self) -> Option<LeftOut> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.0.is_some_and(|at| at.elapsed() < PAUSE) {
+            state.1 += 1;
+            return None;
+        }
+        state.0 = Some(Instant::now());
+        Some(LeftOut(std::mem::take(&mut state.1)))
+    }
+}
