@@ -158,7 +158,7 @@ impl Graph {
             // A whole layer at a time keeps large graphs quick; its order is shuffled.
             let mut layer: Vec<Arc<Node>> = ready.iter().rev().map(|&i| rest.swap_remove(i)).collect();
             for i in (1..layer.len()).rev() {
-                layer.swap(i, (random.next() % (i as u64 + 1)) as usize);
+                layer.swap(i, (random.draw() % (i as u64 + 1)) as usize);
             }
             placed.extend(layer.iter().map(handle));
             out.append(&mut layer);
@@ -191,20 +191,26 @@ pub struct Exec {
     pub id: u64,
     pub flags: u64,
     pub steps: Mutex<Vec<Step>>,
-    shape: Mutex<(usize, Vec<u32>, Vec<(usize, usize)>)>,
+    shape: Shape,
 }
 
-/// Nodes by position: how many, their types, their edges.
-fn shape(graph: &Graph) -> (usize, Vec<u32>, Vec<(usize, usize)>) {
+/// What an update may not change: nodes by position, and the edges between them.
+#[derive(PartialEq)]
+struct Shape {
+    types: Vec<u32>,
+    edges: Vec<(usize, usize)>,
+}
+
+fn shape(graph: &Graph) -> Shape {
     let nodes = graph.nodes.lock();
     let position: HashMap<usize, usize> = nodes.iter().enumerate().map(|(i, n)| (handle(n), i)).collect();
-    let types = nodes.iter().map(|n| n.kind.lock().code()).collect();
+    let types: Vec<u32> = nodes.iter().map(|n| n.kind.lock().code()).collect();
     let mut edges = Vec::new();
     for (i, n) in nodes.iter().enumerate() {
         edges.extend(n.after.lock().iter().filter_map(|a| position.get(&handle(a)).map(|p| (*p, i))));
     }
     edges.sort_unstable();
-    (nodes.len(), types, edges)
+    Shape { types, edges }
 }
 
 fn snapshot(kind: &NodeKind) -> NodeKind {
@@ -221,12 +227,7 @@ impl Exec {
             .iter()
             .map(|n| Step { node: handle(n), kind: snapshot(&n.kind.lock()), enabled: true })
             .collect();
-        let exec = Arc::new(Exec {
-            id: next_id(),
-            flags,
-            steps: Mutex::new(steps),
-            shape: Mutex::new(shape(graph)),
-        });
+        let exec = Arc::new(Exec { id: next_id(), flags, steps: Mutex::new(steps), shape: shape(graph) });
         EXECS.insert(exec.clone());
         Ok(exec)
     }
@@ -239,11 +240,11 @@ impl Exec {
 
     /// Takes over the parameters of a graph of the same shape; else says which result code applies.
     pub fn update(&self, graph: &Arc<Graph>) -> std::result::Result<(), u32> {
-        let (new, old) = (shape(graph), self.shape.lock().clone());
-        if new.0 != old.0 || new.2 != old.2 {
+        let new = shape(graph);
+        if new.types.len() != self.shape.types.len() || new.edges != self.shape.edges {
             return Err(2);
         }
-        if new.1 != old.1 {
+        if new != self.shape {
             return Err(3);
         }
         let sorted = graph.sorted().ok_or(1u32)?;

@@ -272,7 +272,7 @@ impl Space {
     fn charge(&self, device: u32, size: u64) -> Result {
         let n = self.allocations.fetch_add(1, Ordering::Relaxed) + 1;
         let every = self.config.fail_alloc_every;
-        if (every != 0 && n % every == 0) || !self.usage.take(device, size, self.config.memory) {
+        if (every != 0 && n.is_multiple_of(every)) || !self.usage.take(device, size, self.config.memory) {
             return Err(OUT_OF_MEMORY);
         }
         Ok(())
@@ -500,7 +500,8 @@ impl Space {
 
     pub fn reserve(&self, size: u64, align: u64, hint: u64) -> Result<u64> {
         let align = align.max(GRANULARITY);
-        let hint = if self.config.ignore_address_hints || hint % GRANULARITY != 0 { 0 } else { hint };
+        let hint =
+            if self.config.ignore_address_hints || !hint.is_multiple_of(GRANULARITY) { 0 } else { hint };
         let exact = if hint == 0 {
             None
         } else {
@@ -552,8 +553,8 @@ impl Space {
         if !inside
             || !fits
             || size == 0
-            || at % GRANULARITY != 0
-            || size % GRANULARITY != 0
+            || !at.is_multiple_of(GRANULARITY)
+            || !size.is_multiple_of(GRANULARITY)
             || overlaps(&inner.map, at, size)
         {
             return Err(INVALID_VALUE);

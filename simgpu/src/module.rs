@@ -174,7 +174,7 @@ impl Function {
         let warps = threads.div_ceil(32).max(1);
         let shared = u64::from(self.static_shared()) + dynamic;
         let by_shared =
-            if shared == 0 { BLOCKS_PER_SM } else { (u64::from(SHARED_OPTIN) / shared).min(16) as u32 };
+            u64::from(SHARED_OPTIN).checked_div(shared).map_or(BLOCKS_PER_SM, |n| n.min(16) as u32);
         // Registers are handed out per warp in units of 256.
         let per_warp = (self.registers() * 32).next_multiple_of(256);
         let by_registers = 65536 / (per_warp * warps);

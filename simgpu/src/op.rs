@@ -170,7 +170,7 @@ fn call_back(func: usize, stream: usize, status: u32, data: usize) {
 
 fn word(at: u64, wide: bool) -> Result<Piece> {
     let size = if wide { 8 } else { 4 };
-    if at % size != 0 {
+    if !at.is_multiple_of(size) {
         return Err(errors::MISALIGNED_ADDRESS);
     }
     driver()?.space.pieces(at, size)?.pop().ok_or(errors::ILLEGAL_ADDRESS)
@@ -359,7 +359,7 @@ impl Fill {
         if self.width == 0 || self.height == 0 {
             return Ok(());
         }
-        if self.at % u64::from(self.element) != 0 || (self.height > 1 && self.pitch < self.width) {
+        if !self.at.is_multiple_of(u64::from(self.element)) || (self.height > 1 && self.pitch < self.width) {
             return Err(INVALID_VALUE);
         }
         let extent = (self.height - 1)

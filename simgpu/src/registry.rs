@@ -8,6 +8,12 @@ use std::sync::{Arc, LazyLock};
 /// All live objects of one kind. As in a real driver a handle may be reused once its object is gone.
 pub struct Registry<T>(LazyLock<RwLock<HashMap<usize, Arc<T>>>>);
 
+impl<T> Default for Registry<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl<T> Registry<T> {
     pub const fn new() -> Self {
         Registry(LazyLock::new(Default::default))

@@ -160,9 +160,9 @@ impl Stream {
             if !self.life.over() {
                 if let Ok(d) = driver()
                     && d.config.delay_us > 0
-                    && random.next() % d.config.delay_one_in == 0
+                    && random.draw().is_multiple_of(d.config.delay_one_in)
                 {
-                    std::thread::sleep(Duration::from_micros(random.next() % d.config.delay_us));
+                    std::thread::sleep(Duration::from_micros(random.draw() % d.config.delay_us));
                 }
                 if let Err(Error(code)) = entry.op.run(&self) {
                     self.life.fail(code);
@@ -187,7 +187,7 @@ impl Random {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

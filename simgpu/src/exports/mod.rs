@@ -126,7 +126,7 @@ macro_rules! export {
         ///
         /// # Safety
         /// Pointers are as that documentation demands.
-        #[allow(non_snake_case, clippy::too_many_arguments)]
+        #[allow(non_snake_case, clippy::too_many_arguments, clippy::macro_metavars_in_unsafe)]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($a: $t),*) -> u32 {
             #[allow(dead_code)]

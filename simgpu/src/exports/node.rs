@@ -87,7 +87,7 @@ fn describe_copy(c: &Copy) -> Memcpy3D {
         Place::Staged(bytes) => (MEMORY_HOST, bytes.as_ptr() as u64, 0),
     };
     let ((sk, sh, sd), (dk, dh, dd)) = (side(&c.src.place), side(&c.dst.place));
-    let rows = |pitch: u64, slice: u64| if pitch == 0 { 0 } else { (slice / pitch) as usize };
+    let rows = |pitch: u64, slice: u64| slice.checked_div(pitch).unwrap_or(0) as usize;
     Memcpy3D {
         srcMemoryType: sk,
         srcHost: sh,

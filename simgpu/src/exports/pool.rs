@@ -26,7 +26,9 @@ struct Pool {
 
 static POOLS: Registry<Pool> = Registry::new();
 /// Per device: the default pool, and the one in use.
-static DEVICE_POOLS: Mutex<Option<HashMap<u32, (Arc<Pool>, Arc<Pool>)>>> = Mutex::new(None);
+static DEVICE_POOLS: Mutex<Option<HashMap<u32, DevicePools>>> = Mutex::new(None);
+
+type DevicePools = (Arc<Pool>, Arc<Pool>);
 
 fn new_pool(device: u32, default: bool) -> Arc<Pool> {
     let p = Arc::new(Pool {
@@ -40,7 +42,7 @@ fn new_pool(device: u32, default: bool) -> Arc<Pool> {
     p
 }
 
-fn with_device<R>(device: i32, f: impl FnOnce(&mut (Arc<Pool>, Arc<Pool>)) -> R) -> Result<R> {
+fn with_device<R>(device: i32, f: impl FnOnce(&mut DevicePools) -> R) -> Result<R> {
     let ordinal = driver()?.device(device)?.ordinal;
     let mut all = DEVICE_POOLS.lock();
     let entry = all.get_or_insert_default().entry(ordinal).or_insert_with(|| {

@@ -104,7 +104,7 @@ fn mem_op(s: usize, per_thread: bool, op: Op) -> Result {
 }
 
 fn check_word(at: u64, size: u64) -> Result {
-    if at % size != 0 {
+    if !at.is_multiple_of(size) {
         return Err(INVALID_VALUE);
     }
     driver()?.space.pieces(at, size).map(drop)

@@ -34,7 +34,7 @@ export! {
     fn cuMemAddressReserve(at: *mut u64, size: usize, align: usize, hint: u64, flags: u64) {
         driver()?;
         let size = size as u64;
-        if at.is_null() || size == 0 || size % GRANULARITY != 0 || flags != 0 || (align != 0 && !align.is_power_of_two()) {
+        if at.is_null() || size == 0 || !size.is_multiple_of(GRANULARITY) || flags != 0 || (align != 0 && !align.is_power_of_two()) {
             return Err(INVALID_VALUE);
         }
         out(at, driver()?.space.reserve(size, align as u64, hint)?)
@@ -47,7 +47,7 @@ export! {
     fn cuMemCreate(handle: *mut usize, size: usize, prop: *const AllocationProp, flags: u64) {
         let p = read(prop)?;
         let device = checked(&p)?;
-        if handle.is_null() || size == 0 || size as u64 % GRANULARITY != 0 || flags != 0 {
+        if handle.is_null() || size == 0 || !(size as u64).is_multiple_of(GRANULARITY) || flags != 0 {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the structure is 32 bytes of plain data.

@@ -483,7 +483,7 @@ pub fn compare_op(op: &str, ty: Ty) -> Option<FnCmp> {
     if is_float(ty) {
         return by_float!(ty, T => match op {
             "eq" => |a, b, m| compare::<T>(a, b, m, |x, y| x == y),
-            "ne" => |a, b, m| compare::<T>(a, b, m, |x, y| x < y || x > y),
+            "ne" => |a, b, m| compare::<T>(a, b, m, |x, y| x != y),
             "lt" => |a, b, m| compare::<T>(a, b, m, |x, y| x < y),
             "le" => |a, b, m| compare::<T>(a, b, m, |x, y| x <= y),
             "gt" => |a, b, m| compare::<T>(a, b, m, |x, y| x > y),

@@ -473,12 +473,9 @@ impl<'a> Parser<'a> {
     }
 
     fn registers(&mut self, body: &mut Body) -> Res<()> {
-        let ty = loop {
-            let w = self.word()?;
-            match Ty::parse(w.trim_start_matches('.')) {
-                Some(ty) => break ty,
-                None => return Err(format!("line {}: unsupported register type '{w}'", self.line())),
-            }
+        let w = self.word()?;
+        let Some(ty) = Ty::parse(w.trim_start_matches('.')) else {
+            return Err(format!("line {}: unsupported register type '{w}'", self.line()));
         };
         loop {
             let name = self.word()?;

@@ -184,15 +184,14 @@ fn arithmetic(b: &mut Builder, inst: &Inst, name: &str, mods: &[&str], types: &[
         _ => ty,
     };
     let n = inst.args.len();
-    let mut rows = [0; 5];
-    for i in 1..n.min(5) {
-        // Immediates keep their sign when a wider addend needs it.
-        rows[i] = b.src(&inst.args[i], src_type(i))?;
-    }
     if n > 5 {
-        rows[0] = b.src(&inst.args[5], src_type(5))?;
+        return unknown(&inst.op);
     }
-    let [extra, x, y, z, w] = rows;
+    let mut rows = [0; 5];
+    for (i, operand) in inst.args.iter().enumerate().skip(1) {
+        rows[i] = b.src(operand, src_type(i))?;
+    }
+    let [_, x, y, z, w] = rows;
     let fail = || format!("unsupported instruction '{}'", inst.op);
     let code = match n {
         2 => Code::Un { f: ops::unary(name, mods, ty).ok_or_else(fail)?, d: b.dst(&inst.args[0])?, a: x },
@@ -213,10 +212,7 @@ fn arithmetic(b: &mut Builder, inst: &Inst, name: &str, mods: &[&str], types: &[
             let f = ops::quaternary(name, ty).ok_or_else(fail)?;
             Code::Quad { f, d: b.dst(&inst.args[0])?, a: x, b: y, c: z, e: w }
         }
-        _ => {
-            let _ = extra;
-            return unknown(&inst.op);
-        }
+        _ => return unknown(&inst.op),
     };
     b.emit(code);
     if let Some(f) = ops::after(mods, ty) {

@@ -757,7 +757,7 @@ impl Warp {
                 let hit = spans.get(self.last_span).is_some_and(|s| addr >= s.start && end <= s.end);
                 if !hit {
                     let at = spans.partition_point(|s| s.start <= addr).wrapping_sub(1);
-                    if !spans.get(at).is_some_and(|s| end <= s.end) {
+                    if spans.get(at).is_none_or(|s| end > s.end) {
                         return Err(Fault::Illegal(addr));
                     }
                     self.last_span = at;
