@@ -771,6 +771,28 @@ mod tests {
     }
 
     #[test]
+    fn drop_ins_win_in_the_order_of_their_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("gpuserver-a.toml");
+        let around = Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None };
+        assert!(load(&file, true, &around).is_err());
+        assert!(load(&file, false, &around).unwrap().warnings[0].contains("is not there"));
+        std::fs::write(&file, "name = \"a\"\nwarm_workers = 1").unwrap();
+        std::fs::create_dir(folder.path().join("gpuserver-a.d")).unwrap();
+        let drop_in = |name: &str, text: &str| {
+            std::fs::write(folder.path().join("gpuserver-a.d").join(name), text).unwrap();
+        };
+        drop_in("90-runtime.toml", "\nwarm_workers = 9");
+        drop_in("10-site.toml", "warm_workers = 3\nencryption = \"off\"");
+        drop_in("20-note.txt", "not a configuration");
+        let config = load(&file, true, &around).unwrap();
+        assert_eq!((config.name.as_str(), config.warm_workers, config.encryption), ("a", 9, false));
+        assert!(config.origin("warm_workers").to_string().ends_with("gpuserver-a.d/90-runtime.toml:2"));
+        drop_in("50-bad.toml", "warm = 1");
+        assert!(load(&file, true, &around).unwrap_err().to_string().contains("50-bad.toml:1: unknown key"));
+    }
+
+    #[test]
     fn variables() {
         let env = |n: &str| (n == "A").then(|| "1".to_string());
         assert_eq!(expand("x${A}y$${A}z", &env), Ok("x1y${A}z".into()));

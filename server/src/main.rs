@@ -37,12 +37,8 @@ fn main() -> ExitCode {
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     let config = cli::load_config(cli)?;
     log();
-    // A panic of a task is an error of ours: say so, and let the service manager start anew.
-    let print = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        print(info);
-        std::process::exit(INTERNAL.into());
-    }));
+    // A panic ends the connection or worker whose task it is; the server ends only if it cannot go on without the task.
+    std::panic::set_hook(Box::new(|info| tracing::error!("internal error: {info}")));
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("gpuserver").build()?;
     let end = runtime.block_on(serve::serve(config))?;

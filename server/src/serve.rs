@@ -11,6 +11,7 @@ use gpusession_proto::control::pool_server::PoolServer;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::ReceiverStream;
@@ -134,28 +135,33 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         Arc::new(move |ip| config.may_be_clear(ip))
     };
     let (closing, closed) = watch::channel(false);
-    let tasks = [
-        tokio::spawn(data::serve(data, supervisor.clone(), may_be_clear)),
-        tokio::spawn(admin::serve(admin_socket, pool.clone())),
-        tokio::spawn(housekeeping(pool.clone())),
-    ];
+    // None of them ends by itself.
+    let mut tasks = JoinSet::new();
+    tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear));
+    tasks.spawn(admin::serve(admin_socket, pool.clone()));
+    tasks.spawn(housekeeping(pool.clone()));
     let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
     let status = status(&pool).await;
     info!("ready on {control_address}, data on {data_address}: {status}");
     notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&status)]);
 
-    let end = stop.wait().await;
+    let end = tokio::select! {
+        end = stop.wait() => Ok(end),
+        Some(task) = tasks.join_next() => {
+            Err(anyhow!("a part of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
+        }
+    };
     notify(&[sd_notify::NotifyState::Stopping, sd_notify::NotifyState::Status("ending workers")]);
     let _ = closing.send(true);
     let running = supervisor.workers().iter().filter(|w| w.process.is_some()).count();
     if running > 0 {
         warn!("stopping: {running} programs lose their GPUs");
     }
-    for task in tasks {
-        task.abort();
-    }
+    tasks.abort_all();
     tokio::select! {
+        biased;
+        () = async {}, if matches!(end, Ok(End::Forced)) => {}
         () = supervisor.close("the server stops") => {}
         () = stop.forced() => {
             warn!("forced to quit");
@@ -166,7 +172,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let _ = timeout(Duration::from_secs(1), control_task).await;
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
-    Ok(end)
+    end
 }
 
 fn in_use(config: &Config, key: &'static str, address: SocketAddr, e: std::io::Error) -> anyhow::Error {

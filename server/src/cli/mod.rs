@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::{self, Config, ConfigError, Surroundings};
+use crate::net::host_port;
 use crate::pool::authority::Authority;
 use crate::pool::clients::Clients;
 use crate::pool::service::Files;
@@ -187,7 +188,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             if *json {
                 show::json(out, "token", made)
             } else {
-                show::token(out, &serde_json::from_value(made)?)
+                show::token(out, &serde_json::from_value(made)?, &address(&config))
             }
         }
         Verb::Clients { verb, json } => clients(out, &config, verb.as_ref(), *json),
@@ -231,6 +232,18 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             writeln!(out, "worker {} is ending", value["worker"].as_str().unwrap_or_default())?;
             Ok(())
         }
+    }
+}
+
+/// What a client writes to reach this server.
+fn address(config: &Config) -> String {
+    match config.advertise.first() {
+        Some(a) => host_port(&a.host, a.port.unwrap_or(config.listen.port())),
+        None if config.listen.ip().is_unspecified() => {
+            let host = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned());
+            host_port(&host.unwrap_or_else(|_| "HOST".into()), config.listen.port())
+        }
+        None => config.listen.to_string(),
     }
 }
 

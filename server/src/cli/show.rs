@@ -170,10 +170,10 @@ pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> 
 }
 
 /// `gpuserver token create`: the token alone on standard output, so that a script can take it.
-pub fn token(out: &mut dyn Write, t: &TokenView) -> anyhow::Result<()> {
+pub fn token(out: &mut dyn Write, t: &TokenView, server: &str) -> anyhow::Result<()> {
     writeln!(out, "{}", t.token)?;
     eprintln!(
-        "for {} client(s) named {:?}, until {}; the client runs: gpusession join HOST:7601 (and pastes it)",
+        "for {} client(s) named {:?}, until {}; the client runs `gpusession join {server}` and pastes it",
         t.uses,
         t.name_pattern,
         date(t.expires_unix)

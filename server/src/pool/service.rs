@@ -25,10 +25,12 @@ use crate::clock::{Clock, Random};
 use crate::config::Config;
 use crate::lease::{AllocateError, Gpu, Lease, Memory, Request as LeaseRequest, Share};
 use crate::net::host_port;
+use crate::quiet::Quiet;
 use crate::registry::{GpuUse, Registry};
 use crate::store::{self, StoreError};
 use crate::supervise::{Event, Phase, Supervisor, TakeError, WorkerId, hex};
 
+const RELEASED: &str = "released by its client";
 /// Longest text and list in a request.
 const MAX_TEXT: usize = 256;
 const MAX_LIST: usize = 256;
@@ -84,6 +86,7 @@ pub struct Pool {
     notices: broadcast::Sender<Notice>,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
+    quiet: Quiet,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -114,6 +117,7 @@ impl Pool {
             notices: broadcast::channel(1024).0,
             clock,
             random,
+            quiet: Quiet::default(),
         })
     }
 
@@ -235,7 +239,7 @@ impl Pool {
         self.supervisor.tick();
     }
 
-    /// Ends the workers of leases that are over, and tells their clients.
+    /// Ends the workers of leases that are over, and tells their clients, unless they know.
     fn ended(&self, leases: &[Lease], reason: &str) {
         for lease in leases {
             info!(
@@ -247,6 +251,9 @@ impl Pool {
                 lease.client
             );
             self.supervisor.end_lease(&lease.id, reason);
+            if reason == RELEASED {
+                continue;
+            }
             let event = PoolEvent {
                 lease: lease.id.clone(),
                 event: Some(PoolEventKind::Lost(wire::Loss { reason: reason.into() })),
@@ -277,7 +284,9 @@ impl Pool {
                 Ok(())
             }
             Err(refusal) => {
-                warn!(gpusession_client = client, "a call of {client} was refused: {refusal}");
+                if let Some(more) = self.quiet.may() {
+                    warn!(gpusession_client = client, "a call of {client} was refused: {refusal}{more}");
+                }
                 Err(refused(refusal))
             }
         }
@@ -406,7 +415,10 @@ impl Enrolment for Service {
         bounded([&wish.token, &wish.client_name, &wish.machine_id, &wish.boot_id], &[])?;
         let peer = peer.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
         let refuse = |status: Status| {
-            warn!(gpusession_client = wish.client_name, "join from {peer} refused: {}", status.message());
+            if let Some(more) = pool.quiet.may() {
+                let why = status.message();
+                warn!(gpusession_client = wish.client_name, "join from {peer} refused: {why}{more}");
+            }
             status
         };
         let token: JoinToken =
@@ -520,7 +532,9 @@ impl PoolService for Service {
         };
         let (lease, fresh) = pool.registry.allocate(&wanted).await.map_err(|e| {
             let text = e.to_string();
-            info!(gpusession_client = client, "no lease for {client}: {text}");
+            if let Some(more) = pool.quiet.may() {
+                info!(gpusession_client = client, "no lease for {client}: {text}{more}");
+            }
             match e {
                 AllocateError::Invalid(_) => Status::invalid_argument(text),
                 AllocateError::NeverFits(_) => Status::failed_precondition(text),
@@ -590,7 +604,7 @@ impl PoolService for Service {
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         let ended = pool.registry.release(Some(&client), &wish.lease).await;
-        pool.ended(ended.as_slice(), "released by its client");
+        pool.ended(ended.as_slice(), RELEASED);
         Ok(Response::new(wire::ReleaseReply {}))
     }
 

@@ -588,7 +588,12 @@ impl Supervisor {
         drop(state);
         let this = self.clone();
         tokio::spawn(async move {
-            let end = this.run(&id, start, environment, command_queue, stops).await;
+            let attending = {
+                let this = this.clone();
+                async move { this.run(&id, start, environment, command_queue, stops).await }
+            };
+            // A task of its own: whatever happens in it, the worker is taken off the books.
+            let end = tokio::spawn(attending).await.unwrap_or_else(|e| format!("internal error: {e}"));
             this.gone(&id, end);
         });
         Some(id)
