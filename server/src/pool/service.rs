@@ -691,16 +691,16 @@ impl PoolService for Service {
         pool.present(&client, &boot_id, "").await?;
         let watching = Watching::begin(pool.clone(), client.clone());
         let (sender, receiver) = mpsc::channel(64);
-        let ready = |lease: String, stock: u32| PoolEvent {
-            lease,
-            event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock })),
+        let ready = |lease: String, stock: u32, ended: Option<WorkerId>| {
+            let ended = ended.iter().map(|id| id.to_vec()).collect();
+            PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
         };
         let standing = pool.registry.leases().await;
         tokio::spawn(async move {
             let _watching = watching;
             for lease in standing.into_iter().filter(|s| s.lease.client == client) {
                 let stock = pool.supervisor.ready(&lease.lease.id);
-                if stock > 0 && sender.send(Ok(ready(lease.lease.id, stock))).await.is_err() {
+                if stock > 0 && sender.send(Ok(ready(lease.lease.id, stock, None))).await.is_err() {
                     return;
                 }
             }
@@ -720,7 +720,7 @@ impl PoolService for Service {
                         Err(broadcast::error::RecvError::Closed) => return,
                     },
                     event = workers.recv() => match event {
-                        Ok(Event::Ready { client: c, lease, stock }) if c == client => Ok(ready(lease, stock)),
+                        Ok(Event::Workers { client: c, lease, stock, ended }) if c == client => Ok(ready(lease, stock, ended)),
                         Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => continue,
                         Err(broadcast::error::RecvError::Closed) => return,
                     },

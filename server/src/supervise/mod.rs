@@ -176,14 +176,16 @@ pub enum TakeError {
 /// What the supervisor tells whoever listens.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// A lease's stock has so many ready workers.
-    Ready {
+    /// A lease's workers changed.
+    Workers {
         /// Holder of the lease.
         client: String,
         /// The lease.
         lease: String,
         /// Ready workers.
         stock: u32,
+        /// A worker that a client had taken and that has ended since.
+        ended: Option<WorkerId>,
     },
 }
 
@@ -213,6 +215,7 @@ struct Worker {
     phase: Phase,
     pid: Option<u32>,
     stocked: bool,
+    given: bool,
     encrypted: bool,
     process: Option<ClientProcess>,
     peer: Option<SocketAddr>,
@@ -574,6 +577,7 @@ impl Supervisor {
             phase: Phase::Starting,
             pid: None,
             stocked,
+            given: false,
             encrypted: entry.lease.encrypted,
             process: None,
             peer: None,
@@ -755,10 +759,11 @@ impl Supervisor {
                         lease.stock.started(*id);
                     }
                     lease.changed.notify_waiters();
-                    let event = Event::Ready {
+                    let event = Event::Workers {
                         client: worker.client.clone(),
                         lease: worker.lease.clone(),
                         stock: lease.stock.ready() as u32,
+                        ended: None,
                     };
                     let _ = self.0.events.send(event);
                 }
@@ -816,6 +821,14 @@ impl Supervisor {
                 pause = Some(lease.stock.failed(id, self.0.clock.now(), reason.clone()));
             }
             lease.changed.notify_waiters();
+            if worker.given {
+                let _ = self.0.events.send(Event::Workers {
+                    client: worker.client.clone(),
+                    lease: worker.lease.clone(),
+                    stock: lease.stock.ready() as u32,
+                    ended: Some(*id),
+                });
+            }
         }
         if state.workers.is_empty() {
             self.0.empty.notify_waiters();
@@ -872,6 +885,7 @@ impl Drop for Abandoned<'_> {
 
 fn take_one(id: WorkerId, worker: &mut Worker) -> Option<Taken> {
     worker.phase = Phase::Taken;
+    worker.given = true;
     worker.fingerprint.map(|fingerprint| Taken { id, fingerprint })
 }
 

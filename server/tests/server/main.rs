@@ -361,10 +361,20 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     let lease = vm.allocate(100.0).await.unwrap();
     let (first, second) = (vm.take(&lease.id).await.unwrap(), vm.take(&lease.id).await.unwrap());
     assert_ne!(first.id, second.id);
+    let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let (mut lane, said) = server.adopt(&first.id, 0, true);
     let (_other, other_said) = server.adopt(&second.id, 0, true);
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
+    // Its client is told, in case it has given it to nobody yet.
+    loop {
+        let event = watch.message().await.unwrap().expect("the stream goes on");
+        if let Some(Event::WorkersReady(workers)) = event.event
+            && workers.ended.contains(&first.id)
+        {
+            break;
+        }
+    }
     // The stock too.
     eventually("two are warm", async || {
         server.workers().iter().filter(|w| w["state"] == "warm").count() == 2
