@@ -547,3 +547,40 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     let checked = server.verb(&["check-config", "--explain"]);
     assert!(String::from_utf8_lossy(&checked.stdout).contains("good"), "{checked:?}");
 }
+
+#[tokio::test]
+async fn many_workers_leave_nothing_behind() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let server_pid = server.json(&["status"])["server"]["pid"].as_u64().unwrap();
+    let descriptors = || std::fs::read_dir(format!("/proc/{server_pid}/fd")).unwrap().count();
+    let mut before = 0;
+    for round in 0..3 {
+        let lease = vm.allocate(100.0).await.unwrap();
+        for n in 0..20 {
+            let worker = vm.take(&lease.id).await.unwrap();
+            let (_lane, said) = server.adopt(&worker.id, 0, true);
+            match n % 4 {
+                0 => drop(kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL)),
+                1 => {} // ends with its lease
+                _ => {
+                    let ended = ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id };
+                    vm.pool.process_ended(ended).await.unwrap();
+                }
+            }
+        }
+        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        eventually("no worker is left", async || server.workers().is_empty()).await;
+        eventually("the kernel has no children of the server's left", async || {
+            let threads = std::fs::read_dir(format!("/proc/{server_pid}/task")).unwrap();
+            threads.flatten().all(|t| {
+                std::fs::read_to_string(t.path().join("children")).is_ok_and(|c| c.trim().is_empty())
+            })
+        })
+        .await;
+        match round {
+            0 => before = descriptors(),
+            _ => eventually("no more descriptors than before", async || descriptors() <= before).await,
+        }
+    }
+}
