@@ -85,16 +85,16 @@ pub fn forbid_unsafe() -> Result {
     if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// Refuses to wait for, or to ask about, a stream that is being captured.
+/// Refuses to wait for, or to ask about, a stream that is being captured, or any stream where that is unsafe.
 pub fn forbid_sync(s: &Arc<Stream>) -> Result {
     if let Some(c) = &*s.capture.lock() {
         c.capture.invalidate();
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     if s.role == Role::Legacy {
-        return forbid_legacy(&crate::submit::context_of(s)?);
+        forbid_legacy(&crate::submit::context_of(s)?)?;
     }
-    Ok(())
+    forbid_unsafe()
 }
 
 /// Refuses work in the legacy stream while it would have to wait for a capturing stream.
@@ -201,9 +201,8 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
         c.invalidate();
         return Err(STREAM_CAPTURE_UNMATCHED);
     }
-    if c.mode != RELAXED && c.thread != thread_id() {
-        return Err(STREAM_CAPTURE_WRONG_THREAD);
-    }
+    // The capture ends all the same.
+    let wrong_thread = c.mode != RELAXED && c.thread != thread_id();
     ACTIVE.lock().retain(|a| !Arc::ptr_eq(a, &c));
     let mut unjoined = false;
     for other in c.streams.lock().iter().filter_map(Weak::upgrade) {
@@ -212,6 +211,9 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
             let last = state.take().map(|o| o.last).unwrap_or_default();
             unjoined |= !joined(&last, &own.last);
         }
+    }
+    if wrong_thread {
+        return Err(STREAM_CAPTURE_WRONG_THREAD);
     }
     if c.invalid() {
         return Err(STREAM_CAPTURE_INVALIDATED);

@@ -13,6 +13,16 @@ use std::sync::{Arc, Weak};
 
 pub static CONTEXTS: Registry<Context> = Registry::new();
 
+/// The fault after which the process can make no new context.
+static POISON: AtomicU32 = AtomicU32::new(0);
+
+pub fn not_poisoned() -> Result {
+    match POISON.load(Ordering::SeqCst) {
+        0 => Ok(()),
+        code => Err(Error(code)),
+    }
+}
+
 /// What ends with a context, or with one activation of a primary context.
 #[derive(Default)]
 pub struct Life {
@@ -29,6 +39,7 @@ impl Life {
 
     /// Breaks the context for good.
     pub fn fail(&self, code: u32) {
+        let _ = POISON.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
         let _ = self.sticky.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst);
     }
 

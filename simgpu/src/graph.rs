@@ -2,6 +2,7 @@
 
 use crate::driver::config;
 use crate::errors::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::memory::Allocation;
 use crate::op::{Copy, Fill, Launch, Op};
 use crate::registry::{Registry, handle};
 use crate::stream::{EVENTS, Point, Random, Recorded, Stream};
@@ -24,12 +25,29 @@ pub enum NodeKind {
     Kernel(Launch),
     Copy(Copy),
     Fill(Fill),
-    Host { func: usize, data: usize },
+    Host {
+        func: usize,
+        data: usize,
+    },
     Child(Arc<Graph>),
     Empty,
     EventWait(usize),
     EventRecord(usize),
+    /// Memory that belongs to the graph from the capture on; there is nothing to do for it at a launch.
+    Alloc(Arc<GraphMemory>),
+    Free(u64),
     MemOps(Vec<Op>),
+}
+
+/// Memory of an allocation node, given back with the last graph that has the node.
+pub struct GraphMemory(pub Arc<Allocation>);
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        if let Ok(d) = crate::driver::driver() {
+            d.space.remove(self.0.base, |a| a.id == self.0.id);
+        }
+    }
 }
 
 impl NodeKind {
@@ -44,6 +62,8 @@ impl NodeKind {
             NodeKind::Empty => 5,
             NodeKind::EventWait(_) => 6,
             NodeKind::EventRecord(_) => 7,
+            NodeKind::Alloc(_) => 10,
+            NodeKind::Free(_) => 11,
             NodeKind::MemOps(_) => 12,
         }
     }
@@ -290,7 +310,7 @@ impl Plan {
             NodeKind::Fill(f) => self.ops.push(Op::Fill(f.clone())),
             NodeKind::Host { func, data } => self.ops.push(Op::Host { func: *func, data: *data }),
             NodeKind::MemOps(list) => self.ops.extend(list.iter().cloned()),
-            NodeKind::Empty => {}
+            NodeKind::Empty | NodeKind::Alloc(_) | NodeKind::Free(_) => {}
             NodeKind::Child(g) => {
                 for n in g.sorted().ok_or(INVALID_VALUE)? {
                     let kind = n.kind.lock().clone();

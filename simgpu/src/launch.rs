@@ -1,10 +1,12 @@
 //! What a launch must satisfy, and its parameters.
 
+use crate::context::Context;
 use crate::device::SHARED_PER_BLOCK;
 use crate::driver::config;
 use crate::errors::{COOPERATIVE_LAUNCH_TOO_LARGE, INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, Result};
 use crate::module::{Function, function};
 use crate::op::Launch;
+use std::sync::Arc;
 
 /// Collects a kernel's parameters from either form of launch.
 ///
@@ -32,11 +34,14 @@ pub unsafe fn parameters(
                 }
                 at = at.add(2);
             }
-            // A buffer of the wrong size is a launch of another kernel.
-            if f.param_size > 0 && (buffer.is_null() || size < f.param_size as usize) {
+            if size > f.param_size as usize {
+                return Err(LAUNCH_OUT_OF_RESOURCES);
+            }
+            if size > 0 && buffer.is_null() {
                 return Err(INVALID_VALUE);
             }
-            std::ptr::copy_nonoverlapping(buffer, bytes, f.param_size as usize);
+            // What a short buffer lacks is zero here; NVIDIA's driver accepts it, too.
+            std::ptr::copy_nonoverlapping(buffer, bytes, size);
             return Ok(block);
         }
         if params.is_null() && !f.params.is_empty() {
@@ -90,6 +95,7 @@ impl Launch {
     /// See [`parameters`].
     #[allow(clippy::too_many_arguments)]
     pub unsafe fn new(
+        ctx: &Arc<Context>,
         handle: usize,
         grid: [u32; 3],
         block: [u32; 3],
@@ -98,7 +104,7 @@ impl Launch {
         params: *const *const u8,
         extra: *const *const u8,
     ) -> Result<Launch> {
-        let f = function(handle)?;
+        let f = function(handle, ctx)?;
         // SAFETY: as for this function.
         let params = unsafe { parameters(&f, params, extra)? };
         let launch = Launch { function: f, grid, block, shared, params, cooperative, handle };

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub const GRANULARITY: u64 = 2 << 20;
 const SMALL: u64 = 512;
@@ -135,6 +135,8 @@ pub struct Allocation {
     offset: usize,
     /// Bytes taken of the device.
     charged: u64,
+    /// Set once a free is queued.
+    pub freed: AtomicBool,
 }
 
 impl Allocation {
@@ -304,6 +306,7 @@ impl Space {
                 backing,
                 offset: 0,
                 charged,
+                freed: AtomicBool::new(false),
             };
             Ok(self.insert(&mut inner, a))
         })();
@@ -349,6 +352,7 @@ impl Space {
             backing,
             offset: 0,
             charged,
+            freed: AtomicBool::new(false),
         };
         Ok(self.insert(&mut self.inner.lock(), a))
     }
@@ -390,6 +394,7 @@ impl Space {
             backing,
             offset: 0,
             charged: 0,
+            freed: AtomicBool::new(false),
         };
         Ok(self.insert(&mut inner, a))
     }
@@ -569,6 +574,7 @@ impl Space {
             backing: physical.backing.clone(),
             offset: offset as usize,
             charged: 0,
+            freed: AtomicBool::new(false),
             kind: Kind::Mapped(physical),
         };
         self.insert(&mut inner, a);

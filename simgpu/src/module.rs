@@ -1,7 +1,7 @@
 //! Modules, libraries, kernels and functions.
 
 use crate::config::CubinPolicy;
-use crate::context::{Context, by_handle};
+use crate::context::Context;
 use crate::device::{BLOCKS_PER_SM, SHARED_OPTIN, SHARED_PER_BLOCK, THREADS_PER_SM};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
@@ -429,13 +429,12 @@ impl Kernel {
     }
 }
 
-/// The function behind a `CUfunction`, which may be a `CUkernel` in disguise.
-pub fn function(h: usize) -> Result<Arc<Function>> {
+/// The function behind a `CUfunction`, which may be a `CUkernel` in disguise; that one is placed in `ctx`.
+pub fn function(h: usize, ctx: &Arc<Context>) -> Result<Arc<Function>> {
     if let Some(f) = FUNCTIONS.find(h) {
         return Ok(f);
     }
-    let kernel = KERNELS.find(h).ok_or(INVALID_HANDLE)?;
-    kernel.function(&by_handle(0)?)
+    KERNELS.find(h).ok_or(INVALID_HANDLE)?.function(ctx)
 }
 
 /// Lets go of everything that was placed in a context.

@@ -2,7 +2,7 @@
 
 use super::{out, out_opt};
 use crate::capture;
-use crate::context::{self, CONTEXTS, Context, by_handle, current, with_stack, working};
+use crate::context::{self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working};
 use crate::driver::driver;
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 fn create(device: i32, flags: u32) -> Result<Arc<Context>> {
     driver()?.device(device)?;
     check_flags(flags)?;
+    not_poisoned()?;
     let ctx = Context::new(device as u32, false, flags);
     with_stack(|s| s.push(ctx.clone()))?;
     Ok(ctx)
@@ -53,7 +54,7 @@ fn release(device: i32) -> Result {
 fn reset(device: i32) -> Result {
     let d = driver()?;
     let ctx = &d.device(device)?.primary;
-    // The references stay; what the context owned goes.
+    ctx.references.store(0, Ordering::SeqCst);
     ctx.tear_down(d);
     Ok(())
 }
@@ -101,6 +102,9 @@ export! {
         let ctx = &driver()?.device(device)?.primary;
         if pctx.is_null() {
             return Err(INVALID_VALUE);
+        }
+        if !ctx.active() {
+            not_poisoned()?;
         }
         ctx.references.fetch_add(1, Ordering::SeqCst);
         out(pctx, handle(ctx))
@@ -206,15 +210,16 @@ export! {
     fn cuCtxSynchronize_v2(ctx: usize) { synchronize(&by_handle(ctx)?) }
 
     fn cuCtxGetLimit(value: *mut usize, limit: u32) {
-        let ctx = current()?;
-        let default = limit_default(limit).ok_or(errors::UNSUPPORTED_LIMIT)?;
+        let ctx = working()?;
+        let default = limit_default(limit).ok_or(INVALID_VALUE)?;
         let set = ctx.state.lock().limits.get(&limit).copied();
         out(value, set.unwrap_or(default) as usize)
     }
 
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let ctx = working()?;
-        limit_default(limit).ok_or(errors::UNSUPPORTED_LIMIT)?;
+        limit_default(limit).ok_or(INVALID_VALUE)?;
+        capture::forbid_unsafe()?;
         ctx.state.lock().limits.insert(limit, value as u64);
         Ok(())
     }

@@ -2,30 +2,32 @@
 
 use super::read;
 use crate::abi::{MEMORY_DEVICE, MEMORY_HOST, MEMORY_UNIFIED, Memcpy2D, Memcpy3D};
+use crate::capture::{forbid_legacy, forbid_unsafe};
 use crate::context::{by_handle, working};
+use crate::driver::driver;
 use crate::errors::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::export;
 use crate::op::{Copy, Fill, Op, Place, Side};
-use crate::submit::{self, any_place, host_place};
+use crate::stream::Role;
+use crate::submit::{self, any_place};
 
 fn submit_copy(copy: Copy, stream: usize, per_thread: bool, wait: bool) -> Result {
-    working()?;
     submit::copy(&submit::stream(stream, per_thread)?, copy, wait)
 }
 
 /// A copy between two addresses of which each was said to be on the device or the host.
 fn linear(dst: u64, dst_host: bool, src: u64, src_host: bool, bytes: usize) -> Result<Copy> {
-    working()?;
+    driver()?;
     if bytes == 0 {
         return Ok(Copy::linear(Place::Known(0), Place::Known(0), 0));
     }
-    let place = |at, host| if host { host_place(at) } else { Ok(Place::Known(at)) };
+    let place = |at, host| if host { any_place(at) } else { Ok(Place::Known(at)) };
     Ok(Copy::linear(place(dst, dst_host)?, place(src, src_host)?, bytes as u64))
 }
 
 fn side(kind: u32, host: u64, device: u64, offset: u64, pitch: u64, rows: u64) -> Result<Side> {
     let place = match kind {
-        MEMORY_HOST => host_place(host + offset)?,
+        MEMORY_HOST => any_place(host + offset)?,
         MEMORY_DEVICE => Place::Known(device + offset),
         MEMORY_UNIFIED => any_place(device + offset)?,
         // Arrays are not simulated.
@@ -102,7 +104,6 @@ pub fn from_3d(p: &Memcpy3D) -> Result<Copy> {
 fn fill(at: u64, pitch: usize, value: u32, element: u32, width: usize, height: usize) -> Result<Fill> {
     let width = (width as u64).checked_mul(u64::from(element)).ok_or(INVALID_VALUE)?;
     let f = Fill { at, pitch: pitch as u64, value, element, width, height: height as u64 };
-    working()?;
     f.validate()?;
     Ok(f)
 }
@@ -110,12 +111,15 @@ fn fill(at: u64, pitch: usize, value: u32, element: u32, width: usize, height: u
 fn submit_fill(f: Fill, stream: usize, per_thread: bool, wait: bool) -> Result {
     let s = submit::stream(stream, per_thread)?;
     if wait {
-        crate::capture::forbid_unsafe()?;
+        if s.role == Role::Legacy {
+            forbid_legacy(&submit::context_of(&s)?)?;
+        }
+        forbid_unsafe()?;
     }
     if f.width == 0 || f.height == 0 {
         return Ok(());
     }
-    let on_host = crate::driver::driver()?.space.find(f.at).is_some_and(|a| a.on_host());
+    let on_host = driver()?.space.find(f.at).is_some_and(|a| a.on_host());
     let point = submit::submit(&s, Op::Fill(f))?;
     // Fills of device memory return before they are done, even the synchronous ones.
     if let Some(p) = point.filter(|_| wait && on_host) {

@@ -2,26 +2,33 @@
 
 use super::{out, slice};
 use crate::abi::LaunchConfig;
-use crate::context::{current, working};
+use crate::context::{Context, working};
 use crate::driver::config;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
 use crate::module::{self, Function};
 use crate::op::{Launch, Op};
+use crate::stream::Stream;
 use crate::submit;
 use std::sync::Arc;
 
-fn submit_launch(launch: Launch, stream: usize, per_thread: bool) -> Result {
-    let s = submit::stream(stream, per_thread)?;
+fn submit_launch(launch: Launch, s: &Arc<Stream>) -> Result {
     if s.context != launch.function.context {
         return Err(errors::INVALID_HANDLE);
     }
-    submit::submit(&s, Op::Kernel(Arc::new(launch))).map(drop)
+    submit::submit(s, Op::Kernel(Arc::new(launch))).map(drop)
+}
+
+/// The stream of a launch and the context that this makes it run in.
+fn target(h: usize, per_thread: bool) -> Result<(Arc<Stream>, Arc<Context>)> {
+    let s = submit::stream(h, per_thread)?;
+    s.life.check()?;
+    let ctx = submit::context_of(&s)?;
+    Ok((s, ctx))
 }
 
 fn function(h: usize) -> Result<Arc<Function>> {
-    current()?;
-    module::function(h)
+    module::function(h, &working()?)
 }
 
 fn blocks(f: usize, threads: i32, shared: usize) -> Result<i32> {
@@ -69,17 +76,16 @@ export! {
         f: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize,
         params: *const *const u8, extra: *const *const u8
     ) {
-        working()?;
-        let launch = Launch::new(f, [gx, gy, gz], [bx, by, bz], shared, false, params, extra)?;
-        submit_launch(launch, stream, PER_THREAD)
+        let (s, ctx) = target(stream, PER_THREAD)?;
+        submit_launch(Launch::new(&ctx, f, [gx, gy, gz], [bx, by, bz], shared, false, params, extra)?, &s)
     }
 
     fn cuLaunchKernelEx | cuLaunchKernelEx_ptsz (config: *const LaunchConfig, f: usize, params: *const *const u8, extra: *const *const u8) {
-        working()?;
         if config.is_null() {
             return Err(INVALID_VALUE);
         }
         let c = &*config;
+        let (s, ctx) = target(c.stream, PER_THREAD)?;
         let mut cooperative = false;
         for attribute in slice(c.attrs, c.numAttrs as usize)? {
             match attribute.id {
@@ -94,16 +100,14 @@ export! {
                 _ => {}
             }
         }
-        let launch = Launch::new(f, c.grid, c.block, c.shared, cooperative, params, extra)?;
-        submit_launch(launch, c.stream, PER_THREAD)
+        submit_launch(Launch::new(&ctx, f, c.grid, c.block, c.shared, cooperative, params, extra)?, &s)
     }
 
     fn cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz (
         f: usize, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: usize, params: *const *const u8
     ) {
-        working()?;
-        let launch = Launch::new(f, [gx, gy, gz], [bx, by, bz], shared, true, params, std::ptr::null())?;
-        submit_launch(launch, stream, PER_THREAD)
+        let (s, ctx) = target(stream, PER_THREAD)?;
+        submit_launch(Launch::new(&ctx, f, [gx, gy, gz], [bx, by, bz], shared, true, params, std::ptr::null())?, &s)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(n: *mut i32, f: usize, threads: i32, shared: usize) {

@@ -2,11 +2,11 @@
 
 use super::{out, out_opt, slice};
 use crate::capture::forbid_unsafe;
-use crate::context::{current, working};
+use crate::context::{CONTEXTS, current, working};
 use crate::driver::{config, driver};
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::memory::{Allocation, Kind};
+use crate::memory::{Allocation, GRANULARITY, Kind};
 use crate::registry::handle;
 use crate::submit;
 use std::sync::Arc;
@@ -25,11 +25,13 @@ fn free(at: u64) -> Result {
         driver()?;
         return Ok(());
     }
-    let ctx = working()?;
     submit::not_in_callback()?;
-    forbid_unsafe()?;
     let space = &driver()?.space;
     let a = space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
+    // The memory says which context is meant; none need be current.
+    let ctx = CONTEXTS.find(a.context).map_or_else(current, Ok)?;
+    ctx.life().check()?;
+    forbid_unsafe()?;
     if !matches!(a.kind, Kind::Device | Kind::Managed | Kind::Pool { .. }) {
         return Err(INVALID_VALUE);
     }
@@ -41,9 +43,8 @@ fn free(at: u64) -> Result {
 /// Flags as `cuMemHostGetFlags` reports them.
 fn host_flags(a: &Allocation) -> u32 {
     match a.kind {
-        // Under unified addressing all pinned memory is mapped and portable.
-        Kind::Host { flags } => flags | 3,
-        Kind::Registered { flags } => flags | 3,
+        // Under unified addressing all pinned memory is mapped.
+        Kind::Host { flags } | Kind::Registered { flags } => flags | 2,
         _ => 0,
     }
 }
@@ -53,6 +54,9 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
     let Some(a) = driver()?.space.find(at) else { return Ok(None) };
     let host = matches!(a.kind, Kind::Host { .. } | Kind::Registered { .. });
     let managed = matches!(a.kind, Kind::Managed);
+    // Memory is mapped in large pages; what the program registered keeps its own.
+    let page = if matches!(a.kind, Kind::Registered { .. }) { 4096 } else { GRANULARITY };
+    let mapping = (a.base / page * page, a.end().next_multiple_of(page));
     // SAFETY: the program gave room for the attribute's type.
     unsafe {
         match id {
@@ -60,9 +64,12 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             2 => out(to.cast(), if host { 1u32 } else { 2 })?,
             3 => out(to.cast(), at)?,
             4 if host || managed => out(to.cast(), at)?,
-            4 => return Err(INVALID_VALUE),
+            4 => {
+                out(to.cast(), 0u64)?;
+                return Err(INVALID_VALUE);
+            }
             5 => return Err(errors::NOT_SUPPORTED),
-            6 => out(to.cast(), 0u32)?,
+            6 => out(to.cast(), u32::from(managed))?,
             7 => out(to.cast(), a.id)?,
             // The runtime reads these truth values as whole words.
             8 => out(to.cast(), u32::from(managed))?,
@@ -75,8 +82,8 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             15 => out(to.cast(), 0u32)?,
             16 => out(to.cast(), 3u32)?,
             17 => out(to.cast(), if let Kind::Pool { pool } = a.kind { pool } else { 0 })?,
-            18 => out(to.cast(), a.size as usize)?,
-            19 => out(to.cast(), a.base)?,
+            18 => out(to.cast(), (mapping.1 - mapping.0) as usize)?,
+            19 => out(to.cast(), mapping.0)?,
             20 => out(to.cast(), a.id)?,
             21 => out(to.cast(), 0u32)?,
             _ => return Err(INVALID_VALUE),
@@ -92,7 +99,9 @@ unsafe fn absent(to: *mut u8, id: u32) -> Result {
         match id {
             2 | 6 | 8 | 10 | 13 | 15 | 16 | 21 => out(to.cast(), 0u32),
             9 => out(to.cast(), -2i32),
-            1 | 3 | 4 | 7 | 11 | 12 | 14 | 17..=20 => out(to.cast(), 0u64),
+            1 | 3 | 4 | 7 | 14 | 17..=20 => out(to.cast(), 0u64),
+            // Left as they are.
+            11 | 12 => Ok(()),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -140,6 +149,10 @@ export! {
     }
 
     fn cuMemAllocHost_v2(p: *mut u64, bytes: usize) {
+        if bytes == 0 {
+            working()?;
+            return out(p, 0);
+        }
         out(p, host_alloc(bytes, 0)?.base)
     }
 
@@ -172,8 +185,11 @@ export! {
         let ctx = working()?;
         forbid_unsafe()?;
         ctx.synchronize()?;
-        driver()?
-            .space
+        let space = &driver()?.space;
+        if space.find(p).is_some_and(|a| a.base != p && matches!(a.kind, Kind::Registered { .. })) {
+            return Err(INVALID_VALUE);
+        }
+        space
             .remove(p, |a| matches!(a.kind, Kind::Registered { .. }))
             .map(drop)
             .ok_or(errors::HOST_MEMORY_NOT_REGISTERED)
@@ -205,12 +221,12 @@ export! {
     }
 
     fn cuPointerGetAttribute(to: *mut u8, id: u32, at: u64) {
-        current()?;
+        driver()?;
         attribute(to, id, at)?.ok_or(INVALID_VALUE)
     }
 
     fn cuPointerGetAttributes(n: u32, ids: *const u32, to: *const *mut u8, at: u64) {
-        current()?;
+        driver()?;
         let (ids, to) = (slice(ids, n as usize)?, slice(to, n as usize)?);
         for (id, to) in ids.iter().zip(to) {
             match attribute(*to, *id, at) {

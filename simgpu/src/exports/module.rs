@@ -1,7 +1,7 @@
 //! Modules, libraries, kernels and functions.
 
 use super::{out, out_opt, text};
-use crate::context::{by_handle, current, working};
+use crate::context::{by_handle, working};
 use crate::driver::driver;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
@@ -98,13 +98,12 @@ fn library(h: usize) -> Result<Arc<Library>> {
 }
 
 fn module(h: usize) -> Result<Arc<Module>> {
-    current()?;
+    working()?;
     MODULES.get(h)
 }
 
 fn any_function(h: usize) -> Result<Arc<Function>> {
-    current()?;
-    module::function(h)
+    module::function(h, &working()?)
 }
 
 fn param(f: &Function, index: usize) -> Result<(u32, u32)> {
@@ -149,6 +148,7 @@ export! {
         if m.library.is_some() {
             return Err(INVALID_HANDLE);
         }
+        crate::capture::forbid_unsafe()?;
         m.unload();
         Ok(())
     }

@@ -47,6 +47,7 @@ unsafe fn launch(h: usize, p: &KernelNodeParams) -> Result<Launch> {
     // SAFETY: the program vouches for its pointers.
     unsafe {
         Launch::new(
+            &current()?,
             h,
             p.grid,
             p.block,

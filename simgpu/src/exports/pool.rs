@@ -3,10 +3,10 @@
 use super::{out, read};
 use crate::abi::{Location, PoolProps};
 use crate::capture;
-use crate::context::working;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
+use crate::graph::{GraphMemory, NodeKind};
 use crate::memory::{Allocation, Kind};
 use crate::op::Op;
 use crate::registry::{Registry, handle};
@@ -58,14 +58,22 @@ fn pool(h: usize) -> Result<Arc<Pool>> {
 }
 
 fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Result<u64> {
-    let ctx = working()?;
     submit::not_in_callback()?;
     let s = submit::stream(stream, per_thread)?;
-    if capture::capturing(&s) {
-        // Allocation nodes are not simulated.
-        return Err(errors::NOT_SUPPORTED);
+    s.life.check()?;
+    if bytes == 0 {
+        return Ok(0);
     }
-    let a = driver()?.space.pool(p.device, handle(&ctx), bytes as u64, handle(p))?;
+    let in_capture = capture::capturing(&s);
+    if !in_capture {
+        capture::forbid_unsafe()?;
+    }
+    let a = driver()?.space.pool(p.device, s.context, bytes as u64, handle(p))?;
+    if in_capture {
+        let base = a.base;
+        capture::capture_node(&s, NodeKind::Alloc(Arc::new(GraphMemory(a))))?;
+        return Ok(base);
+    }
     let used = p.used.fetch_add(a.size, Ordering::SeqCst) + a.size;
     p.high.fetch_max(used, Ordering::SeqCst);
     submit::submit(&s, Op::Empty)?;
@@ -178,8 +186,8 @@ export! {
     }
 
     fn cuMemAllocAsync | cuMemAllocAsync_ptsz (at: *mut u64, bytes: usize, stream: usize) {
-        let ctx = working()?;
-        let p = with_device(ctx.device as i32, |p| p.1.clone())?;
+        let device = submit::stream(stream, PER_THREAD)?.device;
+        let p = with_device(device as i32, |p| p.1.clone())?;
         out(at, allocate(bytes, &p, stream, PER_THREAD)?)
     }
 
@@ -188,13 +196,20 @@ export! {
     }
 
     fn cuMemFreeAsync | cuMemFreeAsync_ptsz (at: u64, stream: usize) {
-        working()?;
         let s = submit::stream(stream, PER_THREAD)?;
-        if capture::capturing(&s) {
-            return Err(errors::NOT_SUPPORTED);
+        s.life.check()?;
+        let in_capture = capture::capturing(&s);
+        if !in_capture {
+            capture::forbid_unsafe()?;
         }
         let a = driver()?.space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
         if !matches!(a.kind, Kind::Pool { .. } | Kind::Device) {
+            return Err(INVALID_VALUE);
+        }
+        if in_capture {
+            return capture::capture_node(&s, NodeKind::Free(at)).map(drop);
+        }
+        if a.freed.swap(true, Ordering::SeqCst) {
             return Err(INVALID_VALUE);
         }
         forget(&a);

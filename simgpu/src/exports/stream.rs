@@ -3,7 +3,7 @@
 use super::{out, out_opt, slice};
 use crate::abi::BatchMemOp;
 use crate::capture::{self, forbid_unsafe};
-use crate::context::{current, working};
+use crate::context::{CONTEXTS, working};
 use crate::driver::driver;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Result};
 use crate::export;
@@ -32,6 +32,7 @@ fn destroy(h: usize) -> Result {
     if h <= 2 {
         return Err(INVALID_HANDLE);
     }
+    STREAMS.get(h)?.life.check()?;
     let s = STREAMS.remove(h)?;
     if let Some(c) = &*s.capture.lock() {
         c.capture.invalidate();
@@ -44,12 +45,20 @@ fn event(h: usize) -> Result<Arc<Event>> {
     EVENTS.get(h)
 }
 
+fn destroy_event(h: usize) -> Result {
+    let e = event(h)?;
+    if let Some(ctx) = CONTEXTS.find(e.context) {
+        ctx.life().check()?;
+    }
+    EVENTS.remove(h).map(drop)
+}
+
 /// Bits of `CUevent_flags`.
 const DISABLE_TIMING: u32 = 2;
 
 fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Result {
-    working()?;
     let (e, s) = (event(h)?, stream(stream_handle, per_thread)?);
+    s.life.check()?;
     if flags > 1 {
         return Err(INVALID_VALUE);
     }
@@ -99,7 +108,6 @@ fn elapsed(to: *mut f32, start: usize, end: usize) -> Result {
 }
 
 fn mem_op(s: usize, per_thread: bool, op: Op) -> Result {
-    working()?;
     submit::submit(&stream(s, per_thread)?, op).map(drop)
 }
 
@@ -153,6 +161,7 @@ struct Info {
 }
 
 fn capture_info(s: &Arc<Stream>) -> Result<Info> {
+    s.life.check()?;
     match &*s.capture.lock() {
         None => {
             if s.role == Role::Legacy && capture::legacy_involved(&submit::context_of(s)?) {
@@ -228,12 +237,10 @@ export! {
     fn cuStreamDestroy_v2(h: usize) { destroy(h) }
 
     fn cuStreamSynchronize | cuStreamSynchronize_ptsz (h: usize) {
-        current()?;
         submit::synchronize(&stream(h, PER_THREAD)?)
     }
 
     fn cuStreamQuery | cuStreamQuery_ptsz (h: usize) {
-        current()?;
         if submit::query(&stream(h, PER_THREAD)?)? { Ok(()) } else { Err(NOT_READY) }
     }
 
@@ -269,7 +276,6 @@ export! {
     }
 
     fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz (h: usize, e: usize, flags: u32) {
-        working()?;
         let (s, event) = (stream(h, PER_THREAD)?, event(e)?);
         if flags > 1 {
             return Err(INVALID_VALUE);
@@ -288,7 +294,6 @@ export! {
     }
 
     fn cuStreamAddCallback | cuStreamAddCallback_ptsz (h: usize, func: usize, data: usize, flags: u32) {
-        working()?;
         if func == 0 || flags != 0 {
             return Err(INVALID_VALUE);
         }
@@ -297,7 +302,6 @@ export! {
     }
 
     fn cuLaunchHostFunc | cuLaunchHostFunc_ptsz (h: usize, func: usize, data: usize) {
-        working()?;
         if func == 0 {
             return Err(INVALID_VALUE);
         }
@@ -305,7 +309,6 @@ export! {
     }
 
     fn cuStreamAttachMemAsync | cuStreamAttachMemAsync_ptsz (h: usize, at: u64, _length: usize, flags: u32) {
-        working()?;
         if !matches!(flags, 1 | 2 | 4) || !driver()?.space.find(at).is_some_and(|a| a.on_host()) {
             return Err(INVALID_VALUE);
         }
@@ -377,13 +380,11 @@ export! {
     }
 
     fn cuEventDestroy(h: usize) {
-        driver()?;
-        EVENTS.remove(h).map(drop)
+        destroy_event(h)
     }
 
     fn cuEventDestroy_v2(h: usize) {
-        driver()?;
-        EVENTS.remove(h).map(drop)
+        destroy_event(h)
     }
 
     fn cuEventRecord | cuEventRecord_ptsz (e: usize, h: usize) { record(e, h, PER_THREAD, 0) }
@@ -391,8 +392,9 @@ export! {
 
     fn cuEventQuery(h: usize) {
         let e = event(h)?;
+        let last = recorded(&e)?;
         forbid_unsafe()?;
-        match recorded(&e)? {
+        match last {
             Some(r) => {
                 r.point.stream.life.check()?;
                 if !r.point.reached() {
@@ -408,7 +410,9 @@ export! {
     fn cuEventSynchronize(h: usize) {
         let e = event(h)?;
         submit::not_in_callback()?;
-        match recorded(&e)? {
+        let last = recorded(&e)?;
+        forbid_unsafe()?;
+        match last {
             Some(r) => {
                 r.point.wait();
                 r.point.stream.life.flush();
@@ -422,23 +426,19 @@ export! {
     fn cuEventElapsedTime_v2(ms: *mut f32, start: usize, end: usize) { elapsed(ms, start, end) }
 
     fn cuStreamBeginCapture | cuStreamBeginCapture_ptsz (h: usize) {
-        working()?;
         capture::begin(&stream(h, PER_THREAD)?, 0, None, Vec::new())
     }
 
     fn cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz (h: usize, mode: u32) {
-        working()?;
         capture::begin(&stream(h, PER_THREAD)?, mode, None, Vec::new())
     }
 
     fn cuStreamBeginCaptureToGraph | cuStreamBeginCaptureToGraph_ptsz (h: usize, graph: usize, deps: *const usize, _data: *const u8, n: usize, mode: u32) {
-        working()?;
         let deps = nodes(slice(deps, n)?)?;
         capture::begin(&stream(h, PER_THREAD)?, mode, Some(GRAPHS.get(graph)?), deps)
     }
 
     fn cuStreamEndCapture | cuStreamEndCapture_ptsz (h: usize, graph: *mut usize) {
-        current()?;
         if graph.is_null() {
             return Err(INVALID_VALUE);
         }
