@@ -5,7 +5,7 @@
 //! The numbers in [`op`] are part of the protocol and come from `proto/calls/calls.txt`.
 
 use zerocopy::little_endian::{U16, U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Operation numbers.
 pub mod op {
@@ -80,6 +80,11 @@ impl Header {
         Ok(header)
     }
 
+    /// All zero.
+    pub fn empty() -> Self {
+        Self::new_zeroed()
+    }
+
     /// Bytes of the body.
     pub fn body_len(&self) -> usize {
         self.len.get() as usize
@@ -119,6 +124,12 @@ impl<'a> Writer<'a> {
         self.word(bytes.len() as u64);
         self.buf.extend_from_slice(bytes);
         self.pad(bytes.len());
+    }
+
+    /// Appends words that are written already.
+    pub fn words(&mut self, words: &[u8]) {
+        debug_assert!(words.len().is_multiple_of(8));
+        self.buf.extend_from_slice(words);
     }
 
     /// Appends `len` bytes that `fill` writes (they are zero before), as [`Writer::bytes`] would.

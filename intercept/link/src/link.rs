@@ -61,6 +61,8 @@ pub trait Events: Send + Sync {
     fn output(&self, stdout: &[u8], stderr: &[u8]);
     /// A host function of a stream is due; `done` is sent by whoever has run it.
     fn call_host(&self, link: &Arc<Link>, id: u64);
+    /// The device has changed host memory of the program that it can see.
+    fn host_changed(&self, address: u64, bytes: &[u8]);
     /// The worker is gone.
     fn lost(&self, reason: &str);
 }
@@ -443,6 +445,7 @@ impl Link {
                     self.events.call_host(&link, id);
                 }
             }
+            op::HOST_CHANGED => self.events.host_changed(r.word().map_err(bad)?, r.bytes().map_err(bad)?),
             op::END => return Err(io::Error::other(r.text().map_err(bad)?.to_owned())),
             _ => return Err(io::Error::other("unknown frame from the worker")),
         }

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 const SYMBOLS: &str = include_str!("../symbols.tsv");
+const ERRORS: &str = include_str!("../errors.tsv");
 const CALLS: &str = include_str!("../calls.txt");
 
 /// One exported symbol.
@@ -101,6 +102,17 @@ pub fn unsupported_source(implemented: &BTreeSet<String>) -> String {
         )
         .unwrap();
     }
+    out
+}
+
+/// Rust source of `ERRORS: [(i32, &CStr, &CStr); N]`, sorted by code: a `CUresult`, its name and the driver's own words.
+pub fn errors_source() -> String {
+    let rows: Vec<Vec<&str>> = ERRORS.lines().skip(1).map(|line| line.split('\t').collect()).collect();
+    let mut out = format!("pub static ERRORS: [(i32, &::std::ffi::CStr, &::std::ffi::CStr); {}] = [\n", rows.len());
+    for row in rows {
+        writeln!(out, "    ({}, c{:?}, c{:?}),", row[0], row[1], row[2]).unwrap();
+    }
+    out.push_str("];\n");
     out
 }
 

@@ -79,7 +79,6 @@ functions! {
     cuInit(u32);
     cuDriverGetVersion(*mut i32);
     cuDeviceGetCount(*mut i32);
-    cuDeviceGet(*mut i32, i32);
     cuDeviceGetName(*mut c_char, i32, i32);
     cuDeviceGetUuid_v2(*mut u8, i32);
     cuDeviceGetLuid(*mut c_char, *mut u32, i32);
@@ -168,6 +167,8 @@ functions! {
     cuLaunchKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void, *const *mut c_void);
     cuLaunchCooperativeKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void);
     cuLaunchHostFunc(Handle, extern "C" fn(*mut c_void), *mut c_void);
+    cuTensorMapEncodeTiled(*mut c_void, i32, u32, Address, *const u64, *const u64, *const u32, *const u32, i32, i32, i32, i32);
+    cuTensorMapEncodeIm2col(*mut c_void, i32, u32, Address, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, i32, i32, i32, i32);
     cuGraphCreate(*mut Handle, u32);
     cuGraphDestroy(Handle);
     cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);

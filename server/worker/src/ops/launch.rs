@@ -137,3 +137,82 @@ pub fn occupancy(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> 
     }
     Ok(())
 }
+
+/// `CUtensorMap`: 128 bytes, aligned to 64.
+#[repr(C, align(64))]
+struct TensorMap([u8; 128]);
+
+/// `TENSOR_MAP`: im2col or tiled, rank, address, scalars, arrays; answers the encoded map.
+pub fn tensor_map(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (im2col, rank, address) = (r.word()? != 0, r.word()? as u32, r.word()?);
+    let mut scalar = || r.word().map(|w| w as i32);
+    let (kind, interleave, swizzle, promotion, fill) =
+        (scalar()?, scalar()?, scalar()?, scalar()?, scalar()?);
+    let (channels, pixels) = if im2col { (r.word()? as u32, r.word()? as u32) } else { (0, 0) };
+    let n = match rank {
+        1..=5 => rank as usize,
+        _ => return Err(status::INVALID_VALUE.into()),
+    };
+    let wide = |bytes: &[u8]| -> Vec<u64> {
+        bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect()
+    };
+    let narrow = |bytes: &[u8]| -> Vec<u32> {
+        bytes.chunks_exact(4).map(|w| u32::from_le_bytes(w.try_into().unwrap_or_default())).collect()
+    };
+    let (sizes, strides) = (wide(r.bytes()?), wide(r.bytes()?));
+    let (first, second) = (narrow(r.bytes()?), narrow(r.bytes()?));
+    let steps = if im2col { narrow(r.bytes()?) } else { Vec::new() };
+    let spatial = n.saturating_sub(2);
+    let fits = sizes.len() == n
+        && strides.len() == n - 1
+        && (if im2col {
+            first.len() == spatial && second.len() == spatial && steps.len() == n
+        } else {
+            first.len() == n && second.len() == n
+        });
+    if !fits {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let mut map = TensorMap([0; 128]);
+    let call = &session.driver.call;
+    let out = (&raw mut map).cast();
+    // SAFETY: the map has the driver's size and alignment; each array has as many elements as the rank wants.
+    check(unsafe {
+        if im2col {
+            (call.cuTensorMapEncodeIm2col)(
+                out,
+                kind,
+                rank,
+                address,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                first.as_ptr().cast(),
+                second.as_ptr().cast(),
+                channels,
+                pixels,
+                steps.as_ptr(),
+                interleave,
+                swizzle,
+                promotion,
+                fill,
+            )
+        } else {
+            (call.cuTensorMapEncodeTiled)(
+                out,
+                kind,
+                rank,
+                address,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                first.as_ptr(),
+                second.as_ptr(),
+                interleave,
+                swizzle,
+                promotion,
+                fill,
+            )
+        }
+    })?;
+    answer.bytes(&map.0);
+    Ok(())
+}

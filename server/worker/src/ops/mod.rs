@@ -171,6 +171,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::ENUMERATE => module::enumerate(session, &mut r, answer),
         op::FUNC_ATTRIBUTE => module::attribute(session, &mut r, answer),
         op::FUNC_SET_ATTRIBUTE => module::set_attribute(session, &mut r),
+        op::TENSOR_MAP => launch::tensor_map(session, &mut r, answer),
         op::OCCUPANCY => launch::occupancy(session, &mut r, answer),
         op::GRAPH_CREATE => graph::create(session, &mut r),
         op::GRAPH_DESTROY => graph::destroy(session, &mut r),

@@ -1,0 +1,127 @@
+//! Writes the exports that need no hand-written code, the tables of entry points and of errors.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use gpusession_calls::{Class, Kind, Param};
+
+fn main() {
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let write = |name: &str, text: String| {
+        std::fs::write(out.join(name), text).expect("the output folder can be written")
+    };
+    let calls = gpusession_calls::calls();
+    let mut implemented = BTreeSet::new();
+    let mut source = String::new();
+    for (name, class) in &calls {
+        if matches!(class, Class::None(_)) {
+            continue;
+        }
+        implemented.insert((*name).to_string());
+        implemented.extend(gpusession_calls::per_thread_variant(name).map(String::from));
+        if let Class::Generated { own_client: false, wait, params, .. } = class {
+            source.push_str(&function(name, *wait, params));
+        }
+    }
+    source.push_str(&gpusession_calls::unsupported_source(&implemented));
+    write("generated.rs", source);
+    write("proc_addresses.rs", gpusession_calls::proc_addresses_source());
+    write("errors.rs", gpusession_calls::errors_source());
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    // A call of the table that nobody has written must fail here, not in a program.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,defs");
+}
+
+fn function(name: &str, wait: bool, params: &[Param]) -> String {
+    let mut declarations = Vec::new();
+    let mut checks = String::new();
+    let mut words = String::new();
+    let mut answers = String::new();
+    let mut stream = None;
+    for p in params {
+        let n = p.name;
+        let ty = match p.kind {
+            Kind::Scalar(t) => t.to_string(),
+            Kind::Handle(_) | Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
+            Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
+            Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
+        };
+        declarations.push(format!("r#{n}: {ty}"));
+        match p.kind {
+            Kind::Scalar("u64" | "usize") => writeln!(words, "            w.word(r#{n} as u64);").unwrap(),
+            Kind::Scalar(_) => writeln!(words, "            w.word(u64::from(r#{n} as u32));").unwrap(),
+            Kind::Handle("stream") => {
+                writeln!(
+                    checks,
+                    "        let r#{n} = find(client, r#{n}, default)?;\n        r#{n}.usable()?;"
+                )
+                .unwrap();
+                writeln!(words, "            w.word(r#{n}.handle);").unwrap();
+                stream.get_or_insert(n);
+            }
+            Kind::Handle(_) => writeln!(words, "            w.word(r#{n} as u64);").unwrap(),
+            Kind::Out(t) => {
+                writeln!(checks, "        if r#{n}.is_null() {{ return Err(INVALID_VALUE); }}").unwrap();
+                writeln!(answers, "        give(r#{n}, word(&mut r)? as {t})?;").unwrap();
+            }
+            Kind::OutOptional(t) => {
+                writeln!(answers, "        give_optional(r#{n}, word(&mut r)? as {t});").unwrap()
+            }
+            Kind::In(len) => {
+                writeln!(checks, "        let r#{n} = bytes(r#{n}, {len})?;").unwrap();
+                writeln!(words, "            w.bytes(r#{n});").unwrap();
+            }
+            Kind::InOptional(len) => {
+                writeln!(
+                    checks,
+                    "        let r#{n} = if r#{n}.is_null() {{ &[][..] }} else {{ bytes(r#{n}, {len})? }};"
+                )
+                .unwrap();
+                writeln!(words, "            w.bytes(r#{n});").unwrap();
+            }
+            Kind::Result(len) => {
+                writeln!(answers, "        give_bytes(r#{n}, string(&mut r)?, {len})?;").unwrap()
+            }
+            Kind::InOut(len) => {
+                writeln!(checks, "        let given = bytes(r#{n}, {len})?;").unwrap();
+                writeln!(words, "            w.bytes(given);").unwrap();
+                writeln!(answers, "        give_bytes(r#{n}, string(&mut r)?, {len})?;").unwrap();
+            }
+            Kind::Array(len, count) => {
+                writeln!(checks, "        let r#{n} = bytes(r#{n}, (r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?)?;")
+                    .unwrap();
+                writeln!(words, "            w.bytes(r#{n});").unwrap();
+            }
+        }
+    }
+    let twin = gpusession_calls::per_thread_variant(name);
+    let head = match twin {
+        Some(twin) => format!("fn {name} / {twin} [default] "),
+        None => format!("fn {name}"),
+    };
+    // A call without a variant for per-thread streams means the default stream that everybody shares.
+    let default = match (twin, stream) {
+        (None, Some(_)) => "        let default = crate::streams::Default::Legacy;\n",
+        (Some(_), None) => "        let _ = default;\n",
+        _ => "",
+    };
+    let run = if wait {
+        let take = if answers.is_empty() { "" } else { "        let mut r = reply.reader();\n" };
+        let bind = if answers.is_empty() { "" } else { "let reply = " };
+        format!(
+            "        {bind}client.call(op::{name}, |w| {{\n{words}        }})?;\n{take}{answers}        Ok(())\n"
+        )
+    } else {
+        let worked = stream.map_or(String::new(), |s| format!("        r#{s}.worked(seq);\n"));
+        let bind = if stream.is_some() { "let seq = " } else { "" };
+        format!(
+            "        {bind}client.post(op::{name}, |w| {{\n{words}        }})?;\n{worked}        client.late()\n"
+        )
+    };
+    let run = if params.is_empty() { run.replace("|w| {\n        }", "|_| {}") } else { run };
+    format!(
+        "driver! {{\n    {head}({}) {{\n        let client = client::get()?;\n{default}{checks}{run}    }}\n}}\n",
+        declarations.join(", ")
+    )
+}

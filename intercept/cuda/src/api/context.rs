@@ -1,0 +1,233 @@
+//! Contexts: the stack of the calling thread and what a context is are known here.
+
+use std::ffi::c_void;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{self, Client, Created, word};
+use crate::entry::{INVALID_CONTEXT, INVALID_VALUE, Result, alias, driver, give, give_optional};
+use crate::{copies, private_tables, ranges, streams, thread};
+
+/// The context that a program names; null is the current one.
+pub fn named(ctx: *mut c_void) -> Result<u64> {
+    if ctx.is_null() { thread::context() } else { Ok(ctx as u64) }
+}
+
+fn create(client: &Client, ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
+    client.device(device)?;
+    if ctx.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    let new = client.mint(handle::CTX);
+    client.call(op::CTX_CREATE, |w| {
+        w.word(new);
+        w.word(u64::from(flags));
+        w.word(device as u64);
+    })?;
+    let created = Created { device: device as u32, flags, version };
+    client.created.write().unwrap_or_else(PoisonError::into_inner).insert(new, created);
+    thread::push(new);
+    give(ctx, new as *mut c_void)
+}
+
+fn created(client: &Client, ctx: u64) -> Option<Created> {
+    client.created.read().unwrap_or_else(PoisonError::into_inner).get(&ctx).copied()
+}
+
+fn synchronize(client: &Client, ctx: u64) -> Result {
+    streams::allowed()?;
+    client.device_of(ctx)?;
+    let caller = gpusession_link::link::Caller { thread: thread::id(), ctx };
+    let seq = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(client::unavailable)?;
+    let reply = client.link.finish_call(seq).map_err(client::unavailable)?;
+    copies::settle(client, seq, None);
+    if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
+        streams::context_synced(seq);
+    }
+    client.told(reply.status)
+}
+
+driver! {
+    fn cuCtxGetCurrent(ctx: *mut *mut c_void) {
+        client::get()?;
+        give(ctx, thread::current() as *mut c_void)
+    }
+
+    fn cuCtxSetCurrent(ctx: *mut c_void) {
+        let client = client::get()?;
+        if !ctx.is_null() {
+            client.device_of(ctx as u64)?;
+        }
+        thread::set_current(ctx as u64);
+        Ok(())
+    }
+
+    fn cuCtxPushCurrent_v2(ctx: *mut c_void) {
+        client::get()?.device_of(ctx as u64)?;
+        thread::push(ctx as u64);
+        Ok(())
+    }
+
+    fn cuCtxPopCurrent_v2(ctx: *mut *mut c_void) {
+        client::get()?;
+        let popped = thread::pop()?;
+        give_optional(ctx, popped as *mut c_void);
+        Ok(())
+    }
+
+    fn cuCtxGetDevice(device: *mut i32) {
+        give(device, client::get()?.device_of(thread::context()?)? as i32)
+    }
+
+    /// Of a given context (CUDA 13).
+    fn cuCtxGetDevice_v2(device: *mut i32, ctx: *mut c_void) {
+        give(device, client::get()?.device_of(named(ctx)?)? as i32)
+    }
+
+    fn cuCtxCreate_v2(ctx: *mut *mut c_void, flags: u32, device: i32) {
+        create(client::get()?, ctx, flags, device, 3020)
+    }
+
+    fn cuCtxCreate(ctx: *mut *mut c_void, flags: u32, device: i32) {
+        create(client::get()?, ctx, flags, device, 3010)
+    }
+
+    fn cuCtxCreate_v3(ctx: *mut *mut c_void, _affinity: *const c_void, count: i32, flags: u32, device: i32) {
+        if count != 0 {
+            return Err(crate::entry::NOT_SUPPORTED);
+        }
+        create(client::get()?, ctx, flags, device, 3020)
+    }
+
+    fn cuCtxCreate_v4(ctx: *mut *mut c_void, params: *const c_void, flags: u32, device: i32) {
+        if !params.is_null() {
+            return Err(crate::entry::NOT_SUPPORTED);
+        }
+        create(client::get()?, ctx, flags, device, 3020)
+    }
+
+    fn cuCtxDestroy_v2(ctx: *mut c_void) {
+        let client = client::get()?;
+        let ctx = ctx as u64;
+        if client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx).is_none() {
+            return Err(INVALID_CONTEXT);
+        }
+        thread::forget(ctx);
+        streams::forget_context(ctx);
+        ranges::forget_context(ctx);
+        private_tables::forget_context(ctx);
+        client.call(op::CTX_DESTROY, |w| w.word(ctx))?;
+        client.retire(ctx);
+        Ok(())
+    }
+
+    fn cuCtxAttach(ctx: *mut *mut c_void, flags: u32) {
+        if flags != 0 { Err(INVALID_VALUE) } else { give(ctx, thread::context()? as *mut c_void) }
+    }
+
+    fn cuCtxDetach(_ctx: *mut c_void) {
+        client::get().map(|_| ())
+    }
+
+    fn cuCtxSynchronize() {
+        synchronize(client::get()?, thread::context()?)
+    }
+
+    /// Of a given context (CUDA 13).
+    fn cuCtxSynchronize_v2(ctx: *mut c_void) {
+        synchronize(client::get()?, named(ctx)?)
+    }
+
+    fn cuCtxGetFlags(flags: *mut u32) {
+        let client = client::get()?;
+        let ctx = thread::context()?;
+        let known = match created(client, ctx) {
+            Some(created) => created.flags,
+            None => client.device(client.device_of(ctx)? as i32)?.primary_flags.load(Ordering::Relaxed),
+        };
+        give(flags, known)
+    }
+
+    fn cuCtxSetFlags(flags: u32) {
+        let client = client::get()?;
+        let ctx = thread::context()?;
+        let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
+        match known.get_mut(&ctx) {
+            Some(created) => created.flags = flags,
+            None => client.device(client.device_of(ctx)? as i32)?.primary_flags.store(flags, Ordering::Relaxed),
+        }
+        Ok(())
+    }
+
+    fn cuCtxGetId(ctx: *mut c_void, id: *mut u64) {
+        give(id, private_tables::context_id(named(ctx)?))
+    }
+
+    fn cuCtxGetApiVersion(ctx: *mut c_void, version: *mut u32) {
+        let client = client::get()?;
+        let ctx = named(ctx)?;
+        client.device_of(ctx)?;
+        give(version, created(client, ctx).map_or(3020, |c| c.version))
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+        let client = client::get()?;
+        let (low, high) = client.device(client.device_of(thread::context()?)? as i32)?.priorities;
+        give_optional(least, low);
+        give_optional(greatest, high);
+        Ok(())
+    }
+
+    fn cuCtxGetLimit(value: *mut usize, limit: i32) {
+        let client = client::get()?;
+        let device = client.device(client.device_of(thread::context()?)? as i32)?;
+        match usize::try_from(limit).ok().and_then(|i| device.limits.get(i)).map(|l| l.load(Ordering::Relaxed)) {
+            Some(known) if known != u64::MAX => give(value, known as usize),
+            _ => Err(215),
+        }
+    }
+
+    fn cuCtxSetLimit(limit: i32, value: usize) {
+        let client = client::get()?;
+        let device = client.device(client.device_of(thread::context()?)? as i32)?;
+        let reply = client.call(op::CTX_SET_LIMIT, |w| {
+            w.word(limit as u32 as u64);
+            w.word(value as u64);
+        })?;
+        let now = word(&mut reply.reader())?;
+        if let Some(known) = usize::try_from(limit).ok().and_then(|i| device.limits.get(i)) {
+            known.store(now, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// A preference without effect on present GPUs: accepted, and told as it was by default.
+    fn cuCtxGetCacheConfig(config: *mut i32) {
+        thread::context()?;
+        give(config, 0)
+    }
+
+    fn cuCtxSetCacheConfig(config: i32) {
+        thread::context()?;
+        if (0..=3).contains(&config) { Ok(()) } else { Err(INVALID_VALUE) }
+    }
+
+    fn cuCtxGetSharedMemConfig(config: *mut i32) {
+        thread::context()?;
+        give(config, 1)
+    }
+
+    fn cuCtxSetSharedMemConfig(config: i32) {
+        thread::context()?;
+        if (0..=2).contains(&config) { Ok(()) } else { Err(INVALID_VALUE) }
+    }
+}
+
+alias! {
+    cuCtxPushCurrent = cuCtxPushCurrent_v2(ctx: *mut c_void);
+    cuCtxPopCurrent = cuCtxPopCurrent_v2(ctx: *mut *mut c_void);
+    cuCtxDestroy = cuCtxDestroy_v2(ctx: *mut c_void);
+}

@@ -1,0 +1,165 @@
+//! Devices and primary contexts: answered from what the worker told at the start.
+
+use std::ffi::{c_char, c_void};
+use std::sync::atomic::Ordering;
+
+use gpusession_proto::frame::op;
+
+use crate::client;
+use crate::entry::{INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, alias, driver, give, give_text, name};
+use crate::{ranges, streams, thread};
+
+driver! {
+    fn cuInit(flags: u32) {
+        if flags != 0 { Err(INVALID_VALUE) } else { client::init() }
+    }
+
+    fn cuDriverGetVersion(version: *mut i32) {
+        give(version, client::driver_version())
+    }
+
+    fn cuDeviceGet(device: *mut i32, ordinal: i32) {
+        client::get()?.device(ordinal)?;
+        give(device, ordinal)
+    }
+
+    fn cuDeviceGetCount(count: *mut i32) {
+        give(count, client::get()?.devices.len() as i32)
+    }
+
+    fn cuDeviceGetName(text: *mut c_char, len: i32, device: i32) {
+        give_text(text, len, &client::get()?.device(device)?.name)
+    }
+
+    fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: i32) {
+        give(uuid, client::get()?.device(device)?.uuid)
+    }
+
+    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: i32) {
+        give(uuid, client::get()?.device(device)?.uuid)
+    }
+
+    fn cuDeviceGetLuid(luid: *mut [u8; 8], mask: *mut u32, device: i32) {
+        let device = client::get()?.device(device)?;
+        give(luid, device.luid)?;
+        give(mask, device.luid_mask)
+    }
+
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
+        give(bytes, client::get()?.device(device)?.total_memory as usize)
+    }
+
+    fn cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: i32) {
+        let device = client::get()?.device(device)?;
+        let known = usize::try_from(attribute).ok().and_then(|i| device.attributes.get(i).copied().flatten());
+        give(value, known.ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuDeviceGetPCIBusId(text: *mut c_char, len: i32, device: i32) {
+        give_text(text, len, &client::get()?.device(device)?.pci)
+    }
+
+    fn cuDeviceGetByPCIBusId(device: *mut i32, text: *const c_char) {
+        // With or without the domain, in either case.
+        let wanted = name(text)?.to_bytes().to_ascii_lowercase();
+        let found = client::get()?.devices.iter().position(|d| {
+            let pci = d.pci.to_ascii_lowercase();
+            pci == wanted || pci.strip_prefix(b"0000:").is_some_and(|short| short == wanted)
+                || wanted.strip_prefix(b"0000").is_some_and(|short| short == pci)
+        });
+        give(device, found.ok_or(INVALID_DEVICE)? as i32)
+    }
+
+    fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, device: i32) {
+        let device = client::get()?.device(device)?;
+        give(major, device.attributes.get(75).copied().flatten().unwrap_or(0))?;
+        give(minor, device.attributes.get(76).copied().flatten().unwrap_or(0))
+    }
+
+    /// `CUdevprop`: eleven integers that are attributes too.
+    fn cuDeviceGetProperties(properties: *mut [i32; 14], device: i32) {
+        const ATTRIBUTES: [usize; 14] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
+        let device = client::get()?.device(device)?;
+        let value = |i: usize| device.attributes.get(i).copied().flatten().unwrap_or(0);
+        let mut out = [0; 14];
+        // maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], sharedMemPerBlock, totalConstantMemory, SIMDWidth,
+        // memPitch, regsPerBlock, clockRate, textureAlign
+        for (slot, attribute) in out.iter_mut().zip(ATTRIBUTES) {
+            *slot = value(attribute);
+        }
+        give(properties, out)
+    }
+
+    /// Between a lease's GPUs, as the server's driver would say; without asking: no.
+    fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        client.device(peer)?;
+        give(can, 0)
+    }
+
+    fn cuDeviceGetP2PAttribute(value: *mut i32, _attribute: i32, device: i32, peer: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        client.device(peer)?;
+        if device == peer { Err(INVALID_DEVICE) } else { give(value, 0) }
+    }
+
+    fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: i32, device: i32) {
+        client::get()?.device(device)?;
+        give(supported, 0)
+    }
+
+    fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
+        let client = client::get()?;
+        client.device(device)?.retained.fetch_add(1, Ordering::Relaxed);
+        give(ctx, client.primary(device as u32) as *mut c_void)
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) {
+        let client = client::get()?;
+        let retained = &client.device(device)?.retained;
+        let before = retained
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
+            .map_err(|_| INVALID_CONTEXT)?;
+        // The last release destroys what the context holds. Programs do so on their way out: nobody waits for it.
+        if before == 1 { reset(client, device, false) } else { Ok(()) }
+    }
+
+    fn cuDevicePrimaryCtxReset_v2(device: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        reset(client, device, true)
+    }
+
+    fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
+        let device = client::get()?.device(device)?;
+        give(flags, device.primary_flags.load(Ordering::Relaxed))?;
+        give(active, i32::from(device.retained.load(Ordering::Relaxed) > 0))
+    }
+
+    fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {
+        // Blocking, spinning or yielding is about waiting for a card in this machine.
+        client::get()?.device(device)?.primary_flags.store(flags, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn reset(client: &client::Client, device: i32, wait: bool) -> crate::entry::Result {
+    let ctx = client.primary(device as u32);
+    streams::forget_context(ctx);
+    ranges::forget_context(ctx);
+    crate::private_tables::forget_context(ctx);
+    if wait {
+        client.call(op::PRIMARY_RESET, |w| w.word(device as u64)).map(|_| ())
+    } else {
+        let _ = thread::id();
+        client.post(op::PRIMARY_RESET, |w| w.word(device as u64)).map(|_| ())
+    }
+}
+
+alias! {
+    cuDevicePrimaryCtxRelease = cuDevicePrimaryCtxRelease_v2(device: i32);
+    cuDevicePrimaryCtxReset = cuDevicePrimaryCtxReset_v2(device: i32);
+    cuDevicePrimaryCtxSetFlags = cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32);
+}

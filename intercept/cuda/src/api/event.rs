@@ -1,0 +1,113 @@
+//! Events.
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{self, unavailable, word};
+use crate::entry::{INVALID_VALUE, Result, STREAM_CAPTURE_UNSUPPORTED, alias, driver, give};
+use crate::streams::{self, find};
+use crate::{copies, events, thread};
+
+fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, flags: u32) -> Result {
+    let client = client::get()?;
+    let event = events::find(event as u64)?;
+    let stream = find(client, stream, default)?;
+    stream.usable()?;
+    let seq = client.post(op::EVENT_RECORD, |w| {
+        w.word(event.handle);
+        w.word(stream.handle);
+        w.word(u64::from(flags));
+    })?;
+    stream.worked(seq);
+    event.record(&stream, seq);
+    if let Some(capture) = stream.capture() {
+        event.captured_in(&capture);
+    }
+    client.late()
+}
+
+/// Asks whether an event has happened (`EVENT_QUERY`) or waits for it (`EVENT_SYNC`).
+fn ask(operation: u16, event: *mut c_void) -> Result {
+    let client = client::get()?;
+    let event = events::find(event as u64)?;
+    if streams::capturing() && event.capture().is_some() {
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    let Some((stream, recorded)) = event.pending() else {
+        // What is known to have happened needs no answer; its data has landed.
+        return client.late();
+    };
+    let seq =
+        client.link.begin_call(operation, thread::caller(), |w| w.word(event.handle)).map_err(unavailable)?;
+    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    if reply.status == 0 {
+        copies::settle(client, recorded, Some(&stream));
+        event.has_happened(&stream, recorded);
+    }
+    client.told(reply.status)
+}
+
+fn elapsed(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> Result {
+    let client = client::get()?;
+    let (start, end) = (events::find(start as u64)?, events::find(end as u64)?);
+    let reply = client.call(op::EVENT_ELAPSED, |w| {
+        w.word(start.handle);
+        w.word(end.handle);
+    })?;
+    give(ms, f32::from_bits(word(&mut reply.reader())? as u32))
+}
+
+driver! {
+    fn cuEventCreate(event: *mut *mut c_void, flags: u32) {
+        let client = client::get()?;
+        thread::context()?;
+        if event.is_null() || flags > 7 {
+            return Err(INVALID_VALUE);
+        }
+        let new = client.mint(handle::EVENT);
+        client.post(op::EVENT_CREATE, |w| {
+            w.word(new);
+            w.word(u64::from(flags));
+        })?;
+        events::add(new, flags);
+        give(event, new as *mut c_void)
+    }
+
+    fn cuEventDestroy_v2(event: *mut c_void) {
+        let client = client::get()?;
+        events::take(event as u64)?;
+        client.post(op::EVENT_DESTROY, |w| w.word(event as u64))?;
+        client.retire(event as u64);
+        Ok(())
+    }
+
+    fn cuEventRecord / cuEventRecord_ptsz [default] (event: *mut c_void, stream: *mut c_void) {
+        record(event, stream, default, 0)
+    }
+
+    fn cuEventRecordWithFlags / cuEventRecordWithFlags_ptsz [default] (event: *mut c_void, stream: *mut c_void, flags: u32) {
+        record(event, stream, default, flags)
+    }
+
+    fn cuEventQuery(event: *mut c_void) {
+        ask(op::EVENT_QUERY, event)
+    }
+
+    fn cuEventSynchronize(event: *mut c_void) {
+        ask(op::EVENT_SYNC, event)
+    }
+
+    fn cuEventElapsedTime(ms: *mut f32, start: *mut c_void, end: *mut c_void) {
+        elapsed(ms, start, end)
+    }
+
+    fn cuEventElapsedTime_v2(ms: *mut f32, start: *mut c_void, end: *mut c_void) {
+        elapsed(ms, start, end)
+    }
+}
+
+alias! {
+    cuEventDestroy = cuEventDestroy_v2(event: *mut c_void);
+}

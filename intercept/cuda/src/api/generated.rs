@@ -1,0 +1,24 @@
+//! The calls that the table describes completely, and those that are not supported (see `build.rs`).
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::op;
+
+use crate::client::{self, string, word};
+use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give};
+use crate::streams::find;
+
+/// Copies a structure of the answer to the program.
+fn give_bytes(target: *mut c_void, answer: &[u8], len: usize) -> Result {
+    if target.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    if answer.len() != len {
+        return Err(UNKNOWN);
+    }
+    // SAFETY: by the call's contract the program's structure has `len` bytes.
+    unsafe { std::ptr::copy_nonoverlapping(answer.as_ptr(), target.cast(), len) };
+    Ok(())
+}
+
+include!(concat!(env!("OUT_DIR"), "/generated.rs"));

@@ -1,0 +1,434 @@
+//! Graphs.
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::{Writer, op};
+use gpusession_proto::handle;
+
+use super::copy::Cuboid;
+use super::launch::Params;
+use crate::client::{self, Client, word};
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
+use crate::functions;
+use crate::streams::{self, find};
+use crate::{events, mapped, thread};
+
+/// Kinds of a node in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
+mod node {
+    pub const KERNEL: u64 = 0;
+    pub const COPY: u64 = 1;
+    pub const SET: u64 = 2;
+    pub const EMPTY: u64 = 3;
+    pub const RECORD: u64 = 4;
+    pub const WAIT: u64 = 5;
+    pub const CHILD: u64 = 6;
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct KernelNode {
+    func: *mut c_void,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    each: *const *mut c_void,
+    extra: *const *mut c_void,
+    kernel: *mut c_void,
+    ctx: *mut c_void,
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS` (before CUDA 12): the same without the last two.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct OldKernelNode {
+    func: *mut c_void,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    each: *const *mut c_void,
+    extra: *const *mut c_void,
+}
+
+impl From<OldKernelNode> for KernelNode {
+    fn from(old: OldKernelNode) -> Self {
+        Self {
+            func: old.func,
+            grid: old.grid,
+            block: old.block,
+            shared: old.shared,
+            each: old.each,
+            extra: old.extra,
+            kernel: std::ptr::null_mut(),
+            ctx: std::ptr::null_mut(),
+        }
+    }
+}
+
+/// `CUDA_MEMSET_NODE_PARAMS`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct SetNode {
+    address: u64,
+    pitch: usize,
+    value: u32,
+    element: u32,
+    width: usize,
+    height: usize,
+}
+
+/// `CUgraphExecUpdateResultInfo`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UpdateInfo {
+    result: i32,
+    from: *mut c_void,
+    node: *mut c_void,
+}
+
+const _: () = assert!(size_of::<SetNode>() == 40 && size_of::<UpdateInfo>() == 24);
+
+/// What a node does, ready to be written.
+enum Content {
+    Kernel(KernelNode),
+    Copy(Box<Cuboid>, u64),
+    Set(SetNode, u64),
+    Empty,
+    Record(u64),
+    Wait(u64),
+    Child(u64),
+}
+
+impl Content {
+    fn kind(&self) -> u64 {
+        match self {
+            Self::Kernel(_) => node::KERNEL,
+            Self::Copy(..) => node::COPY,
+            Self::Set(..) => node::SET,
+            Self::Empty => node::EMPTY,
+            Self::Record(_) => node::RECORD,
+            Self::Wait(_) => node::WAIT,
+            Self::Child(_) => node::CHILD,
+        }
+    }
+
+    fn copy(copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
+        let mut cuboid = take(copy)?;
+        cuboid.resolve()?;
+        if cuboid.host_sides() != (false, false) {
+            return Err(NOT_SUPPORTED);
+        }
+        Ok(Self::Copy(Box::new(cuboid), super::context::named(ctx)?))
+    }
+
+    fn write(&self, w: &mut Writer<'_>) -> Result {
+        w.word(self.kind());
+        match self {
+            Self::Kernel(kernel) => {
+                let func = if kernel.func.is_null() { kernel.kernel } else { kernel.func };
+                let function = functions::find(func as u64)?;
+                let params = Params { each: kernel.each, extra: kernel.extra };
+                params.check(&function)?;
+                w.word(function.handle);
+                for dimension in kernel.grid.iter().chain(&kernel.block) {
+                    w.word(u64::from(*dimension));
+                }
+                w.word(u64::from(kernel.shared));
+                params.write(&function, w)?;
+            }
+            Self::Copy(cuboid, ctx) => {
+                let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
+                w.bytes(&words);
+                w.word(*ctx);
+            }
+            Self::Set(set, ctx) => {
+                let words = [
+                    set.address,
+                    set.pitch as u64,
+                    u64::from(set.value) | u64::from(set.element) << 32,
+                    set.width as u64,
+                    set.height as u64,
+                ];
+                let words: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+                w.bytes(&words);
+                w.word(*ctx);
+            }
+            Self::Empty => {}
+            Self::Record(object) | Self::Wait(object) | Self::Child(object) => w.word(*object),
+        }
+        Ok(())
+    }
+}
+
+fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, content: &Content) -> Result {
+    let client = client::get()?;
+    if node.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    let after = bytes(after, count.checked_mul(8).ok_or(INVALID_VALUE)?)?;
+    // Anything that the content's own check refuses must not leave half a frame in the log.
+    let mut frame = Vec::new();
+    let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
+    content.write(&mut w)?;
+    w.finish();
+    let reply = client.call(op::GRAPH_ADD, |w| {
+        w.word(graph as u64);
+        w.bytes(after);
+        w.words(&frame[gpusession_proto::frame::HEADER..]);
+    })?;
+    give(node, word(&mut reply.reader())?)
+}
+
+fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
+    let client = client::get()?;
+    let mut frame = Vec::new();
+    let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
+    content.write(&mut w)?;
+    w.finish();
+    client
+        .call(op::GRAPH_EXEC_SET, |w| {
+            w.word(exec as u64);
+            w.word(node);
+            w.words(&frame[gpusession_proto::frame::HEADER..]);
+        })
+        .map(|_| ())
+}
+
+fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result {
+    let client = client::get()?;
+    if exec.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    streams::allowed()?;
+    let new = client.mint(handle::EXEC);
+    let made = client.call(op::GRAPH_INSTANTIATE, |w| {
+        w.word(new);
+        w.word(graph as u64);
+        w.word(flags);
+    });
+    match made {
+        Ok(_) => give(exec, new as *mut c_void),
+        Err(status) => {
+            client.retire(new);
+            Err(status)
+        }
+    }
+}
+
+/// Nodes of a graph: `which` 0 all, 1 roots, 2 edges. A null array asks for the count.
+fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *mut usize) -> Result {
+    let client = client::get()?;
+    let most = if from.is_null() { 0 } else { take(count)? };
+    let reply = client.call(op::GRAPH_NODES, |w| {
+        w.word(graph as u64);
+        w.word(which);
+        w.word(most as u64);
+    })?;
+    let mut r = reply.reader();
+    let (all, given) = (word(&mut r)?, word(&mut r)? as usize);
+    for i in 0..given.min(most) {
+        let node = word(&mut r)?;
+        // SAFETY: the program says that the arrays have `count` elements.
+        unsafe { from.add(i).write(node) };
+        if which == 2 {
+            let node = word(&mut r)?;
+            if !to.is_null() {
+                // SAFETY: as above.
+                unsafe { to.add(i).write(node) };
+            }
+        }
+    }
+    give(count, if from.is_null() { all as usize } else { given })
+}
+
+fn destroy(client: &Client, graph: u64, kind: u8, operation: u16) -> Result {
+    if handle::kind(graph) != kind {
+        return Err(INVALID_VALUE);
+    }
+    client.post(operation, |w| w.word(graph))?;
+    client.retire(graph);
+    Ok(())
+}
+
+driver! {
+    fn cuGraphCreate(graph: *mut *mut c_void, flags: u32) {
+        let client = client::get()?;
+        if graph.is_null() || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let new = client.mint(handle::GRAPH);
+        client.post(op::GRAPH_CREATE, |w| {
+            w.word(new);
+            w.word(u64::from(flags));
+        })?;
+        give(graph, new as *mut c_void)
+    }
+
+    fn cuGraphDestroy(graph: *mut c_void) {
+        destroy(client::get()?, graph as u64, handle::GRAPH, op::GRAPH_DESTROY)
+    }
+
+    fn cuGraphExecDestroy(exec: *mut c_void) {
+        destroy(client::get()?, exec as u64, handle::EXEC, op::GRAPH_EXEC_DESTROY)
+    }
+
+    fn cuGraphInstantiateWithFlags(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) {
+        instantiate(exec, graph, flags)
+    }
+
+    fn cuGraphInstantiate(exec: *mut *mut c_void, graph: *mut c_void, _node: *mut *mut c_void, _log: *mut i8, _len: usize) {
+        instantiate(exec, graph, 0)
+    }
+
+    fn cuGraphInstantiate_v2(exec: *mut *mut c_void, graph: *mut c_void, _node: *mut *mut c_void, _log: *mut i8, _len: usize) {
+        instantiate(exec, graph, 0)
+    }
+
+    /// `CUDA_GRAPH_INSTANTIATE_PARAMS`: flags, upload stream, node that failed, result.
+    fn cuGraphInstantiateWithParams / cuGraphInstantiateWithParams_ptsz [_default] (
+        exec: *mut *mut c_void, graph: *mut c_void, params: *mut [u64; 4],
+    ) {
+        let mut known = take(params)?;
+        let done = instantiate(exec, graph, known[0]);
+        known[2] = 0;
+        // CUDA_GRAPH_INSTANTIATE_SUCCESS or _ERROR
+        known[3] = u64::from(done.is_err());
+        give(params, known)?;
+        done
+    }
+
+    fn cuGraphLaunch / cuGraphLaunch_ptsz [default] (exec: *mut c_void, stream: *mut c_void) {
+        let client = client::get()?;
+        if handle::kind(exec as u64) != handle::EXEC {
+            return Err(INVALID_VALUE);
+        }
+        let stream = find(client, stream, default)?;
+        stream.usable()?;
+        mapped::upload(client)?;
+        let seq = client.post(op::GRAPH_LAUNCH, |w| {
+            w.word(exec as u64);
+            w.word(stream.handle);
+        })?;
+        stream.worked(seq);
+        client.late()
+    }
+
+    fn cuGraphClone(clone: *mut *mut c_void, graph: *mut c_void) {
+        let client = client::get()?;
+        if clone.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let new = client.mint(handle::GRAPH);
+        client.call(op::GRAPH_CLONE, |w| {
+            w.word(new);
+            w.word(graph as u64);
+        })?;
+        give(clone, new as *mut c_void)
+    }
+
+    fn cuGraphGetNodes(graph: *mut c_void, out: *mut u64, count: *mut usize) {
+        nodes(graph, 0, out, std::ptr::null_mut(), count)
+    }
+
+    fn cuGraphGetRootNodes(graph: *mut c_void, out: *mut u64, count: *mut usize) {
+        nodes(graph, 1, out, std::ptr::null_mut(), count)
+    }
+
+    fn cuGraphGetEdges(graph: *mut c_void, from: *mut u64, to: *mut u64, count: *mut usize) {
+        nodes(graph, 2, from, to, count)
+    }
+
+    fn cuGraphAddKernelNode_v2(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, kernel: *const KernelNode) {
+        add(node, graph, after, count, &Content::Kernel(take(kernel)?))
+    }
+
+    fn cuGraphAddKernelNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, kernel: *const OldKernelNode) {
+        add(node, graph, after, count, &Content::Kernel(take(kernel)?.into()))
+    }
+
+    fn cuGraphAddMemcpyNode(
+        node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, copy: *const Cuboid, ctx: *mut c_void,
+    ) {
+        add(node, graph, after, count, &Content::copy(copy, ctx)?)
+    }
+
+    fn cuGraphAddMemsetNode(
+        node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, set: *const SetNode, ctx: *mut c_void,
+    ) {
+        add(node, graph, after, count, &Content::Set(take(set)?, super::context::named(ctx)?))
+    }
+
+    fn cuGraphAddEmptyNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize) {
+        add(node, graph, after, count, &Content::Empty)
+    }
+
+    fn cuGraphAddEventRecordNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, event: *mut c_void) {
+        add(node, graph, after, count, &Content::Record(events::find(event as u64)?.handle))
+    }
+
+    fn cuGraphAddEventWaitNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, event: *mut c_void) {
+        add(node, graph, after, count, &Content::Wait(events::find(event as u64)?.handle))
+    }
+
+    fn cuGraphAddChildGraphNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, child: *mut c_void) {
+        add(node, graph, after, count, &Content::Child(child as u64))
+    }
+
+    fn cuGraphExecKernelNodeSetParams_v2(exec: *mut c_void, node: u64, kernel: *const KernelNode) {
+        set(exec, node, &Content::Kernel(take(kernel)?))
+    }
+
+    fn cuGraphExecKernelNodeSetParams(exec: *mut c_void, node: u64, kernel: *const OldKernelNode) {
+        set(exec, node, &Content::Kernel(take(kernel)?.into()))
+    }
+
+    fn cuGraphExecMemcpyNodeSetParams(exec: *mut c_void, node: u64, copy: *const Cuboid, ctx: *mut c_void) {
+        set(exec, node, &Content::copy(copy, ctx)?)
+    }
+
+    fn cuGraphExecMemsetNodeSetParams(exec: *mut c_void, node: u64, values: *const SetNode, ctx: *mut c_void) {
+        set(exec, node, &Content::Set(take(values)?, super::context::named(ctx)?))
+    }
+
+    fn cuGraphKernelNodeSetParams_v2(node: u64, kernel: *const KernelNode) {
+        set(std::ptr::null_mut(), node, &Content::Kernel(take(kernel)?))
+    }
+
+    fn cuGraphKernelNodeSetParams(node: u64, kernel: *const OldKernelNode) {
+        set(std::ptr::null_mut(), node, &Content::Kernel(take(kernel)?.into()))
+    }
+
+    fn cuGraphMemcpyNodeSetParams(node: u64, copy: *const Cuboid) {
+        set(std::ptr::null_mut(), node, &Content::copy(copy, std::ptr::null_mut())?)
+    }
+
+    fn cuGraphMemsetNodeSetParams(node: u64, values: *const SetNode) {
+        set(std::ptr::null_mut(), node, &Content::Set(take(values)?, thread::context()?))
+    }
+
+    fn cuGraphExecUpdate_v2(exec: *mut c_void, graph: *mut c_void, info: *mut UpdateInfo) {
+        let (done, result, from, node) = update(exec, graph)?;
+        give_optional(info, UpdateInfo { result, from: from as *mut c_void, node: node as *mut c_void });
+        done
+    }
+
+    fn cuGraphExecUpdate(exec: *mut c_void, graph: *mut c_void, failed: *mut u64, result_out: *mut i32) {
+        let (done, result, _, node) = update(exec, graph)?;
+        give_optional(failed, node);
+        give_optional(result_out, result);
+        done
+    }
+}
+
+fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u64)> {
+    let client = client::get()?;
+    let reply = client.ask(op::GRAPH_UPDATE, |w| {
+        w.word(exec as u64);
+        w.word(graph as u64);
+    })?;
+    let mut r = reply.reader();
+    let told = client.told(reply.status);
+    let (result, from, node) =
+        (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));
+    Ok((told, result as i32, from, node))
+}

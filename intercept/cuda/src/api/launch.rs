@@ -1,0 +1,326 @@
+//! Launches: the hot path. A launch of a shape that the driver has accepted before is one frame and no waiting.
+
+use std::ffi::c_void;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use gpusession_proto::frame::{Writer, op};
+
+use crate::client::{self, Client};
+use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
+use crate::functions::{self, Function};
+use crate::mapped;
+use crate::streams::{self, find};
+
+/// Bytes of a `CUlaunchAttribute`.
+const ATTRIBUTE: usize = 72;
+const COOPERATIVE: u32 = 2;
+/// `CU_LAUNCH_PARAM_*`
+const PARAM_END: usize = 0;
+const PARAM_BUFFER: usize = 1;
+const PARAM_SIZE: usize = 2;
+
+/// Largest grid in y and z.
+const MAX_GRID_YZ: u32 = 65_535;
+const MAX_GRID_X: u32 = i32::MAX as u32;
+
+/// Grid, block, dynamic shared memory.
+#[derive(Clone, Copy, Hash)]
+pub struct Shape {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Bytes.
+    pub shared: u32,
+}
+
+impl Shape {
+    fn check(&self) -> Result {
+        let [x, y, z] = self.grid;
+        let empty = self.grid.contains(&0) || self.block.contains(&0);
+        if empty || x > MAX_GRID_X || y > MAX_GRID_YZ || z > MAX_GRID_YZ {
+            return Err(INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    fn write(&self, w: &mut Writer<'_>) {
+        let pair = |a: u32, b: u32| u64::from(a) | u64::from(b) << 32;
+        w.word(pair(self.grid[0], self.grid[1]));
+        w.word(pair(self.grid[2], self.block[0]));
+        w.word(pair(self.block[1], self.block[2]));
+    }
+}
+
+/// Where a program has put the parameters.
+#[derive(Clone, Copy)]
+pub struct Params {
+    /// One pointer a parameter.
+    pub each: *const *mut c_void,
+    /// Or a list that names a buffer.
+    pub extra: *const *mut c_void,
+}
+
+impl Params {
+    /// Writes the parameter buffer of `function` as a byte string.
+    #[inline]
+    pub fn write(self, function: &Function, w: &mut Writer<'_>) -> Result {
+        if !self.each.is_null() {
+            w.bytes_with(function.param_bytes, |buffer| {
+                for (i, param) in function.params.iter().enumerate() {
+                    // SAFETY: by the API's contract the array has one pointer for each parameter, to as many bytes as the
+                    // kernel's own layout says; that layout is inside the buffer.
+                    unsafe {
+                        let source = self.each.add(i).read();
+                        let target = buffer.as_mut_ptr().add(param.offset as usize);
+                        std::ptr::copy_nonoverlapping(source.cast(), target, param.size as usize);
+                    }
+                }
+            });
+            return Ok(());
+        }
+        let buffer = self.buffer()?;
+        // The program's buffer may be shorter by the padding at its end.
+        w.bytes_with(function.param_bytes.max(buffer.len()), |target| {
+            target[..buffer.len()].copy_from_slice(buffer)
+        });
+        Ok(())
+    }
+
+    fn buffer<'a>(self) -> Result<&'a [u8]> {
+        if self.extra.is_null() {
+            return Ok(&[]);
+        }
+        let (mut pointer, mut size) = (std::ptr::null::<c_void>(), 0usize);
+        let mut at = self.extra;
+        loop {
+            // SAFETY: by the API's contract the list ends in CU_LAUNCH_PARAM_END, and each key is followed by its value.
+            unsafe {
+                match at.read() as usize {
+                    PARAM_END => break,
+                    PARAM_BUFFER => pointer = at.add(1).read(),
+                    PARAM_SIZE => size = at.add(1).read().cast::<usize>().read(),
+                    _ => return Err(INVALID_VALUE),
+                }
+                at = at.add(2);
+            }
+        }
+        if size > 1 << 16 {
+            return Err(INVALID_VALUE);
+        }
+        bytes(pointer, size)
+    }
+
+    /// Whether a list and pointers are both absent although the kernel has parameters, or both given.
+    pub fn check(self, function: &Function) -> Result {
+        let absent = self.each.is_null() && self.extra.is_null();
+        if (absent && !function.params.is_empty()) || (!self.each.is_null() && !self.extra.is_null()) {
+            return Err(INVALID_VALUE);
+        }
+        Ok(())
+    }
+}
+
+fn launch(
+    client: &Client,
+    function: *mut c_void,
+    shape: Shape,
+    stream: (*mut c_void, streams::Default),
+    attributes: &[u8],
+    params: Params,
+) -> Result {
+    let function = functions::find(function as u64)?;
+    shape.check()?;
+    params.check(&function)?;
+    let stream = find(client, stream.0, stream.1)?;
+    stream.usable()?;
+    mapped::upload(client)?;
+    let mut hasher = DefaultHasher::new();
+    (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);
+    if !attributes.is_empty() {
+        // Clusters and cooperative launches depend on the grid too.
+        shape.grid.hash(&mut hasher);
+    }
+    // Zero marks an empty place.
+    let key = hasher.finish() | 1;
+    let mut failed = Ok(());
+    let body = |w: &mut Writer<'_>| {
+        w.word(function.handle);
+        shape.write(w);
+        w.word(u64::from(shape.shared));
+        w.word(stream.handle);
+        w.bytes(attributes);
+        failed = params.write(&function, w);
+    };
+    if functions::accepted(key) {
+        let seq = client.post(op::LAUNCH, body)?;
+        failed?;
+        stream.worked(seq);
+        return client.late();
+    }
+    let seq =
+        client.link.begin_call(op::LAUNCH, crate::thread::caller(), body).map_err(client::unavailable)?;
+    let reply = client.link.finish_call(seq).map_err(client::unavailable)?;
+    failed?;
+    stream.worked(seq);
+    client.told(reply.status)?;
+    functions::accept(key);
+    Ok(())
+}
+
+/// `CUlaunchConfig`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Config {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: *mut c_void,
+    attributes: *const c_void,
+    count: u32,
+}
+
+impl Config {
+    fn shape(&self) -> Shape {
+        Shape { grid: self.grid, block: self.block, shared: self.shared }
+    }
+
+    fn attributes<'a>(&self) -> Result<&'a [u8]> {
+        if self.count > 64 {
+            return Err(INVALID_VALUE);
+        }
+        bytes(self.attributes, self.count as usize * ATTRIBUTE)
+    }
+}
+
+driver! {
+    fn cuLaunchKernel / cuLaunchKernel_ptsz [default] (
+        function: *mut c_void, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: *mut c_void,
+        each: *const *mut c_void, extra: *const *mut c_void,
+    ) {
+        let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
+        launch(client::get()?, function, shape, (stream, default), &[], Params { each, extra })
+    }
+
+    fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz [default] (
+        config: *const Config, function: *mut c_void, each: *const *mut c_void, extra: *const *mut c_void,
+    ) {
+        let config = take(config)?;
+        let stream = (config.stream, default);
+        launch(client::get()?, function, config.shape(), stream, config.attributes()?, Params { each, extra })
+    }
+
+    fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz [default] (
+        function: *mut c_void, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: *mut c_void,
+        each: *const *mut c_void,
+    ) {
+        let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
+        let mut attribute = [0u8; ATTRIBUTE];
+        attribute[..4].copy_from_slice(&COOPERATIVE.to_le_bytes());
+        attribute[8..12].copy_from_slice(&1u32.to_le_bytes());
+        let params = Params { each, extra: std::ptr::null() };
+        launch(client::get()?, function, shape, (stream, default), &attribute, params)
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut i32, function: *mut c_void, block: i32, shared: usize) {
+        give(blocks, simple(function, 0, block, shared, 0)? as i32)
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+        blocks: *mut i32, function: *mut c_void, block: i32, shared: usize, flags: u32,
+    ) {
+        give(blocks, simple(function, 0, block, shared, flags)? as i32)
+    }
+
+    fn cuOccupancyAvailableDynamicSMemPerBlock(size: *mut usize, function: *mut c_void, blocks: i32, block: i32) {
+        give(size, simple(function, 1, block, 0, blocks as u32)? as usize)
+    }
+
+    fn cuOccupancyMaxActiveClusters(clusters: *mut i32, function: *mut c_void, config: *const Config) {
+        give(clusters, with_config(function, 2, config)? as i32)
+    }
+
+    fn cuOccupancyMaxPotentialClusterSize(size: *mut i32, function: *mut c_void, config: *const Config) {
+        give(size, with_config(function, 3, config)? as i32)
+    }
+
+    fn cuOccupancyMaxPotentialBlockSize(
+        grid: *mut i32, block: *mut i32, function: *mut c_void, dynamic: Option<extern "C" fn(i32) -> usize>, shared: usize,
+        limit: i32,
+    ) {
+        best_block(grid, block, function, dynamic, shared, limit, 0)
+    }
+
+    fn cuOccupancyMaxPotentialBlockSizeWithFlags(
+        grid: *mut i32, block: *mut i32, function: *mut c_void, dynamic: Option<extern "C" fn(i32) -> usize>, shared: usize,
+        limit: i32, flags: u32,
+    ) {
+        best_block(grid, block, function, dynamic, shared, limit, flags)
+    }
+}
+
+fn simple(function: *mut c_void, question: u64, block: i32, shared: usize, flags: u32) -> Result<u64> {
+    let words = [question, block as u32 as u64, shared as u64, u64::from(flags)];
+    let question = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    functions::find(function as u64)?.occupancy(client::get()?, question)
+}
+
+fn with_config(function: *mut c_void, question: u64, config: *const Config) -> Result<u64> {
+    let client = client::get()?;
+    let config = take(config)?;
+    let stream = if config.stream.is_null() {
+        0
+    } else {
+        find(client, config.stream, streams::Default::Legacy)?.handle
+    };
+    let mut body = Vec::new();
+    for word in [question, 0, u64::from(config.shared), 0] {
+        body.extend_from_slice(&word.to_le_bytes());
+    }
+    // Written as a frame would be, so that the same bytes serve as question and as key.
+    let mut frame = Vec::new();
+    let header = gpusession_proto::frame::Header::empty();
+    let mut w = Writer::new(&mut frame, &header);
+    config.shape().write(&mut w);
+    w.word(stream);
+    w.bytes(config.attributes()?);
+    w.finish();
+    body.extend_from_slice(&frame[gpusession_proto::frame::HEADER..]);
+    functions::find(function as u64)?.occupancy(client, body)
+}
+
+/// The block size with the highest occupancy: what the driver's own search does, by asking for each multiple of a warp.
+fn best_block(
+    grid: *mut i32,
+    block: *mut i32,
+    function: *mut c_void,
+    dynamic: Option<extern "C" fn(i32) -> usize>,
+    shared: usize,
+    limit: i32,
+    flags: u32,
+) -> Result {
+    const WARP: i32 = 32;
+    const MAX_THREADS_PER_BLOCK: i32 = 0;
+    const MULTIPROCESSORS: usize = 16;
+    let client = client::get()?;
+    let known = functions::find(function as u64)?;
+    let most = known.attribute(client, MAX_THREADS_PER_BLOCK, functions::OWN_DEVICE)?;
+    let most = if limit > 0 { most.min(limit) } else { most };
+    let (mut best, mut best_threads, mut best_blocks) = (0, 0, 0);
+    let mut size = most / WARP * WARP;
+    if size == 0 {
+        size = most;
+    }
+    while size > 0 {
+        let bytes = dynamic.map_or(shared, |f| f(size));
+        let blocks = simple(function, 0, size, bytes, flags)? as i32;
+        if blocks * size > best_threads {
+            (best, best_threads, best_blocks) = (size, blocks * size, blocks);
+        }
+        size -= WARP;
+    }
+    let device = client.device(client.device_of(crate::thread::context()?)? as i32)?;
+    let count = device.attributes.get(MULTIPROCESSORS).copied().flatten().unwrap_or(1);
+    give_optional(grid, best_blocks * count);
+    give(block, best)
+}

@@ -1,0 +1,414 @@
+//! Device memory, pinned host memory, pointers.
+
+use std::ffi::c_void;
+
+use gpusession_proto::frame::op;
+
+use crate::client::{self, Client, word};
+use crate::entry::{
+    HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
+    Result, alias, driver, give, give_optional,
+};
+use crate::ranges::{self, Kind};
+use crate::streams::{self, find};
+use crate::window::{GRANULE, Step};
+use crate::{mapped, thread};
+
+/// Allocates device memory in the current context; the caller records what it is.
+fn allocate(client: &Client, size: usize) -> Result<u64> {
+    streams::allowed()?;
+    let ctx = thread::context()?;
+    let device = client.device_of(ctx)?;
+    loop {
+        let step = client.window().allocate(ctx, size as u64)?;
+        let Step::Map { address, size, slab } = step else {
+            let Step::Ready(address) = step else { return Err(OUT_OF_MEMORY) };
+            return Ok(address);
+        };
+        let mapped = client.call(op::ALLOC, |w| {
+            w.word(address);
+            w.word(size);
+            w.word(u64::from(device));
+        });
+        if let Err(status) = mapped {
+            client.window().refused(address, size);
+            return Err(status);
+        }
+        client.window().mapped(ctx, address, size, slab);
+        if !slab {
+            return Ok(address);
+        }
+    }
+}
+
+/// Frees device memory. Like the driver's, this waits until the device does not use it any more.
+fn free(client: &Client, address: u64) -> Result {
+    let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
+        .ok_or(INVALID_VALUE)?;
+    match range.kind {
+        Kind::Managed => {
+            client.call(op::CTX_SYNC, |_| {})?;
+            mapped::unmap(client, range.base)?;
+            client.window().free_host(range.base, range.size);
+            return Ok(());
+        }
+        Kind::Pool => {
+            client.call(op::CTX_SYNC, |_| {})?;
+            client.post(op::cuMemFreeAsync, |w| {
+                w.word(address);
+                w.word(0);
+            })?;
+            return Ok(());
+        }
+        _ => {}
+    }
+    let unmap = client.window().free(address)?;
+    match unmap {
+        None => client.call(op::CTX_SYNC, |_| {}).map(|_| ()),
+        Some((base, size)) => {
+            let freed = client.call(op::FREE, |w| w.word(base));
+            client.window().unmapped(base, size);
+            freed.map(|_| ())
+        }
+    }
+}
+
+fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
+    streams::allowed()?;
+    let ctx = thread::context()?;
+    if size == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let address = client.window().allocate_host(size as u64)?;
+    ranges::add(address, size as u64, Kind::Host(flags), ctx);
+    Ok(address)
+}
+
+driver! {
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let client = client::get()?;
+        thread::context()?;
+        let reply = client.call(op::MEM_INFO, |_| {})?;
+        let mut r = reply.reader();
+        let (left, all) = (word(&mut r)?, word(&mut r)?);
+        give_optional(free, left as usize);
+        give_optional(total, all as usize);
+        Ok(())
+    }
+
+    fn cuMemAlloc_v2(address: *mut u64, size: usize) {
+        let client = client::get()?;
+        if address.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let new = allocate(client, size)?;
+        ranges::add(new, size as u64, Kind::Device, thread::current());
+        give(address, new)
+    }
+
+    fn cuMemAllocPitch_v2(address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
+        const PITCH: usize = 512;
+        let client = client::get()?;
+        if address.is_null() || pitch.is_null() || !matches!(element, 4 | 8 | 16) {
+            return Err(INVALID_VALUE);
+        }
+        let row = width.checked_next_multiple_of(PITCH).ok_or(INVALID_VALUE)?;
+        let size = row.checked_mul(height).ok_or(INVALID_VALUE)?;
+        let new = allocate(client, size)?;
+        ranges::add(new, size as u64, Kind::Device, thread::current());
+        give(pitch, row)?;
+        give(address, new)
+    }
+
+    fn cuMemFree_v2(address: u64) {
+        let client = client::get()?;
+        if address == 0 {
+            return Ok(());
+        }
+        streams::allowed()?;
+        free(client, address)
+    }
+
+    fn cuMemHostAlloc(pointer: *mut *mut c_void, size: usize, flags: u32) {
+        if pointer.is_null() || flags & !7 != 0 {
+            return Err(INVALID_VALUE);
+        }
+        give(pointer, host_allocate(client::get()?, size, flags)? as *mut c_void)
+    }
+
+    fn cuMemAllocHost_v2(pointer: *mut *mut c_void, size: usize) {
+        if pointer.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        give(pointer, host_allocate(client::get()?, size, 0)? as *mut c_void)
+    }
+
+    fn cuMemFreeHost(pointer: *mut c_void) {
+        let client = client::get()?;
+        if pointer.is_null() {
+            return Ok(());
+        }
+        let range = ranges::take(pointer as u64, |k| matches!(k, Kind::Host(_))).ok_or(INVALID_VALUE)?;
+        // Copies that still read or write it.
+        let synced = client.call(op::CTX_SYNC, |_| {});
+        crate::copies::settle(client, client.link.position() + 1, None);
+        mapped::unmap(client, range.base)?;
+        client.window().free_host(range.base, range.size);
+        synced.map(|_| ())
+    }
+
+    fn cuMemHostRegister_v2(pointer: *mut c_void, size: usize, flags: u32) {
+        client::get()?;
+        let ctx = thread::context()?;
+        if pointer.is_null() || size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if ranges::overlaps(pointer as u64, size as u64) {
+            return Err(HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        ranges::add(pointer as u64, size as u64, Kind::Registered(flags), ctx);
+        Ok(())
+    }
+
+    fn cuMemHostUnregister(pointer: *mut c_void) {
+        let client = client::get()?;
+        let registered = ranges::take(pointer as u64, |k| matches!(k, Kind::Registered(_)));
+        registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?;
+        client.call(op::CTX_SYNC, |_| {})?;
+        crate::copies::settle(client, client.link.position() + 1, None);
+        mapped::unmap(client, pointer as u64)
+    }
+
+    fn cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: *mut c_void, flags: u32) {
+        let client = client::get()?;
+        let range = ranges::find(pointer as u64).filter(|r| r.kind.on_host() && flags == 0).ok_or(INVALID_VALUE)?;
+        let device = mapped::map(client, range.base, range.size)?;
+        give(address, device + (pointer as u64 - range.base))
+    }
+
+    fn cuMemHostGetFlags(flags: *mut u32, pointer: *mut c_void) {
+        client::get()?;
+        match ranges::find(pointer as u64).map(|r| r.kind) {
+            Some(Kind::Host(known) | Kind::Registered(known)) => give(flags, known),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    /// One address on both sides; the device reads and writes the server's copy, exchanged at launches and synchronisation.
+    fn cuMemAllocManaged(address: *mut u64, size: usize, flags: u32) {
+        let client = client::get()?;
+        let ctx = thread::context()?;
+        if address.is_null() || size == 0 || !matches!(flags, 1 | 2 | 4) {
+            return Err(INVALID_VALUE);
+        }
+        streams::allowed()?;
+        let base = client.window().allocate_host(size as u64)?;
+        match mapped::map(client, base, size as u64) {
+            Ok(device) if device == base => {
+                ranges::add(base, size as u64, Kind::Managed, ctx);
+                give(address, base)
+            }
+            other => {
+                if other.is_ok() {
+                    mapped::unmap(client, base)?;
+                }
+                client.window().free_host(base, size as u64);
+                Err(other.err().unwrap_or(NOT_SUPPORTED))
+            }
+        }
+    }
+
+    fn cuMemAllocAsync / cuMemAllocAsync_ptsz [default] (address: *mut u64, size: usize, stream: *mut c_void) {
+        allocate_ordered(address, size, None, stream, default)
+    }
+
+    fn cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz [default] (
+        address: *mut u64, size: usize, pool: *mut c_void, stream: *mut c_void,
+    ) {
+        allocate_ordered(address, size, Some(pool as u64), stream, default)
+    }
+
+    fn cuMemFreeAsync / cuMemFreeAsync_ptsz [default] (address: u64, stream: *mut c_void) {
+        let client = client::get()?;
+        let stream = find(client, stream, default)?;
+        stream.usable()?;
+        let range = ranges::find(address).filter(|r| r.base == address).ok_or(INVALID_VALUE)?;
+        if range.kind == Kind::Device {
+            // Memory of cuMemAlloc may be freed in a stream's order too; it is freed when the stream got there.
+            client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+            return free(client, address);
+        }
+        ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
+        let seq = client.post(op::cuMemFreeAsync, |w| {
+            w.word(address);
+            w.word(stream.handle);
+        })?;
+        stream.worked(seq);
+        client.late()
+    }
+
+    fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, _hint: u64, flags: u64) {
+        let client = client::get()?;
+        if address.is_null() || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        // An address is a hint only: ours come out of the window that both sides have reserved.
+        give(address, client.window().reserve(size as u64, alignment as u64)?)
+    }
+
+    fn cuMemAddressFree(address: u64, size: usize) {
+        client::get()?.window().unreserve(address, size as u64)
+    }
+
+    fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
+        client::get()?;
+        give(granularity, GRANULE as usize)
+    }
+
+    fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
+        client::get()?;
+        thread::context()?;
+        let range = ranges::find(address).filter(|r| r.kind.on_device()).ok_or(crate::entry::NOT_FOUND)?;
+        give_optional(base, range.base);
+        give_optional(size, range.size as usize);
+        Ok(())
+    }
+
+    fn cuPointerGetAttribute(data: *mut c_void, attribute: i32, address: u64) {
+        let client = client::get()?;
+        if data.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        pointer_attribute(client, data, attribute, address)
+    }
+
+    fn cuPointerGetAttributes(count: u32, attributes: *const i32, data: *const *mut c_void, address: u64) {
+        let client = client::get()?;
+        if attributes.is_null() || data.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..count as usize {
+            // SAFETY: the program says that both arrays have `count` elements.
+            let (attribute, target) = unsafe { (attributes.add(i).read(), data.add(i).read()) };
+            if target.is_null() {
+                return Err(INVALID_VALUE);
+            }
+            // What does not apply to the pointer is left zero, as the driver does.
+            match pointer_attribute(client, target, attribute, address) {
+                Ok(()) => {}
+                Err(_) => zero_attribute(target, attribute),
+            }
+        }
+        Ok(())
+    }
+
+    fn cuPointerSetAttribute(value: *const c_void, attribute: i32, address: u64) {
+        const SYNC_MEMOPS: i32 = 6;
+        client::get()?;
+        if value.is_null() || attribute != SYNC_MEMOPS || ranges::find(address).is_none() {
+            return Err(INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    /// Writes of network cards to the GPU: there are none.
+    fn cuFlushGPUDirectRDMAWrites(_target: i32, _scope: i32) {
+        Err(NOT_SUPPORTED)
+    }
+}
+
+fn allocate_ordered(
+    address: *mut u64,
+    size: usize,
+    pool: Option<u64>,
+    stream: *mut c_void,
+    default: streams::Default,
+) -> Result {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    stream.usable()?;
+    if address.is_null() || size == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let op = if pool.is_some() { op::cuMemAllocFromPoolAsync } else { op::cuMemAllocAsync };
+    let reply = client.call(op, |w| {
+        w.word(size as u64);
+        if let Some(pool) = pool {
+            w.word(pool);
+        }
+        w.word(stream.handle);
+    })?;
+    let new = word(&mut reply.reader())?;
+    ranges::add(new, size as u64, Kind::Pool, thread::current());
+    give(address, new)
+}
+
+/// `CUpointer_attribute` values.
+mod attribute {
+    pub const CONTEXT: i32 = 1;
+    pub const MEMORY_TYPE: i32 = 2;
+    pub const DEVICE_POINTER: i32 = 3;
+    pub const HOST_POINTER: i32 = 4;
+    pub const SYNC_MEMOPS: i32 = 6;
+    pub const BUFFER_ID: i32 = 7;
+    pub const IS_MANAGED: i32 = 8;
+    pub const DEVICE_ORDINAL: i32 = 9;
+    pub const IS_LEGACY_IPC: i32 = 10;
+    pub const RANGE_START: i32 = 11;
+    pub const RANGE_SIZE: i32 = 12;
+    pub const MAPPED: i32 = 13;
+    pub const ALLOWED_HANDLES: i32 = 14;
+    pub const IS_GDR: i32 = 15;
+    pub const ACCESS: i32 = 16;
+    pub const MEMPOOL: i32 = 17;
+    pub const MAPPING_SIZE: i32 = 18;
+    pub const MAPPING_BASE: i32 = 19;
+    pub const MEMORY_BLOCK_ID: i32 = 20;
+}
+
+fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: u64) -> Result {
+    use attribute::*;
+    const TYPE_HOST: u32 = 1;
+    const TYPE_DEVICE: u32 = 2;
+    const ACCESS_READ_WRITE: u32 = 3;
+    let range = ranges::find(address);
+    if which == IS_MANAGED {
+        return give(target.cast(), u8::from(range.is_some_and(|r| r.kind == Kind::Managed)));
+    }
+    let range = range.ok_or(INVALID_VALUE)?;
+    match which {
+        CONTEXT => give(target.cast(), range.ctx),
+        MEMORY_TYPE => give(target.cast(), if range.kind.on_device() { TYPE_DEVICE } else { TYPE_HOST }),
+        DEVICE_POINTER if range.kind.on_device() => give(target.cast(), address),
+        DEVICE_POINTER => {
+            let device = mapped::map(client, range.base, range.size)?;
+            give(target.cast(), device + (address - range.base))
+        }
+        HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
+        SYNC_MEMOPS => give(target.cast(), 0u8),
+        BUFFER_ID | MEMORY_BLOCK_ID => give(target.cast(), range.id),
+        DEVICE_ORDINAL => give(target.cast(), client.device_of(range.ctx)? as i32),
+        IS_LEGACY_IPC | IS_GDR => give(target.cast(), 0u8),
+        RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
+        RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),
+        MAPPED => give(target.cast(), 1u8),
+        ALLOWED_HANDLES | MEMPOOL => give(target.cast(), 0u64),
+        ACCESS => give(target.cast(), ACCESS_READ_WRITE),
+        _ => Err(INVALID_VALUE),
+    }
+}
+
+fn zero_attribute(target: *mut c_void, which: i32) {
+    use attribute::*;
+    // The out pointer was checked; each attribute has the width that cuda.h gives it.
+    match which {
+        SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR => give_optional(target.cast(), 0u8),
+        MEMORY_TYPE | ACCESS => give_optional(target.cast(), 0u32),
+        DEVICE_ORDINAL => give_optional(target.cast(), -2i32),
+        _ => give_optional(target.cast(), 0u64),
+    }
+}
+
+alias! {
+    cuMemHostRegister = cuMemHostRegister_v2(pointer: *mut c_void, size: usize, flags: u32);
+}

@@ -1,0 +1,13 @@
+//! The exported functions, by the chapters of the driver API's manual.
+
+pub mod context;
+pub mod copy;
+pub mod device;
+pub mod event;
+pub mod generated;
+pub mod graph;
+pub mod launch;
+pub mod memory;
+pub mod misc;
+pub mod module;
+pub mod stream;

@@ -1,0 +1,447 @@
+//! Modules, libraries, kernels.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::{Mutex, PoisonError};
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{self, Client, string, word};
+use crate::entry::{
+    FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name,
+};
+use crate::functions::{self, How, OWN_DEVICE};
+use crate::ranges::{self, Kind};
+use crate::{images, streams, thread};
+
+/// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
+const WALL_TIME: i32 = 2;
+const INFO_LOG: i32 = 3;
+const INFO_SIZE: i32 = 4;
+const ERROR_LOG: i32 = 5;
+const ERROR_SIZE: i32 = 6;
+const LEFT_OUT: &[i32] = &[WALL_TIME, INFO_LOG, ERROR_LOG, 17, 18];
+
+struct Options {
+    pairs: Vec<(i32, u64)>,
+    info: *mut c_char,
+    info_size: usize,
+    error: *mut c_char,
+    error_size: usize,
+}
+
+impl Options {
+    fn read(count: u32, keys: *const i32, values: *const *mut c_void) -> Result<Self> {
+        let mut options = Self {
+            pairs: Vec::new(),
+            info: std::ptr::null_mut(),
+            info_size: 0,
+            error: std::ptr::null_mut(),
+            error_size: 0,
+        };
+        if count > 0 && keys.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..count as usize {
+            // SAFETY: the program says that the arrays have `count` elements; the values' array may be null.
+            let (key, value) = unsafe {
+                (
+                    keys.add(i).read(),
+                    if values.is_null() { std::ptr::null_mut() } else { values.add(i).read() },
+                )
+            };
+            match key {
+                INFO_LOG => options.info = value.cast(),
+                ERROR_LOG => options.error = value.cast(),
+                INFO_SIZE => options.info_size = value as usize & 0xffff_ffff,
+                ERROR_SIZE => options.error_size = value as usize & 0xffff_ffff,
+                _ => {}
+            }
+            if !LEFT_OUT.contains(&key) {
+                options.pairs.push((key, value as u64));
+            }
+        }
+        Ok(options)
+    }
+
+    fn write(&self, w: &mut gpusession_proto::frame::Writer<'_>) {
+        w.word(self.pairs.len() as u64);
+        for (key, value) in &self.pairs {
+            w.word(*key as u32 as u64);
+            w.word(*value);
+        }
+    }
+
+    fn logs(&self, reply: &gpusession_link::Reply) -> Result {
+        let mut r = reply.reader();
+        for (buffer, size) in [(self.info, self.info_size), (self.error, self.error_size)] {
+            let text = string(&mut r)?;
+            if !buffer.is_null() && size > 0 {
+                crate::entry::give_text(buffer, size.min(i32::MAX as usize) as i32, text)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn load(client: &Client, kind: u8, image: &[u8], options: &Options) -> Result<u64> {
+    streams::allowed()?;
+    let hash = images::offer(client, image)?;
+    let new = client.mint(kind);
+    let operation = if kind == handle::MODULE { op::MODULE_LOAD } else { op::LIBRARY_LOAD };
+    let reply = client.ask(operation, |w| {
+        w.word(new);
+        w.bytes(&hash);
+        options.write(w);
+    })?;
+    options.logs(&reply)?;
+    match client.told(reply.status) {
+        Ok(()) => Ok(new),
+        Err(status) => {
+            client.retire(new);
+            Err(status)
+        }
+    }
+}
+
+fn load_file(path: *const c_char) -> Result<Vec<u8>> {
+    let path = name(path)?.to_str().map_err(|_| INVALID_VALUE)?;
+    // A terminator, in case it is PTX text.
+    let mut image = std::fs::read(path).map_err(|_| FILE_NOT_FOUND)?;
+    image.push(0);
+    Ok(image)
+}
+
+/// Variables by parent and name: their addresses do not change.
+type Globals = HashMap<(u64, u64, CString), (u64, usize)>;
+static GLOBALS: Mutex<Option<Globals>> = Mutex::new(None);
+
+fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *const c_char) -> Result {
+    let client = client::get()?;
+    let key = (parent, how, name(symbol)?.to_owned());
+    let known =
+        GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key).copied();
+    let (base, len) = match known {
+        Some(known) => known,
+        None => {
+            let reply = client.call(op::GET_GLOBAL, |w| {
+                w.word(parent);
+                w.word(how);
+                w.bytes(key.2.as_bytes());
+            })?;
+            let mut r = reply.reader();
+            let found = (word(&mut r)?, word(&mut r)? as usize);
+            ranges::add(found.0, found.1 as u64, Kind::Global, thread::current());
+            GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, found);
+            found
+        }
+    };
+    give_optional(address, base);
+    give_optional(size, len);
+    Ok(())
+}
+
+fn unload(parent: u64, kind: u8, operation: u16) -> Result {
+    let client = client::get()?;
+    if handle::kind(parent) != kind {
+        return Err(INVALID_HANDLE);
+    }
+    functions::forget(parent);
+    let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
+    globals.get_or_insert_default().retain(|(p, _, _), (base, _)| {
+        if *p == parent {
+            ranges::take(*base, |k| k == Kind::Global);
+        }
+        *p != parent
+    });
+    drop(globals);
+    client.post(operation, |w| w.word(parent))?;
+    client.retire(parent);
+    client.late()
+}
+
+fn names(parent: u64, how: u64) -> Result<Vec<CString>> {
+    let client = client::get()?;
+    let reply = client.call(op::ENUMERATE, |w| {
+        w.word(parent);
+        w.word(how);
+    })?;
+    let mut r = reply.reader();
+    let count = word(&mut r)?;
+    (0..count).map(|_| string(&mut r).and_then(|s| CString::new(s).map_err(|_| NOT_FOUND))).collect()
+}
+
+fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result {
+    let client = client::get()?;
+    if out.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    for (i, name) in names(parent, how as u64)?.into_iter().take(most as usize).enumerate() {
+        let function = functions::get(client, parent, how, name)?;
+        // SAFETY: the program says that the array has `most` elements.
+        unsafe { out.add(i).write(function as *mut c_void) };
+    }
+    Ok(())
+}
+
+/// Modules of libraries, so that one is made once.
+static LIBRARY_MODULES: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(None);
+
+driver! {
+    fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
+        let client = client::get()?;
+        thread::context()?;
+        if module.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
+        give(module, load(client, handle::MODULE, images::bytes(image)?, &none)? as *mut c_void)
+    }
+
+    fn cuModuleLoadDataEx(
+        module: *mut *mut c_void, image: *const c_void, count: u32, keys: *const i32, values: *const *mut c_void,
+    ) {
+        let client = client::get()?;
+        thread::context()?;
+        if module.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let options = Options::read(count, keys, values)?;
+        give(module, load(client, handle::MODULE, images::bytes(image)?, &options)? as *mut c_void)
+    }
+
+    fn cuModuleLoadFatBinary(module: *mut *mut c_void, image: *const c_void) {
+        let client = client::get()?;
+        thread::context()?;
+        if module.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
+        give(module, load(client, handle::MODULE, images::bytes(image)?, &none)? as *mut c_void)
+    }
+
+    fn cuModuleLoad(module: *mut *mut c_void, path: *const c_char) {
+        let client = client::get()?;
+        thread::context()?;
+        if module.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
+        give(module, load(client, handle::MODULE, &load_file(path)?, &none)? as *mut c_void)
+    }
+
+    fn cuModuleUnload(module: *mut c_void) {
+        unload(module as u64, handle::MODULE, op::MODULE_UNLOAD)
+    }
+
+    fn cuModuleGetLoadingMode(mode: *mut i32) {
+        const LAZY: i32 = 2;
+        give(mode, LAZY)
+    }
+
+    fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, symbol: *const c_char) {
+        let client = client::get()?;
+        if function.is_null() || handle::kind(module as u64) != handle::MODULE {
+            return Err(if function.is_null() { INVALID_VALUE } else { INVALID_HANDLE });
+        }
+        let symbol = name(symbol)?.to_owned();
+        give(function, functions::get(client, module as u64, How::Function, symbol)? as *mut c_void)
+    }
+
+    fn cuModuleGetFunctionCount(count: *mut u32, module: *mut c_void) {
+        give(count, names(module as u64, 0)?.len() as u32)
+    }
+
+    fn cuModuleEnumerateFunctions(functions: *mut *mut c_void, most: u32, module: *mut c_void) {
+        enumerate(functions, most, module as u64, How::Function)
+    }
+
+    fn cuModuleGetGlobal_v2(address: *mut u64, size: *mut usize, module: *mut c_void, symbol: *const c_char) {
+        global(address, size, module as u64, 0, symbol)
+    }
+
+    fn cuLibraryLoadData(
+        library: *mut *mut c_void, image: *const c_void, keys: *const i32, values: *const *mut c_void, count: u32,
+        _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
+    ) {
+        // Library options only say whether the program keeps the image: the worker has its own.
+        let client = client::get()?;
+        if library.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let options = Options::read(count, keys, values)?;
+        give(library, load(client, handle::LIBRARY, images::bytes(image)?, &options)? as *mut c_void)
+    }
+
+    fn cuLibraryLoadFromFile(
+        library: *mut *mut c_void, path: *const c_char, keys: *const i32, values: *const *mut c_void, count: u32,
+        _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
+    ) {
+        let client = client::get()?;
+        if library.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let options = Options::read(count, keys, values)?;
+        give(library, load(client, handle::LIBRARY, &load_file(path)?, &options)? as *mut c_void)
+    }
+
+    fn cuLibraryUnload(library: *mut c_void) {
+        LIBRARY_MODULES
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default()
+            .retain(|(l, _), _| *l != library as u64);
+        unload(library as u64, handle::LIBRARY, op::LIBRARY_UNLOAD)
+    }
+
+    fn cuLibraryGetKernel(kernel: *mut *mut c_void, library: *mut c_void, symbol: *const c_char) {
+        let client = client::get()?;
+        if kernel.is_null() || handle::kind(library as u64) != handle::LIBRARY {
+            return Err(if kernel.is_null() { INVALID_VALUE } else { INVALID_HANDLE });
+        }
+        let symbol = name(symbol)?.to_owned();
+        give(kernel, functions::get(client, library as u64, How::Kernel, symbol)? as *mut c_void)
+    }
+
+    fn cuLibraryGetKernelCount(count: *mut u32, library: *mut c_void) {
+        give(count, names(library as u64, 1)?.len() as u32)
+    }
+
+    fn cuLibraryEnumerateKernels(kernels: *mut *mut c_void, most: u32, library: *mut c_void) {
+        enumerate(kernels, most, library as u64, How::Kernel)
+    }
+
+    fn cuLibraryGetModule(module: *mut *mut c_void, library: *mut c_void) {
+        let client = client::get()?;
+        let key = (library as u64, thread::context()?);
+        let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let modules = modules.get_or_insert_default();
+        if let Some(known) = modules.get(&key) {
+            return give(module, *known as *mut c_void);
+        }
+        let new = client.mint(handle::MODULE);
+        client.call(op::LIBRARY_MODULE, |w| {
+            w.word(new);
+            w.word(library as u64);
+        })?;
+        modules.insert(key, new);
+        give(module, new as *mut c_void)
+    }
+
+    fn cuLibraryGetGlobal(address: *mut u64, size: *mut usize, library: *mut c_void, symbol: *const c_char) {
+        thread::context()?;
+        global(address, size, library as u64, 1, symbol)
+    }
+
+    fn cuLibraryGetManaged(address: *mut u64, size: *mut usize, library: *mut c_void, symbol: *const c_char) {
+        global(address, size, library as u64, 2, symbol)
+    }
+
+    fn cuKernelGetFunction(function: *mut *mut c_void, kernel: *mut c_void) {
+        let client = client::get()?;
+        let kernel = functions::find(kernel as u64)?;
+        give(function, functions::get(client, kernel.handle, How::OfKernel, kernel.name.clone())? as *mut c_void)
+    }
+
+    fn cuKernelGetLibrary(library: *mut *mut c_void, kernel: *mut c_void) {
+        give(library, functions::find(kernel as u64)?.parent as *mut c_void)
+    }
+
+    fn cuFuncGetModule(module: *mut *mut c_void, function: *mut c_void) {
+        give(module, functions::find(function as u64)?.parent as *mut c_void)
+    }
+
+    fn cuKernelGetName(text: *mut *const c_char, kernel: *mut c_void) {
+        give(text, lasting(&functions::find(kernel as u64)?.name))
+    }
+
+    fn cuFuncGetName(text: *mut *const c_char, function: *mut c_void) {
+        give(text, lasting(&functions::find(function as u64)?.name))
+    }
+
+    fn cuKernelGetParamInfo(kernel: *mut c_void, index: usize, offset: *mut usize, size: *mut usize) {
+        param(kernel, index, offset, size)
+    }
+
+    fn cuFuncGetParamInfo(function: *mut c_void, index: usize, offset: *mut usize, size: *mut usize) {
+        param(function, index, offset, size)
+    }
+
+    fn cuKernelGetParamCount(kernel: *mut c_void, count: *mut usize) {
+        give(count, functions::find(kernel as u64)?.params.len())
+    }
+
+    fn cuFuncGetParamCount(function: *mut c_void, count: *mut usize) {
+        give(count, functions::find(function as u64)?.params.len())
+    }
+
+    fn cuFuncIsLoaded(state: *mut i32, function: *mut c_void) {
+        const LOADED: i32 = 1;
+        functions::find(function as u64)?;
+        give(state, LOADED)
+    }
+
+    fn cuFuncLoad(function: *mut c_void) {
+        functions::find(function as u64).map(|_| ())
+    }
+
+    fn cuKernelGetAttribute(value: *mut i32, attribute: i32, kernel: *mut c_void, device: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        let kernel = functions::find(kernel as u64)?;
+        // Those that came along are those of the device that was current then; with one device there is no other.
+        let device = if client.devices.len() == 1 { OWN_DEVICE } else { device };
+        give(value, kernel.attribute(client, attribute, device)?)
+    }
+
+    fn cuFuncGetAttribute(value: *mut i32, attribute: i32, function: *mut c_void) {
+        let client = client::get()?;
+        give(value, functions::find(function as u64)?.attribute(client, attribute, OWN_DEVICE)?)
+    }
+
+    fn cuKernelSetAttribute(attribute: i32, value: i32, kernel: *mut c_void, device: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        functions::find(kernel as u64)?.set(client, 0, attribute, value, device)
+    }
+
+    fn cuFuncSetAttribute(function: *mut c_void, attribute: i32, value: i32) {
+        functions::find(function as u64)?.set(client::get()?, 0, attribute, value, OWN_DEVICE)
+    }
+
+    fn cuKernelSetCacheConfig(kernel: *mut c_void, config: i32, device: i32) {
+        let client = client::get()?;
+        client.device(device)?;
+        functions::find(kernel as u64)?.set(client, 1, 0, config, device)
+    }
+
+    fn cuFuncSetCacheConfig(function: *mut c_void, config: i32) {
+        functions::find(function as u64)?.set(client::get()?, 1, 0, config, OWN_DEVICE)
+    }
+
+    fn cuFuncSetSharedMemConfig(function: *mut c_void, config: i32) {
+        functions::find(function as u64)?.set(client::get()?, 2, 0, config, OWN_DEVICE)
+    }
+}
+
+fn param(function: *mut c_void, index: usize, offset: *mut usize, size: *mut usize) -> Result {
+    let function = functions::find(function as u64)?;
+    let param = function.params.get(index).ok_or(INVALID_VALUE)?;
+    give(offset, param.offset as usize)?;
+    give_optional(size, param.size as usize);
+    Ok(())
+}
+
+/// A name that stays valid although its function may be forgotten: the driver lends names for good.
+fn lasting(name: &CStr) -> *const c_char {
+    static NAMES: Mutex<Option<HashMap<CString, &'static CStr>>> = Mutex::new(None);
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let names = names.get_or_insert_default();
+    if let Some(known) = names.get(name) {
+        return known.as_ptr();
+    }
+    let kept: &'static CStr = Box::leak(name.to_owned().into_boxed_c_str());
+    names.insert(name.to_owned(), kept);
+    kept.as_ptr()
+}

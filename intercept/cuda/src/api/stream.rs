@@ -1,0 +1,411 @@
+//! Streams and capture.
+
+use std::ffi::c_void;
+use std::sync::atomic::Ordering;
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{self, Client, unavailable, word};
+use crate::entry::{
+    ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_INVALIDATED,
+    STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
+};
+use crate::streams::{self, HostFunction, Stream, find};
+use crate::{copies, events, mapped, thread};
+
+const NULL: *mut c_void = std::ptr::null_mut();
+/// Words of a `CUstreamBatchMemOpParams`.
+const BATCH_WORDS: usize = 6;
+const WAIT_32: u64 = 1;
+const WRITE_32: u64 = 2;
+const WAIT_64: u64 = 4;
+const WRITE_64: u64 = 5;
+
+fn synchronize(client: &Client, stream: &Stream) -> Result {
+    stream.not_captured()?;
+    if stream.idle() && !client.link.down.any() {
+        return client.late();
+    }
+    let seq = client
+        .link
+        .begin_call(op::STREAM_SYNC, thread::caller(), |w| w.word(stream.handle))
+        .map_err(unavailable)?;
+    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    copies::settle(client, seq, Some(stream));
+    if reply.status == 0 {
+        stream.synced(seq);
+    }
+    client.told(reply.status)
+}
+
+/// Puts waits or writes of values on a stream.
+fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8]) -> Result {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    stream.usable()?;
+    mapped::upload(client)?;
+    let seq = client.post(op::STREAM_BATCH, |w| {
+        w.word(stream.handle);
+        w.word(u64::from(flags));
+        w.bytes(items);
+    })?;
+    stream.worked(seq);
+    client.late()
+}
+
+fn value(
+    stream: *mut c_void,
+    default: streams::Default,
+    kind: u64,
+    address: u64,
+    value: u64,
+    flags: u32,
+) -> Result {
+    // operation, address, value, flags, alias
+    let words: [u64; BATCH_WORDS] = [kind, address, value, u64::from(flags), 0, 0];
+    let item: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    batch(stream, default, 0, &item)
+}
+
+fn host_function(stream: *mut c_void, default: streams::Default, function: HostFunction) -> Result {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    stream.usable()?;
+    let keep = stream.capture().is_some();
+    let id = streams::register_host(client, function, keep)?;
+    let seq = client.post(op::HOST_FUNC, |w| {
+        w.word(stream.handle);
+        w.word(id);
+        w.word(u64::from(keep));
+    })?;
+    stream.worked(seq);
+    client.late()
+}
+
+fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, nodes: &[u8]) -> Result {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    if !(0..=2).contains(&mode) {
+        return Err(INVALID_VALUE);
+    }
+    if stream.handle == 0 {
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    if stream.capture().is_some() {
+        return Err(ILLEGAL_STATE);
+    }
+    client.call(op::CAPTURE_BEGIN, |w| {
+        w.word(stream.handle);
+        w.word(graph);
+        w.bytes(nodes);
+    })?;
+    streams::begin(&stream, mode, graph);
+    Ok(())
+}
+
+struct Info {
+    status: i32,
+    id: u64,
+    graph: u64,
+    nodes: Vec<u64>,
+}
+
+fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool) -> Result<Info> {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    if stream.handle == 0 && streams::capturing() {
+        stream.usable()?;
+    }
+    let Some(capture) = stream.capture() else {
+        return Ok(Info { status: 0, id: 0, graph: 0, nodes: Vec::new() });
+    };
+    if capture.invalid.load(Ordering::Relaxed) {
+        return Ok(Info { status: streams::INVALIDATED, id: capture.id, graph: 0, nodes: Vec::new() });
+    }
+    let mut nodes = Vec::new();
+    if with_nodes {
+        let reply = client.call(op::CAPTURE_INFO, |w| w.word(stream.handle))?;
+        let mut r = reply.reader();
+        let (_, _, count) = (word(&mut r)?, word(&mut r)?, word(&mut r)?);
+        for _ in 0..count {
+            nodes.push(word(&mut r)?);
+        }
+    }
+    Ok(Info { status: streams::ACTIVE, id: capture.id, graph: capture.graph, nodes })
+}
+
+/// The driver owns the array of dependencies that it tells; it is valid until the thread asks again.
+fn lend_nodes(nodes: Vec<u64>) -> *const u64 {
+    thread_local! {
+        static LENT: std::cell::RefCell<Vec<u64>> = const { std::cell::RefCell::new(Vec::new()) };
+    }
+    LENT.with(|lent| {
+        *lent.borrow_mut() = nodes;
+        lent.borrow().as_ptr()
+    })
+}
+
+driver! {
+    fn cuStreamCreate(stream: *mut *mut c_void, flags: u32) {
+        let client = client::get()?;
+        if stream.is_null() || flags > 1 {
+            return Err(INVALID_VALUE);
+        }
+        give(stream, streams::create(client, thread::context()?, flags, 0)? as *mut c_void)
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut *mut c_void, flags: u32, priority: i32) {
+        let client = client::get()?;
+        if stream.is_null() || flags > 1 {
+            return Err(INVALID_VALUE);
+        }
+        give(stream, streams::create(client, thread::context()?, flags, priority)? as *mut c_void)
+    }
+
+    fn cuStreamDestroy_v2(stream: *mut c_void) {
+        streams::destroy(client::get()?, stream as u64)
+    }
+
+    fn cuStreamSynchronize / cuStreamSynchronize_ptsz [default] (stream: *mut c_void) {
+        let client = client::get()?;
+        synchronize(client, &*find(client, stream, default)?)
+    }
+
+    fn cuStreamQuery / cuStreamQuery_ptsz [default] (stream: *mut c_void) {
+        let client = client::get()?;
+        let stream = find(client, stream, default)?;
+        stream.not_captured()?;
+        if stream.idle() {
+            return client.late();
+        }
+        let seq = client
+            .link
+            .begin_call(op::STREAM_QUERY, thread::caller(), |w| w.word(stream.handle))
+            .map_err(unavailable)?;
+        let reply = client.link.finish_call(seq).map_err(unavailable)?;
+        if reply.status == 0 {
+            copies::settle(client, seq, Some(&stream));
+            stream.synced(seq);
+        }
+        client.told(reply.status)
+    }
+
+    fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz [default] (stream: *mut c_void, event: *mut c_void, flags: u32) {
+        let client = client::get()?;
+        let stream = find(client, stream, default)?;
+        let event = events::find(event as u64)?;
+        let captured = if streams::capturing() { event.capture() } else { None };
+        if captured.is_none() {
+            stream.usable()?;
+            // Nothing to wait for.
+            if event.pending().is_none() && stream.capture().is_none() {
+                return client.late();
+            }
+        }
+        let seq = client.post(op::STREAM_WAIT_EVENT, |w| {
+            w.word(stream.handle);
+            w.word(event.handle);
+            w.word(u64::from(flags));
+        })?;
+        if let Some(capture) = captured {
+            stream.join(&capture);
+        }
+        stream.worked(seq);
+        client.late()
+    }
+
+    fn cuStreamGetPriority / cuStreamGetPriority_ptsz [default] (stream: *mut c_void, priority: *mut i32) {
+        give(priority, find(client::get()?, stream, default)?.priority)
+    }
+
+    fn cuStreamGetFlags / cuStreamGetFlags_ptsz [default] (stream: *mut c_void, flags: *mut u32) {
+        give(flags, find(client::get()?, stream, default)?.flags)
+    }
+
+    fn cuStreamGetId / cuStreamGetId_ptsz [default] (stream: *mut c_void, id: *mut u64) {
+        give(id, find(client::get()?, stream, default)?.id)
+    }
+
+    fn cuStreamGetCtx / cuStreamGetCtx_ptsz [default] (stream: *mut c_void, ctx: *mut *mut c_void) {
+        give(ctx, find(client::get()?, stream, default)?.ctx as *mut c_void)
+    }
+
+    fn cuStreamGetDevice / cuStreamGetDevice_ptsz [default] (stream: *mut c_void, device: *mut i32) {
+        let client = client::get()?;
+        give(device, client.device_of(find(client, stream, default)?.ctx)? as i32)
+    }
+
+    /// Managed memory is exchanged whole: which stream uses it makes no difference.
+    fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz [default] (
+        stream: *mut c_void, _address: u64, _len: usize, flags: u32,
+    ) {
+        find(client::get()?, stream, default)?;
+        if matches!(flags, 1 | 2 | 4) { Ok(()) } else { Err(INVALID_VALUE) }
+    }
+
+    fn cuLaunchHostFunc / cuLaunchHostFunc_ptsz [default] (
+        stream: *mut c_void, function: Option<extern "C" fn(*mut c_void)>, data: *mut c_void,
+    ) {
+        host_function(stream, default, HostFunction::Plain(function.ok_or(INVALID_VALUE)?, data as usize))
+    }
+
+    fn cuStreamAddCallback / cuStreamAddCallback_ptsz [default] (
+        stream: *mut c_void, function: Option<extern "C" fn(*mut c_void, i32, *mut c_void)>, data: *mut c_void, flags: u32,
+    ) {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let function = function.ok_or(INVALID_VALUE)?;
+        host_function(stream, default, HostFunction::Callback(function, stream as usize, data as usize))
+    }
+
+    fn cuStreamWaitValue32_v2 / cuStreamWaitValue32_v2_ptsz [default] (stream: *mut c_void, address: u64, v: u32, flags: u32) {
+        value(stream, default, WAIT_32, address, u64::from(v), flags)
+    }
+
+    fn cuStreamWaitValue64_v2 / cuStreamWaitValue64_v2_ptsz [default] (stream: *mut c_void, address: u64, v: u64, flags: u32) {
+        value(stream, default, WAIT_64, address, v, flags)
+    }
+
+    fn cuStreamWriteValue32_v2 / cuStreamWriteValue32_v2_ptsz [default] (stream: *mut c_void, address: u64, v: u32, flags: u32) {
+        value(stream, default, WRITE_32, address, u64::from(v), flags)
+    }
+
+    fn cuStreamWriteValue64_v2 / cuStreamWriteValue64_v2_ptsz [default] (stream: *mut c_void, address: u64, v: u64, flags: u32) {
+        value(stream, default, WRITE_64, address, v, flags)
+    }
+
+    fn cuStreamWaitValue32 / cuStreamWaitValue32_ptsz [default] (stream: *mut c_void, address: u64, v: u32, flags: u32) {
+        value(stream, default, WAIT_32, address, u64::from(v), flags)
+    }
+
+    fn cuStreamWaitValue64 / cuStreamWaitValue64_ptsz [default] (stream: *mut c_void, address: u64, v: u64, flags: u32) {
+        value(stream, default, WAIT_64, address, v, flags)
+    }
+
+    fn cuStreamWriteValue32 / cuStreamWriteValue32_ptsz [default] (stream: *mut c_void, address: u64, v: u32, flags: u32) {
+        value(stream, default, WRITE_32, address, u64::from(v), flags)
+    }
+
+    fn cuStreamWriteValue64 / cuStreamWriteValue64_ptsz [default] (stream: *mut c_void, address: u64, v: u64, flags: u32) {
+        value(stream, default, WRITE_64, address, v, flags)
+    }
+
+    fn cuStreamBatchMemOp_v2 / cuStreamBatchMemOp_v2_ptsz [default] (
+        stream: *mut c_void, count: u32, items: *const c_void, flags: u32,
+    ) {
+        batch(stream, default, flags, bytes(items, count as usize * BATCH_WORDS * 8)?)
+    }
+
+    fn cuStreamBatchMemOp / cuStreamBatchMemOp_ptsz [default] (
+        stream: *mut c_void, count: u32, items: *const c_void, flags: u32,
+    ) {
+        batch(stream, default, flags, bytes(items, count as usize * BATCH_WORDS * 8)?)
+    }
+
+    fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz [default] (stream: *mut c_void, status: *mut i32) {
+        client::get()?;
+        if !streams::capturing() {
+            return give(status, 0);
+        }
+        give(status, capture_info(stream, default, false)?.status)
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut i32) {
+        client::get()?;
+        let wanted = crate::entry::take(mode)?;
+        if !(0..=2).contains(&wanted) {
+            return Err(INVALID_VALUE);
+        }
+        give(mode, thread::exchange_capture_mode(wanted))
+    }
+
+    fn cuStreamBeginCapture_v2 / cuStreamBeginCapture_v2_ptsz [default] (stream: *mut c_void, mode: i32) {
+        begin(stream, default, mode, 0, &[])
+    }
+
+    fn cuStreamBeginCapture / cuStreamBeginCapture_ptsz [default] (stream: *mut c_void) {
+        begin(stream, default, 0, 0, &[])
+    }
+
+    fn cuStreamBeginCaptureToGraph / cuStreamBeginCaptureToGraph_ptsz [default] (
+        stream: *mut c_void, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: i32,
+    ) {
+        if !edges.is_null() {
+            return Err(NOT_SUPPORTED);
+        }
+        begin(stream, default, mode, graph as u64, bytes(nodes, count * 8)?)
+    }
+
+    fn cuStreamEndCapture / cuStreamEndCapture_ptsz [default] (stream: *mut c_void, graph: *mut *mut c_void) {
+        let client = client::get()?;
+        let stream = find(client, stream, default)?;
+        let capture = stream.capture().ok_or(ILLEGAL_STATE)?;
+        if graph.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        if capture.origin != stream.handle {
+            return Err(904);
+        }
+        if capture.mode != 2 && capture.thread != thread::id() {
+            return Err(STREAM_CAPTURE_WRONG_THREAD);
+        }
+        let new = if capture.graph == 0 { client.mint(handle::GRAPH) } else { capture.graph };
+        let reply = client.ask(op::CAPTURE_END, |w| {
+            w.word(stream.handle);
+            w.word(new);
+        })?;
+        streams::end(&capture);
+        if capture.invalid.load(Ordering::Relaxed) {
+            give(graph, NULL)?;
+            if reply.status == 0 && capture.graph == 0 {
+                client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
+                client.retire(new);
+            }
+            return Err(STREAM_CAPTURE_INVALIDATED);
+        }
+        if let Err(status) = client.told(reply.status) {
+            give(graph, NULL)?;
+            return Err(status);
+        }
+        give(graph, new as *mut c_void)
+    }
+
+    fn cuStreamGetCaptureInfo / cuStreamGetCaptureInfo_ptsz [default] (stream: *mut c_void, status: *mut i32, id: *mut u64) {
+        let info = capture_info(stream, default, false)?;
+        give(status, info.status)?;
+        give_optional(id, info.id);
+        Ok(())
+    }
+
+    fn cuStreamGetCaptureInfo_v2 / cuStreamGetCaptureInfo_v2_ptsz [default] (
+        stream: *mut c_void, status: *mut i32, id: *mut u64, graph: *mut *mut c_void, nodes: *mut *const u64, count: *mut usize,
+    ) {
+        let info = capture_info(stream, default, !nodes.is_null())?;
+        give(status, info.status)?;
+        give_optional(id, info.id);
+        give_optional(graph, info.graph as *mut c_void);
+        give_optional(count, info.nodes.len());
+        give_optional(nodes, lend_nodes(info.nodes));
+        Ok(())
+    }
+
+    fn cuStreamGetCaptureInfo_v3 / cuStreamGetCaptureInfo_v3_ptsz [default] (
+        stream: *mut c_void, status: *mut i32, id: *mut u64, graph: *mut *mut c_void, nodes: *mut *const u64,
+        edges: *mut *const c_void, count: *mut usize,
+    ) {
+        let info = capture_info(stream, default, !nodes.is_null())?;
+        give(status, info.status)?;
+        give_optional(id, info.id);
+        give_optional(graph, info.graph as *mut c_void);
+        give_optional(edges, std::ptr::null());
+        give_optional(count, info.nodes.len());
+        give_optional(nodes, lend_nodes(info.nodes));
+        Ok(())
+    }
+}
+
+alias! {
+    cuStreamDestroy = cuStreamDestroy_v2(stream: *mut c_void);
+}

@@ -1,0 +1,401 @@
+//! The process's state from `cuInit` on: its link, its devices, its contexts.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+
+use gpusession_link::{Link, Lost, Reply, grant};
+use gpusession_proto::frame::{BadFrame, Reader, Writer};
+use gpusession_proto::handle;
+
+use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, Result, UNKNOWN};
+use crate::window::{self, Window};
+use crate::{thread, trace};
+
+/// Windows offered to the worker at once.
+const OFFERED: usize = 3;
+
+/// What is known of a device; told once by the worker.
+pub struct Device {
+    /// Its name.
+    pub name: Vec<u8>,
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// Its locally unique id.
+    pub luid: [u8; 8],
+    /// Node mask that goes with it.
+    pub luid_mask: u32,
+    /// Bytes of memory.
+    pub total_memory: u64,
+    /// PCI address as the driver writes it.
+    pub pci: Vec<u8>,
+    /// Attributes by number; `None` where the driver knows none.
+    pub attributes: Vec<Option<i32>>,
+    /// Least and greatest stream priority.
+    pub priorities: (i32, i32),
+    /// Limits (`CUlimit`) by number.
+    pub limits: Vec<AtomicU64>,
+    /// Place of each pair of multiprocessors: two arrays one after the other.
+    pub tpcs: Vec<u8>,
+    /// How often the primary context is retained.
+    pub retained: AtomicU32,
+    /// Flags of the primary context.
+    pub primary_flags: AtomicU32,
+}
+
+/// A context that the program created.
+#[derive(Clone, Copy)]
+pub struct Created {
+    /// Its device.
+    pub device: u32,
+    /// Its flags.
+    pub flags: u32,
+    /// Version that was asked for.
+    pub version: u32,
+}
+
+/// See the module.
+pub struct Client {
+    /// The connection to the worker.
+    pub link: Arc<Link>,
+    /// What the driver on the server says its version is, but never more than this library implements.
+    pub driver_version: i32,
+    /// The process's devices.
+    pub devices: Vec<Device>,
+    /// Contexts that the program created, by handle.
+    pub created: RwLock<HashMap<u64, Created>>,
+    window: Mutex<Window>,
+    slots: Mutex<HashMap<u8, Slots>>,
+    lost: AtomicBool,
+    sticky: AtomicI32,
+}
+
+#[derive(Default)]
+struct Slots {
+    next: u32,
+    free: Vec<(u32, u16)>,
+}
+
+static CLIENT: OnceLock<std::result::Result<Client, i32>> = OnceLock::new();
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// The newest CUDA version whose calls this library knows.
+const NEWEST: i32 = 13_000;
+
+extern "C" fn in_forked_child() {
+    if let Some(Ok(client)) = CLIENT.get() {
+        FORKED.store(true, Ordering::Relaxed);
+        client.link.abandon();
+    }
+}
+
+/// `cuInit`
+pub fn init() -> Result {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    let client = CLIENT.get_or_init(|| {
+        let client = Client::connect()?;
+        // SAFETY: the handler only stores flags.
+        unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
+        if trace::summary() {
+            // SAFETY: the handler reads counters of a static that is never dropped.
+            unsafe { libc::atexit(print_summary) };
+        }
+        Ok(client)
+    });
+    client.as_ref().map(|_| ()).map_err(|status| *status)
+}
+
+extern "C" fn print_summary() {
+    if let Some(Ok(client)) = CLIENT.get() {
+        trace::print(&format!(
+            "gpusession: {} frames to {}, {} waits for the server",
+            client.link.position(),
+            client.link.server,
+            client.link.waits()
+        ));
+    }
+}
+
+/// The process's state; an error before `cuInit` and in a forked child.
+#[inline]
+pub fn get() -> Result<&'static Client> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    match CLIENT.get() {
+        Some(Ok(client)) => Ok(client),
+        Some(Err(status)) => Err(*status),
+        None => Err(NOT_INITIALIZED),
+    }
+}
+
+/// The version that programs are told, from the first answer on always the same: runtimes ask before `cuInit`, when there
+/// is no worker yet to ask, and compare later.
+pub fn driver_version() -> i32 {
+    static TOLD: OnceLock<i32> = OnceLock::new();
+    *TOLD.get_or_init(|| get().map_or(NEWEST, |client| client.driver_version))
+}
+
+fn malformed(_: BadFrame) -> i32 {
+    UNKNOWN
+}
+
+/// The worker is gone: sticky.
+pub fn unavailable(_: Lost) -> i32 {
+    DEVICE_UNAVAILABLE
+}
+
+struct Events;
+
+impl gpusession_link::Events for Events {
+    fn output(&self, out: &[u8], err: &[u8]) {
+        // Through the program's own stdio, so that it mixes with the program's lines in order.
+        for (text, stream) in [(out, c_stdout()), (err, c_stderr())] {
+            if !text.is_empty() {
+                // SAFETY: C's own stream and `text.len()` readable bytes.
+                unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), stream) };
+            }
+        }
+    }
+
+    fn call_host(&self, _link: &Arc<Link>, id: u64) {
+        crate::streams::call_host(id);
+    }
+
+    fn host_changed(&self, address: u64, bytes: &[u8]) {
+        crate::mapped::changed(address, bytes);
+    }
+
+    fn lost(&self, reason: &str) {
+        if let Some(Ok(client)) = CLIENT.get() {
+            client.lost.store(true, Ordering::Relaxed);
+        }
+        trace::why(reason);
+    }
+}
+
+unsafe extern "C" {
+    static stdout: *mut libc::FILE;
+    static stderr: *mut libc::FILE;
+}
+
+fn c_stdout() -> *mut libc::FILE {
+    // SAFETY: C's standard stream, set before main.
+    unsafe { stdout }
+}
+
+fn c_stderr() -> *mut libc::FILE {
+    // SAFETY: C's standard stream, set before main.
+    unsafe { stderr }
+}
+
+impl Client {
+    fn connect() -> Result<Self> {
+        let grant = grant::ask(Vec::new()).map_err(|refused| {
+            trace::why(&refused.reason);
+            refused.denial.cuda_error()
+        })?;
+        let endpoint = grant.endpoints.first().cloned().ok_or(INVALID_DEVICE)?;
+        if grant.endpoints.len() > 1 {
+            trace::why("the lease spans several servers: only the first one's devices are used");
+        }
+        let windows = window::offer(OFFERED);
+        let opened = Link::open(&endpoint, Box::new(Events), |w: &mut Writer<'_>| {
+            w.word(windows.len() as u64);
+            w.word(window::DEVICE_WINDOW);
+            for base in &windows {
+                w.word(*base);
+            }
+        });
+        let (link, reply) = opened.map_err(|lost| {
+            trace::why(&lost.0);
+            802
+        })?;
+        let _ = grant.keep();
+        if reply.status != 0 {
+            return Err(reply.status);
+        }
+        let mut r = reply.reader();
+        let _secret = r.bytes().map_err(malformed)?;
+        let base = r.word().map_err(malformed)?;
+        for other in windows.into_iter().filter(|w| *w != base) {
+            window::withdraw(other);
+        }
+        if base == 0 {
+            trace::why("the server could not reserve any of the offered address windows");
+            return Err(802);
+        }
+        let driver_version = r.word().map_err(malformed)? as i32;
+        let count = r.word().map_err(malformed)?;
+        let devices = (0..count)
+            .map(|_| Device::read(&mut r))
+            .collect::<std::result::Result<_, _>>()
+            .map_err(malformed)?;
+        Ok(Self {
+            link,
+            driver_version: driver_version.min(NEWEST),
+            devices,
+            created: RwLock::default(),
+            window: Mutex::new(Window::new(base)),
+            slots: Mutex::default(),
+            lost: AtomicBool::new(false),
+            sticky: AtomicI32::new(0),
+        })
+    }
+
+    /// The window of device addresses.
+    pub fn window(&self) -> MutexGuard<'_, Window> {
+        self.window.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A device by ordinal.
+    pub fn device(&self, ordinal: i32) -> Result<&Device> {
+        usize::try_from(ordinal).ok().and_then(|i| self.devices.get(i)).ok_or(INVALID_DEVICE)
+    }
+
+    /// The device of a context.
+    pub fn device_of(&self, ctx: u64) -> Result<u32> {
+        if handle::kind(ctx) != handle::CTX {
+            return Err(INVALID_CONTEXT);
+        }
+        let slot = handle::slot(ctx);
+        if (slot as usize) < self.devices.len() {
+            return Ok(slot);
+        }
+        let created = self.created.read().unwrap_or_else(PoisonError::into_inner);
+        created.get(&ctx).map(|c| c.device).ok_or(INVALID_CONTEXT)
+    }
+
+    /// Handle of a device's primary context: known without asking anyone.
+    pub fn primary(&self, ordinal: u32) -> u64 {
+        handle::make(handle::CTX, 0, 1, ordinal)
+    }
+
+    /// A new handle.
+    pub fn mint(&self, kind: u8) -> u64 {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let slots = slots.entry(kind).or_default();
+        let (slot, generation) = slots.free.pop().unwrap_or_else(|| {
+            let first = if kind == handle::CTX { self.devices.len() as u32 } else { 0 };
+            slots.next = slots.next.max(first) + 1;
+            (slots.next - 1, 0)
+        });
+        handle::make(kind, 0, generation.wrapping_add(1), slot)
+    }
+
+    /// A handle's slot may be used again, with another generation.
+    pub fn retire(&self, old: u64) {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let generation = (old >> 32) as u16;
+        slots.entry(handle::kind(old)).or_default().free.push((handle::slot(old), generation));
+    }
+
+    /// Appends a frame to the log; never waits. Returns its position.
+    #[inline]
+    pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
+        self.link.post(op, thread::caller(), body).map_err(unavailable)
+    }
+
+    /// Appends a frame, waits for the answer, and returns it if the driver says success.
+    pub fn call(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
+        let reply = self.ask(op, body)?;
+        self.told(reply.status)?;
+        Ok(reply)
+    }
+
+    /// The same, whatever the driver says.
+    pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
+        self.link.call(op, thread::caller(), body).map_err(unavailable)
+    }
+
+    /// What a call that has waited tells the program: its own status, or an error of a frame before it that the program
+    /// was not told yet.
+    pub fn told(&self, status: i32) -> Result {
+        let late = self.link.take_late_error();
+        match status {
+            0 if late != 0 => Err(late),
+            0 => Ok(()),
+            status => Err(status),
+        }
+    }
+
+    /// An error of an earlier frame, told by a call that does not wait.
+    #[inline]
+    pub fn late(&self) -> Result {
+        match self.link.take_late_error() {
+            0 => Ok(()),
+            late => Err(late),
+        }
+    }
+}
+
+/// Reads a word of an answer.
+pub fn word(r: &mut Reader<'_>) -> Result<u64> {
+    r.word().map_err(malformed)
+}
+
+/// Reads a byte string of an answer.
+pub fn string<'a>(r: &mut Reader<'a>) -> Result<&'a [u8]> {
+    r.bytes().map_err(malformed)
+}
+
+impl Device {
+    fn read(r: &mut Reader<'_>) -> std::result::Result<Self, BadFrame> {
+        let short = |_| BadFrame("device");
+        let name = r.bytes()?.to_vec();
+        let uuid = r.bytes()?.try_into().map_err(short)?;
+        let luid = r.bytes()?.try_into().map_err(short)?;
+        let luid_mask = r.word()? as u32;
+        let total_memory = r.word()?;
+        let pci = r.bytes()?.to_vec();
+        let count = r.word()?.min(4096);
+        let mut attributes = Vec::new();
+        for number in 0..count {
+            let value = r.word()?;
+            let value = (value != u64::MAX).then_some(value as u32 as i32);
+            attributes.push(honest(number as i32, value));
+        }
+        let priorities = (r.word()? as i32, r.word()? as i32);
+        let count = r.word()?.min(64);
+        let limits =
+            (0..count).map(|_| r.word().map(AtomicU64::new)).collect::<std::result::Result<_, _>>()?;
+        Ok(Self {
+            name,
+            uuid,
+            luid,
+            luid_mask,
+            total_memory,
+            pci,
+            attributes,
+            priorities,
+            limits,
+            tpcs: r.bytes()?.to_vec(),
+            retained: AtomicU32::new(0),
+            primary_flags: AtomicU32::new(0),
+        })
+    }
+}
+
+/// Attributes that a network cannot give are not claimed, whatever the card says of itself on its own machine.
+fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
+    const OVERRIDDEN: &[i32] = &[
+        89,  // CONCURRENT_MANAGED_ACCESS
+        88,  // PAGEABLE_MEMORY_ACCESS
+        86,  // HOST_NATIVE_ATOMIC_SUPPORTED
+        91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+        101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
+        103, // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        116, // GPU_DIRECT_RDMA_SUPPORTED
+        117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+        118, // GPU_DIRECT_RDMA_WRITES_ORDERING
+        110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        124, // DMA_BUF_SUPPORTED
+        125, // IPC_EVENT_SUPPORTED
+        128, // HANDLE_TYPE_FABRIC_SUPPORTED
+        132, // MULTICAST_SUPPORTED
+    ];
+    if OVERRIDDEN.contains(&attribute) { value.map(|_| 0) } else { value }
+}

@@ -1,0 +1,141 @@
+//! Copies between the program's memory and the device, in the form that fits their size and the kind of host memory.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use gpusession_link::lanes::HostRange;
+use gpusession_proto::frame::{INLINE_MAX, op};
+
+use crate::client::{Client, string, unavailable};
+use crate::entry::{NOT_SUPPORTED, Result, UNKNOWN};
+use crate::streams::Stream;
+use crate::{mapped, ranges, thread};
+
+/// Frames of bulk transfers and their chunks are queued in one order.
+static BULK: Mutex<()> = Mutex::new(());
+
+/// Host to device. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised.
+pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+    if len == 0 {
+        return Ok(());
+    }
+    stream.usable()?;
+    if stream.capture().is_some() {
+        return Err(NOT_SUPPORTED);
+    }
+    mapped::upload(client)?;
+    let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
+        w.word(target);
+        w.word(len as u64);
+        w.word(stream.handle);
+        w.word(u64::from(inline));
+    };
+    if len <= INLINE_MAX {
+        // SAFETY: the program vouches for the source.
+        let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
+        let seq = client.post(op::COPY_TO_DEVICE, |w| {
+            body(w, true);
+            w.bytes(bytes);
+        })?;
+        stream.worked(seq);
+        return client.late();
+    }
+    let lanes = client.link.lanes().map_err(unavailable)?;
+    let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
+    let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
+    stream.worked(seq);
+    // SAFETY: pageable memory: this waits until the bytes are sent. Pinned memory: the program may change it only after
+    // it has synchronised, and freeing it synchronises.
+    let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
+    drop(order);
+    if !ranges::is_pinned(source as u64, len as u64) && !sent.wait() {
+        return Err(crate::entry::DEVICE_UNAVAILABLE);
+    }
+    client.late()
+}
+
+/// Device to host. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
+pub fn from_device(
+    client: &Client,
+    target: usize,
+    source: u64,
+    len: usize,
+    stream: &Arc<Stream>,
+    wait: bool,
+) -> Result {
+    if len == 0 {
+        return Ok(());
+    }
+    stream.usable()?;
+    if stream.capture().is_some() {
+        return Err(NOT_SUPPORTED);
+    }
+    let wait = wait || !ranges::is_pinned(target as u64, len as u64);
+    let down = &client.link.down;
+    let bulk = len > INLINE_MAX;
+    if bulk {
+        client.link.lanes().map_err(unavailable)?;
+    }
+    let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
+        w.word(source);
+        w.word(len as u64);
+        w.word(stream.handle);
+        w.word(u64::from(wait));
+        if bulk || !wait {
+            // SAFETY: the program vouches for the target until the copy is complete.
+            down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.handle, !wait);
+        }
+    };
+    if !wait {
+        let seq = client.post(op::COPY_FROM_DEVICE, body)?;
+        stream.worked(seq);
+        return client.late();
+    }
+    let seq = client.link.begin_call(op::COPY_FROM_DEVICE, thread::caller(), body).map_err(unavailable)?;
+    stream.worked(seq);
+    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    if reply.status != 0 {
+        if bulk {
+            down.cancel(seq);
+        }
+        return Err(reply.status);
+    }
+    if bulk {
+        match down.wait(seq) {
+            0 => {}
+            status => return Err(status),
+        }
+    } else {
+        let mut r = reply.reader();
+        let bytes = string(&mut r)?;
+        if bytes.len() != len {
+            return Err(UNKNOWN);
+        }
+        // SAFETY: the program vouches for the target, which has `len` bytes.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
+    }
+    down.settle(seq, Some(stream.handle));
+    stream.synced(seq);
+    client.told(0)
+}
+
+/// Waits until data of earlier copies out of `stream` (all of them without one) has landed, after the server has said that
+/// everything before `seq` is complete.
+pub fn settle(client: &Client, seq: u64, stream: Option<&Stream>) {
+    client.link.down.settle(seq, stream.map(|s| s.handle));
+}
+
+/// Posts a frame whose bytes travel on the lanes; returns when they may be freed.
+pub fn bulk_post(
+    client: &Client,
+    op: u16,
+    body: impl FnOnce(&mut gpusession_proto::frame::Writer<'_>),
+    bytes: &[u8],
+) -> Result<u64> {
+    let lanes = client.link.lanes().map_err(unavailable)?;
+    let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
+    let seq = client.post(op, body)?;
+    // SAFETY: this waits until the bytes are sent.
+    let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
+    drop(order);
+    if sent.wait() { Ok(seq) } else { Err(crate::entry::DEVICE_UNAVAILABLE) }
+}

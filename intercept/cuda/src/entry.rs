@@ -1,0 +1,159 @@
+//! The edge to C: exported functions, their errors, and pointers of the program.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// `CUresult`
+pub type Status = i32;
+/// What a driver call comes to.
+pub type Result<T = ()> = std::result::Result<T, Status>;
+
+#[allow(missing_docs)]
+mod codes {
+    pub const INVALID_VALUE: i32 = 1;
+    pub const OUT_OF_MEMORY: i32 = 2;
+    pub const NOT_INITIALIZED: i32 = 3;
+    pub const DEVICE_UNAVAILABLE: i32 = 46;
+    pub const INVALID_DEVICE: i32 = 101;
+    pub const INVALID_IMAGE: i32 = 200;
+    pub const INVALID_CONTEXT: i32 = 201;
+    pub const FILE_NOT_FOUND: i32 = 301;
+    pub const INVALID_HANDLE: i32 = 400;
+    pub const NOT_FOUND: i32 = 500;
+    pub const NOT_READY: i32 = 600;
+    pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
+    pub const HOST_MEMORY_NOT_REGISTERED: i32 = 713;
+    pub const NOT_SUPPORTED: i32 = 801;
+    pub const STREAM_CAPTURE_UNSUPPORTED: i32 = 900;
+    pub const STREAM_CAPTURE_INVALIDATED: i32 = 901;
+    pub const STREAM_CAPTURE_IMPLICIT: i32 = 906;
+    pub const STREAM_CAPTURE_WRONG_THREAD: i32 = 908;
+    pub const ILLEGAL_STATE: i32 = 401;
+    pub const UNKNOWN: i32 = 999;
+}
+pub use codes::*;
+
+/// Runs a call's body; a panic in it becomes `CUDA_ERROR_UNKNOWN`.
+#[inline]
+pub fn guard(body: impl FnOnce() -> Result) -> Status {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(status)) => status,
+        Err(_) => UNKNOWN,
+    }
+}
+
+/// Defines exported driver functions. With `/ TWIN [MODE]` the variant for per-thread default streams is defined too, and
+/// MODE tells the body which of the two was called.
+macro_rules! driver {
+    () => {};
+    ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block $($rest:tt)*) => {
+        $(#[$doc])*
+        /// # Safety
+        /// As the CUDA driver API documents for this call.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> i32 {
+            crate::entry::guard(|| $body)
+        }
+        driver!($($rest)*);
+    };
+    ($(#[$doc:meta])* fn $name:ident / $twin:ident [$mode:ident] ($($arg:ident: $ty:ty),* $(,)?) $body:block $($rest:tt)*) => {
+        $(#[$doc])*
+        /// # Safety
+        /// As the CUDA driver API documents for this call.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> i32 {
+            let $mode = crate::streams::Default::Legacy;
+            crate::entry::guard(|| $body)
+        }
+        $(#[$doc])*
+        /// # Safety
+        /// As the CUDA driver API documents for this call.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $twin($($arg: $ty),*) -> i32 {
+            let $mode = crate::streams::Default::PerThread;
+            crate::entry::guard(|| $body)
+        }
+        driver!($($rest)*);
+    };
+}
+pub(crate) use driver;
+
+/// Exports the older names of a call whose prototype is the same.
+macro_rules! alias {
+    ($($old:ident = $new:ident($($arg:ident: $ty:ty),* $(,)?);)*) => { $(
+        /// # Safety
+        /// As the CUDA driver API documents for this call.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $old($($arg: $ty),*) -> i32 {
+            // SAFETY: the same contract.
+            unsafe { $new($($arg),*) }
+        }
+    )* };
+}
+pub(crate) use alias;
+
+/// Writes an answer where the program wants it; a null pointer is the program's error.
+#[inline]
+pub fn give<T>(target: *mut T, value: T) -> Result {
+    if target.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: by the contract of every driver call, a pointer for an answer is null or valid for its type.
+    unsafe { target.write_unaligned(value) };
+    Ok(())
+}
+
+/// The same where the program may leave the pointer null.
+#[inline]
+pub fn give_optional<T>(target: *mut T, value: T) {
+    if !target.is_null() {
+        // SAFETY: as in `give`.
+        unsafe { target.write_unaligned(value) };
+    }
+}
+
+/// Reads a structure behind a pointer of the program.
+#[inline]
+pub fn take<T: Copy>(source: *const T) -> Result<T> {
+    if source.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: by the contract of every driver call, a pointer to an argument is null or valid for its type.
+    Ok(unsafe { source.read_unaligned() })
+}
+
+/// `len` bytes behind a pointer of the program.
+#[inline]
+pub fn bytes<'a>(source: *const std::ffi::c_void, len: usize) -> Result<&'a [u8]> {
+    if len == 0 {
+        return Ok(&[]);
+    }
+    if source.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: by the contract of every driver call, an array argument is null or as long as its count says.
+    Ok(unsafe { std::slice::from_raw_parts(source.cast(), len) })
+}
+
+/// A name behind a pointer of the program.
+pub fn name<'a>(source: *const std::ffi::c_char) -> Result<&'a std::ffi::CStr> {
+    if source.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: by the contract of every driver call, a string argument is null or ends in a zero.
+    Ok(unsafe { std::ffi::CStr::from_ptr(source) })
+}
+
+/// Copies text with its terminator into a buffer of the program, as much as fits.
+pub fn give_text(target: *mut std::ffi::c_char, len: i32, text: &[u8]) -> Result {
+    if target.is_null() || len <= 0 {
+        return Err(INVALID_VALUE);
+    }
+    let n = text.len().min(len as usize - 1);
+    // SAFETY: the program says that the buffer has `len` bytes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr().cast(), target, n);
+        *target.add(n) = 0;
+    }
+    Ok(())
+}

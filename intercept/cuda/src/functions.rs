@@ -1,0 +1,232 @@
+//! Kernels and functions: parameter layout and attributes, so that launches need no answer from the server.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{Client, word};
+use crate::entry::{INVALID_HANDLE, INVALID_VALUE, Result};
+
+/// Where a parameter is within the parameter buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Param {
+    /// Bytes from the start.
+    pub offset: u32,
+    /// Bytes.
+    pub size: u32,
+}
+
+/// A kernel (of a library) or a function (of a module).
+pub struct Function {
+    /// Its handle.
+    pub handle: u64,
+    /// Its mangled name.
+    pub name: CString,
+    /// Library or module that it came from.
+    pub parent: u64,
+    /// Context in which it was looked up; its attributes are those of that device.
+    pub ctx: u64,
+    /// Its parameters.
+    pub params: Vec<Param>,
+    /// Bytes of the parameter buffer.
+    pub param_bytes: usize,
+    attributes: Mutex<HashMap<(i32, i32), i32>>,
+    settings: Mutex<HashMap<(u32, i32, i32), i32>>,
+    occupancy: Mutex<HashMap<Vec<u8>, u64>>,
+}
+
+/// Handles of one kind of object in order of their slots.
+type BySlot<T> = RwLock<Vec<Option<Arc<T>>>>;
+
+static FUNCTIONS: BySlot<Function> = RwLock::new(Vec::new());
+static BY_NAME: Mutex<Option<HashMap<(u64, u64, CString), u64>>> = Mutex::new(None);
+static ACCEPTED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
+
+/// The device number that stands for "the function's own" in attribute calls.
+pub const OWN_DEVICE: i32 = -1;
+
+/// How a function is looked up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// `cuModuleGetFunction`
+    Function = 0,
+    /// `cuLibraryGetKernel`
+    Kernel = 1,
+    /// `cuKernelGetFunction`
+    OfKernel = 2,
+}
+
+/// A function by handle.
+#[inline]
+pub fn find(function: u64) -> Result<Arc<Function>> {
+    if handle::kind(function) != handle::FUNC {
+        return Err(INVALID_HANDLE);
+    }
+    let functions = FUNCTIONS.read().unwrap_or_else(PoisonError::into_inner);
+    match functions.get(handle::slot(function) as usize) {
+        Some(Some(found)) if found.handle == function => Ok(found.clone()),
+        _ => Err(INVALID_HANDLE),
+    }
+}
+
+/// Looks a function up, asking the server at the first time.
+pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64> {
+    let ctx = if how == How::Kernel { 0 } else { crate::thread::context()? };
+    // A kernel's function belongs to the context in which it is asked for.
+    let key = (parent, ctx << 2 | how as u64, name);
+    if let Some(known) =
+        BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key)
+    {
+        return Ok(*known);
+    }
+    let new = client.mint(handle::FUNC);
+    let reply = client.call(op::GET_FUNCTION, |w| {
+        w.word(new);
+        w.word(parent);
+        w.word(how as u64);
+        w.bytes(key.2.as_bytes());
+    });
+    let reply = match reply {
+        Ok(reply) => reply,
+        Err(status) => {
+            client.retire(new);
+            return Err(status);
+        }
+    };
+    let mut r = reply.reader();
+    let count = word(&mut r)?;
+    let mut params = Vec::new();
+    for _ in 0..count {
+        let both = word(&mut r)?;
+        params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
+    }
+    let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);
+    if param_bytes > 1 << 16 {
+        return Err(INVALID_VALUE);
+    }
+    let mut attributes = HashMap::new();
+    let count = word(&mut r)?;
+    for attribute in 0..count as i32 {
+        let value = word(&mut r)?;
+        if value != u64::MAX {
+            attributes.insert((attribute, OWN_DEVICE), value as u32 as i32);
+        }
+    }
+    let function = Function {
+        handle: new,
+        name: key.2.clone(),
+        parent,
+        ctx,
+        params,
+        param_bytes,
+        attributes: Mutex::new(attributes),
+        settings: Mutex::default(),
+        occupancy: Mutex::default(),
+    };
+    let slot = handle::slot(new) as usize;
+    let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
+    if functions.len() <= slot {
+        functions.resize(slot + 1, None);
+    }
+    functions[slot] = Some(Arc::new(function));
+    BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, new);
+    Ok(new)
+}
+
+/// Forgets the functions of a module or library that is unloaded.
+pub fn forget(parent: u64) {
+    let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
+    let mut gone = HashSet::new();
+    for slot in functions.iter_mut() {
+        if let Some(f) = slot
+            && (f.parent == parent || gone.contains(&f.parent))
+        {
+            gone.insert(f.handle);
+            *slot = None;
+        }
+    }
+    let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
+    names.get_or_insert_default().retain(|_, f| !gone.contains(f));
+}
+
+impl Function {
+    /// An attribute for a device, asked for once.
+    pub fn attribute(&self, client: &Client, attribute: i32, device: i32) -> Result<i32> {
+        let lock = || self.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(value) = lock().get(&(attribute, device)) {
+            return Ok(*value);
+        }
+        let reply = client.call(op::FUNC_ATTRIBUTE, |w| {
+            w.word(self.handle);
+            w.word(attribute as u32 as u64);
+            w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
+        })?;
+        let value = word(&mut reply.reader())? as u32 as i32;
+        lock().insert((attribute, device), value);
+        Ok(value)
+    }
+
+    /// Sets an attribute (`what` 0) or a cache configuration (1) or shared-memory configuration (2). The driver's verdict on a
+    /// value is asked for; setting what is set already says nothing new.
+    pub fn set(&self, client: &Client, what: u32, key: i32, value: i32, device: i32) -> Result {
+        let lock = || self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        if lock().get(&(what, key, device)) == Some(&value) {
+            return Ok(());
+        }
+        client.call(op::FUNC_SET_ATTRIBUTE, |w| {
+            w.word(self.handle);
+            w.word(u64::from(what));
+            w.word(key as u32 as u64);
+            w.word(value as u32 as u64);
+            w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
+        })?;
+        lock().insert((what, key, device), value);
+        // A setting may change what the driver says of the function.
+        self.attributes.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.occupancy.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        Ok(())
+    }
+
+    /// An answer of the driver about occupancy, asked for once for each question.
+    pub fn occupancy(&self, client: &Client, question: Vec<u8>) -> Result<u64> {
+        let lock = || self.occupancy.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(value) = lock().get(&question) {
+            return Ok(*value);
+        }
+        let reply = client.call(op::OCCUPANCY, |w| {
+            let mut words = question.chunks_exact(8);
+            let kind = words.next().unwrap_or_default();
+            w.word(u64::from_le_bytes(kind.try_into().unwrap_or_default()));
+            w.word(self.handle);
+            for chunk in words {
+                w.word(u64::from_le_bytes(chunk.try_into().unwrap_or_default()));
+            }
+        })?;
+        let value = word(&mut reply.reader())?;
+        lock().insert(question, value);
+        Ok(value)
+    }
+}
+
+/// Whether the driver has accepted a launch of this shape before: then the next one need not wait for its verdict.
+#[inline]
+pub fn accepted(shape: u64) -> bool {
+    if crate::thread::seen(shape, false) {
+        return true;
+    }
+    let known =
+        ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&shape);
+    if known {
+        crate::thread::seen(shape, true);
+    }
+    known
+}
+
+/// The driver has accepted it.
+pub fn accept(shape: u64) {
+    ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(shape);
+    crate::thread::seen(shape, true);
+}

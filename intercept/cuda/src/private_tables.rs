@@ -1,0 +1,399 @@
+//! Private tables of functions that NVIDIA's runtime and libraries ask the driver for (`cuGetExportTable`). Everything in
+//! them is local to the process; what they mean is public knowledge of several open-source drivers. A table starts with its
+//! size in bytes, but for context-local storage.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use crate::client;
+use crate::entry::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
+use crate::md2::hmac_md2;
+use crate::{thread, trace};
+
+const fn id(name: u128) -> [u8; 16] {
+    name.to_be_bytes()
+}
+
+const CUDART_INTERFACE: [u8; 16] = id(0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9);
+const RUNTIME_HOOKS: [u8; 16] = id(0xa094798c_2e742e74_93f20800_200c0a66);
+const TOOLS_TLS: [u8; 16] = id(0x42d85a81_23f6cb47_8298f6e7_8a3aecdc);
+const CONTEXT_LOCAL_STORAGE: [u8; 16] = id(0xc693336e_1121df11_a8c368f3_55d89593);
+const CONTEXT_CHECKS: [u8; 16] = id(0x263e8860_7cd26143_92f6bbd5_006dfa7e);
+const INTEGRITY_CHECK: [u8; 16] = id(0xd4082055_bde6704b_8d34ba12_3c66e1f2);
+const TOOLS_CONTEXT: [u8; 16] = id(0x21318c60_97143248_8ca641ff_7324c8f2);
+const TPC_TOPOLOGY: [u8; 16] = id(0x1734dc26_800d4745_8726c0f1_e7dd8bca);
+
+/// A slot of a table.
+type Slot = *const c_void;
+
+struct Tables {
+    cudart: [Slot; 13],
+    hooks: [Slot; 7],
+    tls: [Slot; 3],
+    storage: [Slot; 4],
+    checks: [Slot; 15],
+    integrity: [Slot; 3],
+    context: [Slot; 93],
+    tpc: [Slot; 17],
+}
+
+// SAFETY: the tables are written once and hold addresses of functions.
+unsafe impl Send for Tables {}
+// SAFETY: as above.
+unsafe impl Sync for Tables {}
+
+/// For slots that nothing has been seen to call.
+extern "C" fn nothing() -> i32 {
+    trace::missing("a private slot");
+    NOT_SUPPORTED
+}
+
+fn sized<const N: usize>(used: &[(usize, Slot)]) -> [Slot; N] {
+    let mut table = [nothing as extern "C" fn() -> i32 as Slot; N];
+    table[0] = (N * size_of::<Slot>()) as Slot;
+    for (index, function) in used {
+        table[*index] = *function;
+    }
+    table
+}
+
+fn tables() -> &'static Tables {
+    static TABLES: OnceLock<Tables> = OnceLock::new();
+    TABLES.get_or_init(|| Tables {
+        cudart: sized(&[
+            (1, cudart_load as *const c_void),
+            (2, cudart_primary as *const c_void),
+            (6, cudart_load_wrapper as *const c_void),
+            (7, cudart_unused as *const c_void),
+            (8, cudart_load_header as *const c_void),
+            (10, std::ptr::null()),
+            (12, cudart_load_compilers as *const c_void),
+        ]),
+        hooks: sized(&[
+            (1, hooks_unused as *const c_void),
+            (2, hooks_large as *const c_void),
+            (3, hooks_unused as *const c_void),
+            (4, hooks_unused as *const c_void),
+            (5, hooks_unused as *const c_void),
+            (6, hooks_small as *const c_void),
+        ]),
+        tls: sized(&[(2, tls_context as *const c_void)]),
+        storage: [
+            storage_put as *const c_void,
+            storage_delete as *const c_void,
+            storage_get as *const c_void,
+            std::ptr::null(),
+        ],
+        checks: sized(&[(2, checks_flags as *const c_void), (3, checks_zero as *const c_void)]),
+        integrity: sized(&[(1, integrity_check as *const c_void)]),
+        context: sized(&[(4, tools_context_id as *const c_void)]),
+        tpc: sized(&[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)]),
+    })
+}
+
+/// A table by its id.
+pub fn find(id: &[u8; 16]) -> Option<*const c_void> {
+    let t = tables();
+    Some(match *id {
+        CUDART_INTERFACE => t.cudart.as_ptr().cast(),
+        RUNTIME_HOOKS => t.hooks.as_ptr().cast(),
+        TOOLS_TLS => t.tls.as_ptr().cast(),
+        CONTEXT_LOCAL_STORAGE => t.storage.as_ptr().cast(),
+        CONTEXT_CHECKS => t.checks.as_ptr().cast(),
+        INTEGRITY_CHECK => t.integrity.as_ptr().cast(),
+        TOOLS_CONTEXT => t.context.as_ptr().cast(),
+        TPC_TOPOLOGY => t.tpc.as_ptr().cast(),
+        _ => return None,
+    })
+}
+
+// --- What runtimes before CUDA 12 load modules with, and the primary context's handle before it is retained.
+
+extern "C" fn cudart_load(module: *mut *mut c_void, image: *const c_void) -> i32 {
+    // SAFETY: the same contract as the public call.
+    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+}
+
+extern "C" fn cudart_load_wrapper(
+    module: *mut *mut c_void,
+    image: *const c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: u32,
+) -> i32 {
+    // SAFETY: as above.
+    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+}
+
+extern "C" fn cudart_load_header(
+    image: *const c_void,
+    module: *mut *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: u32,
+) -> i32 {
+    // SAFETY: as above.
+    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+}
+
+extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
+    guard(|| {
+        let client = client::get()?;
+        client.device(device)?;
+        give(ctx, client.primary(device as u32) as *mut c_void)
+    })
+}
+
+extern "C" fn cudart_unused(_: usize) {}
+
+extern "C" fn cudart_load_compilers() -> i32 {
+    0
+}
+
+// --- Flags of tools that subscribed to the runtime: nobody ever does.
+
+static HOOKS: [[u8; 8192]; 2] = [[0; 8192]; 2];
+
+extern "C" fn hooks_large(buffer: *mut *const c_void, size: *mut usize) -> *const c_void {
+    hooks_buffer(buffer, size, 0, 0x400)
+}
+
+extern "C" fn hooks_small(buffer: *mut *const c_void, size: *mut usize) -> *const c_void {
+    hooks_buffer(buffer, size, 1, 0xe)
+}
+
+fn hooks_buffer(buffer: *mut *const c_void, size: *mut usize, which: usize, count: usize) -> *const c_void {
+    let address: *const c_void = HOOKS[which].as_ptr().cast();
+    crate::entry::give_optional(buffer, address);
+    crate::entry::give_optional(size, count);
+    address
+}
+
+extern "C" fn hooks_unused() -> i32 {
+    0
+}
+
+extern "C" fn tls_context(ctx: *mut *mut c_void) -> i32 {
+    guard(|| give(ctx, thread::current() as *mut c_void))
+}
+
+// --- Values that libraries keep per context. Looked up at nearly every runtime call: answers are remembered per thread.
+
+type Destructor = Option<unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void)>;
+
+#[derive(Clone, Copy)]
+struct Stored {
+    value: usize,
+    destructor: Destructor,
+}
+
+static STORAGE: Mutex<Option<HashMap<(u64, usize), Stored>>> = Mutex::new(None);
+/// Changes whenever something is stored or deleted: what threads remember is then asked for again.
+static EPOCH: AtomicU64 = AtomicU64::new(1);
+
+const REMEMBERED: usize = 16;
+
+thread_local! {
+    static RECENT: RefCell<(u64, [(u64, usize, usize); REMEMBERED])> = const { RefCell::new((0, [(0, 0, 0); REMEMBERED])) };
+}
+
+/// Null and -1 mean the current context.
+fn storage_context(ctx: *mut c_void) -> Result<u64, i32> {
+    match ctx as u64 {
+        0 | u64::MAX => thread::context(),
+        ctx => Ok(ctx),
+    }
+}
+
+extern "C" fn storage_put(
+    ctx: *mut c_void,
+    key: *mut c_void,
+    value: *mut c_void,
+    destructor: Destructor,
+) -> i32 {
+    guard(|| {
+        let ctx = storage_context(ctx)?;
+        let mut storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
+        storage
+            .get_or_insert_default()
+            .insert((ctx, key as usize), Stored { value: value as usize, destructor });
+        EPOCH.fetch_add(1, Ordering::Release);
+        Ok(())
+    })
+}
+
+extern "C" fn storage_delete(ctx: *mut c_void, key: *mut c_void) -> i32 {
+    guard(|| {
+        let ctx = storage_context(ctx)?;
+        let mut storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
+        storage.get_or_insert_default().remove(&(ctx, key as usize));
+        EPOCH.fetch_add(1, Ordering::Release);
+        Ok(())
+    })
+}
+
+extern "C" fn storage_get(value: *mut *mut c_void, ctx: *mut c_void, key: *mut c_void) -> i32 {
+    guard(|| {
+        let ctx = storage_context(ctx)?;
+        let key = key as usize;
+        let place = (key >> 4 ^ ctx as usize) % REMEMBERED;
+        let epoch = EPOCH.load(Ordering::Acquire);
+        let remembered = RECENT
+            .try_with(|recent| {
+                let recent = recent.borrow();
+                let (c, k, v) = recent.1[place];
+                (recent.0 == epoch && c == ctx && k == key).then_some(v)
+            })
+            .ok()
+            .flatten();
+        let found = match remembered {
+            Some(found) => found,
+            None => {
+                let storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
+                let stored = storage.as_ref().and_then(|s| s.get(&(ctx, key)).copied());
+                drop(storage);
+                let found = stored.ok_or(INVALID_HANDLE)?.value;
+                let _ = RECENT.try_with(|recent| {
+                    let mut recent = recent.borrow_mut();
+                    if recent.0 != epoch {
+                        *recent = (epoch, [(0, 0, 0); REMEMBERED]);
+                    }
+                    recent.1[place] = (ctx, key, found);
+                });
+                found
+            }
+        };
+        give(value, found as *mut c_void)
+    })
+}
+
+/// A context is gone: libraries' destructors for what they kept in it are called.
+pub fn forget_context(ctx: u64) {
+    let mut gone = Vec::new();
+    {
+        let mut storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
+        storage.get_or_insert_default().retain(|(c, key), stored| {
+            if *c == ctx {
+                gone.push((*key, *stored));
+            }
+            *c != ctx
+        });
+        EPOCH.fetch_add(1, Ordering::Release);
+    }
+    for (key, stored) in gone {
+        if let Some(destructor) = stored.destructor {
+            // SAFETY: the library gave this function for this value, to be called once when the context goes.
+            unsafe { destructor(ctx as *mut c_void, key as *mut c_void, stored.value as *mut c_void) };
+        }
+    }
+}
+
+// --- Small questions about a context.
+
+extern "C" fn checks_flags(_ctx: *mut c_void, flags: *mut u32, _: *mut *mut c_void) -> i32 {
+    guard(|| give(flags, 0))
+}
+
+extern "C" fn checks_zero() -> u32 {
+    0
+}
+
+/// A small number for a context, 1 for the first.
+pub fn context_id(ctx: u64) -> u64 {
+    u64::from(gpusession_proto::handle::slot(ctx)) + 1
+}
+
+extern "C" fn tools_context_id(ctx: *mut c_void, out: *mut u64) -> i32 {
+    guard(|| give(out, if ctx.is_null() { 0 } else { context_id(ctx as u64) }))
+}
+
+// --- Where the multiprocessors are: cublasLt asks on Hopper.
+
+extern "C" fn tpc_get(in_gpc: *mut *mut u8, gpc: *mut *mut u8) -> i32 {
+    guard(|| {
+        let client = client::get()?;
+        let device =
+            client.device(client.device_of(thread::context().map_err(|_| INVALID_CONTEXT)?)? as i32)?;
+        let (first, second) = device.tpcs.split_at(device.tpcs.len() / 2);
+        if first.is_empty() {
+            return Err(NOT_SUPPORTED);
+        }
+        give(in_gpc, copy_out(first)?)?;
+        give(gpc, copy_out(second)?)
+    })
+}
+
+/// A copy that the caller frees with `tpc_free`.
+fn copy_out(bytes: &[u8]) -> Result<*mut u8, i32> {
+    // SAFETY: plain allocation; the bytes are copied into it whole.
+    unsafe {
+        let target = libc::malloc(bytes.len()).cast::<u8>();
+        if target.is_null() {
+            return Err(crate::entry::OUT_OF_MEMORY);
+        }
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len());
+        Ok(target)
+    }
+}
+
+extern "C" fn tpc_free(in_gpc: *mut u8, gpc: *mut u8) -> i32 {
+    // SAFETY: both came from `copy_out`.
+    unsafe {
+        libc::free(in_gpc.cast());
+        libc::free(gpc.cast());
+    }
+    0
+}
+
+// --- The handshake between NVIDIA's runtime and its driver: each side computes the same digest of what they agree on.
+
+const KEY: [u8; 16] = id(0x146addae_53a9a752_aa084136_0bf55a9f);
+
+extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64; 2]) -> i32 {
+    guard(|| {
+        const FIRST: [u64; 2] = [0x3341_181c_03cb_675c, 0x8ed3_83aa_1f4c_d1e8];
+        const SECOND: [u64; 2] = [0x1841_181c_03cb_675c, 0x8ed3_83aa_1f4c_d1e8];
+        if result.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        match version % 10 {
+            0 => give(result, FIRST),
+            1 => give(result, SECOND),
+            _ => give(result, digest(version, time)?),
+        }
+    })
+}
+
+fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
+    const PCI_BUS: usize = 33;
+    const PCI_DEVICE: usize = 34;
+    const PCI_DOMAIN: usize = 50;
+    let client = client::get()?;
+    let t = tables();
+    // SAFETY: both only read what the kernel and libc know of the calling thread.
+    let (pid, this) = unsafe { (libc::getpid(), libc::pthread_self()) };
+    let mut message = Vec::with_capacity(48 + 28 * client.devices.len());
+    message.extend_from_slice(&(client::driver_version() as u32).to_ne_bytes());
+    message.extend_from_slice(&version.to_ne_bytes());
+    message.extend_from_slice(&pid.to_ne_bytes());
+    message.extend_from_slice(&(this as u32).to_ne_bytes());
+    for pointer in
+        [t.cudart.as_ptr() as usize, t.integrity.as_ptr() as usize, integrity_check as *const c_void as usize]
+    {
+        message.extend_from_slice(&pointer.to_ne_bytes());
+    }
+    message.extend_from_slice(&time.to_ne_bytes());
+    for device in &client.devices {
+        message.extend_from_slice(&device.uuid);
+        for attribute in [PCI_DOMAIN, PCI_BUS, PCI_DEVICE] {
+            let value = device.attributes.get(attribute).copied().flatten().unwrap_or(0);
+            message.extend_from_slice(&value.to_ne_bytes());
+        }
+    }
+    let digest = hmac_md2(&KEY, &message);
+    let half = |at: usize| u64::from_ne_bytes(std::array::from_fn(|i| digest[at + i]));
+    Ok([half(0), half(8)])
+}

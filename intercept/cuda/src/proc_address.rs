@@ -1,0 +1,75 @@
+//! `cuGetProcAddress`: the newest variant of a call whose prototype the program's CUDA version knows.
+
+/// One variant of a call.
+pub struct ProcAddress {
+    /// The name that is asked for.
+    pub base: &'static str,
+    /// First CUDA version of this prototype.
+    pub version: u32,
+    /// For per-thread default streams.
+    pub per_thread: bool,
+    /// The exported function.
+    pub function: unsafe extern "C" fn(),
+}
+
+include!(concat!(env!("OUT_DIR"), "/proc_addresses.rs"));
+
+/// Why there is no answer.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// No call of that name.
+    Symbol,
+    /// The call is younger than the program's version.
+    Version,
+}
+
+/// Finds a call for a program of CUDA version `version` (1000 * major + 10 * minor).
+pub fn find(name: &[u8], version: i32, per_thread: bool) -> Result<unsafe extern "C" fn(), Missing> {
+    let start = PROC_ADDRESSES.partition_point(|row| row.base.as_bytes() < name);
+    let rows = PROC_ADDRESSES[start..].iter().take_while(|row| row.base.as_bytes() == name);
+    let mut best = None;
+    let mut known = false;
+    for row in rows {
+        known = true;
+        if i64::from(row.version) > i64::from(version) || (row.per_thread && !per_thread) {
+            continue;
+        }
+        // Rows come by version; of one version the variant for per-thread streams is last and wins where it is wanted.
+        if best.is_none_or(|b: &ProcAddress| row.version > b.version || row.per_thread || !b.per_thread) {
+            best = Some(row);
+        }
+    }
+    match best {
+        Some(row) => Ok(row.function),
+        None if known => Err(Missing::Version),
+        None => Err(Missing::Symbol),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is(found: Result<unsafe extern "C" fn(), Missing>, function: &str) -> bool {
+        let row = |f: &&ProcAddress| found.as_ref().is_ok_and(|g| std::ptr::fn_addr_eq(f.function, *g));
+        PROC_ADDRESSES.iter().filter(row).any(|r| {
+            let suffixed =
+                if r.per_thread { function.ends_with("_ptsz") || function.ends_with("_ptds") } else { true };
+            suffixed && function.starts_with(r.base)
+        })
+    }
+
+    #[test]
+    fn versions_choose_prototypes() {
+        assert_eq!(find(b"cuNoSuchCall", 13000, false).unwrap_err(), Missing::Symbol);
+        assert_eq!(find(b"", 0, false).unwrap_err(), Missing::Symbol);
+        assert_eq!(find(b"cuGraphAddNode", 11000, false).unwrap_err(), Missing::Version);
+        assert!(is(find(b"cuStreamSynchronize", 2000, false), "cuStreamSynchronize"));
+        assert!(is(find(b"cuStreamSynchronize", 7000, true), "cuStreamSynchronize_ptsz"));
+        // A version in which the per-thread variant did not exist yet gets the ordinary one.
+        assert!(find(b"cuStreamSynchronize", 2000, true).is_ok());
+        let one = find(b"cuCtxSynchronize", 2000, false).unwrap();
+        let two = find(b"cuCtxSynchronize", 13000, false).unwrap();
+        assert!(!std::ptr::fn_addr_eq(one, two), "cuCtxSynchronize of 13.0 takes a context");
+    }
+}

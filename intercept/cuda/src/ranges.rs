@@ -1,0 +1,114 @@
+//! What the program's pointers are: device memory and pinned host memory by address.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{PoisonError, RwLock};
+
+/// What an address range is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// `cuMemAlloc` and its like, out of the window.
+    Device,
+    /// A pool's memory (`cuMemAllocAsync`).
+    Pool,
+    /// A module's variable.
+    Global,
+    /// The program's own mapping (`cuMemMap`).
+    Mapped,
+    /// Pinned host memory of ours (`cuMemHostAlloc`), with its flags.
+    Host(u32),
+    /// The program's host memory, registered with these flags.
+    Registered(u32),
+    /// `cuMemAllocManaged`
+    Managed,
+}
+
+impl Kind {
+    /// Whether the program may touch it.
+    pub fn on_host(self) -> bool {
+        matches!(self, Self::Host(_) | Self::Registered(_) | Self::Managed)
+    }
+
+    /// Whether kernels and copies take it as device memory.
+    pub fn on_device(self) -> bool {
+        !matches!(self, Self::Host(_) | Self::Registered(_))
+    }
+}
+
+/// One allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range {
+    /// First address.
+    pub base: u64,
+    /// Bytes that the program asked for.
+    pub size: u64,
+    /// What it is.
+    pub kind: Kind,
+    /// Context that made it.
+    pub ctx: u64,
+    /// Number of the allocation, as `CU_POINTER_ATTRIBUTE_BUFFER_ID` gives it.
+    pub id: u64,
+}
+
+static RANGES: RwLock<BTreeMap<u64, Range>> = RwLock::new(BTreeMap::new());
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+/// Remembers an allocation.
+pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
+    let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+    RANGES.write().unwrap_or_else(PoisonError::into_inner).insert(base, Range { base, size, kind, ctx, id });
+}
+
+/// The allocation that an address lies in.
+pub fn find(address: u64) -> Option<Range> {
+    let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
+    let (_, range) = ranges.range(..=address).next_back()?;
+    (address - range.base < range.size.max(1)).then_some(*range)
+}
+
+/// Whether `len` bytes from `address` are pinned host memory.
+pub fn is_pinned(address: u64, len: u64) -> bool {
+    find(address).is_some_and(|r| {
+        matches!(r.kind, Kind::Host(_) | Kind::Registered(_)) && r.size - (address - r.base) >= len
+    })
+}
+
+/// Whether an allocation overlaps.
+pub fn overlaps(base: u64, size: u64) -> bool {
+    let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
+    ranges.range(..base.saturating_add(size)).next_back().is_some_and(|(_, r)| r.base + r.size > base)
+}
+
+/// Forgets the allocation that starts at `base`, if it is of the kind that `fits` wants.
+pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    let range = *ranges.get(&base)?;
+    if !fits(range.kind) {
+        return None;
+    }
+    ranges.remove(&base)
+}
+
+/// Forgets all of a context's device memory.
+pub fn forget_context(ctx: u64) {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    ranges.retain(|_, r| r.ctx != ctx || r.kind.on_host());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_find_their_range() {
+        add(0x5000, 0x100, Kind::Device, 1);
+        assert_eq!(find(0x50ff).map(|r| r.base), Some(0x5000));
+        assert_eq!(find(0x5100), None);
+        assert_eq!(find(0x4fff), None);
+        assert!(overlaps(0x4f00, 0x200));
+        assert!(!overlaps(0x5100, 0x200));
+        assert_eq!(take(0x5000, |k| k == Kind::Managed), None);
+        assert!(take(0x5000, |k| k == Kind::Device).is_some());
+        assert_eq!(find(0x5000), None);
+    }
+}

@@ -1,0 +1,418 @@
+//! Streams as the program sees them: handles, what is known to be complete, capture, host functions.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+
+use gpusession_proto::frame::op;
+use gpusession_proto::handle;
+
+use crate::client::{self, Client};
+use crate::entry::{
+    INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
+};
+use crate::thread;
+
+/// What a null stream means to the variant of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Default {
+    /// The context's one default stream.
+    Legacy,
+    /// The thread's own.
+    PerThread,
+}
+
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`
+const LEGACY: u64 = 1;
+const PER_THREAD: u64 = 2;
+/// `CU_STREAM_NON_BLOCKING`
+const NON_BLOCKING: u32 = 1;
+
+/// Capture states (`CUstreamCaptureStatus`).
+pub const ACTIVE: i32 = 1;
+/// See above.
+pub const INVALIDATED: i32 = 2;
+
+/// One stream.
+pub struct Stream {
+    /// Its handle; 0 for a legacy default stream.
+    pub handle: u64,
+    /// Its context.
+    pub ctx: u64,
+    /// `CUstream_flags`
+    pub flags: u32,
+    /// Its priority.
+    pub priority: i32,
+    /// As `cuStreamGetId` tells it.
+    pub id: u64,
+    last: AtomicU64,
+    done: AtomicU64,
+    capture: RwLock<Option<Arc<Capture>>>,
+}
+
+/// A capture under way.
+pub struct Capture {
+    /// As the program is told.
+    pub id: u64,
+    /// Its mode: 0 global, 1 thread-local, 2 relaxed.
+    pub mode: i32,
+    /// Thread that began it.
+    pub thread: u32,
+    /// Stream that began it.
+    pub origin: u64,
+    /// Whether it was invalidated.
+    pub invalid: AtomicBool,
+    /// Graph to capture into, 0 for a new one.
+    pub graph: u64,
+}
+
+static STREAMS: RwLock<Vec<Option<Arc<Stream>>>> = RwLock::new(Vec::new());
+static DEFAULTS: RwLock<Option<HashMap<u64, Arc<Stream>>>> = RwLock::new(None);
+static NEXT_ID: AtomicU64 = AtomicU64::new(8);
+/// Captures under way: while there is none, every question about capture is answered by this number alone.
+static CAPTURES: AtomicU32 = AtomicU32::new(0);
+static UNSAFE_CAPTURES: AtomicI32 = AtomicI32::new(0);
+static OPEN: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+
+/// Makes a stream.
+pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
+    let device = client.device(client.device_of(ctx)? as i32)?;
+    let (least, greatest) = device.priorities;
+    let priority = priority.clamp(greatest, least);
+    let new = client.mint(handle::STREAM);
+    client.post(op::STREAM_CREATE, |w| {
+        w.word(new);
+        w.word(u64::from(flags));
+        w.word(priority as u32 as u64);
+    })?;
+    let stream = Arc::new(Stream {
+        handle: new,
+        ctx,
+        flags,
+        priority,
+        id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+        last: AtomicU64::new(0),
+        done: AtomicU64::new(0),
+        capture: RwLock::new(None),
+    });
+    let slot = handle::slot(new) as usize;
+    let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
+    if streams.len() <= slot {
+        streams.resize(slot + 1, None);
+    }
+    streams[slot] = Some(stream);
+    Ok(new)
+}
+
+/// Destroys a stream.
+pub fn destroy(client: &Client, stream: u64) -> Result {
+    let known = by_handle(stream)?;
+    if known.capture().is_some() {
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
+    STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
+    client.post(op::STREAM_DESTROY, |w| w.word(stream))?;
+    client.retire(stream);
+    Ok(())
+}
+
+fn by_handle(stream: u64) -> Result<Arc<Stream>> {
+    if handle::kind(stream) != handle::STREAM {
+        return Err(INVALID_HANDLE);
+    }
+    let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
+    match streams.get(handle::slot(stream) as usize) {
+        Some(Some(found)) if found.handle == stream => Ok(found.clone()),
+        _ => Err(INVALID_HANDLE),
+    }
+}
+
+/// The stream that a program's handle means here and now.
+pub fn find(client: &Client, stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
+    match (stream as u64, default) {
+        (PER_THREAD, _) | (0, Default::PerThread) => {
+            let ctx = thread::context()?;
+            by_handle(thread::default_stream(ctx, || create(client, ctx, 0, 0))?)
+        }
+        (0 | LEGACY, _) => legacy(thread::context()?),
+        (stream, _) => by_handle(stream),
+    }
+}
+
+fn legacy(ctx: u64) -> Result<Arc<Stream>> {
+    let known =
+        DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|d| d.get(&ctx).cloned());
+    if let Some(stream) = known {
+        return Ok(stream);
+    }
+    let mut defaults = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner);
+    let stream = defaults.get_or_insert_default().entry(ctx).or_insert_with(|| {
+        Arc::new(Stream {
+            handle: 0,
+            ctx,
+            flags: 0,
+            priority: 0,
+            id: 1,
+            last: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            capture: RwLock::new(None),
+        })
+    });
+    Ok(stream.clone())
+}
+
+/// Forgets what belongs to a context that is gone.
+pub fn forget_context(ctx: u64) {
+    if let Some(defaults) = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        defaults.remove(&ctx);
+    }
+    let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
+    for slot in streams.iter_mut() {
+        if slot.as_ref().is_some_and(|s| s.ctx == ctx) {
+            *slot = None;
+        }
+    }
+}
+
+impl Stream {
+    /// The frame at this position put work on the stream.
+    #[inline]
+    pub fn worked(&self, seq: u64) {
+        self.last.fetch_max(seq, Ordering::Relaxed);
+        if self.handle == 0 || self.flags & NON_BLOCKING == 0 {
+            LAST_BLOCKING.fetch_max(seq, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether everything that was put on it is known to be complete.
+    pub fn idle(&self) -> bool {
+        // The default stream is ordered with all the blocking ones.
+        let last = if self.handle == 0 {
+            LAST_BLOCKING.load(Ordering::Relaxed)
+        } else {
+            self.last.load(Ordering::Relaxed)
+        };
+        self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Whether what was put on it up to a position is known to be complete.
+    pub fn done(&self, seq: u64) -> bool {
+        self.done.load(Ordering::Relaxed) >= seq || CTX_DONE.load(Ordering::Relaxed) >= seq
+    }
+
+    /// Everything up to this position is complete.
+    pub fn synced(&self, seq: u64) {
+        self.done.fetch_max(seq, Ordering::Relaxed);
+    }
+
+    /// The capture that it takes part in.
+    #[inline]
+    pub fn capture(&self) -> Option<Arc<Capture>> {
+        if CAPTURES.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        self.capture.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Joins a capture (an event of it was waited for).
+    pub fn join(&self, capture: &Arc<Capture>) {
+        *self.capture.write().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
+    }
+
+    /// For a call that makes the program wait for the stream: not during a capture.
+    pub fn not_captured(&self) -> Result {
+        if let Some(capture) = self.capture() {
+            capture.invalid.store(true, Ordering::Relaxed);
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
+        if self.handle == 0 {
+            legacy_use()?;
+        }
+        Ok(())
+    }
+
+    /// For a call that puts work on the stream.
+    pub fn usable(&self) -> Result {
+        if CAPTURES.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        match self.capture() {
+            Some(capture) if capture.invalid.load(Ordering::Relaxed) => Err(STREAM_CAPTURE_INVALIDATED),
+            Some(_) => Ok(()),
+            None if self.handle == 0 => legacy_use(),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Latest position of work on the default stream or a stream that is ordered with it.
+static LAST_BLOCKING: AtomicU64 = AtomicU64::new(0);
+/// Everything up to this position is complete (a context was synchronised).
+static CTX_DONE: AtomicU64 = AtomicU64::new(0);
+
+/// A context was synchronised by the frame at this position.
+pub fn context_synced(seq: u64) {
+    CTX_DONE.fetch_max(seq, Ordering::Relaxed);
+}
+
+/// The default stream must not be used while a blocking stream captures: it would become part of the capture.
+fn legacy_use() -> Result {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let blocking = open.iter().find(|c| by_handle(c.origin).is_ok_and(|s| s.flags & NON_BLOCKING == 0));
+    match blocking {
+        Some(capture) => {
+            capture.invalid.store(true, Ordering::Relaxed);
+            Err(STREAM_CAPTURE_IMPLICIT)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Whether any stream captures.
+#[inline]
+pub fn capturing() -> bool {
+    CAPTURES.load(Ordering::Relaxed) != 0
+}
+
+/// For a call that CUDA calls unsafe during a capture (allocating, synchronising the device): whether the calling thread may
+/// make it. It spoils the captures that forbid it.
+pub fn allowed() -> Result {
+    if UNSAFE_CAPTURES.load(Ordering::Relaxed) == 0 {
+        return Ok(());
+    }
+    let mode = thread::capture_mode();
+    if mode == 2 {
+        return Ok(());
+    }
+    let me = thread::id();
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let forbidding: Vec<_> = open
+        .iter()
+        .filter(|c| match c.mode {
+            0 => mode == 0 || c.thread == me,
+            1 => c.thread == me,
+            _ => false,
+        })
+        .collect();
+    if forbidding.is_empty() {
+        return Ok(());
+    }
+    for capture in forbidding {
+        capture.invalid.store(true, Ordering::Relaxed);
+    }
+    Err(STREAM_CAPTURE_UNSUPPORTED)
+}
+
+/// A capture begins on a stream.
+pub fn begin(stream: &Stream, mode: i32, graph: u64) {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let capture = Arc::new(Capture {
+        id: NEXT.fetch_add(1, Ordering::Relaxed),
+        mode,
+        thread: thread::id(),
+        origin: stream.handle,
+        invalid: AtomicBool::new(false),
+        graph,
+    });
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(capture.clone());
+    CAPTURES.fetch_add(1, Ordering::Relaxed);
+    if mode != 2 {
+        UNSAFE_CAPTURES.fetch_add(1, Ordering::Relaxed);
+    }
+    stream.join(&capture);
+}
+
+/// A capture ends: no stream takes part in it any more.
+pub fn end(capture: &Arc<Capture>) {
+    for stream in STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten() {
+        let mut mine = stream.capture.write().unwrap_or_else(PoisonError::into_inner);
+        if mine.as_ref().is_some_and(|c| Arc::ptr_eq(c, capture)) {
+            *mine = None;
+        }
+    }
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|c| !Arc::ptr_eq(c, capture));
+    CAPTURES.fetch_sub(1, Ordering::Relaxed);
+    if capture.mode != 2 {
+        UNSAFE_CAPTURES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A function that the program wants called in a stream's order.
+pub enum HostFunction {
+    /// `cuLaunchHostFunc`
+    Plain(extern "C" fn(*mut c_void), usize),
+    /// `cuStreamAddCallback`: also told the stream and a status.
+    Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
+}
+
+struct Host {
+    functions: HashMap<u64, (HostFunction, bool)>,
+    due: Vec<u64>,
+    next: u64,
+}
+
+static HOST: Mutex<Option<Host>> = Mutex::new(None);
+static HOST_DUE: Condvar = Condvar::new();
+
+/// Registers a host function; `keep`: a graph may call it again.
+pub fn register_host(client: &'static Client, function: HostFunction, keep: bool) -> Result<u64> {
+    static THREADS: OnceLock<bool> = OnceLock::new();
+    let started = THREADS.get_or_init(|| {
+        let run = gpusession_link::threads::spawn("gpusession-host", run_host);
+        let serve = gpusession_link::threads::spawn("gpusession-event", || client.link.serve_events());
+        run.is_ok() && serve.is_ok()
+    });
+    if !started {
+        return Err(crate::entry::OUT_OF_MEMORY);
+    }
+    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    let host = host.get_or_insert_with(|| Host { functions: HashMap::new(), due: Vec::new(), next: 1 });
+    let id = host.next;
+    host.next += 1;
+    host.functions.insert(id, (function, keep));
+    Ok(id)
+}
+
+/// The worker says that a host function is due.
+pub fn call_host(id: u64) {
+    if let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        host.due.push(id);
+        HOST_DUE.notify_one();
+    }
+}
+
+/// Runs host functions in the order in which they become due. They must not call CUDA, as the driver documents.
+fn run_host() {
+    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        let next = host.as_mut().and_then(|h| {
+            if h.due.is_empty() {
+                return None;
+            }
+            let id = h.due.remove(0);
+            let function = match h.functions.get(&id)? {
+                (HostFunction::Plain(f, data), _) => HostFunction::Plain(*f, *data),
+                (HostFunction::Callback(f, stream, data), _) => HostFunction::Callback(*f, *stream, *data),
+            };
+            if !h.functions[&id].1 {
+                h.functions.remove(&id);
+            }
+            Some((id, function))
+        });
+        let Some((id, function)) = next else {
+            host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(host);
+        match function {
+            HostFunction::Plain(f, data) => f(data as *mut c_void),
+            HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
+        }
+        if let Ok(client) = client::get() {
+            // A link that is gone has nobody who waits.
+            let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
+        }
+        host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    }
+}

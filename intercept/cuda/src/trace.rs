@@ -1,0 +1,61 @@
+//! `GPUSESSION_TRACE=why,missing,summary`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+struct Wanted {
+    why: bool,
+    missing: bool,
+    summary: bool,
+}
+
+fn wanted() -> &'static Wanted {
+    static WANTED: OnceLock<Wanted> = OnceLock::new();
+    WANTED.get_or_init(|| {
+        let text = std::env::var("GPUSESSION_TRACE").unwrap_or_default();
+        let has = |word: &str| text.split(',').any(|w| w.trim() == word);
+        Wanted { why: has("why"), missing: has("missing"), summary: has("summary") }
+    })
+}
+
+static MISSING: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
+
+/// Whether the numbers of the link are wanted at the end.
+pub fn summary() -> bool {
+    wanted().summary
+}
+
+/// Why there is no GPU, or not any more.
+pub fn why(reason: &str) {
+    if wanted().why {
+        print(&format!("gpusession: {reason}"));
+    }
+}
+
+/// A call that is not supported; the first of each is printed.
+pub fn missing(name: &'static str) {
+    let first = {
+        let mut missing = MISSING.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = missing.entry(name).or_default();
+        *count += 1;
+        *count == 1
+    };
+    if first && wanted().missing {
+        print(&format!("gpusession: {name} is not supported (see docs/coverage.md)"));
+    }
+}
+
+/// Prints one line.
+pub fn print(line: &str) {
+    static FILE: OnceLock<Option<Mutex<std::fs::File>>> = OnceLock::new();
+    let file = FILE.get_or_init(|| {
+        let path = std::env::var_os("GPUSESSION_TRACE_FILE")?;
+        std::fs::OpenOptions::new().append(true).create(true).open(path).ok().map(Mutex::new)
+    });
+    // Nobody to tell if even this cannot be written.
+    let _ = match file {
+        Some(file) => writeln!(file.lock().unwrap_or_else(PoisonError::into_inner), "{line}"),
+        None => writeln!(std::io::stderr(), "{line}"),
+    };
+}

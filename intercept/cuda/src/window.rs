@@ -1,0 +1,315 @@
+//! Device addresses. The process reserves a window of its own address space, the worker reserves the same one on the device,
+//! and allocations are made at addresses chosen here: a device pointer means the same on both sides and is never also a
+//! host pointer. Small allocations share 2 MiB slabs, large ones are whole granules.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroUsize;
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result};
+
+/// Bytes of the window for device memory.
+pub const DEVICE_WINDOW: u64 = 8 << 40;
+/// Bytes of the arena for pinned host memory, right behind it.
+const HOST_ARENA: u64 = 1 << 40;
+/// Granularity of device memory.
+pub const GRANULE: u64 = 2 << 20;
+/// Largest allocation that goes into a slab, in bytes.
+const SMALL: u64 = 1 << 20;
+/// Alignment that cuMemAlloc gives.
+const ALIGN: u64 = 512;
+
+/// Where a window may lie: addresses that Linux gives to programs only on request.
+fn candidates() -> impl Iterator<Item = u64> {
+    (0..8u64).map(|i| 0x2000_0000_0000 + i * 0x0a00_0000_0000)
+}
+
+/// Reserves what is free of the candidates: at most `count` bases.
+pub fn offer(count: usize) -> Vec<u64> {
+    let mut bases = Vec::new();
+    for base in candidates() {
+        if bases.len() == count {
+            break;
+        }
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
+        let (Some(hint), Some(len)) =
+            (NonZeroUsize::new(base as usize), NonZeroUsize::new((DEVICE_WINDOW + HOST_ARENA) as usize))
+        else {
+            continue;
+        };
+        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
+        if let Ok(mapped) = unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) } {
+            if mapped.as_ptr() as u64 == base {
+                bases.push(base);
+            } else {
+                // An old kernel took the address as a hint only.
+                // SAFETY: just mapped, used by nobody.
+                let _ = unsafe { munmap(mapped, len.get()) };
+            }
+        }
+    }
+    bases
+}
+
+/// Gives a window back that the worker did not take.
+pub fn withdraw(base: u64) {
+    if let Some(pointer) = std::ptr::NonNull::new(base as *mut _) {
+        // SAFETY: reserved by `offer`, used by nobody.
+        let _ = unsafe { munmap(pointer, (DEVICE_WINDOW + HOST_ARENA) as usize) };
+    }
+}
+
+/// Free ranges of an address range, first fit.
+struct Free {
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl Free {
+    fn new(base: u64, len: u64) -> Self {
+        Self { ranges: BTreeMap::from([(base, len)]) }
+    }
+
+    fn take(&mut self, len: u64, align: u64) -> Option<u64> {
+        let (base, start, size) = self.ranges.iter().find_map(|(&base, &size)| {
+            let start = base.next_multiple_of(align);
+            (size >= start - base && size - (start - base) >= len).then_some((base, start, size))
+        })?;
+        self.ranges.remove(&base);
+        if start > base {
+            self.ranges.insert(base, start - base);
+        }
+        if base + size > start + len {
+            self.ranges.insert(start + len, base + size - start - len);
+        }
+        Some(start)
+    }
+
+    fn give(&mut self, mut base: u64, mut len: u64) {
+        if let Some((&before, &size)) = self.ranges.range(..base).next_back()
+            && before + size == base
+        {
+            self.ranges.remove(&before);
+            (base, len) = (before, size + len);
+        }
+        if let Some(size) = self.ranges.remove(&(base + len)) {
+            len += size;
+        }
+        self.ranges.insert(base, len);
+    }
+
+    fn whole(&self, base: u64, len: u64) -> bool {
+        self.ranges.get(&base) == Some(&len)
+    }
+}
+
+/// A slab of small allocations of one context.
+struct Slab {
+    owner: u64,
+    free: Free,
+}
+
+/// What to ask of the worker for an allocation.
+pub enum Step {
+    /// The address is in a slab that exists.
+    Ready(u64),
+    /// These bytes must be mapped first; then ask again (a slab) or use the address (a large allocation).
+    Map {
+        /// Where.
+        address: u64,
+        /// How many, in granules.
+        size: u64,
+        /// Whether it will be a slab.
+        slab: bool,
+    },
+}
+
+/// See the module.
+pub struct Window {
+    base: u64,
+    device: Free,
+    host: Free,
+    slabs: BTreeMap<u64, Slab>,
+    sizes: BTreeMap<u64, u64>,
+    reserved: BTreeSet<u64>,
+}
+
+impl Window {
+    /// The window at `base`, which both sides have reserved.
+    pub fn new(base: u64) -> Self {
+        Self {
+            base,
+            device: Free::new(base, DEVICE_WINDOW),
+            host: Free::new(base + DEVICE_WINDOW, HOST_ARENA),
+            slabs: BTreeMap::new(),
+            sizes: BTreeMap::new(),
+            reserved: BTreeSet::new(),
+        }
+    }
+
+    /// Whether an address is one of device memory.
+    pub fn is_device(&self, address: u64) -> bool {
+        address >= self.base && address - self.base < DEVICE_WINDOW
+    }
+
+    /// First step of an allocation for `owner` (a context).
+    pub fn allocate(&mut self, owner: u64, size: u64) -> Result<Step> {
+        if size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if size <= SMALL {
+            let len = size.next_multiple_of(ALIGN);
+            let found = self
+                .slabs
+                .values_mut()
+                .filter(|slab| slab.owner == owner)
+                .find_map(|s| s.free.take(len, ALIGN));
+            if let Some(address) = found {
+                self.sizes.insert(address, len);
+                return Ok(Step::Ready(address));
+            }
+            let address = self.device.take(GRANULE, GRANULE).ok_or(OUT_OF_MEMORY)?;
+            return Ok(Step::Map { address, size: GRANULE, slab: true });
+        }
+        let len = size.checked_next_multiple_of(GRANULE).ok_or(OUT_OF_MEMORY)?;
+        let address = self.device.take(len, GRANULE).ok_or(OUT_OF_MEMORY)?;
+        Ok(Step::Map { address, size: len, slab: false })
+    }
+
+    /// The worker has mapped what `allocate` asked for.
+    pub fn mapped(&mut self, owner: u64, address: u64, size: u64, slab: bool) {
+        if slab {
+            self.slabs.insert(address, Slab { owner, free: Free::new(address, size) });
+        } else {
+            self.sizes.insert(address, size);
+        }
+    }
+
+    /// The worker has refused.
+    pub fn refused(&mut self, address: u64, size: u64) {
+        self.device.give(address, size);
+    }
+
+    /// Frees an allocation; returns a range that the worker must unmap before `unmapped` is called, if there is one.
+    /// Otherwise the address can be given out again at once: the caller has synchronised.
+    pub fn free(&mut self, address: u64) -> Result<Option<(u64, u64)>> {
+        let len = self.sizes.remove(&address).ok_or(INVALID_VALUE)?;
+        if let Some((&base, slab)) = self.slabs.range_mut(..=address).next_back()
+            && address - base < GRANULE
+        {
+            slab.free.give(address, len);
+            if slab.free.whole(base, GRANULE) {
+                self.slabs.remove(&base);
+                return Ok(Some((base, GRANULE)));
+            }
+            return Ok(None);
+        }
+        Ok(Some((address, len)))
+    }
+
+    /// A range is unmapped on the worker.
+    pub fn unmapped(&mut self, address: u64, size: u64) {
+        self.device.give(address, size);
+    }
+
+    /// Reserves addresses for the program's own mappings (`cuMemAddressReserve`).
+    pub fn reserve(&mut self, size: u64, align: u64) -> Result<u64> {
+        if size == 0 || !size.is_multiple_of(GRANULE) || (align != 0 && !align.is_power_of_two()) {
+            return Err(INVALID_VALUE);
+        }
+        let address = self.device.take(size, align.max(GRANULE)).ok_or(OUT_OF_MEMORY)?;
+        self.reserved.insert(address);
+        Ok(address)
+    }
+
+    /// Gives such a reservation back.
+    pub fn unreserve(&mut self, address: u64, size: u64) -> Result {
+        if !self.reserved.remove(&address) {
+            return Err(INVALID_VALUE);
+        }
+        self.device.give(address, size);
+        Ok(())
+    }
+
+    /// Host memory in the arena, whole pages.
+    pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
+        const PAGE: u64 = 4096;
+        let len = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
+        let address = self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
+        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let (Some(hint), Some(length)) =
+            (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize))
+        else {
+            return Err(OUT_OF_MEMORY);
+        };
+        // SAFETY: replaces a part of our own PROT_NONE reservation that nobody uses.
+        match unsafe { mmap_anonymous(Some(hint), length, prot, flags) } {
+            Ok(_) => Ok(address),
+            Err(_) => {
+                self.host.give(address, len);
+                Err(OUT_OF_MEMORY)
+            }
+        }
+    }
+
+    /// Gives host memory back.
+    pub fn free_host(&mut self, address: u64, size: u64) {
+        let len = size.next_multiple_of(4096);
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
+        if let (Some(hint), Some(length)) =
+            (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize))
+        {
+            // SAFETY: replaces an allocation of the arena that its owner has freed by an unused reservation.
+            let _ = unsafe { mmap_anonymous(Some(hint), length, ProtFlags::PROT_NONE, flags) };
+        }
+        self.host.give(address, len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BASE: u64 = 0x2000_0000_0000;
+
+    fn allocate(window: &mut Window, owner: u64, size: u64) -> u64 {
+        loop {
+            match window.allocate(owner, size).unwrap() {
+                Step::Ready(address) => return address,
+                Step::Map { address, size, slab } => {
+                    window.mapped(owner, address, size, slab);
+                    if !slab {
+                        return address;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_allocations_share_a_slab_and_large_ones_do_not() {
+        let mut w = Window::new(BASE);
+        let (a, b) = (allocate(&mut w, 1, 100), allocate(&mut w, 1, 513));
+        assert_eq!((a, b), (BASE, BASE + 512));
+        let c = allocate(&mut w, 2, 100);
+        assert_eq!(c, BASE + GRANULE, "another context gets a slab of its own");
+        let d = allocate(&mut w, 1, 3 << 20);
+        assert!(d.is_multiple_of(GRANULE));
+        assert_eq!(w.free(a), Ok(None));
+        assert_eq!(w.free(b), Ok(Some((BASE, GRANULE))), "an empty slab goes back");
+        assert_eq!(w.free(b), Err(INVALID_VALUE), "freed twice");
+        assert_eq!(w.free(d), Ok(Some((d, 4 << 20))));
+    }
+
+    #[test]
+    fn free_ranges_merge() {
+        let mut free = Free::new(0, 1 << 20);
+        let parts: Vec<u64> = (0..16).map(|_| free.take(1 << 16, 512).unwrap()).collect();
+        assert_eq!(free.take(1, 1), None);
+        for i in [3, 1, 2, 0, 15, 7, 8, 9, 4, 6, 5, 10, 14, 12, 13, 11] {
+            free.give(parts[i], 1 << 16);
+        }
+        assert!(free.whole(0, 1 << 20));
+    }
+}
