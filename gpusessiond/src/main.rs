@@ -1,6 +1,6 @@
 //! `gpusessiond`: holds this machine's GPU leases and grants them to its programs.
 
-use std::os::fd::{FromRawFd as _, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use gpusessiond::leases::engine::{Engine, Here};
 use gpusessiond::leases::{Leases, Spec};
 use gpusessiond::places;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
+use nix::sys::socket::{getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -49,6 +50,7 @@ const INTERNAL: u8 = 3;
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 fn main() -> ExitCode {
+    let inherited = inherited();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -70,7 +72,7 @@ fn main() -> ExitCode {
     }
     log(&config.log_level);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
-    match runtime.context("runtime").and_then(|runtime| runtime.block_on(daemon(config))) {
+    match runtime.context("runtime").and_then(|runtime| runtime.block_on(daemon(config, inherited))) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             error!("{error:#}");
@@ -107,16 +109,26 @@ fn notify(states: &[NotifyState<'_>]) {
     }
 }
 
-/// The grant socket: systemd's, else our own.
-fn listener() -> Result<(UnixListener, Option<grant::SocketFile>)> {
+/// The grant socket that systemd listens on for us. Called first of all, while only inherited descriptors are open.
+fn inherited() -> Option<std::os::unix::net::UnixListener> {
     for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
-        // SAFETY: systemd passed this descriptor to us and nobody else in this process uses it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        if name == "grant" || name == "grant.sock" {
-            let socket = std::os::unix::net::UnixListener::from(fd);
-            socket.set_nonblocking(true).context("grant socket")?;
-            return Ok((UnixListener::from_std(socket).context("grant socket of systemd")?, None));
+        // SAFETY: the descriptor is only looked at, and nothing closes it meanwhile.
+        let there = unsafe { BorrowedFd::borrow_raw(fd) };
+        if name == "grant" && getsockopt(&there, sockopt::AcceptConn) == Ok(true) {
+            // SAFETY: it is open (it has just answered), was passed to us, and nobody else in this process uses it.
+            return Some(unsafe { OwnedFd::from_raw_fd(fd) }.into());
         }
+    }
+    None
+}
+
+/// The grant socket: systemd's, else our own.
+fn listener(
+    inherited: Option<std::os::unix::net::UnixListener>,
+) -> Result<(UnixListener, Option<grant::SocketFile>)> {
+    if let Some(socket) = inherited {
+        socket.set_nonblocking(true).context("grant socket")?;
+        return Ok((UnixListener::from_std(socket).context("grant socket of systemd")?, None));
     }
     let path = places::grant_socket();
     if let Some(folder) = path.parent() {
@@ -202,9 +214,9 @@ async fn follow_status(engine: &Engine) {
     }
 }
 
-async fn daemon(config: Config) -> Result<u8> {
+async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListener>) -> Result<u8> {
     raise_limits();
-    let (listener, _file) = listener()?;
+    let (listener, _file) = listener(inherited)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let home = Home::system();

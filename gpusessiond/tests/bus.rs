@@ -141,7 +141,10 @@ async fn objects_lists_and_properties() {
     assert_eq!(device.get_property::<u32>("Ordinal").await.unwrap(), 1);
     assert_eq!(device.get_property::<(u32, u32)>("ComputeCapability").await.unwrap(), (9, 0));
     assert_eq!(device.get_property::<String>("CudaVersion").await.unwrap(), "13.0");
-    assert_eq!(device.get_property::<Vec<OwnedObjectPath>>("Leases").await.unwrap(), [path.clone()]);
+    assert_eq!(
+        device.get_property::<Vec<OwnedObjectPath>>("Leases").await.unwrap(),
+        std::slice::from_ref(path)
+    );
     let server = proxy(&connection, servers[0].3.as_str(), "org.gpusession1.Server").await;
     assert_eq!(server.get_property::<u32>("NDevices").await.unwrap(), 3);
     let _: u64 = server.call("Ping", &()).await.unwrap();

@@ -108,7 +108,8 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
 
 #[tokio::test]
 async fn every_reason_for_no_gpu_has_its_own_error() {
-    let cases: [(fn(&SimServer), Config, Denial, &str); 5] = [
+    type Prepare = fn(&SimServer);
+    let cases: [(Prepare, Config, Denial, &str); 5] = [
         (|_| {}, Config { leases: vec![], ..quick() }, Denial::NoDevice, "no lease is configured"),
         (
             |s| s.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer"))),

@@ -1,0 +1,255 @@
+//! The command line against the daemon's API on a private bus, with a simulated pool.
+
+#[path = "../../gpusessiond/tests/common/mod.rs"]
+mod common;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+
+use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusessiond::bus::Bus;
+use gpusessiond::config::Config;
+use gpusessiond::leases::LeaseState;
+use gpusessiond::leases::engine::Engine;
+use gpusessiond::leases::sim::SimServer;
+use gpusessiond::pool::{PoolError, Trouble};
+
+struct Site {
+    bus: PrivateBus,
+    folder: tempfile::TempDir,
+    sim: SimServer,
+    engine: Engine,
+    _api: Option<Bus>,
+}
+
+impl Site {
+    /// A client machine with these leases and a server with this many GPUs.
+    async fn new(gpus: u32, config: &Config) -> Self {
+        let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", gpus));
+        let engine = engine(&[&sim]);
+        let api = serve(&bus, &engine, config).await;
+        want(&engine, config).await;
+        Self { bus, folder: folder(), sim, engine, _api: Some(api) }
+    }
+
+    async fn ready(self) -> Self {
+        until(&self.engine, |s| {
+            s.leases.iter().all(|l| l.state == LeaseState::Active)
+                && s.servers.iter().all(|s| s.state == "online")
+        })
+        .await;
+        self
+    }
+
+    async fn run(&self, arguments: &[&str]) -> Answer {
+        self.run_with(arguments, &[]).await
+    }
+
+    async fn run_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Answer {
+        command(self.folder.path(), &self.bus.address(), arguments, environment).await
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
+
+struct Answer {
+    code: i32,
+    out: String,
+    err: String,
+}
+
+/// A home with a folder of libraries.
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("lib")).unwrap();
+    std::fs::write(folder.path().join("lib/libcuda.so.1"), "").unwrap();
+    folder
+}
+
+async fn command(folder: &Path, bus: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Answer {
+    let output = tokio::process::Command::new(env!("CARGO_BIN_EXE_gpusession"))
+        .args(arguments)
+        .current_dir(folder)
+        .env_clear()
+        .env("PATH", "/usr/bin:/bin")
+        .env("HOME", folder)
+        .env("STATE_DIRECTORY", folder.join("state"))
+        .env("CONFIGURATION_DIRECTORY", folder.join("etc"))
+        .env("GPUSESSION_LIBDIR", folder.join("lib"))
+        .env("DBUS_SYSTEM_BUS_ADDRESS", bus)
+        .envs(environment.iter().copied())
+        .stdin(Stdio::null())
+        .output();
+    let Output { status, stdout, stderr } =
+        tokio::time::timeout(PATIENCE, output).await.expect("ends").unwrap();
+    Answer {
+        code: status.code().expect("an exit code"),
+        out: String::from_utf8(stdout).unwrap(),
+        err: String::from_utf8(stderr).unwrap(),
+    }
+}
+
+fn json(answer: &Answer) -> serde_json::Value {
+    let value: serde_json::Value =
+        serde_json::from_str(&answer.out).unwrap_or_else(|e| panic!("{e}: {}", answer.out));
+    assert_eq!(value["schema"], 1);
+    value
+}
+
+#[tokio::test]
+async fn without_a_daemon_every_command_says_what_to_do() {
+    let folder = folder();
+    let nowhere = "unix:path=/nonexistent/bus";
+    for arguments in [&["status"][..], &["list"], &["env"], &["request"], &["release", "abcdefghijkl"]] {
+        let answer = command(folder.path(), nowhere, arguments, &[]).await;
+        assert_eq!(answer.code, 69, "{arguments:?}: {}", answer.err);
+        assert!(answer.err.contains("hint:"), "{}", answer.err);
+        let answer = command(folder.path(), nowhere, &[arguments, &["--json"]].concat(), &[]).await;
+        assert_eq!(answer.code, 69);
+        assert_eq!(json(&answer)["error"]["code"], 69);
+    }
+    let answer = command(folder.path(), nowhere, &["run", "--", "true"], &[]).await;
+    assert_eq!(answer.code, 125, "{}", answer.err);
+    // A bus without the daemon.
+    let bus = PrivateBus::start();
+    let answer = command(folder.path(), &bus.address(), &["status"], &[]).await;
+    assert_eq!(answer.code, 69);
+    assert!(answer.err.contains("the daemon is not running"), "{}", answer.err);
+}
+
+#[tokio::test]
+async fn wrong_use_is_64_and_help_is_0() {
+    let folder = folder();
+    for arguments in [
+        &[][..],
+        &["nonsense"],
+        &["run"],
+        &["run", "-n", "0", "--", "true"],
+        &["run", "-m", "4000MB", "--", "true"],
+        &["run", "--server", "::1", "--", "true"],
+        &["request", "--ttl", "soon"],
+        &["join"],
+        &["join", "one", "two"],
+        &["join", "host:0", "gpsj-x"],
+    ] {
+        let answer = command(folder.path(), "unix:path=/nonexistent", arguments, &[]).await;
+        let expected = if arguments.contains(&"::1") { 125 } else { 64 };
+        assert_eq!(answer.code, expected, "{arguments:?}: {}", answer.err);
+    }
+    let answer =
+        command(folder.path(), "unix:path=/nonexistent", &["run", "-m", "4000MB", "--", "true"], &[]).await;
+    assert!(answer.err.contains("write MiB"), "{}", answer.err);
+    for arguments in [&["--help"][..], &["run", "--help"], &["--version"], &["join", "--help"]] {
+        let answer = command(folder.path(), "unix:path=/nonexistent", arguments, &[]).await;
+        assert_eq!(answer.code, 0, "{arguments:?}");
+    }
+}
+
+#[tokio::test]
+async fn status_and_list_show_what_is_there() {
+    let site = Site::new(2, &config(&[1])).await.ready().await;
+    let status = site.run(&["status"]).await;
+    assert_eq!(status.code, 0, "{}", status.err);
+    assert!(status.out.contains("is ready: 1 GPU(s) leased"), "{}", status.out);
+    assert!(status.out.contains("on gpu-a") && status.out.contains("for everyone"), "{}", status.out);
+    let list = site.run(&["list"]).await;
+    assert!(list.out.starts_with("LEASE") && list.out.contains("GPU-gpu-a-0"), "{}", list.out);
+    let described = json(&site.run(&["status", "--json"]).await);
+    assert_eq!(described["state"], "ready");
+    assert_eq!(described["leases"][0]["devices"][0]["memory_bytes"], 1 << 30);
+    assert_eq!(json(&site.run(&["--json", "list"]).await)["leases"].as_array().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn status_says_why_a_lease_waits() {
+    let site = Site::new(0, &config(&[2])).await;
+    until(&site.engine, |s| s.leases[0].trouble.is_some()).await;
+    let status = site.run(&["status"]).await;
+    assert_eq!(status.code, 0);
+    assert!(status.out.contains("l1 waits: gpu-a: all GPUs are taken"), "{}", status.out);
+    site.sim.with(|s| s.failing = Some(PoolError::new(Trouble::Refused, "revoked")));
+    until(&site.engine, |s| s.leases[0].trouble.as_ref().is_some_and(|t| t.trouble == Trouble::Refused))
+        .await;
+    let status = site.run(&["status"]).await;
+    assert!(status.out.contains("l1 waits: revoked"), "{}", status.out);
+}
+
+#[tokio::test]
+async fn run_uses_the_sessions_lease_and_passes_everything_through() {
+    let mut config = config(&[2]);
+    config.environment.insert("NCCL_DEBUG".into(), "it's".into());
+    config.environment.insert("MINE".into(), "not this".into());
+    let site = Site::new(2, &config).await.ready().await;
+    let lib = site.file("lib").display().to_string();
+    let script =
+        "echo \"$LD_LIBRARY_PATH|$NCCL_DEBUG|$MINE|$GPUSESSION_LEASE|$CUDA_VISIBLE_DEVICES\"; exit 7";
+    let answer = site
+        .run_with(&["run", "--", "sh", "-c", script], &[("MINE", "mine"), ("LD_LIBRARY_PATH", "/x")])
+        .await;
+    assert_eq!(answer.code, 7, "{}", answer.err);
+    assert_eq!(answer.out.trim(), format!("{lib}:/x|it's|mine||"));
+    let answer = site.run(&["run", "-n", "1", "--", "sh", "-c", script]).await;
+    assert_eq!(answer.out.trim(), format!("{lib}|it's|not this||0"));
+    let answer =
+        site.run_with(&["run", "-n", "1", "sh", "-c", script], &[("CUDA_VISIBLE_DEVICES", "1,0")]).await;
+    assert!(answer.out.trim().ends_with("|1"), "{}", answer.out);
+    assert_eq!(site.run(&["run", "-n", "3", "--", "true"]).await.code, 125);
+    assert_eq!(site.run(&["run", "-m", "50%", "--", "true"]).await.code, 125);
+    assert_eq!(site.run(&["run", "--", "/no/such/program"]).await.code, 127);
+    std::fs::write(site.file("plain"), "text").unwrap();
+    std::fs::set_permissions(site.file("plain"), std::fs::Permissions::from_mode(0o644)).unwrap();
+    assert_eq!(site.run(&["run", "--", "./plain"]).await.code, 126);
+    assert_eq!(site.run(&["run", "--", "sh", "-c", "kill -TERM $$"]).await.code, 143);
+    let environment = site.run_with(&["env"], &[("MINE", "mine")]).await;
+    assert_eq!(environment.out, "export NCCL_DEBUG='it'\\''s'\n");
+    let explained = site.run_with(&["env", "--explain"], &[("MINE", "mine")]).await;
+    assert!(explained.out.contains("# MINE: set by you"), "{}", explained.out);
+    let missing = site.run_with(&["run", "--", "true"], &[("GPUSESSION_LIBDIR", "/nonexistent")]).await;
+    assert_eq!(missing.code, 125);
+    assert!(missing.err.contains("gpusession-libs"), "{}", missing.err);
+}
+
+#[tokio::test]
+async fn a_new_lease_lasts_as_long_as_its_program() {
+    let mut config = config(&[1]);
+    config.access.extra_leases = 4;
+    let site = Site::new(2, &config).await.ready().await;
+    let answer = site.run(&["run", "--new", "-m", "25%", "--", "sh", "-c", "echo $GPUSESSION_LEASE"]).await;
+    assert_eq!(answer.code, 0, "{}", answer.err);
+    let id = answer.out.trim().to_owned();
+    tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released.contains(&id))).await.unwrap();
+    assert_eq!(site.sim.with(|s| s.requests.last().unwrap().memory_percent), 25.0);
+    assert_eq!(site.run(&["run", "--new", "-n", "2", "--", "true"]).await.code, 125);
+}
+
+#[tokio::test]
+async fn request_and_release_through_a_file() {
+    let mut config = config(&[1]);
+    config.access.extra_leases = 4;
+    let site = Site::new(2, &config).await.ready().await;
+    let full = site.run(&["request", "-n", "2", "-o", "lease.toml"]).await;
+    assert_eq!(full.code, 75, "{}", full.err);
+    let answer = site.run(&["request", "-n", "1", "-o", "lease.toml", "--json"]).await;
+    assert_eq!(answer.code, 0, "{}", answer.err);
+    let id = json(&answer)["lease"].as_str().unwrap().to_owned();
+    let text = std::fs::read_to_string(site.file("lease.toml")).unwrap();
+    assert!(text.contains(&id), "{text}");
+    assert_eq!(site.run(&["request", "-o", "lease.toml"]).await.code, 1, "never overwritten");
+    let answer =
+        site.run(&["run", "--lease", "lease.toml", "--", "sh", "-c", "echo $GPUSESSION_LEASE"]).await;
+    assert_eq!(answer.out.trim(), id);
+    assert!(site.sim.with(|s| s.released.is_empty()), "it outlives its programs");
+    let answer = site.run(&["release", "lease.toml"]).await;
+    assert_eq!(answer.code, 0, "{}", answer.err);
+    tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released == [id.clone()])).await.unwrap();
+    assert!(!site.file("lease.toml").exists());
+    assert_eq!(site.run(&["release", &id]).await.code, 1, "no such lease");
+    assert_eq!(site.run(&["run", "--lease", "lease.toml", "--", "true"]).await.code, 125);
+    std::fs::write(site.file("bad.toml"), "id = \"x\"\nvia = \"daemon\"\ngpus = 1\nserverz = []\n").unwrap();
+    let bad = site.run(&["release", "bad.toml"]).await;
+    assert_eq!(bad.code, 78);
+    assert!(bad.err.contains("bad.toml:4:1: unknown key `serverz`, did you mean `servers`?"), "{}", bad.err);
+}
