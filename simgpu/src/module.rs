@@ -126,7 +126,8 @@ impl Function {
     }
 
     pub fn attribute(&self, id: u32) -> Option<i32> {
-        let (major_minor, version) = (75, self.entry.as_ref().map_or((9, 0), |(p, _)| p.version));
+        // Both versions are those of architectures: what the code was written for, and what runs it.
+        let written_for = self.entry.as_ref().map_or(75, |(p, _)| p.sm);
         if let Some(v) = self.settings.lock().others.get(&id) {
             return Some(*v);
         }
@@ -139,8 +140,8 @@ impl Function {
                 .map_or(0, |(p, _)| p.vars.iter().filter(|v| v.constant).map(|v| v.size as i32).sum()),
             3 => self.info().map_or(0, |f| f.local_size as i32),
             4 => self.registers() as i32,
-            5 => (version.0 * 10 + version.1) as i32,
-            6 => major_minor,
+            5 => written_for as i32,
+            6 => 75,
             7 => 0,
             8 => self.max_dynamic_shared() as i32,
             9 => -1,

@@ -217,6 +217,17 @@ pub fn binary(op: &str, mods: &[&str], ty: Ty) -> Option<Fn2> {
         };
     }
     let has = |m: &str| mods.contains(&m);
+    match op {
+        "bmsk" if has("clamp") => {
+            return Some(|d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |p, n| ones(p, n)));
+        }
+        "bmsk" if has("wrap") => {
+            return Some(|d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |p, n| ones(p & 31, n & 31)));
+        }
+        "szext" if has("clamp") => return szext(ty, false),
+        "szext" if has("wrap") => return szext(ty, true),
+        _ => {}
+    }
     if !known(mods, &["hi", "wide", "sat"]) {
         return None;
     }
@@ -428,6 +439,30 @@ pub fn quaternary(op: &str, ty: Ty) -> Option<Fn4> {
     }
 }
 
+/// `len` ones from bit `pos` on.
+fn ones(pos: u32, len: u32) -> u32 {
+    let mask = if len >= 32 { u64::from(u32::MAX) } else { (1u64 << len) - 1 };
+    if pos >= 32 { 0 } else { (mask << pos) as u32 }
+}
+
+/// The low bits of a value, extended by sign or zero.
+fn szext(ty: Ty, wrap: bool) -> Option<Fn2> {
+    fn low(x: u32, n: u32, signed: bool) -> u32 {
+        match n {
+            0 => 0,
+            32.. => x,
+            _ if signed => (((x << (32 - n)) as i32) >> (32 - n)) as u32,
+            _ => x & ((1 << n) - 1),
+        }
+    }
+    Some(match (ty, wrap) {
+        (Ty::S32, true) => |d, a, b, m| map2::<u32, u32, i32>(d, a, b, m, |x, n| low(x, n & 31, true) as i32),
+        (Ty::S32, false) => |d, a, b, m| map2::<u32, u32, i32>(d, a, b, m, |x, n| low(x, n, true) as i32),
+        (_, true) => |d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |x, n| low(x, n & 31, false)),
+        (_, false) => |d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |x, n| low(x, n, false)),
+    })
+}
+
 fn bfe(x: u64, pos: u32, len: u32, bits: u32, signed: bool) -> u64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if len == 0 {
@@ -616,6 +651,7 @@ mod tests {
         assert_eq!(lop3(0xf0f0, 0xcccc, 0xaaaa, 0x96), 0xf0f0 ^ 0xcccc ^ 0xaaaa);
         assert_eq!(bfe(0xff00, 8, 8, 32, true) as u32, u32::MAX);
         assert_eq!(bfi(0xab, 0, 8, 8, 32), 0xab00);
+        assert_eq!((ones(4, 8), ones(40, 1), ones(0, 32)), (0xff0, 0, u32::MAX));
         assert_eq!(funnel(0x8000_0000, 1, 4, true), 0x18);
     }
 

@@ -517,11 +517,16 @@ fn shuffle(b: &mut Builder, inst: &Inst, mods: &[&str]) -> Res<()> {
 }
 
 fn vote(b: &mut Builder, inst: &Inst, mods: &[&str]) -> Res<()> {
+    // Both `vote.sync.ballot` and `vote.ballot.sync` are written.
     let mode = match mods {
-        ["sync", "all"] => Vote::All,
-        ["sync", "any"] => Vote::Any,
-        ["sync", "uni"] => Vote::Uni,
-        ["sync", "ballot"] => Vote::Ballot,
+        ["sync", mode] | [mode, "sync"] => *mode,
+        _ => return unknown(&inst.op),
+    };
+    let mode = match mode {
+        "all" => Vote::All,
+        "any" => Vote::Any,
+        "uni" => Vote::Uni,
+        "ballot" => Vote::Ballot,
         _ => return unknown(&inst.op),
     };
     let p = pred_src(b, arg(inst, 1)?)?;
