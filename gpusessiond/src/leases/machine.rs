@@ -426,9 +426,10 @@ impl Machine {
                     self.tell(Change::Changed { slot });
                 }
             }
-            Some(Event::WorkersReady(_)) => {
+            Some(Event::WorkersReady(ready)) => {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
                     held.take_again = now;
+                    held.stock.retain(|worker| !ready.ended.contains(&worker.id));
                 }
                 self.fill(now, slot);
             }
@@ -869,6 +870,19 @@ mod tests {
         assert!(actions(&mut m).is_empty(), "one call at a time");
         m.workers(s(0), slot, "l1", Ok(lease("l1", 1).workers));
         assert!(m.take(s(0), &[slot]).is_some());
+    }
+
+    #[test]
+    fn a_worker_that_has_ended_in_stock_is_not_granted() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 2))));
+        actions(&mut m);
+        let ready = control::WorkersReady { stock: 2, ended: vec![vec![0; 16]] };
+        let event = Some(control::pool_event::Event::WorkersReady(ready));
+        m.event(s(1), 0, control::PoolEvent { lease: "l1".into(), event });
+        assert_eq!(m.take(s(1), &[slot]).unwrap()[0].id, [1; 16]);
+        assert!(m.take(s(1), &[slot]).is_none());
     }
 
     #[test]
