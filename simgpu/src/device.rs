@@ -17,12 +17,20 @@ pub const SHARED_OPTIN: u32 = 64 << 10;
 pub const THREADS_PER_SM: u32 = 1024;
 pub const BLOCKS_PER_SM: u32 = 16;
 
+/// Recognisable, valid as a random UUID, and the same in every process.
+pub fn uuid(ordinal: u32) -> [u8; 16] {
+    let mut uuid = *b"simgpu\x40\x00\x80\x00gpu-00";
+    uuid[15] = ordinal as u8;
+    uuid
+}
+
+pub fn pci_id(ordinal: u32) -> String {
+    format!("0000:{:02X}:00.0", ordinal + 1)
+}
+
 impl Device {
     pub fn new(ordinal: u32, primary: Arc<Context>) -> Device {
-        // Recognisable, valid as a random UUID, and the same in every process.
-        let mut uuid = *b"simgpu\x40\x00\x80\x00gpu-00";
-        uuid[15] = ordinal as u8;
-        Device { ordinal, uuid, primary, started: Instant::now() }
+        Device { ordinal, uuid: uuid(ordinal), primary, started: Instant::now() }
     }
 
     pub fn pci_bus(&self) -> u32 {
@@ -30,7 +38,7 @@ impl Device {
     }
 
     pub fn pci_id(&self) -> String {
-        format!("0000:{:02X}:00.0", self.pci_bus())
+        pci_id(self.ordinal)
     }
 
     /// `None` for an attribute that does not exist.

@@ -20,6 +20,7 @@ pub mod launch;
 pub mod md2;
 pub mod memory;
 pub mod module;
+pub mod nvml;
 pub mod op;
 pub mod pool;
 pub mod proc_address;

@@ -236,13 +236,23 @@ impl Launch {
         };
         let resident =
             self.function.blocks_per_sm(self.block.iter().product(), u64::from(self.shared)) * d.config.sms;
-        pool::run(env, d.config.threads, resident as usize).map_err(|fault| match fault {
-            Fault::Illegal(_) => errors::ILLEGAL_ADDRESS,
-            Fault::Misaligned(_) => errors::MISALIGNED_ADDRESS,
-            Fault::Assert => errors::ASSERT,
-            Fault::Trap => errors::LAUNCH_FAILED,
-            Fault::BadPc => errors::INVALID_PC,
-        })
+        let device = env.device;
+        pool::run(env, d.config.threads, resident as usize)
+            .inspect_err(|fault| {
+                // An MMU fault, or an exception of the graphics engine; a failed assertion is neither.
+                match fault {
+                    Fault::Illegal(_) => d.space.usage.report_xid(device, 31),
+                    Fault::Misaligned(_) | Fault::Trap | Fault::BadPc => d.space.usage.report_xid(device, 13),
+                    Fault::Assert => {}
+                }
+            })
+            .map_err(|fault| match fault {
+                Fault::Illegal(_) => errors::ILLEGAL_ADDRESS,
+                Fault::Misaligned(_) => errors::MISALIGNED_ADDRESS,
+                Fault::Assert => errors::ASSERT,
+                Fault::Trap => errors::LAUNCH_FAILED,
+                Fault::BadPc => errors::INVALID_PC,
+            })
     }
 }
 

@@ -13,6 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const DEVICES: usize = 16;
 const ENTRIES: usize = 512;
 const WORDS: usize = 2 + DEVICES;
+/// After the entries: how many faults there were, then the last of them.
+const FAULTS: usize = 256;
+const ALL_WORDS: usize = ENTRIES * WORDS + 1 + FAULTS;
 
 /// The shared file, mapped; without it only this process counts.
 pub struct Usage {
@@ -44,9 +47,9 @@ fn start_time(pid: u32) -> Option<u64> {
 
 impl Usage {
     pub fn open(config: &Config) -> Usage {
-        let own = (0..ENTRIES * WORDS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
+        let own = (0..ALL_WORDS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
         let mut usage = Usage { file: None, words: own.as_ptr(), own };
-        let bytes = ENTRIES * WORDS * 8;
+        let bytes = ALL_WORDS * 8;
         let options = OpenOptions::new()
             .read(true)
             .write(true)
@@ -82,6 +85,44 @@ impl Usage {
         let _ = &self.own;
         // SAFETY: the index is inside the table, which is mapped (or `own`).
         unsafe { &*self.words.add(entry * WORDS + word) }
+    }
+
+    fn fault(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: the index is inside the table, which is mapped (or `own`).
+        unsafe { &*self.words.add(ENTRIES * WORDS + at % (1 + FAULTS)) }
+    }
+
+    /// How many faults the machine has had.
+    pub fn xids(&self) -> usize {
+        self.fault(0).load(Ordering::SeqCst) as usize
+    }
+
+    /// Device and code of a fault by its number, if it has happened.
+    pub fn xid(&self, number: usize) -> Option<(u32, u64)> {
+        (number < self.xids()).then(|| {
+            let word = self.fault(1 + number % FAULTS).load(Ordering::SeqCst);
+            ((word >> 32) as u32, word & 0xffff_ffff)
+        })
+    }
+
+    /// Makes a fault known to everyone who waits for one.
+    pub fn report_xid(&self, device: u32, code: u32) {
+        self.locked(|| {
+            let n = self.xids();
+            self.fault(1 + n % FAULTS).store((u64::from(device) << 32) | u64::from(code), Ordering::SeqCst);
+            self.fault(0).store(n as u64 + 1, Ordering::SeqCst);
+        });
+    }
+
+    /// Processes with memory on a device, and how much.
+    pub fn processes(&self, device: u32) -> Vec<(u32, u64)> {
+        self.locked(|| {
+            (0..ENTRIES)
+                .map(|e| (e, self.word(e, 2 + device as usize).load(Ordering::Relaxed)))
+                .filter(|(e, used)| *used != 0 && self.alive(*e))
+                .map(|(e, used)| (self.word(e, 0).load(Ordering::Relaxed) as u32, used))
+                .collect()
+        })
     }
 
     fn locked<R>(&self, f: impl FnOnce() -> R) -> R {

@@ -219,7 +219,7 @@ pub fn binary(op: &str, mods: &[&str], ty: Ty) -> Option<Fn2> {
     let has = |m: &str| mods.contains(&m);
     match op {
         "bmsk" if has("clamp") => {
-            return Some(|d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |p, n| ones(p, n)));
+            return Some(|d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, ones));
         }
         "bmsk" if has("wrap") => {
             return Some(|d, a, b, m| map2::<u32, u32, u32>(d, a, b, m, |p, n| ones(p & 31, n & 31)));

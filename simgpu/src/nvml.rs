@@ -1,0 +1,424 @@
+//! A part of NVML: what `nvidia-smi` and the pool's health checks ask of a card.
+//!
+//! The library is the same file under a second name (`libnvidia-ml.so.1`). It needs no `cuInit` and sees the whole
+//! machine: memory in use by every process, and the faults (Xid) of every process.
+
+use crate::device::{pci_id, uuid};
+use crate::driver::config;
+use crate::usage::Usage;
+use std::ffi::{CStr, c_char};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const UNINITIALIZED: u32 = 1;
+const INVALID_ARGUMENT: u32 = 2;
+const NOT_SUPPORTED: u32 = 3;
+const NOT_FOUND: u32 = 6;
+const INSUFFICIENT_SIZE: u32 = 7;
+const TIMEOUT: u32 = 10;
+const UNKNOWN: u32 = 999;
+
+type Result<T = ()> = std::result::Result<T, u32>;
+
+static USERS: AtomicU32 = AtomicU32::new(0);
+static USAGE: LazyLock<Usage> = LazyLock::new(|| Usage::open(config()));
+
+fn guard(body: impl FnOnce() -> Result) -> u32 {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(code)) => code,
+        Err(_) => UNKNOWN,
+    }
+}
+
+fn ready() -> Result {
+    if USERS.load(Ordering::SeqCst) == 0 { Err(UNINITIALIZED) } else { Ok(()) }
+}
+
+/// The ordinal behind a handle; handles are small numbers that are never followed.
+fn device(handle: usize) -> Result<u32> {
+    ready()?;
+    let ordinal = handle.wrapping_sub(0x1000) as u32;
+    if handle >= 0x1000 && ordinal < config().devices { Ok(ordinal) } else { Err(INVALID_ARGUMENT) }
+}
+
+fn handle(ordinal: u32) -> Result<usize> {
+    ready()?;
+    if ordinal < config().devices { Ok(0x1000 + ordinal as usize) } else { Err(INVALID_ARGUMENT) }
+}
+
+unsafe fn out<T>(to: *mut T, value: T) -> Result {
+    if to.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: the program vouches for its pointer.
+    unsafe { to.write_unaligned(value) };
+    Ok(())
+}
+
+unsafe fn put(to: *mut c_char, room: u32, text: &str) -> Result {
+    if to.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    if text.len() >= room as usize {
+        return Err(INSUFFICIENT_SIZE);
+    }
+    // SAFETY: the program vouches for `room` bytes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), text.len());
+        to.add(text.len()).write(0);
+    }
+    Ok(())
+}
+
+unsafe fn text<'a>(from: *const c_char) -> Result<&'a str> {
+    if from.is_null() {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: the program vouches for a C string.
+    unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| INVALID_ARGUMENT)
+}
+
+fn uuid_text(ordinal: u32) -> String {
+    let hex: String = uuid(ordinal).iter().map(|b| format!("{b:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+#[repr(C)]
+pub struct PciInfo {
+    legacy: [u8; 16],
+    domain: u32,
+    bus: u32,
+    device: u32,
+    pci_device_id: u32,
+    pci_subsystem_id: u32,
+    id: [u8; 32],
+}
+
+fn pci(ordinal: u32) -> PciInfo {
+    let fill = |to: &mut [u8], s: &str| to[..s.len()].copy_from_slice(s.as_bytes());
+    let mut info = PciInfo {
+        legacy: [0; 16],
+        domain: 0,
+        bus: ordinal + 1,
+        device: 0,
+        pci_device_id: 0x1eb8_10de,
+        pci_subsystem_id: 0,
+        id: [0; 32],
+    };
+    fill(&mut info.legacy, &pci_id(ordinal));
+    fill(&mut info.id, &format!("0000{}", pci_id(ordinal)));
+    info
+}
+
+#[repr(C)]
+pub struct Memory {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+#[repr(C)]
+pub struct MemoryV2 {
+    version: u32,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Process {
+    pid: u32,
+    used: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+unsafe fn processes<T>(h: usize, count: *mut u32, list: *mut T, make: impl Fn(u32, u64) -> T) -> Result {
+    let all = USAGE.processes(device(h)?);
+    // SAFETY: the program gave room for `*count` entries.
+    unsafe {
+        if count.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let room = *count as usize;
+        *count = all.len() as u32;
+        if room < all.len() {
+            return Err(INSUFFICIENT_SIZE);
+        }
+        for (i, (pid, used)) in all.into_iter().enumerate() {
+            list.add(i).write_unaligned(make(pid, used));
+        }
+    }
+    Ok(())
+}
+
+/// What `nvmlEventSetWait` hands out.
+#[repr(C)]
+pub struct EventData {
+    device: usize,
+    event: u64,
+    data: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+struct EventSet {
+    seen: usize,
+    devices: Vec<u32>,
+}
+
+unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
+    ready()?;
+    if set == 0 {
+        return Err(INVALID_ARGUMENT);
+    }
+    // SAFETY: the set comes from `nvmlEventSetCreate` and is used by one thread at a time, as NVML demands.
+    let set = unsafe { &mut *(set as *mut EventSet) };
+    let end = Instant::now() + Duration::from_millis(u64::from(timeout_ms));
+    loop {
+        while let Some((ordinal, code)) = USAGE.xid(set.seen) {
+            set.seen += 1;
+            if set.devices.contains(&ordinal) {
+                let found = EventData {
+                    device: handle(ordinal)?,
+                    event: 8,
+                    data: code,
+                    gpu_instance: !0,
+                    compute_instance: !0,
+                };
+                // SAFETY: the program vouches for its pointer.
+                return unsafe { out(data, found) };
+            }
+        }
+        if Instant::now() >= end {
+            return Err(TIMEOUT);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+macro_rules! nvml {
+    ($(fn $name:ident($($a:ident: $t:ty),* $(,)?) $body:block)*) => {$(
+        /// See NVIDIA's documentation of the NVML call of this name.
+        ///
+        /// # Safety
+        /// Pointers are as that documentation demands.
+        #[allow(non_snake_case, clippy::macro_metavars_in_unsafe)]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($a: $t),*) -> u32 {
+            guard(|| -> Result {
+                #[allow(unused_unsafe)]
+                // SAFETY: the program vouches for its arguments.
+                unsafe { $body }
+            })
+        }
+    )*};
+}
+
+fn start() -> Result {
+    USERS.fetch_add(1, Ordering::SeqCst);
+    Ok(())
+}
+
+static TABLE: [usize; 512] = {
+    let mut table = [0; 512];
+    table[0] = size_of::<[usize; 512]>();
+    table
+};
+
+/// The table that `nvidia-smi` asks for; it looks at the slots before it calls any.
+const SMI_TABLE: [u8; 16] = 0xc4fe_3e6c_c98f_6c4e_a327_ee69_6e12_f7c4u128.to_be_bytes();
+
+nvml! {
+    fn nvmlInit() { start() }
+    fn nvmlInit_v2() { start() }
+    fn nvmlInitWithFlags(_flags: u32) { start() }
+    fn nvmlShutdown() {
+        USERS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).map(drop).map_err(|_| UNINITIALIZED)
+    }
+
+    fn nvmlInternalGetExportTable(to: *mut usize, id: *const [u8; 16]) {
+        if id.is_null() || *id != SMI_TABLE {
+            return Err(NOT_FOUND);
+        }
+        out(to, TABLE.as_ptr() as usize)
+    }
+
+    fn nvmlSystemGetDriverVersion(to: *mut c_char, room: u32) { put(to, room, "580.00.sim") }
+    fn nvmlSystemGetNVMLVersion(to: *mut c_char, room: u32) { put(to, room, "13.580.00") }
+    fn nvmlSystemGetCudaDriverVersion(to: *mut i32) { out(to, config().driver_version as i32) }
+    fn nvmlSystemGetCudaDriverVersion_v2(to: *mut i32) { out(to, config().driver_version as i32) }
+    fn nvmlSystemGetProcessName(pid: u32, to: *mut c_char, room: u32) {
+        let name = std::fs::read_link(format!("/proc/{pid}/exe")).map_err(|_| NOT_FOUND)?;
+        put(to, room, &name.to_string_lossy())
+    }
+
+    fn nvmlDeviceGetCount(n: *mut u32) {
+        ready()?;
+        out(n, config().devices)
+    }
+    fn nvmlDeviceGetCount_v2(n: *mut u32) {
+        ready()?;
+        out(n, config().devices)
+    }
+    fn nvmlDeviceGetHandleByIndex(i: u32, to: *mut usize) { out(to, handle(i)?) }
+    fn nvmlDeviceGetHandleByIndex_v2(i: u32, to: *mut usize) { out(to, handle(i)?) }
+    fn nvmlDeviceGetHandleByUUID(id: *const c_char, to: *mut usize) {
+        let wanted = text(id)?;
+        let found = (0..config().devices).find(|i| uuid_text(*i) == wanted).ok_or(NOT_FOUND)?;
+        out(to, handle(found)?)
+    }
+    fn nvmlDeviceGetHandleByPciBusId_v2(id: *const c_char, to: *mut usize) {
+        let wanted = text(id)?.to_ascii_uppercase();
+        let found = (0..config().devices).find(|i| wanted.ends_with(&pci_id(*i))).ok_or(NOT_FOUND)?;
+        out(to, handle(found)?)
+    }
+    fn nvmlDeviceGetIndex(h: usize, to: *mut u32) { out(to, device(h)?) }
+    fn nvmlDeviceGetMinorNumber(h: usize, to: *mut u32) { out(to, device(h)?) }
+    fn nvmlDeviceGetName(h: usize, to: *mut c_char, room: u32) {
+        device(h)?;
+        put(to, room, &config().name)
+    }
+    fn nvmlDeviceGetUUID(h: usize, to: *mut c_char, room: u32) { put(to, room, &uuid_text(device(h)?)) }
+    fn nvmlDeviceGetPciInfo_v3(h: usize, to: *mut PciInfo) { out(to, pci(device(h)?)) }
+    fn nvmlDeviceGetCudaComputeCapability(h: usize, major: *mut i32, minor: *mut i32) {
+        device(h)?;
+        out(major, 7)?;
+        out(minor, 5)
+    }
+
+    fn nvmlDeviceGetMemoryInfo(h: usize, to: *mut Memory) {
+        let (total, used) = (config().memory, USAGE.used(device(h)?));
+        out(to, Memory { total, free: total.saturating_sub(used), used })
+    }
+    fn nvmlDeviceGetMemoryInfo_v2(h: usize, to: *mut MemoryV2) {
+        let (total, used) = (config().memory, USAGE.used(device(h)?));
+        if to.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let version = (*to).version;
+        out(to, MemoryV2 { version, total, reserved: 0, free: total.saturating_sub(used), used })
+    }
+    fn nvmlDeviceGetComputeRunningProcesses(h: usize, count: *mut u32, list: *mut [u64; 2]) {
+        processes(h, count, list, |pid, used| [u64::from(pid), used])
+    }
+    fn nvmlDeviceGetComputeRunningProcesses_v3(h: usize, count: *mut u32, list: *mut Process) {
+        processes(h, count, list, |pid, used| Process { pid, used, gpu_instance: !0, compute_instance: !0 })
+    }
+    fn nvmlDeviceGetGraphicsRunningProcesses_v3(h: usize, count: *mut u32, _list: *mut Process) {
+        device(h)?;
+        out(count, 0)
+    }
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(h: usize, count: *mut u32, _list: *mut Process) {
+        device(h)?;
+        out(count, 0)
+    }
+
+    fn nvmlDeviceGetComputeMode(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 0)
+    }
+    fn nvmlDeviceGetPersistenceMode(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 1)
+    }
+    fn nvmlDeviceGetMaxMigDeviceCount(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 0)
+    }
+    fn nvmlDeviceIsMigDeviceHandle(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 0)
+    }
+    fn nvmlDeviceGetVirtualizationMode(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 0)
+    }
+    fn nvmlDeviceGetSupportedEventTypes(h: usize, to: *mut u64) {
+        device(h)?;
+        out(to, 8)
+    }
+
+    fn nvmlEventSetCreate(to: *mut usize) {
+        ready()?;
+        if to.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let set = Box::new(EventSet { seen: USAGE.xids(), devices: Vec::new() });
+        out(to, Box::into_raw(set) as usize)
+    }
+    fn nvmlEventSetFree(set: usize) {
+        if set == 0 {
+            return Err(INVALID_ARGUMENT);
+        }
+        // SAFETY: made by `nvmlEventSetCreate`, and freed once.
+        drop(Box::from_raw(set as *mut EventSet));
+        Ok(())
+    }
+    fn nvmlDeviceRegisterEvents(h: usize, types: u64, set: usize) {
+        let ordinal = device(h)?;
+        if set == 0 {
+            return Err(INVALID_ARGUMENT);
+        }
+        // Critical faults are the only events that a simulated card has.
+        if types & !8 != 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        (*(set as *mut EventSet)).devices.push(ordinal);
+        Ok(())
+    }
+    fn nvmlEventSetWait(set: usize, data: *mut EventData, timeout_ms: u32) { wait(set, data, timeout_ms) }
+    fn nvmlEventSetWait_v2(set: usize, data: *mut EventData, timeout_ms: u32) { wait(set, data, timeout_ms) }
+}
+
+/// See NVIDIA's documentation of the NVML call of this name.
+#[allow(non_snake_case)]
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
+    let text: &CStr = match code {
+        0 => c"Success",
+        1 => c"Uninitialized",
+        2 => c"Invalid Argument",
+        3 => c"Not Supported",
+        4 => c"Insufficient Permissions",
+        6 => c"Not Found",
+        7 => c"Insufficient Size",
+        10 => c"Timeout",
+        13 => c"Function Not Found",
+        15 => c"GPU is lost",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_is_an_event() {
+        let (mut set, mut n) = (0usize, 0u32);
+        // SAFETY: every pointer is a local of the right type.
+        unsafe {
+            assert_eq!(nvmlDeviceGetCount_v2(&raw mut n), UNINITIALIZED);
+            assert_eq!(nvmlInit_v2(), 0);
+            assert_eq!((nvmlDeviceGetCount_v2(&raw mut n), n), (0, 1));
+            let mut h = 0usize;
+            assert_eq!(nvmlDeviceGetHandleByIndex_v2(0, &raw mut h), 0);
+            assert_eq!(nvmlDeviceGetHandleByIndex_v2(7, &raw mut h), INVALID_ARGUMENT);
+            assert_eq!(nvmlEventSetCreate(&raw mut set), 0);
+            assert_eq!(nvmlDeviceRegisterEvents(h, 8, set), 0);
+            let mut data = EventData { device: 0, event: 0, data: 0, gpu_instance: 0, compute_instance: 0 };
+            assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 10), TIMEOUT);
+            USAGE.report_xid(0, 31);
+            assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 1000), 0);
+            assert_eq!((data.device, data.event, data.data), (h, 8, 31));
+            assert_eq!(nvmlEventSetFree(set), 0);
+            assert_eq!(nvmlShutdown(), 0);
+        }
+    }
+}
