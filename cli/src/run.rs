@@ -1,6 +1,7 @@
 //! `gpusession run`: a program with leased GPUs.
 
 use std::ffi::OsString;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -118,6 +119,7 @@ pub async fn direct(servers: &[String], mut spec: Spec, keep: bool, program: &[O
     let socket = PrivateSocket {
         folder: tempfile::Builder::new()
             .prefix("gpusession-")
+            .permissions(std::fs::Permissions::from_mode(0o700))
             .tempdir()
             .map_err(|e| Failure::new(1, format!("no temporary folder: {e}")))?,
     };

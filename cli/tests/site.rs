@@ -1,0 +1,361 @@
+//! A whole site of real programs: server, daemon and command line, over mutual TLS. Workers are the server's test double,
+//! since no CUDA call is made here.
+
+#[path = "../../gpusessiond/tests/common/mod.rs"]
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use common::{Helper, PATIENCE, PrivateBus};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+#[test]
+fn helper_process() {
+    common::helper_main();
+}
+
+/// Folder of the other packages' programs, built if they are not there yet.
+fn programs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_BIN_EXE_gpusession")).parent().unwrap().to_owned();
+        let profile = match folder.file_name().and_then(|n| n.to_str()) {
+            Some("debug") => "dev".to_owned(),
+            name => name.unwrap_or_default().to_owned(),
+        };
+        let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+        let status = Command::new(cargo)
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .args(["build", "--quiet", "--profile", &profile])
+            .args(["-p", "gpuserver", "-p", "gpusessiond", "--bins", "--example", "fake-worker"])
+            .env("CARGO_TARGET_DIR", folder.parent().unwrap())
+            .status()
+            .unwrap();
+        assert!(status.success(), "the programs of the site do not build");
+        folder
+    })
+}
+
+/// A child that does not outlive its test.
+struct Running(Child);
+
+impl Running {
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(i32::try_from(self.0.id()).unwrap()), signal).unwrap();
+    }
+
+    fn stop(mut self) -> i32 {
+        self.signal(Signal::SIGTERM);
+        self.0.wait().unwrap().code().unwrap_or(-1)
+    }
+
+    fn kill(mut self) {
+        self.signal(Signal::SIGKILL);
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Site {
+    folder: tempfile::TempDir,
+    bus: PrivateBus,
+    address: String,
+}
+
+impl Site {
+    /// A pool with one server, not started yet.
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for sub in ["server", "server-run", "etc", "state", "run", "credentials", "lib"] {
+            std::fs::create_dir(folder.path().join(sub)).unwrap();
+        }
+        std::fs::write(folder.path().join("lib/libcuda.so.1"), "").unwrap();
+        let site = Self { folder, bus: PrivateBus::start(), address: String::new() };
+        site.server_listens("127.0.0.1:0", "0");
+        site.gpuserver(&["pool", "init"]);
+        site
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn server_listens(&self, control: &str, data: &str) {
+        let path = |name: &str| self.path(name).display().to_string();
+        let text = format!(
+            "name = \"gpu-a\"\nlisten = \"{control}\"\ndata_ports = \"{data}\"\ndriver = \"{}\"\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n",
+            // Any shared library that is not ours; the test double loads none.
+            "/lib/x86_64-linux-gnu/libc.so.6",
+            path("server"),
+            path("server-run")
+        );
+        std::fs::write(self.path("gpuserver.toml"), text).unwrap();
+    }
+
+    fn server_command(&self) -> Command {
+        let mut command = Command::new(programs().join("gpuserver"));
+        command
+            .env("GPUSERVER_CONF", self.path("gpuserver.toml"))
+            .env("GPUSERVER_WORKER", programs().join("examples/fake-worker"))
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn gpuserver(&self, arguments: &[&str]) -> String {
+        let output = self.server_command().args(arguments).output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "gpuserver {arguments:?}: {error}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Starts the server; from the second time on with the ports of the first.
+    fn start_server(&mut self) -> Running {
+        let child = self.server_command().arg("serve").stderr(Stdio::null()).spawn().unwrap();
+        let status = self.until("the server", |site| {
+            let output = site.server_command().args(["status", "--json"]).output().unwrap();
+            output
+                .status
+                .success()
+                .then(|| serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap())
+        });
+        self.address = status["server"]["control_address"].as_str().unwrap().to_owned();
+        let data = status["server"]["data_address"].as_str().unwrap().rsplit(':').next().unwrap().to_owned();
+        self.server_listens(&self.address, &data);
+        Running(child)
+    }
+
+    fn token(&self) -> String {
+        self.gpuserver(&["token", "create"]).trim().to_owned()
+    }
+
+    fn configure(&self, gpusession: &str, token: &str) {
+        std::fs::write(self.path("etc/gpusession.toml"), gpusession).unwrap();
+        let servers = format!("[[server]]\naddress = \"{}\"\n", self.address);
+        std::fs::write(self.path("etc/servers.toml"), servers).unwrap();
+        std::fs::write(self.path("credentials/gpusession.token"), token).unwrap();
+    }
+
+    fn environment(&self, command: &mut Command) {
+        command
+            .env_clear()
+            .env("PATH", "/usr/bin:/bin")
+            .env("HOME", self.path("home"))
+            .env("DBUS_SYSTEM_BUS_ADDRESS", self.bus.address())
+            .env("STATE_DIRECTORY", self.path("state"))
+            .env("RUNTIME_DIRECTORY", self.path("run"))
+            .env("CONFIGURATION_DIRECTORY", self.path("etc"))
+            .env("CREDENTIALS_DIRECTORY", self.path("credentials"))
+            .env("GPUSESSION_LIBDIR", self.path("lib"))
+            .stdin(Stdio::null());
+    }
+
+    fn start_daemon(&self) -> Running {
+        let mut command = Command::new(programs().join("gpusessiond"));
+        self.environment(&mut command);
+        Running(command.stderr(Stdio::null()).spawn().unwrap())
+    }
+
+    fn gpusession(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpusession"));
+        self.environment(&mut command);
+        command.args(arguments).output().unwrap()
+    }
+
+    /// Waits until the daemon's description is as wanted.
+    fn described(&self, what: &str, test: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
+        self.until(what, |site| {
+            let output = site.gpusession(&["status", "--json"]);
+            let described = serde_json::from_slice::<serde_json::Value>(&output.stdout).ok()?;
+            test(&described).then_some(described)
+        })
+    }
+
+    fn lease(&self) -> String {
+        let described = self.described("the lease", |d| d["state"] == "ready" && d["gpus_leased"] == 1);
+        described["leases"][0]["id"].as_str().unwrap().to_owned()
+    }
+
+    fn until<T>(&self, what: &str, mut test: impl FnMut(&Self) -> Option<T>) -> T {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = test(self) {
+                return found;
+            }
+            assert!(Instant::now() < end, "{what}: not in time");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_machine_joins_leases_and_survives_restarts_of_both_ends() {
+    let mut site = Site::new();
+    let server = site.start_server();
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n", &site.token());
+    let daemon = site.start_daemon();
+    let lease = site.lease();
+    assert!(site.gpuserver(&["leases"]).contains(&lease));
+
+    // A program's end is known to the server at once.
+    let helper = Helper::start(&site.path("run/grant.sock"));
+    assert!(helper.granted);
+    site.described("the process", |d| d["leases"][0]["processes"] == 1);
+    helper.kill();
+    site.described("its end", |d| d["leases"][0]["processes"] == 0);
+
+    // kill -9 of the daemon: the lease is the same.
+    daemon.kill();
+    let daemon = site.start_daemon();
+    assert_eq!(site.lease(), lease);
+
+    // kill -9 of the server: the same, and programs are served again without anybody doing anything.
+    server.kill();
+    let server = site.start_server();
+    site.described("the server again", |d| {
+        d["servers"][0]["state"] == "online" && d["servers"][0]["trouble"].is_null()
+    });
+    assert_eq!(site.lease(), lease);
+    site.until("a grant", |site| Some(Helper::start(&site.path("run/grant.sock"))).filter(|h| h.granted))
+        .kill();
+
+    // A server that stops gives the daemon something to say, and the lease back when it comes again.
+    assert_eq!(server.stop(), 0);
+    site.described("that it is gone", |d| !d["servers"][0]["trouble"].is_null());
+    let server = site.start_server();
+    site.lease();
+
+    assert_eq!(daemon.stop(), 0);
+    assert!(site.gpuserver(&["leases"]).contains("no leases"));
+    assert_eq!(server.stop(), 0);
+}
+
+#[test]
+fn joining_fails_with_words_that_help() {
+    let mut site = Site::new();
+    let _server = site.start_server();
+    let address = site.address.clone();
+    let good = site.token();
+    let join = |token: &str, address: &str| {
+        let output = site.gpusession(&["join", address, token, "--name", "vm-1", "--user"]);
+        (output.status.code().unwrap(), text(&output.stderr))
+    };
+    let (code, error) = join("gpsj-nonsense", &address);
+    assert_eq!(code, 78, "{error}");
+    assert!(error.contains("not a join token"), "{error}");
+    // A token of another pool: this server is not of it, whatever it says.
+    let mut other = Site::new();
+    let _other_server = other.start_server();
+    let (code, error) = join(&other.token(), &address);
+    assert_ne!(code, 0);
+    assert!(error.contains("not of the pool that the join token is for"), "{error}");
+    // The right pool, a secret that nobody made.
+    let mut forged = good.clone();
+    forged.replace_range(80..81, if &forged[80..81] == "x" { "y" } else { "x" });
+    let (code, error) = join(&forged, &address);
+    assert_eq!(code, 77, "{error}");
+    let (code, error) = join(&good, "127.0.0.1:1");
+    assert_eq!(code, 69, "{error}");
+    assert!(error.contains("127.0.0.1:1"), "{error}");
+    assert!(
+        !site.path("home/.config/gpusession/identity/client.key").exists(),
+        "nothing is left of a failed join"
+    );
+
+    let (code, error) = join(&good, &address);
+    assert_eq!(code, 0, "{error}");
+    use std::os::unix::fs::PermissionsExt as _;
+    let key = site.path("home/.config/gpusession/identity/client.key");
+    assert_eq!(std::fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
+    let folder = std::fs::metadata(key.parent().unwrap()).unwrap();
+    assert_eq!(folder.permissions().mode() & 0o777, 0o700);
+    let (code, error) = join(&good, &address);
+    assert_eq!(code, 78, "{error}");
+    assert!(error.contains("already"), "{error}");
+
+    // The right certificate with another key.
+    std::fs::write(&key, rcgen::KeyPair::generate().unwrap().serialize_pem()).unwrap();
+    let output = site.gpusession(&["run", "--server", &address, "--", "true"]);
+    assert_eq!(output.status.code(), Some(125));
+    assert!(text(&output.stderr).contains("client.pem"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn run_without_a_daemon_leases_and_gives_back() {
+    let mut site = Site::new();
+    let server = site.start_server();
+    let address = site.address.clone();
+    let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me"]);
+    assert_eq!(text(&joined.stdout), format!("joined the pool as me; servers: {address}\n"));
+    let script = "test -S $GPUSESSION_SOCKET && stat -c %a $(dirname $GPUSESSION_SOCKET); echo $GPUSESSION_LEASE; exit 9";
+    let run = site.gpusession(&["run", "-n", "2", "--server", &address, "--", "sh", "-c", script]);
+    assert_eq!(run.status.code(), Some(9), "{}", text(&run.stderr));
+    let out = text(&run.stdout);
+    let lines: Vec<&str> = out.lines().collect();
+    assert_eq!(lines[0], "700");
+    assert_eq!(lines[1].len(), 12);
+    assert!(site.gpuserver(&["leases"]).contains("no leases"));
+    // The user's own list of servers, and no daemon.
+    assert_eq!(site.gpusession(&["run", "--", "sh", "-c", "exit 3"]).status.code(), Some(3));
+
+    // Signals are passed on, and the lease goes back all the same.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpusession"));
+    site.environment(&mut command);
+    let trap = "trap 'exit 42' TERM; echo up; while :; do sleep 0.01; done";
+    let mut running =
+        Running(command.args(["run", "--", "sh", "-c", trap]).stdout(Stdio::piped()).spawn().unwrap());
+    let mut byte = [0; 2];
+    std::io::Read::read_exact(running.0.stdout.as_mut().unwrap(), &mut byte).unwrap();
+    assert!(!site.gpuserver(&["leases"]).contains("no leases"));
+    assert_eq!(running.stop(), 42);
+    assert!(site.gpuserver(&["leases"]).contains("no leases"));
+
+    // A lease in a file.
+    let file = site.path("lease.toml").display().to_string();
+    let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
+    assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
+    assert_eq!(
+        site.gpusession(&["run", "--", "true"]).status.code(),
+        Some(125),
+        "all GPUs are in that lease"
+    );
+    let script = ["run", "--lease", &file, "--", "sh", "-c", "echo $GPUSESSION_LEASE"];
+    let (first, second) = (site.gpusession(&script), site.gpusession(&script));
+    assert_eq!(first.stdout, second.stdout, "{}", text(&first.stderr));
+    assert!(std::fs::read_to_string(&file).unwrap().contains(text(&first.stdout).trim()));
+    // The server is down: released all the same.
+    server.kill();
+    let release = site.gpusession(&["release", &file]);
+    assert_eq!(release.status.code(), Some(0), "{}", text(&release.stderr));
+    assert!(text(&release.stdout).contains("ends by itself"), "{}", text(&release.stdout));
+    let unreachable = site.gpusession(&["run", "--server", &address, "--", "true"]);
+    assert_eq!(unreachable.status.code(), Some(125));
+    assert!(text(&unreachable.stderr).contains(&address), "{}", text(&unreachable.stderr));
+}
+
+#[test]
+fn a_revoked_machine_says_so() {
+    let mut site = Site::new();
+    let _server = site.start_server();
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\n", &site.token());
+    let _daemon = site.start_daemon();
+    site.lease();
+    site.gpuserver(&["clients", "revoke", "vm-1"]);
+    site.described("the refusal", |d| d["servers"][0]["state"] == "unauthorized");
+    site.described("the loss", |d| d["gpus_leased"] == 0);
+    let status = text(&site.gpusession(&["status"]).stdout);
+    assert!(status.contains("gpusession join"), "{status}");
+}
