@@ -165,10 +165,17 @@ pub struct ElfKernel {
     pub param_size: u32,
 }
 
+/// A variable in an ELF image; what `init` lacks is zero.
+pub struct ElfVariable {
+    pub name: String,
+    pub size: u64,
+    pub init: Vec<u8>,
+}
+
 /// The kernels and variables of a machine-code image.
 pub struct ElfInfo {
     pub kernels: Vec<ElfKernel>,
-    pub variables: Vec<(String, u64)>,
+    pub variables: Vec<ElfVariable>,
 }
 
 pub fn elf(image: &[u8]) -> Option<ElfInfo> {
@@ -223,7 +230,13 @@ pub fn elf(image: &[u8]) -> Option<ElfInfo> {
             let (kind, other) = (symbol[4] & 15, symbol[5]);
             match kind {
                 2 if other & 0x10 != 0 => entries.push(name),
-                1 if symbol[4] >> 4 != 0 => info.variables.push((name, u64_at(symbol, 16)?)),
+                1 => {
+                    let (at, size) = (u64_at(symbol, 8)?, u64_at(symbol, 16)?);
+                    let section = sections.get(usize::from(u16_at(symbol, 6)?)).map_or(&[][..], |s| s.data);
+                    let init =
+                        section.get(at as usize..).map_or(&[][..], |s| &s[..s.len().min(size as usize)]);
+                    info.variables.push(ElfVariable { name, size, init: init.to_vec() });
+                }
                 _ => {}
             }
         }

@@ -203,7 +203,7 @@ impl Module {
         let space = &driver()?.space;
         let wanted: Vec<(String, u64)> = match &*content {
             Content::Program(p) => p.vars.iter().map(|v| (v.name.clone(), v.size)).collect(),
-            Content::Machine(info) => info.variables.clone(),
+            Content::Machine(info) => info.variables.iter().map(|v| (v.name.clone(), v.size)).collect(),
         };
         let mut variables: Vec<Arc<Allocation>> = Vec::new();
         for (name, size) in &wanted {
@@ -243,6 +243,15 @@ impl Module {
                 unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), a.host_ptr(), bytes.len()) };
             }
             consts = resolve_consts(p, &bases);
+        }
+        if let Content::Machine(info) = &*content {
+            for (var, a) in info.variables.iter().zip(&variables) {
+                // SAFETY: the allocation has `var.size` bytes, at least as many as `init`; nobody else knows it yet.
+                unsafe {
+                    a.host_ptr().write_bytes(0, var.size as usize);
+                    std::ptr::copy_nonoverlapping(var.init.as_ptr(), a.host_ptr(), var.init.len());
+                }
+            }
         }
         let names = wanted.into_iter().enumerate().map(|(i, (name, _))| (name, i)).collect();
         let module = Arc::new(Module {

@@ -375,6 +375,27 @@ nvml! {
     fn nvmlEventSetWait_v2(set: usize, data: *mut EventData, timeout_ms: u32) { wait(set, data, timeout_ms) }
 }
 
+/// Calls about things that a simulated card does not have; the arguments do not matter.
+macro_rules! absent {
+    ($($name:ident)*) => {$(
+        /// Answers "not supported", as many cards do.
+        #[allow(non_snake_case)]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name() -> u32 {
+            NOT_SUPPORTED
+        }
+    )*};
+}
+
+absent! {
+    nvmlDeviceGetBAR1MemoryInfo nvmlDeviceGetClockInfo nvmlDeviceGetCurrPcieLinkGeneration nvmlDeviceGetCurrPcieLinkWidth
+    nvmlDeviceGetDecoderUtilization nvmlDeviceGetDisplayActive nvmlDeviceGetDisplayMode nvmlDeviceGetEccMode
+    nvmlDeviceGetEncoderUtilization nvmlDeviceGetEnforcedPowerLimit nvmlDeviceGetFanSpeed nvmlDeviceGetMaxClockInfo
+    nvmlDeviceGetMigMode nvmlDeviceGetNvLinkState nvmlDeviceGetPerformanceState nvmlDeviceGetPowerManagementLimit
+    nvmlDeviceGetPowerUsage nvmlDeviceGetSerial nvmlDeviceGetTemperature nvmlDeviceGetTemperatureV
+    nvmlDeviceGetTotalEccErrors nvmlDeviceGetUtilizationRates nvmlDeviceGetVbiosVersion nvmlDeviceValidateInforom
+}
+
 /// See NVIDIA's documentation of the NVML call of this name.
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
