@@ -94,9 +94,10 @@ pub fn status(described: &Described) -> String {
     }
     for server in &described.servers {
         match (server.state.as_str(), &server.trouble) {
-            ("unauthorized", _) => trouble.push(format!(
-                "{} does not accept this machine: join again with `gpusession join`",
-                server.name
+            ("unauthorized", why) => trouble.push(format!(
+                "{} does not accept this machine ({}): join again with `gpusession join`",
+                server.name,
+                why.as_deref().unwrap_or("no reason given")
             )),
             ("offline" | "suspect", Some(why)) => {
                 trouble.push(format!("{} is {}: {why}", server.name, server.state))

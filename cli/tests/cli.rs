@@ -10,9 +10,9 @@ use std::process::{Output, Stdio};
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
-use gpusessiond::leases::LeaseState;
 use gpusessiond::leases::engine::Engine;
 use gpusessiond::leases::sim::SimServer;
+use gpusessiond::leases::{LeaseState, Leases as _};
 use gpusessiond::pool::{PoolError, Trouble};
 
 struct Site {
@@ -252,4 +252,62 @@ async fn request_and_release_through_a_file() {
     let bad = site.run(&["release", "bad.toml"]).await;
     assert_eq!(bad.code, 78);
     assert!(bad.err.contains("bad.toml:4:1: unknown key `serverz`, did you mean `servers`?"), "{}", bad.err);
+}
+
+#[tokio::test]
+async fn other_users_have_the_machines_lease_and_nothing_else() {
+    if !nix::unistd::getuid().is_root() {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    const NOBODY: u32 = 65534;
+    let site = Site::new(4, &config(&[1])).await.ready().await;
+    let open = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(site.folder.path(), open.clone()).unwrap();
+    std::fs::set_permissions(site.bus.folder(), open).unwrap();
+    // The program of the test may lie where nobody else can go.
+    let program = site.file("gpusession");
+    std::fs::copy(env!("CARGO_BIN_EXE_gpusession"), &program).unwrap();
+    let nobody = async |arguments: &[&str]| {
+        let output = tokio::process::Command::new(&program)
+            .args(arguments)
+            .current_dir("/")
+            .env_clear()
+            .env("PATH", "/usr/bin:/bin")
+            .env("HOME", "/nonexistent")
+            .env("GPUSESSION_LIBDIR", site.file("lib"))
+            .env("DBUS_SYSTEM_BUS_ADDRESS", site.bus.address())
+            .uid(NOBODY)
+            .gid(NOBODY)
+            .stdin(Stdio::null())
+            .output();
+        let output = tokio::time::timeout(PATIENCE, output).await.unwrap().unwrap();
+        (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    assert_eq!(nobody(&["status"]).await.0, 0);
+    assert_eq!(nobody(&["run", "--", "true"]).await.0, 0);
+    let (code, error) = nobody(&["run", "--new", "--", "true"]).await;
+    assert_eq!(code, 125);
+    assert!(error.contains("extra_leases = 0"), "{error}");
+    let (code, error) = nobody(&["request", "-o", "/tmp/never-written.toml"]).await;
+    assert_eq!(code, 77, "{error}");
+    let machine = site.engine.snapshot().borrow().leases[0].id.clone();
+    let own = site.run(&["request", "-o", "lease.toml", "--json"]).await;
+    let own = json(&own)["lease"].as_str().unwrap().to_owned();
+    for lease in [&machine, &own] {
+        let (code, error) = nobody(&["release", lease]).await;
+        assert_eq!(code, 77, "{error}");
+    }
+    assert!(site.sim.with(|s| s.released.is_empty() && s.requests.len() == 2), "the server was not asked");
+    // Nobody takes the daemon's name.
+    let busctl = tokio::process::Command::new("dbus-send")
+        .args([&format!("--bus={}", site.bus.address()), "--print-reply", "--dest=org.freedesktop.DBus", "/"])
+        .args(["org.freedesktop.DBus.RequestName", "string:org.gpusession1", "uint32:6"])
+        .uid(NOBODY)
+        .output()
+        .await
+        .unwrap();
+    assert!(String::from_utf8_lossy(&busctl.stderr).contains("AccessDenied"), "{busctl:?}");
+    // root may.
+    assert_eq!(site.run(&["release", &machine]).await.code, 0);
 }

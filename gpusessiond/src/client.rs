@@ -103,7 +103,8 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     let trouble = match status.code() {
         Code::ResourceExhausted => Trouble::NoCapacity,
         Code::FailedPrecondition => Trouble::Quota,
-        Code::Unauthenticated | Code::PermissionDenied => Trouble::Refused,
+        // Aborted: another machine uses this identity.
+        Code::Unauthenticated | Code::PermissionDenied | Code::Aborted => Trouble::Refused,
         Code::NotFound => Trouble::NoSuchLease,
         Code::InvalidArgument | Code::OutOfRange | Code::AlreadyExists => Trouble::Invalid,
         Code::Unimplemented => Trouble::Protocol,

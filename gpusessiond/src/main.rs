@@ -219,6 +219,12 @@ async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListen
     let (listener, _file) = listener(inherited)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    tokio::spawn(async move {
+        while hangup.recv().await.is_some() {
+            warn!("the configuration is not read anew while running: restart the daemon for that");
+        }
+    });
     let home = Home::system();
 
     let gate = Arc::new(Gate::new(config.access.clone()));

@@ -31,6 +31,7 @@ enum Message {
     Renew(String, oneshot::Sender<Result<Duration, PoolError>>),
     Grant(Caller, Wish, oneshot::Sender<Answer>),
     Ended(Vec<Granted>),
+    Freed(Slot),
     Drained(oneshot::Sender<()>),
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),
     Renewed(usize, Vec<String>, Duration, Result<Vec<control::RenewedLease>, PoolError>),
@@ -305,6 +306,7 @@ impl Actor {
             Message::Renew(id, reply) => self.renew(&id, reply),
             Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
             Message::Ended(granted) => self.process_ended(granted),
+            Message::Freed(slot) => self.machine.worker_freed(now, slot),
             Message::Drained(reply) => {
                 let slots: Vec<Slot> = self.machine.slots().map(|(slot, _)| slot).collect();
                 for slot in slots {
@@ -783,6 +785,7 @@ impl Actor {
                 continue;
             }
             let pool = self.servers[one.server].clone();
+            let messages = self.messages.clone();
             tokio::spawn(async move {
                 for attempt in 0..ENDED_TRIES {
                     match pool.process_ended(one.lease.clone(), one.worker.to_vec()).await {
@@ -790,8 +793,11 @@ impl Actor {
                             debug!("end of a process of {}: {error}", one.lease);
                             tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
                         }
-                        _ => return,
+                        _ => break,
                     }
+                }
+                if let Some(messages) = messages.upgrade() {
+                    let _ = messages.send(Message::Freed(one.slot));
                 }
             });
         }

@@ -26,6 +26,8 @@ pub const OFFLINE: Duration = Duration::from_secs(60);
 const RETRY_MIN: Duration = Duration::from_secs(1);
 /// Longest pause between tries.
 const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Longest pause between tries to fill a lease's stock of workers: programs wait for it.
+const TAKE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
 const SPARE: usize = 1;
 /// Most workers asked for at once.
@@ -484,6 +486,14 @@ impl Machine {
         Some(workers)
     }
 
+    /// A process of the lease has ended: a limit that refused workers may have room again.
+    pub fn worker_freed(&mut self, now: Time, slot: Slot) {
+        if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
+            held.take_again = now;
+        }
+        self.fill(now, slot);
+    }
+
     fn fill(&mut self, now: Time, slot: Slot) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
         let wanted = (held.missed + SPARE).saturating_sub(held.stock.len()).min(TAKE_MAX);
@@ -524,11 +534,11 @@ impl Machine {
             }
             Ok(_) => {
                 held.take_attempt += 1;
-                held.take_again = now + backoff(&mut self.rng, held.take_attempt);
+                held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
             }
             Err(error) => {
                 held.take_attempt += 1;
-                held.take_again = now + backoff(&mut self.rng, held.take_attempt);
+                held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
                 if error.trouble == Trouble::NoSuchLease {
                     self.lose(now, slot, &error.message);
                 } else {

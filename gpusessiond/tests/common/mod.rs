@@ -101,6 +101,10 @@ impl PrivateBus {
         format!("unix:path={}", self.folder.path().join("bus.sock").display())
     }
 
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
     pub async fn connect(&self) -> zbus::Connection {
         zbus::connection::Builder::address(self.address().as_str()).build().await.unwrap()
     }
