@@ -7,6 +7,8 @@ use std::time::Instant;
 
 pub struct Device {
     pub ordinal: u32,
+    /// Its number in the machine.
+    pub card: u32,
     pub uuid: [u8; 16],
     pub primary: Arc<Context>,
     pub started: Instant,
@@ -29,16 +31,16 @@ pub fn pci_id(ordinal: u32) -> String {
 }
 
 impl Device {
-    pub fn new(ordinal: u32, primary: Arc<Context>) -> Device {
-        Device { ordinal, uuid: uuid(ordinal), primary, started: Instant::now() }
+    pub fn new(ordinal: u32, card: u32, primary: Arc<Context>) -> Device {
+        Device { ordinal, card, uuid: uuid(card), primary, started: Instant::now() }
     }
 
     pub fn pci_bus(&self) -> u32 {
-        self.ordinal + 1
+        self.card + 1
     }
 
     pub fn pci_id(&self) -> String {
-        pci_id(self.ordinal)
+        pci_id(self.card)
     }
 
     /// `None` for an attribute that does not exist.

@@ -30,11 +30,35 @@ pub fn config() -> &'static Config {
     &CONFIG
 }
 
+/// The devices of the machine that `CUDA_VISIBLE_DEVICES` leaves, in its order; it ends at the first bad entry.
+fn visible(list: Option<&str>, devices: u32) -> Vec<u32> {
+    let Some(list) = list else { return (0..devices).collect() };
+    let mut cards = Vec::new();
+    for entry in list.split(',').map(str::trim) {
+        let found = match entry.parse::<u32>() {
+            Ok(n) => (n < devices).then_some(n),
+            Err(_) if entry.len() > 4 => (0..devices).find(|i| crate::nvml::uuid_text(*i).starts_with(entry)),
+            Err(_) => None,
+        };
+        match found {
+            Some(card) if !cards.contains(&card) => cards.push(card),
+            // The same device twice leaves none.
+            Some(_) => return Vec::new(),
+            None => break,
+        }
+    }
+    cards
+}
+
 pub fn init() -> Result {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
-    if CONFIG.devices == 0 {
+    if DRIVER.get().is_some() {
+        return Ok(());
+    }
+    let cards = visible(std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(), CONFIG.devices);
+    if cards.is_empty() {
         return Err(crate::errors::NO_DEVICE);
     }
     DRIVER.get_or_init(|| {
@@ -42,8 +66,11 @@ pub fn init() -> Result {
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         Driver {
             config: CONFIG.clone(),
-            devices: (0..CONFIG.devices).map(|i| Device::new(i, Context::new(i, true, 0))).collect(),
-            space: Space::new(&CONFIG),
+            devices: (0u32..)
+                .zip(&cards)
+                .map(|(i, c)| Device::new(i, *c, Context::new(i, true, 0)))
+                .collect(),
+            space: Space::new(&CONFIG, cards),
         }
     });
     Ok(())
@@ -60,5 +87,19 @@ pub fn driver() -> Result<&'static Driver> {
 impl Driver {
     pub fn device(&self, ordinal: i32) -> Result<&Device> {
         usize::try_from(ordinal).ok().and_then(|i| self.devices.get(i)).ok_or(INVALID_DEVICE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::visible;
+
+    #[test]
+    fn visible_devices() {
+        assert_eq!(visible(None, 3), [0, 1, 2]);
+        assert_eq!(visible(Some("2, 0"), 3), [2, 0]);
+        assert_eq!(visible(Some("1,-1,0"), 3), [1]);
+        assert_eq!(visible(Some("GPU-73696d67-7075-4000-8000-6770752d3001"), 3), [1]);
+        assert!(visible(Some(""), 3).is_empty() && visible(Some("0,0"), 3).is_empty());
     }
 }

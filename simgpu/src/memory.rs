@@ -87,6 +87,8 @@ fn map(hint: u64, len: usize, prot: i32, flags: i32) -> Option<u64> {
 /// Memory created by `cuMemCreate`.
 pub struct Physical {
     pub device: u32,
+    /// The same device by its number in the machine.
+    card: u32,
     pub size: u64,
     pub properties: [u8; 32],
     backing: Arc<Backing>,
@@ -97,7 +99,7 @@ pub struct Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        self.usage.give(self.device, self.size);
+        self.usage.give(self.card, self.size);
     }
 }
 
@@ -230,7 +232,8 @@ struct Inner {
 pub struct Space {
     inner: Mutex<Inner>,
     config: Arc<Config>,
-    pub usage: Arc<Usage>,
+    cards: Vec<u32>,
+    usage: Arc<Usage>,
     next_id: AtomicU64,
     allocations: AtomicU64,
 }
@@ -246,10 +249,11 @@ fn window(at: u64, size: u64) -> Arena {
 }
 
 impl Space {
-    pub fn new(config: &Arc<Config>) -> Space {
+    /// `cards`: the devices that the process sees, by their numbers in the machine.
+    pub fn new(config: &Arc<Config>, cards: Vec<u32>) -> Space {
         let mut inner = Inner::default();
         let size = (config.memory * 2).next_multiple_of(GRANULARITY) + 64 * GRANULARITY;
-        for d in 0..u64::from(config.devices) {
+        for d in 0..cards.len() as u64 {
             let at = if config.device_base == 0 { 0 } else { config.device_base + d * size };
             inner.arenas.push(window(at, size));
             inner.pools.push(window(config.pool_base + d * size, size));
@@ -257,6 +261,7 @@ impl Space {
         Space {
             inner: Mutex::new(inner),
             config: config.clone(),
+            cards,
             usage: Arc::new(Usage::open(config)),
             next_id: AtomicU64::new(1),
             allocations: AtomicU64::new(0),
@@ -271,10 +276,22 @@ impl Space {
         a
     }
 
+    /// Bytes of a device that all processes use.
+    pub fn used(&self, device: u32) -> u64 {
+        self.usage.used(self.cards[device as usize])
+    }
+
+    /// Makes a fault of a device known on the machine.
+    pub fn report_xid(&self, device: u32, code: u32) {
+        self.usage.report_xid(self.cards[device as usize], code);
+    }
+
     fn charge(&self, device: u32, size: u64) -> Result {
         let n = self.allocations.fetch_add(1, Ordering::Relaxed) + 1;
         let every = self.config.fail_alloc_every;
-        if (every != 0 && n.is_multiple_of(every)) || !self.usage.take(device, size, self.config.memory) {
+        if (every != 0 && n.is_multiple_of(every))
+            || !self.usage.take(self.cards[device as usize], size, self.config.memory)
+        {
             return Err(OUT_OF_MEMORY);
         }
         Ok(())
@@ -311,7 +328,7 @@ impl Space {
             Ok(self.insert(&mut inner, a))
         })();
         if made.is_err() {
-            self.usage.give(device, charged);
+            self.usage.give(self.cards[device as usize], charged);
         }
         made
     }
@@ -417,7 +434,7 @@ impl Space {
                 arena.release(base, a.size);
             }
         }
-        self.usage.give(a.device, a.charged);
+        self.usage.give(self.cards[a.device as usize], a.charged);
         Some(a)
     }
 
@@ -540,9 +557,10 @@ impl Space {
         }
         self.charge(device, size)?;
         let backing = Backing::heap(size as usize, self.config.poison)
-            .inspect_err(|_| self.usage.give(device, size))?;
+            .inspect_err(|_| self.usage.give(self.cards[device as usize], size))?;
         Ok(Arc::new(Physical {
             device,
+            card: self.cards[device as usize],
             size,
             properties,
             backing,
@@ -627,7 +645,7 @@ mod tests {
     fn space() -> Space {
         let config =
             Config { memory: 64 << 20, machine: format!("mem-{}", std::process::id()), ..Config::default() };
-        Space::new(&Arc::new(config))
+        Space::new(&Arc::new(config), vec![0])
     }
 
     #[test]

@@ -80,7 +80,8 @@ unsafe fn text<'a>(from: *const c_char) -> Result<&'a str> {
     unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| INVALID_ARGUMENT)
 }
 
-fn uuid_text(ordinal: u32) -> String {
+/// A device's UUID as programs write it.
+pub fn uuid_text(ordinal: u32) -> String {
     let hex: String = uuid(ordinal).iter().map(|b| format!("{b:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }

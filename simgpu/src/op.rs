@@ -209,6 +209,7 @@ impl Launch {
         let d = driver()?;
         let number = COUNT.fetch_add(1, Ordering::Relaxed) + 1;
         if d.config.fault_at_launch == number {
+            d.space.report_xid(stream.device, 31);
             return Err(Error(d.config.fault_code));
         }
         // Machine code is not run.
@@ -241,8 +242,8 @@ impl Launch {
             .inspect_err(|fault| {
                 // An MMU fault, or an exception of the graphics engine; a failed assertion is neither.
                 match fault {
-                    Fault::Illegal(_) => d.space.usage.report_xid(device, 31),
-                    Fault::Misaligned(_) | Fault::Trap | Fault::BadPc => d.space.usage.report_xid(device, 13),
+                    Fault::Illegal(_) => d.space.report_xid(device, 31),
+                    Fault::Misaligned(_) | Fault::Trap | Fault::BadPc => d.space.report_xid(device, 13),
                     Fault::Assert => {}
                 }
             })

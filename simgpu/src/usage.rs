@@ -17,7 +17,8 @@ const WORDS: usize = 2 + DEVICES;
 const FAULTS: usize = 256;
 const ALL_WORDS: usize = ENTRIES * WORDS + 1 + FAULTS;
 
-/// The shared file, mapped; without it only this process counts.
+/// The shared file, mapped; without it only this process counts. Devices are those of the machine, whichever the
+/// process sees.
 pub struct Usage {
     file: Option<File>,
     words: *const AtomicU64,

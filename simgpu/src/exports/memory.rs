@@ -111,7 +111,7 @@ export! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let ctx = working()?;
         let total_bytes = config().memory;
-        let used = driver()?.space.usage.used(ctx.device);
+        let used = driver()?.space.used(ctx.device);
         out(free, total_bytes.saturating_sub(used) as usize)?;
         out(total, total_bytes as usize)
     }

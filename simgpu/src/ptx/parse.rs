@@ -12,11 +12,13 @@ struct Parser<'a> {
     /// Renamings of nested scopes, innermost last.
     scopes: Vec<HashMap<String, String>>,
     scope_count: u32,
+    /// How deep lists are nested here.
+    depth: u32,
 }
 
 /// Parses one PTX translation unit; the error names the line.
 pub fn parse(text: &str) -> Res<Module> {
-    let mut p = Parser { toks: lex(text)?, at: 0, scopes: Vec::new(), scope_count: 0 };
+    let mut p = Parser { toks: lex(text)?, at: 0, scopes: Vec::new(), scope_count: 0, depth: 0 };
     p.module()
 }
 
@@ -271,7 +273,7 @@ impl<'a> Parser<'a> {
     fn initialiser(&mut self, out: &mut Vec<Init>, shift: Option<u32>) -> Res<()> {
         if self.eat(b'{') {
             while !self.eat(b'}') {
-                self.initialiser(out, shift)?;
+                self.nested(|p| p.initialiser(out, shift))?;
                 self.eat(b',');
             }
             return Ok(());
@@ -294,7 +296,7 @@ impl<'a> Parser<'a> {
             Some(Tok::Int(mask)) if self.peek2() == Some(Tok::Punct(b'(')) => {
                 // `0xFF00(symbol)`: one byte of an address.
                 self.at += 2;
-                self.initialiser(out, Some(mask.trailing_zeros()))?;
+                self.nested(|p| p.initialiser(out, Some(mask.trailing_zeros())))?;
                 self.expect(b')')?;
             }
             Some(Tok::F32(bits)) => {
@@ -405,6 +407,9 @@ impl<'a> Parser<'a> {
                 Tok::Punct(b'}') => return Ok(()),
                 Tok::Punct(b';') => {}
                 Tok::Punct(b'{') => {
+                    if self.scopes.len() == 64 {
+                        return self.fail("blocks nested too deeply");
+                    }
                     self.scope_count += 1;
                     self.scopes.push(HashMap::new());
                     self.block(body)?;
@@ -513,6 +518,21 @@ impl<'a> Parser<'a> {
     }
 
     fn operand(&mut self) -> Res<Operand> {
+        self.nested(Self::operand_here)
+    }
+
+    /// Bounds recursion: what is parsed may come from anywhere.
+    fn nested<T>(&mut self, parse: impl FnOnce(&mut Self) -> Res<T>) -> Res<T> {
+        if self.depth == 32 {
+            return self.fail("lists nested too deeply");
+        }
+        self.depth += 1;
+        let parsed = parse(self);
+        self.depth -= 1;
+        parsed
+    }
+
+    fn operand_here(&mut self) -> Res<Operand> {
         let first = match self.next()? {
             Tok::Word(w) => {
                 let name = self.resolve(w);
@@ -601,6 +621,16 @@ mod tests {
         assert!(body.regs.contains_key("t@1") && body.regs.contains_key("%r2"));
         let guards = body.stmts.iter().filter(|s| matches!(s, Stmt::Inst(i) if i.guard.is_some())).count();
         assert_eq!(guards, 1);
+    }
+
+    #[test]
+    fn nesting_is_bounded() {
+        for open in ["{", "(", "a|"] {
+            let text =
+                format!(".version 8.4\n.target sm_75\n.entry k {{ mov.b32 {} ; }}", open.repeat(100_000));
+            assert!(parse(&text).is_err());
+        }
+        assert!(parse(&format!(".version 8.4\n.target sm_75\n.entry k {}", "{".repeat(100_000))).is_err());
     }
 
     #[test]
