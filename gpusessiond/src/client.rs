@@ -69,7 +69,7 @@ fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> 
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
         .connect_timeout(CONNECT)
-        .http2_keep_alive_interval(Duration::from_secs(5))
+        .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true)
         .user_agent(concat!("gpusession/", env!("CARGO_PKG_VERSION")))

@@ -71,6 +71,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     log(&config.log_level);
+    // A part of the daemon that has failed must not leave the rest running without it: systemd starts it anew.
+    std::panic::set_hook(Box::new(|panic| {
+        error!("internal error: {panic}");
+        std::process::exit(INTERNAL.into());
+    }));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
     match runtime.context("runtime").and_then(|runtime| runtime.block_on(daemon(config, inherited))) {
         Ok(code) => ExitCode::from(code),
@@ -230,7 +235,15 @@ async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListen
     let gate = Arc::new(Gate::new(config.access.clone()));
     let engine = Engine::start(Here::this_machine());
     for (order, lease) in (0..).zip(&config.leases) {
-        engine.want(Spec::configured(lease, order)).await;
+        let mut spec = Spec::configured(lease, order);
+        if let Some(name) = lease.for_user.clone() {
+            let user = tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name)).await?;
+            spec.uid = user.ok().flatten().map(|u| u.uid.as_raw());
+            if spec.uid.is_none() {
+                warn!("lease {}: there is no user {}", lease.name, spec.user);
+            }
+        }
+        engine.want(spec).await;
     }
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());
     let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default());

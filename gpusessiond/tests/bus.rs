@@ -3,6 +3,7 @@
 mod common;
 
 use std::collections::HashMap;
+use std::os::fd::FromRawFd as _;
 use std::time::Duration;
 
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
@@ -160,6 +161,19 @@ async fn objects_lists_and_properties() {
         .unwrap();
     let ours = managed.values().filter(|i| i.keys().any(|name| name.starts_with("org.gpusession1.")));
     assert_eq!(ours.count(), 4, "lease, two devices, server: {managed:?}");
+
+    // SAFETY: pidfd_open takes a pid and flags; the descriptor that it makes is owned from here on.
+    let pidfd = unsafe {
+        let fd = libc::syscall(libc::SYS_pidfd_open, std::process::id() as libc::c_int, 0);
+        std::os::fd::OwnedFd::from_raw_fd(fd as libc::c_int)
+    };
+    let mine: Vec<OwnedObjectPath> = manager.call("GetLeaseByPIDFD", &(OwnedFd::from(pidfd),)).await.unwrap();
+    assert_eq!(mine, std::slice::from_ref(path));
+    let file = std::os::fd::OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+    assert_eq!(
+        error_name(manager.call::<_, _, OwnedVariant>("GetLeaseByPIDFD", &(OwnedFd::from(file),)).await),
+        "org.freedesktop.DBus.Error.InvalidArgs"
+    );
 
     for (method, name) in [
         ("GetLease", "org.gpusession1.Error.NoSuchLease"),

@@ -13,7 +13,7 @@ use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 use super::authority::{self, Deed, authorise};
 use super::error::{BusError, Result};
 use super::{PUBLISH_WAIT, Shared, device_path, lease_path, request, server_path};
-use crate::leases::{DeviceView, LeaseState, LeaseView, ServerView, Slot, Snapshot};
+use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, ServerView, Slot, Snapshot};
 
 /// `CreateLease` flag: the lease outlives its requester.
 const PERSISTENT: u64 = 1;
@@ -147,8 +147,13 @@ impl Manager {
 
     #[zbus(name = "GetLeaseByPIDFD", out_args("leases"))]
     async fn get_lease_by_pidfd(&self, pidfd: OwnedFd) -> Result<Vec<OwnedObjectPath>> {
-        drop(pidfd);
-        Err(BusError::not_supported("leases are not looked up by process yet"))
+        let uid =
+            uid_of(&pidfd).map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
+        let person = self.shared.gate.person(uid).await;
+        let caller = Caller { uid, pid: 0, user: person.name, access: person.access };
+        let slots = self.shared.leases.of(caller).await;
+        let snapshot = self.shared.snapshot();
+        Ok(snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect())
     }
 
     #[zbus(out_args("leases"))]
@@ -376,6 +381,23 @@ impl Manager {
     fn boot_allocation_complete(&self) -> bool {
         self.shared.boot_complete()
     }
+}
+
+/// Effective uid of the process behind a pidfd.
+fn uid_of(pidfd: &OwnedFd) -> std::io::Result<u32> {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::MetadataExt as _;
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
+    let pid = |text: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Pid:"));
+        line.and_then(|pid| pid.trim().parse::<u32>().ok()).filter(|pid| *pid > 0)
+    };
+    let ended = || std::io::Error::from(std::io::ErrorKind::NotFound);
+    let before = pid(&info).ok_or_else(ended)?;
+    let uid = std::fs::metadata(format!("/proc/{before}"))?.uid();
+    // A process that ended meanwhile has no pid any more, and its number may be another's.
+    let after = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
+    if pid(&after) == Some(before) { Ok(uid) } else { Err(ended()) }
 }
 
 /// Releases a lease when the last copy of its descriptor is closed.

@@ -30,6 +30,7 @@ enum Message {
     Release(Slot, String, oneshot::Sender<bool>),
     Renew(String, oneshot::Sender<Result<Duration, PoolError>>),
     Grant(Caller, Wish, oneshot::Sender<Answer>),
+    Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
     Freed(Slot),
     Drained(oneshot::Sender<()>),
@@ -100,6 +101,7 @@ impl Engine {
             creating: HashMap::new(),
             granted: BTreeMap::new(),
             drained: Vec::new(),
+            said: HashMap::new(),
             about: Vec::new(),
         };
         tokio::spawn(actor.run(inbox));
@@ -161,6 +163,10 @@ impl Leases for Engine {
         self.call(|reply| Message::Grant(caller, wish, reply))
             .await
             .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "the daemon is stopping".into()))
+    }
+
+    async fn of(&self, caller: Caller) -> Vec<Slot> {
+        self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
     }
 
     fn ended(&self, granted: Vec<Granted>) {
@@ -253,6 +259,8 @@ struct Actor {
     /// Processes per slot.
     granted: BTreeMap<Slot, usize>,
     drained: Vec<oneshot::Sender<()>>,
+    /// What was last said of a waiting lease.
+    said: HashMap<Slot, String>,
     about: Vec<ServerView>,
 }
 
@@ -300,11 +308,17 @@ impl Actor {
             }
             Message::Release(slot, reason, reply) => {
                 let there = self.machine.slot(slot).is_some();
+                if let Some(held) = self.machine.slot(slot).and_then(|w| w.held()) {
+                    info!(gpusession_lease = held.lease.id, "lease {} released: {reason}", held.lease.id);
+                }
                 self.machine.release(now, slot, &reason);
                 let _ = reply.send(there);
             }
             Message::Renew(id, reply) => self.renew(&id, reply),
             Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
+            Message::Of(caller, reply) => {
+                let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
+            }
             Message::Ended(granted) => self.process_ended(granted),
             Message::Freed(slot) => self.machine.worker_freed(now, slot),
             Message::Drained(reply) => {
@@ -505,13 +519,19 @@ impl Actor {
         }
     }
 
-    fn log(&self, change: &Change) {
+    /// For the journal; that a lease waits is said once for each reason, not at every try.
+    fn log(&mut self, change: &Change) {
         match change {
+            Change::Granted { slot } => {
+                self.said.remove(slot);
+            }
             Change::Changed { slot } => {
                 let Some(wanted) = self.machine.slot(*slot) else { return };
-                if let (Phase::Waiting { retry }, Some(error)) = (&wanted.phase, &wanted.trouble) {
-                    let pause = retry.saturating_sub(self.now()).as_secs_f64();
-                    info!(gpusession_reason = ?error.trouble, "lease {} waits {pause:.1} s: {error}", wanted.spec.name);
+                let (Phase::Waiting { .. }, Some(error)) = (&wanted.phase, &wanted.trouble) else { return };
+                let known = self.said.get(slot).is_some_and(|said| *said == error.message);
+                if !known && !self.servers.is_empty() {
+                    info!(gpusession_reason = ?error.trouble, "lease {} waits: {error}", wanted.spec.name);
+                    self.said.insert(*slot, error.message.clone());
                 }
             }
             Change::PrepareForLoss { left, reason, .. } => {
@@ -521,7 +541,8 @@ impl Actor {
                 warn!(gpusession_lease = id, gpusession_reason = reason, "lease {id} lost: {reason}");
             }
             Change::Removed { slot, reason, .. } => {
-                info!(gpusession_reason = reason, "lease slot {slot} removed: {reason}");
+                self.said.remove(slot);
+                debug!(gpusession_reason = reason, "lease slot {slot} removed: {reason}");
             }
             _ => {}
         }
@@ -550,7 +571,8 @@ impl Actor {
                     id: held.map_or(pending_name, |h| h.lease.id.clone()),
                     uid: match spec.owner {
                         Owner::Uid(uid) => uid,
-                        _ => u32::MAX,
+                        Owner::User(_) => spec.uid.unwrap_or(u32::MAX),
+                        Owner::Everyone => u32::MAX,
                     },
                     state: held.map_or(LeaseState::Pending, |h| h.state),
                     devices: held.map(devices).unwrap_or_default(),

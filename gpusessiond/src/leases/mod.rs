@@ -64,6 +64,8 @@ pub struct Spec {
     pub sticky: Vec<String>,
     /// Whose it is.
     pub owner: Owner,
+    /// Uid of the user that `owner` names, once the user database has said it.
+    pub uid: Option<u32>,
     /// User on whose behalf, for the server's limits and accounting; empty is the machine's own.
     pub user: String,
     /// Lifetime.
@@ -99,6 +101,7 @@ impl Spec {
             servers: lease.server.iter().cloned().collect(),
             sticky: Vec::new(),
             owner: lease.for_user.clone().map_or(Owner::Everyone, Owner::User),
+            uid: None,
             user: lease.for_user.clone().unwrap_or_default(),
             class: lease.class,
             once: false,
@@ -146,7 +149,7 @@ impl Spec {
             priority: self.priority.as_str().into(),
             devices: self.devices.clone(),
             user: self.user.clone(),
-            uid: if let Owner::Uid(uid) = self.owner { uid } else { 0 },
+            uid: if let Owner::Uid(uid) = self.owner { uid } else { self.uid.unwrap_or(0) },
             ttl_usec: self.ttl.map_or(0, |t| t.as_micros() as u64),
             who: self.who.clone(),
             why: self.why.clone(),
@@ -433,6 +436,8 @@ pub trait Leases: Send + Sync {
     async fn renew(&self, id: &str) -> Result<Duration, PoolError>;
     /// Grants GPUs to a process.
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
+    /// The leases that a process of this user gets without naming one.
+    async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).
     fn ended(&self, granted: Vec<Granted>);
     /// Asks a server how it is; the round trip.
