@@ -77,6 +77,10 @@ fn arm(name: &str, params: &[Param]) -> String {
                 writeln!(before, "            let {v} = session.stream(r.word()?)?;").unwrap();
                 arguments.push(v);
             }
+            Kind::Handle("func") => {
+                writeln!(before, "            let {v} = session.funcs.get(r.word()?)?.object.0;").unwrap();
+                arguments.push(v);
+            }
             Kind::Handle(kind) => {
                 let table = if kind == "library" { "libraries".to_string() } else { format!("{kind}s") };
                 writeln!(before, "            let {v} = session.{table}.get(r.word()?)?.0;").unwrap();

@@ -53,8 +53,7 @@ static void run(Release how, const char *name) {
         last = now;
     }
     EXPECT(submitted > 500);
-    EXPECT(cudaStreamQuery(blocked) == cudaErrorNotReady || submitted < ENTRIES);
-    cudaGetLastError();  // "not ready" counts as an error until it is fetched
+    // The held thread may hold the stream's lock in the driver: asking about that stream now would wait for it.
     switch (how) {
     case Release::WriteValue:
         CHECK_DRIVER(cuStreamWriteValue32_(other, address, 1, CU_STREAM_WRITE_VALUE_DEFAULT));

@@ -34,12 +34,14 @@ pub use codes::*;
 
 /// Runs a call's body; a panic in it becomes `CUDA_ERROR_UNKNOWN`.
 #[inline]
-pub fn guard(body: impl FnOnce() -> Result) -> Status {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => 0,
+pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
+    let status = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return 0,
         Ok(Err(status)) => status,
         Err(_) => UNKNOWN,
-    }
+    };
+    crate::trace::failed(name, status);
+    status
 }
 
 /// Defines exported driver functions. With `/ TWIN [MODE]` the variant for per-thread default streams is defined too, and
@@ -52,7 +54,7 @@ macro_rules! driver {
         /// As the CUDA driver API documents for this call.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> i32 {
-            crate::entry::guard(|| $body)
+            crate::entry::guard(stringify!($name), || $body)
         }
         driver!($($rest)*);
     };
@@ -63,7 +65,7 @@ macro_rules! driver {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> i32 {
             let $mode = crate::streams::Default::Legacy;
-            crate::entry::guard(|| $body)
+            crate::entry::guard(stringify!($name), || $body)
         }
         $(#[$doc])*
         /// # Safety
@@ -71,7 +73,7 @@ macro_rules! driver {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $twin($($arg: $ty),*) -> i32 {
             let $mode = crate::streams::Default::PerThread;
-            crate::entry::guard(|| $body)
+            crate::entry::guard(stringify!($name), || $body)
         }
         driver!($($rest)*);
     };

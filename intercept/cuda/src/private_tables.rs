@@ -140,7 +140,7 @@ extern "C" fn cudart_load_header(
 }
 
 extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
-    guard(|| {
+    guard("cudart_primary", || {
         let client = client::get()?;
         client.device(device)?;
         give(ctx, client.primary(device as u32) as *mut c_void)
@@ -177,7 +177,7 @@ extern "C" fn hooks_unused() -> i32 {
 }
 
 extern "C" fn tls_context(ctx: *mut *mut c_void) -> i32 {
-    guard(|| give(ctx, thread::current() as *mut c_void))
+    guard("tls_context", || give(ctx, thread::current() as *mut c_void))
 }
 
 // --- Values that libraries keep per context. Looked up at nearly every runtime call: answers are remembered per thread.
@@ -214,7 +214,7 @@ extern "C" fn storage_put(
     value: *mut c_void,
     destructor: Destructor,
 ) -> i32 {
-    guard(|| {
+    guard("storage_put", || {
         let ctx = storage_context(ctx)?;
         let mut storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
         storage
@@ -226,7 +226,7 @@ extern "C" fn storage_put(
 }
 
 extern "C" fn storage_delete(ctx: *mut c_void, key: *mut c_void) -> i32 {
-    guard(|| {
+    guard("storage_delete", || {
         let ctx = storage_context(ctx)?;
         let mut storage = STORAGE.lock().unwrap_or_else(PoisonError::into_inner);
         storage.get_or_insert_default().remove(&(ctx, key as usize));
@@ -236,7 +236,7 @@ extern "C" fn storage_delete(ctx: *mut c_void, key: *mut c_void) -> i32 {
 }
 
 extern "C" fn storage_get(value: *mut *mut c_void, ctx: *mut c_void, key: *mut c_void) -> i32 {
-    guard(|| {
+    guard("storage_get", || {
         let ctx = storage_context(ctx)?;
         let key = key as usize;
         let place = (key >> 4 ^ ctx as usize) % REMEMBERED;
@@ -294,7 +294,7 @@ pub fn forget_context(ctx: u64) {
 // --- Small questions about a context.
 
 extern "C" fn checks_flags(_ctx: *mut c_void, flags: *mut u32, _: *mut *mut c_void) -> i32 {
-    guard(|| give(flags, 0))
+    guard("checks_flags", || give(flags, 0))
 }
 
 extern "C" fn checks_zero() -> u32 {
@@ -307,13 +307,13 @@ pub fn context_id(ctx: u64) -> u64 {
 }
 
 extern "C" fn tools_context_id(ctx: *mut c_void, out: *mut u64) -> i32 {
-    guard(|| give(out, if ctx.is_null() { 0 } else { context_id(ctx as u64) }))
+    guard("tools_context_id", || give(out, if ctx.is_null() { 0 } else { context_id(ctx as u64) }))
 }
 
 // --- Where the multiprocessors are: cublasLt asks on Hopper.
 
 extern "C" fn tpc_get(in_gpc: *mut *mut u8, gpc: *mut *mut u8) -> i32 {
-    guard(|| {
+    guard("tpc_get", || {
         let client = client::get()?;
         let device =
             client.device(client.device_of(thread::context().map_err(|_| INVALID_CONTEXT)?)? as i32)?;
@@ -353,7 +353,7 @@ extern "C" fn tpc_free(in_gpc: *mut u8, gpc: *mut u8) -> i32 {
 const KEY: [u8; 16] = id(0x146addae_53a9a752_aa084136_0bf55a9f);
 
 extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64; 2]) -> i32 {
-    guard(|| {
+    guard("integrity_check", || {
         const FIRST: [u64; 2] = [0x3341_181c_03cb_675c, 0x8ed3_83aa_1f4c_d1e8];
         const SECOND: [u64; 2] = [0x1841_181c_03cb_675c, 0x8ed3_83aa_1f4c_d1e8];
         if result.is_null() {

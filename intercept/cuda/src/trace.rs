@@ -1,4 +1,4 @@
-//! `GPUSESSION_TRACE=why,missing,summary`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
+//! `GPUSESSION_TRACE=why,missing,errors,summary`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -7,6 +7,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 struct Wanted {
     why: bool,
     missing: bool,
+    errors: bool,
     summary: bool,
 }
 
@@ -15,7 +16,7 @@ fn wanted() -> &'static Wanted {
     WANTED.get_or_init(|| {
         let text = std::env::var("GPUSESSION_TRACE").unwrap_or_default();
         let has = |word: &str| text.split(',').any(|w| w.trim() == word);
-        Wanted { why: has("why"), missing: has("missing"), summary: has("summary") }
+        Wanted { why: has("why"), missing: has("missing"), errors: has("errors"), summary: has("summary") }
     })
 }
 
@@ -43,6 +44,15 @@ pub fn missing(name: &'static str) {
     };
     if first && wanted().missing {
         print(&format!("gpusession: {name} is not supported (see docs/coverage.md)"));
+    }
+}
+
+/// A call that did not succeed.
+#[cold]
+pub fn failed(name: &'static str, status: i32) {
+    if wanted().errors {
+        let error = crate::errors::find(status).map_or("unknown error", |(name, _)| name.to_str().unwrap_or_default());
+        print(&format!("gpusession: {name} -> {error}"));
     }
 }
 

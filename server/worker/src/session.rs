@@ -44,7 +44,7 @@ pub struct Session {
     /// Libraries.
     pub libraries: Table<Object>,
     /// Kernels and functions.
-    pub funcs: Table<Object>,
+    pub funcs: Table<crate::ops::module::Func>,
     /// Graphs.
     pub graphs: Table<Object>,
     /// Executable graphs.

@@ -390,7 +390,7 @@ driver! {
         let client = client::get()?;
         client.device(device)?;
         let kernel = functions::find(kernel as u64)?;
-        // Those that came along are those of the device that was current then; with one device there is no other.
+        // The attributes that came along are those of the device that was current then; with one device there is no other.
         let device = if client.devices.len() == 1 { OWN_DEVICE } else { device };
         give(value, kernel.attribute(client, attribute, device)?)
     }

@@ -125,7 +125,7 @@ impl Params {
         };
         Ok(match kind {
             0 => {
-                let func = session.funcs.get(r.word()?)?.0;
+                let func = session.funcs.get(r.word()?)?.object.0;
                 let mut d = [0u32; 7];
                 for dimension in &mut d {
                     *dimension = r.word()? as u32;

@@ -35,7 +35,7 @@ fn halves(word: u64) -> [u32; 2] {
 
 /// `LAUNCH`: function, grid and block (two dimensions a word), shared bytes, stream, attributes, parameters.
 pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
-    let func = session.funcs.get(r.word()?)?.0;
+    let func = session.funcs.get(r.word()?)?.object.0;
     let ([gx, gy], [gz, bx], [by, bz]) = (halves(r.word()?), halves(r.word()?), halves(r.word()?));
     let shared = r.word()? as u32;
     let stream = session.stream(r.word()?)?;
@@ -83,7 +83,7 @@ pub fn own_attributes(session: &Session, bytes: &[u8]) -> Result<Vec<u64>, Statu
 /// `OCCUPANCY`: which question, function, block size, dynamic shared bytes, flags or count, launch configuration.
 pub fn occupancy(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let question = r.word()?;
-    let func = session.funcs.get(r.word()?)?.0;
+    let func = session.funcs.get(r.word()?)?.object.0;
     let (block, shared, flags) = (r.word()? as i32, r.word()? as usize, r.word()? as u32);
     let call = &session.driver.call;
     match question {

@@ -166,11 +166,11 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MODULE_UNLOAD => module::unload_module(session, &mut r),
         op::LIBRARY_UNLOAD => module::unload_library(session, &mut r),
         op::LIBRARY_MODULE => module::library_module(session, &mut r),
-        op::GET_FUNCTION => module::get_function(session, &mut r, answer),
+        op::GET_FUNCTION => module::get_function(session, executor, &mut r, answer),
         op::GET_GLOBAL => module::get_global(session, &mut r, answer),
         op::ENUMERATE => module::enumerate(session, &mut r, answer),
-        op::FUNC_ATTRIBUTE => module::attribute(session, &mut r, answer),
-        op::FUNC_SET_ATTRIBUTE => module::set_attribute(session, &mut r),
+        op::FUNC_ATTRIBUTE => module::attribute(session, executor, &mut r, answer),
+        op::FUNC_SET_ATTRIBUTE => module::set_attribute(session, executor, &mut r),
         op::TENSOR_MAP => launch::tensor_map(session, &mut r, answer),
         op::OCCUPANCY => launch::occupancy(session, &mut r, answer),
         op::GRAPH_CREATE => graph::create(session, &mut r),
@@ -209,6 +209,8 @@ pub struct Touched {
     /// Something on a default stream: ordered with every other stream.
     every_stream: bool,
     some_stream: bool,
+    /// The frame only waits: it must see what came before, but nothing needs to stay behind it.
+    only_waits: bool,
 }
 
 impl Touched {
@@ -219,13 +221,14 @@ impl Touched {
 
     /// Whether a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
-        (self.every_stream && earlier.some_stream)
-            || (self.some_stream && earlier.every_stream)
-            || self.handles.iter().any(|h| earlier.handles.contains(h))
+        !earlier.only_waits
+            && ((self.every_stream && earlier.some_stream)
+                || (self.some_stream && earlier.every_stream)
+                || self.handles.iter().any(|h| earlier.handles.contains(h)))
     }
 }
 
-/// See [`Touched`]. Frames that only wait touch nothing: another thread's work may be what they wait for.
+/// See [`Touched`].
 pub fn touches(frame: &Frame) -> Touched {
     let mut touched = Touched::default();
     let mut r = Reader::new(&frame.body);
@@ -242,6 +245,18 @@ pub fn touches(frame: &Frame) -> Touched {
             touched.stream(words[5]);
         }
         op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(words[2]),
+        op::STREAM_SYNC | op::STREAM_QUERY => {
+            touched.stream(words[0]);
+            touched.only_waits = true;
+        }
+        op::EVENT_SYNC | op::EVENT_QUERY | op::EVENT_ELAPSED => {
+            touched.handles.push(words[0]);
+            touched.only_waits = true;
+        }
+        op::CTX_SYNC | op::FREE | op::PRIMARY_RESET => {
+            touched.stream(0);
+            touched.only_waits = true;
+        }
         op::EVENT_RECORD | op::STREAM_WAIT_EVENT => {
             touched.handles.push(words[if frame.header.op.get() == op::EVENT_RECORD { 0 } else { 1 }]);
             touched.stream(words[if frame.header.op.get() == op::EVENT_RECORD { 1 } else { 0 }]);

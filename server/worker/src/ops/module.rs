@@ -3,9 +3,11 @@
 use std::ffi::{CStr, CString, c_char, c_void};
 
 use gpusession_proto::frame::Reader;
+use gpusession_proto::handle::{CTX, make};
 
 use super::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
+use crate::execute::Executor;
 use crate::handles::Object;
 use crate::session::Session;
 
@@ -155,9 +157,13 @@ pub fn library_module(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// `GET_FUNCTION`: new handle, parent, how (0 function of a module, 1 kernel of a library, 2 function of a kernel), name.
 /// Answers the parameters' offsets and sizes, then the attributes.
-pub fn get_function(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn get_function(session: &Session, executor: &mut Executor, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
     let name = name(r)?;
+    if executor.current == 0 {
+        // Runtimes look kernels up before they enter a context; the driver describes them only within one.
+        session.contexts.enter(session.driver, executor, make(CTX, 0, 1, 0))?;
+    }
     let call = &session.driver.call;
     let mut func = std::ptr::null_mut();
     // SAFETY: the out pointer is valid, parents belong to this worker, the name ends in a zero.
@@ -165,17 +171,29 @@ pub fn get_function(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
         match how {
             0 => (call.cuModuleGetFunction)(&mut func, session.modules.get(parent)?.0, name.as_ptr()),
             1 => (call.cuLibraryGetKernel)(&mut func, session.libraries.get(parent)?.0, name.as_ptr()),
-            2 => (call.cuKernelGetFunction)(&mut func, session.funcs.get(parent)?.0),
+            2 => (call.cuKernelGetFunction)(&mut func, session.funcs.get(parent)?.object.0),
             _ => status::INVALID_VALUE,
         }
     })?;
-    session.funcs.put(handle, Object(func))?;
-    describe(session, func, how == 1, answer);
+    let device = session.contexts.get(executor.current)?.1;
+    let func = Func { object: Object(func), kernel: how == 1 };
+    session.funcs.put(handle, func)?;
+    describe(session, func, device, answer);
     Ok(())
 }
 
-fn describe(session: &Session, func: Handle, kernel: bool, answer: &mut Answer) {
+/// A kernel or a function: launches take both, attributes are asked for in different ways.
+#[derive(Clone, Copy)]
+pub struct Func {
+    /// The driver's handle.
+    pub object: Object,
+    /// Whether it is a kernel.
+    pub kernel: bool,
+}
+
+fn describe(session: &Session, func: Func, device: u32, answer: &mut Answer) {
     let call = &session.driver.call;
+    let (kernel, handle) = (func.kernel, func.object.0);
     let mut params = Vec::new();
     while params.len() < MAX_PARAMS {
         let (mut offset, mut size) = (0, 0);
@@ -183,9 +201,9 @@ fn describe(session: &Session, func: Handle, kernel: bool, answer: &mut Answer) 
         // SAFETY: the out pointers are valid; an index past the end is refused.
         let got = unsafe {
             if kernel {
-                (call.cuKernelGetParamInfo)(func, index, &mut offset, &mut size)
+                (call.cuKernelGetParamInfo)(handle, index, &mut offset, &mut size)
             } else {
-                (call.cuFuncGetParamInfo)(func, index, &mut offset, &mut size)
+                (call.cuFuncGetParamInfo)(handle, index, &mut offset, &mut size)
             }
         };
         if got != 0 {
@@ -199,50 +217,52 @@ fn describe(session: &Session, func: Handle, kernel: bool, answer: &mut Answer) 
     }
     answer.word(ATTRIBUTES as u64);
     for attribute in 0..ATTRIBUTES {
-        answer.word(attribute_of(session, func, attribute, None).map_or(u64::MAX, |v| u64::from(v as u32)));
+        answer.word(attribute_of(session, func, attribute, device).map_or(u64::MAX, |v| u64::from(v as u32)));
     }
 }
 
-fn attribute_of(session: &Session, func: Handle, attribute: i32, device: Option<i32>) -> Result<i32, Status> {
+fn attribute_of(session: &Session, func: Func, attribute: i32, device: u32) -> Result<i32, Status> {
     let call = &session.driver.call;
+    let device = session.contexts.device(u64::from(device))?;
     let mut value = 0;
-    // SAFETY: the out pointer is valid; kernels and functions are accepted in each other's place.
+    // SAFETY: the out pointer is valid; the handle is of the kind that each call wants.
     check(unsafe {
-        match device {
-            Some(device) => (call.cuKernelGetAttribute)(&mut value, attribute, func, device),
-            None => (call.cuFuncGetAttribute)(&mut value, attribute, func),
+        if func.kernel {
+            (call.cuKernelGetAttribute)(&mut value, attribute, func.object.0, device)
+        } else {
+            (call.cuFuncGetAttribute)(&mut value, attribute, func.object.0)
         }
     })?;
     Ok(value)
 }
 
-/// The device of a kernel attribute; `u64::MAX`: the function's own.
-fn device(session: &Session, word: u64) -> Result<Option<i32>, Status> {
-    if word == u64::MAX { Ok(None) } else { session.contexts.device(word).map(Some) }
+/// The device of a kernel's attribute; `u64::MAX`: the current one's.
+fn device(session: &Session, executor: &Executor, word: u64) -> Result<u32, Status> {
+    if word == u64::MAX { Ok(session.contexts.get(executor.current)?.1) } else { Ok(word as u32) }
 }
 
 /// `FUNC_ATTRIBUTE`: function, attribute, device.
-pub fn attribute(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (func, attribute) = (session.funcs.get(r.word()?)?.0, r.word()? as i32);
-    let value = attribute_of(session, func, attribute, device(session, r.word()?)?)?;
+pub fn attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (func, attribute) = (session.funcs.get(r.word()?)?, r.word()? as i32);
+    let value = attribute_of(session, func, attribute, device(session, executor, r.word()?)?)?;
     answer.word(u64::from(value as u32));
     Ok(())
 }
 
 /// `FUNC_SET_ATTRIBUTE`: function, what (0 attribute, 1 cache configuration, 2 shared-memory configuration), key, value, device.
-pub fn set_attribute(session: &Session, r: &mut Reader<'_>) -> Done {
-    let (func, what, key, value) =
-        (session.funcs.get(r.word()?)?.0, r.word()?, r.word()? as i32, r.word()? as i32);
-    let device = device(session, r.word()?)?;
+pub fn set_attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>) -> Done {
+    let (func, what, key, value) = (session.funcs.get(r.word()?)?, r.word()?, r.word()? as i32, r.word()? as i32);
+    let device = session.contexts.device(u64::from(device(session, executor, r.word()?)?))?;
     let call = &session.driver.call;
-    // SAFETY: a kernel or function of this worker.
+    let handle = func.object.0;
+    // SAFETY: a kernel or function of this worker, each with the calls of its kind.
     Ok(check(unsafe {
-        match (what, device) {
-            (0, Some(device)) => (call.cuKernelSetAttribute)(key, value, func, device),
-            (0, None) => (call.cuFuncSetAttribute)(func, key, value),
-            (1, Some(device)) => (call.cuKernelSetCacheConfig)(func, value, device),
-            (1, None) => (call.cuFuncSetCacheConfig)(func, value),
-            (2, _) => (call.cuFuncSetSharedMemConfig)(func, value),
+        match (what, func.kernel) {
+            (0, true) => (call.cuKernelSetAttribute)(key, value, handle, device),
+            (0, false) => (call.cuFuncSetAttribute)(handle, key, value),
+            (1, true) => (call.cuKernelSetCacheConfig)(handle, value, device),
+            (1, false) => (call.cuFuncSetCacheConfig)(handle, value),
+            (2, _) => (call.cuFuncSetSharedMemConfig)(handle, value),
             _ => status::INVALID_VALUE,
         }
     })?)
