@@ -81,6 +81,8 @@ pub fn driver() -> Result<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
+    // Host functions may wait and ask, which needs no driver, and nothing else.
+    crate::submit::not_in_callback()?;
     DRIVER.get().ok_or(NOT_INITIALIZED)
 }
 

@@ -137,16 +137,17 @@ impl Graph {
 
     pub fn duplicate(&self) -> Arc<Graph> {
         let copy = Graph::new();
-        let mut clones = HashMap::new();
-        for n in self.sorted().unwrap_or_default() {
-            let after = n.after.lock().iter().filter_map(|a| clones.get(&handle(a)).cloned()).collect();
-            let kind = match &*n.kind.lock() {
-                NodeKind::Child(g) => NodeKind::Child(g.duplicate()),
-                other => other.clone(),
-            };
-            if let Ok(node) = copy.add(kind, after) {
-                clones.insert(handle(&n), node);
+        let mut clones: HashMap<usize, Arc<Node>> = HashMap::new();
+        let nodes = self.nodes.lock().clone();
+        for n in &nodes {
+            let kind = snapshot(&n.kind.lock());
+            if let Ok(node) = copy.add(kind, Vec::new()) {
+                clones.insert(handle(n), node);
             }
+        }
+        for n in &nodes {
+            let after = n.after.lock().iter().filter_map(|a| clones.get(&handle(a)).cloned()).collect();
+            *clones[&handle(n)].after.lock() = after;
         }
         *copy.clones.lock() = clones;
         copy

@@ -471,6 +471,10 @@ impl Space {
                 return Err(INVALID_VALUE);
             }
             let n = (a.end() - at).min(end - at) as usize;
+            // Mapped memory that no device may reach is no memory yet.
+            if matches!(a.kind, Kind::Mapped(_)) && a.access.load(Ordering::Relaxed) == 0 {
+                return Err(INVALID_VALUE);
+            }
             // SAFETY: `at` lies inside the allocation, hence inside its backing.
             let ptr = unsafe { a.host_ptr().add((at - a.base) as usize) };
             out.push(Piece { ptr, len: n, keep: a.clone() });
@@ -675,6 +679,8 @@ mod tests {
             let p = s.create(0, GRANULARITY, [0; 32]).unwrap();
             s.map(at + i * GRANULARITY, GRANULARITY, 0, p).unwrap();
         }
+        assert!(s.pieces(at + 100, 1).is_err());
+        s.set_access(at, 2 * GRANULARITY, 0, true).unwrap();
         assert_eq!(s.pieces(at + 100, GRANULARITY).unwrap().len(), 2);
         assert!(s.unreserve(at, 4 * GRANULARITY).is_err());
         s.unmap(at, 2 * GRANULARITY).unwrap();

@@ -75,7 +75,6 @@ pub fn submit_after(s: &Arc<Stream>, op: Op, mut after: Vec<Point>) -> Result<Op
 
 /// Waits until a stream has done everything submitted so far.
 pub fn synchronize(s: &Arc<Stream>) -> Result {
-    not_in_callback()?;
     graph::forbid_sync(s)?;
     let ctx = context_of(s)?;
     let mut points = vec![s.last()];

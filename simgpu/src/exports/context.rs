@@ -3,6 +3,7 @@
 use super::{out, out_opt};
 use crate::capture;
 use crate::context::{self, CONTEXTS, Context, by_handle, current, not_poisoned, with_stack, working};
+use crate::device::SHARED_OPTIN;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_CONTEXT, INVALID_VALUE, Result};
 use crate::export;
@@ -83,18 +84,19 @@ fn synchronize(ctx: &Arc<Context>) -> Result {
     ctx.synchronize()
 }
 
-/// Default values of the limits that exist.
-fn limit_default(id: u32) -> Option<u64> {
-    Some(match id {
-        0 => 1024,
-        1 => 1 << 20,
-        2 => 8 << 20,
-        3 => 2,
-        4 => 2048,
-        5 => 64,
-        6 => 0,
-        _ => return None,
-    })
+/// Default values of the limits that exist, and what others answer.
+fn limit_default(id: u32) -> Result<u64> {
+    match id {
+        0 => Ok(1024),
+        1 => Ok(1 << 20),
+        2 => Ok(8 << 20),
+        4 => Ok(2048),
+        5 => Ok(64),
+        6 | 8 => Ok(0),
+        7 => Ok(u64::from(SHARED_OPTIN)),
+        3 | 9 => Err(errors::UNSUPPORTED_LIMIT),
+        _ => Err(INVALID_VALUE),
+    }
 }
 
 export! {
@@ -211,14 +213,19 @@ export! {
 
     fn cuCtxGetLimit(value: *mut usize, limit: u32) {
         let ctx = working()?;
-        let default = limit_default(limit).ok_or(INVALID_VALUE)?;
+        let default = limit_default(limit)?;
         let set = ctx.state.lock().limits.get(&limit).copied();
         out(value, set.unwrap_or(default) as usize)
     }
 
     fn cuCtxSetLimit(limit: u32, value: usize) {
         let ctx = working()?;
-        limit_default(limit).ok_or(INVALID_VALUE)?;
+        limit_default(limit)?;
+        match limit {
+            5 if value > 128 => return Err(INVALID_VALUE),
+            7 | 8 => return Err(errors::NOT_PERMITTED),
+            _ => {}
+        }
         capture::forbid_unsafe()?;
         ctx.state.lock().limits.insert(limit, value as u64);
         Ok(())

@@ -93,13 +93,14 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
 }
 
 /// What `cuPointerGetAttributes` answers for an address nobody allocated.
-unsafe fn absent(to: *mut u8, id: u32) -> Result {
+unsafe fn absent(to: *mut u8, id: u32, at: u64) -> Result {
     // SAFETY: the program gave room for the attribute's type.
     unsafe {
         match id {
             2 | 6 | 8 | 10 | 13 | 15 | 16 | 21 => out(to.cast(), 0u32),
             9 => out(to.cast(), -2i32),
-            1 | 3 | 4 | 7 | 14 | 17..=20 => out(to.cast(), 0u64),
+            4 => out(to.cast(), at),
+            1 | 3 | 7 | 14 | 17..=20 => out(to.cast(), 0u64),
             // Left as they are.
             11 | 12 => Ok(()),
             _ => Err(INVALID_VALUE),
@@ -157,10 +158,17 @@ export! {
     }
 
     fn cuMemHostAlloc(p: *mut u64, bytes: usize, flags: u32) {
+        if bytes == 0 {
+            working()?;
+            return out(p, 0);
+        }
         out(p, host_alloc(bytes, flags)?.base)
     }
 
     fn cuMemFreeHost(p: u64) {
+        if p == 0 {
+            return driver().map(drop);
+        }
         let ctx = working()?;
         forbid_unsafe()?;
         let space = &driver()?.space;
@@ -232,8 +240,8 @@ export! {
             match attribute(*to, *id, at) {
                 Ok(Some(())) => {}
                 // What does not apply is answered with nothing instead of an error.
-                Ok(None) => absent(*to, *id)?,
-                Err(_) => absent(*to, *id)?,
+                Ok(None) => absent(*to, *id, at)?,
+                Err(_) => absent(*to, *id, 0)?,
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Modules, libraries, kernels and functions.
 
 use super::{out, out_opt, text};
-use crate::context::{by_handle, working};
+use crate::context::working;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::export;
@@ -106,6 +106,12 @@ fn any_function(h: usize) -> Result<Arc<Function>> {
     module::function(h, &working()?)
 }
 
+/// A function proper: these calls do not take a kernel in its place.
+fn own_function(h: usize) -> Result<Arc<Function>> {
+    working()?;
+    FUNCTIONS.get(h)
+}
+
 fn param(f: &Function, index: usize) -> Result<(u32, u32)> {
     f.params.get(index).copied().ok_or(INVALID_VALUE)
 }
@@ -146,7 +152,7 @@ export! {
     fn cuModuleUnload(h: usize) {
         let m = module(h)?;
         if m.library.is_some() {
-            return Err(INVALID_HANDLE);
+            return Err(errors::NOT_PERMITTED);
         }
         crate::capture::forbid_unsafe()?;
         m.unload();
@@ -318,14 +324,11 @@ export! {
     }
 
     fn cuFuncGetAttribute(value: *mut i32, id: u32, f: usize) {
-        out(value, any_function(f)?.attribute(id).ok_or(INVALID_VALUE)?)
+        out(value, own_function(f)?.attribute(id).ok_or(INVALID_VALUE)?)
     }
 
     fn cuFuncSetAttribute(f: usize, id: u32, value: i32) {
-        if let Some(k) = KERNELS.find(f) {
-            return k.set_attribute(&by_handle(0)?, id, value);
-        }
-        any_function(f)?.set_attribute(id, value)
+        own_function(f)?.set_attribute(id, value)
     }
 
     fn cuFuncSetCacheConfig(f: usize, config: u32) {
@@ -343,7 +346,7 @@ export! {
     }
 
     fn cuFuncGetModule(to: *mut usize, f: usize) {
-        out(to, any_function(f)?.module)
+        out(to, own_function(f)?.module)
     }
 
     fn cuFuncGetName(name: *mut *const c_char, f: usize) {

@@ -88,18 +88,20 @@ fn describe_copy(c: &Copy) -> Memcpy3D {
         Place::Staged(bytes) => (MEMORY_HOST, bytes.as_ptr() as u64, 0),
     };
     let ((sk, sh, sd), (dk, dh, dd)) = (side(&c.src.place), side(&c.dst.place));
+    // A single row has no pitch.
+    let pitch = |p: u64| if c.height > 1 || c.depth > 1 { p } else { 0 };
     let rows = |pitch: u64, slice: u64| slice.checked_div(pitch).unwrap_or(0) as usize;
     Memcpy3D {
         srcMemoryType: sk,
         srcHost: sh,
         srcDevice: sd,
-        srcPitch: c.src.pitch as usize,
-        srcHeight: rows(c.src.pitch, c.src.slice),
+        srcPitch: pitch(c.src.pitch) as usize,
+        srcHeight: rows(pitch(c.src.pitch), c.src.slice),
         dstMemoryType: dk,
         dstHost: dh,
         dstDevice: dd,
-        dstPitch: c.dst.pitch as usize,
-        dstHeight: rows(c.dst.pitch, c.dst.slice),
+        dstPitch: pitch(c.dst.pitch) as usize,
+        dstHeight: rows(pitch(c.dst.pitch), c.dst.slice),
         WidthInBytes: c.width as usize,
         Height: c.height as usize,
         Depth: c.depth as usize,
