@@ -276,17 +276,10 @@ impl Module {
         if let Some(f) = functions.get(name) {
             return Ok(f.clone());
         }
-        let (entry, params, param_size) = match &*self.content {
-            Content::Program(p) => {
-                let index = *p.kernels.get(name).ok_or(NOT_FOUND)?;
-                let f = &p.funcs[index as usize];
-                let params = f.params.iter().map(|s| (s.offset, s.size)).collect();
-                (Some((p.clone(), index)), params, f.param_size)
-            }
-            Content::Machine(info) => {
-                let k = info.kernels.iter().find(|k| k.name == name).ok_or(NOT_FOUND)?;
-                (None, k.params.clone(), k.param_size)
-            }
+        let (params, param_size) = self.content.params(name).ok_or(NOT_FOUND)?;
+        let entry = match &*self.content {
+            Content::Program(p) => Some((p.clone(), p.kernels[name])),
+            Content::Machine(_) => None,
         };
         let f = Arc::new(Function {
             name: CString::new(name).map_err(|_| NOT_FOUND)?,
@@ -324,6 +317,20 @@ impl Module {
 }
 
 impl Content {
+    /// Offset and size of each parameter of a kernel, and the size of all.
+    pub fn params(&self, name: &str) -> Option<(Vec<(u32, u32)>, u32)> {
+        match self {
+            Content::Program(p) => {
+                let f = &p.funcs[*p.kernels.get(name)? as usize];
+                Some((f.params.iter().map(|s| (s.offset, s.size)).collect(), f.param_size))
+            }
+            Content::Machine(info) => {
+                let k = info.kernels.iter().find(|k| k.name == name)?;
+                Some((k.params.clone(), k.param_size))
+            }
+        }
+    }
+
     fn managed(&self, name: &str) -> bool {
         matches!(self, Content::Program(p) if p.vars.iter().any(|v| v.managed && v.name == name))
     }

@@ -112,8 +112,21 @@ fn own_function(h: usize) -> Result<Arc<Function>> {
     FUNCTIONS.get(h)
 }
 
-fn param(f: &Function, index: usize) -> Result<(u32, u32)> {
-    f.params.get(index).copied().ok_or(INVALID_VALUE)
+/// Parameters of a kernel, which needs no context, or of a function.
+fn params(h: usize) -> Result<Vec<(u32, u32)>> {
+    driver()?;
+    match KERNELS.find(h) {
+        Some(k) => {
+            let library = k.library.upgrade().ok_or(INVALID_HANDLE)?;
+            let found = library.content.params(k.name.to_str().map_err(|_| NOT_FOUND)?);
+            Ok(found.ok_or(NOT_FOUND)?.0)
+        }
+        None => Ok(FUNCTIONS.get(h)?.params.clone()),
+    }
+}
+
+fn param(h: usize, index: usize) -> Result<(u32, u32)> {
+    params(h)?.get(index).copied().ok_or(INVALID_VALUE)
 }
 
 /// A kernel as a function of the current context or, without one, of its device's primary context.
@@ -302,25 +315,25 @@ export! {
     }
 
     fn cuKernelGetParamInfo(k: usize, index: usize, offset: *mut usize, size: *mut usize) {
-        let (at, len) = param(&*any_function(k)?, index)?;
+        let (at, len) = param(k, index)?;
         out(offset, at as usize)?;
         out_opt(size, len as usize);
         Ok(())
     }
 
     fn cuKernelGetParamCount(k: usize, count: *mut usize) {
-        out(count, any_function(k)?.params.len())
+        out(count, params(k)?.len())
     }
 
     fn cuFuncGetParamInfo(f: usize, index: usize, offset: *mut usize, size: *mut usize) {
-        let (at, len) = param(&*any_function(f)?, index)?;
+        let (at, len) = param(f, index)?;
         out(offset, at as usize)?;
         out_opt(size, len as usize);
         Ok(())
     }
 
     fn cuFuncGetParamCount(f: usize, count: *mut usize) {
-        out(count, any_function(f)?.params.len())
+        out(count, params(f)?.len())
     }
 
     fn cuFuncGetAttribute(value: *mut i32, id: u32, f: usize) {

@@ -5,7 +5,11 @@ use super::code::{
     Addr, CODE_WINDOW, Code, Const, Func, GlobalVar, Instr, Mem, NEGATED, NONE, Program, Reloc, Slot, Special,
 };
 use super::select;
+use super::warp::{LANE_MEMORY_LIMIT, ROW_LIMIT};
 use std::collections::HashMap;
+
+/// Shared memory of a module at most; every block has all of it.
+const SHARED_LIMIT: u32 = 16 << 20;
 
 pub type Res<T> = Result<T, String>;
 
@@ -61,6 +65,9 @@ pub fn lower(m: &Module) -> Res<Program> {
         }
     }
     let end = align_up(prog.shared_total, 16);
+    if end > SHARED_LIMIT {
+        return Err("too much shared memory".into());
+    }
     prog.shared_total = end;
     for name in std::mem::take(&mut scope.dynamic_shared) {
         scope.places.insert(name, Place::Shared(end));
@@ -327,7 +334,15 @@ impl<'a> Builder<'a> {
         self.func.consts = consts;
         self.func.rows = const_base + self.func.consts.len() as u32;
         self.func.preds = self.next_pred;
-        self.func.frame_size = align_up(self.func.frame_size, 16);
+        // Every call takes some lane memory, so that recursion without end runs out of it.
+        let least = if self.func.entry { 0 } else { 16 };
+        self.func.frame_size = align_up(self.func.frame_size.max(least), 16);
+        if self.func.frame_size as usize > LANE_MEMORY_LIMIT {
+            return Err(format!("{}: too much local memory", self.func.name));
+        }
+        if self.func.rows as usize > ROW_LIMIT {
+            return Err(format!("{}: too many registers", self.func.name));
+        }
         Ok((self.func, self.code, self.uses))
     }
 

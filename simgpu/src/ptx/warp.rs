@@ -15,7 +15,9 @@ use super::rows::{Row, lanes, new_row};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 /// Lane memory of one thread never grows beyond this.
-const LANE_MEMORY_LIMIT: usize = 512 << 10;
+pub const LANE_MEMORY_LIMIT: usize = 512 << 10;
+/// Registers of a thread, over all calls, never grow beyond this.
+pub const ROW_LIMIT: usize = 1 << 16;
 /// Instructions after which a group lets waiting neighbours go first.
 const FAIR_SLICE: u32 = 4096;
 
@@ -120,6 +122,9 @@ impl Warp {
     fn enter(&mut self, env: &Env, func: u32, frame: Frame, mask: u32) -> Result<(), Fault> {
         let f = &env.program.funcs[func as usize];
         let rows = (frame.regs + f.rows) as usize;
+        if rows > ROW_LIMIT {
+            return Err(Fault::Illegal(LOCAL_WINDOW));
+        }
         if self.regs.len() < rows {
             self.regs.resize_with(rows, new_row);
         }
@@ -129,7 +134,7 @@ impl Warp {
         }
         let bytes = (frame.mem + f.frame_size) as usize;
         if self.lane_bytes < bytes {
-            if bytes > LANE_MEMORY_LIMIT || rows > 1 << 16 {
+            if bytes > LANE_MEMORY_LIMIT {
                 return Err(Fault::Illegal(LOCAL_WINDOW));
             }
             let new = if self.lane_bytes == 0 { bytes } else { bytes * 2 }.next_multiple_of(16);

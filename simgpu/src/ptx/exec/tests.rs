@@ -188,3 +188,35 @@ fn functions_return_values_and_recurse() {
     while !block.run(&env, 1 << 20).unwrap() {}
     assert_eq!(&words(&m)[..10], &[1, 1, 2, 6, 24, 120, 720, 5040, 40320, 362_880]);
 }
+
+#[test]
+fn endless_recursion_faults() {
+    let text = ".version 8.4\n.target sm_75\n.address_size 64\n.func f() { call.uni f; ret; }\n\
+        .visible .entry k(.param .u64 out) { call.uni f; ret; }";
+    let program = Arc::new(compile(text).unwrap());
+    let env = Env {
+        consts: resolve_consts(&program, &[]),
+        func: program.kernels["k"],
+        program,
+        grid: [1; 3],
+        block: [32, 1, 1],
+        params: vec![0],
+        dynamic_shared: 0,
+        workspace: 0,
+        mem: Arc::default(),
+        device: 0,
+        sms: 1,
+        grid_id: 1,
+        started: Instant::now(),
+        host: Arc::new(Sink(Mutex::new(Vec::new()))),
+        cancel: Arc::new(AtomicBool::new(false)),
+    };
+    let mut block = Block::new(&env, 0);
+    let end = loop {
+        match block.run(&env, 1 << 20) {
+            Ok(false) => {}
+            other => break other,
+        }
+    };
+    assert!(matches!(end, Err(Fault::Illegal(_))));
+}
