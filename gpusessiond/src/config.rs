@@ -427,7 +427,7 @@ impl Default for Config {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Servers {
-    /// Control addresses in the order they are tried.
+    /// The servers; any of them is asked for a configured lease, in this order for `gpusession run`.
     #[serde(default, rename = "server")]
     pub servers: Vec<ServerEntry>,
 }
@@ -458,9 +458,7 @@ impl Servers {
 
     /// The file's text.
     pub fn to_text(&self) -> String {
-        let mut text = String::from(
-            "# GPU servers of the pool, in the order they are asked. Written by `gpusession join`.\n",
-        );
+        let mut text = String::from("# GPU servers of the pool. Written by `gpusession join`.\n");
         for server in &self.servers {
             text.push_str(&format!(
                 "\n[[server]]\naddress = {}\n",

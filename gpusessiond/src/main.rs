@@ -11,7 +11,7 @@ use clap::Parser;
 use gpusessiond::access::Gate;
 use gpusessiond::bus::{self, Bus};
 use gpusessiond::client::Remote;
-use gpusessiond::config::{self, Config};
+use gpusessiond::config::{self, Class, Config};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::{self, Home, IdentityError};
 use gpusessiond::leases::engine::{Engine, Here};
@@ -235,6 +235,16 @@ async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListen
     let gate = Arc::new(Gate::new(config.access.clone()));
     let engine = Engine::start(Here::this_machine());
     for (order, lease) in (0..).zip(&config.leases) {
+        if lease.class != Class::Boot {
+            warn!(
+                "lease {}: class \"{}\" is not served yet, only \"boot\": it is left out",
+                lease.name, lease.class
+            );
+            continue;
+        }
+        if lease.hold || lease.on_idle.is_some() {
+            warn!("lease {}: hold and on_idle have no effect yet: nothing is parked or lent", lease.name);
+        }
         let mut spec = Spec::configured(lease, order);
         if let Some(name) = lease.for_user.clone() {
             let user = tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name)).await?;

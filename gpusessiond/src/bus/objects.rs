@@ -367,9 +367,10 @@ impl Manager {
         u64::from(self.shared.config.access.extra_leases)
     }
 
+    // 0: the server's own; a lease without TTLUSec is renewed for as long as it is wanted.
     #[zbus(property(emits_changed_signal = "const"), name = "LeaseTTLUSec")]
     fn lease_ttl_usec(&self) -> u64 {
-        crate::leases::CONFIGURED_TTL.as_micros() as u64
+        0
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "DefaultIdleTimeoutUSec")]

@@ -587,7 +587,15 @@ impl Machine {
             .map(|(slot, _)| *slot)
             .collect();
         for slot in expired {
-            self.lose(now, slot, "it was not renewed in time: its server did not answer");
+            let asked_for = self.slots.get(&slot).is_some_and(|w| !w.spec.renewed_by_itself());
+            if let Some(held) = self.slots.get(&slot).filter(|_| asked_for).and_then(Wanted::held) {
+                // The server's clock may be a little behind.
+                let (server, id) = (held.server, held.lease.id.clone());
+                self.give_back(now, server, id, now + RETRY_MAX);
+                self.lose(now, slot, "its time is over");
+            } else {
+                self.lose(now, slot, "it was not renewed in time: its server did not answer");
+            }
         }
         let due: Vec<Slot> = self
             .slots
@@ -613,6 +621,7 @@ impl Machine {
             let leases = self
                 .slots
                 .values()
+                .filter(|w| w.spec.renewed_by_itself())
                 .filter_map(Wanted::held)
                 .filter(|h| h.server == server)
                 .map(|h| h.lease.id.clone())
@@ -638,8 +647,11 @@ impl Machine {
             self.allocated_nowhere(now, slot, PoolError::new(Trouble::Unreachable, message));
             return;
         }
-        // The server of the last lease first, then those that answer, then the others, each group in random order.
-        self.rng.shuffle(&mut servers);
+        // The server of the last lease first, then those that answer, then the others. Machines with the same list
+        // spread over its servers; whoever asks once means the order that was given.
+        if !wanted.spec.once {
+            self.rng.shuffle(&mut servers);
+        }
         servers.sort_by_key(|i| (wanted.last_server != Some(*i), self.servers[*i].trouble.is_some()));
         let request_id = match &wanted.spec.request_id {
             Some(id) if wanted.generation == 0 => id.clone(),
@@ -817,6 +829,30 @@ mod tests {
         m.tick(s(600));
         assert!(m.slot(slot).unwrap().held().is_none());
         assert!(told(&actions(&mut m)).iter().any(|c| matches!(c, Change::Lost { .. })));
+    }
+
+    #[test]
+    fn a_lease_with_a_time_to_live_ends_unless_somebody_renews_it() {
+        let mut m = machine(1);
+        let mut spec = Spec::requested("r".into(), 1000);
+        spec.ttl = Some(s(600));
+        let slot = m.want(s(0), spec);
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        m.renewed(s(1), 0, &[], Ok(vec![]));
+        m.tick(s(100));
+        assert!(
+            actions(&mut m).contains(&Action::Renew { server: 0, leases: vec![] }),
+            "not by the heartbeat"
+        );
+        let renewed = control::RenewedLease { id: "l1".into(), ttl_usec: 600_000_000, ..Default::default() };
+        m.renewed(s(500), 0, &["l1".into()], Ok(vec![renewed]));
+        m.tick(s(1099));
+        assert!(m.slot(slot).is_some());
+        actions(&mut m);
+        m.tick(s(1100));
+        assert!(m.slot(slot).is_none());
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
     }
 
     #[test]

@@ -72,16 +72,14 @@ pub struct Spec {
     pub class: Class,
     /// Tried once, and not acquired anew when it is lost.
     pub once: bool,
-    /// Wanted time to live; the default keeps a machine that has vanished from holding GPUs for long.
+    /// The lease ends this long after it was granted or last renewed on request. Without it, it is renewed for as long
+    /// as it is wanted, and the server takes it back soon after this machine has fallen silent.
     pub ttl: Option<Duration>,
     /// Program that asked.
     pub who: String,
     /// Its reason.
     pub why: String,
 }
-
-/// A configured lease lives this long without a sign of life from its machine.
-pub const CONFIGURED_TTL: Duration = Duration::from_secs(600);
 
 impl Spec {
     /// A `[[lease]]` of the configuration; `order` is its position.
@@ -105,7 +103,7 @@ impl Spec {
             user: lease.for_user.clone().unwrap_or_default(),
             class: lease.class,
             once: false,
-            ttl: Some(CONFIGURED_TTL),
+            ttl: None,
             who: "gpusessiond".into(),
             why: format!("[[lease]] {}", lease.name),
         }
@@ -125,6 +123,11 @@ impl Spec {
             why: String::new(),
             ..Self::configured(&LeaseConfig::default(), 0)
         }
+    }
+
+    /// Whether the heartbeat keeps it alive.
+    pub fn renewed_by_itself(&self) -> bool {
+        !self.once || self.ttl.is_none()
     }
 
     fn request(
