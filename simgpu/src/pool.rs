@@ -100,7 +100,8 @@ impl Pool {
             if more {
                 self.push(run.clone());
             }
-            let result = block.run(&run.env, QUANTUM);
+            let piece = std::panic::AssertUnwindSafe(|| block.run(&run.env, QUANTUM));
+            let result = std::panic::catch_unwind(piece).unwrap_or(Err(Fault::Trap));
             let mut p = run.progress.lock();
             p.running -= 1;
             match result {

@@ -2,7 +2,7 @@
 
 use crate::context::Life;
 use crate::driver::driver;
-use crate::errors::{Error, Result};
+use crate::errors::{self, Error, Result};
 use crate::graph::Capturing;
 use crate::op::Op;
 use crate::registry::Registry;
@@ -164,7 +164,9 @@ impl Stream {
                 {
                     std::thread::sleep(Duration::from_micros(random.draw() % d.config.delay_us));
                 }
-                if let Err(Error(code)) = entry.op.run(&self) {
+                // A bug here must not leave everyone waiting for an entry that never ends.
+                let run = std::panic::AssertUnwindSafe(|| entry.op.run(&self));
+                if let Err(Error(code)) = std::panic::catch_unwind(run).unwrap_or(Err(errors::UNKNOWN)) {
                     self.life.fail(code);
                 }
             } else {
