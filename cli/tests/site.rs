@@ -359,3 +359,22 @@ fn a_revoked_machine_says_so() {
     let status = text(&site.gpusession(&["status"]).stdout);
     assert!(status.contains("gpusession join"), "{status}");
 }
+
+#[test]
+fn a_daemon_without_a_token_waits_for_somebody_to_join() {
+    let mut site = Site::new();
+    let _server = site.start_server();
+    site.configure("[[lease]]\n", "");
+    std::fs::remove_file(site.path("etc/servers.toml")).unwrap();
+    let _daemon = site.start_daemon();
+    let waits = site.described("that it waits", |d| !d["leases"][0]["trouble"].is_null());
+    assert!(waits["leases"][0]["trouble"].as_str().unwrap().contains("gpusession join"), "{waits}");
+    assert_eq!(waits["state"], "offline");
+    if !nix::unistd::getuid().is_root() {
+        eprintln!("skipped: only root joins for the whole machine");
+        return;
+    }
+    let joined = site.gpusession(&["join", &site.address, &site.token(), "--name", "vm-2"]);
+    assert_eq!(joined.status.code(), Some(0), "{}", text(&joined.stderr));
+    site.lease();
+}

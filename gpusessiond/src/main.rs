@@ -183,6 +183,11 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
             engine.notice(&trouble);
             said = trouble;
         }
+        if token().is_none() {
+            // Somebody is about to type it.
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            continue;
+        }
         tokio::time::sleep(pause.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
         pause = (pause * 2).min(Duration::from_secs(30));
     }
