@@ -10,6 +10,8 @@ use crate::usage::Usage;
 use parking_lot::Mutex;
 use std::alloc::Layout;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -57,6 +59,17 @@ impl Backing {
         let ptr = map(0, len, libc::PROT_READ | libc::PROT_WRITE, 0).ok_or(OUT_OF_MEMORY)?;
         Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped }))
     }
+
+    /// Memory of a file, which other processes may map as well.
+    fn of_file(file: &File, len: usize) -> Result<Arc<Backing>> {
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, anywhere, of an open file.
+        let p = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        if p == libc::MAP_FAILED {
+            return Err(OUT_OF_MEMORY);
+        }
+        Ok(Arc::new(Backing { ptr: p.cast(), len, origin: Origin::Mapped }))
+    }
 }
 
 impl Drop for Backing {
@@ -92,6 +105,10 @@ pub struct Physical {
     pub size: u64,
     pub properties: [u8; 32],
     backing: Arc<Backing>,
+    /// What other processes are given, if it was made for that.
+    pub file: Option<File>,
+    /// Counted by the process that made it.
+    charged: bool,
     /// References by the program and by mappings; memory is given back when the last one goes.
     pub references: AtomicU64,
     usage: Arc<Usage>,
@@ -99,7 +116,9 @@ pub struct Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        self.usage.give(self.card, self.size);
+        if self.charged {
+            self.usage.give(self.card, self.size);
+        }
     }
 }
 
@@ -555,22 +574,67 @@ impl Space {
         Ok(())
     }
 
-    pub fn create(&self, device: u32, size: u64, properties: [u8; 32]) -> Result<Arc<Physical>> {
+    pub fn create(
+        &self,
+        device: u32,
+        size: u64,
+        properties: [u8; 32],
+        shared: bool,
+    ) -> Result<Arc<Physical>> {
         if size > self.config.memory {
             return Err(OUT_OF_MEMORY);
         }
         self.charge(device, size)?;
-        let backing = Backing::heap(size as usize, self.config.poison)
-            .inspect_err(|_| self.usage.give(self.cards[device as usize], size))?;
-        Ok(Arc::new(Physical {
+        let made = || -> Result<(Option<File>, Arc<Backing>)> {
+            if !shared {
+                return Ok((None, Backing::heap(size as usize, self.config.poison)?));
+            }
+            // SAFETY: the name is a C string; the descriptor that comes back is nobody else's.
+            let file = unsafe {
+                let fd = libc::memfd_create(c"simgpu".as_ptr(), libc::MFD_CLOEXEC);
+                if fd < 0 {
+                    return Err(OUT_OF_MEMORY);
+                }
+                File::from_raw_fd(fd)
+            };
+            file.set_len(size).map_err(|_| OUT_OF_MEMORY)?;
+            let backing = Backing::of_file(&file, size as usize)?;
+            Ok((Some(file), backing))
+        };
+        let (file, backing) = made().inspect_err(|_| self.usage.give(self.cards[device as usize], size))?;
+        Ok(self.physical(device, size, properties, backing, file, true))
+    }
+
+    fn physical(
+        &self,
+        device: u32,
+        size: u64,
+        properties: [u8; 32],
+        backing: Arc<Backing>,
+        file: Option<File>,
+        charged: bool,
+    ) -> Arc<Physical> {
+        Arc::new(Physical {
             device,
             card: self.cards[device as usize],
             size,
             properties,
             backing,
+            file,
+            charged,
             references: AtomicU64::new(1),
             usage: self.usage.clone(),
-        }))
+        })
+    }
+
+    /// Memory that another process made and handed over.
+    pub fn import(&self, device: u32, file: File, properties: [u8; 32]) -> Result<Arc<Physical>> {
+        let size = file.metadata().map_err(|_| INVALID_VALUE)?.len();
+        if size == 0 || !size.is_multiple_of(GRANULARITY) {
+            return Err(INVALID_VALUE);
+        }
+        let backing = Backing::of_file(&file, size as usize)?;
+        Ok(self.physical(device, size, properties, backing, Some(file), false))
     }
 
     pub fn map(&self, at: u64, size: u64, offset: u64, physical: Arc<Physical>) -> Result {
@@ -676,7 +740,7 @@ mod tests {
         let s = space();
         let at = s.reserve(4 * GRANULARITY, 0, 0).unwrap();
         for i in 0..2 {
-            let p = s.create(0, GRANULARITY, [0; 32]).unwrap();
+            let p = s.create(0, GRANULARITY, [0; 32], i == 1).unwrap();
             s.map(at + i * GRANULARITY, GRANULARITY, 0, p).unwrap();
         }
         assert!(s.pieces(at + 100, 1).is_err());

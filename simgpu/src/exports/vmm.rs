@@ -8,10 +8,14 @@ use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
 use crate::memory::{GRANULARITY, Kind, Physical};
 use crate::registry::Registry;
+use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 static PHYSICAL: Registry<Physical> = Registry::new();
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+const POSIX_FD: u32 = 1;
 
 fn device_of(location: Location) -> Result<u32> {
     if location.kind != 1 {
@@ -52,7 +56,7 @@ export! {
         }
         // SAFETY: the structure is 32 bytes of plain data.
         let raw = std::mem::transmute::<AllocationProp, [u8; 32]>(p);
-        let physical = driver()?.space.create(device, size as u64, raw)?;
+        let physical = driver()?.space.create(device, size as u64, raw, p.requestedHandleTypes != 0)?;
         out(handle, PHYSICAL.insert(physical))
     }
 
@@ -130,9 +134,30 @@ export! {
         out(handle, Arc::as_ptr(p) as usize)
     }
 
-    fn cuMemExportToShareableHandle(_to: *mut u8, handle: usize, _kind: u32, _flags: u64) {
-        PHYSICAL.find(handle).ok_or(INVALID_VALUE)?;
-        working()?;
-        Err(errors::NOT_SUPPORTED)
+    fn cuMemExportToShareableHandle(to: *mut i32, handle: usize, kind: u32, flags: u64) {
+        driver()?;
+        let p = PHYSICAL.find(handle).ok_or(INVALID_VALUE)?;
+        let file = p.file.as_ref().filter(|_| kind == POSIX_FD && flags == 0 && !to.is_null()).ok_or(INVALID_VALUE)?;
+        let copy = file.try_clone().map_err(|_| errors::OPERATING_SYSTEM)?;
+        out(to, copy.into_raw_fd())
+    }
+
+    fn cuMemImportFromShareableHandle(handle: *mut usize, from: usize, kind: u32) {
+        let ctx = working()?;
+        if kind != POSIX_FD || !config().export_memory || handle.is_null() {
+            return Err(if kind == POSIX_FD { errors::NOT_SUPPORTED } else { INVALID_VALUE });
+        }
+        // SAFETY: a descriptor that does not exist only makes the call fail.
+        let fd = libc::fcntl(from as i32, libc::F_DUPFD_CLOEXEC, 3);
+        if fd < 0 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the descriptor was just made.
+        let file = std::fs::File::from_raw_fd(fd);
+        let location = Location { kind: 1, id: ctx.device as i32 };
+        let prop = AllocationProp { kind: 1, requestedHandleTypes: POSIX_FD, location, win32: 0, flags: [0; 8] };
+        // SAFETY: the structure is 32 bytes of plain data.
+        let raw = std::mem::transmute::<AllocationProp, [u8; 32]>(prop);
+        out(handle, PHYSICAL.insert(driver()?.space.import(ctx.device, file, raw)?))
     }
 }
