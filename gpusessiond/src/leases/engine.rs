@@ -19,8 +19,9 @@ use super::{
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
 
-/// How long a reconnecting watch pauses.
-const WATCH_PAUSE: Duration = Duration::from_secs(2);
+/// How long a watch pauses before it reconnects, at first and at most.
+const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
+const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Tries to tell a server that a process has ended.
 const ENDED_TRIES: u32 = 6;
 
@@ -40,6 +41,8 @@ enum Message {
     Workers(Slot, String, Result<Vec<control::Worker>, PoolError>),
     Event(usize, control::PoolEvent),
     Described(usize, Duration, control::ServerDescription),
+    Disconnected(usize),
+    Reconnected(usize),
     Connect(Vec<Arc<dyn PoolServer>>),
     Notice(String),
     Server(usize, oneshot::Sender<Option<Arc<dyn PoolServer>>>),
@@ -198,12 +201,18 @@ async fn follow(
     messages: mpsc::WeakUnboundedSender<Message>,
 ) {
     let mut said = false;
+    let mut first = true;
+    let mut pause = WATCH_PAUSE_MIN;
     loop {
         let begun = Instant::now();
         match server.describe().await {
             Ok(description) => {
                 said = false;
+                pause = WATCH_PAUSE_MIN;
                 let Some(messages) = messages.upgrade() else { return };
+                if !std::mem::take(&mut first) {
+                    let _ = messages.send(Message::Reconnected(index));
+                }
                 let _ = messages.send(Message::Described(index, begun.elapsed(), description));
             }
             Err(error) => {
@@ -214,7 +223,8 @@ async fn follow(
                 if messages.upgrade().is_none() {
                     return;
                 }
-                tokio::time::sleep(WATCH_PAUSE).await;
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(WATCH_PAUSE_MAX);
                 continue;
             }
         }
@@ -237,10 +247,10 @@ async fn follow(
         if let Err(error) = result {
             debug!(server = server.address(), "watch ended: {error}");
         }
-        if messages.upgrade().is_none() {
-            return;
-        }
-        tokio::time::sleep(WATCH_PAUSE).await;
+        let Some(handle) = messages.upgrade() else { return };
+        let _ = handle.send(Message::Disconnected(index));
+        drop(handle);
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -378,6 +388,12 @@ impl Actor {
                 }
                 self.described = true;
             }
+            Message::Disconnected(server) => {
+                for (lease, worker) in self.machine.disconnected(server) {
+                    tokio::spawn(tell_ended(self.servers[server].clone(), lease, worker.id));
+                }
+            }
+            Message::Reconnected(server) => self.machine.reconnected(now, server),
             Message::Notice(why) => self.machine.set_notice(now, why),
             Message::Server(index, reply) => {
                 let _ = reply.send(self.servers.get(index).cloned());
@@ -809,19 +825,24 @@ impl Actor {
             let pool = self.servers[one.server].clone();
             let messages = self.messages.clone();
             tokio::spawn(async move {
-                for attempt in 0..ENDED_TRIES {
-                    match pool.process_ended(one.lease.clone(), one.worker.to_vec()).await {
-                        Err(error) if error.trouble == Trouble::Unreachable => {
-                            debug!("end of a process of {}: {error}", one.lease);
-                            tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
-                        }
-                        _ => break,
-                    }
-                }
+                tell_ended(pool, one.lease, one.worker.to_vec()).await;
                 if let Some(messages) = messages.upgrade() {
                     let _ = messages.send(Message::Freed(one.slot));
                 }
             });
+        }
+    }
+}
+
+/// Tells a server that a worker is not needed any more, in spite of short troubles.
+async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
+    for attempt in 0..ENDED_TRIES {
+        match pool.process_ended(lease.clone(), worker.clone()).await {
+            Err(error) if error.trouble == Trouble::Unreachable => {
+                debug!("end of a process of {lease}: {error}");
+                tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
+            }
+            _ => return,
         }
     }
 }

@@ -486,6 +486,37 @@ impl Machine {
         Some(workers)
     }
 
+    /// A server is out of reach, perhaps gone and its workers with it: nobody is sent to them any more. Returns them as
+    /// (lease, worker), to be ended.
+    pub fn disconnected(&mut self, server: usize) -> Vec<(String, control::Worker)> {
+        let mut old = Vec::new();
+        for wanted in self.slots.values_mut() {
+            if let Phase::Held(held) = &mut wanted.phase
+                && held.server == server
+            {
+                old.extend(held.stock.drain(..).map(|worker| (held.lease.id.clone(), worker)));
+            }
+        }
+        old
+    }
+
+    /// The server is there again.
+    pub fn reconnected(&mut self, now: Time, server: usize) {
+        let mut slots = Vec::new();
+        for (slot, wanted) in &mut self.slots {
+            if let Phase::Held(held) = &mut wanted.phase
+                && held.server == server
+            {
+                held.take_again = now;
+                slots.push(*slot);
+            }
+        }
+        for slot in slots {
+            self.fill(now, slot);
+        }
+        self.servers[server].next = now;
+    }
+
     /// A process of the lease has ended: a limit that refused workers may have room again.
     pub fn worker_freed(&mut self, now: Time, slot: Slot) {
         if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
@@ -929,6 +960,25 @@ mod tests {
         m.event(s(1), 0, control::PoolEvent { lease: "l1".into(), event });
         assert_eq!(m.take(s(1), &[slot]).unwrap()[0].id, [1; 16]);
         assert!(m.take(s(1), &[slot]).is_none());
+    }
+
+    #[test]
+    fn stock_of_before_an_outage_is_not_granted() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 2))));
+        actions(&mut m);
+        let old = m.disconnected(0);
+        assert_eq!(
+            old.iter().map(|(lease, w)| (lease.as_str(), w.id[0])).collect::<Vec<_>>(),
+            [("l1", 0), ("l1", 1)]
+        );
+        assert!(m.take(s(9), &[slot]).is_none());
+        m.workers(s(9), slot, "l1", Err(unreachable()));
+        actions(&mut m);
+        m.reconnected(s(9), 0);
+        let todo = actions(&mut m);
+        assert!(todo.iter().any(|a| matches!(a, Action::TakeWorkers { .. })), "{todo:?}");
     }
 
     #[test]

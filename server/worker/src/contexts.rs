@@ -12,8 +12,8 @@ use crate::handles::{Object, Table, kind};
 
 /// Device attributes are numbered from 1; newer drivers know more than this build does, so a margin is asked for.
 const ATTRIBUTES: i32 = 192;
-/// `CUlimit` values 0 (stack size) to 7 (shared-memory size, CIG).
-const LIMITS: i32 = 8;
+/// `CUlimit` values that are told at the start, with room for those of newer drivers. cublasLt asks for one at each call.
+const LIMITS: i32 = 16;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
 
@@ -153,7 +153,8 @@ impl Contexts {
                 let mut value = 0;
                 // SAFETY: as above.
                 let got = unsafe { (driver.call.cuCtxGetLimit)(&mut value, limit) };
-                w.word(if got == 0 { value as u64 } else { u64::MAX });
+                // A refusal is the driver's own: told as its negative.
+                w.word(if got == 0 { value as u64 } else { -i64::from(got) as u64 });
             }
             w.bytes(&tpc_topology(driver, total_tpcs(driver, device)));
         }

@@ -185,8 +185,10 @@ driver! {
         let client = client::get()?;
         let device = client.device(client.device_of(thread::context()?)? as i32)?;
         match usize::try_from(limit).ok().and_then(|i| device.limits.get(i)).map(|l| l.load(Ordering::Relaxed)) {
-            Some(known) if known != u64::MAX => give(value, known as usize),
-            _ => Err(215),
+            // A refusal of the driver is kept as its negative.
+            Some(known) if (known as i64) < 0 => Err(-(known as i64) as i32),
+            Some(known) => give(value, known as usize),
+            None => Err(INVALID_VALUE),
         }
     }
 
