@@ -1,16 +1,19 @@
 //! PTX: text to bytecode to execution.
 
 pub mod ast;
+pub mod atomics;
 pub mod code;
 pub mod exec;
 pub mod format;
 pub mod lex;
 pub mod lower;
+pub mod memory;
 pub mod ops;
 pub mod parse;
 pub mod round;
 pub mod rows;
 pub mod select;
+pub mod special;
 pub mod warp;
 
 /// Parses and lowers one PTX text.

@@ -4,15 +4,15 @@
 //! same place become one again. A group that runs long while others wait is set aside for a while, so that a
 //! lane spinning on its neighbour cannot starve it.
 
-use super::ast::Ty;
+use super::atomics::atomic;
 use super::code::{
-    Addr, AtomOp, Builtin, CallSite, Callee, Carry, Code, Combine, LOCAL_WINDOW, Mem, NEGATED, NONE,
-    PARAM_WINDOW, PredOp, Reduce, SHARED_WINDOW, Shuffle, Special, Vote, WINDOW_MASK,
+    CallSite, Callee, Code, Combine, LOCAL_WINDOW, Mem, NEGATED, NONE, PARAM_WINDOW, PredOp, Reduce,
+    SHARED_WINDOW, Vote, WINDOW_MASK,
 };
 use super::exec::{BlockState, Env, Fault};
-use super::format;
 use super::rows::{Row, lanes, new_row};
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+use super::special::{extended, shuffle, special};
+use std::sync::atomic::{Ordering, fence};
 
 /// Lane memory of one thread never grows beyond this.
 pub const LANE_MEMORY_LIMIT: usize = 512 << 10;
@@ -22,12 +22,12 @@ pub const ROW_LIMIT: usize = 1 << 16;
 const FAIR_SLICE: u32 = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Frame {
+pub(super) struct Frame {
     func: u32,
     ret_pc: u32,
-    regs: u32,
+    pub(super) regs: u32,
     preds: u32,
-    mem: u32,
+    pub(super) mem: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -78,15 +78,15 @@ enum Flow {
 }
 
 pub struct Warp {
-    index: u32,
-    regs: Vec<Row>,
+    pub(super) index: u32,
+    pub(super) regs: Vec<Row>,
     preds: Vec<u32>,
     groups: Vec<Group>,
     live: u32,
-    memory: Vec<u64>,
+    pub(super) memory: Vec<u64>,
     /// Bytes of lane memory per lane.
-    lane_bytes: usize,
-    last_span: usize,
+    pub(super) lane_bytes: usize,
+    pub(super) last_span: usize,
 }
 
 impl Warp {
@@ -694,451 +694,5 @@ impl Warp {
                 self.copy_lane(active, top.mem + from.offset, below.mem + to.offset, from.size.min(to.size));
             }
         }
-    }
-
-    fn lane_ptr(&mut self, lane: usize) -> *mut u8 {
-        self.memory[lane * (self.lane_bytes / 8)..].as_mut_ptr().cast()
-    }
-
-    fn copy_lane(&mut self, mask: u32, from: u32, to: u32, size: u32) {
-        debug_assert!((from.max(to) + size) as usize <= self.lane_bytes);
-        lanes(mask, |l| {
-            let p = self.lane_ptr(l);
-            // SAFETY: both pieces lie inside frames that `enter` made room for.
-            unsafe { std::ptr::copy(p.add(from as usize), p.add(to as usize), size as usize) };
-        });
-    }
-
-    /// The host address of `size` bytes that lane `lane` wants to reach.
-    #[allow(clippy::too_many_arguments)]
-    #[inline]
-    fn resolve(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        top: Frame,
-        at: &Addr,
-        lane: usize,
-        size: u32,
-        write: bool,
-    ) -> Result<*mut u8, Fault> {
-        let start = if at.base == NONE { 0 } else { self.regs[(top.regs + at.base) as usize][lane].get() };
-        let mut addr = start.wrapping_add(at.offset as u64);
-        if at.frame {
-            addr = addr.wrapping_add(u64::from(top.mem));
-        }
-        self.locate(env, block, at.mem, addr, lane, size, write)
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    #[inline]
-    fn locate(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        mem: Mem,
-        addr: u64,
-        lane: usize,
-        size: u32,
-        write: bool,
-    ) -> Result<*mut u8, Fault> {
-        if addr & u64::from(size.next_power_of_two() - 1) != 0 {
-            return Err(Fault::Misaligned(addr));
-        }
-        let (mem, addr) = match mem {
-            Mem::Generic => match addr & WINDOW_MASK {
-                0 => (Mem::Global, addr),
-                SHARED_WINDOW => (Mem::Shared, addr & !WINDOW_MASK),
-                LOCAL_WINDOW => (Mem::Local, addr & !WINDOW_MASK),
-                PARAM_WINDOW => (Mem::Param, addr & !WINDOW_MASK),
-                _ => return Err(Fault::Illegal(addr)),
-            },
-            other => (other, addr),
-        };
-        let end = addr.checked_add(u64::from(size)).ok_or(Fault::Illegal(addr))?;
-        match mem {
-            Mem::Global | Mem::Generic => {
-                let spans = &env.mem.spans;
-                let hit = spans.get(self.last_span).is_some_and(|s| addr >= s.start && end <= s.end);
-                if !hit {
-                    let at = spans.partition_point(|s| s.start <= addr).wrapping_sub(1);
-                    if spans.get(at).is_none_or(|s| end > s.end) {
-                        return Err(Fault::Illegal(addr));
-                    }
-                    self.last_span = at;
-                }
-                let span = &spans[self.last_span];
-                if span.devices & (1 << env.device) == 0 || (write && !span.writable) {
-                    return Err(Fault::Illegal(addr));
-                }
-                Ok((span.host + (addr - span.start) as usize) as *mut u8)
-            }
-            Mem::Shared => block.shared_ptr(addr, end).ok_or(Fault::Illegal(SHARED_WINDOW | addr)),
-            Mem::Local => {
-                if end > self.lane_bytes as u64 {
-                    return Err(Fault::Illegal(LOCAL_WINDOW | addr));
-                }
-                // SAFETY: `end` is within this lane's part of `memory`.
-                Ok(unsafe { self.lane_ptr(lane).add(addr as usize) })
-            }
-            Mem::Param => {
-                if end > env.params.len() as u64 * 8 || write {
-                    return Err(Fault::Illegal(PARAM_WINDOW | addr));
-                }
-                // SAFETY: `end` is within the parameter block; it is only read.
-                Ok(unsafe { env.params.as_ptr().cast::<u8>().cast_mut().add(addr as usize) })
-            }
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn load(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        top: Frame,
-        active: u32,
-        d: &[u32; 4],
-        n: u8,
-        ty: Ty,
-        at: &Addr,
-    ) -> Result<(), Fault> {
-        let size = ty.size();
-        let mut rest = active;
-        while rest != 0 {
-            let l = rest.trailing_zeros() as usize;
-            rest &= rest - 1;
-            let p = self.resolve(env, block, top, at, l, size * u32::from(n), false)?;
-            for (i, d) in d.iter().take(usize::from(n)).enumerate() {
-                // SAFETY: `resolve` checked bounds and alignment of all `n` elements.
-                let v = unsafe { fetch(p.add(i * size as usize), ty) };
-                self.regs[(top.regs + d) as usize][l].set(v);
-            }
-        }
-        Ok(())
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn store(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        top: Frame,
-        active: u32,
-        s: &[u32; 4],
-        n: u8,
-        ty: Ty,
-        at: &Addr,
-    ) -> Result<(), Fault> {
-        let size = ty.size();
-        let mut rest = active;
-        while rest != 0 {
-            let l = rest.trailing_zeros() as usize;
-            rest &= rest - 1;
-            let p = self.resolve(env, block, top, at, l, size * u32::from(n), true)?;
-            for (i, s) in s.iter().take(usize::from(n)).enumerate() {
-                let v = self.regs[(top.regs + s) as usize][l].get();
-                // SAFETY: `resolve` checked bounds and alignment of all `n` elements.
-                unsafe { put(p.add(i * size as usize), size, v) };
-            }
-        }
-        Ok(())
-    }
-
-    fn builtin(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        top: Frame,
-        active: u32,
-        which: Builtin,
-        site: &CallSite,
-    ) -> Result<(), Fault> {
-        let mut rest = active;
-        while rest != 0 {
-            let lane = rest.trailing_zeros() as usize;
-            rest &= rest - 1;
-            let mut args = [0u64; 5];
-            for (value, slot) in args.iter_mut().zip(&site.args) {
-                let bytes = slot.size.min(8) as usize;
-                let mut raw = [0u8; 8];
-                // SAFETY: the slot lies inside the caller's frame.
-                unsafe {
-                    let p = self.lane_ptr(lane).add((top.mem + slot.offset) as usize);
-                    std::ptr::copy_nonoverlapping(p, raw.as_mut_ptr(), bytes);
-                }
-                *value = u64::from_le_bytes(raw);
-            }
-            let result = match which {
-                Builtin::Vprintf => {
-                    let fmt = self.c_string(env, block, lane, args[0])?;
-                    let mut text = Vec::new();
-                    let n = format::format(
-                        &fmt,
-                        &mut text,
-                        &mut Args { warp: self, env, block, lane, at: args[1] },
-                    )?;
-                    env.host.print(&text);
-                    u64::from(n)
-                }
-                Builtin::AssertFail => {
-                    let message = self.c_string(env, block, lane, args[0])?;
-                    let file = self.c_string(env, block, lane, args[1])?;
-                    let function = self.c_string(env, block, lane, args[3])?;
-                    let tid = thread_index(env, self.index, lane as u32);
-                    env.host.assertion(&format!(
-                        "{}:{}: {}: block: [{},{},{}], thread: [{},{},{}] Assertion `{}` failed.\n",
-                        String::from_utf8_lossy(&file),
-                        args[2],
-                        String::from_utf8_lossy(&function),
-                        block.ctaid[0],
-                        block.ctaid[1],
-                        block.ctaid[2],
-                        tid[0],
-                        tid[1],
-                        tid[2],
-                        String::from_utf8_lossy(&message),
-                    ));
-                    if rest == 0 {
-                        return Err(Fault::Assert);
-                    }
-                    0
-                }
-                Builtin::Malloc => env.host.malloc(args[0]),
-                Builtin::Free => {
-                    env.host.free(args[0]);
-                    0
-                }
-            };
-            if let Some(slot) = site.rets.first() {
-                // SAFETY: the slot lies inside the caller's frame.
-                unsafe {
-                    let p = self.lane_ptr(lane).add((top.mem + slot.offset) as usize);
-                    std::ptr::copy_nonoverlapping(
-                        result.to_le_bytes().as_ptr(),
-                        p,
-                        slot.size.min(8) as usize,
-                    );
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn c_string(
-        &mut self,
-        env: &Env,
-        block: &mut BlockState,
-        lane: usize,
-        at: u64,
-    ) -> Result<Vec<u8>, Fault> {
-        let mut out = Vec::new();
-        loop {
-            let p = self.locate(env, block, Mem::Generic, at + out.len() as u64, lane, 1, false)?;
-            // SAFETY: `locate` checked the byte.
-            match unsafe { *p } {
-                0 => return Ok(out),
-                b if out.len() < 1 << 16 => out.push(b),
-                _ => return Ok(out),
-            }
-        }
-    }
-}
-
-/// The argument buffer of a `printf`.
-struct Args<'a> {
-    warp: &'a mut Warp,
-    env: &'a Env,
-    block: &'a mut BlockState,
-    lane: usize,
-    at: u64,
-}
-
-impl format::Source for Args<'_> {
-    type Error = Fault;
-
-    fn word(&mut self, size: u32) -> Result<u64, Fault> {
-        self.at = self.at.next_multiple_of(u64::from(size));
-        let p = self.warp.locate(self.env, self.block, Mem::Generic, self.at, self.lane, size, false)?;
-        self.at += u64::from(size);
-        // SAFETY: `locate` checked `size` bytes.
-        Ok(unsafe { if size == 8 { *p.cast::<u64>() } else { u64::from(*p.cast::<u32>()) } })
-    }
-
-    fn string(&mut self, at: u64) -> Result<Vec<u8>, Fault> {
-        self.warp.c_string(self.env, self.block, self.lane, at)
-    }
-}
-
-fn extended(k: &Carry, a: u64, b: u64, c: u64, carry: bool) -> (u64, bool) {
-    let bits = if k.wide { 64 } else { 32 };
-    let cut = |v: u64| if k.wide { v } else { v & 0xffff_ffff };
-    let (a, b, c) = (u128::from(cut(a)), u128::from(cut(b)), u128::from(cut(c)));
-    let carry = u128::from(k.carry_in && carry);
-    let low = |v: u128| cut(v as u64);
-    if k.sub {
-        let take = b + carry;
-        return (low(a.wrapping_sub(take)), a < take);
-    }
-    let sum = match k.mul {
-        None => a + b + carry,
-        Some(hi) => {
-            let product = a * b;
-            u128::from(if hi { low(product >> bits) } else { low(product) }) + c + carry
-        }
-    };
-    (low(sum), sum >> bits != 0)
-}
-
-fn shuffle(mode: Shuffle, active: u32, d: &Row, a: &Row, b: &Row, c: &Row) -> u32 {
-    let values: [u64; 32] = std::array::from_fn(|l| a[l].get());
-    let mut bits = 0;
-    lanes(active, |l| {
-        let lane = l as u32;
-        let (b, c) = (b[l].get() as u32 & 31, c[l].get() as u32);
-        let (clamp, seg) = (c & 31, (c >> 8) & 31);
-        let max = (lane & seg) | (clamp & !seg);
-        let min = lane & seg;
-        let (from, ok) = match mode {
-            Shuffle::Up => {
-                let j = lane.wrapping_sub(b);
-                (j, (j as i32) >= max as i32)
-            }
-            Shuffle::Down => (lane + b, lane + b <= max),
-            Shuffle::Bfly => (lane ^ b, lane ^ b <= max),
-            Shuffle::Idx => {
-                let j = min | (b & !seg);
-                (j, j <= max)
-            }
-        };
-        d[l].set(values[if ok { from & 31 } else { lane } as usize]);
-        bits |= u32::from(ok) << l;
-    });
-    bits
-}
-
-fn thread_index(env: &Env, warp: u32, lane: u32) -> [u32; 3] {
-    let linear = warp * 32 + lane;
-    let [x, y, _] = env.block;
-    [linear % x, linear / x % y, linear / x / y]
-}
-
-fn special(env: &Env, block: &BlockState, warp: u32, lane: u32, which: Special) -> u64 {
-    let nanos = || env.started.elapsed().as_nanos() as u64;
-    let wall = || {
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64)
-    };
-    let threads = env.block[0] * env.block[1] * env.block[2];
-    u64::from(match which {
-        Special::Tid(i) => thread_index(env, warp, lane)[usize::from(i)],
-        Special::Ntid(i) => env.block[usize::from(i)],
-        Special::Ctaid(i) => block.ctaid[usize::from(i)],
-        Special::Nctaid(i) => env.grid[usize::from(i)],
-        Special::LaneId => lane,
-        Special::WarpId => warp,
-        Special::NWarpId => threads.div_ceil(32),
-        Special::SmId => block.linear as u32 % env.sms,
-        Special::NSmId => env.sms,
-        Special::LaneMaskEq => 1 << lane,
-        Special::LaneMaskLt => (1 << lane) - 1,
-        Special::LaneMaskLe => (1u32 << lane) | ((1 << lane) - 1),
-        Special::LaneMaskGt => !((1u32 << lane) | ((1 << lane) - 1)),
-        Special::LaneMaskGe => !((1 << lane) - 1),
-        Special::DynamicSharedSize => env.dynamic_shared,
-        Special::TotalSharedSize => env.dynamic_shared + env.program.funcs[env.func as usize].shared_size,
-        Special::EnvReg(1) => (env.workspace >> 32) as u32,
-        Special::EnvReg(2) => env.workspace as u32,
-        Special::EnvReg(_) => 0,
-        Special::GridId => return env.grid_id,
-        Special::Clock => nanos() as u32,
-        Special::ClockHi => (nanos() >> 32) as u32,
-        Special::Clock64 => return nanos(),
-        Special::GlobalTimer => return wall(),
-        Special::GlobalTimerLo => wall() as u32,
-        Special::GlobalTimerHi => (wall() >> 32) as u32,
-    })
-}
-
-/// Reads one element; other threads may write it at the same time.
-///
-/// # Safety
-/// `p` points to an aligned element that stays mapped.
-unsafe fn fetch(p: *mut u8, ty: Ty) -> u64 {
-    // SAFETY: the caller vouches for size and alignment; atomics make races defined.
-    unsafe {
-        match ty {
-            Ty::S8 => (*p.cast::<AtomicU8>()).load(Ordering::Relaxed) as i8 as i64 as u64,
-            Ty::S16 => (*p.cast::<AtomicU16>()).load(Ordering::Relaxed) as i16 as i64 as u64,
-            Ty::S32 => (*p.cast::<AtomicU32>()).load(Ordering::Relaxed) as i32 as i64 as u64,
-            _ => match ty.size() {
-                1 => u64::from((*p.cast::<AtomicU8>()).load(Ordering::Relaxed)),
-                2 => u64::from((*p.cast::<AtomicU16>()).load(Ordering::Relaxed)),
-                4 => u64::from((*p.cast::<AtomicU32>()).load(Ordering::Relaxed)),
-                _ => (*p.cast::<AtomicU64>()).load(Ordering::Relaxed),
-            },
-        }
-    }
-}
-
-/// Writes one element of `size` bytes.
-///
-/// # Safety
-/// `p` points to an aligned, writable element that stays mapped.
-unsafe fn put(p: *mut u8, size: u32, v: u64) {
-    // SAFETY: the caller vouches for size and alignment; atomics make races defined.
-    unsafe {
-        match size {
-            1 => (*p.cast::<AtomicU8>()).store(v as u8, Ordering::Relaxed),
-            2 => (*p.cast::<AtomicU16>()).store(v as u16, Ordering::Relaxed),
-            4 => (*p.cast::<AtomicU32>()).store(v as u32, Ordering::Relaxed),
-            _ => (*p.cast::<AtomicU64>()).store(v, Ordering::Relaxed),
-        }
-    }
-}
-
-/// Performs an atomic operation and returns the old value.
-///
-/// # Safety
-/// `p` points to an aligned, writable element that stays mapped.
-unsafe fn atomic(p: *mut u8, op: AtomOp, ty: Ty, x: u64, y: u64) -> u64 {
-    // SAFETY: the caller vouches for size and alignment.
-    unsafe {
-        if ty.size() == 4 {
-            let cell = &*p.cast::<AtomicU32>();
-            let update = |old: u32| apply(op, ty, u64::from(old), x, y) as u32;
-            let old = cell.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |v| Some(update(v)));
-            u64::from(old.unwrap_or_else(|v| v))
-        } else {
-            let cell = &*p.cast::<AtomicU64>();
-            let old = cell.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |v| Some(apply(op, ty, v, x, y)));
-            old.unwrap_or_else(|v| v)
-        }
-    }
-}
-
-fn apply(op: AtomOp, ty: Ty, old: u64, x: u64, y: u64) -> u64 {
-    let (o32, x32) = (old as u32, x as u32);
-    match (op, ty) {
-        (AtomOp::Add, Ty::F32) => u64::from((f32::from_bits(o32) + f32::from_bits(x32)).to_bits()),
-        (AtomOp::Add, Ty::F64) => (f64::from_bits(old) + f64::from_bits(x)).to_bits(),
-        (AtomOp::Add, _) => old.wrapping_add(x),
-        (AtomOp::Exch, _) => x,
-        (AtomOp::And, _) => old & x,
-        (AtomOp::Or, _) => old | x,
-        (AtomOp::Xor, _) => old ^ x,
-        (AtomOp::Cas, _) => {
-            let same = if ty.size() == 4 { o32 == x32 } else { old == x };
-            if same { y } else { old }
-        }
-        (AtomOp::Min, Ty::S32) => (o32 as i32).min(x32 as i32) as u64,
-        (AtomOp::Max, Ty::S32) => (o32 as i32).max(x32 as i32) as u64,
-        (AtomOp::Min, Ty::S64) => (old as i64).min(x as i64) as u64,
-        (AtomOp::Max, Ty::S64) => (old as i64).max(x as i64) as u64,
-        (AtomOp::Min, _) if ty.size() == 4 => u64::from(o32.min(x32)),
-        (AtomOp::Max, _) if ty.size() == 4 => u64::from(o32.max(x32)),
-        (AtomOp::Min, _) => old.min(x),
-        (AtomOp::Max, _) => old.max(x),
-        (AtomOp::Inc, _) => u64::from(if o32 >= x32 { 0 } else { o32 + 1 }),
-        (AtomOp::Dec, _) => u64::from(if o32 == 0 || o32 > x32 { x32 } else { o32 - 1 }),
     }
 }
