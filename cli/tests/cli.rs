@@ -267,7 +267,13 @@ async fn other_users_have_the_machines_lease_and_nothing_else() {
     std::fs::set_permissions(site.bus.folder(), open).unwrap();
     // The program of the test may lie where nobody else can go.
     let program = site.file("gpusession");
-    std::fs::copy(env!("CARGO_BIN_EXE_gpusession"), &program).unwrap();
+    // Copied by another process: a descriptor open for writing that a fork of another test inherits makes it busy.
+    let copied = std::process::Command::new("cp")
+        .arg(env!("CARGO_BIN_EXE_gpusession"))
+        .arg(&program)
+        .status()
+        .unwrap();
+    assert!(copied.success());
     let nobody = async |arguments: &[&str]| {
         let output = tokio::process::Command::new(&program)
             .args(arguments)
