@@ -7,7 +7,7 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use common::{Helper, PATIENCE, PrivateBus};
 use nix::sys::signal::{Signal, kill};
@@ -18,7 +18,27 @@ fn helper_process() {
     common::helper_main();
 }
 
-/// Folder of the other packages' programs, built if they are not there yet.
+/// When the newest source below a folder was changed.
+fn newest(folder: &Path) -> SystemTime {
+    let mut last = SystemTime::UNIX_EPOCH;
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let time = match entry.file_type() {
+            Ok(kind) if kind.is_dir() => newest(&path),
+            _ if path
+                .extension()
+                .is_some_and(|e| ["rs", "proto", "toml"].iter().any(|known| e == *known)) =>
+            {
+                entry.metadata().and_then(|m| m.modified()).unwrap_or(SystemTime::now())
+            }
+            _ => continue,
+        };
+        last = last.max(time);
+    }
+    last
+}
+
+/// Folder of the other packages' programs, built unless they are newer than their sources.
 fn programs() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
@@ -27,6 +47,13 @@ fn programs() -> &'static Path {
             Some("debug") => "dev".to_owned(),
             name => name.unwrap_or_default().to_owned(),
         };
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let sources = ["server", "gpusessiond", "proto"].map(|package| newest(&root.join(package)));
+        let programs = ["gpuserver", "gpusessiond", "examples/fake-worker"]
+            .map(|name| std::fs::metadata(folder.join(name)).and_then(|m| m.modified()).ok());
+        if programs.iter().min().copied().flatten() > sources.iter().max().copied() {
+            return folder;
+        }
         let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
         let status = Command::new(cargo)
             .current_dir(env!("CARGO_MANIFEST_DIR"))
