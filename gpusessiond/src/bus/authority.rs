@@ -64,6 +64,7 @@ fn polkit(deed: Deed, default: bool) -> Result<()> {
     }
     Err(BusError::access_denied(match deed {
         Deed::CreateLease | Deed::CreateLeaseForOther => "only root creates leases for other users",
+        Deed::Touch { owner: u32::MAX } => "the lease is this machine's: only root renews or releases it",
         Deed::Touch { .. } => "the lease belongs to another user",
         Deed::ManagePool => "only root manages the pool",
     }))
