@@ -14,6 +14,7 @@ pub mod handle;
 pub mod join;
 pub mod message;
 pub mod preface;
+pub mod status;
 pub mod supervise;
 pub mod ticket;
 

@@ -60,6 +60,7 @@ fn c_type(kind: Kind) -> String {
 /// Reads the arguments, calls, answers with the values.
 fn arm(name: &str, params: &[Param]) -> String {
     let mut before = String::new();
+    let mut counted = String::new();
     let mut after = String::new();
     let mut arguments = Vec::new();
     for (i, p) in params.iter().enumerate() {
@@ -112,14 +113,16 @@ fn arm(name: &str, params: &[Param]) -> String {
             Kind::Array(n, count) => {
                 let position =
                     params.iter().position(|q| q.name == count).expect("checked by the table's tests");
-                writeln!(before, "            let {v} = structure(r.bytes()?, {n} * bounded(a{position} as u64, 65_536)?)?;")
+                writeln!(before, "            let {v} = r.bytes()?;").unwrap();
+                // The count may come after the array.
+                writeln!(counted, "            let {v} = structure({v}, {n} * bounded(a{position} as u64, 65_536)?)?;")
                     .unwrap();
                 arguments.push(format!("{v}.as_ptr().cast()"));
             }
         }
     }
     format!(
-        "{before}            // SAFETY: arguments have cuda.h's types; pointers are to memory of the stated size.\n            \
+        "{before}{counted}            // SAFETY: arguments have cuda.h's types; pointers are to memory of the stated size.\n            \
          check(unsafe {{ (session.driver.generated.{name})({}) }})?;\n{after}",
         arguments.join(", ")
     )

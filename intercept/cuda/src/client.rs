@@ -314,6 +314,8 @@ impl Client {
     /// was not told yet.
     pub fn told(&self, status: i32) -> Result {
         let late = self.link.take_late_error();
+        self.remember(late);
+        self.remember(status);
         match status {
             0 if late != 0 => Err(late),
             0 => Ok(()),
@@ -321,13 +323,36 @@ impl Client {
         }
     }
 
-    /// An error of an earlier frame, told by a call that does not wait.
+    /// An error of an earlier frame, told by a call that does not wait. One that spoils the context is told for ever.
     #[inline]
     pub fn late(&self) -> Result {
-        match self.link.take_late_error() {
-            0 => Ok(()),
-            late => Err(late),
+        let late = self.link.take_late_error();
+        if late != 0 {
+            self.remember(late);
+            return Err(late);
         }
+        match self.sticky.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            sticky => Err(sticky),
+        }
+    }
+
+    fn remember(&self, status: i32) {
+        if gpusession_proto::status::is_sticky(status) {
+            // The first one is the cause.
+            let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+
+    /// Appends a frame without waiting if `sure`, else waits for the driver's verdict.
+    pub fn post_if(&self, sure: bool, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
+        if sure {
+            return self.post(op, body);
+        }
+        let seq = self.link.begin_call(op, thread::caller(), body).map_err(unavailable)?;
+        let reply = self.link.finish_call(seq).map_err(unavailable)?;
+        self.told(reply.status)?;
+        Ok(seq)
     }
 }
 

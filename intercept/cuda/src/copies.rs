@@ -6,7 +6,7 @@ use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
 use crate::client::{Client, string, unavailable};
-use crate::entry::{NOT_SUPPORTED, Result, UNKNOWN};
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN};
 use crate::streams::Stream;
 use crate::{mapped, ranges, thread};
 
@@ -19,6 +19,10 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
         return Ok(());
     }
     stream.usable()?;
+    client.late()?;
+    if target == 0 || source == 0 {
+        return Err(INVALID_VALUE);
+    }
     if stream.capture().is_some() {
         return Err(NOT_SUPPORTED);
     }
@@ -32,7 +36,7 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
     if len <= INLINE_MAX {
         // SAFETY: the program vouches for the source.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
-        let seq = client.post(op::COPY_TO_DEVICE, |w| {
+        let seq = client.post_if(ranges::is_device(target, len as u64), op::COPY_TO_DEVICE, |w| {
             body(w, true);
             w.bytes(bytes);
         })?;
@@ -66,6 +70,10 @@ pub fn from_device(
         return Ok(());
     }
     stream.usable()?;
+    client.late()?;
+    if target == 0 || source == 0 {
+        return Err(INVALID_VALUE);
+    }
     if stream.capture().is_some() {
         return Err(NOT_SUPPORTED);
     }

@@ -13,8 +13,6 @@ pub enum Kind {
     Pool,
     /// A module's variable.
     Global,
-    /// The program's own mapping (`cuMemMap`).
-    Mapped,
     /// Pinned host memory of ours (`cuMemHostAlloc`), with its flags.
     Host(u32),
     /// The program's host memory, registered with these flags.
@@ -64,6 +62,11 @@ pub fn find(address: u64) -> Option<Range> {
     let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
     let (_, range) = ranges.range(..=address).next_back()?;
     (address - range.base < range.size.max(1)).then_some(*range)
+}
+
+/// Whether `len` bytes from `address` are device memory of one allocation that is known here.
+pub fn is_device(address: u64, len: u64) -> bool {
+    find(address).is_some_and(|r| r.kind.on_device() && r.size - (address - r.base) >= len)
 }
 
 /// Whether `len` bytes from `address` are pinned host memory.

@@ -339,9 +339,9 @@ mod tests {
         assert_eq!(per_thread_variant("cuInit"), None);
     }
 
-    /// A row `array N COUNT` must name a scalar parameter before it.
+    /// A row `array N COUNT` must name a scalar parameter.
     #[test]
-    fn array_counts_come_first() {
+    fn array_counts_are_parameters() {
         for (name, class) in calls() {
             let Class::Generated { params, .. } = class else { continue };
             for (i, p) in params.iter().enumerate() {

@@ -17,11 +17,6 @@ const LIMITS: i32 = 16;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
 
-/// Whether an error poisons the context: every later call gives it again.
-pub fn sticky(status: Status) -> bool {
-    matches!(status, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 709..=721 | 999)
-}
-
 /// See the module.
 pub struct Contexts {
     /// The driver's ordinals of the client's devices.

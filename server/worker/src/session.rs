@@ -120,7 +120,7 @@ impl Session {
 
     /// Tells of an error of a frame that nobody waits for. A repetition says nothing new.
     pub fn late_error(&self, seq: u64, status: Status) {
-        if self.last_late.swap(status, Ordering::Relaxed) != status || !crate::contexts::sticky(status) {
+        if self.last_late.swap(status, Ordering::Relaxed) != status || !gpusession_proto::status::is_sticky(status) {
             self.send(op::LATE_ERROR, seq, status, |_| {});
         }
     }

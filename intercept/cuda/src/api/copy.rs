@@ -19,7 +19,8 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
     }
     stream.usable()?;
     mapped::upload(client)?;
-    let seq = client.post(op::cuMemcpyDtoDAsync_v2, |w| {
+    let sure = ranges::is_device(target, len as u64) && ranges::is_device(source, len as u64);
+    let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
         w.word(target);
         w.word(source);
         w.word(len as u64);
@@ -145,32 +146,61 @@ driver! {
     }
 }
 
-/// Synchronous fills are asynchronous in the driver too, where the target is device memory.
+/// Fills: the synchronous ones are asynchronous in the driver too, where the target is device memory.
 macro_rules! fills {
-    ($($name:ident / $twin:ident = $operation:ident ($($arg:ident: $ty:ty),*);)*) => {
-        driver! { $(
-            fn $name / $twin [default] ($($arg: $ty),*) {
-                let client = client::get()?;
-                let stream = find(client, NULL, default)?;
-                stream.usable()?;
-                let seq = client.post(op::$operation, |w| {
-                    $(w.word($arg as u64);)*
-                    w.word(stream.handle);
-                })?;
-                stream.worked(seq);
-                client.late()
-            }
-        )* }
-    };
+    ($($name:ident / $twin:ident, $ordered:ident / $ordered_twin:ident
+        ($target:ident: u64 $(, $arg:ident: $ty:ty)*) covers $len:expr;)*) => { driver! { $(
+        fn $name / $twin [default] ($target: u64, $($arg: $ty),*) {
+            fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])
+        }
+
+        fn $ordered / $ordered_twin [default] ($target: u64, $($arg: $ty,)* stream: *mut c_void) {
+            fill(stream, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])
+        }
+    )* } };
+}
+
+fn fill(
+    stream: *mut c_void,
+    default: crate::streams::Default,
+    operation: u16,
+    target: u64,
+    len: Option<usize>,
+    arguments: &[u64],
+) -> Result {
+    let client = client::get()?;
+    let stream = find(client, stream, default)?;
+    stream.usable()?;
+    client.late()?;
+    let sure = len.is_some_and(|len| ranges::is_device(target, len as u64));
+    let seq = client.post_if(sure, operation, |w| {
+        for argument in arguments {
+            w.word(*argument);
+        }
+        w.word(stream.handle);
+    })?;
+    stream.worked(seq);
+    client.late()
 }
 
 fills! {
-    cuMemsetD8_v2 / cuMemsetD8_v2_ptds = cuMemsetD8Async(target: u64, value: u8, count: usize);
-    cuMemsetD16_v2 / cuMemsetD16_v2_ptds = cuMemsetD16Async(target: u64, value: u16, count: usize);
-    cuMemsetD32_v2 / cuMemsetD32_v2_ptds = cuMemsetD32Async(target: u64, value: u32, count: usize);
-    cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds = cuMemsetD2D8Async(target: u64, pitch: usize, value: u8, width: usize, height: usize);
-    cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds = cuMemsetD2D16Async(target: u64, pitch: usize, value: u16, width: usize, height: usize);
-    cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds = cuMemsetD2D32Async(target: u64, pitch: usize, value: u32, width: usize, height: usize);
+    cuMemsetD8_v2 / cuMemsetD8_v2_ptds, cuMemsetD8Async / cuMemsetD8Async_ptsz
+        (target: u64, value: u8, count: usize) covers Some(count);
+    cuMemsetD16_v2 / cuMemsetD16_v2_ptds, cuMemsetD16Async / cuMemsetD16Async_ptsz
+        (target: u64, value: u16, count: usize) covers count.checked_mul(2);
+    cuMemsetD32_v2 / cuMemsetD32_v2_ptds, cuMemsetD32Async / cuMemsetD32Async_ptsz
+        (target: u64, value: u32, count: usize) covers count.checked_mul(4);
+    cuMemsetD2D8_v2 / cuMemsetD2D8_v2_ptds, cuMemsetD2D8Async / cuMemsetD2D8Async_ptsz
+        (target: u64, pitch: usize, value: u8, width: usize, height: usize) covers plane(pitch, width, height, 1);
+    cuMemsetD2D16_v2 / cuMemsetD2D16_v2_ptds, cuMemsetD2D16Async / cuMemsetD2D16Async_ptsz
+        (target: u64, pitch: usize, value: u16, width: usize, height: usize) covers plane(pitch, width, height, 2);
+    cuMemsetD2D32_v2 / cuMemsetD2D32_v2_ptds, cuMemsetD2D32Async / cuMemsetD2D32Async_ptsz
+        (target: u64, pitch: usize, value: u32, width: usize, height: usize) covers plane(pitch, width, height, 4);
+}
+
+/// Bytes from the first to the last element of a plane.
+fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<usize> {
+    pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width.checked_mul(element)?)
 }
 
 /// `CUmemorytype`

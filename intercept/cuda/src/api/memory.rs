@@ -1,6 +1,7 @@
 //! Device memory, pinned host memory, pointers.
 
 use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::op;
 
@@ -17,6 +18,8 @@ use crate::{mapped, thread};
 /// Allocates device memory in the current context; the caller records what it is.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
     streams::allowed()?;
+    client.late()?;
+    free_postponed(client)?;
     let ctx = thread::context()?;
     let device = client.device_of(ctx)?;
     loop {
@@ -41,8 +44,25 @@ fn allocate(client: &Client, size: usize) -> Result<u64> {
     }
 }
 
+/// Addresses that were freed while a stream captured: waiting for the device would spoil the capture, so the memory goes
+/// back with the first call after it.
+static POSTPONED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+fn free_postponed(client: &Client) -> Result {
+    if streams::capturing() {
+        return Ok(());
+    }
+    let postponed = std::mem::take(&mut *POSTPONED.lock().unwrap_or_else(PoisonError::into_inner));
+    postponed.into_iter().try_for_each(|address| free(client, address))
+}
+
 /// Frees device memory. Like the driver's, this waits until the device does not use it any more.
 fn free(client: &Client, address: u64) -> Result {
+    if streams::capturing() {
+        ranges::find(address).filter(|r| r.base == address && r.kind.on_device()).ok_or(INVALID_VALUE)?;
+        POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        return Ok(());
+    }
     let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
         .ok_or(INVALID_VALUE)?;
     match range.kind {
@@ -126,6 +146,7 @@ driver! {
             return Ok(());
         }
         streams::allowed()?;
+        free_postponed(client)?;
         free(client, address)
     }
 
@@ -372,8 +393,9 @@ fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: 
     const TYPE_DEVICE: u32 = 2;
     const ACCESS_READ_WRITE: u32 = 3;
     let range = ranges::find(address);
+    // Runtimes read the boolean ones as 32-bit words.
     if which == IS_MANAGED {
-        return give(target.cast(), u8::from(range.is_some_and(|r| r.kind == Kind::Managed)));
+        return give(target.cast(), u32::from(range.is_some_and(|r| r.kind == Kind::Managed)));
     }
     let range = range.ok_or(INVALID_VALUE)?;
     match which {
@@ -385,13 +407,13 @@ fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: 
             give(target.cast(), device + (address - range.base))
         }
         HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
-        SYNC_MEMOPS => give(target.cast(), 0u8),
+        SYNC_MEMOPS => give(target.cast(), 0u32),
         BUFFER_ID | MEMORY_BLOCK_ID => give(target.cast(), range.id),
         DEVICE_ORDINAL => give(target.cast(), client.device_of(range.ctx)? as i32),
-        IS_LEGACY_IPC | IS_GDR => give(target.cast(), 0u8),
+        IS_LEGACY_IPC | IS_GDR => give(target.cast(), 0u32),
         RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
         RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),
-        MAPPED => give(target.cast(), 1u8),
+        MAPPED => give(target.cast(), 1u32),
         ALLOWED_HANDLES | MEMPOOL => give(target.cast(), 0u64),
         ACCESS => give(target.cast(), ACCESS_READ_WRITE),
         _ => Err(INVALID_VALUE),
@@ -402,8 +424,7 @@ fn zero_attribute(target: *mut c_void, which: i32) {
     use attribute::*;
     // The out pointer was checked; each attribute has the width that cuda.h gives it.
     match which {
-        SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR => give_optional(target.cast(), 0u8),
-        MEMORY_TYPE | ACCESS => give_optional(target.cast(), 0u32),
+        SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR | MEMORY_TYPE | ACCESS => give_optional(target.cast(), 0u32),
         DEVICE_ORDINAL => give_optional(target.cast(), -2i32),
         _ => give_optional(target.cast(), 0u64),
     }
