@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use gpusession_proto::frame::{
     CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, Header, UP_LANES, op,
@@ -222,17 +223,20 @@ impl DownTransfers {
         lock(&self.open).transfers.remove(&transfer);
     }
 
-    /// Waits until every detached transfer before position `before` in the log (of one stream, or of all) has landed.
-    pub fn settle(&self, before: u64, stream: Option<u64>) {
+    /// Waits a while for every detached transfer before position `before` in the log (of one stream, or of all) to land.
+    /// False: some have not; small ones come with the frames that the caller must read meanwhile.
+    pub fn settle(&self, before: u64, stream: Option<u64>, patience: Duration) -> bool {
         let mut open = lock(&self.open);
-        while open.transfers.iter().any(|(seq, t)| {
-            t.detached
-                && *seq < before
-                && stream.is_none_or(|s| s == t.stream)
-                && (t.status == 0 || t.writing > 0)
-        }) {
-            open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+        let unsettled = |open: &Open| {
+            open.transfers.iter().any(|(seq, t)| {
+                t.detached && *seq < before && stream.is_none_or(|s| s == t.stream) && (t.status == 0 || t.writing > 0)
+            })
+        };
+        if !unsettled(&open) {
+            return true;
         }
+        open = self.changed.wait_timeout(open, patience).unwrap_or_else(PoisonError::into_inner).0;
+        !unsettled(&open)
     }
 
     /// Whether a detached transfer is under way.

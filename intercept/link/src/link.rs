@@ -24,6 +24,8 @@ use crate::transport::{Transport, Wait};
 
 /// A poster helps to send once this much waits to be sent, in bytes: it bounds memory and gives the program back-pressure.
 const OUTBOX_LIMIT: usize = 4 << 20;
+/// How long the sender waits for more frames before it writes.
+const GATHER: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A hint of how many bytes one read takes from the socket.
 const READ: usize = 256 << 10;
@@ -315,7 +317,15 @@ impl Link {
                 self.sender_asleep.store(false, Ordering::SeqCst);
                 continue;
             }
-            if self.flush().is_err() {
+            if !spin.is_zero() {
+                // More is usually on its way, and one write for several frames costs as much as for one.
+                let found = Instant::now();
+                while found.elapsed() < GATHER && self.pending.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            }
+            // A thread that waits may have sent everything meanwhile.
+            if self.pending.load(Ordering::Acquire) && self.flush().is_err() {
                 return;
             }
         }
@@ -383,6 +393,17 @@ impl Link {
         }
         drop(inbox);
         read.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)))
+    }
+
+    /// Waits until every detached transfer before position `before` (of one stream, or of all) has landed, reading frames
+    /// meanwhile. Call after the worker has said that they are complete.
+    pub fn settle(&self, before: u64, stream: Option<u64>) {
+        const PATIENCE: Duration = Duration::from_millis(1);
+        while !self.down.settle(before, stream, PATIENCE) {
+            if self.poll().is_err() {
+                return;
+            }
+        }
     }
 
     /// Reads for as long as the link lives, whenever no other thread does. For a thread that serves host functions.

@@ -190,11 +190,14 @@ impl Replay {
         }
     }
 
-    /// The main executor keeps its client thread's frames; another one takes over.
+    /// Another executor becomes the main one. The present one keeps what depends on its frame, and the frames of the same
+    /// client thread too, but for a bulk copy: that one waits for bytes, and the thread's work on other streams need not.
     fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
-        state.kept_by.insert(current.thread(), blocked);
+        if !ops::is_bulk(&current) {
+            state.kept_by.insert(current.thread(), blocked);
+        }
         state.kept.insert(blocked, Kept { current, later: VecDeque::new() });
         match state.idle.pop() {
             Some(next) => {
@@ -220,10 +223,11 @@ impl Replay {
     fn execute(&self, session: &Arc<Session>, executor: &mut Executor) {
         loop {
             let Some((frame, kept)) = self.next(executor) else { return };
-            if !kept && ops::may_block(frame.header.op.get()) {
+            let bulk = ops::is_bulk(&frame);
+            if !kept && (bulk || ops::may_block(frame.header.op.get())) {
                 // Known to wait: others, if there are any, go on at once.
                 let mut state = self.lock();
-                let others = state.threads.len() > 1 && state.main == executor.id;
+                let others = (bulk || state.threads.len() > 1) && state.main == executor.id;
                 if others && self.hand_over(session, &mut state).is_err() {
                     session.end("no thread for another executor");
                 }
@@ -253,7 +257,6 @@ impl Replay {
                     if let Some(keeper) = keeper(state, &frame)
                         && let Some(kept) = state.kept.get_mut(&keeper)
                     {
-                        state.kept_by.insert(frame.thread(), keeper);
                         kept.later.push_back(frame);
                         continue;
                     }
@@ -293,7 +296,7 @@ impl Replay {
 
 /// Which blocked executor must get this frame, if any: its thread's, or one that keeps a frame it depends on.
 fn keeper(state: &State, frame: &Frame) -> Option<usize> {
-    if state.kept_by.is_empty() {
+    if state.kept.is_empty() {
         return None;
     }
     if let Some(keeper) = state.kept_by.get(&frame.thread()) {

@@ -32,8 +32,10 @@ extern "C" fn run(data: *mut c_void) {
         drop(unsafe { Box::from_raw(call) });
     }
     // Data copied before this point must be there before the function runs.
-    session.landing.sweep(&session);
-    session.send_with(op::CALL_HOST, 0, 0, |w| w.word(id));
+    let mut frames = Vec::new();
+    session.landing.sweep(&session, &mut frames);
+    session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
+    session.send_frames(&frames);
     let calls = &session.host_calls;
     let mut done = calls.done.lock().unwrap_or_else(PoisonError::into_inner);
     while !done.remove(&id) {

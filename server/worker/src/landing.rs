@@ -2,6 +2,7 @@
 //! client. Whoever has just synchronised a stream sends what is ready, so that data always arrives before the answer that
 //! says it is complete; a thread of its own does the same for programs that only watch their memory.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ use crate::staging::{Slot, Slots};
 const SLOTS: usize = 64;
 /// How often the thread looks whether something is ready.
 const LOOK: Duration = Duration::from_micros(200);
+/// It goes on looking for this long after the last copy: waking it for each would cost more than the copy.
+const LINGER: u32 = 5000;
 
 struct Pending {
     seq: u64,
@@ -27,6 +30,7 @@ pub struct Landing {
     slots: OnceLock<Slots>,
     pending: Mutex<Vec<Pending>>,
     thread: OnceLock<std::thread::Thread>,
+    asleep: AtomicBool,
 }
 
 impl Landing {
@@ -44,25 +48,52 @@ impl Landing {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(Pending { seq, slot, len });
         let thread = self.thread.get_or_init(|| {
             let session = session.clone();
-            let look = move || loop {
-                while session.landing.sweep(&session) > 0 {
-                    std::thread::sleep(LOOK);
-                }
-                std::thread::park();
-            };
+            let look = move || session.landing.look(&session);
             match std::thread::Builder::new().name("landing".into()).spawn(look) {
                 Ok(thread) => thread.thread().clone(),
                 // Synchronizing calls still deliver.
                 Err(_) => std::thread::current(),
             }
         });
-        thread.unpark();
+        if self.asleep.load(Ordering::SeqCst) {
+            thread.unpark();
+        }
     }
 
-    /// Sends what is ready; how much is left.
-    pub fn sweep(&self, session: &Session) -> usize {
-        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(slots) = self.slots.get() else { return 0 };
+    fn look(&self, session: &Session) {
+        let mut idle = 0;
+        loop {
+            let left = {
+                // Sent under the lock: whoever sweeps next must find either the data or that it was sent.
+                let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut frames = Vec::new();
+                self.sweep_locked(&mut pending, session, &mut frames);
+                if !frames.is_empty() {
+                    session.send_frames(&frames);
+                }
+                pending.len()
+            };
+            idle = if left > 0 { 0 } else { idle + 1 };
+            if idle > LINGER {
+                self.asleep.store(true, Ordering::SeqCst);
+                if self.pending.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
+                    std::thread::park();
+                }
+                self.asleep.store(false, Ordering::SeqCst);
+                idle = 0;
+            } else {
+                std::thread::sleep(LOOK);
+            }
+        }
+    }
+
+    /// Appends frames with what is ready.
+    pub fn sweep(&self, session: &Session, frames: &mut Vec<u8>) {
+        self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);
+    }
+
+    fn sweep_locked(&self, pending: &mut Vec<Pending>, session: &Session, frames: &mut Vec<u8>) {
+        let Some(slots) = self.slots.get() else { return };
         let mut i = 0;
         while i < pending.len() {
             // SAFETY: the slot's event is valid.
@@ -72,15 +103,14 @@ impl Landing {
                     let done = pending.remove(i);
                     match result {
                         // SAFETY: the device has filled `len` bytes of the slot, which is ours.
-                        Ok(()) => session.send_with(op::LANDED, done.seq, 0, |w| unsafe {
+                        Ok(()) => session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                             w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
                         }),
-                        Err(error) => session.send_with(op::LANDED, done.seq, error, |w| w.bytes(&[])),
+                        Err(error) => session.append(frames, op::LANDED, done.seq, error, |w| w.bytes(&[])),
                     }
                     slots.give(done.slot);
                 }
             }
         }
-        pending.len()
     }
 }

@@ -34,8 +34,8 @@ impl Output {
         Ok(Self { files: Mutex::new([file(1)?, file(2)?]) })
     }
 
-    /// Sends what has been printed since the last time. Call after the driver has synchronised.
-    pub fn collect(&self, session: &Session) {
+    /// Appends frames with what has been printed since the last time. Call after the driver has synchronised.
+    pub fn collect(&self, session: &Session, frames: &mut Vec<u8>) {
         // SAFETY: flushes C's streams, where the driver prints; null means all of them.
         unsafe { libc::fflush(std::ptr::null_mut()) };
         let Ok(mut files) = self.files.lock() else { return };
@@ -55,7 +55,7 @@ impl Output {
         let pieces = out.len().max(err.len()).div_ceil(INLINE_MAX);
         for i in 0..pieces {
             let piece = |text: &[u8]| text.chunks(INLINE_MAX).nth(i).unwrap_or_default().to_vec();
-            session.send_with(op::OUTPUT, 0, 0, |w| {
+            session.append(frames, op::OUTPUT, 0, 0, |w| {
                 w.bytes(&piece(&out));
                 w.bytes(&piece(&err));
             });

@@ -1,12 +1,11 @@
 //! What one admitted client process has on this worker.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use gpusession_link::transport::Transport;
-use gpusession_proto::frame::{Header, Writer, op};
+use gpusession_proto::frame::{HEADER, Header, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
-use zerocopy::IntoBytes;
 
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Status};
@@ -16,6 +15,7 @@ use crate::host_calls::HostCalls;
 use crate::landing::Landing;
 use crate::lanes::Lanes;
 use crate::modules::Images;
+use crate::ops::Answer;
 use crate::ops::memory::Memory;
 use crate::output::Output;
 use crate::supervise::Supervisor;
@@ -64,6 +64,7 @@ pub struct Session {
     /// What further lanes must prove to know.
     pub lane_secret: [u8; 32],
     last_late: AtomicI32,
+    sending: Mutex<()>,
     ending: OnceLock<()>,
 }
 
@@ -101,6 +102,7 @@ impl Session {
             host_calls: HostCalls::default(),
             lane_secret,
             last_late: AtomicI32::new(0),
+            sending: Mutex::new(()),
             ending: OnceLock::new(),
         }
     }
@@ -113,36 +115,39 @@ impl Session {
         }
     }
 
-    /// Answers a call.
-    pub fn reply(&self, seq: u64, status: Status, body: &[u8]) {
-        self.send(op::REPLY, seq, status, |buf| buf.extend_from_slice(body));
+    /// Answers a call, in one write with the frames that must come before.
+    pub fn reply(&self, seq: u64, status: Status, answer: &Answer) {
+        let mut frames = Vec::with_capacity(answer.before.len() + answer.body.len() + HEADER);
+        frames.extend_from_slice(&answer.before);
+        self.append(&mut frames, op::REPLY, seq, status, |w| w.words(&answer.body));
+        self.send_frames(&frames);
     }
 
     /// Tells of an error of a frame that nobody waits for. A repetition says nothing new.
     pub fn late_error(&self, seq: u64, status: Status) {
         if self.last_late.swap(status, Ordering::Relaxed) != status || !gpusession_proto::status::is_sticky(status) {
-            self.send(op::LATE_ERROR, seq, status, |_| {});
+            self.send_with(op::LATE_ERROR, seq, status, |_| {});
         }
     }
 
-    /// Sends a frame whose body `fill` appends in words.
-    pub fn send(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Vec<u8>)) {
-        let mut buf = Vec::with_capacity(256);
-        buf.extend_from_slice(self.header(op, seq, status).as_bytes());
-        fill(&mut buf);
-        let len = (buf.len() - gpusession_proto::frame::HEADER) as u32;
-        buf[..4].copy_from_slice(&len.to_le_bytes());
-        // A connection that is gone is noticed by the reader.
-        let _ = self.transport.send(&buf);
-    }
-
-    /// Sends a frame whose body `fill` writes.
-    pub fn send_with(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
-        let mut buf = Vec::new();
-        let mut w = Writer::new(&mut buf, &self.header(op, seq, status));
+    /// Appends a frame whose body `fill` writes.
+    pub fn append(&self, frames: &mut Vec<u8>, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
+        let mut w = Writer::new(frames, &self.header(op, seq, status));
         fill(&mut w);
         w.finish();
-        let _ = self.transport.send(&buf);
+    }
+
+    /// Sends whole frames. A connection that is gone is noticed by the reader.
+    pub fn send_frames(&self, frames: &[u8]) {
+        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = self.transport.send(frames);
+    }
+
+    /// Sends one frame whose body `fill` writes.
+    pub fn send_with(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
+        let mut frames = Vec::new();
+        self.append(&mut frames, op, seq, status, fill);
+        self.send_frames(&frames);
     }
 
     fn header(&self, op: u16, seq: u64, status: Status) -> Header {

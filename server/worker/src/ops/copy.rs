@@ -78,10 +78,6 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
                 }
             })
         });
-        if queued.is_ok() && wait {
-            // The bytes themselves say when they are there.
-            session.landing.sweep(session);
-        }
         return Ok(queued?);
     }
     let slots = session.landing.slots(session)?;
@@ -91,7 +87,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     if wait {
         // SAFETY: a stream of this worker.
         let synced = copied.and_then(|()| check(unsafe { (call.cuStreamSynchronize)(stream) }));
-        settle(session);
+        settle(session, answer);
         // SAFETY: the device has filled `len` bytes of the slot.
         answer.bytes(unsafe { std::slice::from_raw_parts(slot.address, len) });
         slots.give(slot);
@@ -146,7 +142,7 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
             run_box(session, &words, stream)?;
             // SAFETY: a stream of this worker.
             check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })?;
-            settle(session);
+            settle(session, answer);
             if len <= INLINE_MAX {
                 answer.bytes(&packed);
             } else {

@@ -103,7 +103,7 @@ impl Memory {
 }
 
 /// Sends the client what the device has changed in mapped host memory. Call after the driver has synchronised.
-pub fn write_back(session: &Session) {
+pub fn write_back(session: &Session, out: &mut Vec<u8>) {
     const PAGE: usize = 4096;
     let mut mirrors = lock(&session.memory.mirrors);
     for (&base, mirror) in mirrors.iter_mut() {
@@ -114,7 +114,7 @@ pub fn write_back(session: &Session) {
             let shadow = &mut mirror.shadow[offset..offset + len];
             if now != shadow {
                 shadow.copy_from_slice(now);
-                session.send_with(op::HOST_CHANGED, 0, 0, |w| {
+                session.append(out, op::HOST_CHANGED, 0, 0, |w| {
                     w.word((base + offset) as u64);
                     w.bytes(shadow);
                 });
@@ -182,13 +182,13 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<u64
 }
 
 /// `FREE`: address. Waits for the device, as `cuMemFree` does.
-pub fn free(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let address = r.word()?;
     let allocation = *lock(&session.memory.allocations).get(&address).ok_or(status::INVALID_VALUE)?;
     let call = &session.driver.call;
     // SAFETY: the frame's context is current.
     let synced = check(unsafe { (call.cuCtxSynchronize)() });
-    super::settle(session);
+    super::settle(session, answer);
     // SAFETY: mapped by `alloc`, and nothing runs on the device any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {

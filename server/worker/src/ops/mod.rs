@@ -20,8 +20,8 @@ use crate::session::Session;
 pub struct Answer {
     /// The body so far.
     pub body: Vec<u8>,
-    /// The operation answers by itself later.
-    pub deferred: bool,
+    /// Whole frames that must reach the client before the answer, sent along with it.
+    pub before: Vec<u8>,
 }
 
 impl Answer {
@@ -76,9 +76,7 @@ pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
     };
     if frame.header.flags.get() & WAIT != 0 {
-        if !answer.deferred || code != 0 {
-            session.reply(seq, code, &answer.body);
-        }
+        session.reply(seq, code, &answer);
     } else if code != 0 {
         session.late_error(seq, code);
     }
@@ -94,8 +92,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
         op::EVENT_RECORD => stream::event_record(session, &mut r),
         op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
-        op::STREAM_SYNC => stream::sync(session, &mut r),
-        op::STREAM_QUERY => stream::query(session, &mut r),
+        op::STREAM_SYNC => stream::sync(session, &mut r, answer),
+        op::STREAM_QUERY => stream::query(session, &mut r, answer),
         op::STREAM_CREATE => stream::create(session, &mut r),
         op::STREAM_DESTROY => stream::destroy(session, &mut r),
         op::STREAM_BATCH => stream::batch(session, &mut r),
@@ -104,8 +102,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::CAPTURE_INFO => stream::capture_info(session, &mut r, answer),
         op::EVENT_CREATE => stream::event_create(session, &mut r),
         op::EVENT_DESTROY => stream::event_destroy(session, &mut r),
-        op::EVENT_SYNC => stream::event_sync(session, &mut r),
-        op::EVENT_QUERY => stream::event_query(session, &mut r),
+        op::EVENT_SYNC => stream::event_sync(session, &mut r, answer),
+        op::EVENT_QUERY => stream::event_query(session, &mut r, answer),
         op::EVENT_ELAPSED => stream::event_elapsed(session, &mut r, answer),
         op::HOST_FUNC => stream::host_func(session, &mut r),
         op::HOST_FUNC_DONE => {
@@ -115,7 +113,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::CTX_SYNC => {
             // SAFETY: the frame's context is current.
             let synced = check(unsafe { (call.cuCtxSynchronize)() });
-            settle(session);
+            settle(session, answer);
             Ok(synced?)
         }
         op::CTX_CREATE => {
@@ -155,7 +153,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::MEM_INFO => memory::info(session, frame, answer),
         op::ALLOC => memory::alloc(session, &mut r),
-        op::FREE => memory::free(session, &mut r),
+        op::FREE => memory::free(session, &mut r, answer),
         op::MIRROR_HOST => memory::mirror(session, &mut r, answer),
         op::UNMIRROR_HOST => memory::unmirror(session, &mut r),
         op::WRITE_HOST => memory::write_host(session, &mut r),
@@ -188,10 +186,10 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
 }
 
 /// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.
-pub fn settle(session: &Session) {
-    session.landing.sweep(session);
-    memory::write_back(session);
-    session.output.collect(session);
+pub fn settle(session: &Session, answer: &mut Answer) {
+    session.landing.sweep(session, &mut answer.before);
+    memory::write_back(session, &mut answer.before);
+    session.output.collect(session, &mut answer.before);
 }
 
 /// Operations that wait for the GPU, or for bytes that are still on their way.
@@ -200,6 +198,13 @@ pub fn may_block(operation: u16) -> bool {
         operation,
         op::STREAM_SYNC | op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE
     )
+}
+
+/// A copy to the device whose bytes come on the lanes: replaying it waits for them.
+pub fn is_bulk(frame: &Frame) -> bool {
+    const INLINE: usize = 3;
+    frame.header.op.get() == op::COPY_TO_DEVICE
+        && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
 }
 
 /// Objects that a frame works on, as far as the order between client threads depends on them.

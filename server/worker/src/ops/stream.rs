@@ -32,20 +32,20 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
 }
 
 /// `STREAM_SYNC`
-pub fn sync(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn sync(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let stream = session.stream(r.word()?)?;
     // SAFETY: a stream of this worker.
     let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
-    settle(session);
+    settle(session, answer);
     Ok(synced?)
 }
 
 /// `STREAM_QUERY`
-pub fn query(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let stream = session.stream(r.word()?)?;
     // SAFETY: a stream of this worker.
     let done = check(unsafe { (session.driver.call.cuStreamQuery)(stream) });
-    settle(session);
+    settle(session, answer);
     Ok(done?)
 }
 
@@ -169,20 +169,20 @@ pub fn event_record(session: &Session, r: &mut Reader<'_>) -> Done {
 }
 
 /// `EVENT_SYNC`
-pub fn event_sync(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn event_sync(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let event = session.events.get(r.word()?)?.0;
     // SAFETY: an event of this worker.
     let synced = check(unsafe { (session.driver.call.cuEventSynchronize)(event) });
-    settle(session);
+    settle(session, answer);
     Ok(synced?)
 }
 
 /// `EVENT_QUERY`
-pub fn event_query(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn event_query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let event = session.events.get(r.word()?)?.0;
     // SAFETY: an event of this worker.
     let done = check(unsafe { (session.driver.call.cuEventQuery)(event) });
-    settle(session);
+    settle(session, answer);
     Ok(done?)
 }
 
