@@ -1,0 +1,126 @@
+# gpusession: building, trying, testing, installing. `make help` lists the targets.
+
+CARGO ?= cargo
+DESTDIR ?=
+prefix ?= /usr
+libexecdir ?= $(prefix)/libexec/gpusession
+# /usr/lib/x86_64-linux-gnu where the distribution has such folders, else /usr/lib64
+multiarch := $(shell $(CC) -print-multiarch 2>/dev/null)
+libdir ?= $(prefix)/$(if $(multiarch),lib/$(multiarch),lib64)
+unitdir ?= $(prefix)/lib/systemd/system
+dbusdir ?= $(prefix)/share/dbus-1
+
+OUT := $(or $(CARGO_TARGET_DIR),target)
+RELEASE := $(OUT)/release
+TOOLS := $(OUT)/tools
+CARGO_DENY_VERSION := 0.20.2
+CARGO_DENY := $(TOOLS)/bin/cargo-deny
+CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu
+BENCHES := */benches/*.rs */*/benches/*.rs
+SHELL_SCRIPTS := .ci/run .ci/setup tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+
+.PHONY: help build programs demo test test-unit test-conformance test-system check docs deny bench gpu-bundle install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo         a whole site on this machine: server, daemon, programs on leased GPUs (simulated where there is none)'
+	@echo 'make test         all tests that need no GPU'
+	@echo 'make check        formatting, lints, licences, shell scripts, generated pages'
+	@echo 'make gpu-bundle   target/gpu-bundle: a folder that tests and measures on a machine with a GPU'
+	@echo 'make build        release binaries'
+	@echo 'make programs     the CUDA test programs'
+	@echo 'make docs         writes generated pages anew (docs/coverage.md)'
+	@echo 'make bench        what can be measured without a GPU'
+	@echo 'make install      into DESTDIR, after make build'
+	@echo 'make test-system  tests on booted hosts (with a later version)'
+
+# ---- building
+
+build:
+	@.ci/setup build
+	$(CARGO) build --locked --release $(addprefix -p ,$(CRATES))
+
+programs:
+	@.ci/setup build test
+	@$(MAKE) --no-print-directory -s -C tests/programs
+
+docs:
+	$(CARGO) run --locked -q -p gpusession-calls --example coverage >docs/coverage.md.new
+	mv docs/coverage.md.new docs/coverage.md
+
+# ---- trying
+
+demo: build
+	@.ci/setup test
+	@tests/demo/demo --no-build $(DEMO_ARGUMENTS)
+
+gpu-bundle: build
+	@.ci/setup test
+	@tests/gpu/bundle --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
+		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1
+
+bench:
+	@if ls $(BENCHES) >/dev/null 2>&1; then $(CARGO) bench --locked --workspace --bench '*'; \
+	else echo 'bench: nothing to measure without a GPU yet; with one: make gpu-bundle, then ./run bench there'; fi
+
+# ---- testing
+
+test: test-system test-conformance test-unit
+
+# Tests of the workspace start each other's programs, which are built first.
+test-unit:
+	@.ci/setup build test
+	$(CARGO) build --locked --workspace --bins --lib
+	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
+		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
+	else \
+		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
+	fi
+
+test-conformance: build programs
+	@tests/conformance/simgpu
+
+test-system:
+	@echo 'test-system: skipped: tests on booted hosts come with a later version (tests/system/README.md)'
+
+# ---- checking
+
+check: deny
+	@.ci/setup build check
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	shellcheck --severity=warning --exclude=SC1007 $(SHELL_SCRIPTS)
+	@$(CARGO) run --locked -q -p gpusession-calls --example coverage | diff -q - docs/coverage.md >/dev/null || \
+		{ echo 'check: docs/coverage.md is not up to date: make docs'; exit 1; }
+	@echo 'check: all right'
+
+deny: $(CARGO_DENY)
+	$(CARGO_DENY) --locked check bans licenses sources
+
+# Unoptimised: it is built in a third of the time, and runs for a second.
+$(CARGO_DENY):
+	@.ci/setup build
+	CARGO_TARGET_DIR=$(TOOLS)/build CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off \
+		CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
+		$(CARGO) install --quiet --locked --no-default-features --root $(TOOLS) cargo-deny@$(CARGO_DENY_VERSION)
+	rm -rf $(TOOLS)/build
+
+# ---- installing (distribution packages come with a later version: packaging/README.md)
+
+install:
+	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
+	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
+	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker
+	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
+	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1
+	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/sim/libnvidia-ml.so.1
+	install -D -m 644 -t $(DESTDIR)$(unitdir) units/systemd/gpusession.service units/systemd/gpusession.socket
+	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system.d units/dbus-1/system.d/*.conf
+	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
+	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml
+	install -d $(DESTDIR)$(prefix)/share/gpusession
+	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md LICENSE-APACHE LICENSE-MIT
+
+clean:
+	$(CARGO) clean
