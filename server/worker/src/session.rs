@@ -125,13 +125,22 @@ impl Session {
 
     /// Tells of an error of a frame that nobody waits for. A repetition says nothing new.
     pub fn late_error(&self, seq: u64, status: Status) {
-        if self.last_late.swap(status, Ordering::Relaxed) != status || !gpusession_proto::status::is_sticky(status) {
+        if self.last_late.swap(status, Ordering::Relaxed) != status
+            || !gpusession_proto::status::is_sticky(status)
+        {
             self.send_with(op::LATE_ERROR, seq, status, |_| {});
         }
     }
 
     /// Appends a frame whose body `fill` writes.
-    pub fn append(&self, frames: &mut Vec<u8>, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
+    pub fn append(
+        &self,
+        frames: &mut Vec<u8>,
+        op: u16,
+        seq: u64,
+        status: Status,
+        fill: impl FnOnce(&mut Writer<'_>),
+    ) {
         let mut w = Writer::new(frames, &self.header(op, seq, status));
         fill(&mut w);
         w.finish();
@@ -165,10 +174,11 @@ impl Session {
 
     /// Ends the worker: the client and the supervisor are told why. Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
-        if self.ending.set(()).is_ok() {
-            self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+        // Whoever comes second waits until both were told.
+        self.ending.get_or_init(|| {
             self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
-        }
+            self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+        });
         // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
         unsafe { libc::_exit(0) }
     }
