@@ -1,0 +1,634 @@
+//! A real worker process on the simulated driver, and the two parties it deals with: a supervisor that hands connections
+//! over as `gpuserver` does, and clients that keep to the protocol only where a test wants them to.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use gpusession_link::{Events, Link, Lost, Reply};
+use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
+use gpusession_proto::grant::Endpoint;
+use gpusession_proto::handle;
+use gpusession_proto::preface::{LEN, Preface, refusal_len};
+use gpusession_proto::supervise::{DeviceLimit, FromWorker, MAX_PACKET, Start, ToWorker, WORKER_FD};
+use gpusession_proto::ticket::Ticket;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
+};
+use zerocopy::IntoBytes;
+
+/// Nothing that works takes this long, even on a slow machine.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const LEASE: &str = "abcdefghijkl";
+pub const KEY: [u8; 32] = [3; 32];
+/// Where the clients of these tests want device memory, and how much.
+pub const WINDOW: u64 = 0x0200_0000_0000;
+pub const WINDOW_SIZE: u64 = 4 << 30;
+/// Primary context of the first device.
+pub const CTX: u64 = handle::make(handle::CTX, 0, 1, 0);
+pub const MIB: u64 = 1 << 20;
+
+pub fn stream(slot: u32) -> u64 {
+    handle::make(handle::STREAM, 0, 1, slot)
+}
+
+pub fn event(slot: u32) -> u64 {
+    handle::make(handle::EVENT, 0, 1, slot)
+}
+
+/// The simulated driver that was built together with this test.
+fn simulated_driver() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows where it is");
+    test.ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join("libsimgpu.so"))
+        .find(|library| library.exists())
+        .expect("libsimgpu.so beside the tests: a dev-dependency builds it")
+}
+
+/// A machine with simulated GPUs, and the folder with everything that belongs to it.
+pub struct Machine {
+    folder: PathBuf,
+}
+
+impl Machine {
+    pub fn new() -> Arc<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name =
+            format!("gpusession-worker-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let folder = std::env::temp_dir().join(name);
+        std::fs::create_dir(&folder).expect("a temporary folder");
+        std::os::unix::fs::symlink(simulated_driver(), folder.join("libcuda.so.1")).expect("a link in it");
+        Arc::new(Self { folder })
+    }
+
+    fn name(&self) -> String {
+        self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    pub fn driver(&self) -> PathBuf {
+        self.folder.join("libcuda.so.1")
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// What a test may want differently.
+#[derive(Clone)]
+pub struct Options {
+    pub require_tls: bool,
+    pub memory_bytes: u64,
+    pub warm: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { require_tls: false, memory_bytes: u64::MAX, warm: true }
+    }
+}
+
+/// A worker process that is ready for connections.
+pub struct Worker {
+    pub id: [u8; 16],
+    pub fingerprint: [u8; 32],
+    pub address: SocketAddr,
+    child: Child,
+    channel: Option<Arc<OwnedFd>>,
+    stop: Arc<AtomicBool>,
+    door: Option<JoinHandle<()>>,
+    told: Vec<FromWorker>,
+    _machine: Arc<Machine>,
+}
+
+/// The channel is moved to descriptor 3 between fork and exec: nothing that the standard library needs there may have it.
+fn keep_low_descriptors() {
+    static HELD: OnceLock<Vec<std::fs::File>> = OnceLock::new();
+    HELD.get_or_init(|| {
+        let mut held = Vec::new();
+        loop {
+            let file = std::fs::File::open("/dev/null").expect("/dev/null");
+            let enough = file.as_raw_fd() > WORKER_FD;
+            held.push(file);
+            if enough {
+                return held;
+            }
+        }
+    });
+}
+
+fn spawn(machine: &Machine) -> (Child, OwnedFd) {
+    keep_low_descriptors();
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+        .expect("a supervision socket");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"));
+    command
+        .env_clear()
+        .env("SIMGPU_MACHINE", machine.name())
+        .env("XDG_RUNTIME_DIR", &machine.folder)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .process_group(0);
+    let theirs_raw = theirs.as_raw_fd();
+    // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe.
+    unsafe {
+        command.pre_exec(move || {
+            // A test that is killed leaves no worker behind.
+            nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+            if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
+                let _ = getrlimit(Resource::RLIMIT_STACK)
+                    .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_STACK, hard, hard));
+            }
+            if nix::libc::dup2(theirs_raw, WORKER_FD) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(())
+        });
+    }
+    let child = command.spawn().expect("the worker starts");
+    (child, ours)
+}
+
+fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
+    let packet = postcard::to_allocvec(message).expect("messages serialize");
+    let fds: Vec<_> = beside.iter().map(|socket| socket.as_raw_fd()).collect();
+    let rights = [ControlMessage::ScmRights(&fds)];
+    let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
+    // A worker that has ended takes no more connections.
+    let _ =
+        sendmsg::<()>(channel.as_raw_fd(), &[IoSlice::new(&packet)], control, MsgFlags::MSG_NOSIGNAL, None);
+}
+
+impl Worker {
+    pub fn start(machine: &Arc<Machine>) -> Self {
+        Self::start_with(machine, &Options::default())
+    }
+
+    pub fn start_with(machine: &Arc<Machine>, options: &Options) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(1);
+        let mut id = [0x57; 16];
+        id[..4].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+        let (child, channel) = spawn(machine);
+        let channel = Arc::new(channel);
+        let start = Start {
+            worker: id,
+            lease: LEASE.into(),
+            ticket_key: KEY,
+            driver: machine.driver().to_string_lossy().into_owned(),
+            devices: vec![DeviceLimit {
+                uuid: *b"simgpu\x40\x00\x80\x00gpu-0\x00",
+                memory_bytes: options.memory_bytes,
+                sm_percent: 100,
+            }],
+            require_tls: options.require_tls,
+            module_cache: None,
+            warm: options.warm,
+            resume_grace_s: 0,
+        };
+        tell(&channel, &ToWorker::Start(start), None);
+
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("its number");
+        let stop = Arc::new(AtomicBool::new(false));
+        let door = std::thread::spawn({
+            let (stop, channel) = (stop.clone(), Arc::downgrade(&channel));
+            move || {
+                for socket in listener.incoming() {
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
+                    let Ok(mut socket) = socket else { continue };
+                    let _ = socket.set_read_timeout(Some(PATIENCE));
+                    let mut preface = vec![0; LEN];
+                    if socket.read_exact(&mut preface).is_ok()
+                        && let Some(channel) = channel.upgrade()
+                    {
+                        let _ = socket.set_read_timeout(None);
+                        let adopt = ToWorker::Adopt { preface, peer: "a test".into() };
+                        tell(&channel, &adopt, Some(&socket));
+                    }
+                }
+            }
+        });
+        let mut worker = Self {
+            id,
+            fingerprint: [0; 32],
+            address,
+            child,
+            channel: Some(channel),
+            stop,
+            door: Some(door),
+            told: Vec::new(),
+            _machine: machine.clone(),
+        };
+        let ready = worker.wait_for(|m| matches!(m, FromWorker::Ready { .. } | FromWorker::Failed { .. }));
+        match ready {
+            FromWorker::Ready { fingerprint, cuda_version } => {
+                assert_eq!(cuda_version, 13000);
+                worker.fingerprint = fingerprint;
+            }
+            other => panic!("the worker said {other:?}"),
+        }
+        worker
+    }
+
+    fn channel(&self) -> &OwnedFd {
+        self.channel.as_ref().expect("the supervisor is there")
+    }
+
+    pub fn tell(&self, message: &ToWorker) {
+        tell(self.channel(), message, None);
+    }
+
+    /// Hands over one end of a new connection beside these bytes, whatever they are; returns the other end.
+    pub fn adopt_with(&self, preface: &[u8]) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let ours = TcpStream::connect(listener.local_addr().expect("its number")).expect("a connection");
+        let (theirs, _) = listener.accept().expect("its other end");
+        let adopt = ToWorker::Adopt { preface: preface.to_vec(), peer: "a test".into() };
+        tell(self.channel(), &adopt, Some(&theirs));
+        ours.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        ours
+    }
+
+    /// Next message of the worker; `None` when it has ended.
+    fn next(&mut self, until: Instant) -> Option<FromWorker> {
+        let channel = self.channel();
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        let ready = poll(&mut [PollFd::new(channel.as_fd(), PollFlags::POLLIN)], timeout).expect("poll");
+        assert!(ready > 0, "the worker says nothing; it said {:?}", self.told);
+        let mut packet = vec![0; MAX_PACKET];
+        let len = recv(channel.as_raw_fd(), &mut packet, MsgFlags::MSG_DONTWAIT).unwrap_or(0);
+        if len == 0 {
+            return None;
+        }
+        let message: FromWorker = postcard::from_bytes(&packet[..len]).expect("a message");
+        self.told.push(message.clone());
+        Some(message)
+    }
+
+    /// Waits until the worker says something in particular.
+    pub fn wait_for(&mut self, wanted: impl Fn(&FromWorker) -> bool) -> FromWorker {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match self.next(until) {
+                Some(message) if wanted(&message) => return message,
+                Some(_) => {}
+                None => panic!("the worker ended; it said {:?}", self.told),
+            }
+        }
+    }
+
+    /// The reason why the worker has refused a connection.
+    pub fn refusal(&mut self) -> String {
+        match self.wait_for(|m| matches!(m, FromWorker::Refused { .. })) {
+            FromWorker::Refused { reason } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits until the process has ended by itself, not by a signal.
+    pub fn exited_within(&mut self, limit: Duration) {
+        let until = Instant::now() + limit;
+        while self.next(until).is_some() {}
+        let status = self.child.wait().expect("a child");
+        assert_eq!((status.signal(), status.code()), (None, Some(0)), "the worker said {:?}", self.told);
+    }
+
+    pub fn exited(&mut self) {
+        self.exited_within(PATIENCE);
+    }
+
+    /// The same, and returns the reason that it gave.
+    pub fn ended_within(&mut self, limit: Duration) -> String {
+        self.exited_within(limit);
+        let reason = self.told.iter().rev().find_map(|m| match m {
+            FromWorker::Ended { reason } => Some(reason.clone()),
+            _ => None,
+        });
+        reason.expect("the worker says why it ends")
+    }
+
+    pub fn ended(&mut self) -> String {
+        self.ended_within(PATIENCE)
+    }
+
+    /// The supervisor dies: waits until the worker has ended by itself.
+    pub fn abandoned(mut self) {
+        self.channel = None;
+        // SAFETY: a system call with plain numbers; the child was not waited for, so that the number is its own.
+        let fd = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, self.child.id(), 0) };
+        assert!(fd >= 0, "pidfd_open: {}", io::Error::last_os_error());
+        // SAFETY: the descriptor was just made for us.
+        let process = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+        let timeout = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::MAX);
+        let ended = poll(&mut [PollFd::new(process.as_fd(), PollFlags::POLLIN)], timeout).expect("poll");
+        assert_eq!(ended, 1, "the worker goes on without its supervisor");
+        let status = self.child.wait().expect("a child");
+        assert_eq!((status.signal(), status.code()), (None, Some(0)));
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn ticket(&self) -> Ticket {
+        Ticket {
+            lease: LEASE.into(),
+            worker: self.id,
+            uid: 1000,
+            pid: 4242,
+            boot_id: [1; 16],
+            issued_usec: 12,
+            nonce: [9; 16],
+            program: "python3".into(),
+        }
+    }
+
+    pub fn endpoint(&self, encrypted: bool) -> Endpoint {
+        Endpoint {
+            server: "test".into(),
+            addresses: vec![self.address.to_string()],
+            worker: self.id,
+            fingerprint: encrypted.then_some(self.fingerprint),
+            ticket: self.ticket().seal(&KEY),
+            lease: LEASE.into(),
+            devices: 1,
+        }
+    }
+
+    /// A client that behaves, through the link of the real one.
+    pub fn client(&self, encrypted: bool) -> Client {
+        Client::open(&self.endpoint(encrypted)).expect("the worker admits the client")
+    }
+
+    /// A client in clear that may say anything, not yet admitted.
+    pub fn stranger(&self, lane: u16) -> Raw {
+        let mut stream = TcpStream::connect(self.address).expect("a connection");
+        stream.write_all(Preface::new(self.id, lane, 0, false).as_bytes()).expect("a preface");
+        Raw::new(stream)
+    }
+
+    /// A client in clear that was admitted and may say anything from now on.
+    pub fn guest(&mut self) -> Raw {
+        let mut raw = self.stranger(0);
+        raw.greet(&self.ticket().seal(&KEY));
+        let (header, body) = raw.frame().expect("an answer to the greeting");
+        assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0));
+        let mut r = Reader::new(&body);
+        raw.secret.copy_from_slice(r.bytes().expect("a secret"));
+        assert_eq!(r.word(), Ok(WINDOW), "the first window that was offered is granted");
+        self.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
+        raw
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.stop.store(true, Ordering::SeqCst);
+        let _ = TcpStream::connect(self.address);
+        if let Some(door) = self.door.take() {
+            let _ = door.join();
+        }
+    }
+}
+
+/// Remembers what the worker said unasked.
+#[derive(Clone, Default)]
+pub struct Heard(pub Arc<Mutex<Vec<String>>>);
+
+impl Events for Heard {
+    fn output(&self, _: &[u8], _: &[u8]) {}
+    fn call_host(&self, _: &Arc<Link>, _: u64) {}
+    fn host_changed(&self, _: u64, _: &[u8]) {}
+    fn lost(&self, reason: &str) {
+        self.0.lock().expect("a list").push(reason.into());
+    }
+}
+
+pub const CALLER: gpusession_link::link::Caller = gpusession_link::link::Caller { thread: 1, ctx: CTX };
+
+/// See [`Worker::client`].
+pub struct Client {
+    pub link: Arc<Link>,
+    pub heard: Heard,
+    pub hello: Reply,
+}
+
+impl Client {
+    pub fn open(endpoint: &Endpoint) -> Result<Self, Lost> {
+        let heard = Heard::default();
+        let (link, hello) = Link::open(endpoint, Box::new(heard.clone()), |w| {
+            w.word(1);
+            w.word(WINDOW_SIZE);
+            w.word(WINDOW);
+        })?;
+        Ok(Self { link, heard, hello })
+    }
+
+    pub fn try_call(&self, op: u16, words: &[u64]) -> Result<Reply, Lost> {
+        self.link.call(op, CALLER, |w| words.iter().for_each(|word| w.word(*word)))
+    }
+
+    /// A call that the driver answers with success, and the words of the answer.
+    pub fn call(&self, op: u16, words: &[u64]) -> Vec<u64> {
+        let reply = self.try_call(op, words).expect("the worker is there");
+        assert_eq!(reply.status, 0, "operation {op}");
+        words_of(reply.reader())
+    }
+
+    /// A call that is refused, and the error.
+    pub fn refused(&self, op: u16, words: &[u64]) -> i32 {
+        self.try_call(op, words).expect("the worker is there").status
+    }
+
+    /// Free and total bytes of the device.
+    pub fn memory(&self) -> (u64, u64) {
+        let words = self.call(op::MEM_INFO, &[]);
+        (words[0], words[1])
+    }
+
+    pub fn put(&self, target: u64, bytes: &[u8]) {
+        let reply = self.link.call(op::COPY_TO_DEVICE, CALLER, |w| {
+            [target, bytes.len() as u64, 0, 1].into_iter().for_each(|word| w.word(word));
+            w.bytes(bytes);
+        });
+        assert_eq!(reply.expect("the worker is there").status, 0);
+    }
+
+    pub fn get(&self, source: u64, len: usize) -> Vec<u8> {
+        let reply = self.link.call(op::COPY_FROM_DEVICE, CALLER, |w| {
+            [source, len as u64, 0, 1].into_iter().for_each(|word| w.word(word));
+        });
+        let reply = reply.expect("the worker is there");
+        assert_eq!(reply.status, 0);
+        reply.reader().bytes().expect("bytes").to_vec()
+    }
+}
+
+fn words_of(mut r: Reader<'_>) -> Vec<u64> {
+    std::iter::from_fn(|| r.word().ok()).collect()
+}
+
+/// A connection in clear on which a test writes whatever it wants.
+pub struct Raw {
+    pub stream: TcpStream,
+    pub secret: [u8; 32],
+    pub seq: u64,
+}
+
+impl Raw {
+    fn new(stream: TcpStream) -> Self {
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        stream.set_write_timeout(Some(PATIENCE)).expect("a timeout");
+        stream.set_nodelay(true).expect("an option");
+        Self { stream, secret: [0; 32], seq: 1 }
+    }
+
+    /// Writes; a worker that has hung up is noticed by what is read.
+    pub fn write(&mut self, bytes: &[u8]) {
+        let _ = self.stream.write_all(bytes);
+    }
+
+    pub fn greet(&mut self, ticket: &[u8]) {
+        let greeting = frame(op::HELLO, 1, |w| {
+            w.bytes(ticket);
+            w.word(1);
+            w.word(WINDOW_SIZE);
+            w.word(WINDOW);
+        });
+        self.write(&greeting);
+    }
+
+    /// Next frame; `None` at the end of the stream.
+    pub fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
+        let mut head = [0; HEADER];
+        match self.stream.read(&mut head) {
+            Ok(0) => return None,
+            Ok(n) => self.stream.read_exact(&mut head[n..]).ok()?,
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return None,
+            Err(e) => panic!("the worker says nothing: {e}"),
+        }
+        let header = Header::parse(&head).expect("a header");
+        let mut body = vec![0; header.body_len()];
+        self.stream.read_exact(&mut body).ok()?;
+        Some((header, body))
+    }
+
+    /// Sends one frame and waits for its answer: the driver's status, or why the worker ends.
+    pub fn ask(&mut self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<i32, String> {
+        self.seq += 1;
+        let request = frame(op, self.seq, body);
+        self.write(&request);
+        self.answer(self.seq)
+    }
+
+    /// Waits for the answer to one request.
+    pub fn answer(&mut self, seq: u64) -> Result<i32, String> {
+        loop {
+            let Some((header, body)) = self.frame() else { return Err("hung up".into()) };
+            match header.op.get() {
+                op::REPLY if header.seq.get() == seq => return Ok(header.ctx.get() as i32),
+                op::END => {
+                    return Err(Reader::new(&body).text().expect("a reason").to_owned());
+                }
+                _ => {}
+            }
+        }
+    }
+
+    pub fn ask_words(&mut self, op: u16, words: &[u64]) -> Result<i32, String> {
+        self.ask(op, |w| words.iter().for_each(|word| w.word(*word)))
+    }
+
+    /// Reads until the connection ends: the reason of a refusal if there is one, or nothing.
+    pub fn refusal(mut self) -> String {
+        let mut first = [0; 4];
+        if self.stream.read_exact(&mut first).is_err() {
+            return String::new();
+        }
+        let len = refusal_len(first).expect("a refusal");
+        let mut reason = vec![0; len];
+        self.stream.read_exact(&mut reason).expect("the reason");
+        String::from_utf8(reason).expect("text")
+    }
+
+    /// Whether the worker has hung up without a word.
+    pub fn hung_up(mut self) -> bool {
+        let mut byte = [0];
+        match self.stream.read(&mut byte) {
+            Ok(n) => n == 0,
+            Err(e) => e.kind() == io::ErrorKind::ConnectionReset,
+        }
+    }
+
+    pub fn close(self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// One request of thread 1 in the first device's context, for which the client waits.
+pub fn frame(op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
+    frame_of(1, op, seq, body)
+}
+
+/// The same of another thread.
+pub fn frame_of(thread: u32, op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
+    let mut buf = Vec::new();
+    let header = Header {
+        len: 0.into(),
+        op: op.into(),
+        flags: WAIT.into(),
+        thread: thread.into(),
+        epoch: 0.into(),
+        seq: seq.into(),
+        ack: 0.into(),
+        ctx: CTX.into(),
+    };
+    let mut w = Writer::new(&mut buf, &header);
+    body(&mut w);
+    w.finish();
+    buf
+}
+
+/// Whether a process is there, be it a zombie.
+pub fn exists(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+/// Small, fixed and good enough: xorshift64*.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}

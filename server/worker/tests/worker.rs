@@ -1,0 +1,1116 @@
+//! Worker processes on the simulated driver: what a good client gets, and what a bad one does not.
+
+mod harness;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gpusession_link::lanes::{HostRange, chunk_header};
+use gpusession_link::tls;
+use gpusession_proto::frame::{
+    CHUNK, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, op,
+};
+use gpusession_proto::handle;
+use gpusession_proto::preface::{self, Preface};
+use gpusession_proto::supervise::{FromWorker, ToWorker};
+use harness::{
+    CALLER, Client, KEY, MIB, Machine, Options, PATIENCE, Random, Raw, WINDOW, WINDOW_SIZE, Worker, event,
+    exists, frame, frame_of, stream,
+};
+use zerocopy::IntoBytes;
+
+const INVALID_VALUE: i32 = 1;
+const OUT_OF_MEMORY: i32 = 2;
+const INVALID_DEVICE: i32 = 101;
+const INVALID_CONTEXT: i32 = 201;
+const INVALID_HANDLE: i32 = 400;
+
+/// Bytes that are different in every place.
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    (0..len.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(len).collect()
+}
+
+/// A copy to the device on the lanes.
+fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
+    let lanes = client.link.lanes().expect("lanes");
+    let seq = client.link.begin_call(op::COPY_TO_DEVICE, CALLER, |w| {
+        [target, bytes.len() as u64, 0, 0].into_iter().for_each(|word| w.word(word));
+    });
+    let seq = seq.expect("the worker is there");
+    // SAFETY: `bytes` outlives the transfer, which is waited for.
+    let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
+    assert!(sent.wait(), "the bytes went out");
+    assert_eq!(client.link.finish_call(seq).expect("the worker is there").status, 0);
+}
+
+/// A copy from the device on the lanes.
+fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
+    client.link.lanes().expect("lanes");
+    let mut bytes = vec![0u8; len];
+    let target = bytes.as_mut_ptr() as usize;
+    let seq = client.link.begin_call(op::COPY_FROM_DEVICE, CALLER, |w| {
+        // SAFETY: `bytes` outlives the transfer, which is waited for.
+        client.link.down.expect(w.seq(), unsafe { HostRange::new(target, len) }, 0, false);
+        [source, len as u64, 0, 1].into_iter().for_each(|word| w.word(word));
+    });
+    let seq = seq.expect("the worker is there");
+    assert_eq!(client.link.finish_call(seq).expect("the worker is there").status, 0);
+    assert_eq!(client.link.down.wait(seq), 0);
+    bytes
+}
+
+/// One thing of each kind that a program does.
+fn works(client: &Client) {
+    let mut r = client.hello.reader();
+    assert_eq!(client.hello.status, 0);
+    assert_eq!(r.bytes().map(<[u8]>::len), Ok(32), "the lanes' secret");
+    assert_eq!(r.word(), Ok(WINDOW));
+    assert_eq!((r.word(), r.word()), (Ok(13000), Ok(1)), "driver version and number of devices");
+    assert_eq!(r.text(), Ok("gpusession simulated GPU"));
+
+    client.call(op::STREAM_CREATE, &[stream(1), 1, 0]);
+    client.call(op::EVENT_CREATE, &[event(1), 0]);
+    client.call(op::EVENT_RECORD, &[event(1), stream(1), 0]);
+    client.call(op::EVENT_SYNC, &[event(1)]);
+    client.call(op::EVENT_QUERY, &[event(1)]);
+
+    let (before, total) = client.memory();
+    assert_eq!(total, 2 << 30);
+    client.call(op::ALLOC, &[WINDOW, 16 * MIB, 0]);
+    assert_eq!(client.memory(), (before - 16 * MIB, total));
+    let small = pattern(4001, 7);
+    client.put(WINDOW + 5, &small);
+    assert_eq!(client.get(WINDOW + 5, small.len()), small);
+    let most = pattern(INLINE_MAX, 8);
+    client.put(WINDOW + MIB, &most);
+    assert_eq!(client.get(WINDOW + MIB, most.len()), most);
+    let big = pattern(8 << 20, 9);
+    put_bulk(client, WINDOW + 2 * MIB, &big);
+    assert!(get_bulk(client, WINDOW + 2 * MIB, big.len()) == big, "8 MiB over the lanes");
+    let odd = pattern((5 << 20) + 3, 10);
+    put_bulk(client, WINDOW + 3, &odd);
+    assert!(get_bulk(client, WINDOW + 3, odd.len()) == odd, "a length that is no multiple of anything");
+
+    client.call(op::STREAM_SYNC, &[stream(1)]);
+    client.call(op::EVENT_DESTROY, &[event(1)]);
+    client.call(op::STREAM_DESTROY, &[stream(1)]);
+    client.call(op::FREE, &[WINDOW]);
+    assert_eq!(client.memory(), (before, total));
+    assert_eq!(client.link.take_late_error(), 0);
+}
+
+#[test]
+fn a_good_client_is_served_in_clear() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let client = worker.client(false);
+    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
+    assert_eq!(
+        admitted,
+        FromWorker::Admitted { uid: 1000, pid: 4242, program: "python3".into(), encrypted: false }
+    );
+    works(&client);
+}
+
+#[test]
+fn a_good_client_is_served_encrypted() {
+    let machine = Machine::new();
+    let mut worker = Worker::start_with(&machine, &Options { require_tls: true, ..Options::default() });
+    let client = worker.client(true);
+    assert!(client.link.encrypted());
+    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
+    assert!(matches!(admitted, FromWorker::Admitted { encrypted: true, .. }));
+    works(&client);
+}
+
+#[test]
+fn a_worker_that_was_not_warm_serves_too() {
+    let machine = Machine::new();
+    let worker = Worker::start_with(&machine, &Options { warm: false, ..Options::default() });
+    works(&worker.client(false));
+}
+
+#[test]
+fn another_certificate_is_refused_by_the_client() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut endpoint = worker.endpoint(true);
+    endpoint.fingerprint = Some([5; 32]);
+    let lost = Client::open(&endpoint).err().expect("the client refuses");
+    assert!(lost.0.contains("certificate"), "{lost}");
+    assert!(worker.refusal().starts_with("a test: "));
+    works(&worker.client(true));
+}
+
+/// Presents a certificate whose key it does not have.
+#[derive(Debug)]
+struct Thief(Arc<rustls::sign::CertifiedKey>);
+
+impl rustls::server::ResolvesServerCert for Thief {
+    fn resolve(&self, _: rustls::server::ClientHello<'_>) -> Option<Arc<rustls::sign::CertifiedKey>> {
+        Some(self.0.clone())
+    }
+}
+
+/// The certificate that a worker shows to everyone.
+fn certificate_of(worker: &Worker) -> rustls::pki_types::CertificateDer<'static> {
+    let config = tls::pinned(worker.fingerprint).expect("a configuration");
+    let name = rustls::pki_types::ServerName::try_from("worker").expect("a name");
+    let mut connection = rustls::ClientConnection::new(config, name).expect("a client");
+    let mut socket = TcpStream::connect(worker.address).expect("a connection");
+    socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    socket.write_all(Preface::new(worker.id, 0, 0, true).as_bytes()).expect("a preface");
+    while connection.is_handshaking() {
+        connection.complete_io(&mut socket).expect("a handshake");
+    }
+    connection.peer_certificates().expect("a certificate")[0].clone().into_owned()
+}
+
+#[test]
+fn the_right_certificate_with_another_key_is_refused_by_the_client() {
+    let machine = Machine::new();
+    let worker = Worker::start(&machine);
+    let certificate = certificate_of(&worker);
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let key = rcgen::KeyPair::generate().expect("a key").serialize_der();
+    let key = rustls::pki_types::PrivatePkcs8KeyDer::from(key).into();
+    let key = provider.key_provider.load_private_key(key).expect("a key");
+    let thief = Thief(Arc::new(rustls::sign::CertifiedKey::new(vec![certificate], key)));
+    let config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .expect("TLS 1.3")
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(thief));
+
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut endpoint = worker.endpoint(true);
+    endpoint.addresses = vec![listener.local_addr().expect("its number").to_string()];
+    let between = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().expect("the client");
+        socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let mut preface = [0; preface::LEN];
+        socket.read_exact(&mut preface).expect("a preface");
+        let mut connection = rustls::ServerConnection::new(Arc::new(config)).expect("a server");
+        // Fails when the client hangs up; what it sent until then must hold no ticket.
+        let mut heard = Vec::new();
+        while connection.is_handshaking() && connection.complete_io(&mut socket).is_ok() {}
+        let _ = connection.reader().read_to_end(&mut heard);
+        heard
+    });
+    let lost = Client::open(&endpoint).err().expect("the client refuses");
+    assert!(lost.0.contains("BadSignature"), "{lost}");
+    assert_eq!(between.join().expect("no panic"), b"", "nothing was told to the thief");
+    works(&worker.client(true));
+}
+
+#[test]
+fn bad_tickets_are_refused_and_disturb_nobody() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let forged = "ticket was not made with this lease's key";
+    let mut tickets = Vec::new();
+    tickets.push((worker.ticket().seal(&[4; 32]), forged));
+    let mut other = worker.ticket();
+    other.worker = [8; 16];
+    tickets.push((other.seal(&KEY), "ticket is for another worker"));
+    let mut other = worker.ticket();
+    other.lease = "lkjihgfedcba".into();
+    tickets.push((other.seal(&KEY), "ticket is for another lease"));
+    let good = worker.ticket().seal(&KEY);
+    tickets.push((good[..good.len() - 1].to_vec(), forged));
+    tickets.push((good[..32].to_vec(), "malformed ticket"));
+    tickets.push((Vec::new(), "malformed ticket"));
+    tickets.push((vec![0x55; 2000], "malformed ticket"));
+    let mut changed = good.clone();
+    changed[3] ^= 1;
+    tickets.push((changed, forged));
+
+    // Before anyone was admitted: the worker is not used up by them.
+    for (ticket, reason) in &tickets {
+        let mut stranger = worker.stranger(0);
+        stranger.greet(ticket);
+        assert_eq!(stranger.refusal(), *reason);
+        assert!(worker.refusal().contains(reason));
+    }
+    let client = worker.client(false);
+    client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    let mine = pattern(1000, 3);
+    client.put(WINDOW, &mine);
+    // And beside one who was; the ticket that it used is no better than the others.
+    tickets.push((good, "this worker already serves a process: ticket used twice"));
+    for (ticket, reason) in &tickets {
+        let mut stranger = worker.stranger(0);
+        stranger.greet(ticket);
+        assert_eq!(stranger.refusal(), *reason);
+        assert!(worker.refusal().contains(reason));
+        assert_eq!(client.get(WINDOW, mine.len()), mine);
+    }
+    // The client's library tells its user.
+    for encrypted in [false, true] {
+        let mut endpoint = worker.endpoint(encrypted);
+        endpoint.ticket = tickets[0].0.clone();
+        let lost = Client::open(&endpoint).err().expect("a refusal");
+        assert!(lost.0.ends_with(forged), "{lost}");
+    }
+    assert_eq!(client.get(WINDOW, mine.len()), mine);
+    assert!(client.heard.0.lock().expect("a list").is_empty());
+}
+
+#[test]
+fn clear_text_is_refused_where_encryption_is_demanded() {
+    let machine = Machine::new();
+    let mut worker = Worker::start_with(&machine, &Options { require_tls: true, ..Options::default() });
+    assert!(Client::open(&worker.endpoint(false)).is_err());
+    assert!(worker.refusal().contains("demands encryption"));
+    // A good ticket in clear was not used up.
+    works(&worker.client(true));
+    assert!(worker.stranger(FIRST_UP_LANE).hung_up());
+    assert!(worker.refusal().contains("demands encryption"));
+}
+
+#[test]
+fn garbage_before_admission_disturbs_nobody() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    // One that says nothing at all, all the while.
+    let silent = worker.stranger(0);
+    let client = worker.client(false);
+
+    let good = Preface::new(worker.id, 0, 0, false);
+    let mut version = good;
+    version.version = 99.into();
+    let other = Preface::new([8; 16], 0, 0, false);
+    let prefaces: [(&[u8], &str); 5] = [
+        (&pattern(preface::LEN, 1), "not a gpusession data connection"),
+        (&good.as_bytes()[..39], "short preface"),
+        (&[], "short preface"),
+        (version.as_bytes(), "data-plane version 99"),
+        (other.as_bytes(), "preface for another worker"),
+    ];
+    for (bytes, reason) in prefaces {
+        let mut socket = worker.adopt_with(bytes);
+        let refusal = worker.refusal();
+        assert!(refusal.contains(reason), "{refusal}");
+        assert_eq!(socket.read(&mut [0]).unwrap_or(0), 0, "the worker hangs up");
+    }
+
+    let mut long = frame(op::HELLO, 1, |w| w.bytes(&[0; 4096]));
+    let mut cut = long.clone();
+    cut.truncate(HEADER + 100);
+    long.extend_from_slice(&[0; 100]);
+    let mut odd = frame(op::HELLO, 1, |w| w.word(0));
+    odd[0] = 7;
+    let greetings: [(Vec<u8>, bool, &str); 9] = [
+        (
+            b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n".to_vec(),
+            false,
+            "malformed frame: body",
+        ),
+        (pattern(4096, 2), false, "malformed frame: body"),
+        (long, false, "greeting too long"),
+        (odd, false, "length not a multiple of 8"),
+        (cut, true, "greeting too long"),
+        (frame(op::HELLO, 1, |w| w.bytes(&[0; 600]))[..300].to_vec(), true, ""),
+        (vec![1, 2, 3], true, ""),
+        (frame(op::MEM_INFO, 1, |_| {}), false, "unexpected first frame"),
+        (frame(op::LANE, 1, |w| w.bytes(&[0; 32])), false, "unexpected first frame"),
+    ];
+    for (bytes, close, reason) in greetings {
+        let mut stranger = worker.stranger(0);
+        stranger.write(&bytes);
+        if close {
+            stranger.close();
+        } else {
+            assert!(stranger.hung_up(), "{reason}");
+        }
+        let refusal = worker.refusal();
+        assert!(refusal.contains(reason), "{refusal}, not {reason}");
+    }
+    // A ticket's length beyond its frame; more windows than the frame holds.
+    for body in [vec![u64::MAX], vec![1 << 40, 0, 0]] {
+        let mut stranger = worker.stranger(0);
+        stranger.write(&frame(op::HELLO, 1, |w| body.iter().for_each(|word| w.word(*word))));
+        assert!(stranger.hung_up());
+        assert!(worker.refusal().contains("string too long"));
+    }
+    // Garbage where a TLS handshake is due.
+    let mut socket = TcpStream::connect(worker.address).expect("a connection");
+    socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    socket.write_all(Preface::new(worker.id, 0, 0, true).as_bytes()).expect("a preface");
+    socket.write_all(&pattern(500, 4)).expect("garbage");
+    worker.refusal();
+    drop(socket);
+
+    works(&client);
+    assert!(client.heard.0.lock().expect("a list").is_empty());
+    drop(silent);
+}
+
+#[test]
+fn too_many_windows_do_no_harm() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let ticket = worker.ticket().seal(&KEY);
+    let mut stranger = worker.stranger(0);
+    stranger.write(&frame(op::HELLO, 1, |w| {
+        w.bytes(&ticket);
+        w.word(u64::MAX);
+        w.word(u64::MAX);
+    }));
+    assert!(stranger.hung_up());
+    assert!(worker.refusal().contains("body too short"));
+    // Windows that no driver grants: admitted, and told that there is none.
+    let mut stranger = worker.stranger(0);
+    stranger.write(&frame(op::HELLO, 1, |w| {
+        w.bytes(&ticket);
+        [2, u64::MAX, 1, u64::MAX - 4095].into_iter().for_each(|word| w.word(word));
+    }));
+    let (header, body) = stranger.frame().expect("an answer");
+    let mut r = Reader::new(&body);
+    let _ = r.bytes();
+    assert_eq!((header.ctx.get(), r.word()), (0, Ok(0)));
+    assert_eq!(stranger.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(INVALID_VALUE));
+    assert_eq!(stranger.ask_words(op::MEM_INFO, &[]), Ok(0));
+}
+
+/// What an admitted client sends ends its worker, for this reason.
+fn ends_with(bytes: &[u8], reason: &str) {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    guest.write(bytes);
+    let told = guest.answer(u64::MAX).expect_err("the end");
+    assert!(told.contains(reason), "{told}, not {reason}");
+    let ended = worker.ended();
+    assert!(ended.contains(reason), "{ended}, not {reason}");
+}
+
+#[test]
+fn a_body_longer_than_allowed_ends_the_worker() {
+    let mut bytes = frame(op::MEM_INFO, 2, |_| {});
+    bytes[..4].copy_from_slice(&(MAX_BODY as u32 + 8).to_le_bytes());
+    ends_with(&bytes, "malformed frame: body too long");
+    bytes[..4].copy_from_slice(&u32::MAX.to_le_bytes());
+    ends_with(&bytes, "malformed frame: body too long");
+}
+
+#[test]
+fn an_odd_length_ends_the_worker() {
+    let mut bytes = frame(op::MEM_INFO, 2, |_| {});
+    bytes[0] = 12;
+    bytes.extend_from_slice(&[0; 12]);
+    ends_with(&bytes, "malformed frame: body length not a multiple of 8");
+}
+
+#[test]
+fn an_unknown_operation_ends_the_worker() {
+    for operation in [0, 19, 199, op::REPLY, op::CHUNK, 9999, u16::MAX] {
+        ends_with(&frame(operation, 2, |w| w.word(0)), "malformed frame: unknown operation");
+    }
+    // A second greeting is one too: the first one was for good.
+    ends_with(&frame(op::HELLO, 2, |w| w.bytes(&[0; 100])), "malformed frame: unknown operation");
+}
+
+#[test]
+fn a_body_that_stops_short_ends_the_worker() {
+    ends_with(&frame(op::COPY_TO_DEVICE, 2, |w| w.word(WINDOW)), "malformed frame: body too short");
+    ends_with(&frame(op::STREAM_CREATE, 2, |_| {}), "malformed frame: body too short");
+    ends_with(&frame(op::ALLOC, 2, |w| w.word(WINDOW)), "malformed frame: body too short");
+}
+
+#[test]
+fn a_string_beyond_its_body_ends_the_worker() {
+    for len in [9, 1 << 40, u64::MAX] {
+        let bytes = frame(op::IMAGE_HAVE, 2, |w| {
+            w.word(len);
+            w.word(0);
+        });
+        ends_with(&bytes, "malformed frame: string too long");
+    }
+}
+
+#[test]
+fn a_frame_cut_off_by_the_end_of_the_connection_ends_the_worker() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    guest.write(&frame(op::COPY_TO_DEVICE, 2, |w| w.bytes(&[1; 1000]))[..500]);
+    guest.close();
+    worker.ended();
+}
+
+#[test]
+fn bad_handles_are_errors_and_nothing_else() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::EVENT_CREATE, &[event(1), 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::EVENT_CREATE, &[event(2), 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::EVENT_DESTROY, &[event(2)]), Ok(0));
+    let newer = handle::make(handle::STREAM, 0, 2, 1);
+    let bad = [
+        3,
+        u64::MAX,
+        stream(2),
+        newer,
+        event(2),
+        handle::make(0x7f, 0, 1, 1),
+        handle::make(handle::FUNC, 0, 1, 0),
+    ];
+    for bad in bad {
+        for operation in [
+            op::STREAM_DESTROY,
+            op::STREAM_SYNC,
+            op::STREAM_QUERY,
+            op::EVENT_DESTROY,
+            op::EVENT_SYNC,
+            op::EVENT_QUERY,
+            op::MODULE_UNLOAD,
+            op::LIBRARY_UNLOAD,
+            op::GRAPH_DESTROY,
+            op::GRAPH_EXEC_DESTROY,
+            op::CTX_DESTROY,
+        ] {
+            assert_eq!(guest.ask_words(operation, &[bad]), Ok(INVALID_HANDLE), "{operation} {bad:#x}");
+        }
+        for operation in [op::EVENT_RECORD, op::EVENT_ELAPSED, op::GRAPH_LAUNCH, op::GRAPH_UPDATE] {
+            assert_eq!(
+                guest.ask_words(operation, &[bad, bad, 0]),
+                Ok(INVALID_HANDLE),
+                "{operation} {bad:#x}"
+            );
+        }
+        assert_eq!(guest.ask_words(op::EVENT_RECORD, &[event(1), bad, 0]), Ok(INVALID_HANDLE));
+        assert_eq!(guest.ask_words(op::STREAM_WAIT_EVENT, &[stream(1), bad, 0]), Ok(INVALID_HANDLE));
+        assert_eq!(guest.ask_words(op::COPY_FROM_DEVICE, &[WINDOW, 8, bad, 1]), Ok(INVALID_HANDLE));
+        // Fill 8 bytes (cuMemsetD8Async), copy device to device, free: on a stream that is none.
+        assert_eq!(guest.ask_words(300, &[WINDOW, 0, 8, bad]), Ok(INVALID_HANDLE));
+        assert_eq!(guest.ask_words(357, &[WINDOW, WINDOW, 8, bad]), Ok(INVALID_HANDLE));
+        assert_eq!(guest.ask_words(360, &[WINDOW, bad]), Ok(INVALID_HANDLE));
+        let launch = guest.ask(op::LAUNCH, |w| {
+            [bad, 1, 1, 1, 0, 0].into_iter().for_each(|word| w.word(word));
+            w.bytes(&[]);
+            w.bytes(&[]);
+        });
+        assert_eq!(launch, Ok(INVALID_HANDLE));
+    }
+    // A new handle must be of its kind and its slot within bounds.
+    for bad in [0, event(5), handle::make(handle::STREAM, 0, 1, 1 << 22), u64::MAX] {
+        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[bad, 1, 0]), Ok(INVALID_HANDLE), "{bad:#x}");
+    }
+    // A context that is none.
+    for bad in [1, stream(1), handle::make(handle::CTX, 0, 1, 7), u64::MAX] {
+        guest.seq += 1;
+        let mut bytes = frame(op::MEM_INFO, guest.seq, |_| {});
+        bytes[32..40].copy_from_slice(&bad.to_le_bytes());
+        guest.write(&bytes);
+        assert_eq!(guest.answer(guest.seq), Ok(INVALID_CONTEXT), "{bad:#x}");
+    }
+    assert_eq!(guest.ask_words(op::EVENT_RECORD, &[event(1), stream(1), 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+}
+
+#[test]
+fn memory_is_given_only_inside_the_window_and_the_limit() {
+    let machine = Machine::new();
+    let mut worker = Worker::start_with(&machine, &Options { memory_bytes: 64 * MIB, ..Options::default() });
+    let mut guest = worker.guest();
+    let end = WINDOW + WINDOW_SIZE;
+    let refused = [
+        (WINDOW - 2 * MIB, 2 * MIB),
+        (WINDOW - 2 * MIB, 4 * MIB),
+        (0, 2 * MIB),
+        (end, 2 * MIB),
+        (end - 2 * MIB, 4 * MIB),
+        (u64::MAX - 2 * MIB + 1, 2 * MIB),
+        (WINDOW, u64::MAX - 2 * MIB + 1),
+        (WINDOW, WINDOW_SIZE + 2 * MIB),
+        (WINDOW, 0),
+        (WINDOW, MIB),
+        (WINDOW + 4096, 2 * MIB),
+    ];
+    for (address, size) in refused {
+        let status = guest.ask_words(op::ALLOC, &[address, size, 0]);
+        assert_eq!(status, Ok(INVALID_VALUE), "{size:#x} at {address:#x}");
+    }
+    for device in [1, 1 << 32, u64::MAX] {
+        assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, device]), Ok(INVALID_DEVICE));
+    }
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 66 * MIB, 0]), Ok(OUT_OF_MEMORY));
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 62 * MIB, 0]), Ok(0));
+    // What is there already, and one beside it that the limit does not allow.
+    assert!(matches!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(status) if status != 0));
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW + 64 * MIB, 4 * MIB, 0]), Ok(OUT_OF_MEMORY));
+    assert_eq!(guest.ask_words(op::ALLOC, &[end - 2 * MIB, 2 * MIB, 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::FREE, &[WINDOW + 2 * MIB]), Ok(INVALID_VALUE));
+    assert_eq!(guest.ask_words(op::FREE, &[WINDOW]), Ok(0));
+    assert_eq!(guest.ask_words(op::FREE, &[WINDOW]), Ok(INVALID_VALUE));
+    assert_eq!(guest.ask_words(op::FREE, &[end - 2 * MIB]), Ok(0));
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 64 * MIB, 0]), Ok(0));
+}
+
+#[test]
+fn absurd_counts_are_errors_and_nothing_else() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    for len in [(8 << 30) + 1, 1 << 48, u64::MAX] {
+        assert_eq!(guest.ask_words(op::COPY_FROM_DEVICE, &[WINDOW, len, 0, 1]), Ok(INVALID_VALUE));
+        assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, len, 0, 0]), Ok(INVALID_VALUE));
+        let copied = guest.ask(op::COPY_BOX, |w| {
+            w.bytes(&[0; 200]);
+            [0, 2, len].into_iter().for_each(|word| w.word(word));
+        });
+        assert_eq!(copied, Ok(INVALID_VALUE));
+        let image = guest.ask(op::IMAGE_DATA, |w| {
+            w.bytes(&[7; 32]);
+            w.word(len);
+            w.bytes(&[]);
+        });
+        assert_eq!(image, Ok(INVALID_VALUE));
+        let module = guest.ask(op::MODULE_LOAD, |w| {
+            w.word(handle::make(handle::MODULE, 0, 1, 1));
+            w.bytes(&[7; 32]);
+            w.word(len);
+        });
+        assert_eq!(module, Ok(INVALID_VALUE));
+        // cuMemSetAccess with that many descriptors.
+        let access = guest.ask(330, |w| {
+            w.word(WINDOW);
+            w.word(2 * MIB);
+            w.bytes(&[]);
+            w.word(len);
+        });
+        assert_eq!(access, Ok(INVALID_VALUE));
+        // Memory to create (cuMemCreate), bytes to fill, at a place and of a length.
+        let created = guest.ask(326, |w| {
+            w.word(len);
+            w.bytes(&[0; 32]);
+            w.word(0);
+        });
+        assert!(matches!(created, Ok(status) if status != 0));
+        assert!(matches!(guest.ask_words(300, &[WINDOW, 0, len, 0]), Ok(status) if status != 0));
+        let written = guest.ask(op::WRITE_HOST, |w| {
+            w.word(len);
+            w.bytes(&[1; 64]);
+        });
+        assert_eq!(written, Ok(INVALID_VALUE));
+    }
+    assert_eq!(guest.ask_words(op::GRAPH_CREATE, &[handle::make(handle::GRAPH, 0, 1, 1), 0]), Ok(0));
+    let nodes = guest.ask_words(op::GRAPH_NODES, &[handle::make(handle::GRAPH, 0, 1, 1), 0, u64::MAX]);
+    assert_eq!(nodes, Ok(INVALID_VALUE));
+    // Memory of the client's to mirror: too much, beyond the end of addresses, nowhere, and where the worker has its own.
+    for (address, len) in
+        [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
+    {
+        let mirrored = guest.ask_words(op::MIRROR_HOST, &[address, len]);
+        assert!(matches!(mirrored, Ok(status) if status != 0), "{len} at {address:#x}: {mirrored:?}");
+    }
+    assert!(matches!(guest.ask_words(op::MIRROR_HOST, &[WINDOW, 4096]), Ok(status) if status != 0));
+    assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[WINDOW]), Ok(INVALID_VALUE));
+    // Inline data of another length than announced.
+    let copied = guest.ask(op::COPY_TO_DEVICE, |w| {
+        [WINDOW, 4096, 0, 1].into_iter().for_each(|word| w.word(word));
+        w.bytes(&[1; 100]);
+    });
+    assert_eq!(copied, Ok(INVALID_VALUE));
+    // A node, a kernel or memory that is none.
+    assert!(matches!(guest.ask_words(348, &[0x1234]), Ok(status) if status != 0));
+    assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
+}
+
+/// A lane of this guest, with the proof that it belongs to it.
+fn lane(worker: &Worker, guest: &Raw, number: u16) -> Raw {
+    let mut lane = worker.stranger(number);
+    let proof = blake3::keyed_hash(&guest.secret, &number.to_le_bytes());
+    lane.write(&frame(op::LANE, u64::from(number), |w| w.bytes(proof.as_bytes())));
+    lane
+}
+
+fn chunk(transfer: u64, offset: u64, bytes: &[u8]) -> Vec<u8> {
+    let mut all = chunk_header(transfer, offset, bytes.len(), 0).as_bytes().to_vec();
+    all.extend_from_slice(bytes);
+    all.resize(all.len().next_multiple_of(8), 0);
+    all
+}
+
+#[test]
+fn lanes_without_the_secret_are_refused() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut early = worker.stranger(FIRST_UP_LANE);
+    early.write(&frame(op::LANE, 1, |w| w.bytes(&[0; 32])));
+    assert!(early.hung_up());
+    assert!(worker.refusal().contains("lane before the greeting"));
+
+    let mut guest = worker.guest();
+    let right = *blake3::keyed_hash(&guest.secret, &FIRST_UP_LANE.to_le_bytes()).as_bytes();
+    let wrong = "lane without the secret of the first one";
+    let cases: [(u16, u16, &[u8], &str); 7] = [
+        (FIRST_UP_LANE, op::LANE, &[0; 32], wrong),
+        (FIRST_UP_LANE, op::LANE, &right[..31], wrong),
+        (FIRST_UP_LANE, op::LANE, &[], wrong),
+        // The proof of one lane is no good for another.
+        (FIRST_UP_LANE + 1, op::LANE, &right, wrong),
+        (FIRST_DOWN_LANE, op::LANE, &right, wrong),
+        (0, op::LANE, &right, "unexpected first frame"),
+        (FIRST_UP_LANE, op::HELLO, &right, "unexpected first frame"),
+    ];
+    for (number, operation, proof, reason) in cases {
+        let mut stranger = worker.stranger(number);
+        stranger.write(&frame(operation, 1, |w| w.bytes(proof)));
+        assert!(stranger.hung_up());
+        let refusal = worker.refusal();
+        assert!(refusal.contains(reason), "{refusal}, not {reason}");
+    }
+    for number in [9, u16::MAX] {
+        assert!(lane(&worker, &guest, number).hung_up());
+        assert!(worker.refusal().contains("no such lane"));
+    }
+    assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
+}
+
+#[test]
+fn chunks_that_do_not_fit_are_errors() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    let mut up = lane(&worker, &guest, FIRST_UP_LANE);
+    // For a transfer that nobody announces.
+    up.write(&chunk(1 << 40, 0, &[1; 4096]));
+    // Outside the transfer, longer than it, and at an offset that wraps around.
+    let outside = [(200_000, 8), (0, 200_008), (199_996, 8), (u64::MAX - 7, 16), (u64::MAX, 8)];
+    let mut lanes: Vec<Raw> = (0..4).map(|i| lane(&worker, &guest, FIRST_UP_LANE + i)).collect();
+    for (i, (offset, len)) in outside.into_iter().enumerate() {
+        lanes[i % 4].write(&chunk(guest.seq + 1, offset, &pattern(len, 1)));
+        let status = guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]);
+        assert_eq!(status, Ok(INVALID_VALUE), "{len} bytes at {offset}");
+    }
+    let good = pattern(200_000, 2);
+    lanes[2].write(&chunk(guest.seq + 1, 0, &good));
+    assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]), Ok(0));
+
+    // What is no chunk ends the lane, and transfers fail instead of waiting for bytes that never come.
+    let mut long = chunk_header(7, 0, CHUNK + 8, 0);
+    long.len = ((CHUNK + 8) as u32).into();
+    up.write(long.as_bytes());
+    assert!(up.hung_up());
+    assert!(worker.refusal().contains("not a chunk"));
+    assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]), Ok(46));
+    assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
+    guest.close();
+    assert_eq!(worker.ended(), "the client has ended");
+}
+
+#[test]
+#[ignore = "known bug: the addition of address and offset panics, and a panic of an executor does not end the worker"]
+fn an_address_that_wraps_around_is_an_error() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    let mut up = lane(&worker, &guest, FIRST_UP_LANE);
+    up.write(&chunk(guest.seq + 1, 8, &[1; 100_000]));
+    up.write(&chunk(guest.seq + 1, 100_008, &[1; 99_992]));
+    let status = guest.ask_words(op::COPY_TO_DEVICE, &[u64::MAX - 3, 199_992, 0, 0]);
+    assert!(matches!(status, Ok(status) if status != 0), "{status:?}");
+}
+
+#[test]
+fn memory_of_a_client_that_is_gone_is_free_at_once() {
+    let machine = Machine::new();
+    let second = Worker::start(&machine);
+    let watcher = second.client(false);
+    let before = watcher.memory().0;
+    for busy in [false, true] {
+        let mut first = Worker::start(&machine);
+        let mut guest = first.guest();
+        assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 512 * MIB, 0]), Ok(0));
+        assert!(watcher.memory().0 <= before - 512 * MIB, "one machine");
+        if busy {
+            // The stream waits for a value that nobody will write, and an executor for the stream.
+            assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
+            let mut item = [0u64; 6];
+            // CU_STREAM_MEM_OP_WAIT_VALUE_32: operation, address, value, flags (equal).
+            (item[0], item[1], item[2], item[3]) = (1, WINDOW, 77, 1);
+            let waits = guest.ask(op::STREAM_BATCH, |w| {
+                w.word(stream(1));
+                w.word(0);
+                w.bytes(item.as_bytes());
+            });
+            assert_eq!(waits, Ok(0));
+            guest.write(&frame(op::STREAM_SYNC, 100, |w| w.word(stream(1))));
+        }
+        let (closed, pid) = (Instant::now(), first.pid());
+        guest.close();
+        assert_eq!(first.ended_within(Duration::from_secs(2)), "the client has ended");
+        assert!(!exists(pid));
+        assert_eq!(watcher.memory().0, before);
+        assert!(closed.elapsed() < Duration::from_secs(2));
+    }
+    works(&watcher);
+}
+
+#[test]
+fn two_workers_have_nothing_in_common_but_the_machine() {
+    let machine = Machine::new();
+    let (first, second) = (Worker::start(&machine), Worker::start(&machine));
+    let (a, b) = (first.client(false), second.client(true));
+    a.call(op::STREAM_CREATE, &[stream(1), 1, 0]);
+    a.call(op::EVENT_CREATE, &[event(1), 0]);
+    a.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    assert_eq!(b.refused(op::STREAM_QUERY, &[stream(1)]), INVALID_HANDLE);
+    assert_eq!(b.refused(op::EVENT_QUERY, &[event(1)]), INVALID_HANDLE);
+    assert_eq!(b.refused(op::FREE, &[WINDOW]), INVALID_VALUE);
+    assert_ne!(b.refused(op::COPY_FROM_DEVICE, &[WINDOW, 8, 0, 1]), 0, "memory of the other one");
+    // The same address is another's memory.
+    b.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    let (mine, yours) = (pattern(5000, 1), pattern(5000, 2));
+    a.put(WINDOW, &mine);
+    b.put(WINDOW, &yours);
+    assert!(a.get(WINDOW, mine.len()) == mine && b.get(WINDOW, yours.len()) == yours);
+    // Nor do the tickets of one open the other.
+    let mut endpoint = second.endpoint(false);
+    endpoint.ticket = first.ticket().seal(&KEY);
+    assert!(Client::open(&endpoint).err().expect("a refusal").0.ends_with("ticket is for another worker"));
+    // Errors of the one are none of the other's.
+    a.call(op::STREAM_QUERY, &[stream(1)]);
+}
+
+#[test]
+fn a_worker_that_is_killed_is_an_error_for_its_client_only() {
+    let machine = Machine::new();
+    let (first, second) = (Worker::start(&machine), Worker::start(&machine));
+    let (a, b) = (first.client(false), second.client(true));
+    drop(first);
+    let lost = a.try_call(op::MEM_INFO, &[]).expect_err("the worker is gone");
+    assert!(lost.0.contains("connection to test lost"), "{lost}");
+    assert_eq!(a.try_call(op::MEM_INFO, &[]).expect_err("for good"), lost);
+    works(&b);
+}
+
+#[test]
+fn a_worker_ends_with_its_supervisor() {
+    let machine = Machine::new();
+    Worker::start(&machine).abandoned();
+    for encrypted in [false, true] {
+        let worker = Worker::start(&machine);
+        let client = worker.client(encrypted);
+        worker.abandoned();
+        let lost = client.try_call(op::MEM_INFO, &[]).expect_err("the worker is gone");
+        assert!(lost.0.contains("the GPU server was stopped") || lost.0.contains("lost"), "{lost}");
+    }
+}
+
+#[test]
+fn the_client_is_told_why_it_was_stopped() {
+    let machine = Machine::new();
+    let reason = "the administrator needs the GPU — sorry";
+    for encrypted in [false, true] {
+        let mut worker = Worker::start(&machine);
+        let client = worker.client(encrypted);
+        // Waits for a value that nobody writes, in a thread: the end reaches whoever waits.
+        client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+        client.call(op::STREAM_CREATE, &[stream(1), 1, 0]);
+        let mut item = [0u64; 6];
+        (item[0], item[1], item[2], item[3]) = (1, WINDOW, 77, 1);
+        let waits = client.link.call(op::STREAM_BATCH, CALLER, |w| {
+            w.word(stream(1));
+            w.word(0);
+            w.bytes(item.as_bytes());
+        });
+        assert_eq!(waits.expect("the worker is there").status, 0);
+        let seq = client.link.begin_call(op::STREAM_SYNC, CALLER, |w| w.word(stream(1)));
+        let seq = seq.expect("the worker is there");
+        worker.tell(&ToWorker::Stop { reason: reason.into() });
+        let lost = client.link.finish_call(seq).expect_err("the end");
+        assert!(lost.0.ends_with(reason), "{lost}");
+        assert_eq!(*client.heard.0.lock().expect("a list"), [lost.0]);
+        assert_eq!(worker.ended(), reason);
+    }
+    // Nobody there to be told.
+    let mut worker = Worker::start(&machine);
+    worker.tell(&ToWorker::Stop { reason: reason.into() });
+    assert_eq!(worker.ended(), reason);
+}
+
+/// A box of `width` times 2 bytes from or to a pitched place, as `CUDA_MEMCPY3D`: memory types are host 1, device 2.
+fn copy_of_box(source: (u64, u64), target: (u64, u64), width: u64) -> [u64; 25] {
+    let mut words = [0; 25];
+    let side = |words: &mut [u64], (kind, address): (u64, u64)| {
+        words[0] = kind;
+        words[if kind == 1 { 1 } else { 2 }] = address;
+        (words[5], words[6]) = (width, 2);
+    };
+    side(&mut words[4..], source);
+    side(&mut words[15..], target);
+    (words[22], words[23], words[24]) = (width, 2, 1);
+    words
+}
+
+#[test]
+#[ignore = "known bug: copy_box checks neither the box's extent nor its memory types"]
+fn boxes_do_not_reach_the_worker_s_own_memory() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 4 * MIB, 0]), Ok(0));
+    let device = (2, WINDOW);
+    let mut copy = |words: [u64; 25], direction: u64, len: u64| {
+        guest.ask(op::COPY_BOX, |w| {
+            w.bytes(words.as_bytes());
+            [0, direction, len].into_iter().for_each(|word| w.word(word));
+            if direction == 1 {
+                w.bytes(&vec![1; len as usize]);
+            }
+        })
+    };
+    assert_eq!(copy(copy_of_box(device, (1, 0), 4096), 2, 8192), Ok(0));
+    assert_eq!(copy(copy_of_box((1, 0), device, 4096), 1, 8192), Ok(0));
+    assert_eq!(copy(copy_of_box(device, (2, WINDOW + MIB), 4096), 0, 8192), Ok(0));
+    // A packed side that is shorter than the box.
+    assert_eq!(copy(copy_of_box((1, 0), device, MIB), 1, 8), Ok(INVALID_VALUE));
+    assert_eq!(copy(copy_of_box(device, (1, 0), MIB), 2, 8), Ok(INVALID_VALUE));
+    // Host addresses where both sides are on the device.
+    assert_eq!(copy(copy_of_box((1, 4096), device, 4096), 0, 8192), Ok(INVALID_VALUE));
+    assert_eq!(copy(copy_of_box(device, (1, 4096), 4096), 0, 8192), Ok(INVALID_VALUE));
+}
+
+#[test]
+#[ignore = "known bug: only ALLOC counts against the lease's limit"]
+fn the_limit_holds_for_memory_of_every_kind() {
+    let machine = Machine::new();
+    let mut worker = Worker::start_with(&machine, &Options { memory_bytes: 64 * MIB, ..Options::default() });
+    let mut guest = worker.guest();
+    // cuMemCreate: size, properties (pinned memory of device 0), flags.
+    let created = guest.ask(326, |w| {
+        w.word(128 * MIB);
+        w.bytes([1u64, 1, 0, 0].as_bytes());
+        w.word(0);
+    });
+    assert_eq!(created, Ok(OUT_OF_MEMORY));
+    // cuMemAllocAsync: size, stream.
+    assert_eq!(guest.ask_words(358, &[128 * MIB, 0]), Ok(OUT_OF_MEMORY));
+}
+
+/// Asks for so many bytes that the worker cannot send them all to a client that does not read.
+fn ask_for_much(guest: &mut Raw, threads: u32, requests: u64) -> u64 {
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    let first = guest.seq + 1;
+    for i in 0..requests {
+        guest.seq += 1;
+        let request = frame_of(1 + i as u32 % threads, op::COPY_FROM_DEVICE, guest.seq, |w| {
+            [WINDOW, INLINE_MAX as u64, 0, 1].into_iter().for_each(|word| w.word(word));
+        });
+        guest.write(&request);
+    }
+    first
+}
+
+#[test]
+#[ignore = "known bug: Session::end waits for ever to send END"]
+fn a_client_that_does_not_read_cannot_keep_its_worker_from_ending() {
+    let machine = Machine::new();
+    for stop in [true, false] {
+        let mut worker = Worker::start(&machine);
+        let mut guest = worker.guest();
+        ask_for_much(&mut guest, 1, 1000);
+        // Until the answers have filled all that there is between the two.
+        let deadline = Instant::now() + PATIENCE;
+        let (mut unread, mut since) = (0, Instant::now());
+        while unread == 0 || since.elapsed() < Duration::from_millis(200) {
+            assert!(Instant::now() < deadline, "no answers");
+            let now = waiting_to_be_read(&guest);
+            if now != unread {
+                (unread, since) = (now, Instant::now());
+            }
+            std::thread::yield_now();
+        }
+        if stop {
+            worker.tell(&ToWorker::Stop { reason: "enough".into() });
+            worker.ended_within(Duration::from_secs(5));
+        } else {
+            worker.abandoned();
+        }
+    }
+}
+
+fn waiting_to_be_read(guest: &Raw) -> i32 {
+    use std::os::fd::AsRawFd;
+    let mut bytes: i32 = 0;
+    // SAFETY: FIONREAD writes one int.
+    let done = unsafe { nix::libc::ioctl(guest.stream.as_raw_fd(), nix::libc::FIONREAD, &raw mut bytes) };
+    assert_eq!(done, 0);
+    bytes
+}
+
+#[test]
+fn answers_stay_whole_when_the_client_reads_slowly() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    const REQUESTS: u64 = 800;
+    let first = ask_for_much(&mut guest, 4, REQUESTS);
+    let mut open: std::collections::HashSet<u64> = (first..first + REQUESTS).collect();
+    while !open.is_empty() {
+        let (header, body) = guest.frame().expect("an answer");
+        assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0));
+        assert_eq!(body.len(), 8 + INLINE_MAX);
+        assert_eq!(Reader::new(&body).bytes().map(<[u8]>::len), Ok(INLINE_MAX));
+        assert!(open.remove(&header.seq.get()), "answered once");
+    }
+}
+
+#[test]
+fn the_supervisor_is_told_why_whoever_ends_first() {
+    let machine = Machine::new();
+    for _ in 0..20 {
+        let mut worker = Worker::start(&machine);
+        let mut guest = worker.guest();
+        // The executor finds the frame, the reader the end of the connection.
+        guest.write(&frame(op::REPLY, 2, |_| {}));
+        guest.close();
+        let reason = worker.ended();
+        assert!(reason.contains("unknown operation") || reason.contains("client"), "{reason}");
+    }
+}
+
+#[test]
+fn random_frames_never_hang_a_worker() {
+    let machine = Machine::new();
+    let mut random = Random::new(0x9e37_79b9_7f4a_7c15);
+    let until = Instant::now() + Duration::from_secs(4);
+    let mut rounds = 0;
+    while Instant::now() < until {
+        let mut worker = Worker::start(&machine);
+        let pid = worker.pid();
+        let mut guest = worker.guest();
+        // Answers are thrown away, so that the worker never waits for us.
+        let mut reading = guest.stream.try_clone().expect("a second descriptor");
+        let reader =
+            std::thread::spawn(move || while matches!(reading.read(&mut [0; 65536]), Ok(n) if n > 0) {});
+        let mut sent = Vec::new();
+        if rounds % 4 == 0 {
+            sent = pattern(1 + random.below(5000) as usize, random.next());
+        } else {
+            for seq in 2..2 + random.below(60) {
+                let mut bytes = sensible(&mut random, seq);
+                // Half of the frames as they are, else a few bytes changed; the length field rarely.
+                if random.below(2) == 0 {
+                    for _ in 0..1 + random.below(3) {
+                        let from = if random.below(16) == 0 { 0 } else { 4 };
+                        let at = from + random.below((bytes.len() - from) as u64) as usize;
+                        bytes[at] = random.next() as u8;
+                    }
+                }
+                sent.extend_from_slice(&bytes);
+            }
+        }
+        guest.write(&sent);
+        guest.close();
+        worker.exited();
+        reader.join().expect("no panic");
+        assert!(!exists(pid));
+        rounds += 1;
+    }
+    assert!(rounds >= 8, "only {rounds} rounds");
+}
+
+/// A frame that makes sense by itself, if not after the others.
+fn sensible(random: &mut Random, seq: u64) -> Vec<u8> {
+    let operations = [
+        op::CTX_CREATE,
+        op::CTX_DESTROY,
+        op::CTX_SYNC,
+        op::CTX_SET_LIMIT,
+        op::MEM_INFO,
+        op::ALLOC,
+        op::FREE,
+        op::COPY_TO_DEVICE,
+        op::COPY_FROM_DEVICE,
+        op::STREAM_CREATE,
+        op::STREAM_DESTROY,
+        op::STREAM_SYNC,
+        op::STREAM_QUERY,
+        op::STREAM_WAIT_EVENT,
+        op::CAPTURE_BEGIN,
+        op::CAPTURE_END,
+        op::CAPTURE_INFO,
+        op::EVENT_CREATE,
+        op::EVENT_DESTROY,
+        op::EVENT_RECORD,
+        op::EVENT_SYNC,
+        op::EVENT_QUERY,
+        op::EVENT_ELAPSED,
+        op::IMAGE_HAVE,
+        op::IMAGE_DATA,
+        op::MODULE_LOAD,
+        op::LIBRARY_LOAD,
+        op::MODULE_UNLOAD,
+        op::GET_FUNCTION,
+        op::GET_GLOBAL,
+        op::LAUNCH,
+        op::HOST_FUNC,
+        op::HOST_FUNC_DONE,
+        op::GRAPH_CREATE,
+        op::GRAPH_DESTROY,
+        op::GRAPH_INSTANTIATE,
+        op::GRAPH_LAUNCH,
+        op::GRAPH_NODES,
+        op::GRAPH_CLONE,
+        op::GRAPH_UPDATE,
+        300,
+        302,
+        303,
+        307,
+        308,
+        326,
+        327,
+        328,
+        329,
+        330,
+        334,
+        335,
+        339,
+        346,
+        357,
+        358,
+        359,
+        360,
+    ];
+    let operation = operations[random.below(operations.len() as u64) as usize];
+    let thread = 1 + random.below(3) as u32;
+    let slot = random.below(3) as u32;
+    let words = random.below(7);
+    let kinds = [
+        handle::CTX,
+        handle::STREAM,
+        handle::EVENT,
+        handle::MODULE,
+        handle::FUNC,
+        handle::GRAPH,
+        handle::EXEC,
+    ];
+    let kind = kinds[random.below(kinds.len() as u64) as usize];
+    let len = random.below(100) as usize;
+    frame_of(thread, operation, seq, |w| {
+        for _ in 0..words {
+            let word = match random.below(6) {
+                0 => WINDOW + random.below(4) * 2 * MIB,
+                1 => 2 * MIB,
+                2 => random.below(4),
+                3 => handle::make(kind, 0, 1, slot),
+                4 => stream(slot),
+                _ => len as u64,
+            };
+            w.word(word);
+        }
+        w.bytes(&vec![7; len]);
+        w.bytes(&[7; 32]);
+    })
+}
