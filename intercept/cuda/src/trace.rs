@@ -51,7 +51,8 @@ pub fn missing(name: &'static str) {
 #[cold]
 pub fn failed(name: &'static str, status: i32) {
     if wanted().errors {
-        let error = crate::errors::find(status).map_or("unknown error", |(name, _)| name.to_str().unwrap_or_default());
+        let error = crate::errors::find(status)
+            .map_or("unknown error", |(name, _)| name.to_str().unwrap_or_default());
         print(&format!("gpusession: {name} -> {error}"));
     }
 }

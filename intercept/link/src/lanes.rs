@@ -229,7 +229,10 @@ impl DownTransfers {
         let mut open = lock(&self.open);
         let unsettled = |open: &Open| {
             open.transfers.iter().any(|(seq, t)| {
-                t.detached && *seq < before && stream.is_none_or(|s| s == t.stream) && (t.status == 0 || t.writing > 0)
+                t.detached
+                    && *seq < before
+                    && stream.is_none_or(|s| s == t.stream)
+                    && (t.status == 0 || t.writing > 0)
             })
         };
         if !unsettled(&open) {

@@ -195,13 +195,13 @@ impl Lanes {
         &self,
         transfer: u64,
         len: usize,
-        mut copy: impl FnMut(usize, usize, &Slot) -> Result<(), Status>,
+        mut copy: impl FnMut(usize, usize, &mut Slot) -> Result<(), Status>,
     ) -> Result<(), Status> {
         for (i, offset) in (0..len).step_by(CHUNK).enumerate() {
             let lane = self.down(i);
-            let slot = lane.slots.take();
+            let mut slot = lane.slots.take();
             let len = CHUNK.min(len - offset);
-            let result = copy(offset, len, &slot);
+            let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
             let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
             lane.queue.lock().unwrap_or_else(PoisonError::into_inner).push_back(piece);

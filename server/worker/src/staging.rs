@@ -11,7 +11,6 @@ const NO_TIMING: u32 = 2;
 
 /// Equal slots of pinned memory, each with an event that says when the device has done with it.
 pub struct Slots {
-    size: usize,
     free: Mutex<Vec<Slot>>,
     changed: Condvar,
 }
@@ -20,8 +19,25 @@ pub struct Slots {
 pub struct Slot {
     /// Its memory.
     pub address: *mut u8,
-    /// Recorded after the device work that uses it.
+    /// Recorded after the device work that uses it; see [`Slot::enter`].
     pub event: Handle,
+    /// An event belongs to a context: one for each that has used the slot.
+    events: Vec<(u64, Handle)>,
+}
+
+impl Slot {
+    /// Chooses the event for work in the context `ctx`, which is current.
+    pub fn enter(&mut self, driver: &Driver, ctx: u64) -> Result<(), Status> {
+        self.event = match self.events.iter().find(|(known, _)| *known == ctx) {
+            Some((_, event)) => *event,
+            None => {
+                let event = new_event(driver)?;
+                self.events.push((ctx, event));
+                event
+            }
+        };
+        Ok(())
+    }
 }
 
 // SAFETY: the pinned memory and the event belong to whoever holds the slot, in any thread.
@@ -37,14 +53,9 @@ impl Slots {
         for i in 0..count {
             // SAFETY: inside the allocation.
             let address = unsafe { base.cast::<u8>().add(i * size) };
-            free.push(Slot { address, event: new_event(driver)? });
+            free.push(Slot { address, event: new_event(driver)?, events: Vec::new() });
         }
-        Ok(Self { size, free: Mutex::new(free), changed: Condvar::new() })
-    }
-
-    /// Bytes of a slot.
-    pub fn size(&self) -> usize {
-        self.size
+        Ok(Self { free: Mutex::new(free), changed: Condvar::new() })
     }
 
     /// Takes a slot, waiting until one is free.
@@ -71,7 +82,7 @@ impl Slots {
 }
 
 /// An event without timing in the current context.
-pub fn new_event(driver: &Driver) -> Result<Handle, Status> {
+fn new_event(driver: &Driver) -> Result<Handle, Status> {
     let mut event = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     check(unsafe { (driver.call.cuEventCreate)(&mut event, NO_TIMING) })?;

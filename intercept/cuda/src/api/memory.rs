@@ -424,7 +424,9 @@ fn zero_attribute(target: *mut c_void, which: i32) {
     use attribute::*;
     // The out pointer was checked; each attribute has the width that cuda.h gives it.
     match which {
-        SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR | MEMORY_TYPE | ACCESS => give_optional(target.cast(), 0u32),
+        SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR | MEMORY_TYPE | ACCESS => {
+            give_optional(target.cast(), 0u32)
+        }
         DEVICE_ORDINAL => give_optional(target.cast(), -2i32),
         _ => give_optional(target.cast(), 0u64),
     }

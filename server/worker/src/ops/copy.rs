@@ -36,13 +36,16 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let mut left = len;
     let mut first_error = 0;
     while left > 0 {
-        let Some(chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE.into()) };
+        let Some(mut chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE.into()) };
         let inside =
             chunk.offset as usize <= len && chunk.len <= len - chunk.offset as usize && chunk.len <= left;
         if !inside {
             return Err(Failure::Status(status::INVALID_VALUE));
         }
         left -= chunk.len;
+        if let Err(error) = chunk.slot.enter(session.driver, frame.header.ctx.get()) {
+            first_error = error;
+        }
         if first_error == 0 {
             // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has happened.
             first_error = unsafe {
@@ -70,6 +73,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
         let queued = session.lanes.send(seq, len, |offset, len, slot| {
+            slot.enter(session.driver, frame.header.ctx.get())?;
             // SAFETY: the slot has room for a chunk and is not reused before it was sent.
             check(unsafe {
                 match (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source + offset as u64, len, stream) {
@@ -81,7 +85,11 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         return Ok(queued?);
     }
     let slots = session.landing.slots(session)?;
-    let slot = slots.take();
+    let mut slot = slots.take();
+    if let Err(error) = slot.enter(session.driver, frame.header.ctx.get()) {
+        slots.give(slot);
+        return Err(error.into());
+    }
     // SAFETY: the slot has room for the bytes.
     let copied = check(unsafe { (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source, len, stream) });
     if wait {

@@ -157,7 +157,12 @@ pub fn library_module(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// `GET_FUNCTION`: new handle, parent, how (0 function of a module, 1 kernel of a library, 2 function of a kernel), name.
 /// Answers the parameters' offsets and sizes, then the attributes.
-pub fn get_function(session: &Session, executor: &mut Executor, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn get_function(
+    session: &Session,
+    executor: &mut Executor,
+    r: &mut Reader<'_>,
+    answer: &mut Answer,
+) -> Done {
     let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
     let name = name(r)?;
     if executor.current == 0 {
@@ -251,7 +256,8 @@ pub fn attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>, ans
 
 /// `FUNC_SET_ATTRIBUTE`: function, what (0 attribute, 1 cache configuration, 2 shared-memory configuration), key, value, device.
 pub fn set_attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>) -> Done {
-    let (func, what, key, value) = (session.funcs.get(r.word()?)?, r.word()?, r.word()? as i32, r.word()? as i32);
+    let (func, what, key, value) =
+        (session.funcs.get(r.word()?)?, r.word()?, r.word()? as i32, r.word()? as i32);
     let device = session.contexts.device(u64::from(device(session, executor, r.word()?)?))?;
     let call = &session.driver.call;
     let handle = func.object.0;
