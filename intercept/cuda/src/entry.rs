@@ -19,7 +19,6 @@ mod codes {
     pub const FILE_NOT_FOUND: i32 = 301;
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_FOUND: i32 = 500;
-    pub const NOT_READY: i32 = 600;
     pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
     pub const HOST_MEMORY_NOT_REGISTERED: i32 = 713;
     pub const NOT_SUPPORTED: i32 = 801;

@@ -12,8 +12,6 @@ use crate::streams::{Capture, Stream};
 pub struct Event {
     /// Its handle.
     pub handle: u64,
-    /// `CUevent_flags`
-    pub flags: u32,
     recorded: Mutex<Option<(Arc<Stream>, u64)>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
@@ -22,10 +20,9 @@ pub struct Event {
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
 /// Remembers a new event.
-pub fn add(new: u64, flags: u32) {
+pub fn add(new: u64) {
     let event = Arc::new(Event {
         handle: new,
-        flags,
         recorded: Mutex::default(),
         happened: AtomicU64::new(0),
         captured: Mutex::default(),

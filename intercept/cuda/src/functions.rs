@@ -27,8 +27,6 @@ pub struct Function {
     pub name: CString,
     /// Library or module that it came from.
     pub parent: u64,
-    /// Context in which it was looked up; its attributes are those of that device.
-    pub ctx: u64,
     /// Its parameters.
     pub params: Vec<Param>,
     /// Bytes of the parameter buffer.
@@ -42,7 +40,10 @@ pub struct Function {
 type BySlot<T> = RwLock<Vec<Option<Arc<T>>>>;
 
 static FUNCTIONS: BySlot<Function> = RwLock::new(Vec::new());
-static BY_NAME: Mutex<Option<HashMap<(u64, u64, CString), u64>>> = Mutex::new(None);
+/// Functions by parent, context with the way of looking up, and name.
+type ByName = HashMap<(u64, u64, CString), u64>;
+
+static BY_NAME: Mutex<Option<ByName>> = Mutex::new(None);
 static ACCEPTED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
 /// The device number that stands for "the function's own" in attribute calls.
@@ -119,7 +120,6 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
         handle: new,
         name: key.2.clone(),
         parent,
-        ctx,
         params,
         param_bytes,
         attributes: Mutex::new(attributes),

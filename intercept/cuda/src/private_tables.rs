@@ -196,8 +196,11 @@ static EPOCH: AtomicU64 = AtomicU64::new(1);
 
 const REMEMBERED: usize = 16;
 
+/// The epoch, then context, key and value of what was found lately.
+type Recent = (u64, [(u64, usize, usize); REMEMBERED]);
+
 thread_local! {
-    static RECENT: RefCell<(u64, [(u64, usize, usize); REMEMBERED])> = const { RefCell::new((0, [(0, 0, 0); REMEMBERED])) };
+    static RECENT: RefCell<Recent> = const { RefCell::new((0, [(0, 0, 0); REMEMBERED])) };
 }
 
 /// Null and -1 mean the current context.

@@ -126,7 +126,6 @@ pub enum Step {
 
 /// See the module.
 pub struct Window {
-    base: u64,
     device: Free,
     host: Free,
     slabs: BTreeMap<u64, Slab>,
@@ -138,18 +137,12 @@ impl Window {
     /// The window at `base`, which both sides have reserved.
     pub fn new(base: u64) -> Self {
         Self {
-            base,
             device: Free::new(base, DEVICE_WINDOW),
             host: Free::new(base + DEVICE_WINDOW, HOST_ARENA),
             slabs: BTreeMap::new(),
             sizes: BTreeMap::new(),
             reserved: BTreeSet::new(),
         }
-    }
-
-    /// Whether an address is one of device memory.
-    pub fn is_device(&self, address: u64) -> bool {
-        address >= self.base && address - self.base < DEVICE_WINDOW
     }
 
     /// First step of an allocation for `owner` (a context).

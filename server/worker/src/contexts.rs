@@ -101,7 +101,7 @@ impl Contexts {
     /// Everything about the devices that the client answers by itself afterwards.
     pub fn describe(&self, driver: &Driver, w: &mut Writer<'_>) -> Result<(), Status> {
         let mut version = 0;
-        // SAFETY (this and below): out pointers are valid and as long as stated.
+        // SAFETY: out pointers are valid and as long as stated.
         check(unsafe { (driver.call.cuDriverGetVersion)(&mut version) })?;
         w.word(version as u64);
         w.word(self.devices.len() as u64);

@@ -15,14 +15,11 @@ pub type Address = u64;
 /// `CUresult` values that the worker itself gives.
 pub mod status {
     #![allow(missing_docs)]
-    pub const SUCCESS: i32 = 0;
     pub const INVALID_VALUE: i32 = 1;
     pub const OUT_OF_MEMORY: i32 = 2;
     pub const NOT_READY: i32 = 600;
     pub const INVALID_HANDLE: i32 = 400;
-    pub const NOT_FOUND: i32 = 500;
     pub const NOT_SUPPORTED: i32 = 801;
-    pub const UNKNOWN: i32 = 999;
 }
 
 /// What our own libraries export: loading one as the driver would forward calls to ourselves.
@@ -87,7 +84,6 @@ functions! {
     cuDeviceGetPCIBusId(*mut c_char, i32, i32);
     cuDevicePrimaryCtxRetain(*mut Handle, i32);
     cuDevicePrimaryCtxReset_v2(i32);
-    cuDevicePrimaryCtxSetFlags_v2(i32, u32);
     cuGetExportTable(*mut *const c_void, *const [u8; 16]);
     cuCtxCreate_v2(*mut Handle, u32, i32);
     cuCtxDestroy_v2(Handle);
@@ -106,7 +102,6 @@ functions! {
     cuMemUnmap(Address, usize);
     cuMemSetAccess(Address, usize, *const c_void, usize);
     cuMemHostAlloc(*mut *mut c_void, usize, u32);
-    cuMemFreeHost(*mut c_void);
     cuMemHostRegister_v2(*mut c_void, usize, u32);
     cuMemHostUnregister(*mut c_void);
     cuMemHostGetDevicePointer_v2(*mut Address, *mut c_void, u32);
@@ -123,7 +118,6 @@ functions! {
     cuStreamBeginCaptureToGraph(Handle, Handle, *const Handle, *const c_void, usize, i32);
     cuStreamEndCapture(Handle, *mut Handle);
     cuStreamGetCaptureInfo_v2(Handle, *mut i32, *mut u64, *mut Handle, *mut *const Handle, *mut usize);
-    cuStreamUpdateCaptureDependencies(Handle, *const Handle, usize, u32);
     cuEventCreate(*mut Handle, u32);
     cuEventDestroy_v2(Handle);
     cuEventRecord(Handle, Handle);
@@ -157,15 +151,12 @@ functions! {
     cuFuncSetCacheConfig(Handle, i32);
     cuFuncSetSharedMemConfig(Handle, i32);
     cuFuncGetParamInfo(Handle, usize, *mut usize, *mut usize);
-    cuFuncLoad(Handle);
-    cuFuncIsLoaded(*mut i32, Handle);
     cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(*mut i32, Handle, i32, usize, u32);
     cuOccupancyAvailableDynamicSMemPerBlock(*mut usize, Handle, i32, i32);
     cuOccupancyMaxPotentialClusterSize(*mut i32, Handle, *const c_void);
     cuOccupancyMaxActiveClusters(*mut i32, Handle, *const c_void);
     cuLaunchKernelEx(*const c_void, Handle, *const *mut c_void, *const *mut c_void);
     cuLaunchKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void, *const *mut c_void);
-    cuLaunchCooperativeKernel(Handle, u32, u32, u32, u32, u32, u32, u32, Handle, *const *mut c_void);
     cuLaunchHostFunc(Handle, extern "C" fn(*mut c_void), *mut c_void);
     cuTensorMapEncodeTiled(*mut c_void, i32, u32, Address, *const u64, *const u64, *const u32, *const u32, i32, i32, i32, i32);
     cuTensorMapEncodeIm2col(*mut c_void, i32, u32, Address, *const u64, *const u64, *const i32, *const i32, u32, u32, *const u32, i32, i32, i32, i32);
@@ -181,7 +172,6 @@ functions! {
     cuGraphAddKernelNode_v2(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddMemcpyNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);
     cuGraphAddMemsetNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);
-    cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddEmptyNode(*mut Handle, Handle, *const Handle, usize);
     cuGraphAddEventRecordNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);

@@ -9,7 +9,14 @@ use crate::driver::{Handle, Status, check, function, status};
 use crate::ops::{Answer, Done, Failure, bounded};
 use crate::session::Session;
 
-include!(concat!(env!("OUT_DIR"), "/generated.rs"));
+pub use source::*;
+
+/// One form of cast and of block serves every type here, whether it changes anything or not.
+#[allow(clippy::unnecessary_cast)]
+mod source {
+    use super::*;
+    include!(concat!(env!("OUT_DIR"), "/generated.rs"));
+}
 
 /// A structure of `len` bytes, aligned for the driver.
 fn structure(bytes: &[u8], len: usize) -> Result<Vec<u64>, Failure> {

@@ -224,8 +224,8 @@ impl DownLane {
                 // Any that is ready: a stream that stands still must not hold up the others.
                 let mut ready = None;
                 for i in 0..queue.len() {
-                    // SAFETY: the slot's event is valid.
                     let state = match queue[i].failed {
+                        // SAFETY: the slot's event is valid.
                         0 => unsafe { (driver.call.cuEventQuery)(queue[i].slot.event) },
                         failed => failed,
                     };

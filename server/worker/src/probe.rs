@@ -28,7 +28,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
     let driver = Driver::load(Path::new(path))?;
     let call = &driver.call;
     let say = |what: &'static str| move |s: Status| format!("{what} of {path}: CUDA error {s}");
-    // SAFETY (here and below): out pointers are valid and as long as stated.
+    // SAFETY: out pointers are valid and as long as stated.
     check(unsafe { (call.cuInit)(0) }).map_err(say("cuInit"))?;
     let (mut version, mut count) = (0, 0);
     // SAFETY: as above.

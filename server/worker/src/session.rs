@@ -24,8 +24,6 @@ use crate::supervise::Supervisor;
 pub struct Session {
     /// The driver library.
     pub driver: &'static Driver,
-    /// What the supervisor said at the start.
-    pub start: Start,
     /// Lane 0.
     pub transport: Transport,
     supervisor: Arc<Supervisor>,
@@ -83,7 +81,6 @@ impl Session {
             driver,
             images: Images::new(start.module_cache.as_deref()),
             memory: Memory::new(&start.devices),
-            start,
             transport,
             supervisor,
             replay: Replay::new(),
@@ -181,10 +178,5 @@ impl Session {
         });
         // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
         unsafe { libc::_exit(0) }
-    }
-
-    /// Tells the supervisor something.
-    pub fn tell(&self, message: &FromWorker) {
-        self.supervisor.tell(message);
     }
 }

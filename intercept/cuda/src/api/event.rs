@@ -71,7 +71,7 @@ driver! {
             w.word(new);
             w.word(u64::from(flags));
         })?;
-        events::add(new, flags);
+        events::add(new);
         give(event, new as *mut c_void)
     }
 

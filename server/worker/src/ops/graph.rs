@@ -158,17 +158,11 @@ fn with_kernel(
     node: &mut KernelNode,
     bytes: &[u8],
     run: impl FnOnce(*const std::ffi::c_void) -> Status,
-) -> Result<(), Status> {
+) -> Status {
     let mut size = bytes.len();
-    let extra = [
-        1usize as *mut std::ffi::c_void,
-        bytes.as_ptr() as *mut _,
-        2usize as *mut _,
-        (&raw mut size).cast(),
-        std::ptr::null_mut(),
-    ];
+    let extra = super::launch::param_list(bytes, &mut size);
     node.extra = if bytes.is_empty() { std::ptr::null() } else { extra.as_ptr() };
-    check(run((&raw const *node).cast()))
+    run((&raw const *node).cast())
 }
 
 /// `GRAPH_ADD`: graph, dependencies, kind, parameters; answers the node.
@@ -180,34 +174,24 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let call = &session.driver.call;
     let mut node = std::ptr::null_mut();
     let (deps, count) = (after.as_ptr(), after.len());
-    // SAFETY (each call below): the out pointer is valid, dependencies are as many as said, structures have cuda.h's layout.
-    match params {
-        Params::Kernel { node: mut kernel, bytes } => with_kernel(&mut kernel, &bytes, |p| unsafe {
-            (call.cuGraphAddKernelNode_v2)(&mut node, graph, deps, count, p)
-        })?,
-        // SAFETY: as above.
-        Params::Copy { words, ctx } => check(unsafe {
-            (call.cuGraphAddMemcpyNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
-        })?,
-        // SAFETY: as above.
-        Params::Set { words, ctx } => check(unsafe {
-            (call.cuGraphAddMemsetNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
-        })?,
-        // SAFETY: as above.
-        Params::Empty => check(unsafe { (call.cuGraphAddEmptyNode)(&mut node, graph, deps, count) })?,
-        // SAFETY: as above.
-        Params::Record(event) => {
-            check(unsafe { (call.cuGraphAddEventRecordNode)(&mut node, graph, deps, count, event) })?
+    // SAFETY: the out pointer is valid, dependencies are as many as said, structures have cuda.h's layout.
+    check(unsafe {
+        match params {
+            Params::Kernel { node: mut kernel, bytes } => with_kernel(&mut kernel, &bytes, |p| {
+                (call.cuGraphAddKernelNode_v2)(&mut node, graph, deps, count, p)
+            }),
+            Params::Copy { words, ctx } => {
+                (call.cuGraphAddMemcpyNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
+            }
+            Params::Set { words, ctx } => {
+                (call.cuGraphAddMemsetNode)(&mut node, graph, deps, count, words.as_ptr().cast(), ctx)
+            }
+            Params::Empty => (call.cuGraphAddEmptyNode)(&mut node, graph, deps, count),
+            Params::Record(event) => (call.cuGraphAddEventRecordNode)(&mut node, graph, deps, count, event),
+            Params::Wait(event) => (call.cuGraphAddEventWaitNode)(&mut node, graph, deps, count, event),
+            Params::Child(child) => (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child),
         }
-        // SAFETY: as above.
-        Params::Wait(event) => {
-            check(unsafe { (call.cuGraphAddEventWaitNode)(&mut node, graph, deps, count, event) })?
-        }
-        // SAFETY: as above.
-        Params::Child(child) => {
-            check(unsafe { (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child) })?
-        }
-    }
+    })?;
     answer.word(node as u64);
     Ok(())
 }
@@ -222,33 +206,30 @@ pub fn set_params(session: &Session, r: &mut Reader<'_>) -> Done {
     let kind = r.word()?;
     let params = Params::read(session, kind, r)?;
     let call = &session.driver.call;
-    // SAFETY (each call below): structures have cuda.h's layout; the node is a value that the driver gave.
-    let result = match (params, exec) {
-        (Params::Kernel { node: mut kernel, bytes }, exec) => with_kernel(&mut kernel, &bytes, |p| unsafe {
-            match exec {
-                Some(exec) => (call.cuGraphExecKernelNodeSetParams_v2)(exec, node, p),
-                None => (call.cuGraphKernelNodeSetParams_v2)(node, p),
+    // SAFETY: structures have cuda.h's layout; the node is a value that the driver gave.
+    Ok(check(unsafe {
+        match (params, exec) {
+            (Params::Kernel { node: mut kernel, bytes }, exec) => {
+                with_kernel(&mut kernel, &bytes, |p| match exec {
+                    Some(exec) => (call.cuGraphExecKernelNodeSetParams_v2)(exec, node, p),
+                    None => (call.cuGraphKernelNodeSetParams_v2)(node, p),
+                })
             }
-        }),
-        // SAFETY: as above.
-        (Params::Copy { words, ctx }, Some(exec)) => {
-            check(unsafe { (call.cuGraphExecMemcpyNodeSetParams)(exec, node, words.as_ptr().cast(), ctx) })
+            (Params::Copy { words, ctx }, Some(exec)) => {
+                (call.cuGraphExecMemcpyNodeSetParams)(exec, node, words.as_ptr().cast(), ctx)
+            }
+            (Params::Copy { words, .. }, None) => {
+                (call.cuGraphMemcpyNodeSetParams)(node, words.as_ptr().cast())
+            }
+            (Params::Set { words, ctx }, Some(exec)) => {
+                (call.cuGraphExecMemsetNodeSetParams)(exec, node, words.as_ptr().cast(), ctx)
+            }
+            (Params::Set { words, .. }, None) => {
+                (call.cuGraphMemsetNodeSetParams)(node, words.as_ptr().cast())
+            }
+            _ => status::NOT_SUPPORTED,
         }
-        // SAFETY: as above.
-        (Params::Copy { words, .. }, None) => {
-            check(unsafe { (call.cuGraphMemcpyNodeSetParams)(node, words.as_ptr().cast()) })
-        }
-        // SAFETY: as above.
-        (Params::Set { words, ctx }, Some(exec)) => {
-            check(unsafe { (call.cuGraphExecMemsetNodeSetParams)(exec, node, words.as_ptr().cast(), ctx) })
-        }
-        // SAFETY: as above.
-        (Params::Set { words, .. }, None) => {
-            check(unsafe { (call.cuGraphMemsetNodeSetParams)(node, words.as_ptr().cast()) })
-        }
-        _ => Err(status::NOT_SUPPORTED),
-    };
-    Ok(result?)
+    })?)
 }
 
 /// `GRAPH_CLONE`: new handle, graph.

@@ -14,9 +14,21 @@ const MAX_ATTRIBUTES: usize = 64;
 const PROGRAMMATIC_EVENT: u32 = 7;
 const LAUNCH_COMPLETION_EVENT: u32 = 12;
 /// `CU_LAUNCH_PARAM_END`, `_BUFFER_POINTER`, `_BUFFER_SIZE`.
-const PARAM_END: *mut c_void = std::ptr::null_mut();
-const PARAM_BUFFER: *mut c_void = 1 as *mut c_void;
-const PARAM_SIZE: *mut c_void = 2 as *mut c_void;
+const PARAM_END: usize = 0;
+const PARAM_BUFFER: usize = 1;
+const PARAM_SIZE: usize = 2;
+
+/// The list that hands the driver a whole parameter buffer; it borrows both arguments.
+pub fn param_list(bytes: &[u8], size: &mut usize) -> [*mut c_void; 5] {
+    let key = |value: usize| std::ptr::without_provenance_mut(value);
+    [
+        key(PARAM_BUFFER),
+        bytes.as_ptr() as *mut c_void,
+        key(PARAM_SIZE),
+        std::ptr::from_mut(size).cast(),
+        key(PARAM_END),
+    ]
+}
 
 /// `CUlaunchConfig`
 #[repr(C)]
@@ -42,7 +54,7 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     let attributes = r.bytes()?;
     let params = r.bytes()?;
     let mut size = params.len();
-    let extra = [PARAM_BUFFER, params.as_ptr() as *mut c_void, PARAM_SIZE, (&raw mut size).cast(), PARAM_END];
+    let extra = param_list(params, &mut size);
     // A kernel without parameters takes neither form.
     let extra = if params.is_empty() { std::ptr::null() } else { extra.as_ptr() };
     let call = &session.driver.call;

@@ -42,7 +42,6 @@ struct Access {
 #[derive(Clone, Copy)]
 struct Allocation {
     size: u64,
-    memory: u64,
     device: usize,
 }
 
@@ -143,8 +142,8 @@ pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
     }
     let mapped = map(session.driver, address, size, ordinal);
     match mapped {
-        Ok(handle) => {
-            lock(&memory.allocations).insert(address, Allocation { size, memory: handle, device });
+        Ok(()) => {
+            lock(&memory.allocations).insert(address, Allocation { size, device });
             Ok(())
         }
         Err(error) => {
@@ -154,7 +153,7 @@ pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
     }
 }
 
-fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<u64, Status> {
+fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<(), Status> {
     let location = [LOCATION_DEVICE, ordinal];
     let properties = Properties { kind: PINNED, handle_types: 0, location, security: 0, flags: [0; 8] };
     let mut handle = 0;
@@ -178,7 +177,7 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<u64
     // The mapping, if there is one, keeps the memory; without one it is free again.
     // SAFETY: just created.
     unsafe { (driver.call.cuMemRelease)(handle) };
-    mapped.map(|()| handle)
+    mapped
 }
 
 /// `FREE`: address. Waits for the device, as `cuMemFree` does.
