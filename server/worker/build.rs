@@ -115,8 +115,11 @@ fn arm(name: &str, params: &[Param]) -> String {
                     params.iter().position(|q| q.name == count).expect("checked by the table's tests");
                 writeln!(before, "            let {v} = r.bytes()?;").unwrap();
                 // The count may come after the array.
-                writeln!(counted, "            let {v} = structure({v}, {n} * bounded(a{position} as u64, 65_536)?)?;")
-                    .unwrap();
+                writeln!(
+                    counted,
+                    "            let {v} = structure({v}, {n} * bounded(a{position} as u64, 65_536)?)?;"
+                )
+                .unwrap();
                 arguments.push(format!("{v}.as_ptr().cast()"));
             }
         }

@@ -108,7 +108,8 @@ pub fn unsupported_source(implemented: &BTreeSet<String>) -> String {
 /// Rust source of `ERRORS: [(i32, &CStr, &CStr); N]`, sorted by code: a `CUresult`, its name and the driver's own words.
 pub fn errors_source() -> String {
     let rows: Vec<Vec<&str>> = ERRORS.lines().skip(1).map(|line| line.split('\t').collect()).collect();
-    let mut out = format!("pub static ERRORS: [(i32, &::std::ffi::CStr, &::std::ffi::CStr); {}] = [\n", rows.len());
+    let mut out =
+        format!("pub static ERRORS: [(i32, &::std::ffi::CStr, &::std::ffi::CStr); {}] = [\n", rows.len());
     for row in rows {
         writeln!(out, "    ({}, c{:?}, c{:?}),", row[0], row[1], row[2]).unwrap();
     }

@@ -222,7 +222,7 @@ impl Replay {
 
     fn execute(&self, session: &Arc<Session>, executor: &mut Executor) {
         loop {
-            let Some((frame, kept)) = self.next(executor) else { return };
+            let Some((frame, kept)) = self.next(session, executor) else { return };
             let bulk = ops::is_bulk(&frame);
             if !kept && (bulk || ops::may_block(frame.header.op.get())) {
                 // Known to wait: others, if there are any, go on at once.
@@ -242,7 +242,7 @@ impl Replay {
     }
 
     /// Next frame for this executor, and whether it is one that it kept while it was blocked.
-    fn next(&self, executor: &mut Executor) -> Option<(Frame, bool)> {
+    fn next(&self, session: &Session, executor: &mut Executor) -> Option<(Frame, bool)> {
         let spin = threads::spin_time();
         let mut spun = false;
         let mut state = self.lock();
@@ -254,7 +254,7 @@ impl Replay {
                 let state = &mut *state;
                 while let Some(frame) = state.queue.pop_front() {
                     self.ready.store(state.queue.len() as u64, Ordering::Release);
-                    if let Some(keeper) = keeper(state, &frame)
+                    if let Some(keeper) = keeper(session, state, &frame)
                         && let Some(kept) = state.kept.get_mut(&keeper)
                     {
                         kept.later.push_back(frame);
@@ -295,18 +295,18 @@ impl Replay {
 }
 
 /// Which blocked executor must get this frame, if any: its thread's, or one that keeps a frame it depends on.
-fn keeper(state: &State, frame: &Frame) -> Option<usize> {
+fn keeper(session: &Session, state: &State, frame: &Frame) -> Option<usize> {
     if state.kept.is_empty() {
         return None;
     }
     if let Some(keeper) = state.kept_by.get(&frame.thread()) {
         return Some(*keeper);
     }
-    let mine = ops::touches(frame);
+    let mine = ops::touches(session, frame);
     let depends = |kept: &Kept| {
         std::iter::once(&kept.current)
             .chain(&kept.later)
-            .any(|earlier| mine.depends_on(&ops::touches(earlier)))
+            .any(|earlier| mine.depends_on(&ops::touches(session, earlier)))
     };
     state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id)
 }

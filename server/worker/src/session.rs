@@ -34,7 +34,7 @@ pub struct Session {
     /// Devices and contexts.
     pub contexts: Contexts,
     /// Streams.
-    pub streams: Table<Object>,
+    pub streams: Table<crate::ops::stream::Stream>,
     /// Events.
     pub events: Table<Object>,
     /// Modules.
@@ -108,7 +108,7 @@ impl Session {
     pub fn stream(&self, handle: u64) -> Result<crate::driver::Handle, Status> {
         match handle {
             0..=2 => Ok(handle as usize as crate::driver::Handle),
-            _ => Ok(self.streams.get(handle)?.0),
+            _ => Ok(self.streams.get(handle)?.object.0),
         }
     }
 

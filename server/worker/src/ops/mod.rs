@@ -219,9 +219,15 @@ pub struct Touched {
 }
 
 impl Touched {
-    fn stream(&mut self, handle: u64) {
-        self.some_stream = true;
-        if handle <= 2 { self.every_stream = true } else { self.handles.push(handle) }
+    fn stream(&mut self, session: &Session, handle: u64) {
+        if handle <= 2 {
+            self.every_stream = true;
+            self.some_stream = true;
+        } else {
+            self.handles.push(handle);
+            // One that does not synchronise with the default stream is ordered by its own frames only.
+            self.some_stream |= session.streams.get(handle).is_ok_and(|s| !s.non_blocking);
+        }
     }
 
     /// Whether a frame that touches these must stay behind one that touches `earlier`.
@@ -234,7 +240,7 @@ impl Touched {
 }
 
 /// See [`Touched`].
-pub fn touches(frame: &Frame) -> Touched {
+pub fn touches(session: &Session, frame: &Frame) -> Touched {
     let mut touched = Touched::default();
     let mut r = Reader::new(&frame.body);
     let mut words = [0; 6];
@@ -247,11 +253,11 @@ pub fn touches(frame: &Frame) -> Touched {
     match frame.header.op.get() {
         op::LAUNCH => {
             touched.handles.push(words[0]);
-            touched.stream(words[5]);
+            touched.stream(session, words[5]);
         }
-        op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(words[2]),
+        op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(session, words[2]),
         op::STREAM_SYNC | op::STREAM_QUERY => {
-            touched.stream(words[0]);
+            touched.stream(session, words[0]);
             touched.only_waits = true;
         }
         op::EVENT_SYNC | op::EVENT_QUERY | op::EVENT_ELAPSED => {
@@ -259,12 +265,12 @@ pub fn touches(frame: &Frame) -> Touched {
             touched.only_waits = true;
         }
         op::CTX_SYNC | op::FREE | op::PRIMARY_RESET => {
-            touched.stream(0);
+            touched.stream(session, 0);
             touched.only_waits = true;
         }
         op::EVENT_RECORD | op::STREAM_WAIT_EVENT => {
             touched.handles.push(words[if frame.header.op.get() == op::EVENT_RECORD { 0 } else { 1 }]);
-            touched.stream(words[if frame.header.op.get() == op::EVENT_RECORD { 1 } else { 0 }]);
+            touched.stream(session, words[if frame.header.op.get() == op::EVENT_RECORD { 1 } else { 0 }]);
         }
         op::STREAM_BATCH
         | op::STREAM_CREATE
@@ -272,11 +278,11 @@ pub fn touches(frame: &Frame) -> Touched {
         | op::CAPTURE_BEGIN
         | op::CAPTURE_END
         | op::HOST_FUNC => {
-            touched.stream(words[0]);
+            touched.stream(session, words[0]);
         }
         op::GRAPH_LAUNCH => {
             touched.handles.push(words[0]);
-            touched.stream(words[1]);
+            touched.stream(session, words[1]);
         }
         op::EVENT_CREATE
         | op::EVENT_DESTROY
@@ -286,7 +292,7 @@ pub fn touches(frame: &Frame) -> Touched {
             touched.handles.push(words[0]);
         }
         other => crate::generated::touches(other, &words, &mut |handle, stream| {
-            if stream { touched.stream(handle) } else { touched.handles.push(handle) }
+            if stream { touched.stream(session, handle) } else { touched.handles.push(handle) }
         }),
     }
     touched

@@ -12,8 +12,19 @@ use crate::session::Session;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
+/// `CU_STREAM_NON_BLOCKING`
+const NON_BLOCKING: u32 = 1;
 /// `CUstreamBatchMemOpParams`
 const BATCH_ITEM: usize = 48;
+
+/// A stream, and whether it synchronises with the default stream.
+#[derive(Clone, Copy)]
+pub struct Stream {
+    /// The driver's handle.
+    pub object: Object,
+    /// It does not.
+    pub non_blocking: bool,
+}
 
 /// `STREAM_CREATE`: new handle, flags, priority.
 pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
@@ -21,12 +32,13 @@ pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
     let mut stream = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     check(unsafe { (session.driver.call.cuStreamCreateWithPriority)(&mut stream, flags, priority) })?;
-    Ok(session.streams.put(handle, Object(stream))?)
+    let non_blocking = flags & NON_BLOCKING != 0;
+    Ok(session.streams.put(handle, Stream { object: Object(stream), non_blocking })?)
 }
 
 /// `STREAM_DESTROY`
 pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
-    let stream = session.streams.take(r.word()?)?.0;
+    let stream = session.streams.take(r.word()?)?.object.0;
     // SAFETY: a stream of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuStreamDestroy_v2)(stream) })?)
 }

@@ -532,6 +532,16 @@ impl Raw {
         Some((header, body))
     }
 
+    /// Next frame; nothing at the end of the stream, or if none comes in the time that the socket is given.
+    pub fn frame_if_any(&mut self) -> Option<(Header, Vec<u8>)> {
+        let mut head = [0; HEADER];
+        self.stream.read_exact(&mut head).ok()?;
+        let header = Header::parse(&head).expect("a header");
+        let mut body = vec![0; header.body_len()];
+        self.stream.read_exact(&mut body).ok()?;
+        Some((header, body))
+    }
+
     /// Sends one frame and waits for its answer: the driver's status, or why the worker ends.
     pub fn ask(&mut self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<i32, String> {
         self.seq += 1;
