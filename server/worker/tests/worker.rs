@@ -1068,7 +1068,7 @@ fn sensible(random: &mut Random, seq: u64) -> Vec<u8> {
     frame_of(thread, operation, seq, |w| {
         for i in 0..words {
             let word = match random.below(6) {
-                _ if i == 0 && operation >= 20 && operation < 80 => handle::make(kind, 0, 1, slot),
+                _ if i == 0 && (20..80).contains(&operation) => handle::make(kind, 0, 1, slot),
                 _ if small && i > 2 => random.below(4),
                 0 => WINDOW + random.below(4) * 2 * MIB,
                 1 => 2 * MIB,
