@@ -16,7 +16,7 @@ TOOLS := $(OUT)/tools
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu
-BENCHES := */benches/*.rs */*/benches/*.rs
+BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
 SHELL_SCRIPTS := .ci/run .ci/setup tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny bench gpu-bundle install clean
@@ -60,7 +60,7 @@ gpu-bundle: build
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1
 
 bench:
-	@if ls $(BENCHES) >/dev/null 2>&1; then $(CARGO) bench --locked --workspace --bench '*'; \
+	@if [ -n '$(BENCHES)' ]; then $(CARGO) bench --locked --workspace --bench '*'; \
 	else echo 'bench: nothing to measure without a GPU yet; with one: make gpu-bundle, then ./run bench there'; fi
 
 # ---- testing
