@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -232,7 +233,10 @@ impl Replay {
                     session.end("no thread for another executor");
                 }
             }
-            ops::perform(session, executor, &frame);
+            // A client that waits for a thread that is gone would wait for ever.
+            if catch_unwind(AssertUnwindSafe(|| ops::perform(session, executor, &frame))).is_err() {
+                session.end("internal error in the worker");
+            }
             session.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
             let mut state = self.lock();
             if state.main == executor.id {

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use gpusession_link::transport::Transport;
 use gpusession_proto::frame::{HEADER, Header, Writer, op};
@@ -171,6 +172,16 @@ impl Session {
 
     /// Ends the worker: the client and the supervisor are told why. Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
+        // A client that does not read must not keep its worker: it gets this long to hear why.
+        let patience = std::thread::Builder::new().name("end".into()).spawn(|| {
+            std::thread::sleep(Duration::from_secs(1));
+            // SAFETY: as below.
+            unsafe { libc::_exit(0) }
+        });
+        if patience.is_err() {
+            // SAFETY: as below.
+            unsafe { libc::_exit(0) }
+        }
         // Whoever comes second waits until both were told.
         self.ending.get_or_init(|| {
             self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });

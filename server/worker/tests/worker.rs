@@ -709,7 +709,6 @@ fn chunks_that_do_not_fit_are_errors() {
 }
 
 #[test]
-#[ignore = "known bug: the addition of address and offset panics, and a panic of an executor does not end the worker"]
 fn an_address_that_wraps_around_is_an_error() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
@@ -854,7 +853,6 @@ fn copy_of_box(source: (u64, u64), target: (u64, u64), width: u64) -> [u64; 25] 
 }
 
 #[test]
-#[ignore = "known bug: copy_box checks neither the box's extent nor its memory types"]
 fn boxes_do_not_reach_the_worker_s_own_memory() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
@@ -882,7 +880,7 @@ fn boxes_do_not_reach_the_worker_s_own_memory() {
 }
 
 #[test]
-#[ignore = "known bug: only ALLOC counts against the lease's limit"]
+#[ignore = "only ALLOC counts against the lease's limit so far"]
 fn the_limit_holds_for_memory_of_every_kind() {
     let machine = Machine::new();
     let mut worker = Worker::start_with(&machine, &Options { memory_bytes: 64 * MIB, ..Options::default() });
@@ -913,7 +911,6 @@ fn ask_for_much(guest: &mut Raw, threads: u32, requests: u64) -> u64 {
 }
 
 #[test]
-#[ignore = "known bug: Session::end waits for ever to send END"]
 fn a_client_that_does_not_read_cannot_keep_its_worker_from_ending() {
     let machine = Machine::new();
     for stop in [true, false] {

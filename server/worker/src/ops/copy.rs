@@ -40,6 +40,7 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
         let inside =
             chunk.offset as usize <= len && chunk.len <= len - chunk.offset as usize && chunk.len <= left;
         if !inside {
+            session.lanes.copied(chunk);
             return Err(Failure::Status(status::INVALID_VALUE));
         }
         left -= chunk.len;
@@ -50,7 +51,7 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
             // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has happened.
             first_error = unsafe {
                 match (call.cuMemcpyHtoDAsync_v2)(
-                    target + chunk.offset,
+                    target.wrapping_add(chunk.offset),
                     chunk.slot.address.cast(),
                     chunk.len,
                     stream,
@@ -76,7 +77,12 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
             slot.enter(session.driver, frame.header.ctx.get())?;
             // SAFETY: the slot has room for a chunk and is not reused before it was sent.
             check(unsafe {
-                match (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source + offset as u64, len, stream) {
+                match (call.cuMemcpyDtoHAsync_v2)(
+                    slot.address.cast(),
+                    source.wrapping_add(offset as u64),
+                    len,
+                    stream,
+                ) {
                     0 => (call.cuEventRecord)(slot.event, stream),
                     error => error,
                 }
@@ -125,6 +131,9 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
     for (word, bytes) in words.iter_mut().zip(description.chunks_exact(8)) {
         *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
     }
+    if !contained(&words, direction, len) {
+        return Err(status::INVALID_VALUE.into());
+    }
     match direction {
         0 => return Ok(run_box(session, &words, stream)?),
         1 => {
@@ -162,6 +171,34 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
     Ok(())
 }
 
+/// Whether a box names host memory only where the packed bytes are, and stays within them: the worker's own memory is none
+/// of the client's business.
+pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
+    const TARGET: usize = 11;
+    const HOST: u32 = 1;
+    const DEVICE: u32 = 2;
+    const ARRAY: u32 = 3;
+    let kind = |side: usize| words[side + 4] as u32;
+    let on_device = |side: usize| matches!(kind(side), DEVICE | ARRAY);
+    let packed = |side: usize| {
+        let (x, y, z, pitch, rows) =
+            (words[side], words[side + 1], words[side + 2], words[side + 9], words[side + 10]);
+        let (width, height, depth) = (words[22], words[23], words[24]);
+        let end = || {
+            let plane = z.checked_add(depth.checked_sub(1)?)?.checked_mul(rows)?;
+            let row = plane.checked_add(y)?.checked_add(height.checked_sub(1)?)?;
+            row.checked_mul(pitch)?.checked_add(x)?.checked_add(width)
+        };
+        kind(side) == HOST && end().is_some_and(|end| end <= len as u64)
+    };
+    match direction {
+        0 => on_device(0) && on_device(TARGET),
+        1 => packed(0) && on_device(TARGET),
+        2 => on_device(0) && packed(TARGET),
+        _ => false,
+    }
+}
+
 /// Words of `CUDA_MEMCPY3D` that hold the host pointers.
 const SRC_HOST: usize = 5;
 const DST_HOST: usize = 16;
@@ -176,11 +213,16 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
     while left > 0 {
         let Some(chunk) = session.lanes.next_chunk(transfer) else { return Err(LANE_GONE) };
         let start = chunk.offset as usize;
-        let target = packed.get_mut(start..start + chunk.len).ok_or(status::INVALID_VALUE)?;
-        // SAFETY: the slot holds `chunk.len` bytes.
-        target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
-        left = left.checked_sub(chunk.len).ok_or(status::INVALID_VALUE)?;
-        session.lanes.copied(chunk);
+        let inside = start.checked_add(chunk.len).and_then(|end| packed.get_mut(start..end));
+        if let Some(target) = inside {
+            // SAFETY: the slot holds `chunk.len` bytes.
+            target.copy_from_slice(unsafe { std::slice::from_raw_parts(chunk.slot.address, chunk.len) });
+            left = left.saturating_sub(chunk.len);
+            session.lanes.copied(chunk);
+        } else {
+            session.lanes.copied(chunk);
+            return Err(status::INVALID_VALUE);
+        }
     }
     Ok(())
 }

@@ -142,7 +142,13 @@ impl Params {
                 });
                 Self::Kernel { node, bytes: r.bytes()?.to_vec() }
             }
-            1 => Self::Copy { words: exact(r.bytes()?, 200)?, ctx: session.contexts.get(r.word()?)?.0 },
+            1 => {
+                let words = exact(r.bytes()?, 200)?;
+                if !super::copy::contained(&words, 0, 0) {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                Self::Copy { words, ctx: session.contexts.get(r.word()?)?.0 }
+            }
             2 => Self::Set { words: exact(r.bytes()?, 40)?, ctx: session.contexts.get(r.word()?)?.0 },
             3 => Self::Empty,
             4 => Self::Record(session.events.get(r.word()?)?.0),
