@@ -1,6 +1,6 @@
 //! The process's state from `cuInit` on: its link, its devices, its contexts.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
@@ -12,6 +12,8 @@ use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INIT
 use crate::window::{self, Window};
 use crate::{thread, trace};
 
+/// Freed slots of one kind that rest.
+const RESTING: usize = 1 << 16;
 /// Windows offered to the worker at once.
 const OFFERED: usize = 3;
 
@@ -73,7 +75,8 @@ pub struct Client {
 #[derive(Default)]
 struct Slots {
     next: u32,
-    free: Vec<(u32, u16)>,
+    /// Oldest first. A slot rests before it is used again: frames of other threads that name it may still be waiting.
+    free: VecDeque<(u32, u16)>,
 }
 
 static CLIENT: OnceLock<std::result::Result<Client, i32>> = OnceLock::new();
@@ -277,7 +280,8 @@ impl Client {
     pub fn mint(&self, kind: u8) -> u64 {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let slots = slots.entry(kind).or_default();
-        let (slot, generation) = slots.free.pop().unwrap_or_else(|| {
+        let rested = if slots.free.len() > RESTING { slots.free.pop_front() } else { None };
+        let (slot, generation) = rested.unwrap_or_else(|| {
             let first = if kind == handle::CTX { self.devices.len() as u32 } else { 0 };
             slots.next = slots.next.max(first) + 1;
             (slots.next - 1, 0)
@@ -289,7 +293,7 @@ impl Client {
     pub fn retire(&self, old: u64) {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let generation = (old >> 32) as u16;
-        slots.entry(handle::kind(old)).or_default().free.push((handle::slot(old), generation));
+        slots.entry(handle::kind(old)).or_default().free.push_back((handle::slot(old), generation));
     }
 
     /// Appends a frame to the log; never waits. Returns its position.

@@ -82,15 +82,14 @@ fn free(client: &Client, address: u64) -> Result {
         }
         _ => {}
     }
-    let unmap = client.window().free(address)?;
-    match unmap {
-        None => client.call(op::CTX_SYNC, |_| {}).map(|_| ()),
-        Some((base, size)) => {
-            let freed = client.call(op::FREE, |w| w.word(base));
-            client.window().unmapped(base, size);
-            freed.map(|_| ())
-        }
+    // Before the address can be given out again: another thread may allocate it at once.
+    let synced = client.call(op::CTX_SYNC, |_| {}).map(|_| ());
+    if let Some((base, size)) = client.window().free(address)? {
+        let freed = client.call(op::FREE, |w| w.word(base));
+        client.window().unmapped(base, size);
+        freed?;
     }
+    synced
 }
 
 fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
