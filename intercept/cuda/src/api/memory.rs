@@ -84,7 +84,8 @@ fn free(client: &Client, address: u64) -> Result {
     }
     // Before the address can be given out again: another thread may allocate it at once.
     let synced = client.call(op::CTX_SYNC, |_| {}).map(|_| ());
-    if let Some((base, size)) = client.window().free(address)? {
+    let unmap = client.window().free(address)?;
+    if let Some((base, size)) = unmap {
         let freed = client.call(op::FREE, |w| w.word(base));
         client.window().unmapped(base, size);
         freed?;
