@@ -222,6 +222,12 @@ impl Context {
         self.state.lock().streams.iter().filter_map(Weak::upgrade).collect()
     }
 
+    /// Whether everything submitted so far is done.
+    pub fn idle(&self) -> bool {
+        let legacy = self.state.lock().legacy.clone();
+        self.streams().into_iter().chain(legacy).all(|s| s.last().reached())
+    }
+
     /// Waits for everything submitted so far.
     pub fn synchronize(&self) -> Result {
         let legacy = self.state.lock().legacy.clone();

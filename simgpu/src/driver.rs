@@ -1,7 +1,7 @@
 //! The one driver of the process.
 
 use crate::config::Config;
-use crate::context::Context;
+use crate::context::{CONTEXTS, Context};
 use crate::device::Device;
 use crate::errors::{INVALID_DEVICE, NOT_INITIALIZED, Result};
 use crate::memory::Space;
@@ -73,6 +73,8 @@ pub fn init() -> Result {
             space: Space::new(&CONFIG, cards),
         }
     });
+    static SERVED: std::sync::Once = std::sync::Once::new();
+    SERVED.call_once(crate::checkpoint::serve);
     Ok(())
 }
 
@@ -87,6 +89,11 @@ pub fn driver() -> Result<&'static Driver> {
 }
 
 impl Driver {
+    /// Whether everything submitted so far is done.
+    pub fn idle(&self) -> bool {
+        CONTEXTS.all().iter().all(|c| c.idle())
+    }
+
     pub fn device(&self, ordinal: i32) -> Result<&Device> {
         usize::try_from(ordinal).ok().and_then(|i| self.devices.get(i)).ok_or(INVALID_DEVICE)
     }

@@ -7,6 +7,7 @@
 
 pub mod abi;
 pub mod capture;
+pub mod checkpoint;
 pub mod config;
 pub mod context;
 pub mod device;

@@ -248,6 +248,16 @@ struct Inner {
     view: Option<Arc<MemView>>,
 }
 
+/// Contents of device memory that was moved out.
+pub struct Saved {
+    contents: Vec<(Arc<Backing>, Vec<u8>)>,
+    /// Of each card of the machine.
+    bytes: [u64; crate::usage::DEVICES],
+}
+
+/// What memory holds whose contents were moved out.
+const GONE: u8 = 0xdb;
+
 pub struct Space {
     inner: Mutex<Inner>,
     config: Arc<Config>,
@@ -281,7 +291,7 @@ impl Space {
             inner: Mutex::new(inner),
             config: config.clone(),
             cards,
-            usage: Arc::new(Usage::open(config)),
+            usage: Usage::open(config),
             next_id: AtomicU64::new(1),
             allocations: AtomicU64::new(0),
         }
@@ -293,6 +303,45 @@ impl Space {
         inner.map.insert(a.base, a.clone());
         inner.view = None;
         a
+    }
+
+    /// The machine's table of memory in use.
+    pub fn usage(&self) -> &Arc<Usage> {
+        &self.usage
+    }
+
+    /// Takes the contents of device memory away and gives the memory back to the machine.
+    pub fn move_out(&self) -> Saved {
+        let inner = self.inner.lock();
+        let mut saved = Saved { contents: Vec::new(), bytes: self.usage.mine() };
+        for a in inner.map.values().filter(|a| !a.on_host()) {
+            if saved.contents.iter().any(|(backing, _)| Arc::ptr_eq(backing, &a.backing)) {
+                continue;
+            }
+            // SAFETY: `len` bytes that belong to the backing; nothing runs on the device now.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(a.backing.ptr, a.backing.len) };
+            saved.contents.push((a.backing.clone(), bytes.to_vec()));
+            bytes.fill(GONE);
+        }
+        for (card, bytes) in (0u32..).zip(saved.bytes) {
+            self.usage.give(card, bytes);
+        }
+        saved
+    }
+
+    /// Puts them back; where others have taken the memory, nothing changes.
+    pub fn move_in(&self, saved: &Saved) -> bool {
+        for (card, bytes) in (0u32..).zip(saved.bytes) {
+            if bytes > 0 && !self.usage.take(card, bytes, self.config.memory) {
+                (0..card).zip(saved.bytes).for_each(|(card, bytes)| self.usage.give(card, bytes));
+                return false;
+            }
+        }
+        for (backing, bytes) in &saved.contents {
+            // SAFETY: as in `move_out`.
+            unsafe { backing.ptr.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+        true
     }
 
     /// Bytes of a device that all processes use.

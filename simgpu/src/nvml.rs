@@ -7,8 +7,8 @@ use crate::device::{pci_id, uuid};
 use crate::driver::config;
 use crate::usage::Usage;
 use std::ffi::{CStr, c_char};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 const UNINITIALIZED: u32 = 1;
@@ -22,7 +22,7 @@ const UNKNOWN: u32 = 999;
 type Result<T = ()> = std::result::Result<T, u32>;
 
 static USERS: AtomicU32 = AtomicU32::new(0);
-static USAGE: LazyLock<Usage> = LazyLock::new(|| Usage::open(config()));
+static USAGE: LazyLock<Arc<Usage>> = LazyLock::new(|| Usage::open(config()));
 
 fn guard(body: impl FnOnce() -> Result) -> u32 {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {

@@ -8,14 +8,18 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const DEVICES: usize = 16;
+pub const DEVICES: usize = 16;
 const ENTRIES: usize = 512;
 const WORDS: usize = 2 + DEVICES;
 /// After the entries: how many faults there were, then the last of them.
 const FAULTS: usize = 256;
-const ALL_WORDS: usize = ENTRIES * WORDS + 1 + FAULTS;
+/// After those, for each entry: its checkpoint state, and a request with its argument and result.
+const MAIL: usize = ENTRIES * WORDS + 1 + FAULTS;
+const MAIL_WORDS: usize = 4;
+const ALL_WORDS: usize = MAIL + ENTRIES * MAIL_WORDS;
 
 /// The shared file, mapped; without it only this process counts. Devices are those of the machine, whichever the
 /// process sees.
@@ -47,7 +51,7 @@ fn start_time(pid: u32) -> Option<u64> {
 }
 
 impl Usage {
-    pub fn open(config: &Config) -> Usage {
+    pub fn open(config: &Config) -> Arc<Usage> {
         let own = (0..ALL_WORDS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
         let mut usage = Usage { file: None, words: own.as_ptr(), own };
         let bytes = ALL_WORDS * 8;
@@ -78,7 +82,7 @@ impl Usage {
                 usage.file = Some(file);
             }
         }
-        usage
+        Arc::new(usage)
     }
 
     fn word(&self, entry: usize, word: usize) -> &AtomicU64 {
@@ -158,15 +162,45 @@ impl Usage {
         if let Some(e) = (0..ENTRIES).find(|&e| self.word(e, 0).load(Ordering::Relaxed) == pid) {
             let start = start_time(pid as u32).unwrap_or(0);
             if self.word(e, 1).swap(start, Ordering::Relaxed) != start {
-                (0..DEVICES).for_each(|d| self.word(e, 2 + d).store(0, Ordering::Relaxed));
+                self.clear(e);
             }
             return Some(e);
         }
         let e = (0..ENTRIES).find(|&e| !self.alive(e))?;
-        (0..DEVICES).for_each(|d| self.word(e, 2 + d).store(0, Ordering::Relaxed));
+        self.clear(e);
         self.word(e, 1).store(start_time(pid as u32).unwrap_or(0), Ordering::Relaxed);
         self.word(e, 0).store(pid, Ordering::Relaxed);
         Some(e)
+    }
+
+    fn clear(&self, entry: usize) {
+        (0..DEVICES).for_each(|d| self.word(entry, 2 + d).store(0, Ordering::Relaxed));
+        (0..MAIL_WORDS).for_each(|w| self.mail(entry, w).store(0, Ordering::Relaxed));
+    }
+
+    fn mail(&self, entry: usize, word: usize) -> &AtomicU64 {
+        debug_assert!(entry < ENTRIES && word < MAIL_WORDS);
+        // SAFETY: the index is inside the table, which is mapped (or `own`).
+        unsafe { &*self.words.add(MAIL + entry * MAIL_WORDS + word) }
+    }
+
+    /// An entry for this process.
+    pub fn register(self: &Arc<Self>) -> Option<Mail> {
+        let entry = self.locked(|| self.own_entry())?;
+        Some(Mail { usage: self.clone(), entry })
+    }
+
+    /// The entry of a process that lives.
+    pub fn find(self: Arc<Self>, pid: u32) -> Option<Mail> {
+        let found = |&e: &usize| self.word(e, 0).load(Ordering::Relaxed) == u64::from(pid) && self.alive(e);
+        let entry = (0..ENTRIES).find(found)?;
+        Some(Mail { usage: self, entry })
+    }
+
+    /// What this process has on each device.
+    pub fn mine(&self) -> [u64; DEVICES] {
+        let entry = self.locked(|| self.own_entry());
+        std::array::from_fn(|d| entry.map_or(0, |e| self.word(e, 2 + d).load(Ordering::Relaxed)))
     }
 
     /// Bytes in use on a device by all live processes.
@@ -193,6 +227,98 @@ impl Usage {
                 w.store(w.load(Ordering::Relaxed).saturating_sub(bytes), Ordering::Relaxed);
             }
         });
+    }
+}
+
+/// The part of an entry in which one process asks another for something.
+pub struct Mail {
+    usage: Arc<Usage>,
+    entry: usize,
+}
+
+const STATE: usize = 0;
+const REQUEST: usize = 1;
+const ARGUMENT: usize = 2;
+const RESULT: usize = 3;
+
+impl Mail {
+    fn word(&self, word: usize) -> &AtomicU64 {
+        self.usage.mail(self.entry, word)
+    }
+
+    /// What the process is in, as it said last.
+    pub fn state(&self) -> u64 {
+        self.word(STATE).load(Ordering::SeqCst)
+    }
+
+    pub fn set_state(&self, state: u64) {
+        self.word(STATE).store(state, Ordering::SeqCst);
+    }
+
+    /// Does what others ask of this process, for ever.
+    pub fn serve(&self, mut perform: impl FnMut(u64, u64) -> u64) {
+        loop {
+            match self.word(REQUEST).load(Ordering::SeqCst) {
+                0 => self.wait(0),
+                request => {
+                    let result = perform(request, self.word(ARGUMENT).load(Ordering::SeqCst));
+                    self.word(RESULT).store(result, Ordering::SeqCst);
+                    self.word(REQUEST).store(0, Ordering::SeqCst);
+                    self.wake();
+                }
+            }
+        }
+    }
+
+    /// Asks the process for something and waits for its result; `None` when it ends meanwhile.
+    pub fn ask(&self, request: u64, argument: u64) -> Option<u64> {
+        let posted = || {
+            self.usage.locked(|| {
+                let free = self.word(REQUEST).load(Ordering::SeqCst) == 0;
+                if free {
+                    self.word(ARGUMENT).store(argument, Ordering::SeqCst);
+                    self.word(REQUEST).store(request, Ordering::SeqCst);
+                }
+                free
+            })
+        };
+        while !posted() {
+            if !self.usage.alive(self.entry) {
+                return None;
+            }
+            self.wait(self.word(REQUEST).load(Ordering::SeqCst));
+        }
+        self.wake();
+        while self.word(REQUEST).load(Ordering::SeqCst) == request {
+            if !self.usage.alive(self.entry) {
+                return None;
+            }
+            self.wait(request);
+        }
+        Some(self.word(RESULT).load(Ordering::SeqCst))
+    }
+
+    /// Waits, at most a while, until the request is another one.
+    fn wait(&self, request: u64) {
+        let limit = libc::timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+        let none = std::ptr::null::<u32>();
+        // SAFETY: the word is mapped; its first half holds the request, which is small, on little-endian machines.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.word(REQUEST).as_ptr(),
+                libc::FUTEX_WAIT,
+                request as u32,
+                &limit,
+                none,
+                0,
+            )
+        };
+    }
+
+    fn wake(&self) {
+        // SAFETY: as in `wait`.
+        unsafe { libc::syscall(libc::SYS_futex, self.word(REQUEST).as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
     }
 }
 

@@ -1,5 +1,6 @@
 //! The exported functions of the driver.
 
+pub mod checkpoint;
 pub mod context;
 pub mod copy;
 pub mod device;
@@ -17,6 +18,7 @@ use crate::errors::{INVALID_VALUE, Result, UNKNOWN};
 
 /// Runs the body of an exported function; a panic becomes an error, since nothing may unwind into C.
 pub fn guard(name: &str, body: impl FnOnce() -> Result) -> u32 {
+    let _inside = crate::checkpoint::enter();
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(e)) => {
