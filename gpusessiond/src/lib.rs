@@ -4,9 +4,10 @@
 //! * [`client`], [`identity`]: the pool over the network, and who this client is in it;
 //! * [`grant`]: the socket on which programs ask for GPUs;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
-//! * [`config`], [`access`], [`places`], [`values`]: configuration.
+//! * [`config`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
 
 pub mod access;
+pub mod arguments;
 pub mod bus;
 pub mod client;
 pub mod config;

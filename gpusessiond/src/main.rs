@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Parser;
 use gpusessiond::access::Gate;
+use gpusessiond::arguments::Arguments;
 use gpusessiond::bus::{self, Bus};
 use gpusessiond::client::Remote;
 use gpusessiond::config::{self, Class, Config};
@@ -24,21 +25,6 @@ use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
-
-/// Holds this machine's GPU leases and grants them to its programs.
-///
-/// Started by systemd (gpusession.service); reads gpusession.toml, joins the pool with the token in the credential
-/// gpusession.token if this machine has no identity yet, allocates the configured leases and serves org.gpusession1.
-#[derive(Parser)]
-#[command(version)]
-struct Arguments {
-    /// Configuration file; conf.d/*.toml beside it is read too
-    #[arg(short, long, env = "GPUSESSION_CONF", value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Read the configuration, say what is wrong with it, and exit
-    #[arg(long)]
-    check_config: bool,
-}
 
 /// Exit code of a configuration that cannot be used: the unit does not restart for it.
 const CONFIGURATION: u8 = 1;

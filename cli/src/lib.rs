@@ -1,4 +1,5 @@
-//! `gpusession`: see, run on, request and release this machine's GPUs.
+//! `gpusession`: see, run on, request and release this machine's GPUs. A library, so that manual pages and completions can be
+//! made from the definition of its command line.
 
 mod daemon;
 mod exit;
@@ -11,7 +12,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use gpusessiond::client::Remote;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
@@ -109,7 +110,13 @@ struct Join {
     user: bool,
 }
 
-fn main() {
+/// What the command line takes.
+pub fn arguments() -> clap::Command {
+    Cli::command()
+}
+
+/// The whole program: reads the arguments, does what they say and exits.
+pub fn main() {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -1,0 +1,5 @@
+//! The `gpusession` program; see the library.
+
+fn main() {
+    gpusession::main();
+}

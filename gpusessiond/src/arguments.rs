@@ -1,0 +1,20 @@
+//! The daemon's command line.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+/// Holds this machine's GPU leases and grants them to its programs.
+///
+/// Started by systemd (gpusession.service); reads gpusession.toml, joins the pool with the token in the credential
+/// gpusession.token if this machine has no identity yet, allocates the configured leases and serves org.gpusession1.
+#[derive(Parser)]
+#[command(name = "gpusessiond", version)]
+pub struct Arguments {
+    /// Configuration file; conf.d/*.toml beside it is read too
+    #[arg(short, long, env = "GPUSESSION_CONF", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Read the configuration, say what is wrong with it, and exit
+    #[arg(long)]
+    pub check_config: bool,
+}
