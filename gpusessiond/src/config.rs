@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use gpusession_proto::login;
 use serde::{Deserialize, Serialize};
 
 use crate::values::{Memory, control_address};
@@ -382,21 +383,18 @@ impl Config {
             }
         }
         for (key, value) in file.environment.unwrap_or_default() {
-            let named = key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
-                && key.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
-            if !named {
-                return invalid(format!("environment: `{key}` is not the name of a variable"));
-            }
-            if key.starts_with("LD_") || key == "PATH" || key.starts_with("GPUSESSION_") {
+            if key.starts_with("GPUSESSION_") {
                 return invalid(format!("environment: `{key}` cannot be set here"));
             }
-            if key == "CUDA_VISIBLE_DEVICES" {
-                return invalid("environment: CUDA_VISIBLE_DEVICES belongs to the user".into());
-            }
-            if value.chars().any(char::is_control) {
-                return invalid(format!("environment: the value of `{key}` has control characters"));
+            if let Err(error) = login::check(&key, &value) {
+                return invalid(format!("environment: `{key}`: {error}"));
             }
             self.environment.insert(key, value);
+        }
+        let together = self.environment.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+        let session = std::iter::once(("GPUSESSION_ID", "123456789012"));
+        if let Err(error) = (login::Reply { environment: session.chain(together).collect() }).encode() {
+            return invalid(format!("environment: {error}"));
         }
         if let Some(level) = file.log_level {
             if !["error", "warn", "info", "debug", "trace"].contains(&level.as_str()) {
@@ -525,7 +523,10 @@ mod tests {
             ("[[lease]]\nmemory = \"4000MB\"\n", "0.toml:2:10: `4000MB` is not a size: write MiB"),
             ("wait_ms = \"5s\"\n", "0.toml:1:11: invalid type: string \"5s\", expected u64"),
             ("[[lease]]\ngpus = 0\n", "0.toml: [[lease]]: gpus = 0 is not between 1 and 64"),
-            ("[environment]\nLD_PRELOAD = \"x\"\n", "0.toml: environment: `LD_PRELOAD` cannot be set here"),
+            (
+                "[environment]\nLD_PRELOAD = \"x\"\n",
+                "0.toml: environment: `LD_PRELOAD`: not a variable that may be set at login",
+            ),
             ("[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n", "0.toml: a second [[lease]] is called `x`"),
         ];
         for (text, expected) in cases {

@@ -77,14 +77,14 @@ impl Drop for Place {
 }
 
 /// Who is at the other end, as the kernel says.
-struct Peer {
-    uid: u32,
-    pid: u32,
-    pidfd: Option<OwnedFd>,
+pub(crate) struct Peer {
+    pub(crate) uid: u32,
+    pub(crate) pid: u32,
+    pub(crate) pidfd: Option<OwnedFd>,
 }
 
 /// A socket file that goes when its server goes.
-pub struct SocketFile(PathBuf);
+pub struct SocketFile(pub(crate) PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
@@ -333,7 +333,7 @@ async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
     }
 }
 
-fn peer(stream: &UnixStream) -> io::Result<Peer> {
+pub(crate) fn peer(stream: &UnixStream) -> io::Result<Peer> {
     let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
     let pid = u32::try_from(credentials.pid()).unwrap_or(0);
     let pidfd = match peer_pidfd(stream) {
@@ -367,7 +367,7 @@ fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
 
 /// The process that has this pid now. The caller is waiting for its answer, so it is still the one that connected,
 /// unless it has just ended: then the connection's end says so.
-fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes a pid and flags and touches no memory of ours.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::c_int, 0) };
     let fd = libc::c_int::try_from(fd).unwrap_or(-1);

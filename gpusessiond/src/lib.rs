@@ -3,6 +3,7 @@
 //! * [`leases`]: the lease manager, a state machine behind the trait [`leases::Leases`];
 //! * [`client`], [`identity`]: the pool over the network, and who this client is in it;
 //! * [`grant`]: the socket on which programs ask for GPUs;
+//! * [`login`]: the socket on which PAM tells of login sessions;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
 //! * [`config`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
 
@@ -14,6 +15,7 @@ pub mod config;
 pub mod grant;
 pub mod identity;
 pub mod leases;
+pub mod login;
 pub mod places;
 pub mod pool;
 pub mod values;

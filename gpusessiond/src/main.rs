@@ -1,7 +1,7 @@
 //! `gpusessiond`: holds this machine's GPU leases and grants them to its programs.
 
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,9 +17,10 @@ use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::{self, Home, IdentityError};
 use gpusessiond::leases::engine::{Engine, Here};
 use gpusessiond::leases::{Leases, Spec};
+use gpusessiond::login::{self, Sessions};
 use gpusessiond::places;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
-use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::socket::{SockType, getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -100,32 +101,49 @@ fn notify(states: &[NotifyState<'_>]) {
     }
 }
 
-/// The grant socket that systemd listens on for us. Called first of all, while only inherited descriptors are open.
-fn inherited() -> Option<std::os::unix::net::UnixListener> {
-    for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
-        // SAFETY: the descriptor is only looked at, and nothing closes it meanwhile.
-        let there = unsafe { BorrowedFd::borrow_raw(fd) };
-        if name == "grant" && getsockopt(&there, sockopt::AcceptConn) == Ok(true) {
-            // SAFETY: it is open (it has just answered), was passed to us, and nobody else in this process uses it.
-            return Some(unsafe { OwnedFd::from_raw_fd(fd) }.into());
-        }
-    }
-    None
+/// Listening sockets that systemd handed over.
+#[derive(Default)]
+struct Inherited {
+    grant: Option<std::os::unix::net::UnixListener>,
+    login: Option<std::os::unix::net::UnixListener>,
 }
 
-/// The grant socket: systemd's, else our own.
+/// Looks at what systemd handed over. Called first of all, while only inherited descriptors are open.
+fn inherited() -> Inherited {
+    let mut inherited = Inherited::default();
+    for (fd, _name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
+        // SAFETY: the descriptor is only looked at, and nothing closes it meanwhile.
+        let there = unsafe { BorrowedFd::borrow_raw(fd) };
+        if getsockopt(&there, sockopt::AcceptConn) != Ok(true) {
+            continue;
+        }
+        // Both sockets are of one unit, and have its name: their types tell them apart.
+        let place = match getsockopt(&there, sockopt::SockType) {
+            Ok(SockType::Stream) => &mut inherited.grant,
+            Ok(SockType::SeqPacket) => &mut inherited.login,
+            _ => continue,
+        };
+        // SAFETY: it is open (it has just answered), was passed to us, and nobody else in this process uses it.
+        *place = Some(unsafe { OwnedFd::from_raw_fd(fd) }.into());
+    }
+    inherited
+}
+
+/// A listening socket: systemd's, else our own at `path`.
 fn listener(
     inherited: Option<std::os::unix::net::UnixListener>,
+    path: &Path,
+    bind: impl FnOnce(&Path) -> std::io::Result<(UnixListener, grant::SocketFile)>,
 ) -> Result<(UnixListener, Option<grant::SocketFile>)> {
+    let name = || path.display().to_string();
     if let Some(socket) = inherited {
-        socket.set_nonblocking(true).context("grant socket")?;
-        return Ok((UnixListener::from_std(socket).context("grant socket of systemd")?, None));
+        socket.set_nonblocking(true).with_context(name)?;
+        return Ok((UnixListener::from_std(socket).with_context(name)?, None));
     }
-    let path = places::grant_socket();
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
-    let (listener, file) = grant::bind(&path, 0o666).with_context(|| path.display().to_string())?;
+    let (listener, file) = bind(path).with_context(name)?;
     Ok((listener, Some(file)))
 }
 
@@ -210,9 +228,12 @@ async fn follow_status(engine: &Engine) {
     }
 }
 
-async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListener>) -> Result<u8> {
+async fn daemon(config: Config, inherited: Inherited) -> Result<u8> {
     raise_limits();
-    let (listener, _file) = listener(inherited)?;
+    let (grants_at, logins_at) = (places::grant_socket(), places::login_socket());
+    let (grant_listener, _grant_file) =
+        listener(inherited.grant, &grants_at, |path| grant::bind(path, 0o666))?;
+    let (login_listener, _login_file) = listener(inherited.login, &logins_at, login::bind_at)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -248,7 +269,9 @@ async fn daemon(config: Config, inherited: Option<std::os::unix::net::UnixListen
     }
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());
     let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default());
-    tokio::spawn(Arc::new(grants).serve(listener));
+    tokio::spawn(Arc::new(grants).serve(grant_listener));
+    let sessions = Sessions::restore(leases.clone(), &places::sessions_directory());
+    tokio::spawn(login::Server::new(sessions, gate.clone(), &config, 0).serve(login_listener));
     let connection = zbus::connection::Builder::system().build().await.context("system bus")?;
     let bus = Bus::start(connection, leases, gate, config.clone()).await.context("org.gpusession1")?;
     notify(&[NotifyState::Ready, NotifyState::Status("starting")]);

@@ -33,6 +33,16 @@ pub fn grant_socket() -> PathBuf {
     }
 }
 
+/// The login socket: `pam.sock` in the runtime directory.
+pub fn login_socket() -> PathBuf {
+    runtime_directory().join("pam.sock")
+}
+
+/// Where login sessions are written down: `sessions` in the runtime directory.
+pub fn sessions_directory() -> PathBuf {
+    runtime_directory().join("sessions")
+}
+
 /// The user's folder: `$XDG_CONFIG_HOME/gpusession` or `~/.config/gpusession`.
 pub fn user_directory() -> Option<PathBuf> {
     let base =

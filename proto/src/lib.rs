@@ -3,6 +3,7 @@
 //! * [`control`]: gRPC between client daemon and server (feature `control`).
 //! * `join`: names in certificates, and join tokens (feature `control`).
 //! * [`grant`]: what `libcuda.so.1` asks of the client daemon on its Unix socket.
+//! * [`login`]: what `pam_gpusession.so` tells the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
@@ -12,6 +13,7 @@ pub mod grant;
 pub mod handle;
 #[cfg(feature = "control")]
 pub mod join;
+pub mod login;
 pub mod message;
 pub mod preface;
 pub mod status;

@@ -17,6 +17,7 @@ use super::{
     Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
     Snapshot, Spec, Update, Wish,
 };
+use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
 /// How long a watch pauses before it reconnects, at first and at most.
@@ -34,6 +35,8 @@ enum Message {
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
     Freed(Slot),
+    SessionOpened(Arc<Session>),
+    SessionClosed(String),
     Drained(oneshot::Sender<()>),
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),
     Renewed(usize, Vec<String>, Duration, Result<Vec<control::RenewedLease>, PoolError>),
@@ -103,6 +106,7 @@ impl Engine {
             described: false,
             creating: HashMap::new(),
             granted: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             drained: Vec::new(),
             said: HashMap::new(),
             about: Vec::new(),
@@ -174,6 +178,14 @@ impl Leases for Engine {
 
     fn ended(&self, granted: Vec<Granted>) {
         let _ = self.messages.send(Message::Ended(granted));
+    }
+
+    fn session_opened(&self, session: Arc<Session>) {
+        let _ = self.messages.send(Message::SessionOpened(session));
+    }
+
+    fn session_closed(&self, id: &str) {
+        let _ = self.messages.send(Message::SessionClosed(id.to_owned()));
     }
 
     async fn ping(&self, server: usize) -> Result<Duration, PoolError> {
@@ -268,6 +280,8 @@ struct Actor {
     creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
     /// Processes per slot.
     granted: BTreeMap<Slot, usize>,
+    /// Login sessions by id.
+    sessions: BTreeMap<String, Arc<Session>>,
     drained: Vec<oneshot::Sender<()>>,
     /// What was last said of a waiting lease.
     said: HashMap<Slot, String>,
@@ -330,6 +344,12 @@ impl Actor {
                 let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
             }
             Message::Ended(granted) => self.process_ended(granted),
+            Message::SessionOpened(session) => {
+                self.sessions.insert(session.id.clone(), session);
+            }
+            Message::SessionClosed(id) => {
+                self.sessions.remove(&id);
+            }
             Message::Freed(slot) => self.machine.worker_freed(now, slot),
             Message::Drained(reply) => {
                 let slots: Vec<Slot> = self.machine.slots().map(|(slot, _)| slot).collect();

@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, watch};
 pub use machine::{Slot, Time};
 
 use crate::config::{Class, LeaseConfig, Priority, Sharing};
+use crate::login::Session;
 use crate::pool::PoolError;
 use crate::values::Memory;
 
@@ -443,6 +444,10 @@ pub trait Leases: Send + Sync {
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).
     fn ended(&self, granted: Vec<Granted>);
+    /// A login session has begun; leases of class `session` that are its user's are held until it ends.
+    fn session_opened(&self, session: Arc<Session>);
+    /// The session of this id has ended.
+    fn session_closed(&self, id: &str);
     /// Asks a server how it is; the round trip.
     async fn ping(&self, server: usize) -> Result<Duration, PoolError>;
     /// Releases everything and waits, at most this long, until the servers know.

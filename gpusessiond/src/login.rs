@@ -1,0 +1,366 @@
+//! The login socket: `pam_gpusession.so` tells here that a session begins or ends.
+//!
+//! Only root is heard. The answer comes from memory: no server is asked, and a slow user database is not waited for. A
+//! session lasts as long as its leader, the process that opened it, which a pidfd watches; the close that PAM promises is
+//! only a faster way to hear of it. Sessions are written down below the runtime directory, so that another start of the
+//! daemon knows those that are still there.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::time::Duration;
+
+use gpusession_proto::login::{MAX_REQUEST, Open, Reply, Request};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+use serde::{Deserialize, Serialize};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncReadExt as _, Interest};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+use tracing::{debug, info, warn};
+
+use crate::access::Gate;
+use crate::config::Config;
+use crate::grant::{self, Peer, SocketFile};
+use crate::leases::Leases;
+
+/// Time to send a request.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the user database may take; the login waits meanwhile.
+const LOOK_UP: Duration = Duration::from_millis(100);
+/// Logins that are served at the same time; more wait in the socket's backlog.
+const CONNECTIONS: usize = 32;
+/// Most sessions.
+const SESSIONS: usize = 4096;
+/// Letters of session ids.
+const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
+
+/// A login session.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Session {
+    /// `GPUSESSION_ID`.
+    pub id: String,
+    /// Whose it is.
+    pub uid: u32,
+    /// The user's name.
+    pub user: String,
+    /// PAM service that opened it.
+    pub service: String,
+    /// Terminal; empty where there is none.
+    pub tty: String,
+    /// Where the user comes from; empty where that is not known.
+    pub rhost: String,
+    /// The process that opened it; the session ends with it.
+    pub leader: u32,
+    /// When that process started, in clock ticks since boot: tells it apart from another one with its pid.
+    pub leader_start: u64,
+    /// logind's id of the session that the leader is in, if it is in one.
+    pub logind: Option<String>,
+}
+
+struct Known {
+    session: Arc<Session>,
+    watch: AbortHandle,
+}
+
+/// The sessions that are open now.
+pub struct Sessions {
+    leases: Arc<dyn Leases>,
+    folder: PathBuf,
+    known: Mutex<BTreeMap<String, Known>>,
+}
+
+impl Sessions {
+    /// Takes up the sessions that an earlier daemon wrote to `folder` and that are still there. Needs a runtime.
+    pub fn restore(leases: Arc<dyn Leases>, folder: &Path) -> Arc<Self> {
+        let sessions = Arc::new(Self { leases, folder: folder.to_owned(), known: Mutex::default() });
+        if let Err(error) = std::fs::create_dir_all(folder) {
+            warn!("{}: {error}: sessions are forgotten when the daemon restarts", folder.display());
+            return sessions;
+        }
+        for path in std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())) {
+            let read = || {
+                let session: Session = serde_json::from_slice(&std::fs::read(&path).ok()?).ok()?;
+                let pidfd = grant::pidfd_open(session.leader).ok()?;
+                // In this order: what the pidfd stands for is what has just been looked at.
+                (start_of(session.leader)? == session.leader_start).then_some((session, pidfd))
+            };
+            match read() {
+                Some((session, pidfd)) => drop(sessions.add(session, pidfd)),
+                None => drop(std::fs::remove_file(&path)),
+            }
+        }
+        sessions
+    }
+
+    /// The session that a process belongs to: the one of its cgroup, else the one that `hint` (its `GPUSESSION_ID`)
+    /// names. Only a session of the process's own user counts.
+    pub fn of(&self, uid: u32, pid: u32, hint: Option<&str>) -> Option<Arc<Session>> {
+        let logind = logind_session(pid);
+        let known = self.known();
+        let mine = || known.values().map(|k| &k.session).filter(|s| s.uid == uid);
+        let by_cgroup = mine().find(|s| logind.is_some() && s.logind == logind);
+        by_cgroup.or_else(|| mine().find(|s| Some(s.id.as_str()) == hint)).cloned()
+    }
+
+    /// All of them.
+    pub fn list(&self) -> Vec<Arc<Session>> {
+        self.known().values().map(|k| k.session.clone()).collect()
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
+        self.known.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A login of the leader `pid`; the id of its session. `su` to oneself inside a session opens no other one.
+    fn open(self: &Arc<Self>, open: Open, pid: u32, pidfd: OwnedFd) -> Option<String> {
+        let leader_start = start_of(pid)?;
+        let logind = logind_session(pid);
+        let same = |s: &Session| {
+            s.uid == open.uid
+                && ((s.leader == pid && s.leader_start == leader_start)
+                    || (logind.is_some() && s.logind == logind))
+        };
+        let id = {
+            let known = self.known();
+            if let Some(there) = known.values().find(|k| same(&k.session)) {
+                return Some(there.session.id.clone());
+            }
+            if known.len() >= SESSIONS {
+                warn!("more than {SESSIONS} sessions: this login is not counted");
+                return None;
+            }
+            std::iter::repeat_with(mint).find(|id| !known.contains_key(id))?
+        };
+        let Open { uid, service, user, tty, rhost } = open;
+        let session =
+            Session { id: id.clone(), uid, user, service, tty, rhost, leader: pid, leader_start, logind };
+        let session = self.add(session, pidfd)?;
+        if let Err(error) = self.write(&session) {
+            debug!("session {id} is forgotten when the daemon restarts: {error}");
+        }
+        info!(
+            gpusession_user = session.uid,
+            gpusession_session = id,
+            "session {id} of {} ({}) began",
+            session.user,
+            session.service
+        );
+        Some(id)
+    }
+
+    fn add(self: &Arc<Self>, session: Session, pidfd: OwnedFd) -> Option<Arc<Session>> {
+        // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
+        let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.ok()?;
+        let session = Arc::new(session);
+        let (sessions, id) = (self.clone(), session.id.clone());
+        let mut known = self.known();
+        let watch = tokio::spawn(async move {
+            // A pidfd becomes readable when its process has ended.
+            drop(pidfd.readable().await);
+            sessions.remove(|s| s.id == id);
+        })
+        .abort_handle();
+        known.insert(session.id.clone(), Known { session: session.clone(), watch });
+        drop(known);
+        self.leases.session_opened(session.clone());
+        Some(session)
+    }
+
+    /// The leader `pid` says that its session is over.
+    fn close(&self, pid: u32) {
+        let start = start_of(pid);
+        self.remove(|s| s.leader == pid && start.is_none_or(|start| start == s.leader_start));
+    }
+
+    fn remove(&self, which: impl Fn(&Session) -> bool) {
+        let ended: Vec<Known> = {
+            let mut known = self.known();
+            let ids: Vec<String> =
+                known.iter().filter(|(_, k)| which(&k.session)).map(|(id, _)| id.clone()).collect();
+            ids.iter().filter_map(|id| known.remove(id)).collect()
+        };
+        for Known { session, watch } in ended {
+            let _ = std::fs::remove_file(self.folder.join(&session.id));
+            info!(
+                gpusession_user = session.uid,
+                gpusession_session = session.id,
+                "session {} of {} ended",
+                session.id,
+                session.user
+            );
+            self.leases.session_closed(&session.id);
+            watch.abort();
+        }
+    }
+
+    /// Written beside and renamed, so that nobody reads half of it.
+    fn write(&self, session: &Session) -> io::Result<()> {
+        let new = self.folder.join(format!(".{}.new", session.id));
+        std::fs::write(&new, serde_json::to_vec(session)?)?;
+        std::fs::rename(new, self.folder.join(&session.id))
+    }
+}
+
+/// Twelve letters and digits; tells sessions apart, is no secret.
+fn mint() -> String {
+    std::iter::repeat_with(|| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).take(12).collect()
+}
+
+/// When a process started, in clock ticks since boot.
+fn start_of(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The program's name, in parentheses, may have anything in it; the 20th field behind it is the one.
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+/// logind's session of a process, by its cgroup.
+fn logind_session(pid: u32) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    text.lines().find_map(session_scope).map(str::to_owned)
+}
+
+fn session_scope(cgroup: &str) -> Option<&str> {
+    cgroup.split('/').find_map(|part| part.strip_prefix("session-")?.strip_suffix(".scope"))
+}
+
+/// Makes a listening login socket at `path`, for where systemd does not hand one over.
+pub fn bind_at(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)?;
+    bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    listen(&fd, Backlog::new(128)?)?;
+    Ok((UnixListener::from_std(fd.into())?, SocketFile(path.to_owned())))
+}
+
+/// What logins are told.
+struct Facts {
+    /// `[environment]`.
+    environment: Vec<(String, String)>,
+    /// Users with leases of their own.
+    owners: Vec<String>,
+}
+
+impl Facts {
+    fn of(config: &Config) -> Self {
+        Self {
+            environment: config.environment.clone().into_iter().collect(),
+            owners: config.leases.iter().filter_map(|l| l.for_user.clone()).collect(),
+        }
+    }
+}
+
+/// Serves a login socket.
+pub struct Server {
+    sessions: Arc<Sessions>,
+    facts: RwLock<(Arc<Gate>, Facts)>,
+    /// Who is heard: root, but for tests.
+    module: u32,
+}
+
+impl Server {
+    /// A server that hears processes of uid `module` only.
+    pub fn new(sessions: Arc<Sessions>, gate: Arc<Gate>, config: &Config, module: u32) -> Arc<Self> {
+        Arc::new(Self { sessions, facts: RwLock::new((gate, Facts::of(config))), module })
+    }
+
+    /// Sessions that begin from now on hear of this configuration.
+    pub fn configure(&self, gate: Arc<Gate>, config: &Config) {
+        *self.facts.write().unwrap_or_else(|e| e.into_inner()) = (gate, Facts::of(config));
+    }
+
+    /// Serves until the future is dropped.
+    pub async fn serve(self: Arc<Self>, listener: UnixListener) {
+        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        loop {
+            let Ok(place) = places.clone().acquire_owned().await else { return };
+            match listener.accept().await {
+                Ok((stream, _)) => {
+                    let server = self.clone();
+                    tokio::spawn(async move {
+                        if let Err(error) = server.talk(stream).await {
+                            debug!("login socket: {error}");
+                        }
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    warn!("login socket: {error}");
+                    tokio::time::sleep(PATIENCE).await;
+                }
+            }
+        }
+    }
+
+    async fn talk(&self, mut stream: UnixStream) -> io::Result<()> {
+        let Peer { uid, pid, pidfd } = grant::peer(&stream)?;
+        if uid != self.module {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("uid {uid} is not heard")));
+        }
+        // One byte more than a request may have, so that a longer packet is noticed.
+        let mut packet = [0; MAX_REQUEST + 1];
+        let length = tokio::time::timeout(PATIENCE, stream.read(&mut packet)).await??;
+        match Request::parse(&packet[..length]).map_err(io::Error::other)? {
+            Request::Close => self.sessions.close(pid),
+            Request::Open(open) => {
+                let environment = self.environment(&open).await;
+                let id = match (environment.as_ref(), pidfd) {
+                    (Some(_), Some(pidfd)) => self.sessions.open(open, pid, pidfd),
+                    _ => None,
+                };
+                let reply = id.iter().map(|id| ("GPUSESSION_ID", id.as_str()));
+                let variables = environment.iter().flatten().map(|(k, v)| (k.as_str(), v.as_str()));
+                let packet = Reply { environment: reply.chain(variables).collect() }
+                    .encode()
+                    .map_err(io::Error::other)?;
+                // A fresh socket's buffer holds a packet. A module that has given up is a login without a variable.
+                stream.try_write(&packet)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// `[environment]` for a user who has something here. Whom the user database does not answer for in time is taken
+    /// to have: variables give no right.
+    async fn environment(&self, open: &Open) -> Option<Vec<(String, String)>> {
+        let (gate, environment, owner) = {
+            let (gate, facts) = &*self.facts.read().unwrap_or_else(|e| e.into_inner());
+            (gate.clone(), facts.environment.clone(), facts.owners.contains(&open.user))
+        };
+        let person = tokio::time::timeout(LOOK_UP, gate.person(open.uid)).await;
+        (owner || person.map_or(true, |p| p.access)).then_some(environment)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_are_found_in_cgroups() {
+        assert_eq!(session_scope("0::/user.slice/user-1000.slice/session-5.scope"), Some("5"));
+        assert_eq!(
+            session_scope("1:name=systemd:/user.slice/user-1000.slice/session-c2.scope/x"),
+            Some("c2")
+        );
+        assert_eq!(session_scope("0::/user.slice/user-1000.slice/user@1000.service/app.slice"), None);
+        assert_eq!(session_scope("0::/system.slice/cron.service"), None);
+    }
+
+    #[test]
+    fn a_process_is_told_by_its_start() {
+        let me = std::process::id();
+        assert_eq!(start_of(me), start_of(me));
+        assert!(start_of(me) > start_of(1));
+        assert_eq!(start_of(u32::MAX), None);
+    }
+}

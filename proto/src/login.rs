@@ -1,0 +1,395 @@
+//! Between `pam_gpusession.so` and the client daemon on `pam.sock`: one bounded packet each way on a `SOCK_SEQPACKET`
+//! socket. Uses the standard library only, since the module runs inside `sshd`, `login` and `su`.
+//!
+//! All integers are little-endian.
+//!
+//! | request | bytes |
+//! |---|---|
+//! | [`MAGIC`] | 4 |
+//! | [`VERSION`] | 2 |
+//! | kind: 1 open, 2 close | 2 |
+//! | *open only:* uid | 4 |
+//! | lengths of service, user, tty, rhost | 4 × 2 |
+//! | the four texts | |
+//!
+//! The session's leader is the process that sends the request: the daemon takes it from the socket, so that nothing about
+//! it has to be believed. A close ends the session whose leader sends it, and has no answer.
+//!
+//! | reply to open | bytes |
+//! |---|---|
+//! | [`MAGIC`] | 4 |
+//! | [`VERSION`] | 2 |
+//! | number of variables; 0 if this user has nothing here | 2 |
+//! | each: length of its name, length of its value, name, value | 2 + 2 + … |
+
+/// The first bytes of every packet.
+pub const MAGIC: [u8; 4] = *b"gpsL";
+/// Version of this exchange.
+pub const VERSION: u16 = 1;
+/// Longest text of a request, in bytes.
+pub const MAX_TEXT: usize = 255;
+/// Longest request, in bytes.
+pub const MAX_REQUEST: usize = 8 + 4 + 4 * 2 + 4 * MAX_TEXT;
+/// Longest reply, in bytes.
+pub const MAX_REPLY: usize = 16 * 1024;
+/// Most variables of a reply.
+pub const MAX_VARIABLES: usize = 64;
+/// Longest name of a variable, in bytes.
+pub const MAX_NAME: usize = 64;
+/// Longest value of a variable, in bytes.
+pub const MAX_VALUE: usize = 1024;
+
+/// Names of variables that may be set at login, by their beginning. Whoever controls the daemon must not be able to run
+/// code in a login by a variable, so that this is a list of what GPU software reads, not of what is forbidden.
+const SETTABLE: &[&str] = &[
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "CUPY_",
+    "GPUSESSION_",
+    "JAX_",
+    "MKL_",
+    "NCCL_",
+    "NUMBA_",
+    "NVIDIA_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "TF_",
+    "TORCH_",
+    "TRITON_",
+    "UCX_",
+    "XLA_",
+];
+/// Parts of such names that make software load or run something.
+const NOT_SETTABLE: &[&str] = &["INJECTION", "PLUGIN", "PATH", "DIR", "FILE", "LIB", "COMPILER", "TOOL"];
+
+/// What `pam_gpusession.so` tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// A session begins.
+    Open(Open),
+    /// The session of this process ends.
+    Close,
+}
+
+/// A login, as PAM describes it. Texts longer than [`MAX_TEXT`] bytes are cut.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Open {
+    /// The user's id.
+    pub uid: u32,
+    /// PAM service: `sshd`, `login`, `su`.
+    pub service: String,
+    /// The user's name.
+    pub user: String,
+    /// Terminal, empty where there is none: `ssh` for sshd, `pts/3`, `tty1`.
+    pub tty: String,
+    /// Where the user comes from, empty where that is not known.
+    pub rhost: String,
+}
+
+/// Bytes that are not a packet of this protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Malformed(
+    /// What is wrong.
+    pub &'static str,
+);
+
+impl std::fmt::Display for Malformed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for Malformed {}
+
+/// Takes a packet apart.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn bytes(&mut self, n: usize) -> Result<&'a [u8], Malformed> {
+        let (head, rest) = self.0.split_at_checked(n).ok_or(Malformed("the packet is too short"))?;
+        self.0 = rest;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (head, rest) = self.0.split_first_chunk().ok_or(Malformed("the packet is too short"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    fn u16(&mut self) -> Result<u16, Malformed> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    fn text(&mut self, n: usize, limit: usize) -> Result<&'a str, Malformed> {
+        if n > limit {
+            return Err(Malformed("a text is too long"));
+        }
+        let text = std::str::from_utf8(self.bytes(n)?).map_err(|_| Malformed("a text is not UTF-8"))?;
+        if text.chars().any(char::is_control) {
+            Err(Malformed("a text has control characters"))
+        } else {
+            Ok(text)
+        }
+    }
+
+    /// Magic and version; what follows them.
+    fn begin(packet: &'a [u8]) -> Result<Self, Malformed> {
+        let mut reader = Self(packet);
+        if reader.array()? != MAGIC {
+            return Err(Malformed("not a packet of gpusession"));
+        }
+        if reader.u16()? != VERSION {
+            return Err(Malformed("another version of the protocol"));
+        }
+        Ok(reader)
+    }
+
+    fn end(&self) -> Result<(), Malformed> {
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed("bytes are left over")) }
+    }
+}
+
+fn begin(third: u16) -> Vec<u8> {
+    let mut out = Vec::with_capacity(64);
+    out.extend_from_slice(&MAGIC);
+    out.extend_from_slice(&VERSION.to_le_bytes());
+    out.extend_from_slice(&third.to_le_bytes());
+    out
+}
+
+/// As much of a text as fits and is fit to be shown.
+fn cut(text: &str) -> String {
+    let mut out: String = text.chars().filter(|c| !c.is_control()).collect();
+    while out.len() > MAX_TEXT {
+        out.pop();
+    }
+    out
+}
+
+impl Request {
+    /// The packet.
+    pub fn encode(&self) -> Vec<u8> {
+        let open = match self {
+            Self::Open(open) => open,
+            Self::Close => return begin(2),
+        };
+        let mut out = begin(1);
+        out.extend_from_slice(&open.uid.to_le_bytes());
+        let texts = [&open.service, &open.user, &open.tty, &open.rhost].map(|text| cut(text));
+        for text in &texts {
+            out.extend_from_slice(&(text.len() as u16).to_le_bytes());
+        }
+        for text in &texts {
+            out.extend_from_slice(text.as_bytes());
+        }
+        out
+    }
+
+    /// Reads a packet.
+    pub fn parse(packet: &[u8]) -> Result<Self, Malformed> {
+        let mut reader = Reader::begin(packet)?;
+        let request = match reader.u16()? {
+            1 => {
+                let uid = u32::from_le_bytes(reader.array()?);
+                let lengths = [reader.u16()?, reader.u16()?, reader.u16()?, reader.u16()?];
+                let mut text = |n: u16| reader.text(n.into(), MAX_TEXT).map(str::to_owned);
+                let [service, user, tty, rhost] = lengths;
+                Self::Open(Open {
+                    uid,
+                    service: text(service)?,
+                    user: text(user)?,
+                    tty: text(tty)?,
+                    rhost: text(rhost)?,
+                })
+            }
+            2 => Self::Close,
+            _ => return Err(Malformed("an unknown request")),
+        };
+        reader.end()?;
+        Ok(request)
+    }
+}
+
+/// The answer to [`Request::Open`]: the session's environment, empty where this user has nothing here.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reply<'a> {
+    /// Names and values, each name once.
+    pub environment: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Reply<'a> {
+    /// The packet; an error where [`check`] or a bound refuses the environment.
+    pub fn encode(&self) -> Result<Vec<u8>, Malformed> {
+        if self.environment.len() > MAX_VARIABLES {
+            return Err(Malformed("too many variables"));
+        }
+        let mut out = begin(self.environment.len() as u16);
+        for (name, value) in &self.environment {
+            check(name, value)?;
+            out.extend_from_slice(&(name.len() as u16).to_le_bytes());
+            out.extend_from_slice(&(value.len() as u16).to_le_bytes());
+            out.extend_from_slice(name.as_bytes());
+            out.extend_from_slice(value.as_bytes());
+        }
+        if out.len() > MAX_REPLY { Err(Malformed("the variables are too long together")) } else { Ok(out) }
+    }
+
+    /// Reads a packet. One variable that may not be set makes all of it worthless.
+    pub fn parse(packet: &'a [u8]) -> Result<Self, Malformed> {
+        if packet.len() > MAX_REPLY {
+            return Err(Malformed("the packet is too long"));
+        }
+        let mut reader = Reader::begin(packet)?;
+        let count = usize::from(reader.u16()?);
+        if count > MAX_VARIABLES {
+            return Err(Malformed("too many variables"));
+        }
+        let mut environment: Vec<(&str, &str)> = Vec::with_capacity(count);
+        for _ in 0..count {
+            let (name, value) = (reader.u16()?, reader.u16()?);
+            let name = reader.text(name.into(), MAX_NAME)?;
+            let value = reader.text(value.into(), MAX_VALUE)?;
+            check(name, value)?;
+            if environment.iter().any(|(known, _)| *known == name) {
+                return Err(Malformed("a variable is there twice"));
+            }
+            environment.push((name, value));
+        }
+        reader.end()?;
+        Ok(Self { environment })
+    }
+}
+
+/// Whether a variable may be set at login: its name is one that GPU software reads and that makes nothing load other
+/// code, and its value is a bounded line.
+pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
+    let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if name.is_empty()
+        || name.len() > MAX_NAME
+        || !name.chars().all(word)
+        || name.starts_with(|c: char| c.is_ascii_digit())
+    {
+        return Err(Malformed("not the name of a variable"));
+    }
+    if name == "CUDA_VISIBLE_DEVICES" {
+        return Err(Malformed("CUDA_VISIBLE_DEVICES belongs to the user"));
+    }
+    if !SETTABLE.iter().any(|begin| name.starts_with(begin))
+        || NOT_SETTABLE.iter().any(|part| name.contains(part))
+    {
+        return Err(Malformed("not a variable that may be set at login"));
+    }
+    if value.len() > MAX_VALUE || value.chars().any(char::is_control) {
+        return Err(Malformed("a value is too long or has control characters"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open() -> Open {
+        Open {
+            uid: 1000,
+            service: "sshd".into(),
+            user: "alice".into(),
+            tty: "ssh".into(),
+            rhost: "2001:db8::1".into(),
+        }
+    }
+
+    #[test]
+    fn requests_survive_the_way() {
+        for request in [Request::Open(open()), Request::Open(Open::default()), Request::Close] {
+            assert_eq!(Request::parse(&request.encode()), Ok(request));
+        }
+        let long = Open { rhost: "é".repeat(300), user: "a\nb".into(), ..open() };
+        let packet = Request::Open(long).encode();
+        assert!(packet.len() <= MAX_REQUEST);
+        let Ok(Request::Open(read)) = Request::parse(&packet) else { panic!() };
+        assert_eq!((read.rhost.len(), read.user.as_str()), (254, "ab"));
+    }
+
+    #[test]
+    fn replies_survive_the_way() {
+        let reply = Reply {
+            environment: vec![("GPUSESSION_ID", "abc"), ("NCCL_DEBUG", ""), ("OMP_NUM_THREADS", "4")],
+        };
+        assert_eq!(Reply::parse(&reply.encode().unwrap()), Ok(reply.clone()));
+        assert_eq!(Reply::parse(&Reply::default().encode().unwrap()), Ok(Reply::default()));
+    }
+
+    #[test]
+    fn the_layout_is_fixed() {
+        let packet =
+            Request::Open(Open { uid: 0x01020304, service: "su".into(), ..Open::default() }).encode();
+        assert_eq!(packet, b"gpsL\x01\0\x01\0\x04\x03\x02\x01\x02\0\0\0\0\0\0\0su");
+        assert_eq!(Request::Close.encode(), b"gpsL\x01\0\x02\0");
+        let reply = Reply { environment: vec![("CUDA_X", "yz")] };
+        assert_eq!(reply.encode().unwrap(), b"gpsL\x01\0\x01\0\x06\0\x02\0CUDA_Xyz");
+    }
+
+    #[test]
+    fn what_runs_code_is_refused() {
+        for name in [
+            "LD_PRELOAD",
+            "LD_LIBRARY_PATH",
+            "PATH",
+            "BASH_ENV",
+            "ENV",
+            "IFS",
+            "PYTHONPATH",
+            "CUDA_VISIBLE_DEVICES",
+            "CUDA_INJECTION64_PATH",
+            "NCCL_NET_PLUGIN",
+            "NCCL_CONF_FILE",
+            "HOME",
+            "",
+            "1A",
+            "CUDA_ X",
+            "CUDA_X=Y",
+        ] {
+            assert!(check(name, "x").is_err(), "{name}");
+        }
+        assert!(check("NCCL_SHM_DISABLE", "1").is_ok());
+        assert!(check("NCCL_SHM_DISABLE", "1\n").is_err());
+        assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE + 1)).is_err());
+    }
+
+    /// Every prefix, every changed byte and every extension of good packets is refused or means something within bounds.
+    #[test]
+    fn no_packet_does_harm() {
+        let reply = Reply { environment: vec![("GPUSESSION_ID", "abcdefghijkl"), ("NCCL_DEBUG", "WARN")] };
+        let packets = [reply.encode().unwrap(), Request::Open(open()).encode(), Request::Close.encode()];
+        let look = |packet: &[u8]| {
+            let _ = Request::parse(packet);
+            if let Ok(reply) = Reply::parse(packet) {
+                assert!(reply.environment.iter().all(|(n, v)| check(n, v).is_ok()));
+            }
+        };
+        for packet in &packets {
+            for cut in 0..packet.len() {
+                assert!(Reply::parse(&packet[..cut]).is_err());
+                // The head of a reply with two variables reads like a close.
+                assert!(matches!(Request::parse(&packet[..cut]), Err(_) | Ok(Request::Close)));
+            }
+            for at in 0..packet.len() {
+                for byte in 0..=255 {
+                    let mut changed = packet.clone();
+                    changed[at] = byte;
+                    look(&changed);
+                }
+            }
+            let mut longer = packet.clone();
+            longer.push(0);
+            assert!(Request::parse(&longer).is_err());
+            assert!(Reply::parse(&longer).is_err());
+        }
+        assert!(Reply::parse(&[0; MAX_REPLY + 1]).is_err());
+        assert!(Reply::parse(b"gpsL\x01\0\xff\xff").is_err());
+    }
+}
