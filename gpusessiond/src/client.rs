@@ -148,9 +148,10 @@ impl PoolServer for Remote {
         &self,
         lease: String,
         count: u32,
+        waiting: u32,
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError> {
-        let request = control::TakeWorkersRequest { lease, count, environment };
+        let request = control::TakeWorkersRequest { lease, count, environment, waiting };
         match self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await {
             Ok(reply) => Ok(reply.workers),
             // Too many processes: a limit, not a lack of GPUs.

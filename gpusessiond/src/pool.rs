@@ -64,11 +64,13 @@ pub trait PoolServer: Send + Sync {
     ) -> Result<Vec<control::RenewedLease>, PoolError>;
     /// Gives a lease back. Releasing an unknown one succeeds.
     async fn release(&self, lease: String) -> Result<(), PoolError>;
-    /// Takes workers for processes of a lease.
+    /// Takes workers for processes of a lease, `waiting` of which wait now: a lease whose GPUs were parked or lent gets them
+    /// back for those only.
     async fn take_workers(
         &self,
         lease: String,
         count: u32,
+        waiting: u32,
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError>;
     /// The process that was granted `worker` has ended.

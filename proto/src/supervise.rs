@@ -27,6 +27,10 @@ pub enum ToWorker {
         /// For the client's error text and the log.
         reason: String,
     },
+    /// Call the driver no more until [`ToWorker::Resume`], if nothing is going on; answered with [`FromWorker::Paused`].
+    Pause,
+    /// Go on.
+    Resume,
 }
 
 /// What a worker is.
@@ -102,6 +106,13 @@ pub enum FromWorker {
         /// Why, for the log and accounting.
         reason: String,
     },
+    /// The answer to [`ToWorker::Pause`].
+    Paused {
+        /// Whether it calls the driver no more. Else frames or the GPU's work were not done, and it goes on.
+        quiet: bool,
+    },
+    /// The client wants something of a paused worker. Told once.
+    Wanted,
 }
 
 /// Counters of one worker since its start.
@@ -115,6 +126,6 @@ pub struct Usage {
     pub bytes_from_device: u64,
     /// Device memory in use, in bytes.
     pub memory_bytes: u64,
-    /// Microseconds since the last call of the client that did GPU work or a copy.
+    /// Microseconds since the GPU or a copy of the client's was last seen at work.
     pub idle_usec: u64,
 }

@@ -10,11 +10,15 @@ fn main() {
     let mut loads = String::new();
     let mut arms = String::new();
     let mut touched = String::new();
+    let mut works = Vec::new();
     for (name, class) in gpusession_calls::calls() {
         let Class::Generated { op, params, .. } = class else { continue };
         let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
         writeln!(types, "    {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", ")).unwrap();
         writeln!(loads, "            {name}: function(library, c\"{name}\"),").unwrap();
+        if name.contains("Memset") || name.contains("Memcpy") {
+            works.push(op.to_string());
+        }
         writeln!(arms, "        {op} => {{\n{}        }}", arm(name, &params)).unwrap();
         let handles: String = params
             .iter()
@@ -41,7 +45,9 @@ fn main() {
          match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n\n\
          /// Handles in a generated call's first words.\n#[allow(unused_variables)]\n\
          pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
-         _ => {{}}\n    }}\n}}\n"
+         _ => {{}}\n    }}\n}}\n\n\
+         /// Generated calls that are work of the GPU.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n",
+        works.join(" | ")
     );
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     std::fs::write(out.join("generated.rs"), source).expect("the output folder can be written");

@@ -491,10 +491,10 @@ impl Actor {
                         Message::Released(server, lease, result)
                     });
                 }
-                Action::TakeWorkers { slot, server, lease, count } => {
+                Action::TakeWorkers { slot, server, lease, count, waiting } => {
                     let pool = self.servers[server].clone();
                     self.spawn(async move {
-                        let result = pool.take_workers(lease.clone(), count, HashMap::new()).await;
+                        let result = pool.take_workers(lease.clone(), count, waiting, HashMap::new()).await;
                         Message::Workers(slot, lease, result)
                     });
                 }
@@ -790,7 +790,7 @@ impl Actor {
                 let worker = if failed.is_some() {
                     None
                 } else {
-                    match pool.take_workers(held.lease.id.clone(), 1, wish.environment.clone()).await {
+                    match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
                         Ok(workers) if workers.is_empty() => {
                             failed = Some(PoolError::new(Trouble::NoCapacity, "the server has no worker"));
                             None

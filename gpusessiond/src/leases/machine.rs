@@ -72,6 +72,8 @@ pub enum Action {
         lease: String,
         /// How many.
         count: u32,
+        /// How many processes wait for one.
+        waiting: u32,
     },
     /// Tell the world.
     Tell(Change),
@@ -537,6 +539,7 @@ impl Machine {
             server: held.server,
             lease: held.lease.id.clone(),
             count: wanted as u32,
+            waiting: held.missed.min(wanted) as u32,
         };
         self.actions.push_back(action);
     }
@@ -938,7 +941,7 @@ mod tests {
         m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
         actions(&mut m);
         assert_eq!(m.take(s(0), &[slot]).unwrap().len(), 1, "no round trip");
-        let refill = Action::TakeWorkers { slot, server: 0, lease: "l1".into(), count: 1 };
+        let refill = Action::TakeWorkers { slot, server: 0, lease: "l1".into(), count: 1, waiting: 0 };
         assert!(actions(&mut m).contains(&refill));
         // Three processes find nothing: one call brings workers for all of them and one spare.
         for _ in 0..3 {

@@ -180,6 +180,7 @@ impl PoolServer for SimServer {
         &self,
         lease: String,
         count: u32,
+        _waiting: u32,
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError> {
         self.call(|state| {

@@ -18,6 +18,7 @@ use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
+use crate::activity::Activity;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check};
 use crate::lanes::Lanes;
@@ -74,6 +75,15 @@ pub fn run() -> ExitCode {
                 }
             }
             Ok(Some((ToWorker::Stop { reason }, _))) => worker.end(&reason),
+            Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
+                Some(session) => session.replay.pause(session),
+                None => supervisor.tell(&FromWorker::Paused { quiet: false }),
+            },
+            Ok(Some((ToWorker::Resume, _))) => {
+                if let Some(session) = worker.session.get() {
+                    session.replay.resume();
+                }
+            }
             Ok(Some(_)) => {}
             Ok(None) => worker.end("the GPU server was stopped"),
             Err(e) => worker.end(&format!("supervision socket: {e}")),
@@ -243,6 +253,9 @@ impl Worker {
         });
         if let Err(error) = described {
             session.end(&format!("describing the GPUs: CUDA error {error}"));
+        }
+        if let Err(e) = Activity::report(&session) {
+            session.end(&format!("no thread for reports: {e}"));
         }
         match session.replay.run(&session, &session.transport, rest) {
             Ok(()) => session.end("the client has ended"),

@@ -67,6 +67,12 @@ impl Contexts {
         self.created.get(ctx).map(|(object, device)| (object.0, device)).map_err(|_| 201)
     }
 
+    /// All contexts.
+    pub fn all(&self) -> Vec<Object> {
+        let created = self.created.all();
+        self.primary.iter().copied().chain(created.into_iter().map(|(object, _)| object)).collect()
+    }
+
     /// Stores a created context.
     pub fn put(&self, ctx: u64, real: Handle, device: u32) -> Result<(), Status> {
         if (handle::slot(ctx) as usize) < self.primary.len() {

@@ -74,6 +74,10 @@ macro_rules! functions {
 
 functions! {
     cuInit(u32);
+    cuCheckpointProcessLock(i32, *const c_void);
+    cuCheckpointProcessCheckpoint(i32, *const c_void);
+    cuCheckpointProcessRestore(i32, *const c_void);
+    cuCheckpointProcessUnlock(i32, *const c_void);
     cuDriverGetVersion(*mut i32);
     cuDeviceGetCount(*mut i32);
     cuDeviceGetName(*mut c_char, i32, i32);
@@ -112,6 +116,7 @@ functions! {
     cuStreamDestroy_v2(Handle);
     cuStreamSynchronize(Handle);
     cuStreamQuery(Handle);
+    cuStreamIsCapturing(Handle, *mut i32);
     cuStreamWaitEvent(Handle, Handle, u32);
     cuStreamBatchMemOp_v2(Handle, u32, *const c_void, u32);
     cuStreamBeginCapture_v2(Handle, i32);

@@ -14,7 +14,9 @@ use bytes::{Bytes, BytesMut};
 use gpusession_link::threads;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader};
+use gpusession_proto::supervise::FromWorker;
 
+use crate::activity::LOOK;
 use crate::ops;
 use crate::session::Session;
 
@@ -67,6 +69,20 @@ struct State {
     threads: HashSet<u32>,
     last_thread: Option<u32>,
     ended: bool,
+    pause: Pause,
+}
+
+/// Whether executors may call the driver.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Pause {
+    #[default]
+    No,
+    /// The main executor is to see whether nothing is going on.
+    Asked,
+    /// Nobody calls the driver.
+    Paused,
+    /// As before, and the supervisor knows that the client wants something.
+    Wanted,
 }
 
 struct Kept {
@@ -171,6 +187,10 @@ impl Replay {
             state.queued_bytes += HEADER + frame.body.len();
             state.queue.push_back(frame);
         }
+        if state.pause == Pause::Paused {
+            state.pause = Pause::Wanted;
+            session.supervisor().tell(&FromWorker::Wanted);
+        }
         self.ready.store(state.queue.len() as u64, Ordering::Release);
         let wake = self.spinning.load(Ordering::Relaxed) == 0;
         self.relieve(session, &mut state)?;
@@ -254,6 +274,20 @@ impl Replay {
             if state.ended && state.queue.is_empty() {
                 return None;
             }
+            if state.main == executor.id && state.pause == Pause::Asked {
+                drop(state);
+                let quiet = session.activity.look(session, executor);
+                state = self.lock();
+                // What came meanwhile is work, too.
+                let quiet = quiet && state.idle();
+                state.pause = if quiet { Pause::Paused } else { Pause::No };
+                session.supervisor().tell(&FromWorker::Paused { quiet });
+                continue;
+            }
+            if matches!(state.pause, Pause::Paused | Pause::Wanted) {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
             if state.main == executor.id {
                 let state = &mut *state;
                 while let Some(frame) = state.queue.pop_front() {
@@ -265,7 +299,9 @@ impl Replay {
                         continue;
                     }
                     state.queued_bytes -= HEADER + frame.body.len();
-                    state.busy = Some((Instant::now(), frame.clone()));
+                    let now = Instant::now();
+                    session.activity.frame(frame.header.op.get(), now);
+                    state.busy = Some((now, frame.clone()));
                     return Some((frame, false));
                 }
             } else if let Some(kept) = state.kept.get_mut(&executor.id) {
@@ -292,9 +328,52 @@ impl Replay {
                 state = self.lock();
                 continue;
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            if state.main == executor.id && session.activity.outstanding() {
+                // The GPU may work for long without a word from the client: then it is not idle.
+                let (next, late) =
+                    self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
+                state = next;
+                if late.timed_out() && state.idle() && state.pause == Pause::No {
+                    drop(state);
+                    session.activity.look(session, executor);
+                    state = self.lock();
+                }
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
             spun = false;
         }
+    }
+
+    /// Calls the driver no more if nothing is going on, and tells the supervisor.
+    pub fn pause(&self, session: &Session) {
+        let mut state = self.lock();
+        if state.idle() && state.pause == Pause::No {
+            state.pause = Pause::Asked;
+            drop(state);
+            self.changed.notify_all();
+        } else {
+            session.supervisor().tell(&FromWorker::Paused { quiet: false });
+        }
+    }
+
+    /// Goes on.
+    pub fn resume(&self) {
+        self.lock().pause = Pause::No;
+        self.changed.notify_all();
+    }
+
+    /// Whether an executor is in a frame now: it waits for the GPU or for bytes.
+    pub fn waits(&self) -> bool {
+        let state = self.lock();
+        state.busy.is_some() || !state.kept.is_empty()
+    }
+}
+
+impl State {
+    /// Whether every frame that came is done.
+    fn idle(&self) -> bool {
+        self.queue.is_empty() && self.busy.is_none() && self.kept.is_empty()
     }
 }
 

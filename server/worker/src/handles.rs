@@ -37,6 +37,12 @@ impl<T: Copy> Table<T> {
         }
     }
 
+    /// Everything that handles stand for now.
+    pub fn all(&self) -> Vec<T> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots.iter().flatten().map(|(_, value)| *value).collect()
+    }
+
     /// Stores what a new handle stands for.
     pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
         let slot = handle as u32 as usize;

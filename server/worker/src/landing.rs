@@ -87,6 +87,11 @@ impl Landing {
         }
     }
 
+    /// Whether nothing is on its way.
+    pub fn idle(&self) -> bool {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// Appends frames with what is ready.
     pub fn sweep(&self, session: &Session, frames: &mut Vec<u8>) {
         self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -66,6 +67,8 @@ pub struct Lanes {
     arrival: Condvar,
     opened: Condvar,
     opening: Mutex<()>,
+    received: AtomicU64,
+    sent: AtomicU64,
 }
 
 impl Lanes {
@@ -120,6 +123,7 @@ impl Lanes {
             // SAFETY: the slot has CHUNK bytes and is ours; the padded length is at most that.
             let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
             transport.recv_exact(target, sleep)?;
+            self.received.fetch_add(len as u64, Ordering::Relaxed);
             let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
             let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
             arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
@@ -179,6 +183,22 @@ impl Lanes {
         }
     }
 
+    /// Whether nothing is on its way to the client.
+    pub fn idle(&self) -> bool {
+        let empty = |lane: &DownLane| lane.queue.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
+        self.down.iter().filter_map(OnceLock::get).all(empty)
+    }
+
+    /// Bytes that came for the device over lanes.
+    pub fn bytes_to_device(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of the device that went out over lanes.
+    pub fn bytes_from_device(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
     fn down(&self, index: usize) -> &DownLane {
         let cell = &self.down[index % self.down.len()];
         let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
@@ -201,6 +221,7 @@ impl Lanes {
             let lane = self.down(i);
             let mut slot = lane.slots.take();
             let len = CHUNK.min(len - offset);
+            self.sent.fetch_add(len as u64, Ordering::Relaxed);
             let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
             let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };

@@ -1,5 +1,6 @@
 //! `gpuserver-worker`: replays the driver calls of one client process. Started by `gpuserver`, never by hand.
 
+mod activity;
 mod admit;
 mod contexts;
 mod driver;
@@ -12,6 +13,7 @@ mod lanes;
 mod modules;
 mod ops;
 mod output;
+mod park;
 mod probe;
 mod session;
 mod staging;
@@ -23,6 +25,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     match &arguments[..] {
         [_, flag, driver] if flag == "--probe" => probe::run(driver),
+        [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, limit),
         [_] => admit::run(),
         _ => {
             eprintln!(

@@ -8,6 +8,7 @@ use gpusession_link::transport::Transport;
 use gpusession_proto::frame::{HEADER, Header, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
 
+use crate::activity::Activity;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, Status};
 use crate::execute::Replay;
@@ -60,6 +61,8 @@ pub struct Session {
     pub output: Arc<Output>,
     /// Host functions of streams.
     pub host_calls: HostCalls,
+    /// When the GPU was last seen at work.
+    pub activity: Activity,
     /// What further lanes must prove to know.
     pub lane_secret: [u8; 32],
     last_late: AtomicI32,
@@ -98,11 +101,17 @@ impl Session {
             lanes: Lanes::default(),
             output,
             host_calls: HostCalls::default(),
+            activity: Activity::default(),
             lane_secret,
             last_late: AtomicI32::new(0),
             sending: Mutex::new(()),
             ending: OnceLock::new(),
         }
+    }
+
+    /// Whoever started this worker.
+    pub fn supervisor(&self) -> &Supervisor {
+        &self.supervisor
     }
 
     /// The driver's stream behind a handle; 0, 1 and 2 are CUDA's own names for default streams.

@@ -95,6 +95,11 @@ impl Memory {
         None
     }
 
+    /// Bytes in use on all devices.
+    pub fn used_by_all(&self) -> u64 {
+        lock(&self.used).iter().sum()
+    }
+
     /// Bytes in use on a device.
     pub fn used(&self, device: usize) -> u64 {
         lock(&self.used).get(device).copied().unwrap_or(0)
