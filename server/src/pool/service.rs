@@ -655,6 +655,19 @@ impl PoolService for Service {
         Ok(Response::new(wire::ProcessEndedReply {}))
     }
 
+    async fn park(&self, request: Request<wire::ParkRequest>) -> Result<Response<wire::ParkReply>, Status> {
+        self.0.client(&request)?;
+        Err(Status::failed_precondition("this server does not park leases"))
+    }
+
+    async fn unpark(
+        &self,
+        request: Request<wire::UnparkRequest>,
+    ) -> Result<Response<wire::ParkReply>, Status> {
+        self.0.client(&request)?;
+        Err(Status::failed_precondition("this server does not park leases"))
+    }
+
     async fn describe(
         &self,
         request: Request<wire::DescribeRequest>,

@@ -801,6 +801,8 @@ impl Supervisor {
                 }
             }
             FromWorker::Usage(usage) => worker.usage = usage,
+            // This server does not pause workers.
+            FromWorker::Paused { .. } | FromWorker::Wanted => {}
         }
     }
 

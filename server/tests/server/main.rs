@@ -439,7 +439,9 @@ async fn driver_environment_gets_a_worker_of_its_own() {
     let lease = vm.allocate(100.0).await.unwrap();
     let mut with = async |name: &str, value: &str| {
         let environment = HashMap::from([(name.to_string(), value.to_string())]);
-        vm.pool.take_workers(TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment }).await
+        vm.pool
+            .take_workers(TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment, waiting: 1 })
+            .await
     };
     for bad in ["LD_PRELOAD", "CUDA_VISIBLE_DEVICES", ""] {
         assert_eq!(with(bad, "1").await.unwrap_err().code(), Code::InvalidArgument);
