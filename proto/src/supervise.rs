@@ -31,6 +31,19 @@ pub enum ToWorker {
     Pause,
     /// Go on.
     Resume,
+    /// Answers [`FromWorker::MemoryWanted`].
+    MemoryGranted {
+        /// Which of [`Start::devices`].
+        device: u32,
+        /// The request's.
+        serial: u64,
+        /// Bytes that the worker may use beyond what it was granted before; 0: none.
+        bytes: u64,
+        /// Bytes of the lease's share that nobody was granted.
+        left: u64,
+    },
+    /// Others want memory: give back what was granted and is not in use, each device by a [`FromWorker::MemoryReturned`].
+    MemoryRecall,
 }
 
 /// What a worker is.
@@ -65,6 +78,8 @@ pub struct DeviceLimit {
     pub memory_bytes: u64,
     /// Share of the multiprocessors in percent.
     pub sm_percent: u32,
+    /// Bytes that a context counts.
+    pub context_bytes: u64,
 }
 
 /// From the worker to the supervisor.
@@ -113,6 +128,22 @@ pub enum FromWorker {
     },
     /// The client wants something of a paused worker. Told once.
     Wanted,
+    /// The process needs more device memory than its worker was granted. The sum over a lease is the supervisor's to count.
+    MemoryWanted {
+        /// Which of [`Start::devices`].
+        device: u32,
+        /// Comes back in the answer.
+        serial: u64,
+        /// At least so many bytes; 0 only asks how much is left.
+        bytes: u64,
+    },
+    /// Granted memory that is not in use goes back.
+    MemoryReturned {
+        /// Which of [`Start::devices`].
+        device: u32,
+        /// How much.
+        bytes: u64,
+    },
 }
 
 /// Counters of one worker since its start.

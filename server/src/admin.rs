@@ -150,7 +150,7 @@ pub struct PsRow {
     pub encrypted: Option<bool>,
     /// GPUs that it sees.
     pub gpus: Vec<String>,
-    /// Device memory in use, as the worker says.
+    /// Device memory that its process has of the lease's, its context included.
     pub memory_bytes: u64,
     /// Driver calls, as the worker says.
     pub calls: u64,
@@ -342,7 +342,7 @@ fn ps_row(w: WorkerView) -> PsRow {
         peer: w.peer.map(|p| p.to_string()),
         encrypted: process.as_ref().map(|p| p.encrypted),
         gpus: w.gpus,
-        memory_bytes: w.usage.memory_bytes,
+        memory_bytes: w.memory_bytes,
         calls: w.usage.calls,
         bytes_to_device: w.usage.bytes_to_device,
         bytes_from_device: w.usage.bytes_from_device,

@@ -202,6 +202,7 @@ mod tests {
             compute_minor: 0,
             pci_address: String::new(),
             multiprocessors: 1,
+            context_bytes: 0,
         }
     }
 

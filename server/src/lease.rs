@@ -35,6 +35,9 @@ pub struct Gpu {
     /// Number of multiprocessors.
     #[serde(default)]
     pub multiprocessors: u32,
+    /// Device memory that one program's context counts, measured at the server's start.
+    #[serde(default)]
+    pub context_bytes: u64,
 }
 
 impl Gpu {
@@ -453,6 +456,7 @@ mod tests {
             compute_minor: 0,
             pci_address: String::new(),
             multiprocessors: 132,
+            context_bytes: 0,
         }
     }
 

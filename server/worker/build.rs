@@ -14,7 +14,8 @@ fn main() {
     for (name, class) in gpusession_calls::calls() {
         let Class::Generated { op, params, .. } = class else { continue };
         let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
-        writeln!(types, "    {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", ")).unwrap();
+        writeln!(types, "    pub {name}: unsafe extern \"C\" fn({}) -> Status,", arguments.join(", "))
+            .unwrap();
         writeln!(loads, "            {name}: function(library, c\"{name}\"),").unwrap();
         if name.contains("Memset") || name.contains("Memcpy") {
             works.push(op.to_string());

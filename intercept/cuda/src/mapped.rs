@@ -24,6 +24,15 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// Makes host memory visible to the device; returns the device's address for it.
 pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
+    map_as(client, base, size, false)
+}
+
+/// The same for managed memory, which counts as the device's.
+pub fn map_managed(client: &Client, base: u64, size: u64) -> Result<u64> {
+    map_as(client, base, size, true)
+}
+
+fn map_as(client: &Client, base: u64, size: u64, managed: bool) -> Result<u64> {
     let start = base as usize & !(PAGE - 1);
     let len = (base as usize + size as usize).next_multiple_of(PAGE) - start;
     {
@@ -35,6 +44,7 @@ pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
     let reply = client.call(op::MIRROR_HOST, |w| {
         w.word(start as u64);
         w.word(len as u64);
+        w.word(u64::from(managed));
     })?;
     let device = word(&mut reply.reader())?;
     let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);

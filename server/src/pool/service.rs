@@ -367,6 +367,7 @@ fn limits(lease: &Lease, gpus: &[GpuUse]) -> Vec<DeviceLimit> {
                 uuid: gpu.uuid_bytes()?,
                 memory_bytes: if whole { u64::MAX } else { share.limit_bytes },
                 sm_percent: share.sm_percent,
+                context_bytes: gpu.context_bytes,
             })
         })
         .collect()

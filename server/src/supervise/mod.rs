@@ -20,6 +20,7 @@ use tokio::sync::{Notify, broadcast, mpsc};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
+use self::quota::{Ledger, Say};
 pub use self::stock::WorkerId;
 use self::{channel::Channel, spawn::Spawner, stock::Stock};
 use crate::clock::{self, Clock, Moment, Random};
@@ -27,6 +28,7 @@ use crate::lease::Lease;
 use crate::quiet::Quiet;
 
 pub mod channel;
+pub mod quota;
 pub mod spawn;
 pub mod stock;
 
@@ -40,8 +42,9 @@ const TAKE_LIMIT: Duration = Duration::from_secs(60);
 const SEND_LIMIT: Duration = Duration::from_secs(2);
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
-/// Packets that a worker may send in a second.
+/// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
 const MAX_PACKETS: u32 = 1000;
+const MAX_MEMORY_PACKETS: u32 = 20_000;
 /// Handed-over sockets that wait for one worker.
 const MAX_QUEUED: usize = 64;
 
@@ -140,6 +143,8 @@ pub struct WorkerView {
     pub gpus: Vec<String>,
     /// What it said about its work.
     pub usage: Usage,
+    /// Device memory that its process has of the lease's, its context included.
+    pub memory_bytes: u64,
     /// Since when it exists.
     pub age: Duration,
 }
@@ -206,6 +211,7 @@ pub enum AdoptError {
 enum Command {
     Adopt { socket: std::net::TcpStream, preface: Vec<u8>, peer: SocketAddr },
     Stop { reason: String },
+    Tell(ToWorker),
 }
 
 struct Worker {
@@ -229,7 +235,7 @@ struct Worker {
 
 struct LeaseState {
     lease: Lease,
-    devices: Vec<DeviceLimit>,
+    ledger: Ledger,
     stock: Stock,
     changed: Arc<Notify>,
 }
@@ -288,7 +294,8 @@ impl Supervisor {
                 return;
             }
             let stock = Stock::new(self.0.options.warm_workers, self.0.clock.now());
-            let entry = LeaseState { lease: lease.clone(), devices, stock, changed: Arc::default() };
+            let ledger = Ledger::new(devices);
+            let entry = LeaseState { lease: lease.clone(), ledger, stock, changed: Arc::default() };
             state.leases.insert(lease.id.clone(), entry);
         }
         self.refill(&lease.id);
@@ -468,6 +475,7 @@ impl Supervisor {
                 let used = workers.values().any(|w| w.lease == *id && w.phase == Phase::Active);
                 let idle = if used { Duration::ZERO } else { self.0.options.idle_exit };
                 surplus.extend(lease.stock.shrink(now, idle, self.0.options.warm_workers));
+                say(workers, lease.ledger.tick(now));
             }
             for id in &surplus {
                 if let Some(worker) = workers.get_mut(id) {
@@ -484,6 +492,8 @@ impl Supervisor {
     /// All workers.
     pub fn workers(&self) -> Vec<WorkerView> {
         let now = self.0.clock.now();
+        let state = self.state();
+        let State { workers, leases, .. } = &*state;
         let view = |(id, w): (&WorkerId, &Worker)| WorkerView {
             id: *id,
             pid: w.pid,
@@ -494,9 +504,13 @@ impl Supervisor {
             peer: w.peer,
             gpus: w.gpus.clone(),
             usage: w.usage,
+            memory_bytes: leases
+                .get(&w.lease)
+                .map_or(0, |l| (0..l.ledger.devices().len()).map(|device| l.ledger.of(id, device)).sum()),
             age: now.saturating_sub(w.since),
         };
-        let mut out: Vec<_> = self.state().workers.iter().map(view).collect();
+        let mut out: Vec<_> = workers.iter().map(view).collect();
+        drop(state);
         out.sort_by(|a, b| (&a.lease, b.age, a.id).cmp(&(&b.lease, a.age, b.id)));
         out
     }
@@ -509,6 +523,39 @@ impl Supervisor {
     /// Ready workers of a lease.
     pub fn ready(&self, lease: &str) -> u32 {
         self.state().leases.get(lease).map_or(0, |l| l.stock.ready() as u32)
+    }
+
+    /// What the driver says processes of this host have: process, GPU, bytes. Those that have what they were never granted
+    /// are ended.
+    pub fn reconcile(&self, readings: &[(u32, [u8; 16], u64)]) {
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        for (id, worker) in workers.iter() {
+            let Some(lease) = leases.get_mut(&worker.lease) else { continue };
+            for device in 0..lease.ledger.devices().len() {
+                let uuid = lease.ledger.devices()[device].uuid;
+                let read = readings.iter().filter(|(pid, gpu, _)| Some(*pid) == worker.pid && *gpu == uuid);
+                let bytes = read.map(|(.., bytes)| bytes).sum();
+                lease.ledger.reading(id, device, bytes);
+            }
+        }
+        let offenders: Vec<_> = leases
+            .values()
+            .flat_map(|l| l.ledger.offenders())
+            .map(|(id, _, unasked)| (id, unasked))
+            .collect();
+        for (id, unasked) in offenders {
+            if let Some(worker) = workers.get_mut(&id) {
+                warn!(
+                    gpusession_worker = hex(&id),
+                    gpusession_lease = worker.lease,
+                    "worker {} has {} MiB of device memory that it was never granted: ended",
+                    hex(&id),
+                    unasked >> 20
+                );
+                stop(&id, worker, "its process has more device memory than its lease");
+            }
+        }
     }
 
     /// Ends every worker and starts none any more; returns when the last one is gone.
@@ -562,7 +609,7 @@ impl Supervisor {
             lease: lease.into(),
             ticket_key: entry.lease.ticket_key,
             driver: options.driver.display().to_string(),
-            devices: entry.devices.clone(),
+            devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
             module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
             warm: true,
@@ -614,6 +661,9 @@ impl Supervisor {
     ) -> String {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
+        // The driver shows the worker its lease's GPUs only, in the lease's order.
+        let gpus = self.state().workers.get(id).map(|w| w.gpus.join(",")).unwrap_or_default();
+        variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
         variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
         let (mut child, fd) = match self.0.spawner.start(program, variables).await {
             Ok(started) => started,
@@ -672,7 +722,9 @@ impl Supervisor {
         let _ = send(&ToWorker::Start(start), None).await;
         let mut limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         let mut channel_open = true;
-        let (mut second, mut packets) = (Instant::now(), 0);
+        let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
+        // It asked for memory so often that it has to wait for the next second.
+        let mut patience = false;
         loop {
             let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
             tokio::select! {
@@ -686,10 +738,15 @@ impl Supervisor {
                     }
                     return status.map_err(|e| e.to_string());
                 }
-                Some(Command::Stop { reason }) = stops.recv() => {
-                    let _ = send(&ToWorker::Stop { reason }, None).await;
-                    limit = Some((Instant::now() + STOP_GRACE, ""));
-                }
+                Some(command) = stops.recv() => match command {
+                    Command::Stop { reason } => {
+                        let _ = send(&ToWorker::Stop { reason }, None).await;
+                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                    }
+                    Command::Tell(message) => send(&message, None).await?,
+                    Command::Adopt { .. } => {}
+                },
+                () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
                 () = sleep_until(deadline), if limit.is_some() => {
                     let (_, why) = limit.take().unwrap_or((deadline, ""));
                     if !why.is_empty() {
@@ -705,12 +762,18 @@ impl Supervisor {
                     }
                 }
                 // Last: a worker that says much delays nothing of the above.
-                message = channel.recv(), if channel_open => match message {
+                message = channel.recv(), if channel_open && !patience => match message {
                     Ok(Some(message)) => {
                         if second.elapsed() >= Duration::from_secs(1) {
-                            (second, packets) = (Instant::now(), 0);
+                            (second, packets, memory_packets) = (Instant::now(), 0, 0);
                         }
-                        packets += 1;
+                        match message {
+                            FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. } => {
+                                memory_packets += 1;
+                                patience = memory_packets > MAX_MEMORY_PACKETS;
+                            }
+                            _ => packets += 1,
+                        }
                         if packets > MAX_PACKETS {
                             return Err("it floods its supervisor with messages".into());
                         }
@@ -740,7 +803,21 @@ impl Supervisor {
         let State { workers, leases, .. } = &mut *state;
         let Some(worker) = workers.get_mut(id) else { return };
         let lease = leases.get_mut(&worker.lease);
+        let now = self.0.clock.now();
         match message {
+            FromWorker::MemoryWanted { device, serial, bytes } => {
+                let says = match lease {
+                    Some(lease) => lease.ledger.ask(*id, device, serial, bytes, now),
+                    None => vec![Say::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
+                };
+                say(workers, says);
+            }
+            FromWorker::MemoryReturned { device, bytes } => {
+                if let Some(lease) = lease {
+                    let says = lease.ledger.returned(id, device, bytes);
+                    say(workers, says);
+                }
+            }
             FromWorker::Ready { fingerprint, cuda_version } => {
                 if worker.phase != Phase::Starting {
                     return;
@@ -787,6 +864,9 @@ impl Supervisor {
                 );
                 worker.process = Some(ClientProcess { uid, pid, program, encrypted });
                 worker.phase = Phase::Active;
+                if let Some(lease) = lease {
+                    lease.ledger.admit(*id);
+                }
             }
             FromWorker::Refused { reason } => {
                 if let Some(more) = self.0.refusals.may() {
@@ -809,6 +889,12 @@ impl Supervisor {
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
         let Some(worker) = state.workers.remove(id) else { return };
+        {
+            let State { workers, leases, .. } = &mut *state;
+            if let Some(lease) = leases.get_mut(&worker.lease) {
+                say(workers, lease.ledger.gone(id));
+            }
+        }
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
         let reason = match worker.ended_because {
@@ -881,6 +967,21 @@ impl Drop for Abandoned<'_> {
     fn drop(&mut self) {
         if !self.kept {
             self.supervisor.end_worker(&self.id, None, "nobody waits for it any longer");
+        }
+    }
+}
+
+/// Passes on what a ledger says.
+fn say(workers: &HashMap<WorkerId, Worker>, says: Vec<Say>) {
+    for say in says {
+        let (worker, message) = match say {
+            Say::Granted { worker, device, serial, bytes, left } => {
+                (worker, ToWorker::MemoryGranted { device, serial, bytes, left })
+            }
+            Say::Recall { worker } => (worker, ToWorker::MemoryRecall),
+        };
+        if let Some(worker) = workers.get(&worker) {
+            let _ = worker.stop.send(Command::Tell(message));
         }
     }
 }

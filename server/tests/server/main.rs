@@ -60,9 +60,11 @@ async fn join_allocate_use_release() {
     }
     let names: Vec<_> = said["environment"].as_object().unwrap().keys().cloned().collect();
     assert!(
-        names.iter().all(|n| ["LANG", "LD_LIBRARY_PATH", "PATH", "RUST_BACKTRACE"].contains(&n.as_str())),
+        names.iter().all(|n| ["CUDA_VISIBLE_DEVICES", "LANG", "LD_LIBRARY_PATH", "PATH", "RUST_BACKTRACE"]
+            .contains(&n.as_str())),
         "{names:?}"
     );
+    assert_eq!(said["environment"]["CUDA_VISIBLE_DEVICES"], lease.devices[0].uuid);
     let (_second_lane, said_again) = server.adopt(&worker.id, 3, true);
     assert_eq!((&said_again["pid"], &said_again["lane"]), (&said["pid"], &3.into()));
 

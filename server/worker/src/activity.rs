@@ -88,7 +88,7 @@ impl Activity {
                     calls: activity.calls.load(Ordering::Relaxed),
                     bytes_to_device: session.lanes.bytes_to_device(),
                     bytes_from_device: session.lanes.bytes_from_device(),
-                    memory_bytes: session.memory.used_by_all(),
+                    memory_bytes: session.quota.used(),
                     idle_usec: 0,
                 };
                 if told != Some((last, usage)) {

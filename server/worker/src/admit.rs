@@ -23,6 +23,7 @@ use crate::contexts::Contexts;
 use crate::driver::{Driver, check};
 use crate::lanes::Lanes;
 use crate::output::Output;
+use crate::quota::Quota;
 use crate::session::Session;
 use crate::supervise::Supervisor;
 
@@ -39,6 +40,7 @@ struct Worker {
     start: Start,
     tls: Arc<ServerConfig>,
     output: Arc<Output>,
+    quota: Arc<Quota>,
     contexts: Mutex<Option<Contexts>>,
     session: OnceLock<Arc<Session>>,
 }
@@ -74,6 +76,10 @@ pub fn run() -> ExitCode {
                         .tell(&FromWorker::Refused { reason: format!("no thread for a connection: {e}") });
                 }
             }
+            Ok(Some((ToWorker::MemoryGranted { device, serial, bytes, left }, _))) => {
+                worker.quota.granted(device, serial, bytes, left);
+            }
+            Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
             Ok(Some((ToWorker::Stop { reason }, _))) => worker.end(&reason),
             Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
                 Some(session) => session.replay.pause(session),
@@ -108,6 +114,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     let (tls, fingerprint) = identity().map_err(|e| format!("making a certificate: {e}"))?;
     supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {
+        quota: Arc::new(Quota::new(supervisor.clone(), &start.devices)),
         supervisor: supervisor.clone(),
         driver,
         start,
@@ -230,9 +237,9 @@ impl Worker {
             self.driver,
             self.start.clone(),
             transport,
-            self.supervisor.clone(),
             contexts,
             self.output.clone(),
+            self.quota.clone(),
             secret,
         ));
         if self.session.set(session.clone()).is_err() {

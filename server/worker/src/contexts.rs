@@ -21,6 +21,7 @@ const CAPTURE_RELAXED: i32 = 2;
 pub struct Contexts {
     /// The driver's ordinals of the client's devices.
     pub devices: Vec<i32>,
+    limits: Vec<u64>,
     primary: Vec<Object>,
     created: Table<(Object, u32)>,
 }
@@ -49,7 +50,8 @@ impl Contexts {
             devices.push(ordinal);
             primary.push(Object(ctx));
         }
-        Ok(Self { devices, primary, created: Table::new(kind::CTX) })
+        let limits = wanted.iter().map(|d| d.memory_bytes).collect();
+        Ok(Self { devices, limits, primary, created: Table::new(kind::CTX) })
     }
 
     /// The driver's ordinal of a client's device.
@@ -111,7 +113,7 @@ impl Contexts {
         check(unsafe { (driver.call.cuDriverGetVersion)(&mut version) })?;
         w.word(version as u64);
         w.word(self.devices.len() as u64);
-        for (&device, primary) in self.devices.iter().zip(&self.primary) {
+        for ((&device, primary), &limit) in self.devices.iter().zip(&self.primary).zip(&self.limits) {
             let mut name = [0; 256];
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceGetName)(name.as_mut_ptr(), 256, device) })?;
@@ -129,7 +131,8 @@ impl Contexts {
             let mut total = 0;
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceTotalMem_v2)(&mut total, device) })?;
-            w.word(total as u64);
+            // The program has the lease's share, and no more is there for it.
+            w.word((total as u64).min(limit));
             let mut bus = [0; 64];
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceGetPCIBusId)(bus.as_mut_ptr(), 64, device) })?;

@@ -15,6 +15,7 @@ mod ops;
 mod output;
 mod park;
 mod probe;
+mod quota;
 mod session;
 mod staging;
 mod supervise;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
     match &arguments[..] {
         [_, flag, driver] if flag == "--probe" => probe::run(driver),
         [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, limit),
+        [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
         [_] => admit::run(),
         _ => {
             eprintln!(

@@ -1,7 +1,8 @@
 //! `gpuserver-worker --probe DRIVER`: the GPUs of a driver as JSON, so that `gpuserver` itself never loads CUDA.
 
+use std::io::{Read, Write};
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 
 use serde_json::json;
 
@@ -35,6 +36,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
     check(unsafe { (call.cuDriverGetVersion)(&mut version) }).map_err(say("cuDriverGetVersion"))?;
     // SAFETY: as above.
     check(unsafe { (call.cuDeviceGetCount)(&mut count) }).map_err(say("cuDeviceGetCount"))?;
+    let contexts = context_bytes(driver, path, count);
     let mut devices = Vec::new();
     for device in 0..count {
         let attribute = |which: i32| {
@@ -64,9 +66,82 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
             "compute_minor": attribute(MINOR)?,
             "pci_address": text(&bus),
             "multiprocessors": attribute(MULTIPROCESSORS)?,
+            "context_bytes": contexts.get(device as usize).copied().unwrap_or(0),
         }));
     }
     Ok(json!({ "driver_version": driver_version(), "cuda_version": version, "devices": devices }))
+}
+
+/// The probe's second process: holds a context on every device.
+pub const HOLD: &str = "--hold-contexts";
+
+/// What a context of one more process takes of each device: the difference that a second process makes. Nothing where that
+/// cannot be found out.
+fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
+    let measure = || -> Option<Vec<u64>> {
+        let before = hold_contexts(driver, count).ok()?;
+        let mut other = Command::new(std::env::current_exe().ok()?)
+            .args([HOLD, path])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .ok()?;
+        let holds = other.stdout.as_mut()?.read_exact(&mut [0]).is_ok();
+        let after = hold_contexts(driver, count);
+        // Its input ends, and with it the process.
+        drop(other.stdin.take());
+        let _ = other.wait();
+        let differences = before.iter().zip(after.ok()?).map(|(before, after)| before.saturating_sub(after));
+        holds.then(|| differences.collect())
+    };
+    measure().unwrap_or_default()
+}
+
+/// Makes a context on every device; returns each one's free memory.
+fn hold_contexts(driver: &Driver, count: i32) -> Result<Vec<u64>, Status> {
+    (0..count)
+        .map(|device| {
+            let (mut ctx, mut free, mut total) = (std::ptr::null_mut(), 0, 0);
+            // SAFETY: out pointers are valid; the context stays retained until the process ends.
+            unsafe {
+                check((driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, device))?;
+                check((driver.call.cuCtxSetCurrent)(ctx))?;
+                check((driver.call.cuMemGetInfo_v2)(&mut free, &mut total))?;
+            }
+            Ok(free as u64)
+        })
+        .collect()
+}
+
+/// Holds contexts until its input ends.
+pub fn hold(path: &str) -> ExitCode {
+    let held = || -> Result<(), String> {
+        let driver = Driver::load(Path::new(path))?;
+        let say = |status: Status| format!("CUDA error {status}");
+        let mut count = 0;
+        // SAFETY: cuInit takes only flags, which must be 0; the out pointer is valid.
+        check(unsafe {
+            match (driver.call.cuInit)(0) {
+                0 => (driver.call.cuDeviceGetCount)(&mut count),
+                error => error,
+            }
+        })
+        .map_err(say)?;
+        hold_contexts(driver, count).map_err(say)?;
+        std::io::stdout()
+            .write_all(b"1")
+            .and_then(|()| std::io::stdout().flush())
+            .map_err(|e| e.to_string())?;
+        std::io::stdin().read_to_end(&mut Vec::new()).map(drop).map_err(|e| e.to_string())
+    };
+    match held() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(reason) => {
+            eprintln!("gpuserver-worker: {reason}");
+            ExitCode::from(1)
+        }
+    }
 }
 
 fn text(chars: &[std::ffi::c_char]) -> String {

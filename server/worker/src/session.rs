@@ -18,8 +18,10 @@ use crate::landing::Landing;
 use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::ops::Answer;
+use crate::ops::allocations::Allocations;
 use crate::ops::memory::Memory;
 use crate::output::Output;
+use crate::quota::Quota;
 use crate::supervise::Supervisor;
 
 /// See the module.
@@ -51,6 +53,10 @@ pub struct Session {
     pub execs: Table<Object>,
     /// Device memory.
     pub memory: Memory,
+    /// How much of it may be used.
+    pub quota: Arc<Quota>,
+    /// Memory that other calls than `ALLOC` allocate.
+    pub allocations: Allocations,
     /// Images by content.
     pub images: Images,
     /// Small data from the device on its way.
@@ -76,17 +82,19 @@ impl Session {
         driver: &'static Driver,
         start: Start,
         transport: Transport,
-        supervisor: Arc<Supervisor>,
         contexts: Contexts,
         output: Arc<Output>,
+        quota: Arc<Quota>,
         lane_secret: [u8; 32],
     ) -> Self {
         Self {
             driver,
             images: Images::new(start.module_cache.as_deref()),
             memory: Memory::new(&start.devices),
+            allocations: Allocations::new(&start.devices),
+            supervisor: quota.supervisor.clone(),
+            quota,
             transport,
-            supervisor,
             replay: Replay::new(),
             consumed: AtomicU64::new(0),
             contexts,

@@ -24,6 +24,7 @@ use zerocopy::IntoBytes;
 const INVALID_VALUE: i32 = 1;
 const OUT_OF_MEMORY: i32 = 2;
 const INVALID_DEVICE: i32 = 101;
+const NOT_SUPPORTED: i32 = 801;
 const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 
@@ -608,10 +609,10 @@ fn absurd_counts_are_errors_and_nothing_else() {
     for (address, len) in
         [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
     {
-        let mirrored = guest.ask_words(op::MIRROR_HOST, &[address, len]);
+        let mirrored = guest.ask_words(op::MIRROR_HOST, &[address, len, 0]);
         assert!(matches!(mirrored, Ok(status) if status != 0), "{len} at {address:#x}: {mirrored:?}");
     }
-    assert!(matches!(guest.ask_words(op::MIRROR_HOST, &[WINDOW, 4096]), Ok(status) if status != 0));
+    assert!(matches!(guest.ask_words(op::MIRROR_HOST, &[WINDOW, 4096, 0]), Ok(status) if status != 0));
     assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[WINDOW]), Ok(INVALID_VALUE));
     // Inline data of another length than announced.
     let copied = guest.ask(op::COPY_TO_DEVICE, |w| {
@@ -879,21 +880,109 @@ fn boxes_do_not_reach_the_worker_s_own_memory() {
     assert_eq!(copy(copy_of_box(device, (1, 4096), 4096), 0, 8192), Ok(INVALID_VALUE));
 }
 
+/// Words of a structure's bytes in a frame.
+fn structure(w: &mut gpusession_proto::frame::Writer<'_>, words: &[u64]) {
+    w.bytes(words.as_bytes());
+}
+
 #[test]
-#[ignore = "only ALLOC counts against the lease's limit so far"]
 fn the_limit_holds_for_memory_of_every_kind() {
     let machine = Machine::new();
-    let mut worker = Worker::start_with(&machine, &Options { memory_bytes: 64 * MIB, ..Options::default() });
+    let options = Options { memory_bytes: 64 * MIB, context_bytes: 8 * MIB, ..Options::default() };
+    let mut worker = Worker::start_with(&machine, &options);
     let mut guest = worker.guest();
-    // cuMemCreate: size, properties (pinned memory of device 0), flags.
-    let created = guest.ask(326, |w| {
-        w.word(128 * MIB);
-        w.bytes([1u64, 1, 0, 0].as_bytes());
+    let free = |guest: &mut Raw| guest.ask_answer(op::MEM_INFO, |_| {})[0];
+    let before = free(&mut guest);
+    assert_eq!(before, 64 * MIB);
+
+    // cuMemCreate: size, properties (pinned memory of device 0), flags. It counts until nothing holds or maps it.
+    let create = |guest: &mut Raw, mib: u64| {
+        guest.ask(op::cuMemCreate, |w| {
+            w.word(mib * MIB);
+            structure(w, &[1, 1, 0, 0]);
+            w.word(0);
+        })
+    };
+    assert_eq!(create(&mut guest, 128), Ok(OUT_OF_MEMORY));
+    assert_eq!(create(&mut guest, 40), Ok(0));
+    let handle = guest.words[0];
+    assert_eq!(create(&mut guest, 40), Ok(OUT_OF_MEMORY), "the sum counts");
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 40 * MIB, 0]), Ok(OUT_OF_MEMORY), "of all kinds");
+    assert_eq!(guest.ask_words(op::cuMemMap, &[WINDOW + 64 * MIB, 40 * MIB, 0, handle, 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::cuMemRelease, &[handle]), Ok(0));
+    assert_eq!(create(&mut guest, 40), Ok(OUT_OF_MEMORY), "it is mapped");
+    assert_eq!(guest.ask_words(op::cuMemUnmap, &[WINDOW + 64 * MIB, 40 * MIB]), Ok(0));
+    assert_eq!(free(&mut guest), before);
+    // Memory of the server's own.
+    let host = guest.ask(op::cuMemCreate, |w| {
+        w.word(2 * MIB);
+        structure(w, &[1, 2, 0, 0]);
         w.word(0);
     });
-    assert_eq!(created, Ok(OUT_OF_MEMORY));
-    // cuMemAllocAsync: size, stream.
-    assert_eq!(guest.ask_words(358, &[128 * MIB, 0]), Ok(OUT_OF_MEMORY));
+    assert_eq!(host, Ok(NOT_SUPPORTED));
+
+    // Stream-ordered memory: size, stream.
+    assert_eq!(guest.ask_words(op::cuMemAllocAsync, &[128 * MIB, 0]), Ok(OUT_OF_MEMORY));
+    assert_eq!(guest.ask_words(op::cuMemAllocAsync, &[40 * MIB, 0]), Ok(0));
+    let pooled = guest.words[0];
+    assert_eq!(guest.ask_words(op::cuMemAllocAsync, &[40 * MIB, 0]), Ok(OUT_OF_MEMORY));
+    assert_eq!(free(&mut guest), 24 * MIB);
+    assert_eq!(guest.ask_words(op::cuMemFreeAsync, &[pooled, 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::CTX_SYNC, &[]), Ok(0));
+    assert_eq!(free(&mut guest), before);
+    // From a pool of the program's own.
+    let made = guest.ask(op::cuMemPoolCreate, |w| structure(w, &[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+    assert_eq!(made, Ok(0));
+    let pool = guest.words[0];
+    assert_eq!(guest.ask_words(op::cuMemAllocFromPoolAsync, &[128 * MIB, pool, 0]), Ok(OUT_OF_MEMORY));
+
+    // An array of 8192 x 4096 floats, then one that fits, of 16 MiB.
+    let array = |guest: &mut Raw, height: u64| {
+        guest.ask(op::cuArrayCreate_v2, |w| structure(w, &[4096, height, 0x20 | 1 << 32]))
+    };
+    assert_eq!(array(&mut guest, 8192), Ok(OUT_OF_MEMORY));
+
+    // Managed memory; mapped host memory is not the device's.
+    let managed = |guest: &mut Raw, mib: u64, managed: u64| {
+        guest.ask_words(op::MIRROR_HOST, &[WINDOW + (3 << 30), mib * MIB, managed])
+    };
+    assert_eq!(managed(&mut guest, 128, 1), Ok(OUT_OF_MEMORY));
+    assert_eq!(free(&mut guest), before);
+
+    // Variables of a module.
+    let load = |guest: &mut Raw, bytes: u64| {
+        let text = format!(
+            ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .align 4 .b8 table[{bytes}];\n\0"
+        );
+        let hash = blake3::hash(text.as_bytes());
+        let sent = guest.ask(op::IMAGE_DATA, |w| {
+            w.bytes(hash.as_bytes());
+            w.word(text.len() as u64);
+            w.bytes(text.as_bytes());
+        });
+        assert_eq!(sent, Ok(0));
+        guest.ask(op::MODULE_LOAD, |w| {
+            w.word(handle::make(handle::MODULE, 0, 1, 1));
+            w.bytes(hash.as_bytes());
+            w.word(0);
+        })
+    };
+    assert_eq!(load(&mut guest, 128 * MIB), Ok(OUT_OF_MEMORY));
+    assert_eq!(load(&mut guest, 16 * MIB), Ok(0));
+    assert_eq!(free(&mut guest), before - 16 * MIB);
+    assert_eq!(guest.ask_words(op::MODULE_UNLOAD, &[handle::make(handle::MODULE, 0, 1, 1)]), Ok(0));
+
+    // Contexts, and heaps for device code (CU_LIMIT_MALLOC_HEAP_SIZE).
+    let ctx = handle::make(handle::CTX, 0, 1, 5);
+    assert_eq!(guest.ask_words(op::CTX_CREATE, &[ctx, 0, 0]), Ok(0));
+    assert_eq!(free(&mut guest), before - 8 * MIB);
+    assert_eq!(guest.ask_words(op::CTX_DESTROY, &[ctx]), Ok(0));
+    assert_eq!(guest.ask_words(op::CTX_SET_LIMIT, &[2, 128 * MIB]), Ok(OUT_OF_MEMORY));
+    assert_eq!(guest.ask_words(op::CTX_SET_LIMIT, &[2, 24 * MIB]), Ok(0));
+    assert_eq!(free(&mut guest), before - 16 * MIB);
+    assert_eq!(guest.ask_words(op::CTX_SET_LIMIT, &[2, 8 * MIB]), Ok(0));
+    assert_eq!(free(&mut guest), before);
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 64 * MIB, 0]), Ok(0));
 }
 
 /// Asks for so many bytes that the worker cannot send them all to a client that does not read.

@@ -224,7 +224,7 @@ driver! {
         }
         streams::allowed()?;
         let base = client.window().allocate_host(size as u64)?;
-        match mapped::map(client, base, size as u64) {
+        match mapped::map_managed(client, base, size as u64) {
             Ok(device) if device == base => {
                 ranges::add(base, size as u64, Kind::Managed, ctx);
                 give(address, base)

@@ -1,4 +1,5 @@
-//! Device memory at the addresses that the client chose, and host memory that the device can see.
+//! Device memory at the addresses that the client chose, and host memory that the device can see. What other calls allocate
+//! is counted in `allocations`.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -42,12 +43,14 @@ struct Access {
 #[derive(Clone, Copy)]
 struct Allocation {
     size: u64,
-    device: usize,
+    device: u32,
 }
 
 struct Mirror {
     len: usize,
     shadow: Vec<u8>,
+    /// The device whose memory it counts as, if it is managed.
+    managed: Option<u32>,
 }
 
 /// See the module.
@@ -55,7 +58,6 @@ pub struct Memory {
     limits: Vec<u64>,
     window: Mutex<Option<(Address, u64)>>,
     allocations: Mutex<BTreeMap<Address, Allocation>>,
-    used: Mutex<Vec<u64>>,
     mirrors: Mutex<BTreeMap<usize, Mirror>>,
 }
 
@@ -70,7 +72,6 @@ impl Memory {
             limits: devices.iter().map(|d| d.memory_bytes).collect(),
             window: Mutex::default(),
             allocations: Mutex::default(),
-            used: Mutex::new(vec![0; devices.len()]),
             mirrors: Mutex::default(),
         }
     }
@@ -93,16 +94,6 @@ impl Memory {
             unsafe { (driver.call.cuMemAddressFree)(got, size as usize) };
         }
         None
-    }
-
-    /// Bytes in use on all devices.
-    pub fn used_by_all(&self) -> u64 {
-        lock(&self.used).iter().sum()
-    }
-
-    /// Bytes in use on a device.
-    pub fn used(&self, device: usize) -> u64 {
-        lock(&self.used).get(device).copied().unwrap_or(0)
     }
 }
 
@@ -137,25 +128,11 @@ pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
         return Err(status::INVALID_VALUE.into());
     }
     let ordinal = session.contexts.device(device)?;
-    let device = device as usize;
-    {
-        let mut used = lock(&memory.used);
-        if used[device].saturating_add(size) > memory.limits[device] {
-            return Err(status::OUT_OF_MEMORY.into());
-        }
-        used[device] += size;
-    }
-    let mapped = map(session.driver, address, size, ordinal);
-    match mapped {
-        Ok(()) => {
-            lock(&memory.allocations).insert(address, Allocation { size, device });
-            Ok(())
-        }
-        Err(error) => {
-            lock(&memory.used)[device] -= size;
-            Err(error.into())
-        }
-    }
+    let device = device as u32;
+    session.quota.take(device, size)?;
+    map(session.driver, address, size, ordinal).inspect_err(|_| session.quota.give(device, size))?;
+    lock(&memory.allocations).insert(address, Allocation { size, device });
+    Ok(())
 }
 
 fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<(), Status> {
@@ -197,7 +174,7 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {
         lock(&session.memory.allocations).remove(&address);
-        lock(&session.memory.used)[allocation.device] -= allocation.size;
+        session.quota.give(allocation.device, allocation.size);
     }
     Ok(synced.and(unmapped)?)
 }
@@ -208,19 +185,41 @@ pub fn info(session: &Session, frame: &Frame, answer: &mut Answer) -> Done {
     let (mut free, mut total) = (0, 0);
     // SAFETY: the out pointers are valid; the frame's context is current.
     check(unsafe { (session.driver.call.cuMemGetInfo_v2)(&mut free, &mut total) })?;
-    let limit = session.memory.limits[device as usize];
-    let left = limit.saturating_sub(session.memory.used(device as usize));
-    answer.word((free as u64).min(left));
-    answer.word((total as u64).min(limit));
+    answer.word((free as u64).min(session.quota.left(device)));
+    answer.word((total as u64).min(session.memory.limits[device as usize]));
     Ok(())
 }
 
-/// `MIRROR_HOST`: address, length. Maps memory at the client's own address and makes it visible to the device.
-pub fn mirror(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (address, len) = (r.word()? as usize, r.word()? as usize);
+/// `MIRROR_HOST`: address, length, whether it is managed memory, which counts as the device's. Maps memory at the client's own
+/// address and makes it visible to the device.
+pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (address, len, managed) = (r.word()? as usize, r.word()? as usize, r.word()? != 0);
     let (Some(hint), Some(length)) = (NonZeroUsize::new(address), NonZeroUsize::new(len)) else {
         return Err(status::INVALID_VALUE.into());
     };
+    let managed = if managed { Some(session.contexts.get(frame.header.ctx.get())?.1) } else { None };
+    if let Some(device) = managed {
+        session.quota.take(device, len as u64)?;
+    }
+    let mapped = map_host(session, hint, length);
+    match mapped {
+        Ok(device) => {
+            lock(&session.memory.mirrors).insert(address, Mirror { len, shadow: vec![0; len], managed });
+            answer.word(device);
+            Ok(())
+        }
+        Err(error) => {
+            if let Some(device) = managed {
+                session.quota.give(device, len as u64);
+            }
+            Err(error.into())
+        }
+    }
+}
+
+/// Maps memory at an address and registers it with the driver; returns the device's address of it.
+fn map_host(session: &Session, hint: NonZeroUsize, length: NonZeroUsize) -> Result<Address, Status> {
+    let len = length.get();
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED_NOREPLACE;
     // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of ours.
     let mapped =
@@ -237,11 +236,9 @@ pub fn mirror(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Don
     if let Err(error) = pointer {
         // SAFETY: our own mapping.
         let _ = unsafe { munmap(mapped, len) };
-        return Err(error.into());
+        return Err(error);
     }
-    lock(&session.memory.mirrors).insert(address, Mirror { len, shadow: vec![0; len] });
-    answer.word(device);
-    Ok(())
+    Ok(device)
 }
 
 /// `UNMIRROR_HOST`: address.
@@ -254,6 +251,9 @@ pub fn unmirror(session: &Session, r: &mut Reader<'_>) -> Done {
         if let Some(pointer) = std::ptr::NonNull::new(address as *mut _) {
             let _ = munmap(pointer, mirror.len);
         }
+    }
+    if let Some(device) = mirror.managed {
+        session.quota.give(device, mirror.len as u64);
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The operations of the log, replayed on the driver.
 
+pub mod allocations;
 pub mod copy;
 pub mod graph;
 pub mod launch;
@@ -10,6 +11,7 @@ pub mod stream;
 use std::sync::Arc;
 
 use gpusession_proto::frame::{BadFrame, Reader, WAIT, op};
+use gpusession_proto::handle::{CTX, make};
 
 use crate::driver::{Status, check, status};
 use crate::execute::{Executor, Frame};
@@ -118,21 +120,27 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::CTX_CREATE => {
             let (handle, flags, device) = (r.word()?, r.word()? as u32, r.word()?);
+            let ordinal = session.contexts.device(device)?;
+            allocations::context_created(session, handle, device as u32)?;
             let mut ctx = std::ptr::null_mut();
             // SAFETY: the out pointer is valid.
-            check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, flags, session.contexts.device(device)?) })?;
+            check(unsafe { (call.cuCtxCreate_v2)(&mut ctx, flags, ordinal) })
+                .inspect_err(|_| allocations::context_gone(session, handle))?;
             executor.current = 0;
             Ok(session.contexts.put(handle, ctx, device as u32)?)
         }
         op::CTX_DESTROY => {
             let handle = r.word()?;
             let ctx = session.contexts.take(handle)?;
+            allocations::context_gone(session, handle);
             executor.current = 0;
             // SAFETY: a context that this worker created.
             Ok(check(unsafe { (call.cuCtxDestroy_v2)(ctx) })?)
         }
         op::PRIMARY_RESET => {
-            let device = session.contexts.device(r.word()?)?;
+            let client_device = r.word()?;
+            let device = session.contexts.device(client_device)?;
+            allocations::context_gone(session, make(CTX, 0, 1, client_device as u32));
             // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
             check(unsafe { (call.cuDevicePrimaryCtxReset_v2)(device) })?;
             let mut ctx = std::ptr::null_mut();
@@ -143,6 +151,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::CTX_SET_LIMIT => {
             let (limit, value) = (r.word()? as i32, r.word()? as usize);
+            allocations::limit(session, frame, limit, value as u64)?;
             // SAFETY: the frame's context is current.
             check(unsafe { (call.cuCtxSetLimit)(limit, value) })?;
             let mut now = 0;
@@ -154,13 +163,13 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MEM_INFO => memory::info(session, frame, answer),
         op::ALLOC => memory::alloc(session, &mut r),
         op::FREE => memory::free(session, &mut r, answer),
-        op::MIRROR_HOST => memory::mirror(session, &mut r, answer),
+        op::MIRROR_HOST => memory::mirror(session, frame, &mut r, answer),
         op::UNMIRROR_HOST => memory::unmirror(session, &mut r),
         op::WRITE_HOST => memory::write_host(session, &mut r),
         op::IMAGE_HAVE => module::have(session, &mut r, answer),
         op::IMAGE_DATA => module::data(session, &mut r),
-        op::MODULE_LOAD => module::load_module(session, &mut r, answer),
-        op::LIBRARY_LOAD => module::load_library(session, &mut r, answer),
+        op::MODULE_LOAD => module::load_module(session, frame, &mut r, answer),
+        op::LIBRARY_LOAD => module::load_library(session, frame, &mut r, answer),
         op::MODULE_UNLOAD => module::unload_module(session, &mut r),
         op::LIBRARY_UNLOAD => module::unload_library(session, &mut r),
         op::LIBRARY_MODULE => module::library_module(session, &mut r),
@@ -175,13 +184,16 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_DESTROY => graph::destroy(session, &mut r),
         op::GRAPH_INSTANTIATE => graph::instantiate(session, &mut r),
         op::GRAPH_EXEC_DESTROY => graph::exec_destroy(session, &mut r),
-        op::GRAPH_LAUNCH => graph::launch(session, &mut r),
+        op::GRAPH_LAUNCH => {
+            graph::launch(session, &mut r)?;
+            Ok(allocations::settle(session)?)
+        }
         op::GRAPH_NODES => graph::nodes(session, &mut r, answer),
         op::GRAPH_ADD => graph::add(session, &mut r, answer),
         op::GRAPH_CLONE => graph::clone(session, &mut r),
         op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
-        other => crate::generated::dispatch(session, other, &mut r, answer),
+        _ => allocations::generated(session, frame, &mut r, answer),
     }
 }
 
@@ -190,6 +202,8 @@ pub fn settle(session: &Session, answer: &mut Answer) {
     session.landing.sweep(session, &mut answer.before);
     memory::write_back(session, &mut answer.before);
     session.output.collect(session, &mut answer.before);
+    // A pool that has shrunk counts less from now on; that it grew was noticed where it did.
+    let _ = allocations::settle(session);
 }
 
 /// Operations that wait for the GPU, or for bytes that are still on their way.

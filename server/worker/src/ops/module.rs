@@ -7,7 +7,7 @@ use gpusession_proto::handle::{CTX, make};
 
 use super::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
-use crate::execute::Executor;
+use crate::execute::{Executor, Frame};
 use crate::handles::Object;
 use crate::session::Session;
 
@@ -90,10 +90,11 @@ impl Options {
 }
 
 /// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs.
-pub fn load_module(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
     let options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    session.allocations.image(session, frame, handle, &image)?;
     let mut module = std::ptr::null_mut();
     // SAFETY: the image is whole (the client derived its length from its own headers, as the driver does) and ends in a
     // terminator where it is text; options are as many as said.
@@ -107,15 +108,16 @@ pub fn load_module(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
         )
     });
     options.logs(answer);
-    loaded?;
+    loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     Ok(session.modules.put(handle, Object(module))?)
 }
 
 /// `LIBRARY_LOAD`: new handle, hash, JIT options; answers the logs.
-pub fn load_library(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (handle, hash) = (r.word()?, hash(r)?);
     let options = Options::read(r)?;
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
+    session.allocations.image(session, frame, handle, &image)?;
     let mut library = std::ptr::null_mut();
     // SAFETY: as in `load_module`.
     let loaded = check(unsafe {
@@ -131,20 +133,24 @@ pub fn load_library(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
         )
     });
     options.logs(answer);
-    loaded?;
+    loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
     Ok(session.libraries.put(handle, Object(library))?)
 }
 
 /// `MODULE_UNLOAD`
 pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
-    let module = session.modules.take(r.word()?)?.0;
+    let handle = r.word()?;
+    let module = session.modules.take(handle)?.0;
+    session.allocations.drop_object(session, handle);
     // SAFETY: a module of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuModuleUnload)(module) })?)
 }
 
 /// `LIBRARY_UNLOAD`
 pub fn unload_library(session: &Session, r: &mut Reader<'_>) -> Done {
-    let library = session.libraries.take(r.word()?)?.0;
+    let handle = r.word()?;
+    let library = session.libraries.take(handle)?.0;
+    session.allocations.drop_object(session, handle);
     // SAFETY: a library of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuLibraryUnload)(library) })?)
 }

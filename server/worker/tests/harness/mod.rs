@@ -8,6 +8,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -92,12 +93,13 @@ impl Drop for Machine {
 pub struct Options {
     pub require_tls: bool,
     pub memory_bytes: u64,
+    pub context_bytes: u64,
     pub warm: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { require_tls: false, memory_bytes: u64::MAX, warm: true }
+        Self { require_tls: false, memory_bytes: u64::MAX, context_bytes: 0, warm: true }
     }
 }
 
@@ -107,7 +109,8 @@ pub struct Worker {
     pub fingerprint: [u8; 32],
     pub address: SocketAddr,
     child: Child,
-    channel: Option<Arc<OwnedFd>>,
+    channel: Arc<OwnedFd>,
+    inbox: Receiver<FromWorker>,
     stop: Arc<AtomicBool>,
     door: Option<JoinHandle<()>>,
     told: Vec<FromWorker>,
@@ -173,6 +176,33 @@ fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
         sendmsg::<()>(channel.as_raw_fd(), &[IoSlice::new(&packet)], control, MsgFlags::MSG_NOSIGNAL, None);
 }
 
+/// Grants memory as the server does, but of one worker and exactly what is asked for. Passes on what else the worker says.
+fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
+    let (sender, inbox) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut granted = 0u64;
+        loop {
+            let mut packet = vec![0; MAX_PACKET];
+            let len = recv(channel.as_raw_fd(), &mut packet, MsgFlags::empty()).unwrap_or(0);
+            if len == 0 {
+                return;
+            }
+            match postcard::from_bytes(&packet[..len]).expect("a message") {
+                FromWorker::MemoryWanted { device, serial, bytes } => {
+                    let fits = granted.checked_add(bytes).is_some_and(|sum| sum <= limit);
+                    let bytes = if fits { bytes } else { 0 };
+                    granted += bytes;
+                    let left = limit - granted;
+                    tell(&channel, &ToWorker::MemoryGranted { device, serial, bytes, left }, None);
+                }
+                FromWorker::MemoryReturned { bytes, .. } => granted -= bytes,
+                message => drop(sender.send(message)),
+            }
+        }
+    });
+    inbox
+}
+
 impl Worker {
     pub fn start(machine: &Arc<Machine>) -> Self {
         Self::start_with(machine, &Options::default())
@@ -193,6 +223,7 @@ impl Worker {
                 uuid: *b"simgpu\x40\x00\x80\x00gpu-0\x00",
                 memory_bytes: options.memory_bytes,
                 sm_percent: 100,
+                context_bytes: options.context_bytes,
             }],
             require_tls: options.require_tls,
             module_cache: None,
@@ -200,6 +231,7 @@ impl Worker {
             resume_grace_s: 0,
         };
         tell(&channel, &ToWorker::Start(start), None);
+        let inbox = supervise(channel.clone(), options.memory_bytes);
 
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("its number");
@@ -229,7 +261,8 @@ impl Worker {
             fingerprint: [0; 32],
             address,
             child,
-            channel: Some(channel),
+            channel,
+            inbox,
             stop,
             door: Some(door),
             told: Vec::new(),
@@ -247,7 +280,7 @@ impl Worker {
     }
 
     fn channel(&self) -> &OwnedFd {
-        self.channel.as_ref().expect("the supervisor is there")
+        &self.channel
     }
 
     pub fn tell(&self, message: &ToWorker) {
@@ -267,17 +300,12 @@ impl Worker {
 
     /// Next message of the worker; `None` when it has ended.
     fn next(&mut self, until: Instant) -> Option<FromWorker> {
-        let channel = self.channel();
         let left = until.saturating_duration_since(Instant::now());
-        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-        let ready = poll(&mut [PollFd::new(channel.as_fd(), PollFlags::POLLIN)], timeout).expect("poll");
-        assert!(ready > 0, "the worker says nothing; it said {:?}", self.told);
-        let mut packet = vec![0; MAX_PACKET];
-        let len = recv(channel.as_raw_fd(), &mut packet, MsgFlags::MSG_DONTWAIT).unwrap_or(0);
-        if len == 0 {
-            return None;
-        }
-        let message: FromWorker = postcard::from_bytes(&packet[..len]).expect("a message");
+        let message = match self.inbox.recv_timeout(left) {
+            Ok(message) => message,
+            Err(RecvTimeoutError::Disconnected) => return None,
+            Err(RecvTimeoutError::Timeout) => panic!("the worker says nothing; it said {:?}", self.told),
+        };
         self.told.push(message.clone());
         Some(message)
     }
@@ -330,7 +358,8 @@ impl Worker {
 
     /// The supervisor dies: waits until the worker has ended by itself.
     pub fn abandoned(mut self) {
-        self.channel = None;
+        nix::sys::socket::shutdown(self.channel.as_raw_fd(), nix::sys::socket::Shutdown::Both)
+            .expect("the socket is there");
         // SAFETY: a system call with plain numbers; the child was not waited for, so that the number is its own.
         let fd = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, self.child.id(), 0) };
         assert!(fd >= 0, "pidfd_open: {}", io::Error::last_os_error());
@@ -492,6 +521,8 @@ pub struct Raw {
     pub stream: TcpStream,
     pub secret: [u8; 32],
     pub seq: u64,
+    /// Words of the last answer.
+    pub words: Vec<u64>,
 }
 
 impl Raw {
@@ -499,7 +530,7 @@ impl Raw {
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         stream.set_write_timeout(Some(PATIENCE)).expect("a timeout");
         stream.set_nodelay(true).expect("an option");
-        Self { stream, secret: [0; 32], seq: 1 }
+        Self { stream, secret: [0; 32], seq: 1, words: Vec::new() }
     }
 
     /// Writes; a worker that has hung up is noticed by what is read.
@@ -555,13 +586,22 @@ impl Raw {
         loop {
             let Some((header, body)) = self.frame() else { return Err("hung up".into()) };
             match header.op.get() {
-                op::REPLY if header.seq.get() == seq => return Ok(header.ctx.get() as i32),
+                op::REPLY if header.seq.get() == seq => {
+                    self.words = words_of(Reader::new(&body));
+                    return Ok(header.ctx.get() as i32);
+                }
                 op::END => {
                     return Err(Reader::new(&body).text().expect("a reason").to_owned());
                 }
                 _ => {}
             }
         }
+    }
+
+    /// The same where success is expected: the words of the answer.
+    pub fn ask_answer(&mut self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u64> {
+        assert_eq!(self.ask(op, body), Ok(0));
+        self.words.clone()
     }
 
     pub fn ask_words(&mut self, op: u16, words: &[u64]) -> Result<i32, String> {

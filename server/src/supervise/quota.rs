@@ -1,0 +1,376 @@
+//! What the processes of one lease use of its memory: one sum over all of them, counted here and not by workers. A state
+//! machine without processes.
+//!
+//! A worker is granted memory in chunks. When a request does not fit, the lease's other workers are first asked to give back
+//! what they were granted and do not use. What the driver says a process really has counts where it is more.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use gpusession_proto::supervise::DeviceLimit;
+
+use super::stock::WorkerId;
+use crate::clock::Moment;
+
+/// Granted beyond what was asked for, so that small allocations ask seldom.
+const CHUNK: u64 = 64 << 20;
+/// A worker that does not answer a recall by then keeps what it has.
+const RECALL_LIMIT: Duration = Duration::from_secs(1);
+/// Memory that a process may have on a device though its worker never asked for it: code of modules, stacks of kernels, the
+/// driver's own. A worker that has more while its lease is over its limit does not keep to its grants.
+pub const UNASKED: u64 = 1 << 30;
+
+/// What to tell a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Say {
+    /// The answer to a request.
+    Granted {
+        /// Whose request.
+        worker: WorkerId,
+        /// Which device of the lease.
+        device: u32,
+        /// The request's number.
+        serial: u64,
+        /// Bytes, 0 for none.
+        bytes: u64,
+        /// What nobody was granted.
+        left: u64,
+    },
+    /// Give back what is not in use.
+    Recall {
+        /// Who.
+        worker: WorkerId,
+    },
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Held {
+    granted: u64,
+    real: u64,
+    peak: u64,
+}
+
+#[derive(Debug)]
+struct Asking {
+    worker: WorkerId,
+    device: usize,
+    serial: u64,
+    bytes: u64,
+    awaiting: BTreeSet<WorkerId>,
+    until: Moment,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Ledger {
+    devices: Vec<DeviceLimit>,
+    held: BTreeMap<WorkerId, Vec<Held>>,
+    asking: Vec<Asking>,
+}
+
+impl Ledger {
+    /// Nobody uses anything yet.
+    pub fn new(devices: Vec<DeviceLimit>) -> Self {
+        Self { devices, held: BTreeMap::new(), asking: Vec::new() }
+    }
+
+    /// The lease's devices and limits.
+    pub fn devices(&self) -> &[DeviceLimit] {
+        &self.devices
+    }
+
+    /// A worker serves a process from now on, whose context counts.
+    pub fn admit(&mut self, worker: WorkerId) {
+        self.held.entry(worker).or_insert_with(|| vec![Held::default(); self.devices.len()]);
+    }
+
+    fn charged(limit: &DeviceLimit, held: &Held) -> u64 {
+        held.granted.saturating_add(limit.context_bytes).max(held.real)
+    }
+
+    /// Bytes of one worker's process on one device.
+    pub fn of(&self, worker: &WorkerId, device: usize) -> u64 {
+        match (self.held.get(worker).and_then(|h| h.get(device)), self.devices.get(device)) {
+            (Some(held), Some(limit)) => Self::charged(limit, held),
+            _ => 0,
+        }
+    }
+
+    /// The most that a worker's process had on all devices together.
+    pub fn peak(&self, worker: &WorkerId) -> u64 {
+        self.held.get(worker).map_or(0, |h| h.iter().map(|h| h.peak).sum())
+    }
+
+    /// Bytes of all processes on one device.
+    pub fn used(&self, device: usize) -> u64 {
+        self.held.keys().map(|w| self.of(w, device)).fold(0, u64::saturating_add)
+    }
+
+    fn left(&self, device: usize) -> u64 {
+        self.devices.get(device).map_or(0, |d| d.memory_bytes.saturating_sub(self.used(device)))
+    }
+
+    fn marked(&mut self, worker: &WorkerId, device: usize) {
+        let now = self.of(worker, device);
+        if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device)) {
+            held.peak = held.peak.max(now);
+        }
+    }
+
+    /// A worker asks for `bytes` more, or with 0 for what is left.
+    pub fn ask(&mut self, worker: WorkerId, device: u32, serial: u64, bytes: u64, now: Moment) -> Vec<Say> {
+        let at = device as usize;
+        if !self.held.contains_key(&worker) || at >= self.devices.len() {
+            return vec![Say::Granted { worker, device, serial, bytes: 0, left: 0 }];
+        }
+        let others: BTreeSet<WorkerId> = self
+            .held
+            .iter()
+            .filter(|(id, held)| **id != worker && held[at].granted > 0)
+            .map(|(id, _)| *id)
+            .collect();
+        let fits = bytes > 0 && self.fits(&worker, at, bytes);
+        if fits || others.is_empty() {
+            return vec![self.answer(worker, at, serial, bytes, true)];
+        }
+        let says = others.iter().map(|id| Say::Recall { worker: *id }).collect();
+        self.asking.push(Asking {
+            worker,
+            device: at,
+            serial,
+            bytes,
+            awaiting: others,
+            until: now + RECALL_LIMIT,
+        });
+        says
+    }
+
+    /// Whether a grant keeps the sum within the limit. What a process has beyond its grants is used up by the grant first.
+    fn fits(&self, worker: &WorkerId, device: usize, bytes: u64) -> bool {
+        let Some(limit) = self.devices.get(device) else { return false };
+        let Some(held) = self.held.get(worker).and_then(|h| h.get(device)) else { return false };
+        let more = Held { granted: held.granted.saturating_add(bytes), ..*held };
+        let sum = self.used(device) - Self::charged(limit, held);
+        sum.saturating_add(Self::charged(limit, &more)) <= limit.memory_bytes
+    }
+
+    fn answer(&mut self, worker: WorkerId, device: usize, serial: u64, bytes: u64, chunks: bool) -> Say {
+        let chunk = bytes.checked_next_multiple_of(CHUNK).unwrap_or(bytes);
+        let granted = if bytes == 0 {
+            0
+        } else if chunks && self.fits(&worker, device, chunk) {
+            chunk
+        } else if self.fits(&worker, device, bytes) {
+            bytes
+        } else {
+            0
+        };
+        if let Some(held) = self.held.get_mut(&worker).and_then(|h| h.get_mut(device)) {
+            held.granted = held.granted.saturating_add(granted);
+        }
+        self.marked(&worker, device);
+        Say::Granted { worker, device: device as u32, serial, bytes: granted, left: self.left(device) }
+    }
+
+    /// A worker gives memory back; an answer to a recall does so even if it is nothing.
+    pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<Say> {
+        if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize)) {
+            held.granted = held.granted.saturating_sub(bytes);
+        }
+        for asking in self.asking.iter_mut().filter(|a| a.device == device as usize) {
+            asking.awaiting.remove(worker);
+        }
+        self.settle()
+    }
+
+    /// A worker's process is gone, and its memory with it.
+    pub fn gone(&mut self, worker: &WorkerId) -> Vec<Say> {
+        self.held.remove(worker);
+        self.asking.retain(|a| a.worker != *worker);
+        for asking in &mut self.asking {
+            asking.awaiting.remove(worker);
+        }
+        self.settle()
+    }
+
+    /// Answers those whose wait for others took too long.
+    pub fn tick(&mut self, now: Moment) -> Vec<Say> {
+        for asking in self.asking.iter_mut().filter(|a| a.until <= now) {
+            asking.awaiting.clear();
+        }
+        self.settle()
+    }
+
+    fn settle(&mut self) -> Vec<Say> {
+        let (ready, waiting) =
+            std::mem::take(&mut self.asking).into_iter().partition(|a| a.awaiting.is_empty());
+        self.asking = waiting;
+        let ready: Vec<Asking> = ready;
+        // Memory is short: exactly what was asked for.
+        ready.into_iter().map(|a| self.answer(a.worker, a.device, a.serial, a.bytes, false)).collect()
+    }
+
+    /// What the driver says a process has on a device.
+    pub fn reading(&mut self, worker: &WorkerId, device: usize, bytes: u64) {
+        if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device)) {
+            held.real = bytes;
+        }
+        self.marked(worker, device);
+    }
+
+    /// Workers whose processes have memory that they never asked for, on a device where the lease is over its limit.
+    pub fn offenders(&self) -> Vec<(WorkerId, usize, u64)> {
+        let mut out = Vec::new();
+        for (device, limit) in self.devices.iter().enumerate() {
+            if self.used(device) <= limit.memory_bytes {
+                continue;
+            }
+            for (id, held) in &self.held {
+                let unasked = held[device]
+                    .real
+                    .saturating_sub(held[device].granted.saturating_add(limit.context_bytes));
+                if unasked > UNASKED {
+                    out.push((*id, device, unasked));
+                }
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const T: Moment = Duration::from_secs(1);
+
+    fn ledger(limit: u64, context: u64) -> Ledger {
+        Ledger::new(vec![DeviceLimit {
+            uuid: [1; 16],
+            memory_bytes: limit,
+            sm_percent: 100,
+            context_bytes: context,
+        }])
+    }
+
+    fn granted(says: &[Say]) -> u64 {
+        match says {
+            [Say::Granted { bytes, .. }] => *bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn four_processes_share_one_limit() {
+        let mut l = ledger(1024 * MIB, 0);
+        for n in 1..=4 {
+            l.admit([n; 16]);
+            assert_eq!(granted(&l.ask([n; 16], 0, 1, 200 * MIB, T)), 256 * MIB, "in chunks");
+        }
+        assert_eq!(l.used(0), 1024 * MIB);
+        // The others give back what they do not use: then there is some.
+        let says = l.ask([1; 16], 0, 2, 100 * MIB, T);
+        assert_eq!(says.len(), 3);
+        assert!(l.returned(&[2; 16], 0, 56 * MIB).is_empty());
+        assert!(l.returned(&[3; 16], 0, 56 * MIB).is_empty());
+        assert_eq!(granted(&l.returned(&[4; 16], 0, 0)), 100 * MIB, "exactly");
+        assert_eq!(l.used(0), 1012 * MIB);
+        // Nobody has more: refused, and what is left is told.
+        l.ask([1; 16], 0, 3, 13 * MIB, T);
+        l.returned(&[2; 16], 0, 0);
+        l.returned(&[3; 16], 0, 0);
+        assert_eq!(
+            l.returned(&[4; 16], 0, 0),
+            [Say::Granted { worker: [1; 16], device: 0, serial: 3, bytes: 0, left: 12 * MIB }]
+        );
+        // The end of a process frees all of it, and answers whoever waited for it.
+        assert_eq!(l.ask([1; 16], 0, 4, 200 * MIB, T).len(), 3);
+        l.returned(&[2; 16], 0, 0);
+        l.returned(&[3; 16], 0, 0);
+        assert_eq!(granted(&l.gone(&[4; 16])), 200 * MIB);
+    }
+
+    #[test]
+    fn contexts_count_and_strangers_get_nothing() {
+        let mut l = ledger(1024 * MIB, 500 * MIB);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, MIB, T)), 0);
+        l.admit([1; 16]);
+        assert_eq!(granted(&l.ask([1; 16], 7, 1, MIB, T)), 0, "no such device");
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 600 * MIB, T)), 0);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 400 * MIB, T)), 448 * MIB);
+        l.admit([2; 16]);
+        assert_eq!(l.used(0), 1448 * MIB, "a second program's context is over the limit: it gets no memory");
+        assert_eq!(l.ask([2; 16], 0, 1, MIB, T).len(), 1);
+        assert_eq!(granted(&l.returned(&[1; 16], 0, 48 * MIB)), 0);
+    }
+
+    #[test]
+    fn one_that_does_not_answer_holds_up_nobody_for_long() {
+        let mut l = ledger(100 * MIB, 0);
+        l.admit([1; 16]);
+        l.admit([2; 16]);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 90 * MIB, T)), 90 * MIB, "a whole chunk does not fit");
+        assert_eq!(l.ask([2; 16], 0, 1, 20 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+        assert!(l.tick(T + RECALL_LIMIT / 2).is_empty());
+        assert_eq!(granted(&l.tick(T + RECALL_LIMIT)), 0);
+        assert_eq!(
+            granted(&l.ask([1; 16], 0, 2, 10 * MIB, T)),
+            10 * MIB,
+            "worker 2 has nothing to give back"
+        );
+    }
+
+    #[test]
+    fn what_the_driver_says_counts() {
+        let mut l = ledger(4096 * MIB, 500 * MIB);
+        l.admit([1; 16]);
+        l.admit([2; 16]);
+        l.ask([1; 16], 0, 1, 64 * MIB, T);
+        l.reading(&[1; 16], 0, 900 * MIB);
+        assert_eq!((l.of(&[1; 16], 0), l.used(0)), (900 * MIB, 1400 * MIB));
+        assert!(l.offenders().is_empty());
+        // Granted memory fills what it has already.
+        assert_eq!(granted(&l.ask([1; 16], 0, 2, 256 * MIB, T)), 256 * MIB);
+        assert_eq!(l.used(0), 1400 * MIB);
+        // More than it ever asked for, and the lease is over its limit.
+        l.reading(&[2; 16], 0, 3800 * MIB);
+        assert_eq!(l.offenders(), [([2; 16], 0, 3300 * MIB)]);
+        assert_eq!(l.peak(&[2; 16]), 3800 * MIB);
+        l.reading(&[2; 16], 0, 500 * MIB);
+        assert!(l.offenders().is_empty());
+    }
+
+    proptest! {
+        /// Whatever workers ask and claim, what they are granted stays within the limit.
+        #[test]
+        fn grants_never_exceed_the_limit(steps in proptest::collection::vec((0..4u8, 0..5u8, 0..400u64), 1..80)) {
+            let mut l = ledger(1024 * MIB, 0);
+            let mut now = T;
+            for n in 0..4 {
+                l.admit([n; 16]);
+            }
+            for (worker, what, mib) in steps {
+                let id = [worker; 16];
+                match what {
+                    0 | 1 => drop(l.ask(id, 0, 0, mib * MIB, now)),
+                    2 => drop(l.returned(&id, 0, mib * MIB)),
+                    3 => {
+                        l.gone(&id);
+                        l.admit(id);
+                    }
+                    _ => {
+                        now += Duration::from_millis(mib * 10);
+                        l.tick(now);
+                    }
+                }
+                prop_assert!(l.used(0) <= 1024 * MIB);
+            }
+            now += RECALL_LIMIT;
+            l.tick(now);
+            prop_assert!(l.asking.is_empty(), "everybody is answered");
+        }
+    }
+}

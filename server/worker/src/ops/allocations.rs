@@ -1,0 +1,501 @@
+//! Device memory that is allocated by other calls than `ALLOC`: physical memory, pools, arrays, images with variables,
+//! contexts, heaps. Each is counted before it is there where its size is known, and right after where it is not.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use gpusession_proto::frame::{Reader, op};
+use gpusession_proto::supervise::DeviceLimit;
+
+use super::{Answer, Done};
+use crate::driver::{Status, check, status};
+use crate::execute::Frame;
+use crate::generated;
+use crate::session::Session;
+
+/// Granularity of physical memory, and of what arrays take.
+const GRANULE: u64 = 2 << 20;
+const ARRAY_GRANULE: u64 = 64 << 10;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`
+const LOCATION_DEVICE: u32 = 1;
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`, `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`, `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
+const POOL_RESERVED: i32 = 5;
+const POOL_USED: i32 = 7;
+const GRAPH_RESERVED: i32 = 2;
+/// `CU_LIMIT_PRINTF_FIFO_SIZE`, `CU_LIMIT_MALLOC_HEAP_SIZE`, and what a context has of them by itself.
+const HEAPS: [(i32, u64); 2] = [(1, 2 << 20), (2, 8 << 20)];
+
+/// What was counted for one object.
+#[derive(Clone, Copy)]
+struct Counted {
+    device: u32,
+    bytes: u64,
+    /// The context that it goes away with; 0: none.
+    ctx: u64,
+}
+
+/// Memory of `cuMemCreate`: there until its handle is released and nothing maps it.
+struct Physical {
+    device: u32,
+    bytes: u64,
+    handles: u32,
+    maps: u32,
+}
+
+#[derive(Default)]
+struct State {
+    physical: HashMap<u64, Physical>,
+    /// Address and length of mappings, and what they map.
+    mapped: HashMap<u64, (u64, u64)>,
+    arrays: HashMap<u64, Counted>,
+    /// Images and contexts by the client's handles, heaps by context and limit.
+    objects: HashMap<u64, Counted>,
+    heaps: HashMap<(u64, i32), Counted>,
+    pools: HashMap<u64, u32>,
+    /// Bytes counted for all pools and graphs of a device.
+    pooled: Vec<u64>,
+}
+
+/// See the module.
+pub struct Allocations {
+    contexts: Vec<u64>,
+    state: Mutex<State>,
+    /// Whether stream-ordered memory was ever asked for: other programs need not look at pools.
+    pooling: AtomicBool,
+}
+
+impl Allocations {
+    /// None yet.
+    pub fn new(devices: &[DeviceLimit]) -> Self {
+        let state = State { pooled: vec![0; devices.len()], ..State::default() };
+        Self {
+            contexts: devices.iter().map(|d| d.context_bytes).collect(),
+            state: Mutex::new(state),
+            pooling: AtomicBool::new(false),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts what an image will take on the device of the frame's context, for as long as `handle` lives.
+    pub fn image(&self, session: &Session, frame: &Frame, handle: u64, image: &[u8]) -> Result<(), Status> {
+        let bytes = image_bytes(image);
+        let ctx = frame.header.ctx.get();
+        // Without a context, as runtimes load libraries, it is the first device's.
+        let device = session.contexts.get(ctx).map_or(0, |(_, device)| device);
+        session.quota.take(device, bytes)?;
+        self.lock().objects.insert(handle, Counted { device, bytes, ctx });
+        Ok(())
+    }
+
+    /// The object behind a client's handle is gone.
+    pub fn drop_object(&self, session: &Session, handle: u64) {
+        if let Some(gone) = self.lock().objects.remove(&handle) {
+            session.quota.give(gone.device, gone.bytes);
+        }
+    }
+}
+
+/// A program's further context counts as its first one does.
+pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<(), Status> {
+    let bytes = session.allocations.contexts.get(device as usize).copied().unwrap_or(0);
+    session.quota.take(device, bytes)?;
+    session.allocations.lock().objects.insert(handle, Counted { device, bytes, ctx: handle });
+    Ok(())
+}
+
+/// A context is about to be destroyed or reset, and what belongs to it with it.
+pub fn context_gone(session: &Session, ctx: u64) {
+    let mut state = session.allocations.lock();
+    let mut gone = Vec::new();
+    let mut keep = |c: &Counted| {
+        if c.ctx == ctx {
+            gone.push(*c);
+        }
+        c.ctx != ctx
+    };
+    state.arrays.retain(|_, c| keep(c));
+    state.objects.retain(|_, c| keep(c));
+    state.heaps.retain(|_, c| keep(c));
+    for counted in gone {
+        session.quota.give(counted.device, counted.bytes);
+    }
+}
+
+/// `CTX_SET_LIMIT`: heaps of device code are memory too.
+pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result<(), Status> {
+    let Some((_, included)) = HEAPS.iter().find(|(l, _)| *l == limit) else { return Ok(()) };
+    let ctx = frame.header.ctx.get();
+    let (_, device) = session.contexts.get(ctx)?;
+    let bytes = value.saturating_sub(*included);
+    let before = session.allocations.lock().heaps.get(&(ctx, limit)).map_or(0, |c| c.bytes);
+    if bytes > before {
+        session.quota.take(device, bytes - before)?;
+    } else {
+        session.quota.give(device, before - bytes);
+    }
+    session.allocations.lock().heaps.insert((ctx, limit), Counted { device, bytes, ctx });
+    Ok(())
+}
+
+/// Replays a generated call; those that allocate or free are counted.
+pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let operation = frame.header.op.get();
+    let mut replay = |answer: &mut Answer| -> Done { generated::dispatch(session, operation, r, answer) };
+    let mut body = frame.reader();
+    let device = || session.contexts.get(frame.header.ctx.get()).map(|(_, device)| device);
+    match operation {
+        op::cuMemCreate => {
+            let size = body.word()?;
+            let properties = body.bytes()?;
+            if half(properties, 8) != LOCATION_DEVICE {
+                // Memory of this host: there is none for clients.
+                return Err(status::NOT_SUPPORTED.into());
+            }
+            let device = half(properties, 12);
+            session.contexts.device(u64::from(device))?;
+            let bytes = size.checked_next_multiple_of(GRANULE).ok_or(status::OUT_OF_MEMORY)?;
+            session.quota.take(device, bytes)?;
+            replay(answer).inspect_err(|_| session.quota.give(device, bytes))?;
+            let physical = Physical { device, bytes, handles: 1, maps: 0 };
+            session.allocations.lock().physical.insert(last_word(answer), physical);
+            Ok(())
+        }
+        op::cuMemRetainAllocationHandle => {
+            replay(answer)?;
+            if let Some(p) = session.allocations.lock().physical.get_mut(&last_word(answer)) {
+                p.handles += 1;
+            }
+            Ok(())
+        }
+        op::cuMemRelease => {
+            let handle = body.word()?;
+            replay(answer)?;
+            released(session, handle, |p| p.handles = p.handles.saturating_sub(1));
+            Ok(())
+        }
+        op::cuMemMap => {
+            let (address, size, _, handle) = (body.word()?, body.word()?, body.word()?, body.word()?);
+            replay(answer)?;
+            let mut state = session.allocations.lock();
+            state.mapped.insert(address, (size, handle));
+            if let Some(p) = state.physical.get_mut(&handle) {
+                p.maps += 1;
+            }
+            Ok(())
+        }
+        op::cuMemUnmap => {
+            let (address, size) = (body.word()?, body.word()?);
+            replay(answer)?;
+            let end = address.saturating_add(size);
+            let mut gone = Vec::new();
+            session.allocations.lock().mapped.retain(|at, (_, handle)| {
+                let inside = (address..end).contains(at);
+                if inside {
+                    gone.push(*handle);
+                }
+                !inside
+            });
+            for handle in gone {
+                released(session, handle, |p| p.maps = p.maps.saturating_sub(1));
+            }
+            Ok(())
+        }
+        op::cuArrayCreate_v2 | op::cuArray3DCreate_v2 | op::cuMipmappedArrayCreate => {
+            let descriptor = body.bytes()?;
+            let levels = if operation == op::cuMipmappedArrayCreate { body.word()? } else { 1 };
+            let bytes = array_bytes(operation, descriptor, levels).ok_or(status::OUT_OF_MEMORY)?;
+            let device = device()?;
+            session.quota.take(device, bytes)?;
+            replay(answer).inspect_err(|_| session.quota.give(device, bytes))?;
+            let counted = Counted { device, bytes, ctx: frame.header.ctx.get() };
+            session.allocations.lock().arrays.insert(last_word(answer), counted);
+            Ok(())
+        }
+        op::cuArrayDestroy | op::cuMipmappedArrayDestroy => {
+            let array = body.word()?;
+            replay(answer)?;
+            if let Some(gone) = session.allocations.lock().arrays.remove(&array) {
+                session.quota.give(gone.device, gone.bytes);
+            }
+            Ok(())
+        }
+        op::cuMemPoolCreate => {
+            // Kind, handle types, location.
+            let device = half(body.bytes()?, 12);
+            session.contexts.device(u64::from(device))?;
+            replay(answer)?;
+            session.allocations.lock().pools.insert(last_word(answer), device);
+            Ok(())
+        }
+        op::cuMemPoolDestroy => {
+            let pool = body.word()?;
+            replay(answer)?;
+            session.allocations.lock().pools.remove(&pool);
+            Ok(settle(session)?)
+        }
+        op::cuDeviceGetDefaultMemPool | op::cuDeviceGetMemPool => {
+            let device = body.word()?;
+            replay(answer)?;
+            session.allocations.lock().pools.insert(last_word(answer), device as u32);
+            Ok(())
+        }
+        op::cuMemAllocAsync | op::cuMemAllocFromPoolAsync => {
+            let size = body.word()?;
+            let (device, pool) = if operation == op::cuMemAllocAsync {
+                let device = device()?;
+                (device, current_pool(session, device)?)
+            } else {
+                let pool = body.word()?;
+                let known = session.allocations.lock().pools.get(&pool).copied();
+                (known.ok_or(status::INVALID_VALUE)?, pool)
+            };
+            session.allocations.pooling.store(true, Ordering::Relaxed);
+            settle(session)?;
+            // What the pool holds and nobody uses may do; else it grows.
+            let idle =
+                pool_value(session, pool, POOL_RESERVED).saturating_sub(pool_value(session, pool, POOL_USED));
+            let expected = size.saturating_sub(idle);
+            session.quota.take(device, expected)?;
+            let done = replay(answer);
+            session.quota.give(device, expected);
+            done?;
+            if let Err(error) = settle(session) {
+                undo(session, pool, last_word(answer));
+                return Err(error.into());
+            }
+            Ok(())
+        }
+        op::cuMemPoolTrimTo | op::cuDeviceGraphMemTrim => {
+            replay(answer)?;
+            Ok(settle(session)?)
+        }
+        _ => replay(answer),
+    }
+}
+
+/// Takes back memory of a pool that the lease has no room for.
+fn undo(session: &Session, pool: u64, address: u64) {
+    let call = &session.driver.generated;
+    // SAFETY: an address that the driver gave a moment ago, on the default stream; a pool of this worker.
+    unsafe {
+        (call.cuMemFreeAsync)(address, std::ptr::null_mut());
+        (session.driver.call.cuStreamSynchronize)(std::ptr::null_mut());
+        (call.cuMemPoolTrimTo)(pool, 0);
+    }
+    let _ = settle(session);
+}
+
+/// Counts what the pools hold now. An error says that the lease has not so much; it is counted all the same, because it is
+/// there.
+pub fn settle(session: &Session) -> Result<(), Status> {
+    let allocations = &session.allocations;
+    if !allocations.pooling.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    let mut state = allocations.lock();
+    let mut now = vec![0u64; state.pooled.len()];
+    for (&pool, &device) in &state.pools {
+        now[device as usize] += pool_value(session, pool, POOL_RESERVED);
+    }
+    for (device, sum) in now.iter_mut().enumerate() {
+        let mut value = [0u64; 1];
+        let Ok(ordinal) = session.contexts.device(device as u64) else { continue };
+        // SAFETY: the attribute has 8 bytes.
+        let got = unsafe {
+            (session.driver.generated.cuDeviceGetGraphMemAttribute)(
+                ordinal,
+                GRAPH_RESERVED,
+                value.as_mut_ptr().cast(),
+            )
+        };
+        if got == 0 {
+            *sum += value[0];
+        }
+    }
+    let mut outcome = Ok(());
+    for (device, (before, now)) in state.pooled.iter_mut().zip(now).enumerate() {
+        let device = device as u32;
+        if now <= *before {
+            session.quota.give(device, *before - now);
+        } else if let Err(error) = session.quota.take(device, now - *before) {
+            session.quota.overdraw(device, now - *before);
+            outcome = Err(error);
+        }
+        *before = now;
+    }
+    outcome
+}
+
+/// The pool that `cuMemAllocAsync` takes from.
+fn current_pool(session: &Session, device: u32) -> Result<u64, Status> {
+    let mut pool = 0;
+    let ordinal = session.contexts.device(u64::from(device))?;
+    // SAFETY: the out pointer is valid.
+    check(unsafe { (session.driver.generated.cuDeviceGetMemPool)(&mut pool, ordinal) })?;
+    session.allocations.lock().pools.insert(pool, device);
+    Ok(pool)
+}
+
+fn pool_value(session: &Session, pool: u64, attribute: i32) -> u64 {
+    let mut value = [0u64; 1];
+    // SAFETY: the attributes asked for have 8 bytes.
+    let got = unsafe {
+        (session.driver.generated.cuMemPoolGetAttribute)(pool, attribute, value.as_mut_ptr().cast())
+    };
+    if got == 0 { value[0] } else { 0 }
+}
+
+fn released(session: &Session, handle: u64, change: impl FnOnce(&mut Physical)) {
+    let mut state = session.allocations.lock();
+    let Some(physical) = state.physical.get_mut(&handle) else { return };
+    change(physical);
+    if physical.handles == 0 && physical.maps == 0 {
+        session.quota.give(physical.device, physical.bytes);
+        state.physical.remove(&handle);
+    }
+}
+
+fn last_word(answer: &Answer) -> u64 {
+    answer.body.last_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+fn half(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+fn long(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+/// What `CUDA_ARRAY_DESCRIPTOR` and `CUDA_ARRAY3D_DESCRIPTOR` ask for; `None` where that is more than a number.
+fn array_bytes(operation: u16, descriptor: &[u8], levels: u64) -> Option<u64> {
+    let flat = operation == op::cuArrayCreate_v2;
+    let mut sizes = [long(descriptor, 0), long(descriptor, 8), if flat { 1 } else { long(descriptor, 16) }];
+    let format_at = if flat { 16 } else { 24 };
+    let element = match half(descriptor, format_at) {
+        0x01 | 0x08 => 1,
+        0x02 | 0x09 | 0x10 => 2,
+        // 32 bits a channel; formats that this does not know have no more.
+        _ => 4,
+    };
+    let element = u64::from(half(descriptor, format_at + 4)).max(1).checked_mul(element)?;
+    let mut sum = 0u64;
+    for _ in 0..levels.clamp(1, 32) {
+        let cells = sizes.iter().try_fold(1u64, |n, s| n.checked_mul((*s).max(1)))?;
+        sum = sum.checked_add(cells.checked_mul(element)?)?;
+        sizes = sizes.map(|s| s / 2);
+    }
+    sum.checked_next_multiple_of(ARRAY_GRANULE)
+}
+
+/// Bytes of the variables and the code of an image, as far as they can be seen: ELF, PTX text, and fatbins of those that are
+/// not compressed. What cannot be seen here is seen by the supervisor, who reads what the process really has.
+fn image_bytes(image: &[u8]) -> u64 {
+    const FATBIN: u32 = 0xba55_ed50;
+    const ELF: u32 = 0x464c_457f;
+    match half(image, 0) {
+        ELF => elf_bytes(image),
+        FATBIN => {
+            let short = |at: usize| u64::from(half(image, at) & 0xffff);
+            let mut at = short(6) as usize;
+            let mut most = 0;
+            // One of its images is loaded.
+            while at + 64 <= image.len() {
+                let (header, payload) = (half(image, at + 4) as usize, long(image, at + 8));
+                let start = at.saturating_add(header);
+                let end = start.saturating_add(usize::try_from(payload).unwrap_or(usize::MAX));
+                let Some(part) = image.get(start..end) else { break };
+                most = most.max(if half(part, 0) == ELF { elf_bytes(part) } else { ptx_bytes(part) });
+                if end <= at {
+                    break;
+                }
+                at = end;
+            }
+            most
+        }
+        _ => ptx_bytes(image),
+    }
+}
+
+fn elf_bytes(image: &[u8]) -> u64 {
+    const ALLOCATED: u64 = 2;
+    let short = |at: usize| u64::from(half(image, at) & 0xffff);
+    let (table, entry, count) = (long(image, 40), short(58), short(60));
+    (0..count)
+        .filter_map(|i| {
+            let at = usize::try_from(table.checked_add(i.checked_mul(entry)?)?).ok()?;
+            let section = image.get(at..at.checked_add(64)?)?;
+            // Flags and size.
+            (long(section, 8) & ALLOCATED != 0).then(|| long(section, 32))
+        })
+        .fold(0, u64::saturating_add)
+}
+
+/// Sum of the `.global` variables of PTX text.
+fn ptx_bytes(image: &[u8]) -> u64 {
+    let text = String::from_utf8_lossy(image);
+    text.lines()
+        .filter_map(|line| {
+            let line = line.trim_start();
+            let line = line.strip_prefix(".visible ").unwrap_or(line);
+            let declared = line.strip_prefix(".global ")?.split(['=', ';']).next()?;
+            let width = declared.split_whitespace().find_map(|word| {
+                let digits = word.strip_prefix(['.']).and_then(|w| w.strip_prefix(['b', 'u', 's', 'f']))?;
+                digits.parse::<u64>().ok().map(|bits| bits / 8)
+            })?;
+            let cells = declared.split('[').skip(1).try_fold(1u64, |n, rest| {
+                let size = rest.split(']').next()?.trim().parse::<u64>().unwrap_or(1);
+                n.checked_mul(size)
+            })?;
+            width.checked_mul(cells)
+        })
+        .fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_ptx() {
+        let text = ".version 8.0\n.visible .global .align 4 .b8 table[1048576];\n\t.global .align 8 .u64 one = 5;\n\
+                    .visible .entry k()\n{\n ld.global.u32 %r1, [%rd1];\n}\n.global .f32 m[4][8];\n";
+        assert_eq!(image_bytes(text.as_bytes()), 1048576 + 8 + 128);
+        assert_eq!(image_bytes(b""), 0);
+        assert_eq!(
+            ptx_bytes(b".global .b8 x[99999999999999999999];\n.global .b8 y[18446744073709551615][2];"),
+            1
+        );
+    }
+
+    #[test]
+    fn hostile_images_are_counted_without_harm() {
+        for magic in [0xba55_ed50u32, 0x464c_457f] {
+            let mut image = magic.to_le_bytes().to_vec();
+            image.resize(4096, 0xff);
+            image_bytes(&image);
+            image.truncate(70);
+            image_bytes(&image);
+            let mut zeros = magic.to_le_bytes().to_vec();
+            zeros.resize(4096, 0);
+            assert_eq!(image_bytes(&zeros), 0);
+        }
+    }
+
+    #[test]
+    fn arrays() {
+        let descriptor = |words: &[u64]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>();
+        // 1024 x 1024 of four floats.
+        let flat = descriptor(&[1024, 1024, 0x20 | 4 << 32]);
+        assert_eq!(array_bytes(op::cuArrayCreate_v2, &flat, 1), Some(16 << 20));
+        let deep = descriptor(&[64, 64, 64, 0x01 | 1 << 32, 0]);
+        assert_eq!(array_bytes(op::cuArray3DCreate_v2, &deep, 1), Some(256 << 10));
+        assert_eq!(array_bytes(op::cuMipmappedArrayCreate, &deep, 3), Some(320 << 10));
+        let absurd = descriptor(&[u64::MAX, u64::MAX, 0x20 | 4 << 32]);
+        assert_eq!(array_bytes(op::cuArrayCreate_v2, &absurd, 1), None);
+    }
+}
