@@ -11,6 +11,7 @@ fn main() {
     let mut arms = String::new();
     let mut touched = String::new();
     let mut works = Vec::new();
+    let mut takers = Vec::new();
     for (name, class) in gpusession_calls::calls() {
         let Class::Generated { op, params, .. } = class else { continue };
         let arguments: Vec<String> = params.iter().map(|p| c_type(p.kind)).collect();
@@ -35,6 +36,9 @@ fn main() {
         if !handles.is_empty() {
             writeln!(touched, "        {op} => {{ {handles}}}").unwrap();
         }
+        if name.ends_with("Destroy") || matches!(name, "cuMemUnmap" | "cuMemRelease" | "cuMemPoolTrimTo") {
+            takers.push(op.to_string());
+        }
     }
     let source = format!(
         "/// Functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
@@ -47,8 +51,11 @@ fn main() {
          /// Handles in a generated call's first words.\n#[allow(unused_variables)]\n\
          pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
          _ => {{}}\n    }}\n}}\n\n\
-         /// Generated calls that are work of the GPU.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n",
-        works.join(" | ")
+         /// Generated calls that are work of the GPU.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
+         /// Whether a generated call takes away what others may use without naming it.\n\
+         pub fn takes_away(op: u16) -> bool {{\n    matches!(op, {})\n}}\n",
+        works.join(" | "),
+        takers.join(" | ")
     );
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     std::fs::write(out.join("generated.rs"), source).expect("the output folder can be written");

@@ -66,6 +66,8 @@ struct State {
     kept_by: HashMap<u32, usize>,
     /// The frames it keeps, the one it is in first.
     kept: HashMap<usize, Kept>,
+    /// Executors whose next kept frame waits for another one's.
+    held: usize,
     threads: HashSet<u32>,
     last_thread: Option<u32>,
     ended: bool,
@@ -86,8 +88,20 @@ enum Pause {
 }
 
 struct Kept {
-    current: Frame,
-    later: VecDeque<Frame>,
+    /// What the executor is in.
+    current: Option<KeptFrame>,
+    later: VecDeque<KeptFrame>,
+}
+
+struct KeptFrame {
+    frame: Frame,
+    touched: ops::Touched,
+}
+
+impl Kept {
+    fn frames(&self) -> impl Iterator<Item = &KeptFrame> {
+        self.current.iter().chain(&self.later)
+    }
 }
 
 /// See the module.
@@ -167,10 +181,9 @@ impl Replay {
         Ok(received > 0)
     }
 
-    /// Whether the main executor might be blocked with frames behind it.
+    /// Whether the main executor might be, or get, blocked with frames behind it.
     fn watching(&self) -> bool {
-        let state = self.lock();
-        state.busy.is_some() && !state.queue.is_empty()
+        !self.lock().queue.is_empty()
     }
 
     fn enqueue(&self, session: &Arc<Session>, frames: Vec<Frame>) -> io::Result<()> {
@@ -219,7 +232,11 @@ impl Replay {
         if !ops::is_bulk(&current) {
             state.kept_by.insert(current.thread(), blocked);
         }
-        state.kept.insert(blocked, Kept { current, later: VecDeque::new() });
+        let touched = ops::touches(session, &current);
+        state.kept.insert(
+            blocked,
+            Kept { current: Some(KeptFrame { frame: current, touched }), later: VecDeque::new() },
+        );
         match state.idle.pop() {
             Some(next) => {
                 state.main = next;
@@ -292,12 +309,10 @@ impl Replay {
                 let state = &mut *state;
                 while let Some(frame) = state.queue.pop_front() {
                     self.ready.store(state.queue.len() as u64, Ordering::Release);
-                    if let Some(keeper) = keeper(session, state, &frame)
-                        && let Some(kept) = state.kept.get_mut(&keeper)
-                    {
-                        kept.later.push_back(frame);
-                        continue;
-                    }
+                    let frame = match keep(session, state, frame) {
+                        Some(frame) => frame,
+                        None => continue,
+                    };
                     state.queued_bytes -= HEADER + frame.body.len();
                     let now = Instant::now();
                     session.activity.frame(frame.header.op.get(), now);
@@ -305,9 +320,23 @@ impl Replay {
                     return Some((frame, false));
                 }
             } else if let Some(kept) = state.kept.get_mut(&executor.id) {
-                if let Some(frame) = kept.later.pop_front() {
-                    kept.current = frame.clone();
+                let finished = kept.current.take().is_some();
+                if finished && state.held > 0 {
+                    self.changed.notify_all();
+                }
+                if held(&state, executor.id) {
+                    state.held += 1;
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state.held -= 1;
+                    continue;
+                }
+                let next = state.kept.get_mut(&executor.id).and_then(|kept| kept.later.pop_front());
+                if let Some(next) = next {
+                    let frame = next.frame.clone();
                     state.queued_bytes -= HEADER + frame.body.len();
+                    if let Some(kept) = state.kept.get_mut(&executor.id) {
+                        kept.current = Some(next);
+                    }
                     return Some((frame, true));
                 }
                 // Caught up: its threads' frames go in the common order again.
@@ -377,19 +406,36 @@ impl State {
     }
 }
 
-/// Which blocked executor must get this frame, if any: its thread's, or one that keeps a frame it depends on.
-fn keeper(session: &Session, state: &State, frame: &Frame) -> Option<usize> {
+/// Gives the frame to the blocked executor that must get it: its thread's, or one that keeps a frame it depends on. Returns
+/// it if there is none.
+fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
     if state.kept.is_empty() {
-        return None;
+        return Some(frame);
     }
-    if let Some(keeper) = state.kept_by.get(&frame.thread()) {
-        return Some(*keeper);
-    }
-    let mine = ops::touches(session, frame);
-    let depends = |kept: &Kept| {
-        std::iter::once(&kept.current)
-            .chain(&kept.later)
-            .any(|earlier| mine.depends_on(&ops::touches(session, earlier)))
+    let touched = ops::touches(session, &frame);
+    let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
+    let keeper = match state.kept_by.get(&frame.thread()) {
+        Some(keeper) => Some(*keeper),
+        None => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
     };
-    state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id)
+    match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
+        Some(kept) => {
+            kept.later.push_back(KeptFrame { frame, touched });
+            None
+        }
+        None => Some(frame),
+    }
+}
+
+/// Whether the next frame that `keeper` keeps depends on an earlier one that another blocked executor keeps. Waiting follows
+/// the log's order, so no two executors wait for each other.
+fn held(state: &State, keeper: usize) -> bool {
+    let Some(next) = state.kept.get(&keeper).and_then(|kept| kept.later.front()) else { return false };
+    state.kept.iter().any(|(id, kept)| {
+        *id != keeper
+            && kept.frames().any(|earlier| {
+                earlier.frame.header.seq.get() < next.frame.header.seq.get()
+                    && next.touched.depends_on(&earlier.touched)
+            })
+    })
 }

@@ -985,6 +985,62 @@ fn the_limit_holds_for_memory_of_every_kind() {
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 64 * MIB, 0]), Ok(0));
 }
 
+#[test]
+fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
+    const COPIES: u64 = 1200; // more than a stream's queue takes
+    const BLOCKED: u32 = 1;
+    const FREEING: u32 = 2;
+    const RELEASING: u32 = 3;
+    let (flag, data) = (WINDOW, WINDOW + 2 * MIB);
+    // CUstreamBatchMemOpParams: wait until the value is at least 1, write 1.
+    let (wait, write) = ([1u64, flag, 1, 0, 0, 0], [2u64, flag, 1, 0, 0, 0]);
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    for address in [flag, data] {
+        assert_eq!(guest.ask_words(op::ALLOC, &[address, 2 * MIB, 0]), Ok(0));
+    }
+    for slot in [1, 2] {
+        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
+    }
+    assert_eq!(guest.ask_words(300, &[flag, 0, 8, stream(1)]), Ok(0));
+    assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+    let mut seq = guest.seq;
+    let mut frames = Vec::new();
+    let mut push = |thread, operation, body: &dyn Fn(&mut gpusession_proto::frame::Writer<'_>)| {
+        seq += 1;
+        frames.extend_from_slice(&frame_of(thread, operation, seq, body));
+        seq
+    };
+    let batch = |slot: u32, item: [u64; 6]| {
+        move |w: &mut gpusession_proto::frame::Writer<'_>| {
+            w.word(stream(slot));
+            w.word(0);
+            w.bytes(item.as_bytes());
+        }
+    };
+    let mut copies = vec![push(BLOCKED, op::STREAM_BATCH, &batch(1, wait))];
+    for _ in 0..COPIES {
+        copies.push(push(BLOCKED, op::COPY_TO_DEVICE, &|w| {
+            [data, 8, stream(1), 1].into_iter().for_each(|word| w.word(word));
+            w.bytes(&[7; 8]);
+        }));
+    }
+    let freed = push(FREEING, op::FREE, &|w| w.word(data));
+    let released = push(RELEASING, op::STREAM_BATCH, &batch(2, write));
+    guest.seq = seq;
+    guest.write(&frames);
+    // Answers come as the frames are done: the copies first, then the free.
+    let mut done = Vec::new();
+    while done.len() < copies.len() + 2 {
+        let (header, _) = guest.frame().expect("an answer");
+        assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0), "{}", header.seq.get());
+        done.push(header.seq.get());
+    }
+    assert_eq!(done.last(), Some(&freed));
+    assert!(done.contains(&released));
+}
+
 /// Asks for so many bytes that the worker cannot send them all to a client that does not read.
 fn ask_for_much(guest: &mut Raw, threads: u32, requests: u64) -> u64 {
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));

@@ -171,6 +171,12 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
     Ok(())
 }
 
+/// The stream of a `COPY_BOX`, before anything else is looked at; 0 if the frame is too short.
+pub fn box_stream(frame: &Frame) -> u64 {
+    let at = 8 + BOX;
+    frame.body.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
 /// Whether a box names host memory only where the packed bytes are, and stays within them: the worker's own memory is none
 /// of the client's business.
 pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {

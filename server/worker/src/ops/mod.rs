@@ -221,10 +221,13 @@ pub fn is_bulk(frame: &Frame) -> bool {
         && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
 }
 
-/// Objects that a frame works on, as far as the order between client threads depends on them.
+/// What a frame works on, as far as the order between client threads depends on it.
 #[derive(Debug, Default)]
 pub struct Touched {
-    handles: Vec<u64>,
+    /// Handles, without their generation: who reuses a slot stays behind who freed it.
+    objects: Vec<u64>,
+    /// It takes away what others may use without naming it, or waits for all streams: stays behind every frame.
+    everything: bool,
     /// Something on a default stream: ordered with every other stream.
     every_stream: bool,
     some_stream: bool,
@@ -233,23 +236,29 @@ pub struct Touched {
 }
 
 impl Touched {
+    fn object(&mut self, handle: u64) {
+        const GENERATION: u64 = 0xffff << 32;
+        self.objects.push(handle & !GENERATION);
+    }
+
     fn stream(&mut self, session: &Session, handle: u64) {
         if handle <= 2 {
             self.every_stream = true;
             self.some_stream = true;
         } else {
-            self.handles.push(handle);
+            self.object(handle);
             // One that does not synchronise with the default stream is ordered by its own frames only.
-            self.some_stream |= session.streams.get(handle).is_ok_and(|s| !s.non_blocking);
+            self.some_stream |= !session.streams.get(handle).is_ok_and(|s| s.non_blocking);
         }
     }
 
     /// Whether a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
         !earlier.only_waits
-            && ((self.every_stream && earlier.some_stream)
+            && (self.everything
+                || (self.every_stream && earlier.some_stream)
                 || (self.some_stream && earlier.every_stream)
-                || self.handles.iter().any(|h| earlier.handles.contains(h)))
+                || self.objects.iter().any(|h| earlier.objects.contains(h)))
     }
 }
 
@@ -266,47 +275,71 @@ pub fn touches(session: &Session, frame: &Frame) -> Touched {
     }
     match frame.header.op.get() {
         op::LAUNCH => {
-            touched.handles.push(words[0]);
+            touched.object(words[0]);
             touched.stream(session, words[5]);
         }
         op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(session, words[2]),
+        op::COPY_BOX => touched.stream(session, copy::box_stream(frame)),
         op::STREAM_SYNC | op::STREAM_QUERY => {
             touched.stream(session, words[0]);
             touched.only_waits = true;
         }
-        op::EVENT_SYNC | op::EVENT_QUERY | op::EVENT_ELAPSED => {
-            touched.handles.push(words[0]);
+        op::EVENT_SYNC | op::EVENT_QUERY => {
+            touched.object(words[0]);
             touched.only_waits = true;
         }
-        op::CTX_SYNC | op::FREE | op::PRIMARY_RESET => {
-            touched.stream(session, 0);
+        op::EVENT_ELAPSED => {
+            touched.object(words[0]);
+            touched.object(words[1]);
             touched.only_waits = true;
         }
-        op::EVENT_RECORD | op::STREAM_WAIT_EVENT => {
-            touched.handles.push(words[if frame.header.op.get() == op::EVENT_RECORD { 0 } else { 1 }]);
-            touched.stream(session, words[if frame.header.op.get() == op::EVENT_RECORD { 1 } else { 0 }]);
+        op::CTX_SYNC
+        | op::FREE
+        | op::UNMIRROR_HOST
+        | op::MODULE_UNLOAD
+        | op::LIBRARY_UNLOAD
+        | op::CTX_DESTROY
+        | op::PRIMARY_RESET => {
+            touched.everything = true;
+            touched.only_waits = true;
         }
-        op::STREAM_BATCH
-        | op::STREAM_CREATE
-        | op::STREAM_DESTROY
-        | op::CAPTURE_BEGIN
-        | op::CAPTURE_END
-        | op::HOST_FUNC => {
+        op::EVENT_RECORD => {
+            touched.object(words[0]);
+            touched.stream(session, words[1]);
+        }
+        op::STREAM_WAIT_EVENT => {
             touched.stream(session, words[0]);
+            touched.object(words[1]);
+        }
+        op::STREAM_BATCH | op::STREAM_CREATE | op::STREAM_DESTROY | op::CAPTURE_BEGIN | op::HOST_FUNC => {
+            touched.stream(session, words[0])
+        }
+        op::CAPTURE_END => {
+            touched.stream(session, words[0]);
+            touched.object(words[1]);
         }
         op::GRAPH_LAUNCH => {
-            touched.handles.push(words[0]);
+            touched.object(words[0]);
             touched.stream(session, words[1]);
+        }
+        op::GRAPH_INSTANTIATE | op::GRAPH_CLONE | op::GRAPH_UPDATE => {
+            touched.object(words[0]);
+            touched.object(words[1]);
         }
         op::EVENT_CREATE
         | op::EVENT_DESTROY
+        | op::GRAPH_CREATE
         | op::GRAPH_DESTROY
-        | op::GRAPH_EXEC_DESTROY
-        | op::MODULE_UNLOAD => {
-            touched.handles.push(words[0]);
+        | op::GRAPH_NODES
+        | op::GRAPH_ADD
+        | op::GRAPH_EXEC_SET
+        | op::GRAPH_EXEC_DESTROY => touched.object(words[0]),
+        other if crate::generated::takes_away(other) => {
+            touched.everything = true;
+            touched.only_waits = true;
         }
         other => crate::generated::touches(other, &words, &mut |handle, stream| {
-            if stream { touched.stream(session, handle) } else { touched.handles.push(handle) }
+            if stream { touched.stream(session, handle) } else { touched.object(handle) }
         }),
     }
     touched
