@@ -13,12 +13,15 @@ pub mod grant;
 pub mod handle;
 #[cfg(feature = "control")]
 pub mod join;
-pub mod login;
 pub mod message;
 pub mod preface;
 pub mod status;
 pub mod supervise;
 pub mod ticket;
+
+/// What `pam_gpusession.so` tells the client daemon at login, and the answer: a crate of its own, so that the module has
+/// nothing else in it.
+pub use gpusession_login as login;
 
 /// The control plane, generated from `proto/gpusession/v1/pool.proto`.
 #[cfg(feature = "control")]
