@@ -3,6 +3,7 @@
 CARGO ?= cargo
 DESTDIR ?=
 prefix ?= /usr
+sysconfdir ?= /etc
 libexecdir ?= $(prefix)/libexec/gpusession
 # /usr/lib/x86_64-linux-gnu where the distribution has such folders, else /usr/lib64
 multiarch := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -15,11 +16,13 @@ RELEASE := $(OUT)/release
 TOOLS := $(OUT)/tools
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
-CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu
+CARGO_DEB_VERSION := 3.8.0
+CARGO_GENERATE_RPM_VERSION := 0.21.1
+CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu gpusession-manual
 BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
-SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 
-.PHONY: help build programs demo test test-unit test-conformance test-system check docs deny bench gpu-bundle install clean
+.PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,8 +34,9 @@ help:
 	@echo 'make programs     the CUDA test programs'
 	@echo 'make docs         writes generated pages anew (docs/coverage.md)'
 	@echo 'make bench        what can be measured without a GPU'
+	@echo 'make deb rpm      packages for distributions, into target/dist'
 	@echo 'make install      into DESTDIR, after make build'
-	@echo 'make test-system  tests on booted hosts (with a later version)'
+	@echo 'make test-system  installed packages on hosts with a booted systemd (root, systemd-nspawn)'
 
 # ---- building
 
@@ -87,8 +91,13 @@ test-unit:
 test-conformance: build programs
 	@tests/conformance/simgpu
 
+# Needs root and systemd-nspawn. REQUIRE_SYSTEM=1: it is an error if this machine cannot run it.
 test-system:
-	@echo 'test-system: skipped: tests on booted hosts come with a later version (tests/system/README.md)'
+	@.ci/setup system || true
+	@reason=$$(tests/system/run --why-not); if [ -n "$$reason" ]; then \
+		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
+	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb && packaging/build deb --fast --out target/system/dist && \
+		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
 # ---- checking
 
@@ -106,15 +115,34 @@ check: deny
 deny: $(CARGO_DENY)
 	$(CARGO_DENY) --locked check bans licenses sources
 
-# Unoptimised: it is built in a third of the time, and runs for a second.
+# Unoptimised: a tool is built in a third of the time, and runs for a second.
+cargo_install = CARGO_TARGET_DIR=$(TOOLS)/build CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off \
+	CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
+	$(CARGO) install --quiet --locked --no-default-features --root $(TOOLS) $(1) && rm -rf $(TOOLS)/build
+
 $(CARGO_DENY):
 	@.ci/setup build
-	CARGO_TARGET_DIR=$(TOOLS)/build CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off \
-		CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
-		$(CARGO) install --quiet --locked --no-default-features --root $(TOOLS) cargo-deny@$(CARGO_DENY_VERSION)
-	rm -rf $(TOOLS)/build
+	$(call cargo_install,cargo-deny@$(CARGO_DENY_VERSION))
 
-# ---- installing (distribution packages come with a later version: packaging/README.md)
+# ---- distribution packages, into target/dist
+
+deb: build $(TOOLS)/bin/cargo-deb
+	@.ci/setup package
+	@packaging/build deb
+
+rpm: build $(TOOLS)/bin/cargo-generate-rpm
+	@.ci/setup package
+	@packaging/build rpm
+
+$(TOOLS)/bin/cargo-deb:
+	@.ci/setup build
+	$(call cargo_install,--features lzma cargo-deb@$(CARGO_DEB_VERSION))
+
+$(TOOLS)/bin/cargo-generate-rpm:
+	@.ci/setup build
+	$(call cargo_install,cargo-generate-rpm@$(CARGO_GENERATE_RPM_VERSION))
+
+# ---- installing
 
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
@@ -125,13 +153,17 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/pam-configs pam-module/pam-configs/gpusession
 	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1
 	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/sim/libnvidia-ml.so.1
-	install -D -m 644 -t $(DESTDIR)$(unitdir) units/systemd/gpusession.service units/systemd/gpusession.socket
+	install -D -m 644 -t $(DESTDIR)$(unitdir) $(filter-out %.md,$(wildcard units/systemd/*.*))
+	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/sysusers.d units/sysusers.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system.d units/dbus-1/system.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml
 	install -d $(DESTDIR)$(prefix)/share/gpusession
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
-	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md LICENSE-APACHE LICENSE-MIT
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
+	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
+	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession
+	$(RELEASE)/gpusession-manual $(DESTDIR)$(prefix)
 
 clean:
 	$(CARGO) clean

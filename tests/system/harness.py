@@ -1,0 +1,198 @@
+"""What scenarios are written with: hosts, waiting, and checks that are counted and printed one a line."""
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import pkgutil
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+_loader = importlib.machinery.SourceFileLoader("lab", str(HERE / "lab"))
+_spec = importlib.util.spec_from_loader("lab", _loader)
+lab = importlib.util.module_from_spec(_spec)
+_loader.exec_module(lab)
+
+# What the packages and the scenarios need beside the lab's own packages.
+EXTRA = "cron,at,csh,fish"
+CLIENT_PACKAGES = ("gpusession", "gpusession-libs")
+SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
+
+
+class Failed(Exception):
+    """A check that does not hold, with what was seen."""
+
+
+class Result:
+    def __init__(self, command, code, out, seconds):
+        self.command, self.code, self.out, self.seconds = command, code, out.strip(), seconds
+
+    def __str__(self):
+        return f"$ {self.command}\n{self.out}\nexit status {self.code}"
+
+
+class Host:
+    """A booted host of the lab."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def lab(self, *arguments):
+        """A verb of the lab, such as `cut` or `reboot`."""
+        done = subprocess.run([HERE / "lab", arguments[0], self.name, *arguments[1:]], capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(f"lab {' '.join(arguments)}: {done.stderr}")
+
+    def run(self, command, user=None, timeout=60, stdin=None):
+        """Runs a shell command in a unit of its own (as root, or through `su -l` as a user); its Result, whatever it is."""
+        inner = ["su", "-l", user, "-c", command] if user else ["sh", "-c", command]
+        full = [*lab.enter(lab.host(self.name)), "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--service-type=exec",
+                "-E", "LANG=C.UTF-8", "-E", "HOME=/root", "-p", "WorkingDirectory=/root", "-p", f"RuntimeMaxSec={timeout}", "--", *inner]
+        begin = time.monotonic()
+        done = subprocess.run(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, input=stdin, text=True,
+                              errors="replace", **({} if stdin else {"stdin": subprocess.DEVNULL}), timeout=timeout + 30)
+        return Result(f"[{user or 'root'}@{self.name}] {command}", done.returncode, done.stdout, time.monotonic() - begin)
+
+    def ok(self, command, **options):
+        """Runs a command that has to succeed; what it printed."""
+        result = self.run(command, **options)
+        if result.code:
+            raise Failed(str(result))
+        return result.out
+
+    def fails(self, command, **options):
+        """Runs a command that has to fail; what it printed."""
+        result = self.run(command, **options)
+        if not result.code:
+            raise Failed(f"{result}\nthat should have failed")
+        return result.out
+
+    def start(self, unit, command, user=None):
+        """Starts a command that goes on in the background, as a unit whose output is in the journal."""
+        inner = f"exec su -l {user} -c {shlex.quote(command)}" if user else command
+        subprocess.run([*lab.enter(lab.host(self.name)), "systemd-run", "--quiet", "--collect", f"--unit={unit}",
+                        "-p", "StandardOutput=file:/run/" + unit + ".out", "-p", "StandardError=file:/run/" + unit + ".out",
+                        "--", "sh", "-c", inner], check=True, capture_output=True)
+
+    def until(self, command, seconds, what=None, **options):
+        """Repeats a command until it succeeds; what it printed, and how long that took."""
+        begin = time.monotonic()
+        while True:
+            result = self.run(command, **options)
+            took = time.monotonic() - begin
+            if not result.code:
+                return result.out
+            if took > seconds:
+                raise Failed(f"not within {seconds} s: {what or ''}\n{result}")
+            time.sleep(0.1)
+
+    def write(self, path, text, mode="644"):
+        self.ok(f"mkdir -p $(dirname {path}) && cat >{path} && chmod {mode} {path}", stdin=text)
+
+    def push(self, files, folder):
+        done = subprocess.run([HERE / "lab", "push", self.name, *map(str, files), folder], capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stderr)
+
+    def install(self, debs):
+        """Installs packages from files; what they depend on is in the image."""
+        self.push(debs, "/root/debs")
+        names = " ".join(f"/root/debs/{Path(d).name}" for d in debs)
+        return self.ok(f"DEBIAN_FRONTEND=noninteractive dpkg -i {names} 2>&1", timeout=120)
+
+
+class Site:
+    """A client and two GPU servers with simulated GPUs, installed from the packages, joined. Made when first asked for."""
+
+    def __init__(self, debs, programs):
+        self.debs, self.programs = debs, programs
+        self.client, self.servers = Host("client"), [Host("gpu1"), Host("gpu2")]
+        self.ready = False
+
+    def deb(self, name, folder=None):
+        found = sorted((folder or self.debs).glob(f"{name}_*.deb"))
+        if len(found) != 1:
+            raise Failed(f"{folder or self.debs} has {len(found)} packages {name}: make deb")
+        return found[0]
+
+    def boot(self, *names, suite="bookworm"):
+        """Boots hosts of the lab that are not up yet."""
+        environment = dict(os.environ, LAB_SUITE=suite, LAB_EXTRA=EXTRA)
+        done = subprocess.run([HERE / "lab", "up", *names], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stderr)
+
+    def install_server(self, host, devices=2):
+        host.write("/etc/systemd/system/gpuserver.service.d/simulated.conf",
+                   f"[Service]\nEnvironment=SIMGPU_DEVICES={devices}\n")
+        host.install([self.deb("gpuserver"), self.deb("gpusession-libs")])
+        host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{SIM}"\n')
+
+    def install_client(self, host):
+        host.install([self.deb(p) for p in CLIENT_PACKAGES])
+        programs = [self.programs / p for p in ("vectorAdd", "deviceQuery", "killVictim", "manyKernels")]
+        host.push(programs, "/usr/local/bin")
+
+    def down(self):
+        self.ready = False
+        subprocess.run([HERE / "lab", "down"], capture_output=True)
+
+    def explain(self, out):
+        """What helps after a failure: the last words of the services."""
+        for host in [self.client, *self.servers]:
+            with contextlib.suppress(BaseException):
+                text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver; systemctl --failed --no-legend").out
+                out.write(f"    -- journal of {host.name}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
+
+
+class Report:
+    """Counts checks and prints a line for each."""
+
+    def __init__(self):
+        self.passed = self.failed = 0
+        self.scenario, self.start = "", time.monotonic()
+
+    def begin(self, scenario):
+        self.scenario = scenario
+
+    @contextlib.contextmanager
+    def check(self, text):
+        """`with check("what has to hold"):` around what raises Failed when it does not."""
+        begin = time.monotonic()
+        note = []
+        try:
+            yield note.append
+        except (Failed, AssertionError, subprocess.SubprocessError) as error:
+            self.failed += 1
+            self._line("FAIL", begin, text)
+            print("".join(f"    {line}\n" for line in str(error).splitlines()), end="", flush=True)
+        else:
+            self.passed += 1
+            self._line("ok", begin, text + (f": {'; '.join(note)}" if note else ""))
+
+    def _line(self, verdict, begin, text):
+        print(f"{verdict:4} {time.monotonic() - begin:6.1f} s  {self.scenario}: {text}", flush=True)
+
+    def broken(self, error):
+        self.failed += 1
+        print(f"FAIL           {self.scenario}: could not be set up or broke off: {type(error).__name__}: {error}", flush=True)
+
+    def end(self):
+        print(f"system: {self.passed} passed, {self.failed} failed, {time.monotonic() - self.start:.0f} s")
+        return 1 if self.failed else 0
+
+
+def expect(seen, wanted, what="output"):
+    """Fails unless `wanted` is part of what was seen."""
+    if wanted not in seen:
+        raise Failed(f"{what} lacks {wanted!r}:\n{seen}")
+
+
+def scenarios():
+    """The scenarios by name, in the order in which they run."""
+    found = {m.name: importlib.import_module(f"scenarios.{m.name}") for m in pkgutil.iter_modules([str(HERE / "scenarios")])}
+    return dict(sorted(found.items(), key=lambda item: item[1].ORDER))

@@ -1,0 +1,40 @@
+"""From bare hosts to a program on a leased GPU: install, join by token, boot leases, login."""
+from harness import expect
+
+ORDER = 10
+
+CLIENT = """
+[[lease]]
+name = "everyone"
+gpus = 2
+memory = "50%"
+"""
+
+
+def run(site, check):
+    client, servers = site.client, site.servers
+    with check("three hosts boot"):
+        site.boot("client", "gpu1", "gpu2")
+    with check("packages install on both servers"):
+        for server in servers:
+            site.install_server(server)
+    with check("packages install on the client"):
+        site.install_client(client)
+    with check("one server is the authority of a pool and runs"):
+        servers[0].ok("gpuserver pool init")
+        servers[0].ok("systemctl start gpuserver && systemctl is-active gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
+        servers[0].until("gpuserver status", 20)
+        expect(servers[0].ok("gpuserver gpus"), "simulated GPU")
+    with check("the client joins by a token from a credential when it starts"):
+        token = servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
+        client.write("/etc/credstore/gpusession.token", token, "600")
+        client.write("/etc/gpusession/conf.d/lease.toml", CLIENT)
+        client.write("/etc/gpusession/servers.toml", '[[server]]\naddress = "gpu1"\n')
+        client.ok("systemctl enable --now gpusession")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+    with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("after a reboot the GPUs are there again"):
+        client.lab("reboot")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
