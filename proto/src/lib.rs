@@ -8,6 +8,7 @@
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
+pub mod changes;
 pub mod frame;
 pub mod grant;
 pub mod handle;

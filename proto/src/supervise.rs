@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
+/// [`Start::staging_bytes`] where nothing else is said.
+pub const STAGING: u64 = 256 << 20;
 
 /// From the supervisor to the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,6 +69,8 @@ pub struct Start {
     pub warm: bool,
     /// Seconds a worker waits for a lost client to come back.
     pub resume_grace_s: u32,
+    /// Bytes of host memory that mirrors of the client's memory and images on their way may each take.
+    pub staging_bytes: u64,
 }
 
 /// One GPU of a worker.

@@ -115,6 +115,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
+        staging_bytes: gpusession_proto::supervise::STAGING,
     };
     let registry = Arc::new(LocalRegistry::open(&config.state_dir, gpus, clock.clone(), random.clone())?);
     let supervisor = Supervisor::new(options, clock.clone(), random.clone())?;

@@ -7,6 +7,14 @@ __global__ void triple(int *values, int count) {
 }
 
 __managed__ int managed_variable = 5;
+__managed__ int managed_table[3000] = {1, 2, 3};
+__managed__ int *managed_pointer;
+
+// Reaches managed memory through a pointer that is itself a managed variable.
+__global__ void through_pointer(int count) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) managed_pointer[i] += managed_table[i % 3];
+}
 
 int main() {
     const int count = 100000;
@@ -19,11 +27,38 @@ int main() {
         CHECK(cudaDeviceSynchronize());
         for (int i = 0; i < count; i++) EXPECT(values[i] == 3 * (i + round));
     }
+    EXPECT(managed_variable == 5 && managed_table[2] == 3 && managed_table[2999] == 0);
     managed_variable = 7;
     triple<<<1, 1>>>(&managed_variable, 1);
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
     EXPECT(managed_variable == 21);
+
+    for (int i = 0; i < count; i++) values[i] = i;
+    managed_pointer = values;
+    managed_table[1] = 20;
+    through_pointer<<<(count + 255) / 256, 256>>>(count);
+    CHECK(cudaDeviceSynchronize());
+    const int add[] = {1, 20, 3};
+    for (int i = 0; i < count; i++) EXPECT(values[i] == i + add[i % 3]);
+    // Filled and copied by the device; the host writes beside it.
+    CHECK(cudaMemset(values, 0, count * sizeof(int) / 2));
+    CHECK(cudaMemcpy(values + count - 3000, managed_table, sizeof managed_table, cudaMemcpyDefault));
+    CHECK(cudaDeviceSynchronize());
+    EXPECT(values[0] == 0 && values[count / 2 - 1] == 0 && values[count / 2] == count / 2 + add[count / 2 % 3]);
+    EXPECT(values[count - 2999] == 20 && values[count - 1] == 0);
+    int back = 0;
+    managed_variable = 11;
+    CHECK(cudaMemcpy(&back, &managed_variable, sizeof back, cudaMemcpyDefault));
+    EXPECT(back == 11);
+    CHECK(cudaMemcpyFromSymbol(&back, managed_variable, sizeof back));
+    EXPECT(back == 11);
+    cudaPointerAttributes attributes;
+    for (const void *pointer : {static_cast<const void *>(values + 5), static_cast<const void *>(&managed_variable)}) {
+        CHECK(cudaPointerGetAttributes(&attributes, pointer));
+        EXPECT(attributes.type == cudaMemoryTypeManaged && attributes.devicePointer == pointer);
+        EXPECT(attributes.hostPointer == pointer);
+    }
     CHECK(cudaFree(values));
     std::printf("managed: %d values right\n", count);
     return 0;

@@ -66,6 +66,8 @@ pub struct Client {
     pub devices: Vec<Device>,
     /// Contexts that the program created, by handle.
     pub created: RwLock<HashMap<u64, Created>>,
+    /// Where pinned memory of ours lies.
+    pub host_arena: std::ops::Range<u64>,
     window: Mutex<Window>,
     slots: Mutex<HashMap<u8, Slots>>,
     lost: AtomicBool,
@@ -167,8 +169,8 @@ impl gpusession_link::Events for Events {
         crate::streams::call_host(id);
     }
 
-    fn host_changed(&self, address: u64, bytes: &[u8]) {
-        crate::mapped::changed(address, bytes);
+    fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {
+        crate::mapped::changed(region, offset, bytes);
     }
 
     fn lost(&self, reason: &str) {
@@ -241,6 +243,7 @@ impl Client {
             driver_version: driver_version.min(NEWEST),
             devices,
             created: RwLock::default(),
+            host_arena: window::host_arena(base),
             window: Mutex::new(Window::new(base)),
             slots: Mutex::default(),
             lost: AtomicBool::new(false),

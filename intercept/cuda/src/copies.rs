@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
+use crate::api::copy::{Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN};
+use crate::entry::{INVALID_VALUE, Result, UNKNOWN};
 use crate::streams::Stream;
 use crate::{mapped, ranges, thread};
 
@@ -24,7 +25,7 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
         return Err(INVALID_VALUE);
     }
     if stream.capture().is_some() {
-        return Err(NOT_SUPPORTED);
+        return capture(client, Cuboid::row((DEVICE, target), (HOST, source as u64), len), stream);
     }
     mapped::upload(client)?;
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
@@ -57,6 +58,20 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
     client.late()
 }
 
+/// A copy with host memory on a stream that captures: a node, whose launches exchange the host memory.
+pub fn capture(client: &Client, mut cuboid: Cuboid, stream: &Stream) -> Result {
+    let capture = stream.capture().ok_or(UNKNOWN)?;
+    let (ids, regions) = cuboid.name_regions(client)?;
+    let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
+    client.call(op::COPY_HOST, |w| {
+        w.word(stream.handle);
+        ids.iter().for_each(|id| w.word(*id));
+        w.bytes(&words);
+    })?;
+    capture.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
+    Ok(())
+}
+
 /// Device to host. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
 pub fn from_device(
     client: &Client,
@@ -75,8 +90,9 @@ pub fn from_device(
         return Err(INVALID_VALUE);
     }
     if stream.capture().is_some() {
-        return Err(NOT_SUPPORTED);
+        return capture(client, Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
     }
+    mapped::upload(client)?;
     let wait = wait || !ranges::is_pinned(target as u64, len as u64);
     let down = &client.link.down;
     let bulk = len > INLINE_MAX;

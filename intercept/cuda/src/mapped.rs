@@ -1,110 +1,367 @@
-//! Host memory that the device can see (mapped pinned memory, managed memory). It lives on both sides at one address: what
-//! the program has changed goes up before work is launched, what the device has changed comes back when the program
-//! synchronises. A program and a kernel that poll the same memory while both run are not supported.
+//! Host memory that the device can see: mapped pinned memory, managed memory, and host memory that a graph's copies name. The
+//! worker has a mirror of each region; what the program has changed goes up before work is launched, what the device has
+//! changed comes back when the program synchronises. A program and a kernel that poll the same memory while both run are not
+//! supported.
+//!
+//! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name goes up before launches of
+//! those graphs: nobody else promises that it still exists.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::collections::{BTreeSet, HashMap};
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::changes::{self, BLOCK};
+use gpusession_proto::frame::{mirror, op};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
 use crate::client::{Client, word};
-use crate::entry::Result;
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
+use crate::ranges::{self, Kind};
 
-const PAGE: usize = 4096;
-
-struct Region {
+/// One region.
+pub struct Region {
+    id: u64,
     base: usize,
-    shadow: Vec<u8>,
-    device: u64,
+    len: usize,
+    kind: u64,
+    /// The program's own memory, which is not registered: it lives as long as its program says, unknown to us.
+    pageable: bool,
+    device: AtomicU64,
+    /// Kernels can name it.
+    everywhere: AtomicBool,
+    /// What the worker knows; empty once the memory is gone.
+    shadow: Mutex<Vec<u8>>,
 }
 
-static REGIONS: Mutex<Vec<Region>> = Mutex::new(Vec::new());
+static REGIONS: RwLock<Vec<Arc<Region>>> = RwLock::new(Vec::new());
 /// While there is none, launches pay one load.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
+static NEXT: AtomicU64 = AtomicU64::new(1);
+/// One thread at a time sends changes, so that an older state never follows a newer one.
+static SENDING: Mutex<()> = Mutex::new(());
 
-/// Makes host memory visible to the device; returns the device's address for it.
-pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
-    map_as(client, base, size, false)
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The same for managed memory, which counts as the device's.
-pub fn map_managed(client: &Client, base: u64, size: u64) -> Result<u64> {
-    map_as(client, base, size, true)
+fn regions() -> Vec<Arc<Region>> {
+    REGIONS.read().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-fn map_as(client: &Client, base: u64, size: u64, managed: bool) -> Result<u64> {
-    let start = base as usize & !(PAGE - 1);
-    let len = (base as usize + size as usize).next_multiple_of(PAGE) - start;
-    {
-        let regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = regions.iter().find(|r| r.base == start && r.shadow.len() == len) {
-            return Ok(region.device + (base - start as u64));
+impl Region {
+    fn new(base: u64, len: u64, kind: u64, pageable: bool, everywhere: bool) -> Self {
+        Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            base: base as usize,
+            len: len as usize,
+            kind,
+            pageable,
+            device: AtomicU64::new(0),
+            everywhere: AtomicBool::new(everywhere),
+            shadow: Mutex::new(vec![0; len as usize]),
         }
     }
-    let reply = client.call(op::MIRROR_HOST, |w| {
-        w.word(start as u64);
-        w.word(len as u64);
-        w.word(u64::from(managed));
-    })?;
-    let device = word(&mut reply.reader())?;
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    regions.push(Region { base: start, shadow: vec![0; len], device });
-    COUNT.store(regions.len(), Ordering::Relaxed);
-    Ok(device + (base - start as u64))
-}
 
-/// The memory is about to be freed.
-pub fn unmap(client: &Client, base: u64) -> Result {
-    let start = base as usize & !(PAGE - 1);
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(at) = regions.iter().position(|r| r.base == start) else { return Ok(()) };
-    regions.remove(at);
-    COUNT.store(regions.len(), Ordering::Relaxed);
-    drop(regions);
-    client.post(op::UNMIRROR_HOST, |w| w.word(start as u64)).map(|_| ())
-}
+    /// Its number, by which the worker knows it.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
 
-/// Sends what the program has changed. Call before work is launched.
-#[inline]
-pub fn upload(client: &Client) -> Result {
-    if COUNT.load(Ordering::Relaxed) == 0 { Ok(()) } else { upload_changed(client) }
-}
+    fn contains(&self, address: usize, len: usize) -> bool {
+        address >= self.base && len <= self.len && address - self.base <= self.len - len
+    }
 
-fn upload_changed(client: &Client) -> Result {
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    for region in regions.iter_mut() {
-        for offset in (0..region.shadow.len()).step_by(PAGE) {
-            // SAFETY: the region is mapped until `unmap`; the program may write to it meanwhile, as on a local card.
-            let now = unsafe { std::slice::from_raw_parts((region.base + offset) as *const u8, PAGE) };
-            let shadow = &mut region.shadow[offset..offset + PAGE];
-            if now != shadow {
-                shadow.copy_from_slice(now);
-                client.post(op::WRITE_HOST, |w| {
-                    w.word((region.base + offset) as u64);
-                    w.bytes(shadow);
-                })?;
+    /// Sends what the program has changed.
+    fn upload(&self, client: &Client) -> Result {
+        let _order = lock(&SENDING);
+        let mut body = Vec::new();
+        let send = |body: &mut Vec<u8>| {
+            client
+                .post(op::WRITE_HOST, |w| {
+                    w.word(self.id);
+                    w.words(body);
+                })
+                .map(|_| body.clear())
+        };
+        for offset in (0..self.len).step_by(BLOCK) {
+            // The reader of the connection takes this lock too: it is not held while frames are sent.
+            let mut shadow = lock(&self.shadow);
+            if shadow.is_empty() {
+                return Ok(());
+            }
+            let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
+            // SAFETY: the memory lives until `forget`, or as long as the graphs that are launched with it. The program may write
+            // to it meanwhile, as on a local card.
+            let now = unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, shadow.len()) };
+            if now == shadow {
+                continue;
+            }
+            let mut copy = [0; BLOCK];
+            let copy = &mut copy[..shadow.len()];
+            copy.copy_from_slice(now);
+            if self.kind == mirror::DEVICE {
+                changes::push(&mut body, offset as u64, copy);
+            } else {
+                changes::push_differing(&mut body, offset as u64, shadow, copy);
+            }
+            shadow.copy_from_slice(copy);
+            if body.len() >= changes::FRAME {
+                send(&mut body)?;
             }
         }
+        if body.is_empty() { Ok(()) } else { send(&mut body) }
     }
-    Ok(())
+}
+
+/// Makes a region known to the worker.
+fn create(client: &Client, region: Region) -> Result<Arc<Region>> {
+    let region = Arc::new(region);
+    // Known before the worker answers: what the memory holds there already comes before the answer.
+    REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
+    let made = client.call(op::MIRROR_HOST, |w| {
+        w.word(region.id);
+        w.word(region.kind);
+        w.word(region.base as u64);
+        w.word(region.len as u64);
+    });
+    match made.and_then(|reply| word(&mut reply.reader())) {
+        Ok(device) => {
+            region.device.store(device, Ordering::Relaxed);
+            COUNT.fetch_add(1, Ordering::Relaxed);
+            Ok(region)
+        }
+        Err(status) => {
+            drop_region(&region);
+            Err(status)
+        }
+    }
+}
+
+fn drop_region(region: &Arc<Region>) {
+    REGIONS.write().unwrap_or_else(PoisonError::into_inner).retain(|r| !Arc::ptr_eq(r, region));
+    lock(&region.shadow).clear();
+}
+
+/// Serialises the making of regions, so that none is made twice.
+static MAKING: Mutex<()> = Mutex::new(());
+
+fn find(address: usize, len: usize) -> Option<Arc<Region>> {
+    let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
+    regions.iter().find(|r| r.contains(address, len)).cloned()
+}
+
+/// The region of an allocation of pinned or registered memory.
+fn of_pinned(client: &Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Region>> {
+    let _making = lock(&MAKING);
+    if let Some(known) = find(base as usize, size as usize).filter(|r| !r.pageable) {
+        return Ok(known);
+    }
+    // With unified addressing kernels use pinned memory of ours by its own address.
+    let kind = if matches!(kind, Kind::Host(_)) { mirror::SAME } else { mirror::ANYWHERE };
+    create(client, Region::new(base, size, kind, false, false))
+}
+
+/// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
+pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
+    let kind = ranges::find(base).filter(|r| r.base == base).ok_or(INVALID_VALUE)?.kind;
+    if kind == Kind::Managed {
+        return Ok(base);
+    }
+    let region = of_pinned(client, base, size, kind)?;
+    region.everywhere.store(true, Ordering::Relaxed);
+    Ok(region.device.load(Ordering::Relaxed))
+}
+
+/// An address among a kernel's parameters, or that a copy or fill takes for the device's: pinned memory counts as mapped from
+/// its first use on.
+pub fn named(client: &Client, address: u64) -> Result {
+    if !client.host_arena.contains(&address) {
+        return Ok(());
+    }
+    match ranges::find(address) {
+        Some(range) if matches!(range.kind, Kind::Host(_)) => map(client, range.base, range.size).map(|_| ()),
+        _ => Ok(()),
+    }
+}
+
+/// Makes managed memory of a program: device memory at `base`, which this process has mapped there too.
+pub fn map_managed(client: &Client, base: u64, size: u64) -> Result {
+    create(client, Region::new(base, size, mirror::DEVICE, false, true)).map(|_| ())
+}
+
+/// Makes a managed variable, which the driver has put at an address of its own choice, accessible to the program there.
+pub fn map_variable(client: &Client, base: u64, size: u64) -> Result {
+    const PAGE: usize = 4096;
+    static PAGES: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+    let _making = lock(&MAKING);
+    if find(base as usize, size as usize).is_some() {
+        return Ok(());
+    }
+    let end = (base as usize).checked_add(size as usize).ok_or(NOT_SUPPORTED)?;
+    let mut pages = lock(&PAGES);
+    for page in (base as usize & !(PAGE - 1)..end).step_by(PAGE) {
+        if pages.contains(&page) {
+            continue;
+        }
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED_NOREPLACE;
+        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let (Some(hint), Some(len)) = (NonZeroUsize::new(page), NonZeroUsize::new(PAGE)) else {
+            return Err(NOT_SUPPORTED);
+        };
+        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program.
+        let mapped = unsafe { mmap_anonymous(Some(hint), len, prot, flags) };
+        if mapped.map(|m| m.as_ptr() as usize) != Ok(page) {
+            crate::trace::why(&format!(
+                "a __managed__ variable at {base:#x} cannot be shown to the program: it has other memory there"
+            ));
+            return Err(NOT_SUPPORTED);
+        }
+        pages.insert(page);
+    }
+    drop(pages);
+    // Pages stay, and an unloaded variable may have left something.
+    // SAFETY: pages of ours; the program has not been told of the variable yet.
+    unsafe { std::ptr::write_bytes(base as *mut u8, 0, size as usize) };
+    create(client, Region::new(base, size, mirror::MANAGED, false, true)).map(|_| ())
+}
+
+/// The region that a graph's copy means by `len` bytes of host memory from `address`, and where in it they are.
+pub fn for_graph(client: &Client, address: u64, len: u64) -> Result<(Arc<Region>, u64)> {
+    if len == 0 || address == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let known = ranges::find(address).filter(|r| r.kind.on_host() && r.size - (address - r.base) >= len);
+    let region = match known {
+        Some(range) => of_pinned(client, range.base, range.size, range.kind)?,
+        None => pageable(client, address as usize, len as usize)?,
+    };
+    let offset = address - region.base as u64;
+    Ok((region, offset))
+}
+
+fn pageable(client: &Client, address: usize, len: usize) -> Result<Arc<Region>> {
+    let _making = lock(&MAKING);
+    reap(client)?;
+    let mut overlaps = false;
+    for region in regions() {
+        if region.contains(address, len) {
+            return Ok(region);
+        }
+        overlaps |= address < region.base + region.len && region.base < address + len;
+    }
+    if overlaps {
+        // Two mirrors of the same bytes would each miss what happens to the other within a graph.
+        crate::trace::why("copies of graphs name overlapping parts of pageable memory: allocate it pinned");
+        return Err(NOT_SUPPORTED);
+    }
+    create(client, Region::new(address as u64, len as u64, mirror::ANYWHERE, true, false))
+}
+
+/// Gives up regions of pageable memory that no graph names any more.
+fn reap(client: &Client) -> Result {
+    // One reference is in `regions`, one in the list that this looks at.
+    let dead: Vec<_> = regions().into_iter().filter(|r| r.pageable && Arc::strong_count(r) == 2).collect();
+    if dead.is_empty() || crate::streams::capturing() {
+        return Ok(());
+    }
+    // A graph that is gone may still run.
+    client.call(op::CTX_SYNC, |_| {})?;
+    dead.iter().try_for_each(|region| discard(client, region))
+}
+
+fn discard(client: &Client, region: &Arc<Region>) -> Result {
+    drop_region(region);
+    COUNT.fetch_sub(1, Ordering::Relaxed);
+    client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ())
+}
+
+/// The memory that starts at `base` is about to be freed or unregistered; the caller has synchronised.
+pub fn unmap(client: &Client, base: u64) -> Result {
+    let gone: Vec<_> = regions().into_iter().filter(|r| r.base == base as usize && !r.pageable).collect();
+    gone.iter().try_for_each(|region| discard(client, region))
+}
+
+/// Sends what the program has changed in memory that kernels can name. Call before work is launched.
+#[inline]
+pub fn upload(client: &Client) -> Result {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        Ok(())
+    } else {
+        upload_where(client, |r| r.everywhere.load(Ordering::Relaxed))
+    }
+}
+
+/// After a host function: work behind it may read what it has written. Pageable memory may be gone.
+pub fn upload_after_host_function(client: &Client) -> Result {
+    if COUNT.load(Ordering::Relaxed) == 0 { Ok(()) } else { upload_where(client, |r| !r.pageable) }
+}
+
+fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
+    regions().iter().filter(|r| wanted(r)).try_for_each(|region| region.upload(client))
 }
 
 /// The worker says what the device has changed.
-pub fn changed(address: u64, bytes: &[u8]) {
-    let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    let address = address as usize;
-    let Some(region) = regions.iter_mut().find(|r| address >= r.base && address - r.base < r.shadow.len())
-    else {
+pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
+    let Some(region) = regions().into_iter().find(|r| r.id == region) else { return };
+    let mut shadow = lock(&region.shadow);
+    let offset = offset as usize;
+    let Some(known) = offset.checked_add(bytes.len()).and_then(|end| shadow.get_mut(offset..end)) else {
         return;
     };
-    let offset = address - region.base;
-    let Some(shadow) = region.shadow.get_mut(offset..offset + bytes.len()) else { return };
-    for (i, (old, new)) in shadow.iter_mut().zip(bytes).enumerate() {
-        // Only what the device has changed: the program may have written beside it meanwhile.
-        if old != new {
-            *old = *new;
-            // SAFETY: inside a region that is mapped until `unmap`, which waits for this lock.
-            unsafe { ((address + i) as *mut u8).write_volatile(*new) };
+    known.copy_from_slice(bytes);
+    // SAFETY: inside memory that lives until `discard`, which takes this lock, or as long as the graphs that wrote to it run.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (region.base + offset) as *mut u8, bytes.len()) };
+}
+
+/// Regions that graphs and executable graphs name, by handle.
+static BY_GRAPH: Mutex<Option<HashMap<u64, Vec<Arc<Region>>>>> = Mutex::new(None);
+/// Graphs of nodes that were made or told, for nodes whose copy is changed.
+static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
+
+/// A graph, executable or not, names these regions from now on.
+pub fn graph_names(graph: u64, named: &[Arc<Region>]) {
+    if named.is_empty() {
+        return;
+    }
+    let mut graphs = lock(&BY_GRAPH);
+    let known = graphs.get_or_insert_default().entry(graph).or_default();
+    for region in named {
+        if !known.iter().any(|r| Arc::ptr_eq(r, region)) {
+            known.push(region.clone());
         }
     }
+}
+
+/// What a graph names.
+pub fn graph_regions(graph: u64) -> Vec<Arc<Region>> {
+    lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph).cloned()).unwrap_or_default()
+}
+
+/// A graph is gone.
+pub fn forget_graph(graph: u64) {
+    if let Some(graphs) = lock(&BY_GRAPH).as_mut() {
+        graphs.remove(&graph);
+    }
+    if let Some(nodes) = lock(&GRAPH_OF).as_mut() {
+        nodes.retain(|_, of| *of != graph);
+    }
+}
+
+/// A node belongs to a graph.
+pub fn node_of(node: u64, graph: u64) {
+    lock(&GRAPH_OF).get_or_insert_default().insert(node, graph);
+}
+
+/// The graph of a node.
+pub fn graph_of(node: u64) -> Option<u64> {
+    lock(&GRAPH_OF).as_ref().and_then(|nodes| nodes.get(&node).copied())
+}
+
+/// Sends what the program has changed in memory that this executable graph's copies name.
+pub fn upload_for_graph(client: &Client, exec: u64) -> Result {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return Ok(());
+    }
+    graph_regions(exec).iter().try_for_each(|region| region.upload(client))
 }

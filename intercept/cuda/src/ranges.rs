@@ -1,7 +1,7 @@
 //! What the program's pointers are: device memory and pinned host memory by address.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 /// What an address range is.
@@ -19,12 +19,19 @@ pub enum Kind {
     Registered(u32),
     /// `cuMemAllocManaged`
     Managed,
+    /// A module's `__managed__` variable.
+    ManagedVariable,
 }
 
 impl Kind {
     /// Whether the program may touch it.
     pub fn on_host(self) -> bool {
-        matches!(self, Self::Host(_) | Self::Registered(_) | Self::Managed)
+        matches!(self, Self::Host(_) | Self::Registered(_)) || self.managed()
+    }
+
+    /// Whether it is managed memory.
+    pub fn managed(self) -> bool {
+        matches!(self, Self::Managed | Self::ManagedVariable)
     }
 
     /// Whether kernels and copies take it as device memory.
@@ -50,11 +57,21 @@ pub struct Range {
 
 static RANGES: RwLock<BTreeMap<u64, Range>> = RwLock::new(BTreeMap::new());
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+static PINNED: AtomicUsize = AtomicUsize::new(0);
 
 /// Remembers an allocation.
 pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+    if matches!(kind, Kind::Host(_)) {
+        PINNED.fetch_add(1, Ordering::Relaxed);
+    }
     RANGES.write().unwrap_or_else(PoisonError::into_inner).insert(base, Range { base, size, kind, ctx, id });
+}
+
+/// Whether the program has pinned memory of ours.
+#[inline]
+pub fn any_pinned() -> bool {
+    PINNED.load(Ordering::Relaxed) != 0
 }
 
 /// The allocation that an address lies in.
@@ -88,6 +105,9 @@ pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
     let range = *ranges.get(&base)?;
     if !fits(range.kind) {
         return None;
+    }
+    if matches!(range.kind, Kind::Host(_)) {
+        PINNED.fetch_sub(1, Ordering::Relaxed);
     }
     ranges.remove(&base)
 }

@@ -12,6 +12,7 @@ use crate::client::{self, Client};
 use crate::entry::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
+use crate::mapped::Region;
 use crate::thread;
 
 /// What a null stream means to the variant of a call.
@@ -65,6 +66,8 @@ pub struct Capture {
     pub invalid: AtomicBool,
     /// Graph to capture into, 0 for a new one.
     pub graph: u64,
+    /// Host memory that its copies name.
+    pub named: Mutex<Vec<Arc<Region>>>,
 }
 
 static STREAMS: RwLock<Vec<Option<Arc<Stream>>>> = RwLock::new(Vec::new());
@@ -314,6 +317,7 @@ pub fn begin(stream: &Stream, mode: i32, graph: u64) {
         origin: stream.handle,
         invalid: AtomicBool::new(false),
         graph,
+        named: Mutex::default(),
     });
     OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(capture.clone());
     CAPTURES.fetch_add(1, Ordering::Relaxed);
@@ -411,6 +415,7 @@ fn run_host() {
         }
         if let Ok(client) = client::get() {
             // A link that is gone has nobody who waits.
+            let _ = crate::mapped::upload_after_host_function(client);
             let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         }
         host = HOST.lock().unwrap_or_else(PoisonError::into_inner);

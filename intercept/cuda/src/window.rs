@@ -60,6 +60,37 @@ pub fn withdraw(base: u64) {
     }
 }
 
+/// Addresses of the arena for pinned memory that belongs to the window at `base`.
+pub fn host_arena(base: u64) -> std::ops::Range<u64> {
+    base + DEVICE_WINDOW..base + DEVICE_WINDOW + HOST_ARENA
+}
+
+/// Replaces a part of our own reservation: with memory that the program may use, or with an unused reservation again.
+fn remap(address: u64, len: u64, usable: bool) -> Result {
+    let fixed = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
+    let (prot, flags) = match usable {
+        true => (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, fixed),
+        false => (ProtFlags::PROT_NONE, fixed | MapFlags::MAP_NORESERVE),
+    };
+    let (Some(hint), Some(length)) = (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize))
+    else {
+        return Err(OUT_OF_MEMORY);
+    };
+    // SAFETY: a part of our own reservation: nobody uses it yet, or its owner has freed it.
+    unsafe { mmap_anonymous(Some(hint), length, prot, flags) }.map(|_| ()).map_err(|_| OUT_OF_MEMORY)
+}
+
+/// Gives managed memory a face that the program may touch.
+pub fn open(address: u64, size: u64) -> Result {
+    remap(address, size.next_multiple_of(GRANULE), true)
+}
+
+/// Takes it back.
+pub fn close(address: u64, size: u64) {
+    // What cannot be unmapped is replaced when it is used again.
+    let _ = remap(address, size.next_multiple_of(GRANULE), false);
+}
+
 /// Free ranges of an address range, first fit.
 struct Free {
     ranges: BTreeMap<u64, u64>,
@@ -164,9 +195,15 @@ impl Window {
             let address = self.device.take(GRANULE, GRANULE).ok_or(OUT_OF_MEMORY)?;
             return Ok(Step::Map { address, size: GRANULE, slab: true });
         }
-        let len = size.checked_next_multiple_of(GRANULE).ok_or(OUT_OF_MEMORY)?;
+        let (address, size) = self.allocate_whole(size)?;
+        Ok(Step::Map { address, size, slab: false })
+    }
+
+    /// An allocation of whole granules, which the worker must map: address and size.
+    pub fn allocate_whole(&mut self, size: u64) -> Result<(u64, u64)> {
+        let len = size.checked_next_multiple_of(GRANULE).filter(|len| *len > 0).ok_or(OUT_OF_MEMORY)?;
         let address = self.device.take(len, GRANULE).ok_or(OUT_OF_MEMORY)?;
-        Ok(Step::Map { address, size: len, slab: false })
+        Ok((address, len))
     }
 
     /// The worker has mapped what `allocate` asked for.
@@ -229,33 +266,14 @@ impl Window {
         const PAGE: u64 = 4096;
         let len = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
         let address = self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)?;
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
-        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        let (Some(hint), Some(length)) =
-            (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize))
-        else {
-            return Err(OUT_OF_MEMORY);
-        };
-        // SAFETY: replaces a part of our own PROT_NONE reservation that nobody uses.
-        match unsafe { mmap_anonymous(Some(hint), length, prot, flags) } {
-            Ok(_) => Ok(address),
-            Err(_) => {
-                self.host.give(address, len);
-                Err(OUT_OF_MEMORY)
-            }
-        }
+        remap(address, len, true).inspect_err(|_| self.host.give(address, len))?;
+        Ok(address)
     }
 
     /// Gives host memory back.
     pub fn free_host(&mut self, address: u64, size: u64) {
         let len = size.next_multiple_of(4096);
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
-        if let (Some(hint), Some(length)) =
-            (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize))
-        {
-            // SAFETY: replaces an allocation of the arena that its owner has freed by an unused reservation.
-            let _ = unsafe { mmap_anonymous(Some(hint), length, ProtFlags::PROT_NONE, flags) };
-        }
+        let _ = remap(address, len, false);
         self.host.give(address, len);
     }
 }

@@ -17,7 +17,7 @@ struct Quiet;
 impl Events for Quiet {
     fn output(&self, _: &[u8], _: &[u8]) {}
     fn call_host(&self, _: &Arc<Link>, _: u64) {}
-    fn host_changed(&self, _: u64, _: &[u8]) {}
+    fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
     fn lost(&self, _: &str) {}
 }
 

@@ -13,6 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use gpusession_proto::changes;
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::{self, Preface};
@@ -64,7 +65,7 @@ pub trait Events: Send + Sync {
     /// A host function of a stream is due; `done` is sent by whoever has run it.
     fn call_host(&self, link: &Arc<Link>, id: u64);
     /// The device has changed host memory of the program that it can see.
-    fn host_changed(&self, address: u64, bytes: &[u8]);
+    fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]);
     /// The worker is gone.
     fn lost(&self, reason: &str);
 }
@@ -466,7 +467,11 @@ impl Link {
                     self.events.call_host(&link, id);
                 }
             }
-            op::HOST_CHANGED => self.events.host_changed(r.word().map_err(bad)?, r.bytes().map_err(bad)?),
+            op::HOST_CHANGED => {
+                let region = r.word().map_err(bad)?;
+                let part = |offset, bytes: &[u8]| self.events.host_changed(region, offset, bytes);
+                changes::read(&mut r, part).map_err(bad)?;
+            }
             op::END => return Err(io::Error::other(r.text().map_err(bad)?.to_owned())),
             _ => return Err(io::Error::other("unknown frame from the worker")),
         }

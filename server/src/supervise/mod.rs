@@ -79,6 +79,8 @@ pub struct Options {
     pub idle_exit: Duration,
     /// How long a worker waits for a lost client.
     pub resume_grace: Duration,
+    /// Bytes of host memory that a worker may keep for its client's mapped memory.
+    pub staging_bytes: u64,
 }
 
 /// What a worker is doing.
@@ -614,6 +616,7 @@ impl Supervisor {
             module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
             warm: true,
             resume_grace_s: options.resume_grace.as_secs() as u32,
+            staging_bytes: options.staging_bytes,
         };
         let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
         let (stop, stops) = mpsc::unbounded_channel();

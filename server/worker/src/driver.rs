@@ -92,6 +92,8 @@ functions! {
     cuCtxCreate_v2(*mut Handle, u32, i32);
     cuCtxDestroy_v2(Handle);
     cuCtxSetCurrent(Handle);
+    cuCtxPushCurrent_v2(Handle);
+    cuCtxPopCurrent_v2(*mut Handle);
     cuCtxSynchronize();
     cuCtxSetLimit(i32, usize);
     cuCtxGetLimit(*mut usize, i32);
@@ -109,6 +111,7 @@ functions! {
     cuMemHostRegister_v2(*mut c_void, usize, u32);
     cuMemHostUnregister(*mut c_void);
     cuMemHostGetDevicePointer_v2(*mut Address, *mut c_void, u32);
+    cuMemsetD8Async(Address, u8, usize, Handle);
     cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
     cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
     cuMemcpy3DAsync_v2(*const c_void, Handle);
@@ -130,6 +133,7 @@ functions! {
     cuEventSynchronize(Handle);
     cuEventQuery(Handle);
     cuEventElapsedTime(*mut f32, Handle, Handle);
+    cuPointerGetAttribute(*mut c_void, i32, Address);
     cuModuleLoadDataEx(*mut Handle, *const c_void, u32, *const i32, *const *mut c_void);
     cuModuleUnload(Handle);
     cuModuleGetFunction(*mut Handle, Handle, *const c_char);
@@ -180,11 +184,14 @@ functions! {
     cuGraphAddEmptyNode(*mut Handle, Handle, *const Handle, usize);
     cuGraphAddEventRecordNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphExecUpdate_v2(Handle, Handle, *mut c_void);
     cuGraphExecKernelNodeSetParams_v2(Handle, Handle, *const c_void);
     cuGraphExecMemcpyNodeSetParams(Handle, Handle, *const c_void, Handle);
     cuGraphExecMemsetNodeSetParams(Handle, Handle, *const c_void, Handle);
+    cuGraphExecHostNodeSetParams(Handle, Handle, *const c_void);
+    cuGraphHostNodeSetParams(Handle, *const c_void);
     cuGraphKernelNodeSetParams_v2(Handle, *const c_void);
     cuGraphMemcpyNodeSetParams(Handle, *const c_void);
     cuGraphMemsetNodeSetParams(Handle, *const c_void);

@@ -23,6 +23,13 @@ struct Call {
     keep: bool,
 }
 
+/// `CUDA_HOST_NODE_PARAMS`
+#[repr(C)]
+pub struct HostNode {
+    run: extern "C" fn(*mut c_void),
+    data: *mut c_void,
+}
+
 extern "C" fn run(data: *mut c_void) {
     let call = data.cast::<Call>();
     // SAFETY: `data` came from `Box::into_raw` in `enqueue`; one that is not kept runs once.
@@ -34,6 +41,7 @@ extern "C" fn run(data: *mut c_void) {
     // Data copied before this point must be there before the function runs.
     let mut frames = Vec::new();
     session.landing.sweep(&session, &mut frames);
+    session.mirrors.write_back(&session, &mut frames, true);
     session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
     session.send_frames(&frames);
     let calls = &session.host_calls;
@@ -54,6 +62,13 @@ impl HostCalls {
             drop(unsafe { Box::from_raw(data) });
         }
         queued
+    }
+
+    /// The parameters of a graph's node that calls the client's function `id`. The graph, its copies and its executable
+    /// forms share what they point at, so it lives as long as the worker.
+    pub fn node(session: &Arc<Session>, id: u64) -> HostNode {
+        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, keep: true }));
+        HostNode { run, data: data.cast() }
     }
 
     /// The client has run it.

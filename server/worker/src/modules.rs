@@ -15,12 +15,14 @@ pub struct Images {
     folder: Option<PathBuf>,
     memory: Mutex<HashMap<Hash, Arc<Vec<u8>>>>,
     partial: Mutex<HashMap<Hash, Vec<u8>>>,
+    limit: u64,
 }
 
 impl Images {
-    /// With a folder that is shared by the server's workers, if there is one.
-    pub fn new(folder: Option<&str>) -> Self {
-        Self { folder: folder.map(PathBuf::from), memory: Mutex::default(), partial: Mutex::default() }
+    /// With a folder that is shared by the server's workers, if there is one. What has come of images that are not whole yet
+    /// may take `limit` bytes, but one image may always be as long as images may be.
+    pub fn new(folder: Option<&str>, limit: u64) -> Self {
+        Self { folder: folder.map(PathBuf::from), memory: Mutex::default(), partial: Mutex::default(), limit }
     }
 
     fn file(&self, hash: &Hash) -> Option<PathBuf> {
@@ -49,6 +51,10 @@ impl Images {
             return Err(());
         }
         let mut partial = self.partial.lock().unwrap_or_else(PoisonError::into_inner);
+        let others: u64 = partial.iter().filter(|(h, _)| **h != hash).map(|(_, p)| p.len() as u64).sum();
+        if others > self.limit {
+            return Err(());
+        }
         let image = partial.entry(hash).or_default();
         image.extend_from_slice(piece);
         if image.len() as u64 > total {

@@ -20,6 +20,7 @@ use crate::modules::Images;
 use crate::ops::Answer;
 use crate::ops::allocations::Allocations;
 use crate::ops::memory::Memory;
+use crate::ops::mirror::Mirrors;
 use crate::output::Output;
 use crate::quota::Quota;
 use crate::supervise::Supervisor;
@@ -57,6 +58,8 @@ pub struct Session {
     pub quota: Arc<Quota>,
     /// Memory that other calls than `ALLOC` allocate.
     pub allocations: Allocations,
+    /// Host memory of the client that the device sees.
+    pub mirrors: Mirrors,
     /// Images by content.
     pub images: Images,
     /// Small data from the device on its way.
@@ -89,7 +92,8 @@ impl Session {
     ) -> Self {
         Self {
             driver,
-            images: Images::new(start.module_cache.as_deref()),
+            images: Images::new(start.module_cache.as_deref(), start.staging_bytes),
+            mirrors: Mirrors::new(start.staging_bytes),
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),
             supervisor: quota.supervisor.clone(),

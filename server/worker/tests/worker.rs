@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use gpusession_link::lanes::{HostRange, chunk_header};
 use gpusession_link::tls;
 use gpusession_proto::frame::{
-    CHUNK, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, op,
+    CHUNK, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, mirror, op,
 };
 use gpusession_proto::handle;
 use gpusession_proto::preface::{self, Preface};
-use gpusession_proto::supervise::{FromWorker, ToWorker};
+use gpusession_proto::supervise::{FromWorker, STAGING, ToWorker};
 use harness::{
     CALLER, Client, KEY, MIB, Machine, Options, PATIENCE, Random, Raw, WINDOW, WINDOW_SIZE, Worker, event,
     exists, frame, frame_of, stream,
@@ -598,6 +598,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
         assert!(matches!(guest.ask_words(300, &[WINDOW, 0, len, 0]), Ok(status) if status != 0));
         let written = guest.ask(op::WRITE_HOST, |w| {
             w.word(len);
+            w.word(0);
             w.bytes(&[1; 64]);
         });
         assert_eq!(written, Ok(INVALID_VALUE));
@@ -609,11 +610,22 @@ fn absurd_counts_are_errors_and_nothing_else() {
     for (address, len) in
         [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
     {
-        let mirrored = guest.ask_words(op::MIRROR_HOST, &[address, len, 0]);
-        assert!(matches!(mirrored, Ok(status) if status != 0), "{len} at {address:#x}: {mirrored:?}");
+        for kind in 0..5 {
+            let mirrored = guest.ask_words(op::MIRROR_HOST, &[1, kind, address, len]);
+            assert!(
+                matches!(mirrored, Ok(status) if status != 0),
+                "{kind}: {len} at {address:#x}: {mirrored:?}"
+            );
+        }
     }
-    assert!(matches!(guest.ask_words(op::MIRROR_HOST, &[WINDOW, 4096, 0]), Ok(status) if status != 0));
-    assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[WINDOW]), Ok(INVALID_VALUE));
+    // Where the worker has the window, what is no managed variable, what is not allocated, a kind that is none.
+    for (kind, at) in
+        [(mirror::SAME, WINDOW), (mirror::MANAGED, WINDOW), (mirror::DEVICE, WINDOW + 2 * MIB), (4, WINDOW)]
+    {
+        let mirrored = guest.ask_words(op::MIRROR_HOST, &[1, kind, at, 4096]);
+        assert!(matches!(mirrored, Ok(status) if status != 0), "{kind}: {mirrored:?}");
+    }
+    assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[1]), Ok(INVALID_VALUE));
     // Inline data of another length than announced.
     let copied = guest.ask(op::COPY_TO_DEVICE, |w| {
         [WINDOW, 4096, 0, 1].into_iter().for_each(|word| w.word(word));
@@ -623,6 +635,61 @@ fn absurd_counts_are_errors_and_nothing_else() {
     // A node, a kernel or memory that is none.
     assert!(matches!(guest.ask_words(348, &[0x1234]), Ok(status) if status != 0));
     assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
+}
+
+#[test]
+fn mirrors_are_bounded_and_copies_stay_within_them() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    const AT: u64 = 0x10_0000;
+    const HALF: u64 = STAGING / 4;
+    let mirrored = |guest: &mut Raw, id: u64, len: u64| {
+        guest.ask_words(op::MIRROR_HOST, &[id, mirror::ANYWHERE, AT + 24, len])
+    };
+    assert_eq!(mirrored(&mut guest, 1, 4096), Ok(0));
+    assert_eq!(mirrored(&mut guest, 1, 4096), Ok(INVALID_VALUE), "a number that is in use");
+    assert_eq!(mirrored(&mut guest, 2, HALF), Ok(0));
+    // A mirror and what the client knows of it are two copies.
+    assert_eq!(mirrored(&mut guest, 3, HALF), Ok(OUT_OF_MEMORY));
+    assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[2]), Ok(0));
+    assert_eq!(mirrored(&mut guest, 3, HALF), Ok(0), "what is given up counts no more");
+    let write = |guest: &mut Raw, offset: u64, len: usize| {
+        guest.ask(op::WRITE_HOST, |w| {
+            w.word(1);
+            w.word(offset);
+            w.bytes(&vec![1; len]);
+        })
+    };
+    assert_eq!(write(&mut guest, 4000, 96), Ok(0));
+    for (offset, len) in [(4000, 97), (4096, 1), (u64::MAX, 1), (u64::MAX - 7, 8)] {
+        assert_eq!(write(&mut guest, offset, len), Ok(INVALID_VALUE), "{len} at {offset}");
+    }
+    // Copies between device memory and a mirror, one row: source from an offset, length, regions of source and target.
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    let copy = |guest: &mut Raw, offset: u64, len: u64, regions: [u64; 2]| {
+        const HOST: u64 = 1;
+        const DEVICE: u64 = 2;
+        let source = [0, 0, 0, 0, HOST, offset, 0, 0, 0, len, 1];
+        let target = [0, 0, 0, 0, DEVICE, 0, WINDOW, 0, 0, len, 1];
+        let words: Vec<u8> =
+            source.iter().chain(&target).chain(&[len, 1, 1]).flat_map(|w| w.to_le_bytes()).collect();
+        guest.ask(op::COPY_HOST, |w| {
+            w.word(0);
+            regions.iter().for_each(|region| w.word(*region));
+            w.bytes(&words);
+        })
+    };
+    assert_eq!(copy(&mut guest, 96, 4000, [1, 0]), Ok(0));
+    for (offset, len, regions) in
+        [(97, 4000, [1, 0]), (u64::MAX, 8, [1, 0]), (0, 8, [0, 0]), (0, 8, [9, 0]), (0, 8, [1, 1])]
+    {
+        assert_eq!(
+            copy(&mut guest, offset, len, regions),
+            Ok(INVALID_VALUE),
+            "{len} at {offset} {regions:?}"
+        );
+    }
 }
 
 /// A lane of this guest, with the proof that it belongs to it.

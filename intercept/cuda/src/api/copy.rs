@@ -6,8 +6,9 @@ use std::sync::Arc;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
 use crate::client::{self, Client, string, unavailable};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, driver, take};
-use crate::ranges::{self, Kind};
+use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
+use crate::mapped::Region;
+use crate::ranges;
 use crate::streams::{Stream, find};
 use crate::{copies, mapped, thread};
 
@@ -18,6 +19,8 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
         return Ok(());
     }
     stream.usable()?;
+    mapped::named(client, target)?;
+    mapped::named(client, source)?;
     mapped::upload(client)?;
     let sure = ranges::is_device(target, len as u64) && ranges::is_device(source, len as u64);
     let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
@@ -32,7 +35,7 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
 
 /// Which side of a copy an address is on.
 fn on_device(address: u64) -> bool {
-    ranges::find(address).is_some_and(|r| r.kind.on_device() && r.kind != Kind::Managed)
+    ranges::find(address).is_some_and(|r| r.kind.on_device() && !r.kind.managed())
 }
 
 /// A copy between addresses that say themselves what they are.
@@ -49,6 +52,10 @@ fn unified(
         (true, false) => copies::to_device(client, target, source as usize, len, stream),
         (false, true) => copies::from_device(client, target as usize, source, len, stream, wait),
         (false, false) => {
+            if !wait && stream.capture().is_some() {
+                let cuboid = Cuboid::row((HOST, target), (HOST, source), len);
+                return copies::capture(client, cuboid, stream);
+            }
             // In order with the stream's work, then by the program's own CPU.
             stream.not_captured()?;
             client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
@@ -172,6 +179,8 @@ fn fill(
     let stream = find(client, stream, default)?;
     stream.usable()?;
     client.late()?;
+    mapped::named(client, target)?;
+    mapped::upload(client)?;
     let sure = len.is_some_and(|len| ranges::is_device(target, len as u64));
     let seq = client.post_if(sure, operation, |w| {
         for argument in arguments {
@@ -204,8 +213,10 @@ fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<us
 }
 
 /// `CUmemorytype`
-const HOST: u32 = 1;
-const DEVICE: u32 = 2;
+/// See above.
+pub const HOST: u32 = 1;
+/// See above.
+pub const DEVICE: u32 = 2;
 const ARRAY: u32 = 3;
 const UNIFIED: u32 = 4;
 
@@ -335,6 +346,50 @@ impl Cuboid {
         Ok(())
     }
 
+    /// A copy of one row between two places, each a kind of memory and an address: target, source.
+    pub fn row(target: (u32, u64), source: (u32, u64), len: usize) -> Self {
+        let side = |(kind, address): (u32, u64)| Side {
+            x: 0,
+            y: 0,
+            z: 0,
+            lod: 0,
+            kind,
+            host: address,
+            device: address,
+            array: 0,
+            reserved: 0,
+            pitch: len,
+            height: 1,
+        };
+        Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
+    }
+
+    /// Names host memory by region and offset, as a worker takes it in graphs. Returns the regions of source and target; 0 is
+    /// not host memory.
+    pub fn name_regions(&mut self, client: &Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
+        let (width, height, depth) = (self.width, self.height, self.depth);
+        if width == 0 || height == 0 || depth == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let (mut ids, mut regions) = ([0; 2], Vec::new());
+        for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
+            if side.kind != HOST {
+                continue;
+            }
+            if ranges::find(side.host).is_some_and(|r| r.kind.managed()) {
+                (side.kind, side.device) = (DEVICE, side.host);
+                continue;
+            }
+            let (first, last) = (side.row(0, 0), side.row(height - 1, depth - 1));
+            let len = last.checked_sub(first).and_then(|n| n.checked_add(width)).ok_or(INVALID_VALUE)?;
+            let (region, offset) = mapped::for_graph(client, first as u64, len as u64)?;
+            (side.x, side.y, side.z, side.host) = (0, 0, 0, offset);
+            *id = region.id();
+            regions.push(region);
+        }
+        Ok((ids, regions))
+    }
+
     /// Whether a side is host memory: source, target.
     pub fn host_sides(&self) -> (bool, bool) {
         (self.source.kind == HOST, self.target.kind == HOST)
@@ -364,6 +419,9 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
     let rows = || (0..depth).flat_map(|z| (0..height).map(move |y| (y, z)));
     let direction = match cuboid.host_sides() {
         (true, true) => {
+            if stream.capture().is_some() {
+                return copies::capture(client, cuboid, stream);
+            }
             stream.not_captured()?;
             client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
             for (y, z) in rows() {
@@ -383,7 +441,7 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
         (false, true) => 2,
     };
     if direction != 0 && stream.capture().is_some() {
-        return Err(NOT_SUPPORTED);
+        return copies::capture(client, cuboid, stream);
     }
     mapped::upload(client)?;
     let host = cuboid;

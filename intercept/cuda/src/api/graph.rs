@@ -1,6 +1,7 @@
 //! Graphs.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
@@ -8,9 +9,10 @@ use gpusession_proto::handle;
 use super::copy::Cuboid;
 use super::launch::Params;
 use crate::client::{self, Client, word};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
+use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
-use crate::streams::{self, find};
+use crate::mapped::Region;
+use crate::streams::{self, HostFunction, find};
 use crate::{events, mapped, thread};
 
 /// Kinds of a node in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
@@ -22,6 +24,7 @@ mod node {
     pub const RECORD: u64 = 4;
     pub const WAIT: u64 = 5;
     pub const CHILD: u64 = 6;
+    pub const HOST: u64 = 7;
 }
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
@@ -77,6 +80,14 @@ pub struct SetNode {
     height: usize,
 }
 
+/// `CUDA_HOST_NODE_PARAMS`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct HostNode {
+    function: Option<extern "C" fn(*mut c_void)>,
+    data: *mut c_void,
+}
+
 /// `CUgraphExecUpdateResultInfo`
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -91,34 +102,50 @@ const _: () = assert!(size_of::<SetNode>() == 40 && size_of::<UpdateInfo>() == 2
 /// What a node does, ready to be written.
 enum Content {
     Kernel(KernelNode),
-    Copy(Box<Cuboid>, u64),
+    Copy { cuboid: Box<Cuboid>, ctx: u64, ids: [u64; 2], regions: Vec<Arc<Region>> },
     Set(SetNode, u64),
     Empty,
     Record(u64),
     Wait(u64),
     Child(u64),
+    Host(u64),
 }
 
 impl Content {
     fn kind(&self) -> u64 {
         match self {
             Self::Kernel(_) => node::KERNEL,
-            Self::Copy(..) => node::COPY,
+            Self::Copy { .. } => node::COPY,
             Self::Set(..) => node::SET,
             Self::Empty => node::EMPTY,
             Self::Record(_) => node::RECORD,
             Self::Wait(_) => node::WAIT,
             Self::Child(_) => node::CHILD,
+            Self::Host(_) => node::HOST,
         }
     }
 
     fn copy(copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
         let mut cuboid = take(copy)?;
         cuboid.resolve()?;
-        if cuboid.host_sides() != (false, false) {
-            return Err(NOT_SUPPORTED);
+        let ctx = super::context::named(ctx)?;
+        let (ids, regions) = cuboid.name_regions(client::get()?)?;
+        Ok(Self::Copy { cuboid: Box::new(cuboid), ctx, ids, regions })
+    }
+
+    fn host(host: *const HostNode) -> Result<Self> {
+        let host = take(host)?;
+        let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
+        Ok(Self::Host(streams::register_host(client::get()?, function, true)?))
+    }
+
+    /// Host memory that a graph with this node exchanges at its launches.
+    fn regions(&self) -> Vec<Arc<Region>> {
+        match self {
+            Self::Copy { regions, .. } => regions.clone(),
+            Self::Child(graph) => mapped::graph_regions(*graph),
+            _ => Vec::new(),
         }
-        Ok(Self::Copy(Box::new(cuboid), super::context::named(ctx)?))
     }
 
     fn write(&self, w: &mut Writer<'_>) -> Result {
@@ -129,6 +156,7 @@ impl Content {
                 let function = functions::find(func as u64)?;
                 let params = Params { each: kernel.each, extra: kernel.extra };
                 params.check(&function)?;
+                params.name_memory(client::get()?, &function)?;
                 w.word(function.handle);
                 for dimension in kernel.grid.iter().chain(&kernel.block) {
                     w.word(u64::from(*dimension));
@@ -136,10 +164,11 @@ impl Content {
                 w.word(u64::from(kernel.shared));
                 params.write(&function, w)?;
             }
-            Self::Copy(cuboid, ctx) => {
+            Self::Copy { cuboid, ctx, ids, .. } => {
                 let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
                 w.bytes(&words);
                 w.word(*ctx);
+                ids.iter().for_each(|id| w.word(*id));
             }
             Self::Set(set, ctx) => {
                 let words = [
@@ -154,7 +183,9 @@ impl Content {
                 w.word(*ctx);
             }
             Self::Empty => {}
-            Self::Record(object) | Self::Wait(object) | Self::Child(object) => w.word(*object),
+            Self::Record(object) | Self::Wait(object) | Self::Child(object) | Self::Host(object) => {
+                w.word(*object)
+            }
         }
         Ok(())
     }
@@ -176,7 +207,10 @@ fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, c
         w.bytes(after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
     })?;
-    give(node, word(&mut reply.reader())?)
+    let new = word(&mut reply.reader())?;
+    mapped::node_of(new, graph as u64);
+    mapped::graph_names(graph as u64, &content.regions());
+    give(node, new)
 }
 
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
@@ -185,13 +219,16 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
     content.write(&mut w)?;
     w.finish();
-    client
-        .call(op::GRAPH_EXEC_SET, |w| {
-            w.word(exec as u64);
-            w.word(node);
-            w.words(&frame[gpusession_proto::frame::HEADER..]);
-        })
-        .map(|_| ())
+    client.call(op::GRAPH_EXEC_SET, |w| {
+        w.word(exec as u64);
+        w.word(node);
+        w.words(&frame[gpusession_proto::frame::HEADER..]);
+    })?;
+    let graph = if exec.is_null() { mapped::graph_of(node) } else { Some(exec as u64) };
+    if let Some(graph) = graph {
+        mapped::graph_names(graph, &content.regions());
+    }
+    Ok(())
 }
 
 fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result {
@@ -207,7 +244,10 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
         w.word(flags);
     });
     match made {
-        Ok(_) => give(exec, new as *mut c_void),
+        Ok(_) => {
+            mapped::graph_names(new, &mapped::graph_regions(graph as u64));
+            give(exec, new as *mut c_void)
+        }
         Err(status) => {
             client.retire(new);
             Err(status)
@@ -230,6 +270,7 @@ fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *m
         let node = word(&mut r)?;
         // SAFETY: the program says that the arrays have `count` elements.
         unsafe { from.add(i).write(node) };
+        mapped::node_of(node, graph as u64);
         if which == 2 {
             let node = word(&mut r)?;
             if !to.is_null() {
@@ -246,6 +287,7 @@ fn destroy(client: &Client, graph: u64, kind: u8, operation: u16) -> Result {
         return Err(INVALID_VALUE);
     }
     client.post(operation, |w| w.word(graph))?;
+    mapped::forget_graph(graph);
     client.retire(graph);
     Ok(())
 }
@@ -305,6 +347,7 @@ driver! {
         let stream = find(client, stream, default)?;
         stream.usable()?;
         mapped::upload(client)?;
+        mapped::upload_for_graph(client, exec as u64)?;
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);
@@ -323,6 +366,7 @@ driver! {
             w.word(new);
             w.word(graph as u64);
         })?;
+        mapped::graph_names(new, &mapped::graph_regions(graph as u64));
         give(clone, new as *mut c_void)
     }
 
@@ -356,6 +400,29 @@ driver! {
         node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, set: *const SetNode, ctx: *mut c_void,
     ) {
         add(node, graph, after, count, &Content::Set(take(set)?, super::context::named(ctx)?))
+    }
+
+    fn cuGraphAddHostNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, host: *const HostNode) {
+        add(node, graph, after, count, &Content::host(host)?)
+    }
+
+    fn cuGraphExecHostNodeSetParams(exec: *mut c_void, node: u64, host: *const HostNode) {
+        set(exec, node, &Content::host(host)?)
+    }
+
+    fn cuGraphHostNodeSetParams(node: u64, host: *const HostNode) {
+        set(std::ptr::null_mut(), node, &Content::host(host)?)
+    }
+
+    fn cuGraphNodeFindInClone(found: *mut u64, original: u64, clone: *mut c_void) {
+        let client = client::get()?;
+        let reply = client.call(op::cuGraphNodeFindInClone, |w| {
+            w.word(original);
+            w.word(clone as u64);
+        })?;
+        let node = word(&mut reply.reader())?;
+        mapped::node_of(node, clone as u64);
+        give(found, node)
     }
 
     fn cuGraphAddEmptyNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize) {
@@ -428,6 +495,9 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
     })?;
     let mut r = reply.reader();
     let told = client.told(reply.status);
+    if told.is_ok() {
+        mapped::graph_names(exec as u64, &mapped::graph_regions(graph as u64));
+    }
     let (result, from, node) =
         (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));
     Ok((told, result as i32, from, node))

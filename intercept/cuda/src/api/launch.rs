@@ -8,8 +8,8 @@ use gpusession_proto::frame::{Writer, op};
 use crate::client::{self, Client};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::functions::{self, Function};
-use crate::mapped;
 use crate::streams::{self, find};
+use crate::{mapped, ranges};
 
 /// Bytes of a `CUlaunchAttribute`.
 const ATTRIBUTE: usize = 72;
@@ -111,6 +111,29 @@ impl Params {
         bytes(pointer, size)
     }
 
+    /// Pinned memory that a parameter points into counts as mapped from now on.
+    #[inline]
+    pub fn name_memory(self, client: &Client, function: &Function) -> Result {
+        if !ranges::any_pinned() {
+            return Ok(());
+        }
+        let words = |bytes: &[u8]| {
+            bytes.chunks_exact(8).try_for_each(|word| {
+                mapped::named(client, u64::from_le_bytes(word.try_into().unwrap_or_default()))
+            })
+        };
+        if self.each.is_null() {
+            return words(self.buffer()?);
+        }
+        for (i, param) in function.params.iter().enumerate() {
+            // SAFETY: as in `write`.
+            words(unsafe {
+                std::slice::from_raw_parts(self.each.add(i).read().cast::<u8>(), param.size as usize)
+            })?;
+        }
+        Ok(())
+    }
+
     /// Whether a list and pointers are both absent although the kernel has parameters, or both given.
     pub fn check(self, function: &Function) -> Result {
         let absent = self.each.is_null() && self.extra.is_null();
@@ -134,6 +157,7 @@ fn launch(
     params.check(&function)?;
     let stream = find(client, stream.0, stream.1)?;
     stream.usable()?;
+    params.name_memory(client, &function)?;
     mapped::upload(client)?;
     let mut hasher = DefaultHasher::new();
     (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);

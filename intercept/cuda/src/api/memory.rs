@@ -7,12 +7,12 @@ use gpusession_proto::frame::op;
 
 use crate::client::{self, Client, word};
 use crate::entry::{
-    HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
-    Result, alias, driver, give, give_optional,
+    HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
+    OUT_OF_MEMORY, Result, alias, driver, give, give_optional,
 };
 use crate::ranges::{self, Kind};
 use crate::streams::{self, find};
-use crate::window::{GRANULE, Step};
+use crate::window::{self, GRANULE, Step};
 use crate::{mapped, thread};
 
 /// Allocates device memory in the current context; the caller records what it is.
@@ -69,8 +69,7 @@ fn free(client: &Client, address: u64) -> Result {
         Kind::Managed => {
             client.call(op::CTX_SYNC, |_| {})?;
             mapped::unmap(client, range.base)?;
-            client.window().free_host(range.base, range.size);
-            return Ok(());
+            window::close(range.base, range.size);
         }
         Kind::Pool => {
             client.call(op::CTX_SYNC, |_| {})?;
@@ -223,20 +222,67 @@ driver! {
             return Err(INVALID_VALUE);
         }
         streams::allowed()?;
-        let base = client.window().allocate_host(size as u64)?;
-        match mapped::map_managed(client, base, size as u64) {
-            Ok(device) if device == base => {
-                ranges::add(base, size as u64, Kind::Managed, ctx);
-                give(address, base)
-            }
-            other => {
-                if other.is_ok() {
-                    mapped::unmap(client, base)?;
-                }
-                client.window().free_host(base, size as u64);
-                Err(other.err().unwrap_or(NOT_SUPPORTED))
-            }
+        client.late()?;
+        free_postponed(client)?;
+        let (base, len) = client.window().allocate_whole(size as u64)?;
+        let device = client.device_of(ctx)?;
+        let made = client.call(op::ALLOC, |w| {
+            w.word(base);
+            w.word(len);
+            w.word(u64::from(device));
+        });
+        if let Err(status) = made {
+            client.window().refused(base, len);
+            return Err(status);
         }
+        client.window().mapped(ctx, base, len, false);
+        ranges::add(base, size as u64, Kind::Managed, ctx);
+        let shown = window::open(base, size as u64).and_then(|()| mapped::map_managed(client, base, size as u64));
+        if let Err(status) = shown {
+            free(client, base)?;
+            return Err(status);
+        }
+        give(address, base)
+    }
+
+    fn cuMemAdvise(address: u64, len: usize, advice: i32, device: i32) {
+        advise(address, len, advice, device)
+    }
+
+    fn cuMemAdvise_v2(address: u64, len: usize, advice: i32, location: u64) {
+        advise(address, len, advice, device_at(location))
+    }
+
+    fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz [default] (address: u64, len: usize, device: i32, stream: *mut c_void) {
+        prefetch(address, len, device, find(client::get()?, stream, default)?.ctx)
+    }
+
+    fn cuMemPrefetchAsync_v2 / cuMemPrefetchAsync_v2_ptsz [default] (
+        address: u64, len: usize, location: u64, flags: u32, stream: *mut c_void,
+    ) {
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        prefetch(address, len, device_at(location), find(client::get()?, stream, default)?.ctx)
+    }
+
+    fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) {
+        range_attribute(data, size, attribute, address, len)
+    }
+
+    fn cuMemRangeGetAttributes(
+        data: *const *mut c_void, sizes: *const usize, attributes: *const i32, count: usize, address: u64, len: usize,
+    ) {
+        if data.is_null() || sizes.is_null() || attributes.is_null() || count == 0 {
+            return Err(INVALID_VALUE);
+        }
+        for i in 0..count {
+            // SAFETY: the program says that the arrays have `count` elements.
+            let (data, size, attribute) =
+                unsafe { (data.add(i).read(), sizes.add(i).read(), attributes.add(i).read()) };
+            range_attribute(data, size, attribute, address, len)?;
+        }
+        Ok(())
     }
 
     fn cuMemAllocAsync / cuMemAllocAsync_ptsz [default] (address: *mut u64, size: usize, stream: *mut c_void) {
@@ -338,6 +384,66 @@ driver! {
     }
 }
 
+/// `CU_DEVICE_CPU`, and what `cuMemRangeGetAttribute` says where there is no device to name.
+const CPU: i32 = -1;
+const NO_DEVICE: i32 = -2;
+
+/// The device that a `CUmemLocation` names: type in the low word (1: a device), id in the high one.
+fn device_at(location: u64) -> i32 {
+    const DEVICE: u32 = 1;
+    if location as u32 == DEVICE { (location >> 32) as i32 } else { CPU }
+}
+
+/// The managed allocation that all of a range lies in.
+fn managed(address: u64, len: usize) -> Result {
+    let range = ranges::find(address).filter(|r| r.kind.managed()).ok_or(INVALID_VALUE)?;
+    if len == 0 || len as u64 > range.size - (address - range.base) { Err(INVALID_VALUE) } else { Ok(()) }
+}
+
+/// Where managed memory should rather be: it is where it has to be for each launch, whatever a program advises.
+fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
+    const ADVICE: std::ops::RangeInclusive<i32> = 1..=6;
+    let client = client::get()?;
+    thread::context()?;
+    managed(address, len)?;
+    if !ADVICE.contains(&advice) {
+        return Err(INVALID_VALUE);
+    }
+    if device != CPU {
+        client.device(device)?;
+    }
+    Ok(())
+}
+
+/// Needs a device that the host shares managed memory with while kernels run (`CONCURRENT_MANAGED_ACCESS`), which ours are not.
+fn prefetch(address: u64, len: usize, device: i32, ctx: u64) -> Result {
+    const CONCURRENT_MANAGED_ACCESS: usize = 89;
+    let client = client::get()?;
+    managed(address, len)?;
+    for device in [device, client.device_of(ctx)? as i32] {
+        let concurrent =
+            || client.device(device).map(|d| d.attributes.get(CONCURRENT_MANAGED_ACCESS).copied().flatten());
+        if device != CPU && concurrent()? != Some(1) {
+            return Err(INVALID_DEVICE);
+        }
+    }
+    Ok(())
+}
+
+fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) -> Result {
+    const READ_MOSTLY: i32 = 1;
+    const PREFERRED_LOCATION: i32 = 2;
+    const LAST_PREFETCH_LOCATION: i32 = 4;
+    client::get()?;
+    thread::context()?;
+    managed(address, len)?;
+    match (attribute, size) {
+        (READ_MOSTLY, 4) => give(data.cast(), 0i32),
+        (PREFERRED_LOCATION | LAST_PREFETCH_LOCATION, 4) => give(data.cast(), NO_DEVICE),
+        _ => Err(INVALID_VALUE),
+    }
+}
+
 fn allocate_ordered(
     address: *mut u64,
     size: usize,
@@ -395,13 +501,16 @@ fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: 
     let range = ranges::find(address);
     // Runtimes read the boolean ones as 32-bit words.
     if which == IS_MANAGED {
-        return give(target.cast(), u32::from(range.is_some_and(|r| r.kind == Kind::Managed)));
+        return give(target.cast(), u32::from(range.is_some_and(|r| r.kind.managed())));
     }
     let range = range.ok_or(INVALID_VALUE)?;
     match which {
         CONTEXT => give(target.cast(), range.ctx),
         MEMORY_TYPE => give(target.cast(), if range.kind.on_device() { TYPE_DEVICE } else { TYPE_HOST }),
-        DEVICE_POINTER if range.kind.on_device() => give(target.cast(), address),
+        // Pinned memory of ours has its own address there; it is mapped once something uses it.
+        DEVICE_POINTER if range.kind.on_device() || matches!(range.kind, Kind::Host(_)) => {
+            give(target.cast(), address)
+        }
         DEVICE_POINTER => {
             let device = mapped::map(client, range.base, range.size)?;
             give(target.cast(), device + (address - range.base))

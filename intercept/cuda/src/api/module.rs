@@ -13,7 +13,7 @@ use crate::entry::{
 };
 use crate::functions::{self, How, OWN_DEVICE};
 use crate::ranges::{self, Kind};
-use crate::{images, streams, thread};
+use crate::{images, thread};
 
 /// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
 const WALL_TIME: i32 = 2;
@@ -86,7 +86,6 @@ impl Options {
 }
 
 fn load(client: &Client, kind: u8, image: &[u8], options: &Options) -> Result<u64> {
-    streams::allowed()?;
     let hash = images::offer(client, image)?;
     let new = client.mint(kind);
     let operation = if kind == handle::MODULE { op::MODULE_LOAD } else { op::LIBRARY_LOAD };
@@ -132,7 +131,12 @@ fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *c
             })?;
             let mut r = reply.reader();
             let found = (word(&mut r)?, word(&mut r)? as usize);
-            ranges::add(found.0, found.1 as u64, Kind::Global, thread::current());
+            let managed = word(&mut r)? != 0;
+            if managed {
+                crate::mapped::map_variable(client, found.0, found.1 as u64)?;
+            }
+            let kind = if managed { Kind::ManagedVariable } else { Kind::Global };
+            ranges::add(found.0, found.1 as u64, kind, thread::current());
             GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, found);
             found
         }
@@ -150,8 +154,12 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
     functions::forget(parent);
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(p, _, _), (base, _)| {
-        if *p == parent {
-            ranges::take(*base, |k| k == Kind::Global);
+        if *p == parent
+            && let Some(range) = ranges::take(*base, |k| matches!(k, Kind::Global | Kind::ManagedVariable))
+            && range.kind == Kind::ManagedVariable
+        {
+            // A worker that is gone has forgotten it already.
+            let _ = crate::mapped::unmap(client, *base);
         }
         *p != parent
     });

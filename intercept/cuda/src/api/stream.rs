@@ -1,6 +1,7 @@
 //! Streams and capture.
 
 use std::ffi::c_void;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use gpusession_proto::frame::op;
@@ -369,6 +370,7 @@ driver! {
             give(graph, NULL)?;
             return Err(status);
         }
+        mapped::graph_names(new, &capture.named.lock().unwrap_or_else(PoisonError::into_inner));
         give(graph, new as *mut c_void)
     }
 

@@ -180,23 +180,9 @@ pub fn box_stream(frame: &Frame) -> u64 {
 /// Whether a box names host memory only where the packed bytes are, and stays within them: the worker's own memory is none
 /// of the client's business.
 pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
-    const TARGET: usize = 11;
-    const HOST: u32 = 1;
-    const DEVICE: u32 = 2;
-    const ARRAY: u32 = 3;
     let kind = |side: usize| words[side + 4] as u32;
     let on_device = |side: usize| matches!(kind(side), DEVICE | ARRAY);
-    let packed = |side: usize| {
-        let (x, y, z, pitch, rows) =
-            (words[side], words[side + 1], words[side + 2], words[side + 9], words[side + 10]);
-        let (width, height, depth) = (words[22], words[23], words[24]);
-        let end = || {
-            let plane = z.checked_add(depth.checked_sub(1)?)?.checked_mul(rows)?;
-            let row = plane.checked_add(y)?.checked_add(height.checked_sub(1)?)?;
-            row.checked_mul(pitch)?.checked_add(x)?.checked_add(width)
-        };
-        kind(side) == HOST && end().is_some_and(|end| end <= len as u64)
-    };
+    let packed = |side: usize| kind(side) == HOST && end(words, side).is_some_and(|end| end <= len as u64);
     match direction {
         0 => on_device(0) && on_device(TARGET),
         1 => packed(0) && on_device(TARGET),
@@ -205,9 +191,53 @@ pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
     }
 }
 
+/// The description of a copy between device memory and mirrored host memory, as graphs keep it: a `CUDA_MEMCPY3D` whose host
+/// pointers are offsets in regions, then the regions of source and target (0: not host memory). Puts our addresses in.
+pub fn mirrored(session: &Session, description: &[u8], regions: [u64; 2]) -> Result<[u64; BOX / 8], Status> {
+    let mut words = [0u64; BOX / 8];
+    if description.len() != BOX {
+        return Err(status::INVALID_VALUE);
+    }
+    for (word, bytes) in words.iter_mut().zip(description.chunks_exact(8)) {
+        *word = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+    }
+    for (side, region) in [0, TARGET].into_iter().zip(regions) {
+        if matches!(words[side + 4] as u32, DEVICE | ARRAY) && region == 0 {
+            continue;
+        }
+        let end =
+            end(&words, side).filter(|_| words[side + 4] as u32 == HOST).ok_or(status::INVALID_VALUE)?;
+        words[side + SRC_HOST] = session.mirrors.address(region, words[side + SRC_HOST], end)?;
+    }
+    Ok(words)
+}
+
+/// `COPY_HOST`: stream, regions of source and target, description (see [`mirrored`]). For captures: nothing comes or goes now.
+pub fn copy_host(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (stream, regions) = (session.stream(r.word()?)?, [r.word()?, r.word()?]);
+    let words = mirrored(session, r.bytes()?, regions)?;
+    Ok(run_box(session, &words, stream)?)
+}
+
+/// Bytes from a side's base to the end of the box.
+fn end(words: &[u64], side: usize) -> Option<u64> {
+    let (x, y, z, pitch, rows) =
+        (words[side], words[side + 1], words[side + 2], words[side + 9], words[side + 10]);
+    let (width, height, depth) = (words[22], words[23], words[24]);
+    let plane = z.checked_add(depth.checked_sub(1)?)?.checked_mul(rows)?;
+    let row = plane.checked_add(y)?.checked_add(height.checked_sub(1)?)?;
+    row.checked_mul(pitch)?.checked_add(x)?.checked_add(width)
+}
+
 /// Words of `CUDA_MEMCPY3D` that hold the host pointers.
 const SRC_HOST: usize = 5;
 const DST_HOST: usize = 16;
+/// First word of the target's side.
+const TARGET: usize = 11;
+/// `CUmemorytype`
+const HOST: u32 = 1;
+const DEVICE: u32 = 2;
+const ARRAY: u32 = 3;
 
 fn run_box(session: &Session, words: &[u64; BOX / 8], stream: Handle) -> Result<(), Status> {
     // SAFETY: the structure has cuda.h's layout; host pointers in it are this function's callers'.

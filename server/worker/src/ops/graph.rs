@@ -1,10 +1,13 @@
 //! Graphs. Nodes are the driver's own values; graphs and executable graphs are the client's handles.
 
+use std::sync::Arc;
+
 use gpusession_proto::frame::Reader;
 
 use super::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::handles::Object;
+use crate::host_calls::HostCalls;
 use crate::session::Session;
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
@@ -113,10 +116,11 @@ enum Params {
     Record(Handle),
     Wait(Handle),
     Child(Handle),
+    Host(u64),
 }
 
 impl Params {
-    fn read(session: &Session, kind: u64, r: &mut Reader<'_>) -> Result<Self, Failure> {
+    fn read(session: &Arc<Session>, kind: u64, r: &mut Reader<'_>) -> Result<Self, Failure> {
         let words = |bytes: &[u8]| -> Vec<u64> {
             bytes.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().unwrap_or_default())).collect()
         };
@@ -143,17 +147,16 @@ impl Params {
                 Self::Kernel { node, bytes: r.bytes()?.to_vec() }
             }
             1 => {
-                let words = exact(r.bytes()?, 200)?;
-                if !super::copy::contained(&words, 0, 0) {
-                    return Err(status::INVALID_VALUE.into());
-                }
-                Self::Copy { words, ctx: session.contexts.get(r.word()?)?.0 }
+                let (description, ctx, regions) = (r.bytes()?, r.word()?, [r.word()?, r.word()?]);
+                let words = super::copy::mirrored(session, description, regions)?.to_vec();
+                Self::Copy { words, ctx: session.contexts.get(ctx)?.0 }
             }
             2 => Self::Set { words: exact(r.bytes()?, 40)?, ctx: session.contexts.get(r.word()?)?.0 },
             3 => Self::Empty,
             4 => Self::Record(session.events.get(r.word()?)?.0),
             5 => Self::Wait(session.events.get(r.word()?)?.0),
             6 => Self::Child(session.graphs.get(r.word()?)?.0),
+            7 => Self::Host(r.word()?),
             _ => return Err(status::NOT_SUPPORTED.into()),
         })
     }
@@ -172,7 +175,7 @@ fn with_kernel(
 }
 
 /// `GRAPH_ADD`: graph, dependencies, kind, parameters; answers the node.
-pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let graph = session.graphs.get(r.word()?)?.0;
     let after = raw_nodes(r.bytes()?)?;
     let kind = r.word()?;
@@ -195,6 +198,10 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
             Params::Empty => (call.cuGraphAddEmptyNode)(&mut node, graph, deps, count),
             Params::Record(event) => (call.cuGraphAddEventRecordNode)(&mut node, graph, deps, count, event),
             Params::Wait(event) => (call.cuGraphAddEventWaitNode)(&mut node, graph, deps, count, event),
+            Params::Host(id) => {
+                let host = HostCalls::node(session, id);
+                (call.cuGraphAddHostNode)(&mut node, graph, deps, count, (&raw const host).cast())
+            }
             Params::Child(child) => (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child),
         }
     })?;
@@ -203,7 +210,7 @@ pub fn add(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
 }
 
 /// `GRAPH_EXEC_SET`: executable graph or 0 (the node itself), node, kind, parameters.
-pub fn set_params(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
     let exec = match r.word()? {
         0 => None,
         handle => Some(session.execs.get(handle)?.0),
@@ -232,6 +239,13 @@ pub fn set_params(session: &Session, r: &mut Reader<'_>) -> Done {
             }
             (Params::Set { words, .. }, None) => {
                 (call.cuGraphMemsetNodeSetParams)(node, words.as_ptr().cast())
+            }
+            (Params::Host(id), exec) => {
+                let host = HostCalls::node(session, id);
+                match exec {
+                    Some(exec) => (call.cuGraphExecHostNodeSetParams)(exec, node, (&raw const host).cast()),
+                    None => (call.cuGraphHostNodeSetParams)(node, (&raw const host).cast()),
+                }
             }
             _ => status::NOT_SUPPORTED,
         }

@@ -5,6 +5,7 @@ pub mod copy;
 pub mod graph;
 pub mod launch;
 pub mod memory;
+pub mod mirror;
 pub mod module;
 pub mod stream;
 
@@ -91,6 +92,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::LAUNCH => launch::launch(session, &mut r),
         op::COPY_TO_DEVICE => copy::to_device(session, frame, &mut r),
         op::COPY_FROM_DEVICE => copy::from_device(session, frame, &mut r, answer),
+        op::COPY_HOST => copy::copy_host(session, &mut r),
         op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
         op::EVENT_RECORD => stream::event_record(session, &mut r),
         op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
@@ -134,6 +136,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             let ctx = session.contexts.take(handle)?;
             allocations::context_gone(session, handle);
             executor.current = 0;
+            session.mirrors.forget_context(handle);
             // SAFETY: a context that this worker created.
             Ok(check(unsafe { (call.cuCtxDestroy_v2)(ctx) })?)
         }
@@ -141,6 +144,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             let client_device = r.word()?;
             let device = session.contexts.device(client_device)?;
             allocations::context_gone(session, make(CTX, 0, 1, client_device as u32));
+            session.mirrors.forget_context(frame.header.ctx.get());
             // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
             check(unsafe { (call.cuDevicePrimaryCtxReset_v2)(device) })?;
             let mut ctx = std::ptr::null_mut();
@@ -163,9 +167,9 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MEM_INFO => memory::info(session, frame, answer),
         op::ALLOC => memory::alloc(session, &mut r),
         op::FREE => memory::free(session, &mut r, answer),
-        op::MIRROR_HOST => memory::mirror(session, frame, &mut r, answer),
-        op::UNMIRROR_HOST => memory::unmirror(session, &mut r),
-        op::WRITE_HOST => memory::write_host(session, &mut r),
+        op::MIRROR_HOST => mirror::mirror(session, frame, &mut r, answer),
+        op::UNMIRROR_HOST => mirror::unmirror(session, &mut r),
+        op::WRITE_HOST => mirror::write_host(session, &mut r),
         op::IMAGE_HAVE => module::have(session, &mut r, answer),
         op::IMAGE_DATA => module::data(session, &mut r),
         op::MODULE_LOAD => module::load_module(session, frame, &mut r, answer),
@@ -200,7 +204,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
 /// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.
 pub fn settle(session: &Session, answer: &mut Answer) {
     session.landing.sweep(session, &mut answer.before);
-    memory::write_back(session, &mut answer.before);
+    session.mirrors.write_back(session, &mut answer.before, false);
     session.output.collect(session, &mut answer.before);
     // A pool that has shrunk counts less from now on; that it grew was noticed where it did.
     let _ = allocations::settle(session);
@@ -311,9 +315,12 @@ pub fn touches(session: &Session, frame: &Frame) -> Touched {
             touched.stream(session, words[0]);
             touched.object(words[1]);
         }
-        op::STREAM_BATCH | op::STREAM_CREATE | op::STREAM_DESTROY | op::CAPTURE_BEGIN | op::HOST_FUNC => {
-            touched.stream(session, words[0])
-        }
+        op::STREAM_BATCH
+        | op::COPY_HOST
+        | op::STREAM_CREATE
+        | op::STREAM_DESTROY
+        | op::CAPTURE_BEGIN
+        | op::HOST_FUNC => touched.stream(session, words[0]),
         op::CAPTURE_END => {
             touched.stream(session, words[0]);
             touched.object(words[1]);

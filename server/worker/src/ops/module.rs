@@ -142,6 +142,7 @@ pub fn unload_module(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let module = session.modules.take(handle)?.0;
     session.allocations.drop_object(session, handle);
+    session.mirrors.forget_parent(handle);
     // SAFETY: a module of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuModuleUnload)(module) })?)
 }
@@ -151,6 +152,7 @@ pub fn unload_library(session: &Session, r: &mut Reader<'_>) -> Done {
     let handle = r.word()?;
     let library = session.libraries.take(handle)?.0;
     session.allocations.drop_object(session, handle);
+    session.mirrors.forget_parent(handle);
     // SAFETY: a library of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuLibraryUnload)(library) })?)
 }
@@ -313,8 +315,17 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
             _ => status::INVALID_VALUE,
         }
     })?;
+    // The program may touch a managed variable: the client is told.
+    const IS_MANAGED: i32 = 8;
+    let mut managed = 0u32;
+    // SAFETY: the attribute is a boolean, which drivers write as one byte or as a word.
+    unsafe { (call.cuPointerGetAttribute)((&raw mut managed).cast(), IS_MANAGED, address) };
+    if managed != 0 {
+        session.mirrors.know_managed(address, size as u64, parent);
+    }
     answer.word(address);
     answer.word(size as u64);
+    answer.word(u64::from(managed != 0));
     Ok(())
 }
 

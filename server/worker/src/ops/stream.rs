@@ -57,7 +57,9 @@ pub fn query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     let stream = session.stream(r.word()?)?;
     // SAFETY: a stream of this worker.
     let done = check(unsafe { (session.driver.call.cuStreamQuery)(stream) });
-    settle(session, answer);
+    if done != Err(status::NOT_READY) {
+        settle(session, answer);
+    }
     Ok(done?)
 }
 
@@ -194,7 +196,9 @@ pub fn event_query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
     let event = session.events.get(r.word()?)?.0;
     // SAFETY: an event of this worker.
     let done = check(unsafe { (session.driver.call.cuEventQuery)(event) });
-    settle(session, answer);
+    if done != Err(status::NOT_READY) {
+        settle(session, answer);
+    }
     Ok(done?)
 }
 

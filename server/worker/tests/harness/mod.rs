@@ -229,6 +229,7 @@ impl Worker {
             module_cache: None,
             warm: options.warm,
             resume_grace_s: 0,
+            staging_bytes: gpusession_proto::supervise::STAGING,
         };
         tell(&channel, &ToWorker::Start(start), None);
         let inbox = supervise(channel.clone(), options.memory_bytes);
@@ -446,7 +447,7 @@ pub struct Heard(pub Arc<Mutex<Vec<String>>>);
 impl Events for Heard {
     fn output(&self, _: &[u8], _: &[u8]) {}
     fn call_host(&self, _: &Arc<Link>, _: u64) {}
-    fn host_changed(&self, _: u64, _: &[u8]) {}
+    fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
     fn lost(&self, reason: &str) {
         self.0.lock().expect("a list").push(reason.into());
     }

@@ -1,0 +1,401 @@
+//! Host memory of the client that the device sees. Each region has a mirror here; what the client has changed arrives as
+//! `WRITE_HOST`, what the device has changed goes back as `HOST_CHANGED` when the driver has synchronised. Regions have the
+//! client's numbers, so that the client's and the worker's addresses of one need not be the same.
+
+use std::collections::{BTreeMap, HashMap};
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use gpusession_proto::changes::{self, BLOCK};
+use gpusession_proto::frame::{Reader, mirror, op};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use super::{Answer, Done, Failure};
+use crate::driver::{Address, Handle, Status, check, status};
+use crate::execute::Frame;
+use crate::handles::Object;
+use crate::session::Session;
+
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
+const REGISTER: u32 = 1 | 2;
+/// `CU_STREAM_NON_BLOCKING`
+const NON_BLOCKING: u32 = 1;
+const PAGE: usize = 4096;
+/// Bytes of device memory that are looked at together.
+const PIECE: usize = 2 << 20;
+
+type Hash = [u8; 16];
+
+/// Where a mirror's bytes are.
+enum Backing {
+    /// Memory of ours, registered with the driver: where and how long the mapping is, and what the client knows of it.
+    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
+    /// The driver's own managed memory, which this process can touch, and what the client knows of it.
+    Managed { shadow: Vec<u8> },
+    /// Device memory of a context, and the hash of each block that the client knows.
+    Device { ctx: u64, blocks: Vec<Hash> },
+}
+
+struct Mirror {
+    /// First byte, for this process or (device memory) for the driver.
+    address: usize,
+    len: usize,
+    /// Bytes of host memory that it takes.
+    charge: u64,
+    backing: Backing,
+}
+
+// SAFETY: the memory is the mirror's own, and reached only through the lock around all mirrors.
+unsafe impl Send for Mirror {}
+
+#[derive(Default)]
+struct Inner {
+    mirrors: BTreeMap<u64, Mirror>,
+    charged: u64,
+    /// Managed variables that the driver told of: size, and the module or library.
+    managed: HashMap<Address, (u64, u64)>,
+    /// For each context a stream of ours, ordered with none of the program's.
+    streams: HashMap<u64, Object>,
+}
+
+/// See the module.
+pub struct Mirrors {
+    limit: u64,
+    inner: Mutex<Inner>,
+}
+
+fn hash(block: &[u8]) -> Hash {
+    let mut out = [0; 16];
+    out.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
+    out
+}
+
+impl Mirrors {
+    /// None yet; all together may take `limit` bytes of host memory.
+    pub fn new(limit: u64) -> Self {
+        Self { limit, inner: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A context is gone or was reset, and our stream in it too.
+    pub fn forget_context(&self, ctx: u64) {
+        self.lock().streams.remove(&ctx);
+    }
+
+    /// The driver has told of a managed variable of `parent`: only such memory of its own may be mirrored in place.
+    pub fn know_managed(&self, address: Address, len: u64, parent: u64) {
+        self.lock().managed.insert(address, (len, parent));
+    }
+
+    /// A module or library is about to be unloaded, with its managed variables.
+    pub fn forget_parent(&self, parent: u64) {
+        let inner = &mut *self.lock();
+        let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
+        mirrors.retain(|_, mirror| {
+            let gone = matches!(mirror.backing, Backing::Managed { .. })
+                && managed.get(&(mirror.address as Address)).is_none_or(|(_, p)| *p == parent);
+            if gone {
+                *charged -= mirror.charge;
+            }
+            !gone
+        });
+        inner.managed.retain(|_, (_, p)| *p != parent);
+    }
+
+    /// Address here of `len` bytes from `offset` of a region in host memory.
+    pub fn address(&self, region: u64, offset: u64, len: u64) -> Result<u64, Status> {
+        let inner = self.lock();
+        let mirror = inner.mirrors.get(&region).ok_or(status::INVALID_VALUE)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= mirror.len as u64);
+        if !inside || !matches!(mirror.backing, Backing::Own { .. }) {
+            return Err(status::INVALID_VALUE);
+        }
+        Ok(mirror.address as u64 + offset)
+    }
+
+    /// Sends the client what the device has changed. Call after the driver has synchronised. `in_callback`: the driver is
+    /// waiting for the caller and must not be called.
+    pub fn write_back(&self, session: &Session, out: &mut Vec<u8>, in_callback: bool) {
+        let mut inner = self.lock();
+        let Inner { mirrors, streams, .. } = &mut *inner;
+        for (&region, mirror) in mirrors.iter_mut() {
+            let mut changed = Changed { session, out: &mut *out, region, body: Vec::new() };
+            match &mut mirror.backing {
+                Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
+                    for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
+                        let at = mirror.address + i * BLOCK;
+                        // SAFETY: inside memory that lives as long as the mirror. A kernel that still runs may change it,
+                        // and is looked at again then.
+                        let now = unsafe { std::slice::from_raw_parts(at as *const u8, shadow.len()) };
+                        if now != shadow {
+                            let mut copy = [0; BLOCK];
+                            let copy = &mut copy[..shadow.len()];
+                            copy.copy_from_slice(now);
+                            changes::push_differing(&mut changed.body, (i * BLOCK) as u64, shadow, copy);
+                            shadow.copy_from_slice(copy);
+                            changed.flush_beyond(changes::FRAME);
+                        }
+                    }
+                }
+                Backing::Device { ctx, blocks } => {
+                    if in_callback {
+                        continue;
+                    }
+                    // A context in which nothing can be copied any more has had an error that the program is told.
+                    let _ = within(session, streams, *ctx, |stream| {
+                        let mut piece = vec![0u8; PIECE.min(mirror.len)];
+                        for start in (0..mirror.len).step_by(PIECE) {
+                            let piece = &mut piece[..PIECE.min(mirror.len - start)];
+                            copy_out(session, piece, (mirror.address + start) as Address, stream)?;
+                            for (i, block) in piece.chunks(BLOCK).enumerate() {
+                                let known = &mut blocks[start / BLOCK + i];
+                                let now = hash(block);
+                                if *known != now {
+                                    *known = now;
+                                    changes::push(&mut changed.body, (start + i * BLOCK) as u64, block);
+                                    changed.flush_beyond(changes::FRAME);
+                                }
+                            }
+                        }
+                        Ok(())
+                    });
+                }
+            }
+            changed.flush_beyond(0);
+        }
+    }
+}
+
+/// Changes of one region on their way into frames.
+struct Changed<'a> {
+    session: &'a Session,
+    out: &'a mut Vec<u8>,
+    region: u64,
+    body: Vec<u8>,
+}
+
+impl Changed<'_> {
+    fn flush_beyond(&mut self, bytes: usize) {
+        if self.body.len() > bytes {
+            self.session.append(self.out, op::HOST_CHANGED, 0, 0, |w| {
+                w.word(self.region);
+                w.words(&self.body);
+            });
+            self.body.clear();
+        }
+    }
+}
+
+/// Calls `run` with our stream of a context, which is current meanwhile.
+fn within(
+    session: &Session,
+    streams: &mut HashMap<u64, Object>,
+    ctx: u64,
+    run: impl FnOnce(Handle) -> Result<(), Status>,
+) -> Result<(), Status> {
+    let call = &session.driver.call;
+    // SAFETY: a context of this worker.
+    check(unsafe { (call.cuCtxPushCurrent_v2)(session.contexts.get(ctx)?.0) })?;
+    let done = match streams.get(&ctx) {
+        Some(stream) => run(stream.0),
+        None => {
+            let mut stream = std::ptr::null_mut();
+            // SAFETY: the out pointer is valid.
+            check(unsafe { (call.cuStreamCreateWithPriority)(&mut stream, NON_BLOCKING, 0) }).and_then(|()| {
+                streams.insert(ctx, Object(stream));
+                run(stream)
+            })
+        }
+    };
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: pushed above; the out pointer is valid.
+    unsafe { (call.cuCtxPopCurrent_v2)(&mut popped) };
+    done
+}
+
+fn copy_out(session: &Session, target: &mut [u8], source: Address, stream: Handle) -> Result<(), Status> {
+    let call = &session.driver.call;
+    // SAFETY: the target has that many bytes, and the copy is waited for.
+    check(unsafe { (call.cuMemcpyDtoHAsync_v2)(target.as_mut_ptr().cast(), source, target.len(), stream) })?;
+    // SAFETY: our own stream.
+    check(unsafe { (call.cuStreamSynchronize)(stream) })
+}
+
+/// `MIRROR_HOST`: region, kind, address, length; answers the device's address. What the memory holds already goes to the
+/// client, which takes it to be zero.
+pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+    let (region, kind, base, len) = (r.word()?, r.word()?, r.word()? as usize, r.word()? as usize);
+    let fits = base.checked_add(len).and_then(|end| end.checked_next_multiple_of(PAGE)).is_some();
+    if len == 0 || base == 0 || !fits {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let ctx = frame.header.ctx.get();
+    let mut inner = session.mirrors.lock();
+    if inner.mirrors.contains_key(&region) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let charge = match kind {
+        mirror::ANYWHERE | mirror::SAME => 2 * len as u64,
+        mirror::MANAGED => len as u64,
+        mirror::DEVICE => (len.div_ceil(BLOCK) * size_of::<Hash>()) as u64,
+        _ => return Err(status::INVALID_VALUE.into()),
+    };
+    if charge > session.mirrors.limit - inner.charged {
+        return Err(status::OUT_OF_MEMORY.into());
+    }
+    let (mirror, device) = match kind {
+        mirror::MANAGED => {
+            if inner.managed.get(&(base as Address)).is_none_or(|(size, _)| *size != len as u64) {
+                return Err(status::INVALID_VALUE.into());
+            }
+            let backing = Backing::Managed { shadow: vec![0; len] };
+            (Mirror { address: base, len, charge, backing }, base as Address)
+        }
+        mirror::DEVICE => {
+            if !session.memory.contains(base as Address, len as u64) {
+                return Err(status::INVALID_VALUE.into());
+            }
+            within(session, &mut inner.streams, ctx, |stream| {
+                let call = &session.driver.call;
+                // SAFETY: device memory of this worker, and our own stream.
+                check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
+                // SAFETY: our own stream.
+                check(unsafe { (call.cuStreamSynchronize)(stream) })
+            })?;
+            let mut blocks = vec![hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
+            if let (Some(last), rest @ 1..) = (blocks.last_mut(), len % BLOCK) {
+                *last = hash(&[0; BLOCK][..rest]);
+            }
+            let backing = Backing::Device { ctx, blocks };
+            (Mirror { address: base, len, charge, backing }, base as Address)
+        }
+        _ => own(session, base, len, charge, kind == mirror::SAME)?,
+    };
+    inner.charged += charge;
+    inner.mirrors.insert(region, mirror);
+    drop(inner);
+    answer.word(device);
+    if kind == mirror::MANAGED {
+        session.mirrors.write_back(session, &mut answer.before, false);
+    }
+    Ok(())
+}
+
+/// Maps memory for a mirror, at the client's own address or (but for the offset within a page) anywhere.
+fn own(
+    session: &Session,
+    base: usize,
+    len: usize,
+    charge: u64,
+    same: bool,
+) -> Result<(Mirror, Address), Status> {
+    let start = base & !(PAGE - 1);
+    let mapped = (base + len).next_multiple_of(PAGE) - start;
+    let length = NonZeroUsize::new(mapped).ok_or(status::INVALID_VALUE)?;
+    let (hint, fixed) = match same {
+        true => (NonZeroUsize::new(start), MapFlags::MAP_FIXED_NOREPLACE),
+        false => (None, MapFlags::empty()),
+    };
+    if same && hint.is_none() {
+        return Err(status::INVALID_VALUE);
+    }
+    let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of ours.
+    let mapping = unsafe { mmap_anonymous(hint, length, prot, MapFlags::MAP_PRIVATE | fixed) }
+        .map_err(|_| status::OUT_OF_MEMORY)?;
+    let call = &session.driver.call;
+    let mut device = 0;
+    // SAFETY: just mapped, and unmapped only by `remove`.
+    let registered = check(unsafe { (call.cuMemHostRegister_v2)(mapping.as_ptr(), mapped, REGISTER) });
+    let known = registered.and_then(|()| {
+        // SAFETY: just registered; the out pointer is valid.
+        check(unsafe { (call.cuMemHostGetDevicePointer_v2)(&mut device, mapping.as_ptr(), 0) })
+    });
+    let within = base - start;
+    let address = mapping.as_ptr() as usize + within;
+    let backing = Backing::Own { mapping, mapped, shadow: vec![0; len] };
+    let mirror = Mirror { address, len, charge, backing };
+    if let Err(error) = known {
+        remove(session, mirror);
+        return Err(error);
+    }
+    Ok((mirror, device + within as Address))
+}
+
+fn remove(session: &Session, mirror: Mirror) {
+    if let Backing::Own { mapping, mapped, .. } = mirror.backing {
+        // SAFETY: mapped by `own`; the client has synchronised before. Refused where it was never registered.
+        unsafe {
+            (session.driver.call.cuMemHostUnregister)(mapping.as_ptr());
+            let _ = munmap(mapping, mapped);
+        }
+    }
+}
+
+/// `UNMIRROR_HOST`: region.
+pub fn unmirror(session: &Session, r: &mut Reader<'_>) -> Done {
+    let region = r.word()?;
+    let mut inner = session.mirrors.lock();
+    let mirror = inner.mirrors.remove(&region).ok_or(status::INVALID_VALUE)?;
+    inner.charged -= mirror.charge;
+    remove(session, mirror);
+    Ok(())
+}
+
+/// `WRITE_HOST`: region, what the client has changed (device memory: whole blocks).
+pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
+    let region = r.word()?;
+    let mut inner = session.mirrors.lock();
+    let Inner { mirrors, streams, .. } = &mut *inner;
+    let Mirror { address, len, backing, .. } = mirrors.get_mut(&region).ok_or(status::INVALID_VALUE)?;
+    let mut parts = Vec::new();
+    changes::read(r, |offset, bytes| parts.push((offset as usize, bytes)))?;
+    for (offset, bytes) in &parts {
+        if bytes.len() > *len || *offset > *len - bytes.len() {
+            return Err(status::INVALID_VALUE.into());
+        }
+    }
+    match backing {
+        Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
+            for (offset, bytes) in parts {
+                shadow[offset..offset + bytes.len()].copy_from_slice(bytes);
+                // SAFETY: inside memory that lives as long as the mirror; the device may read it at the same time, as on a
+                // local card.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        bytes.as_ptr(),
+                        (*address + offset) as *mut u8,
+                        bytes.len(),
+                    );
+                }
+            }
+            Ok(())
+        }
+        Backing::Device { ctx, blocks } => {
+            let whole = |(offset, bytes): &(usize, &[u8])| {
+                offset.is_multiple_of(BLOCK) && bytes.len() == BLOCK.min(*len - offset)
+            };
+            if !parts.iter().all(whole) {
+                return Err(Failure::Status(status::INVALID_VALUE));
+            }
+            let written = within(session, streams, *ctx, |stream| {
+                let call = &session.driver.call;
+                for (offset, bytes) in &parts {
+                    let target = (*address + offset) as Address;
+                    // SAFETY: the bytes live until the stream is synchronised.
+                    check(unsafe {
+                        (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), bytes.len(), stream)
+                    })?;
+                    blocks[offset / BLOCK] = hash(bytes);
+                }
+                // SAFETY: our own stream.
+                check(unsafe { (call.cuStreamSynchronize)(stream) })
+            });
+            Ok(written?)
+        }
+    }
+}
