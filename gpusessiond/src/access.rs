@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::Mutex;
+use std::sync::{Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
@@ -25,19 +25,29 @@ pub struct Person {
 
 /// `[access]` with a memory, since the user database may be slow.
 pub struct Gate {
-    access: Access,
+    access: RwLock<Access>,
     known: Mutex<HashMap<u32, (Instant, Person)>>,
 }
 
 impl Gate {
     /// A gate for these rules.
     pub fn new(access: Access) -> Self {
-        Self { access, known: Mutex::new(HashMap::new()) }
+        Self { access: RwLock::new(access), known: Mutex::new(HashMap::new()) }
+    }
+
+    /// Other rules from now on.
+    pub fn set(&self, access: Access) {
+        *self.access.write().unwrap_or_else(|e| e.into_inner()) = access;
+        self.known().clear();
+    }
+
+    fn access(&self) -> std::sync::RwLockReadGuard<'_, Access> {
+        self.access.read().unwrap_or_else(|e| e.into_inner())
     }
 
     /// How many leases a user may hold beside the configured ones.
     pub fn extra_leases(&self, uid: u32) -> usize {
-        if uid == 0 { usize::MAX } else { self.access.extra_leases as usize }
+        if uid == 0 { usize::MAX } else { self.access().extra_leases as usize }
     }
 
     /// Who a uid is; asks the user database off the main thread.
@@ -63,10 +73,10 @@ impl Gate {
 
     fn look_up(&self, uid: u32) -> Person {
         let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
-        let groups =
-            user.as_ref().filter(|_| !self.access.groups.is_empty()).map(groups_of).unwrap_or_default();
+        let by_group = !self.access().groups.is_empty();
+        let groups = user.as_ref().filter(|_| by_group).map(groups_of).unwrap_or_default();
         let name = user.map(|u| u.name);
-        Person { access: allows(&self.access, uid, name.as_deref(), &groups), name }
+        Person { access: allows(&self.access(), uid, name.as_deref(), &groups), name }
     }
 }
 

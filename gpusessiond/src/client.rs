@@ -24,6 +24,8 @@ const CONNECT: Duration = Duration::from_secs(5);
 const CALL: Duration = Duration::from_secs(10);
 /// Until a lease or a cold worker is there: workers are started for it.
 const SLOW_CALL: Duration = Duration::from_secs(60);
+/// Longest details of a refusal.
+const MAX_DETAILS: usize = 4096;
 /// Largest answer that is read.
 const MAX_ANSWER: usize = 4 << 20;
 
@@ -98,11 +100,31 @@ fn root_cause(error: &dyn std::error::Error) -> String {
     deepest
 }
 
+/// What a server says in detail about a refusal.
+fn refusal(status: &Status) -> Option<PoolError> {
+    use control::refusal::Kind;
+    use prost::Message as _;
+    let details = Some(status.details()).filter(|d| !d.is_empty() && d.len() <= MAX_DETAILS)?;
+    let refusal = control::Refusal::decode(details).ok()?;
+    let trouble = match refusal.kind() {
+        Kind::Unspecified => return None,
+        Kind::NoCapacity => Trouble::NoCapacity,
+        Kind::Limit => Trouble::Quota,
+        Kind::NeverFits => Trouble::NeverFits,
+        Kind::NotAccepted => Trouble::Refused,
+    };
+    let place = (refusal.position > 0).then_some((refusal.position, refusal.waiting.max(refusal.position)));
+    Some(PoolError { place, ..PoolError::new(trouble, status.message()) })
+}
+
 fn trouble(address: &str, status: &Status) -> PoolError {
     let said = status.message();
+    if let Some(error) = refusal(status) {
+        return error;
+    }
     let trouble = match status.code() {
         Code::ResourceExhausted => Trouble::NoCapacity,
-        Code::FailedPrecondition => Trouble::Quota,
+        Code::FailedPrecondition => Trouble::NeverFits,
         // Aborted: another machine uses this identity.
         Code::Unauthenticated | Code::PermissionDenied | Code::Aborted => Trouble::Refused,
         Code::NotFound => Trouble::NoSuchLease,
@@ -163,6 +185,10 @@ impl PoolServer for Remote {
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError> {
         let request = control::ProcessEndedRequest { lease, worker };
         self.call(CALL, async |mut c| c.process_ended(request).await).await.map(|_| ())
+    }
+
+    async fn park(&self, _lease: String, _park: bool) -> Result<(), PoolError> {
+        Err(PoolError::new(Trouble::Protocol, format!("{} does not park leases", self.address)))
     }
 
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use gpusession_proto::grant::{Denial, Reply, Request, VERSION};
@@ -22,7 +22,9 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use crate::access::Gate;
+use crate::keep::{Kept, Store};
 use crate::leases::{Answer, Caller, Leases, Wish};
+use crate::login::Sessions;
 
 /// Bounds on what callers may take of the daemon.
 #[derive(Debug, Clone)]
@@ -53,9 +55,11 @@ const MAX_PROGRAM: usize = 64;
 pub struct Server {
     leases: Arc<dyn Leases>,
     gate: Arc<Gate>,
-    wait: Duration,
+    wait: RwLock<Duration>,
     limits: Limits,
     connections: Arc<Mutex<HashMap<u32, usize>>>,
+    sessions: Option<Arc<Sessions>>,
+    store: Option<Store>,
 }
 
 /// A user's place among the connections; given back when dropped.
@@ -109,7 +113,41 @@ pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, SocketFile)> {
 impl Server {
     /// A server that grants out of `leases` to whom `gate` lets; a first CUDA call waits up to `wait`.
     pub fn new(leases: Arc<dyn Leases>, gate: Arc<Gate>, wait: Duration, limits: Limits) -> Self {
-        Self { leases, gate, wait, limits, connections: Arc::default() }
+        let wait = RwLock::new(wait);
+        Self { leases, gate, wait, limits, connections: Arc::default(), sessions: None, store: None }
+    }
+
+    /// Knows the login sessions that callers may belong to.
+    pub fn with_sessions(self, sessions: Arc<Sessions>) -> Self {
+        Self { sessions: Some(sessions), ..self }
+    }
+
+    /// Leaves the processes that it serves to the next daemon.
+    pub fn with_store(self, store: Store) -> Self {
+        Self { store: Some(store), ..self }
+    }
+
+    /// A first CUDA call waits this long from now on.
+    pub fn set_wait(&self, wait: Duration) {
+        *self.wait.write().unwrap_or_else(|e| e.into_inner()) = wait;
+    }
+
+    /// Watches processes that an earlier daemon served: lease id, worker, pidfd.
+    pub async fn resume(&self, processes: Vec<(String, [u8; 16], OwnedFd)>) {
+        for (lease, worker, fd) in processes {
+            let pidfd = watched(fd);
+            let (Some(granted), Ok(pidfd)) = (self.leases.resume(&lease, worker).await, pidfd) else {
+                if let Some(store) = self.store {
+                    store.remove(&Kept::Process { lease, worker }.name());
+                }
+                continue;
+            };
+            let guard = Guard { leases: self.leases.clone(), granted: vec![granted], store: self.store };
+            tokio::spawn(async move {
+                process_end(Some(&pidfd)).await;
+                drop(guard);
+            });
+        }
     }
 
     /// Serves until the future is dropped.
@@ -169,8 +207,7 @@ impl Server {
 
     async fn talk(&self, mut stream: UnixStream, peer: Peer) -> io::Result<()> {
         let pidfd = match peer.pidfd {
-            // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
-            Some(fd) => Some(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?),
+            Some(fd) => Some(watched(fd)?),
             None => None,
         };
         let request =
@@ -191,7 +228,15 @@ impl Server {
             }
         };
         let person = self.gate.person(peer.uid).await;
-        let caller = Caller { uid: peer.uid, pid: peer.pid, user: person.name, access: person.access };
+        let sessions = self.sessions.as_ref();
+        let session = sessions.and_then(|s| s.of(peer.uid, peer.pid, request.session.as_deref()));
+        let caller = Caller {
+            uid: peer.uid,
+            pid: peer.pid,
+            user: person.name,
+            access: person.access,
+            session: session.map(|s| s.id.clone()),
+        };
         let program: String = request.program.chars().filter(|c| !c.is_control()).take(MAX_PROGRAM).collect();
         let wish = Wish {
             lease: request.lease.filter(|l| !l.is_empty()),
@@ -205,7 +250,8 @@ impl Server {
         let Some(answer) = asked else { return Ok(()) };
         match answer {
             Answer::Granted(endpoints, granted) => {
-                let guard = Guard { leases: self.leases.clone(), granted };
+                let guard = Guard { leases: self.leases.clone(), granted, store: self.store };
+                guard.keep(pidfd.as_ref());
                 info!(
                     gpusession_lease = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
                     gpusession_user = caller.uid,
@@ -236,7 +282,8 @@ impl Server {
 
     /// Asks until there is an answer or the time for waiting is over.
     async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
-        let deadline = Instant::now() + self.wait;
+        let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
+        let deadline = Instant::now() + wait;
         let mut snapshot = self.leases.snapshot();
         loop {
             snapshot.mark_unchanged();
@@ -262,10 +309,28 @@ impl Server {
 struct Guard {
     leases: Arc<dyn Leases>,
     granted: Vec<crate::leases::Granted>,
+    store: Option<Store>,
+}
+
+impl Guard {
+    fn names(&self) -> impl Iterator<Item = String> {
+        self.granted.iter().map(|g| Kept::Process { lease: g.lease.clone(), worker: g.worker }.name())
+    }
+
+    /// The next daemon watches the process on, if this one ends before it.
+    fn keep(&self, pidfd: Option<&AsyncFd<OwnedFd>>) {
+        let (Some(store), Some(pidfd)) = (self.store, pidfd) else { return };
+        for name in self.names() {
+            store.put(&name, pidfd.get_ref().as_fd());
+        }
+    }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
+        if let Some(store) = self.store {
+            self.names().for_each(|name| store.remove(&name));
+        }
         self.leases.ended(std::mem::take(&mut self.granted));
     }
 }
@@ -323,6 +388,11 @@ async fn ended(stream: UnixStream, pidfd: Option<AsyncFd<OwnedFd>>) {
         gone(&stream, None).await;
     }
     drop(stream);
+}
+
+fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
+    Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
 }
 
 async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {

@@ -5,7 +5,8 @@
 //! * [`grant`]: the socket on which programs ask for GPUs;
 //! * [`login`]: the socket on which PAM tells of login sessions;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
-//! * [`config`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
+//! * [`keep`]: what outlives the daemon; [`notice`]: what shells say at their next prompt;
+//! * [`config`], [`settings`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
 
 pub mod access;
 pub mod arguments;
@@ -14,8 +15,11 @@ pub mod client;
 pub mod config;
 pub mod grant;
 pub mod identity;
+pub mod keep;
 pub mod leases;
 pub mod login;
+pub mod notice;
 pub mod places;
 pub mod pool;
+pub mod settings;
 pub mod values;

@@ -12,20 +12,25 @@ use gpusessiond::access::Gate;
 use gpusessiond::arguments::Arguments;
 use gpusessiond::bus::{self, Bus};
 use gpusessiond::client::Remote;
-use gpusessiond::config::{self, Class, Config};
+use gpusessiond::config::{self, Config};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::{self, Home, IdentityError};
-use gpusessiond::leases::engine::{Engine, Here};
-use gpusessiond::leases::{Leases, Spec};
+use gpusessiond::keep::{Returned, State, Store};
+use gpusessiond::leases::Leases;
+use gpusessiond::leases::engine::{Engine, Here, Hooks};
 use gpusessiond::login::{self, Sessions};
+use gpusessiond::notice;
 use gpusessiond::places;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
+use gpusessiond::settings::Settings;
+use gpusessiond::values::control_address;
 use nix::sys::socket::{SockType, getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
+use zbus::OwnedObjectPath;
 
 /// Exit code of a configuration that cannot be used: the unit does not restart for it.
 const CONFIGURATION: u8 = 1;
@@ -33,8 +38,12 @@ const CONFIGURATION: u8 = 1;
 const FORCED: u8 = 2;
 /// Exit code of anything else.
 const INTERNAL: u8 = 3;
-/// Leases are given back within this time when the daemon stops.
+/// Programs that use a lease have this long to end when the daemon stops.
+const STOP_GRACE: Duration = Duration::from_secs(10);
+/// Leases are given back within this time after that.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
+/// Leases of a server that is not in servers.toml any more are kept this long.
+const LEAVE_GRACE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     let inherited = inherited();
@@ -57,14 +66,17 @@ fn main() -> ExitCode {
         println!("{}: {} lease(s) configured", path.display(), config.leases.len());
         return ExitCode::SUCCESS;
     }
-    log(&config.log_level);
+    let level = log(&config.log_level);
     // A part of the daemon that has failed must not leave the rest running without it: systemd starts it anew.
     std::panic::set_hook(Box::new(|panic| {
         error!("internal error: {panic}");
         std::process::exit(INTERNAL.into());
     }));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
-    match runtime.context("runtime").and_then(|runtime| runtime.block_on(daemon(config, inherited))) {
+    match runtime
+        .context("runtime")
+        .and_then(|runtime| runtime.block_on(daemon(path, config, level, inherited)))
+    {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             error!("{error:#}");
@@ -73,12 +85,20 @@ fn main() -> ExitCode {
     }
 }
 
-/// To the journal with its fields where systemd connected us to it, else plain lines to stderr.
-fn log(level: &str) {
+/// What journal levels are set by while the daemon runs.
+type Level = Box<dyn Fn(&str)>;
+
+/// `GPUSESSION_LOG`, else the level of the configuration.
+fn filter(level: &str) -> tracing_subscriber::EnvFilter {
     let filter =
         std::env::var("GPUSESSION_LOG").unwrap_or_else(|_| format!("{level},h2=warn,hyper=warn,zbus=warn"));
-    let filter = tracing_subscriber::EnvFilter::new(filter);
-    let registry = tracing_subscriber::registry().with(filter);
+    tracing_subscriber::EnvFilter::new(filter)
+}
+
+/// To the journal with its fields where systemd connected us to it, else plain lines to stderr.
+fn log(level: &str) -> Level {
+    let (filter_layer, handle) = tracing_subscriber::reload::Layer::new(filter(level));
+    let registry = tracing_subscriber::registry().with(filter_layer);
     let journal = std::env::var_os("JOURNAL_STREAM").and_then(|_| tracing_journald::layer().ok());
     match journal {
         Some(journal) => {
@@ -93,6 +113,7 @@ fn log(level: &str) {
             )
             .init(),
     }
+    Box::new(move |level| drop(handle.reload(filter(level))))
 }
 
 fn notify(states: &[NotifyState<'_>]) {
@@ -101,20 +122,24 @@ fn notify(states: &[NotifyState<'_>]) {
     }
 }
 
-/// Listening sockets that systemd handed over.
+/// What systemd handed over.
 #[derive(Default)]
 struct Inherited {
     grant: Option<std::os::unix::net::UnixListener>,
     login: Option<std::os::unix::net::UnixListener>,
+    /// What an earlier daemon of this boot left in systemd's store.
+    returned: Returned,
 }
 
 /// Looks at what systemd handed over. Called first of all, while only inherited descriptors are open.
 fn inherited() -> Inherited {
     let mut inherited = Inherited::default();
-    for (fd, _name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
+    for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
         // SAFETY: the descriptor is only looked at, and nothing closes it meanwhile.
         let there = unsafe { BorrowedFd::borrow_raw(fd) };
         if getsockopt(&there, sockopt::AcceptConn) != Ok(true) {
+            // SAFETY: it was passed to us, and nobody else in this process uses it.
+            inherited.returned.take(&name, unsafe { OwnedFd::from_raw_fd(fd) });
             continue;
         }
         // Both sockets are of one unit, and have its name: their types tell them apart.
@@ -155,11 +180,13 @@ fn raise_limits() {
     }
 }
 
-/// The join token that was handed to this machine, if there is one.
-fn token() -> Option<String> {
+/// The join token that was handed to this machine, if there is one, and the servers that are named beside it.
+fn token() -> Option<(String, Vec<String>)> {
     let folder = std::env::var_os("CREDENTIALS_DIRECTORY")?;
     let text = std::fs::read_to_string(PathBuf::from(folder).join("gpusession.token")).ok()?;
-    Some(text.trim().to_owned()).filter(|t| !t.is_empty())
+    let (mut tokens, servers): (Vec<String>, Vec<String>) =
+        text.split_whitespace().map(str::to_owned).partition(|word| word.starts_with("gpsj-"));
+    Some((tokens.pop()?, servers))
 }
 
 /// Waits until this machine has an identity: joins with a token, or until `gpusession join` has made one.
@@ -172,7 +199,7 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
         }
         let trouble = match token() {
             None => "no identity yet: waiting for `gpusession join`".to_owned(),
-            Some(token) => match join(home, config, &token).await {
+            Some((token, servers)) => match join(home, config, &token, &servers).await {
                 Ok(joined) => {
                     info!("joined the pool as {}, servers: {}", joined.name, joined.servers.join(", "));
                     continue;
@@ -198,12 +225,23 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
 }
 
 /// Asks each known server to take this machine in.
-async fn join(home: &Home, config: &Config, token: &str) -> Result<identity::Joined, IdentityError> {
+async fn join(
+    home: &Home,
+    config: &Config,
+    token: &str,
+    named: &[String],
+) -> Result<identity::Joined, IdentityError> {
     let mut last = IdentityError::Pool(PoolError::new(
         Trouble::Unreachable,
-        "no server is named in servers.toml: the token alone does not say where the pool is",
+        "the token does not say where the pool is: write HOST[:PORT] before it in the credential, or name a server \
+         in servers.toml",
     ));
-    for address in home.addresses()? {
+    let mut addresses = Vec::new();
+    for address in named {
+        addresses.push(control_address(address).map_err(|e| PoolError::new(Trouble::Invalid, e))?);
+    }
+    addresses.extend(home.addresses()?);
+    for address in addresses {
         match identity::join_pool(home, &address, token, config.client_name.as_deref()).await {
             Ok(joined) => return Ok(joined),
             Err(error) => last = error,
@@ -228,7 +266,109 @@ async fn follow_status(engine: &Engine) {
     }
 }
 
-async fn daemon(config: Config, inherited: Inherited) -> Result<u8> {
+/// Knows the servers that servers.toml names, now and after each reload.
+async fn follow_servers(
+    home: &Home,
+    identity: &identity::Identity,
+    engine: &Engine,
+    settings: &Settings,
+) -> Result<()> {
+    let mut reloaded = settings.subscribe();
+    // In the order in which the lease manager learned of them; whether they are still named.
+    let mut known: Vec<(String, bool)> = Vec::new();
+    loop {
+        match home.addresses() {
+            Ok(addresses) => {
+                for (index, (address, named)) in known.iter_mut().enumerate() {
+                    let now = addresses.contains(address);
+                    if now != *named {
+                        info!("{address} is {} servers.toml", if now { "again in" } else { "no longer in" });
+                        engine.drain(index, (!now).then_some(LEAVE_GRACE)).await;
+                        *named = now;
+                    }
+                }
+                let mut remotes: Vec<Arc<dyn PoolServer>> = Vec::new();
+                for address in addresses {
+                    if !known.iter().any(|(a, _)| *a == address) {
+                        remotes.push(Arc::new(Remote::new(&address, identity)?));
+                        known.push((address, true));
+                    }
+                }
+                engine.connect(remotes);
+                if !known.iter().any(|(_, named)| *named) {
+                    engine.notice("servers.toml names no server: add [[server]] address = \"HOST\"");
+                }
+            }
+            Err(error) if known.is_empty() => return Err(error.into()),
+            Err(error) => warn!("the servers stay as they were: {error}"),
+        }
+        if reloaded.changed().await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// Watches over the daemon's main loop, if systemd wants that.
+fn watchdog() -> Option<(Duration, Box<dyn FnMut() + Send>)> {
+    let interval = sd_notify::watchdog_enabled()?;
+    Some((interval / 2, Box::new(|| notify(&[NotifyState::Watchdog]))))
+}
+
+/// Whether systemd starts the daemon again right away.
+async fn restarting(bus: &zbus::Connection) -> bool {
+    if std::env::var_os("NOTIFY_SOCKET").is_none() {
+        return false;
+    }
+    let ask = async {
+        let systemd = "org.freedesktop.systemd1";
+        let proxy = |path: OwnedObjectPath, interface: &'static str| {
+            zbus::proxy::Builder::<zbus::Proxy<'_>>::new(bus)
+                .destination(systemd)
+                .path(path)
+                .interface(interface)
+                .cache_properties(zbus::proxy::CacheProperties::No)
+                .build()
+        };
+        let manager = OwnedObjectPath::try_from("/org/freedesktop/systemd1")?;
+        let manager = proxy(manager, "org.freedesktop.systemd1.Manager").await?;
+        let unit: OwnedObjectPath = manager.call("GetUnitByPID", &(std::process::id(),)).await?;
+        let unit = proxy(unit, "org.freedesktop.systemd1.Unit").await?;
+        let (_, job): (u32, OwnedObjectPath) = unit.get_property("Job").await?;
+        let job = proxy(job, "org.freedesktop.systemd1.Job").await?;
+        job.get_property::<String>("JobType").await
+    };
+    match tokio::time::timeout(Duration::from_secs(2), ask).await {
+        Ok(Ok(kind)) => kind == "restart",
+        Ok(Err(error)) => {
+            warn!("systemd does not say whether this is a restart: {error}");
+            false
+        }
+        Err(_) => false,
+    }
+}
+
+/// Warns the programs that use a lease, waits for them a moment, and gives everything back.
+async fn stop(engine: &Engine) {
+    notify(&[NotifyState::Stopping, NotifyState::Status("giving leases back")]);
+    let using = engine.warn(STOP_GRACE, "gpusession is being stopped").await;
+    if using > 0 {
+        warn!("stopping: {using} process(es) use leases, and have {} s to end", STOP_GRACE.as_secs());
+        let mut snapshot = engine.snapshot();
+        let unused = snapshot.wait_for(|s| s.leases.iter().all(|l| l.processes == 0));
+        if tokio::time::timeout(STOP_GRACE, unused).await.is_err() {
+            for lease in engine.snapshot().borrow().leases.iter().filter(|l| l.processes > 0) {
+                warn!(
+                    gpusession_lease = lease.id,
+                    "stopping: lease {} ends under {} process(es)", lease.id, lease.processes
+                );
+            }
+        }
+    }
+    info!("stopping: giving leases back");
+    engine.shutdown(STOP_LIMIT).await;
+}
+
+async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherited) -> Result<u8> {
     raise_limits();
     let (grants_at, logins_at) = (places::grant_socket(), places::login_socket());
     let (grant_listener, _grant_file) =
@@ -237,72 +377,81 @@ async fn daemon(config: Config, inherited: Inherited) -> Result<u8> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
-    tokio::spawn(async move {
-        while hangup.recv().await.is_some() {
-            warn!("the configuration is not read anew while running: restart the daemon for that");
-        }
-    });
     let home = Home::system();
 
+    let here = Here::this_machine();
+    let mut state = State::new(&places::state_directory(), places::hex(&here.boot_id));
     let gate = Arc::new(Gate::new(config.access.clone()));
-    let engine = Engine::start(Here::this_machine());
-    for (order, lease) in (0..).zip(&config.leases) {
-        if lease.class != Class::Boot {
-            warn!(
-                "lease {}: class \"{}\" is not served yet, only \"boot\": it is left out",
-                lease.name, lease.class
-            );
-            continue;
-        }
-        if lease.hold || lease.on_idle.is_some() {
-            warn!("lease {}: hold and on_idle have no effect yet: nothing is parked or lent", lease.name);
-        }
-        let mut spec = Spec::configured(lease, order);
-        if let Some(name) = lease.for_user.clone() {
-            let user = tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name)).await?;
-            spec.uid = user.ok().flatten().map(|u| u.uid.as_raw());
-            if spec.uid.is_none() {
-                warn!("lease {}: there is no user {}", lease.name, spec.user);
-            }
-        }
-        engine.want(spec).await;
-    }
+    let hooks = Hooks {
+        saved: state.load(),
+        save: Box::new(move |saved| state.save(saved)),
+        gate: Some(gate.clone()),
+        alive: watchdog(),
+    };
+    let engine = Engine::start_with(here, hooks);
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());
-    let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default());
-    tokio::spawn(Arc::new(grants).serve(grant_listener));
+    let settings = Settings::new(path, config.clone(), gate.clone(), leases.clone());
     let sessions = Sessions::restore(leases.clone(), &places::sessions_directory());
-    tokio::spawn(login::Server::new(sessions, gate.clone(), &config, 0).serve(login_listener));
+    settings.apply().await;
+    tokio::spawn(notice::follow(leases.clone(), places::notice_directory()));
+    let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default())
+        .with_sessions(sessions.clone())
+        .with_store(Store);
+    let grants = Arc::new(grants);
+    grants.resume(inherited.returned.processes).await;
+    tokio::spawn(grants.clone().serve(grant_listener));
+    let logins = login::Server::new(sessions.clone(), gate.clone(), &config, 0);
+    tokio::spawn(logins.clone().serve(login_listener));
     let connection = zbus::connection::Builder::system().build().await.context("system bus")?;
-    let bus = Bus::start(connection, leases, gate, config.clone()).await.context("org.gpusession1")?;
+    let api = bus::Parts {
+        leases,
+        settings: settings.clone(),
+        sessions: Some(sessions),
+        store: Some(Store),
+        lease_fds: inherited.returned.lease_fds,
+    };
+    let bus = Bus::start(connection, api).await.context("org.gpusession1")?;
     notify(&[NotifyState::Ready, NotifyState::Status("starting")]);
     info!("ready; {} lease(s) configured", config.leases.len());
 
+    let reloading = async {
+        while hangup.recv().await.is_some() {
+            // What is wrong is in the journal.
+            let _ = settings.reload().await;
+        }
+    };
+    let following = async {
+        let mut changed = settings.subscribe();
+        while changed.changed().await.is_ok() {
+            let config = changed.borrow_and_update().clone();
+            level(&config.log_level);
+            grants.set_wait(config.wait);
+            logins.configure(gate.clone(), &config);
+        }
+    };
     // Without an identity there is nothing to hold yet, but programs and `gpusession status` hear why.
     let working = async {
         let identity = identity(&home, &config, &engine).await?;
-        let mut remotes: Vec<Arc<dyn PoolServer>> = Vec::new();
-        for address in home.addresses()? {
-            remotes.push(Arc::new(Remote::new(&address, &identity)?));
-        }
-        if remotes.is_empty() {
-            engine.notice("no server is named in servers.toml");
-        }
-        engine.connect(remotes);
-        follow_status(&engine).await;
-        anyhow::Ok(())
+        tokio::join!(follow_servers(&home, &identity, &engine, &settings), follow_status(&engine)).0
     };
     let code = tokio::select! {
         result = working => match result {
             Ok(()) => 0,
             Err(error) => return Err(error),
         },
+        () = reloading => 0,
+        () = following => 0,
         _ = terminate.recv() => 0,
         _ = interrupt.recv() => 0,
     };
-    notify(&[NotifyState::Stopping, NotifyState::Status("giving leases back")]);
-    info!("stopping: giving leases back");
+    if restarting(&bus.connection).await {
+        notify(&[NotifyState::Stopping, NotifyState::Status("restarting; leases are kept")]);
+        info!("stopping for a restart: leases and programs are kept");
+        // At once: ending in order would take what is kept out of systemd's store.
+        std::process::exit(code.into());
+    }
     tokio::select! {
-        () = engine.shutdown(STOP_LIMIT) => {}
+        () = stop(&engine) => {}
         _ = terminate.recv() => return Ok(FORCED),
         _ = interrupt.recv() => return Ok(FORCED),
     }

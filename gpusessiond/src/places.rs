@@ -43,6 +43,11 @@ pub fn sessions_directory() -> PathBuf {
     runtime_directory().join("sessions")
 }
 
+/// What the next prompt of each user's shells says: `notice` in the runtime directory, one file for each uid.
+pub fn notice_directory() -> PathBuf {
+    runtime_directory().join("notice")
+}
+
 /// The user's folder: `$XDG_CONFIG_HOME/gpusession` or `~/.config/gpusession`.
 pub fn user_directory() -> Option<PathBuf> {
     let base =
@@ -83,6 +88,12 @@ pub fn boot_id() -> [u8; 16] {
         *byte = pair[0] << 4 | pair[1];
     }
     id
+}
+
+/// Time since boot, suspended time included.
+pub fn uptime() -> std::time::Duration {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME);
+    now.map_or(std::time::Duration::ZERO, std::time::Duration::from)
 }
 
 /// A value that stays the same on one machine and says nothing else about it: a hash of `/etc/machine-id`.

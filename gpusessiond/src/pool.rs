@@ -13,6 +13,8 @@ pub enum Trouble {
     NoCapacity,
     /// A limit of this client or user refuses.
     Quota,
+    /// No GPU of the server would ever do.
+    NeverFits,
     /// No answer.
     Unreachable,
     /// The server does not take this client: no valid identity, revoked, or not entitled.
@@ -26,6 +28,20 @@ pub enum Trouble {
 }
 
 impl Trouble {
+    /// The word that `gpusession status --json` uses.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::NoCapacity => "no-capacity",
+            Self::Quota => "limit",
+            Self::NeverFits => "never-fits",
+            Self::Unreachable => "unreachable",
+            Self::Refused => "not-accepted",
+            Self::Protocol => "protocol",
+            Self::Invalid => "invalid",
+            Self::NoSuchLease => "no-such-lease",
+        }
+    }
+
     /// Whether the same call may succeed later without anybody changing anything.
     pub fn may_pass(self) -> bool {
         matches!(self, Self::NoCapacity | Self::Unreachable)
@@ -40,12 +56,22 @@ pub struct PoolError {
     pub trouble: Trouble,
     /// One line for a person, naming the server.
     pub message: String,
+    /// Place in the queue of those who wait for the same, from 1, and its length, where the server keeps one.
+    pub place: Option<(u32, u32)>,
 }
 
 impl PoolError {
     /// An error with its words.
     pub fn new(trouble: Trouble, message: impl Into<String>) -> Self {
-        Self { trouble, message: message.into() }
+        Self { trouble, message: message.into(), place: None }
+    }
+
+    /// The message, with the place in the queue if there is one.
+    pub fn waiting(&self) -> String {
+        match self.place {
+            Some((position, length)) => format!("position {position} of {length}: {}", self.message),
+            None => self.message.clone(),
+        }
     }
 }
 
@@ -75,6 +101,8 @@ pub trait PoolServer: Send + Sync {
     ) -> Result<Vec<control::Worker>, PoolError>;
     /// The process that was granted `worker` has ended.
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError>;
+    /// Moves a lease's device memory to the server's host memory, or asks for it back.
+    async fn park(&self, lease: String, park: bool) -> Result<(), PoolError>;
     /// The server and its GPUs.
     async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
     /// Passes on what happens to this client's leases until the connection ends.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// Port of the control plane where an address names none.
 pub const CONTROL_PORT: u16 = 7601;
@@ -62,6 +62,9 @@ impl<'de> Deserialize<'de> for Memory {
             fn visit_str<E: de::Error>(self, text: &str) -> Result<Memory, E> {
                 text.parse().map_err(E::custom)
             }
+            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<Memory, E> {
+                i64::try_from(bytes).map_err(E::custom).and_then(|bytes| self.visit_i64(bytes))
+            }
             fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<Memory, E> {
                 u64::try_from(bytes)
                     .ok()
@@ -71,6 +74,15 @@ impl<'de> Deserialize<'de> for Memory {
             }
         }
         deserializer.deserialize_any(Visitor)
+    }
+}
+
+impl Serialize for Memory {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Percent(percent) => serializer.serialize_str(&format!("{percent}%")),
+            Self::Bytes(bytes) => serializer.serialize_u64(*bytes),
+        }
     }
 }
 

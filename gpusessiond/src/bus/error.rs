@@ -33,6 +33,8 @@ errors! {
     no_such_device = "org.gpusession1.Error.NoSuchDevice",
     /// There is no such server.
     no_such_server = "org.gpusession1.Error.NoSuchServer",
+    /// There is no such session.
+    no_such_session = "org.gpusession1.Error.NoSuchSession",
     /// Every GPU that fits is taken; may be retried.
     no_capacity = "org.gpusession1.Error.NoCapacity",
     /// A limit refuses.
@@ -47,6 +49,10 @@ errors! {
     protocol_mismatch = "org.gpusession1.Error.ProtocolMismatch",
     /// The request makes no sense.
     invalid_args = "org.freedesktop.DBus.Error.InvalidArgs",
+    /// The caller has too much going on already.
+    limits_exceeded = "org.freedesktop.DBus.Error.LimitsExceeded",
+    /// A file says something that cannot be used.
+    invalid_file = "org.freedesktop.DBus.Error.InvalidFileContent",
     /// The caller may not.
     access_denied = "org.freedesktop.DBus.Error.AccessDenied",
     /// Not in this version.
@@ -65,7 +71,7 @@ impl BusError {
 impl From<PoolError> for BusError {
     fn from(error: PoolError) -> Self {
         let make = match error.trouble {
-            Trouble::NoCapacity => Self::no_capacity,
+            Trouble::NoCapacity | Trouble::NeverFits => Self::no_capacity,
             Trouble::Quota => Self::quota_exceeded,
             Trouble::Unreachable | Trouble::Refused => Self::server_unreachable,
             Trouble::Protocol => Self::protocol_mismatch,

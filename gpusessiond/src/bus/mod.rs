@@ -4,11 +4,14 @@
 //! an object is there before its `New` signal, and nothing follows `LeaseRemoved`.
 
 mod authority;
+mod describe;
 mod error;
 mod objects;
 mod publisher;
 mod request;
 
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,9 +21,10 @@ use zbus::{Connection, OwnedObjectPath};
 pub use error::BusError;
 pub use objects::{Device, Lease, Manager, Server};
 
-use crate::access::Gate;
-use crate::config::Config;
+use crate::keep::Store;
 use crate::leases::{LeaseState, Leases, Snapshot};
+use crate::login::Sessions;
+use crate::settings::Settings;
 use crate::values::path_element;
 
 /// Well-known name.
@@ -33,15 +37,17 @@ pub(crate) const MAX_TEXT: usize = 256;
 /// What every object needs.
 pub struct Shared {
     pub(crate) leases: Arc<dyn Leases>,
-    pub(crate) gate: Arc<Gate>,
-    pub(crate) config: Config,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) sessions: Option<Arc<Sessions>>,
+    pub(crate) store: Option<Store>,
+    /// Calls that are being worked on, per user.
+    pub(crate) calls: Mutex<HashMap<u32, usize>>,
     /// Grows with each published snapshot: replies wait for it, so that what they name exists.
     pub(crate) published: watch::Sender<Arc<Snapshot>>,
     /// Every configured lease has been held at once since the start.
     pub(crate) boot_complete: Mutex<bool>,
     /// Leases being created, per user.
-    pub(crate) creating: Mutex<std::collections::HashMap<u32, usize>>,
-    pub(crate) persistent: Mutex<std::collections::HashSet<u64>>,
+    pub(crate) creating: Mutex<HashMap<u32, usize>>,
 }
 
 impl Shared {
@@ -69,6 +75,20 @@ impl Shared {
     }
 }
 
+/// What the API stands on.
+pub struct Parts {
+    /// The lease manager.
+    pub leases: Arc<dyn Leases>,
+    /// The configuration.
+    pub settings: Arc<Settings>,
+    /// Login sessions, where they are known.
+    pub sessions: Option<Arc<Sessions>>,
+    /// Keeps lease descriptors for the next daemon.
+    pub store: Option<Store>,
+    /// Lease descriptors of an earlier daemon, by their request's key.
+    pub lease_fds: HashMap<String, OwnedFd>,
+}
+
 /// The API on a connection.
 pub struct Bus {
     /// The connection that owns [`NAME`].
@@ -77,21 +97,19 @@ pub struct Bus {
 
 impl Bus {
     /// Exports the API on a connection and takes the name; the publisher runs for as long as the lease manager does.
-    pub async fn start(
-        connection: Connection,
-        leases: Arc<dyn Leases>,
-        gate: Arc<Gate>,
-        config: Config,
-    ) -> zbus::Result<Self> {
+    pub async fn start(connection: Connection, parts: Parts) -> zbus::Result<Self> {
+        let Parts { leases, settings, sessions, store, lease_fds } = parts;
         let shared = Arc::new(Shared {
             published: watch::channel(Arc::new(Snapshot::default())).0,
             leases,
-            gate,
-            config,
+            settings,
+            sessions,
+            store,
+            calls: Mutex::default(),
             boot_complete: Mutex::new(false),
             creating: Mutex::default(),
-            persistent: Mutex::default(),
         });
+        objects::resume(&shared, lease_fds);
         let server = connection.object_server();
         server.at(PATH, zbus::fdo::ObjectManager).await?;
         server.at(PATH, Manager { shared: shared.clone() }).await?;
@@ -119,7 +137,7 @@ pub fn status_text(snapshot: &Snapshot) -> String {
     let waiting =
         snapshot.leases.iter().find_map(|l| l.trouble.as_ref().filter(|_| l.state == LeaseState::Pending));
     if let Some(trouble) = waiting {
-        text.push_str(&format!("; waiting: {}", trouble.message));
+        text.push_str(&format!("; waiting: {}", trouble.waiting()));
     }
     text
 }

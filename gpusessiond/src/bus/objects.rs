@@ -1,7 +1,8 @@
 //! The objects: manager, leases, devices, servers.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::os::fd::AsFd as _;
+use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
 use tokio::io::AsyncReadExt as _;
@@ -10,15 +11,42 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 
-use super::authority::{self, Deed, authorise};
+use super::authority::{Call, Deed};
 use super::error::{BusError, Result};
+use super::publisher::DeviceEntry;
 use super::{PUBLISH_WAIT, Shared, device_path, lease_path, request, server_path};
-use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, ServerView, Slot, Snapshot};
+use crate::keep::Kept;
+use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, Owner, ServerView, Slot, Snapshot};
+use crate::login::Session;
+use crate::pool::Trouble;
+use crate::values::path_element;
 
 /// `CreateLease` flag: the lease outlives its requester.
 const PERSISTENT: u64 = 1;
 /// Leases of one user that outlive their requester.
 const MAX_PERSISTENT: usize = 2;
+/// Most GPUs that `Preallocate` holds.
+const MAX_AHEAD: u32 = 64;
+/// How long leases of a server are kept that `Server.Drain` leaves.
+const DRAIN_GRACE: Duration = Duration::from_secs(60);
+
+/// What an object shows. It changes while calls on the object are under way: none of them may hold it.
+pub(super) struct Shown<T>(RwLock<Arc<T>>);
+
+impl<T> Shown<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self(RwLock::new(Arc::new(value)))
+    }
+
+    pub(super) fn get(&self) -> Arc<T> {
+        self.0.read().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Shows another one; what was shown before.
+    pub(super) fn set(&self, value: T) -> Arc<T> {
+        std::mem::replace(&mut *self.0.write().unwrap_or_else(|e| e.into_inner()), Arc::new(value))
+    }
+}
 
 /// `org.gpusession1.Manager`.
 pub struct Manager {
@@ -36,23 +64,58 @@ fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
 }
 
 impl Manager {
-    async fn touch(&self, connection: &Connection, header: &Header<'_>, id: &str) -> Result<LeaseView> {
+    /// A lease that the caller may touch.
+    async fn touch(&self, call: &Call<'_>, id: &str) -> Result<LeaseView> {
         let view = lease(&self.shared.snapshot(), id)?.clone();
-        let uid = authority::caller(connection, header).await?;
-        authorise(&self.shared, uid, Deed::Touch { owner: view.uid }).await?;
+        call.may(Deed::Touch { owner: view.uid }).await?;
         Ok(view)
     }
 
-    async fn manage(&self, connection: &Connection, header: &Header<'_>) -> Result<()> {
-        let uid = authority::caller(connection, header).await?;
-        authorise(&self.shared, uid, Deed::ManagePool).await
+    /// A login session, by its id or logind's.
+    fn session(&self, id: &str) -> Result<Arc<Session>> {
+        let leases = self.shared.leases.snapshot();
+        let snapshot = leases.borrow();
+        let found = snapshot.sessions.iter().find(|s| s.id == id || s.logind.as_deref() == Some(id)).cloned();
+        found.ok_or_else(|| BusError::no_such_session(format!("there is no session {id}")))
     }
 
-    async fn may_create(&self, uid: u32, for_uid: Option<u32>) -> Result<()> {
-        if for_uid.is_some_and(|other| other != uid) {
-            authorise(&self.shared, uid, Deed::CreateLeaseForOther).await?;
+    /// Index of a server.
+    fn server(&self, name: &str) -> Result<usize> {
+        let snapshot = self.shared.snapshot();
+        let found = snapshot.servers.iter().position(|s| s.name == name);
+        found.ok_or_else(|| BusError::no_such_server(format!("there is no server {name}")))
+    }
+
+    /// What a process of this user gets without naming a lease.
+    async fn leases_of(&self, uid: u32, pid: u32, session: Option<String>) -> Vec<OwnedObjectPath> {
+        let person = self.shared.settings.gate().person(uid).await;
+        let caller = Caller { uid, pid, user: person.name, access: person.access, session };
+        let slots = self.shared.leases.of(caller).await;
+        let snapshot = self.shared.snapshot();
+        snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
+    }
+
+    /// The deeds that a request is.
+    fn deeds(request: &request::Request, uid: u32, owner: u32) -> impl Iterator<Item = Deed> {
+        let other = owner != uid || request.uid.is_some_and(|other| other != uid);
+        other.then_some(Deed::CreateLeaseForOther).into_iter().chain([Deed::CreateLease])
+    }
+
+    /// Whose lease a request makes: the session's user's, else the one that it names, else the caller's.
+    fn owner(&self, request: &mut request::Request, uid: u32) -> Result<u32> {
+        let mut owner = request.uid.unwrap_or(uid);
+        if let Some(id) = &request.session {
+            let session = self.session(id)?;
+            if request.uid.is_some_and(|named| named != session.uid) {
+                return Err(BusError::invalid_args(format!(
+                    "session {id} is not of the user that UID names"
+                )));
+            }
+            owner = session.uid;
+            request.spec.session = Some(session.id.clone());
         }
-        authorise(&self.shared, uid, Deed::CreateLease).await
+        request.spec.owner = Owner::Uid(owner);
+        Ok(owner)
     }
 
     /// Waits until the publisher has shown (or removed) what a reply is about.
@@ -147,18 +210,16 @@ impl Manager {
 
     #[zbus(name = "GetLeaseByPIDFD", out_args("leases"))]
     async fn get_lease_by_pidfd(&self, pidfd: OwnedFd) -> Result<Vec<OwnedObjectPath>> {
-        let uid =
-            uid_of(&pidfd).map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
-        let person = self.shared.gate.person(uid).await;
-        let caller = Caller { uid, pid: 0, user: person.name, access: person.access };
-        let slots = self.shared.leases.of(caller).await;
-        let snapshot = self.shared.snapshot();
-        Ok(snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect())
+        let (pid, uid) = identify(&pidfd)
+            .map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
+        let session = self.shared.sessions.as_ref().and_then(|s| s.of(uid, pid, None));
+        Ok(self.leases_of(uid, pid, session.map(|s| s.id.clone())).await)
     }
 
     #[zbus(out_args("leases"))]
     async fn get_lease_by_session(&self, session: &str) -> Result<Vec<OwnedObjectPath>> {
-        Err(BusError::not_supported(format!("leases are not bound to sessions yet ({session})")))
+        let session = self.session(session)?;
+        Ok(self.leases_of(session.uid, 0, Some(session.id.clone())).await)
     }
 
     #[zbus(out_args("id", "path", "lease_fd"))]
@@ -169,10 +230,11 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(String, OwnedObjectPath, OwnedFd)> {
-        let uid = authority::caller(connection, &header).await?;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let uid = call.uid;
         let mut key = [0; 12];
         getrandom::fill(&mut key).map_err(|e| BusError::failed(e.to_string()))?;
-        let request = request::read(request, format!("request/{}", crate::places::hex(&key)), uid)?;
+        let mut request = request::read(request, format!("request/{}", crate::places::hex(&key)), uid)?;
         if flags & !PERSISTENT != 0 {
             return Err(BusError::invalid_args(format!("unknown flags {flags:#x}")));
         }
@@ -180,25 +242,31 @@ impl Manager {
         if persistent && request.spec.ttl.is_none() {
             return Err(BusError::invalid_args("a persistent lease needs TTLUSec"));
         }
-        self.may_create(uid, request.uid).await?;
-        let owner = request.uid.unwrap_or(uid);
+        let owner = self.owner(&mut request, uid)?;
+        for deed in Self::deeds(&request, uid, owner) {
+            call.may(deed).await?;
+        }
         if persistent && uid != 0 && self.persistent(owner) >= MAX_PERSISTENT {
             return Err(BusError::quota_exceeded(format!(
                 "at most {MAX_PERSISTENT} persistent leases of one user"
             )));
         }
         let mut spec = request.spec;
-        spec.user = self.shared.gate.person(owner).await.name.unwrap_or_default();
+        spec.persistent = persistent;
+        spec.user = self.shared.settings.gate().person(owner).await.name.unwrap_or_default();
+        let key = spec.key.clone();
         let view = {
             let _creating = Creating::new(&self.shared, owner);
             self.shared.leases.create(spec).await?
         };
         let (sender, receiver) = pipe::pipe().map_err(|e| BusError::failed(e.to_string()))?;
         let fd = sender.into_blocking_fd().map_err(|e| BusError::failed(e.to_string()))?;
-        if persistent {
-            self.shared.persistent.lock().unwrap_or_else(|e| e.into_inner()).insert(view.slot);
-        } else {
-            tokio::spawn(release_at_close(self.shared.clone(), view.slot, receiver));
+        if !persistent {
+            let name = Kept::LeaseFd { key }.name();
+            if let Some(store) = self.shared.store {
+                store.put(&name, receiver.as_fd());
+            }
+            tokio::spawn(release_at_close(self.shared.clone(), view.slot, name, receiver));
         }
         let id = view.id;
         self.published(|s| s.lease(&id).is_some()).await;
@@ -213,14 +281,20 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
-        let uid = authority::caller(connection, &header).await?;
-        let request = request::read(request, String::new(), uid)?;
-        if self.may_create(uid, request.uid).await.is_err() {
-            return Ok("no".into());
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let mut request = request::read(request, String::new(), call.uid)?;
+        let owner = self.owner(&mut request, call.uid)?;
+        let mut answer = "yes";
+        for deed in Self::deeds(&request, call.uid, owner) {
+            match call.could(deed).await {
+                "no" => return Ok("no".into()),
+                "challenge" => answer = "challenge",
+                _ => {}
+            }
         }
         let snapshot = self.shared.snapshot();
         let fits = snapshot.servers.iter().any(|s| s.state == "online" && s.free >= request.spec.gpus);
-        Ok(if fits { "yes" } else { "busy" }.into())
+        Ok(if fits { answer } else { "busy" }.into())
     }
 
     async fn renew_lease(
@@ -230,9 +304,9 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        let _ = ttl_usec; // The server knows how long a lease of its own lasts.
-        let view = self.touch(connection, &header, id).await?;
-        self.shared.leases.renew(&view.id).await?;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let view = self.touch(&call, id).await?;
+        renew(&self.shared, &view.id, ttl_usec).await?;
         Ok(())
     }
 
@@ -242,14 +316,34 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        let view = self.touch(connection, &header, id).await?;
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let view = self.touch(&call, id).await?;
         self.shared.leases.release(view.slot, "released on request").await;
         self.published(|s| s.lease(&view.id).is_none()).await;
         Ok(())
     }
 
-    async fn release_session(&self, session: &str) -> Result<()> {
-        Err(BusError::not_supported(format!("leases are not bound to sessions yet ({session})")))
+    async fn release_session(
+        &self,
+        session: &str,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let session = self.session(session)?;
+        call.may(Deed::Touch { owner: session.uid }).await?;
+        let snapshot = self.shared.leases.snapshot().borrow().clone();
+        let bound: Vec<Slot> = snapshot
+            .leases
+            .iter()
+            .filter(|l| l.spec.session.as_deref() == Some(session.id.as_str()))
+            .map(|l| l.slot)
+            .collect();
+        for slot in &bound {
+            self.shared.leases.release(*slot, "released on request").await;
+        }
+        self.published(|s| !s.leases.iter().any(|l| bound.contains(&l.slot))).await;
+        Ok(())
     }
 
     async fn drain_server(
@@ -260,9 +354,11 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        self.manage(connection, &header).await?;
-        let _ = (enable, grace_usec);
-        Err(BusError::not_supported(format!("a server is drained on the server itself ({server})")))
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        let index = self.server(server)?;
+        call.may(Deed::ManagePool).await?;
+        self.shared.leases.drain(index, enable.then_some(Duration::from_micros(grace_usec))).await;
+        Ok(())
     }
 
     async fn preallocate(
@@ -271,10 +367,13 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        self.manage(connection, &header).await?;
-        Err(BusError::not_supported(format!(
-            "[[lease]] tables say what is allocated ahead (asked for {count})"
-        )))
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.may(Deed::ManagePool).await?;
+        if count > MAX_AHEAD {
+            return Err(BusError::invalid_args(format!("at most {MAX_AHEAD} GPUs are held ahead")));
+        }
+        self.shared.leases.preallocate(count).await;
+        Ok(())
     }
 
     async fn reload(
@@ -282,14 +381,15 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        self.manage(connection, &header).await?;
-        Err(BusError::not_supported("restart the daemon to read its configuration anew"))
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.may(Deed::ManagePool).await?;
+        self.shared.settings.reload().await.map_err(|e| BusError::invalid_file(e.to_string()))
     }
 
     /// Everything as JSON, for `gpusession status` and bug reports.
     #[zbus(out_args("json"))]
     async fn describe(&self) -> String {
-        describe(&self.shared).to_string()
+        super::describe::describe(&self.shared).to_string()
     }
 
     #[zbus(signal)]
@@ -362,9 +462,9 @@ impl Manager {
         self.shared.snapshot().leases.iter().filter(|l| l.state != LeaseState::Pending).count() as u64
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    #[zbus(property)]
     fn leases_max(&self) -> u64 {
-        u64::from(self.shared.config.access.extra_leases)
+        u64::from(self.shared.settings.get().access.extra_leases)
     }
 
     // 0: the server's own; a lease without TTLUSec is renewed for as long as it is wanted.
@@ -384,51 +484,86 @@ impl Manager {
     }
 }
 
-/// Effective uid of the process behind a pidfd.
-fn uid_of(pidfd: &OwnedFd) -> std::io::Result<u32> {
+/// Pid and effective uid of the process behind a pidfd.
+fn identify(pidfd: &OwnedFd) -> std::io::Result<(u32, u32)> {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::MetadataExt as _;
-    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
+    let info = || std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()));
     let pid = |text: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix("Pid:"));
         line.and_then(|pid| pid.trim().parse::<u32>().ok()).filter(|pid| *pid > 0)
     };
     let ended = || std::io::Error::from(std::io::ErrorKind::NotFound);
-    let before = pid(&info).ok_or_else(ended)?;
+    let before = pid(&info()?).ok_or_else(ended)?;
     let uid = std::fs::metadata(format!("/proc/{before}"))?.uid();
     // A process that ended meanwhile has no pid any more, and its number may be another's.
-    let after = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
-    if pid(&after) == Some(before) { Ok(uid) } else { Err(ended()) }
+    if pid(&info()?) == Some(before) { Ok((before, uid)) } else { Err(ended()) }
 }
 
 /// Releases a lease when the last copy of its descriptor is closed.
-async fn release_at_close(shared: Arc<Shared>, slot: Slot, mut receiver: pipe::Receiver) {
+async fn release_at_close(shared: Arc<Shared>, slot: Slot, kept: String, mut receiver: pipe::Receiver) {
     let mut scrap = [0; 64];
     // Whatever is written into it is thrown away.
     while matches!(receiver.read(&mut scrap).await, Ok(n) if n > 0) {}
     shared.leases.release(slot, "its requester has gone").await;
+    if let Some(store) = shared.store {
+        store.remove(&kept);
+    }
+}
+
+/// Watches the lease descriptors of an earlier daemon on. A lease whose descriptor did not come back is released: nobody
+/// would notice that its requester has gone.
+pub(super) fn resume(shared: &Arc<Shared>, mut lease_fds: HashMap<String, std::os::fd::OwnedFd>) {
+    let snapshot = shared.leases.snapshot().borrow().clone();
+    for view in snapshot.leases.iter().filter(|l| l.spec.once && !l.spec.persistent) {
+        let key = view.spec.key.clone();
+        let receiver = lease_fds.remove(&key).and_then(|fd| pipe::Receiver::from_owned_fd(fd).ok());
+        let (shared, slot, kept) = (shared.clone(), view.slot, Kept::LeaseFd { key }.name());
+        match receiver {
+            Some(receiver) => drop(tokio::spawn(release_at_close(shared, slot, kept, receiver))),
+            None => drop(tokio::spawn(async move {
+                shared.leases.release(slot, "its requester cannot be watched any more").await
+            })),
+        }
+    }
+    for key in lease_fds.into_keys() {
+        if let Some(store) = shared.store {
+            store.remove(&Kept::LeaseFd { key }.name());
+        }
+    }
+}
+
+/// Renews a lease; the time that it has left, in microseconds.
+async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {
+    let ttl = (ttl_usec > 0).then(|| Duration::from_micros(ttl_usec));
+    match shared.leases.renew(id, ttl).await {
+        Ok(left) => Ok(usec(left)),
+        Err(e) if e.trouble == Trouble::NoSuchLease => Err(BusError::lease_lost(e.message)),
+        Err(e) => Err(e.into()),
+    }
 }
 
 impl Manager {
     fn persistent(&self, uid: u32) -> usize {
         let leases = self.shared.leases.snapshot();
         let snapshot = leases.borrow();
-        let mut persistent = self.shared.persistent.lock().unwrap_or_else(|e| e.into_inner());
-        persistent.retain(|slot| snapshot.leases.iter().any(|l| l.slot == *slot));
-        snapshot.leases.iter().filter(|l| l.uid == uid && persistent.contains(&l.slot)).count()
+        snapshot.leases.iter().filter(|l| l.uid == uid && l.spec.persistent).count()
     }
 }
 
 /// `org.gpusession1.Lease`.
 pub struct Lease {
     pub(super) shared: Arc<Shared>,
-    pub(super) view: LeaseView,
+    pub(super) view: Shown<LeaseView>,
 }
 
 impl Lease {
-    async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<()> {
-        let uid = authority::caller(connection, header).await?;
-        authorise(&self.shared, uid, Deed::Touch { owner: self.view.uid }).await
+    /// The lease as it was shown last, if the caller may touch it.
+    async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<Arc<LeaseView>> {
+        let view = self.view.get();
+        let call = Call::begin(&self.shared, connection, header).await?;
+        call.may(Deed::Touch { owner: view.uid }).await?;
+        Ok(view)
     }
 }
 
@@ -439,8 +574,8 @@ impl Lease {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        self.touch(connection, &header).await?;
-        self.shared.leases.release(self.view.slot, "released on request").await;
+        let view = self.touch(connection, &header).await?;
+        self.shared.leases.release(view.slot, "released on request").await;
         Ok(())
     }
 
@@ -451,9 +586,8 @@ impl Lease {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<u64> {
-        let _ = ttl_usec; // The server knows how long a lease of its own lasts.
-        self.touch(connection, &header).await?;
-        Ok(self.shared.leases.renew(&self.view.id).await?.as_micros() as u64)
+        let view = self.touch(connection, &header).await?;
+        renew(&self.shared, &view.id, ttl_usec).await
     }
 
     async fn set_idle_hint(&self, idle: bool) -> Result<()> {
@@ -463,19 +597,30 @@ impl Lease {
     #[zbus(out_args("environment"))]
     async fn get_environment(&self) -> HashMap<String, String> {
         let mut environment: HashMap<String, String> =
-            self.shared.config.environment.clone().into_iter().collect();
-        if self.view.spec.once {
-            environment.insert("GPUSESSION_LEASE".into(), self.view.id.clone());
+            self.shared.settings.get().environment.clone().into_iter().collect();
+        let view = self.view.get();
+        if view.spec.once {
+            environment.insert("GPUSESSION_LEASE".into(), view.id.clone());
         }
         environment
     }
 
-    async fn park(&self) -> Result<()> {
-        Err(BusError::not_supported("leases are not parked yet"))
+    async fn park(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.park(view.slot, true).await?)
     }
 
-    async fn unpark(&self) -> Result<()> {
-        Err(BusError::not_supported("leases are not parked yet"))
+    async fn unpark(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.park(view.slot, false).await?)
     }
 
     #[zbus(signal)]
@@ -484,103 +629,114 @@ impl Lease {
     pub(super) async fn released(emitter: &SignalEmitter<'_>, reason: &str) -> zbus::Result<()>;
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn id(&self) -> &str {
-        &self.view.id
+    fn id(&self) -> String {
+        self.view.get().id.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "UID")]
     fn uid(&self) -> u32 {
-        self.view.uid
+        self.view.get().uid
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn session(&self) -> (String, OwnedObjectPath) {
-        (String::new(), OwnedObjectPath::default())
+        let view = self.view.get();
+        let Some(id) = &view.spec.session else { return (String::new(), OwnedObjectPath::default()) };
+        // logind's object, so that tools find the login; a session that logind does not know has none.
+        let leases = self.shared.leases.snapshot();
+        let logind = leases.borrow().sessions.iter().find(|s| s.id == *id).and_then(|s| s.logind.clone());
+        let path = logind.map(|id| format!("/org/freedesktop/login1/session/{}", path_element(&id)));
+        (id.clone(), path.and_then(|p| OwnedObjectPath::try_from(p).ok()).unwrap_or_default())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn leader(&self) -> u32 {
-        0
+        self.view.get().leader
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn devices(&self) -> Vec<OwnedObjectPath> {
-        self.view.devices.iter().map(|d| device_path(&d.device.uuid)).collect()
+        self.view.get().devices.iter().map(|d| device_path(&d.device.uuid)).collect()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn servers(&self) -> Vec<OwnedObjectPath> {
-        if self.view.server.is_empty() { vec![] } else { vec![server_path(&self.view.server)] }
+        let view = self.view.get();
+        if view.server.is_empty() { vec![] } else { vec![server_path(&view.server)] }
     }
 
     #[zbus(property)]
     fn state(&self) -> &str {
-        self.view.state.as_str()
+        self.view.get().state.as_str()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn class(&self) -> &str {
-        self.view.spec.class.as_str()
+        self.view.get().spec.class.as_str()
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "CreatedUSec")]
     fn created_usec(&self) -> u64 {
-        self.view.created_usec
+        self.view.get().created_usec
     }
 
     // Renewed all the time: whoever wants to know asks.
     #[zbus(property(emits_changed_signal = "false"), name = "ExpiresAtUSec")]
     fn expires_at_usec(&self) -> u64 {
         let leases = self.shared.leases.snapshot();
+        let view = self.view.get();
         let snapshot = leases.borrow();
-        snapshot.lease(&self.view.id).map_or(self.view.expires_usec, |l| l.expires_usec)
+        snapshot.lease(&view.id).map_or(view.expires_usec, |l| l.expires_usec)
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    #[zbus(property)]
     fn idle_since_hint(&self) -> u64 {
-        0
+        self.view.get().idle_since_usec.0
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    // On the clock that goes on while the machine sleeps.
+    #[zbus(property)]
     fn idle_since_hint_monotonic(&self) -> u64 {
-        0
+        self.view.get().idle_since_usec.1
     }
 
+    // 0: the server's.
     #[zbus(property(emits_changed_signal = "const"), name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
-        0
+        usec(self.view.get().spec.idle_timeout)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn fencing_token(&self) -> u64 {
-        self.view.fencing_token
+        self.view.get().fencing_token
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn memory_limit_bytes(&self) -> u64 {
-        self.view.devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
+        self.view.get().devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "SMPercent")]
     fn sm_percent(&self) -> u32 {
-        self.view.spec.sm_percent
+        self.view.get().spec.sm_percent
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn priority(&self) -> &str {
-        self.view.spec.priority.as_str()
+        self.view.get().spec.priority.as_str()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn sharing(&self) -> &str {
-        self.view.spec.sharing.map_or("", |s| s.as_str())
+        self.view.get().spec.sharing.map_or("", |s| s.as_str())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn transport(&self) -> &str {
-        if self.view.devices.is_empty() {
+        let view = self.view.get();
+        if view.devices.is_empty() {
             ""
-        } else if self.view.encrypted {
+        } else if view.encrypted {
             "tcp+tls"
         } else {
             "tcp"
@@ -593,91 +749,94 @@ impl Lease {
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn who(&self) -> &str {
-        &self.view.spec.who
+    fn who(&self) -> String {
+        self.view.get().spec.who.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn why(&self) -> &str {
-        &self.view.spec.why
+    fn why(&self) -> String {
+        self.view.get().spec.why.clone()
     }
 }
 
 /// `org.gpusession1.Device`.
 pub struct Device {
-    pub(super) view: DeviceView,
-    pub(super) leases: Vec<OwnedObjectPath>,
+    pub(super) shown: Shown<DeviceEntry>,
 }
 
 pub(super) fn state_of(view: &DeviceView) -> &str {
     if view.device.state.is_empty() { "leased" } else { &view.device.state }
 }
 
+pub(super) fn health_of(view: &DeviceView) -> &'static str {
+    if state_of(view) == "broken" { "broken" } else { "ok" }
+}
+
 #[interface(name = "org.gpusession1.Device", introspection_docs = false)]
 impl Device {
     #[zbus(property(emits_changed_signal = "const"), name = "UUID")]
-    fn uuid(&self) -> &str {
-        &self.view.device.uuid
+    fn uuid(&self) -> String {
+        self.shown.get().view.device.uuid.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn name(&self) -> &str {
-        &self.view.device.name
+    fn name(&self) -> String {
+        self.shown.get().view.device.name.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn server(&self) -> OwnedObjectPath {
-        server_path(&self.view.server)
+        server_path(&self.shown.get().view.server)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn ordinal(&self) -> u32 {
-        self.view.ordinal
+        self.shown.get().view.ordinal
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn memory_total_bytes(&self) -> u64 {
-        self.view.device.memory_bytes
+        self.shown.get().view.device.memory_bytes
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_free_bytes(&self) -> u64 {
-        self.view.device.memory_free_bytes
+        self.shown.get().view.device.memory_free_bytes
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn compute_capability(&self) -> (u32, u32) {
-        (self.view.device.compute_major, self.view.device.compute_minor)
+        (self.shown.get().view.device.compute_major, self.shown.get().view.device.compute_minor)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn driver_version(&self) -> &str {
-        &self.view.driver_version
+    fn driver_version(&self) -> String {
+        self.shown.get().view.driver_version.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn cuda_version(&self) -> String {
-        cuda_version(self.view.cuda_version)
+        cuda_version(self.shown.get().view.cuda_version)
     }
 
     #[zbus(property)]
     fn health(&self) -> &str {
-        if state_of(&self.view) == "broken" { "broken" } else { "ok" }
+        health_of(&self.shown.get().view)
     }
 
     #[zbus(property)]
-    fn state(&self) -> &str {
-        state_of(&self.view)
+    fn state(&self) -> String {
+        state_of(&self.shown.get().view).to_owned()
     }
 
     #[zbus(property)]
     fn leases(&self) -> Vec<OwnedObjectPath> {
-        self.leases.clone()
+        self.shown.get().leases.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "PCIAddress")]
-    fn pci_address(&self) -> &str {
-        &self.view.device.pci_address
+    fn pci_address(&self) -> String {
+        self.shown.get().view.device.pci_address.clone()
     }
 }
 
@@ -685,7 +844,7 @@ impl Device {
 pub struct Server {
     pub(super) shared: Arc<Shared>,
     pub(super) index: usize,
-    pub(super) view: ServerView,
+    pub(super) view: Shown<ServerView>,
 }
 
 impl Server {
@@ -697,7 +856,7 @@ impl Server {
             .servers
             .get(self.index)
             .cloned()
-            .unwrap_or_else(|| self.view.clone())
+            .unwrap_or_else(|| ServerView::clone(&self.view.get()))
     }
 }
 
@@ -709,29 +868,40 @@ impl Server {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
-        let uid = authority::caller(connection, &header).await?;
-        authorise(&self.shared, uid, Deed::ManagePool).await?;
-        Err(BusError::not_supported(format!("a server is drained on the server itself ({enable})")))
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        call.may(Deed::ManagePool).await?;
+        self.shared.leases.drain(self.index, enable.then_some(DRAIN_GRACE)).await;
+        Ok(())
     }
 
     #[zbus(out_args("rtt_usec"))]
-    async fn ping(&self) -> Result<u64> {
+    async fn ping(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<u64> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         Ok(self.shared.leases.ping(self.index).await?.as_micros() as u64)
     }
 
-    async fn reconnect(&self) -> Result<()> {
+    async fn reconnect(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         self.shared.leases.ping(self.index).await?;
         Ok(())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn name(&self) -> &str {
-        &self.view.name
+    fn name(&self) -> String {
+        self.view.get().name.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn addresses(&self) -> Vec<String> {
-        vec![self.view.address.clone()]
+        vec![self.view.get().address.clone()]
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -740,8 +910,8 @@ impl Server {
     }
 
     #[zbus(property)]
-    fn state(&self) -> &str {
-        &self.view.state
+    fn state(&self) -> String {
+        self.view.get().state.clone()
     }
 
     #[zbus(property(emits_changed_signal = "false"), name = "LastSeenUSec")]
@@ -775,70 +945,10 @@ impl Server {
     }
 }
 
-fn cuda_version(version: u32) -> String {
+pub(super) fn cuda_version(version: u32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
 fn usec(duration: Duration) -> u64 {
     duration.as_micros() as u64
-}
-
-fn describe(shared: &Shared) -> serde_json::Value {
-    use serde_json::json;
-    let snapshot = shared.leases.snapshot().borrow().clone();
-    let (target, ready) = snapshot.pool();
-    json!({
-        "schema": 1,
-        "version": env!("CARGO_PKG_VERSION"),
-        "state": shared.state(&snapshot),
-        "gpus_wanted": target,
-        "gpus_leased": ready,
-        "boot_allocation_complete": shared.boot_complete(),
-        "configuration": shared.config.files,
-        "environment": shared.config.environment,
-        "leases": snapshot.leases.iter().filter(|l| super::publisher::shown(l)).map(|l| json!({
-            "id": l.id,
-            "name": l.spec.name,
-            "state": l.state.as_str(),
-            "class": l.spec.class.as_str(),
-            "uid": (l.uid != u32::MAX).then_some(l.uid),
-            "user": l.spec.user,
-            "gpus": l.spec.gpus,
-            "server": l.server,
-            "memory_limit_bytes": l.devices.iter().map(|d| d.device.limit_bytes).min(),
-            "sm_percent": l.spec.sm_percent,
-            "created_usec": l.created_usec,
-            "expires_usec": l.expires_usec,
-            "processes": l.processes,
-            "encrypted": l.encrypted,
-            "trouble": l.trouble.as_ref().map(|t| &t.message),
-            "retry_in_usec": l.retry_in.map(usec),
-            "who": l.spec.who,
-            "why": l.spec.why,
-            "devices": l.devices.iter().map(|d| json!({
-                "ordinal": d.ordinal,
-                "uuid": d.device.uuid,
-                "name": d.device.name,
-                "state": state_of(d),
-                "memory_bytes": d.device.memory_bytes,
-                "limit_bytes": d.device.limit_bytes,
-                "compute_capability": format!("{}.{}", d.device.compute_major, d.device.compute_minor),
-                "pci_address": d.device.pci_address,
-                "driver_version": d.driver_version,
-                "cuda_version": cuda_version(d.cuda_version),
-            })).collect::<Vec<_>>(),
-        })).collect::<Vec<_>>(),
-        "servers": snapshot.servers.iter().map(|s| json!({
-            "name": s.name,
-            "address": s.address,
-            "state": s.state,
-            "trouble": (!s.trouble.is_empty()).then_some(&s.trouble),
-            "last_seen_usec": s.last_seen_usec,
-            "rtt_usec": s.rtt_usec,
-            "software": s.software,
-            "protocol": s.protocol,
-            "gpus": s.devices,
-            "gpus_free": s.free,
-        })).collect::<Vec<_>>(),
-    })
 }

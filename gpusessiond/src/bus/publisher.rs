@@ -7,7 +7,7 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::objects::{Device, Lease, Manager, Server};
+use super::objects::{Device, Lease, Manager, Server, Shown, health_of, state_of};
 use super::{PATH, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
 
@@ -17,6 +17,7 @@ pub fn shown(view: &LeaseView) -> bool {
 }
 
 /// A GPU and the leases that have it.
+#[derive(Clone, PartialEq)]
 pub struct DeviceEntry {
     pub view: DeviceView,
     pub leases: Vec<OwnedObjectPath>,
@@ -41,9 +42,9 @@ pub struct Publisher {
     connection: Connection,
     shared: Arc<Shared>,
     leases: HashMap<String, Slot>,
-    devices: BTreeMap<String, Vec<OwnedObjectPath>>,
+    devices: BTreeMap<String, DeviceEntry>,
     servers: Vec<String>,
-    manager: Option<(String, u32, u32, usize, bool)>,
+    manager: Option<(String, u32, u32, usize, bool, u32)>,
 }
 
 impl Publisher {
@@ -60,8 +61,16 @@ impl Publisher {
 
     pub async fn run(mut self) {
         let mut updates = self.shared.leases.updates();
-        while let Some(update) = updates.recv().await {
-            if let Err(error) = self.publish(update).await {
+        let mut settings = self.shared.settings.subscribe();
+        loop {
+            let result = tokio::select! {
+                update = updates.recv() => match update {
+                    Some(update) => self.publish(update).await,
+                    None => return,
+                },
+                Ok(()) = settings.changed() => self.show_manager().await,
+            };
+            if let Err(error) = result {
                 warn!("D-Bus: {error}");
             }
         }
@@ -112,8 +121,10 @@ impl Publisher {
 
     async fn last_state(&self, path: &OwnedObjectPath, state: LeaseState) -> zbus::Result<()> {
         let lease = self.interface::<Lease>(path).await?;
-        lease.get_mut().await.view.state = state;
-        lease.get().await.state_changed(lease.signal_emitter()).await
+        let object = lease.get().await;
+        let view = LeaseView { state, ..LeaseView::clone(&object.view.get()) };
+        object.view.set(view);
+        object.state_changed(lease.signal_emitter()).await
     }
 
     async fn remove_lease(&mut self, id: &str, reason: &str) -> zbus::Result<()> {
@@ -147,10 +158,9 @@ impl Publisher {
             match self.servers.get(index).cloned() {
                 Some(name) if name == view.name => {
                     let object = self.interface::<Server>(&path).await?;
-                    let changed = object.get().await.view.state != view.state;
-                    object.get_mut().await.view = view.clone();
-                    if changed {
-                        object.get().await.state_changed(object.signal_emitter()).await?;
+                    let server = object.get().await;
+                    if server.view.set(view.clone()).state != view.state {
+                        server.state_changed(object.signal_emitter()).await?;
                     }
                     continue;
                 }
@@ -163,7 +173,7 @@ impl Publisher {
                 }
                 None => self.servers.push(view.name.clone()),
             }
-            let object = Server { shared: self.shared.clone(), index, view: view.clone() };
+            let object = Server { shared: self.shared.clone(), index, view: Shown::new(view.clone()) };
             server.at(path.as_ref(), object).await?;
             Manager::server_new(&self.emitter(PATH)?, &view.name, path).await?;
         }
@@ -184,13 +194,18 @@ impl Publisher {
             let path = lease_path(&view.id);
             if self.leases.get(&view.id) == Some(&view.slot) {
                 let object = self.interface::<Lease>(&path).await?;
-                let changed = object.get().await.view.state != view.state;
-                object.get_mut().await.view = view.clone();
-                if changed {
-                    object.get().await.state_changed(object.signal_emitter()).await?;
+                let (lease, emitter) = (object.get().await, object.signal_emitter());
+                let before = lease.view.set(view.clone());
+                if before.state != view.state {
+                    lease.state_changed(emitter).await?;
+                }
+                // Both are one point in time, which is told anew only when there is another one.
+                if (before.idle_since_usec.1 == 0) != (view.idle_since_usec.1 == 0) {
+                    lease.idle_since_hint_changed(emitter).await?;
+                    lease.idle_since_hint_monotonic_changed(emitter).await?;
                 }
             } else {
-                let object = Lease { shared: self.shared.clone(), view: view.clone() };
+                let object = Lease { shared: self.shared.clone(), view: Shown::new(view.clone()) };
                 server.at(path.as_ref(), object).await?;
                 self.leases.insert(view.id.clone(), view.slot);
                 Manager::lease_new(&self.emitter(PATH)?, &view.id, path).await?;
@@ -203,16 +218,25 @@ impl Publisher {
         for (uuid, entry) in devices(snapshot) {
             let path = device_path(&uuid);
             match self.devices.get(&uuid) {
-                Some(leases) if *leases == entry.leases => {}
+                Some(before) if *before == entry => {}
                 Some(_) => {
                     let object = self.interface::<Device>(&path).await?;
-                    object.get_mut().await.leases.clone_from(&entry.leases);
-                    object.get().await.leases_changed(object.signal_emitter()).await?;
-                    self.devices.insert(uuid, entry.leases);
+                    let (device, emitter) = (object.get().await, object.signal_emitter());
+                    let before = device.shown.set(entry.clone());
+                    if before.leases != entry.leases {
+                        device.leases_changed(emitter).await?;
+                    }
+                    if state_of(&before.view) != state_of(&entry.view) {
+                        device.state_changed(emitter).await?;
+                    }
+                    if health_of(&before.view) != health_of(&entry.view) {
+                        device.health_changed(emitter).await?;
+                    }
+                    self.devices.insert(uuid, entry);
                 }
                 None => {
-                    self.devices.insert(uuid.clone(), entry.leases.clone());
-                    let object = Device { view: entry.view, leases: entry.leases };
+                    self.devices.insert(uuid.clone(), entry.clone());
+                    let object = Device { shown: Shown::new(entry) };
                     self.connection.object_server().at(path.as_ref(), object).await?;
                     Manager::device_new(&self.emitter(PATH)?, &uuid, path).await?;
                 }
@@ -238,7 +262,9 @@ impl Publisher {
         let snapshot = self.shared.snapshot();
         let (target, ready) = snapshot.pool();
         let held = snapshot.leases.iter().filter(|l| l.state != LeaseState::Pending).count();
-        let now = (self.shared.state(&snapshot).to_owned(), target, ready, held, self.shared.boot_complete());
+        let extra = self.shared.settings.get().access.extra_leases;
+        let state = self.shared.state(&snapshot).to_owned();
+        let now = (state, target, ready, held, self.shared.boot_complete(), extra);
         let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
         if before == now {
             return Ok(());
@@ -260,6 +286,9 @@ impl Publisher {
         }
         if before.4 != now.4 {
             manager.boot_allocation_complete_changed(emitter).await?;
+        }
+        if before.5 != now.5 {
+            manager.leases_max_changed(emitter).await?;
         }
         Ok(())
     }

@@ -18,6 +18,8 @@ pub struct Request {
     pub spec: Spec,
     /// `UID`, if it was given.
     pub uid: Option<u32>,
+    /// `Session`, if it was given.
+    pub session: Option<String>,
 }
 
 fn take<T>(key: &str, value: OwnedVariant) -> Result<T>
@@ -49,7 +51,7 @@ fn list(key: &str, value: OwnedVariant) -> Result<Vec<String>> {
 /// Reads a request; an unknown key is an error.
 pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Result<Request> {
     let mut spec = Spec::requested(key, uid);
-    let mut for_uid = None;
+    let (mut for_uid, mut session) = (None, None);
     for (key, value) in options {
         match key.as_str() {
             "Count" => {
@@ -84,9 +86,8 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             "Who" => spec.who = text(&key, value)?,
             "Why" => spec.why = text(&key, value)?,
             "UID" => for_uid = Some(take(&key, value)?),
-            "IdleTimeoutUSec" | "Session" => {
-                return Err(BusError::not_supported(format!("{key} is not supported yet")));
-            }
+            "Session" => session = Some(text(&key, value)?),
+            "IdleTimeoutUSec" => spec.idle_timeout = Duration::from_micros(take(&key, value)?),
             _ => return Err(BusError::invalid_args(format!("unknown key {key}"))),
         }
     }
@@ -94,5 +95,5 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
         spec.owner = Owner::Uid(uid);
     }
     spec.class = Class::User;
-    Ok(Request { spec, uid: for_uid })
+    Ok(Request { spec, uid: for_uid, session })
 }

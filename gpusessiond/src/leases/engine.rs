@@ -1,6 +1,6 @@
 //! Runs the [`machine`](super::machine): asks the servers, keeps time, tells everyone.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,11 +12,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Time};
+use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time};
 use super::{
     Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
     Snapshot, Spec, Update, Wish,
 };
+use crate::access::Gate;
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -30,13 +31,19 @@ enum Message {
     Create(Box<Spec>, oneshot::Sender<Result<LeaseView, PoolError>>),
     Want(Box<Spec>, oneshot::Sender<Slot>),
     Release(Slot, String, oneshot::Sender<bool>),
-    Renew(String, oneshot::Sender<Result<Duration, PoolError>>),
+    Renew(String, Option<Duration>, oneshot::Sender<Result<Duration, PoolError>>),
     Grant(Caller, Wish, oneshot::Sender<Answer>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
+    Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
     Freed(Slot),
+    Configure(Vec<Spec>, oneshot::Sender<()>),
+    Preallocate(u32, oneshot::Sender<()>),
     SessionOpened(Arc<Session>),
+    Demand(Caller),
     SessionClosed(String),
+    Drain(usize, Option<Duration>, oneshot::Sender<bool>),
+    Warn(Duration, String, oneshot::Sender<usize>),
     Drained(oneshot::Sender<()>),
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),
     Renewed(usize, Vec<String>, Duration, Result<Vec<control::RenewedLease>, PoolError>),
@@ -49,9 +56,10 @@ enum Message {
     Connect(Vec<Arc<dyn PoolServer>>),
     Notice(String),
     Server(usize, oneshot::Sender<Option<Arc<dyn PoolServer>>>),
+    Holder(Slot, oneshot::Sender<Option<(Arc<dyn PoolServer>, String)>>),
 }
 
-type Updates = Arc<Mutex<Option<mpsc::UnboundedSender<Update>>>>;
+type Updates = Arc<Mutex<Vec<mpsc::UnboundedSender<Update>>>>;
 
 /// Handle of the running lease manager. The manager ends when its last handle is gone.
 #[derive(Clone)]
@@ -70,6 +78,26 @@ pub struct Here {
     pub machine_id: String,
     /// Seed of the jitter.
     pub seed: u64,
+    /// Time since boot: the clock of the lease manager, so that times outlive the daemon.
+    pub uptime: Duration,
+}
+
+/// What the manager does beside its work.
+pub struct Hooks {
+    /// What an earlier daemon of this boot left.
+    pub saved: Saved,
+    /// Keeps what the next daemon has to know; called when it has changed.
+    pub save: Box<dyn FnMut(&Saved) + Send>,
+    /// Who may have the leases for all.
+    pub gate: Option<Arc<Gate>>,
+    /// Called at least this often for as long as the manager turns.
+    pub alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
+}
+
+impl Default for Hooks {
+    fn default() -> Self {
+        Self { saved: Saved::default(), save: Box::new(|_| {}), gate: None, alive: None }
+    }
 }
 
 impl Here {
@@ -82,6 +110,7 @@ impl Here {
             boot_id: crate::places::boot_id(),
             machine_id: crate::places::machine_id(),
             seed: u64::from_le_bytes(seed),
+            uptime: crate::places::uptime(),
         }
     }
 }
@@ -89,13 +118,26 @@ impl Here {
 impl Engine {
     /// Starts a manager on the current runtime; it knows no server until [`Engine::connect`].
     pub fn start(here: Here) -> Self {
+        Self::start_with(here, Hooks::default())
+    }
+
+    /// The same, taking up what an earlier daemon left.
+    pub fn start_with(here: Here, hooks: Hooks) -> Self {
         let (messages, inbox) = mpsc::unbounded_channel();
         let (snapshot_out, snapshot) = watch::channel(Arc::new(Snapshot::default()));
         let updates = Updates::default();
         let boot = crate::places::hex(&here.boot_id);
         let rng = fastrand::Rng::with_seed(here.seed);
+        let mut machine = Machine::new(boot.clone(), here.machine_id.clone(), rng);
+        let Hooks { saved, save, gate, alive } = hooks;
+        machine.restore(here.uptime, saved.clone());
         let actor = Actor {
-            machine: Machine::new(boot.clone(), here.machine_id.clone(), rng),
+            machine,
+            saved,
+            save,
+            gate,
+            alive,
+            said_alive: Instant::now(),
             servers: Vec::new(),
             here,
             boot,
@@ -105,8 +147,6 @@ impl Engine {
             updates: updates.clone(),
             described: false,
             creating: HashMap::new(),
-            granted: BTreeMap::new(),
-            sessions: BTreeMap::new(),
             drained: Vec::new(),
             said: HashMap::new(),
             about: Vec::new(),
@@ -146,7 +186,7 @@ impl Leases for Engine {
         let (sender, receiver) = mpsc::unbounded_channel();
         let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
         let _ = sender.send(Update { changes: Vec::new(), snapshot: self.snapshot.borrow().clone() });
-        *updates = Some(sender);
+        updates.push(sender);
         receiver
     }
 
@@ -162,8 +202,36 @@ impl Leases for Engine {
         self.call(|reply| Message::Release(slot, reason.to_owned(), reply)).await.unwrap_or(false)
     }
 
-    async fn renew(&self, id: &str) -> Result<Duration, PoolError> {
-        self.call(|reply| Message::Renew(id.to_owned(), reply)).await.unwrap_or_else(|| Err(ended()))
+    async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<Duration, PoolError> {
+        self.call(|reply| Message::Renew(id.to_owned(), ttl, reply)).await.unwrap_or_else(|| Err(ended()))
+    }
+
+    async fn configure(&self, leases: Vec<Spec>) {
+        self.call(|reply| Message::Configure(leases, reply)).await;
+    }
+
+    async fn preallocate(&self, count: u32) {
+        self.call(|reply| Message::Preallocate(count, reply)).await;
+    }
+
+    fn session_opened(&self, session: Arc<Session>) {
+        let _ = self.messages.send(Message::SessionOpened(session));
+    }
+
+    fn session_closed(&self, id: &str) {
+        let _ = self.messages.send(Message::SessionClosed(id.to_owned()));
+    }
+
+    async fn drain(&self, server: usize, grace: Option<Duration>) -> bool {
+        self.call(|reply| Message::Drain(server, grace, reply)).await.unwrap_or(false)
+    }
+
+    async fn resume(&self, lease: &str, worker: [u8; 16]) -> Option<Granted> {
+        self.call(|reply| Message::Resume(lease.to_owned(), worker, reply)).await.flatten()
+    }
+
+    async fn warn(&self, left: Duration, reason: &str) -> usize {
+        self.call(|reply| Message::Warn(left, reason.to_owned(), reply)).await.unwrap_or(0)
     }
 
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer {
@@ -180,12 +248,11 @@ impl Leases for Engine {
         let _ = self.messages.send(Message::Ended(granted));
     }
 
-    fn session_opened(&self, session: Arc<Session>) {
-        let _ = self.messages.send(Message::SessionOpened(session));
-    }
-
-    fn session_closed(&self, id: &str) {
-        let _ = self.messages.send(Message::SessionClosed(id.to_owned()));
+    async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError> {
+        let gone = || PoolError::new(Trouble::NoSuchLease, "the lease is not held");
+        let holder = self.call(|reply| Message::Holder(slot, reply)).await.flatten();
+        let (pool, lease) = holder.ok_or_else(gone)?;
+        pool.park(lease, park).await
     }
 
     async fn ping(&self, server: usize) -> Result<Duration, PoolError> {
@@ -277,11 +344,12 @@ struct Actor {
     updates: Updates,
     /// A server's description changed.
     described: bool,
+    saved: Saved,
+    save: Box<dyn FnMut(&Saved) + Send>,
+    gate: Option<Arc<Gate>>,
+    alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
+    said_alive: Instant,
     creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
-    /// Processes per slot.
-    granted: BTreeMap<Slot, usize>,
-    /// Login sessions by id.
-    sessions: BTreeMap<String, Arc<Session>>,
     drained: Vec<oneshot::Sender<()>>,
     /// What was last said of a waiting lease.
     said: HashMap<Slot, String>,
@@ -290,14 +358,28 @@ struct Actor {
 
 impl Actor {
     fn now(&self) -> Time {
-        self.origin.elapsed()
+        self.here.uptime + self.origin.elapsed()
+    }
+
+    /// Says that the manager turns; how long it may be silent from here on.
+    fn alive(&mut self) -> Option<Instant> {
+        let (interval, say) = self.alive.as_mut()?;
+        // A heartbeat wakes it more often than this most of the time, so that nothing is woken only for it.
+        if self.said_alive.elapsed() * 4 >= *interval {
+            say();
+            self.said_alive = Instant::now();
+        }
+        Some(self.said_alive + *interval)
     }
 
     async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Message>) {
         self.machine.tick(self.now());
         self.work();
         loop {
-            let deadline = self.machine.deadline().map(|at| self.origin + at);
+            let alive = self.alive();
+            let deadline =
+                self.machine.deadline().map(|at| self.origin + at.saturating_sub(self.here.uptime));
+            let deadline = deadline.into_iter().chain(alive).min();
             let sleep = async {
                 match deadline {
                     Some(at) => tokio::time::sleep_until(at).await,
@@ -338,17 +420,53 @@ impl Actor {
                 self.machine.release(now, slot, &reason);
                 let _ = reply.send(there);
             }
-            Message::Renew(id, reply) => self.renew(&id, reply),
+            Message::Renew(id, ttl, reply) => self.renew(&id, ttl, reply),
             Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
             Message::Of(caller, reply) => {
                 let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
             }
-            Message::Ended(granted) => self.process_ended(granted),
-            Message::SessionOpened(session) => {
-                self.sessions.insert(session.id.clone(), session);
+            Message::Ended(granted) => self.processes_ended(granted),
+            Message::Resume(lease, worker, reply) => {
+                let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
+                if let Some(granted) = &granted {
+                    self.machine.process_started(granted.slot);
+                }
+                let _ = reply.send(granted);
             }
-            Message::SessionClosed(id) => {
-                self.sessions.remove(&id);
+            Message::Configure(leases, reply) => {
+                self.machine.configure(now, leases);
+                let sessions: Vec<_> = self.machine.sessions().values().cloned().collect();
+                for session in
+                    sessions.into_iter().filter(|s| !s.tty.is_empty() && self.machine.has_templates())
+                {
+                    self.demand_for(session);
+                }
+                let _ = reply.send(());
+            }
+            Message::Preallocate(count, reply) => {
+                self.machine.preallocate(now, count);
+                let _ = reply.send(());
+            }
+            Message::SessionOpened(session) => {
+                self.machine.session_opened(now, session.clone());
+                // A login without a terminal may only copy a file: its leases wait for its first CUDA call.
+                if !session.tty.is_empty() && self.machine.has_templates() {
+                    self.demand_for(session);
+                }
+            }
+            Message::Demand(Caller { uid, user, access, session, .. }) => {
+                self.machine.demand(now, uid, user.as_deref(), access, session.as_deref());
+            }
+            Message::SessionClosed(id) => self.machine.session_closed(now, &id),
+            Message::Drain(server, grace, reply) => {
+                let there = server < self.servers.len();
+                if there {
+                    self.machine.drain(now, server, grace);
+                }
+                let _ = reply.send(there);
+            }
+            Message::Warn(left, reason, reply) => {
+                let _ = reply.send(self.machine.warn(left, &reason));
             }
             Message::Freed(slot) => self.machine.worker_freed(now, slot),
             Message::Drained(reply) => {
@@ -418,6 +536,10 @@ impl Actor {
             Message::Server(index, reply) => {
                 let _ = reply.send(self.servers.get(index).cloned());
             }
+            Message::Holder(slot, reply) => {
+                let held = self.machine.slot(slot).and_then(|w| w.held());
+                let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.lease.id.clone())));
+            }
             Message::Event(server, event) => self.machine.event(now, server, event),
             Message::Described(server, rtt, description) => {
                 self.machine.name_server(server, &description.name);
@@ -435,6 +557,16 @@ impl Actor {
                 self.described = true;
             }
         }
+    }
+
+    /// Wants what the configuration has for a session, once the user database has said who its user is.
+    fn demand_for(&self, session: Arc<Session>) {
+        let Some(gate) = self.gate.clone() else { return };
+        self.spawn(async move {
+            let person = gate.person(session.uid).await;
+            let (uid, session) = (session.uid, Some(session.id.clone()));
+            Message::Demand(Caller { uid, pid: 0, user: person.name, access: person.access, session })
+        });
     }
 
     /// Asks a server for its state once, now that what is free there has changed.
@@ -498,8 +630,20 @@ impl Actor {
                         Message::Workers(slot, lease, result)
                     });
                 }
+                Action::EndWorker { slot, server, lease, worker } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        tell_ended(pool, lease, worker).await;
+                        Message::Freed(slot)
+                    });
+                }
                 Action::Tell(change) => told.push(change),
             }
+        }
+        let saved = self.machine.saved();
+        if saved != self.saved {
+            (self.save)(&saved);
+            self.saved = saved;
         }
         let snapshot = Arc::new(self.look());
         // Waiting processes ask again at each notification, so only a real change notifies.
@@ -507,14 +651,15 @@ impl Actor {
         let mut changed = stock || std::mem::take(&mut self.described);
         {
             // Under the lock, so that a consumer that begins now misses nothing and sees nothing twice.
-            let updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
+            let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
             self.snapshot.send_if_modified(|old| {
                 changed |= !same(old, &snapshot);
                 *old = snapshot.clone();
                 changed
             });
-            if let Some(updates) = updates.as_ref().filter(|_| changed || !told.is_empty()) {
-                let _ = updates.send(Update { changes: told.clone(), snapshot: snapshot.clone() });
+            if changed || !told.is_empty() {
+                let update = Update { changes: told.clone(), snapshot: snapshot.clone() };
+                updates.retain(|to| to.send(update.clone()).is_ok());
             }
         }
         for change in told {
@@ -537,7 +682,6 @@ impl Actor {
                     }
                 }
                 Change::Removed { slot, .. } => {
-                    self.granted.remove(slot);
                     if let Some(reply) = self.creating.remove(slot) {
                         let _ = reply.send(Err(ended()));
                     }
@@ -566,7 +710,8 @@ impl Actor {
                 let (Phase::Waiting { .. }, Some(error)) = (&wanted.phase, &wanted.trouble) else { return };
                 let known = self.said.get(slot).is_some_and(|said| *said == error.message);
                 if !known && !self.servers.is_empty() {
-                    info!(gpusession_reason = ?error.trouble, "lease {} waits: {error}", wanted.spec.name);
+                    let waiting = error.waiting();
+                    info!(gpusession_reason = ?error.trouble, "lease {} waits: {waiting}", wanted.spec.name);
                     self.said.insert(*slot, error.message.clone());
                 }
             }
@@ -623,7 +768,15 @@ impl Actor {
                         _ => None,
                     },
                     stock: held.map_or(0, |h| h.stock.len()),
-                    processes: self.granted.get(&slot).copied().unwrap_or(0),
+                    processes: wanted.processes,
+                    idle_since_usec: held
+                        .and_then(|h| h.idle_since)
+                        .map_or((0, 0), |at| (at_wall(at), at.as_micros() as u64)),
+                    leader: spec
+                        .session
+                        .as_ref()
+                        .and_then(|id| self.machine.sessions().get(id))
+                        .map_or(0, |s| s.leader),
                     spec,
                 }
             })
@@ -635,7 +788,7 @@ impl Actor {
             .map(|(i, about)| {
                 let health = self.machine.health(i);
                 let silent = self.machine.silent_for(now, i);
-                let draining = about.state == "draining";
+                let draining = about.state == "draining" || self.machine.drained(i);
                 let state = match (&health.trouble, health.answered, silent) {
                     (Some(e), ..) if e.trouble == Trouble::Refused => "unauthorized",
                     (None, Some(_), _) if draining => "draining",
@@ -653,16 +806,28 @@ impl Actor {
                 }
             })
             .collect();
-        Snapshot { leases, servers }
+        let sessions = self.machine.sessions().values().cloned().collect();
+        Snapshot { leases, servers, sessions }
     }
 
-    fn renew(&mut self, id: &str, reply: oneshot::Sender<Result<Duration, PoolError>>) {
-        let found =
-            self.machine.slots().find_map(|(_, w)| w.held().filter(|h| h.lease.id == id).map(|h| h.server));
-        let Some(server) = found else {
+    fn renew(
+        &mut self,
+        id: &str,
+        ttl: Option<Duration>,
+        reply: oneshot::Sender<Result<Duration, PoolError>>,
+    ) {
+        let found = self
+            .machine
+            .slots()
+            .find_map(|(slot, w)| w.held().filter(|h| h.lease.id == id).map(|h| (slot, h.server)));
+        let Some((slot, server)) = found else {
             let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("no lease {id}"))));
             return;
         };
+        if let Some(ttl) = ttl {
+            self.machine.set_ttl(slot, ttl);
+        }
+        let longest = self.machine.slot(slot).and_then(|w| w.spec.ttl).unwrap_or(Duration::MAX);
         let (pool, boot, id) = (self.servers[server].clone(), self.boot.clone(), id.to_owned());
         self.spawn(async move {
             let begun = Instant::now();
@@ -670,7 +835,7 @@ impl Actor {
             let result = pool.renew(asked.clone(), boot).await;
             let _ = reply.send(match &result {
                 Ok(leases) => match leases.iter().find(|l| l.id == id) {
-                    Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec)),
+                    Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec).min(longest)),
                     _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id} is lost"))),
                 },
                 Err(error) => Err(error.clone()),
@@ -679,7 +844,7 @@ impl Actor {
         });
     }
 
-    /// Which leases a process gets: the one it names, else its user's, else those for all.
+    /// Which leases a process gets: the one it names, else its session's, else its user's, else those for all.
     fn select(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Slot>, (Denial, String)> {
         let mine = |owner: &Owner| match owner {
             Owner::Uid(uid) => *uid == caller.uid,
@@ -695,21 +860,27 @@ impl Actor {
                 _ => Err((Denial::NoDevice, format!("there is no lease {id} of yours"))),
             };
         }
-        let configured = |test: &dyn Fn(&Owner) -> bool| {
+        let configured = |test: &dyn Fn(&Spec) -> bool| {
             let mut slots: Vec<_> = self
                 .machine
                 .slots()
-                .filter(|(_, w)| !w.spec.once && test(&w.spec.owner))
+                .filter(|(_, w)| !w.spec.once && test(&w.spec))
                 .map(|(slot, w)| (w.spec.order, slot))
                 .collect();
             slots.sort_unstable();
             slots.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>()
         };
-        let own = configured(&|owner| *owner != Owner::Everyone && mine(owner));
+        let of_session = |spec: &Spec| spec.session.is_some() && spec.session == caller.session;
+        let own = configured(&|spec| of_session(spec) && mine(&spec.owner));
         if !own.is_empty() {
             return Ok(own);
         }
-        let boot = configured(&|owner| *owner == Owner::Everyone);
+        let own =
+            configured(&|spec| spec.session.is_none() && spec.owner != Owner::Everyone && mine(&spec.owner));
+        if !own.is_empty() {
+            return Ok(own);
+        }
+        let boot = configured(&|spec| spec.owner == Owner::Everyone);
         if boot.is_empty() {
             return Err((Denial::NoDevice, "no lease is configured for this user".into()));
         }
@@ -722,6 +893,10 @@ impl Actor {
 
     fn grant(&mut self, caller: Caller, wish: Wish, reply: oneshot::Sender<Answer>) {
         let now = self.now();
+        if wish.lease.is_none() {
+            let Caller { uid, user, access, session, .. } = &caller;
+            self.machine.demand(now, *uid, user.as_deref(), *access, session.as_deref());
+        }
         let slots = match self.select(&caller, &wish) {
             Ok(slots) => slots,
             Err((denial, reason)) => {
@@ -739,14 +914,7 @@ impl Actor {
         }
         if held.is_empty() {
             let wanted = slots.first().and_then(|s| self.machine.slot(*s));
-            let _ = reply.send(match wanted.and_then(|w| w.trouble.as_ref()) {
-                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
-                Some(e) if e.trouble == Trouble::Protocol => {
-                    Answer::Denied(Denial::ProtocolMismatch, e.message.clone())
-                }
-                Some(e) => Answer::Wait(Denial::NotReady, e.message.clone()),
-                None => Answer::Wait(Denial::NotReady, "the lease is on its way".into()),
-            });
+            let _ = reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is on its way"));
             return;
         }
         if !wish.environment.is_empty() {
@@ -755,16 +923,12 @@ impl Actor {
         }
         let Some(workers) = self.machine.take(now, &held) else {
             let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
-            let _ = reply.send(match trouble {
-                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
-                Some(e) => Answer::Wait(Denial::NotReady, e.message.clone()),
-                None => Answer::Wait(Denial::NotReady, "the server is starting a worker".into()),
-            });
+            let _ = reply.send(no_gpu(trouble, "the server is starting a worker"));
             return;
         };
         let answer = self.mint(&caller, &wish, &held, workers);
         if let Err(Answer::Granted(_, granted)) = reply.send(answer) {
-            self.process_ended(granted);
+            self.processes_ended(granted);
         }
     }
 
@@ -780,7 +944,7 @@ impl Actor {
         let boot_id = self.here.boot_id;
         let issued = self.now().as_micros() as u64;
         for (slot, ..) in &asks {
-            *self.granted.entry(*slot).or_default() += 1;
+            self.machine.process_started(*slot);
         }
         let messages = self.messages.clone();
         tokio::spawn(async move {
@@ -808,8 +972,10 @@ impl Actor {
             let (endpoints, granted) = mint(&caller, &wish.program, boot_id, issued, &taken);
             let answer = match failed {
                 None => Answer::Granted(endpoints, granted.clone()),
-                Some(e) if e.trouble == Trouble::Quota => Answer::Denied(Denial::Quota, e.message),
-                Some(e) => Answer::Denied(Denial::NotReady, e.message),
+                Some(e) => match no_gpu(Some(&e), "") {
+                    Answer::Wait(denial, reason) => Answer::Denied(denial, reason),
+                    answer => answer,
+                },
             };
             let refused = !matches!(answer, Answer::Granted(..));
             if (reply.send(answer).is_err() || refused)
@@ -829,28 +995,29 @@ impl Actor {
         let (endpoints, granted) =
             mint(caller, &wish.program, self.here.boot_id, self.now().as_micros() as u64, &taken);
         for (slot, ..) in &taken {
-            *self.granted.entry(*slot).or_default() += 1;
+            self.machine.process_started(*slot);
         }
         Answer::Granted(endpoints, granted)
     }
 
-    fn process_ended(&mut self, granted: Vec<Granted>) {
+    fn processes_ended(&mut self, granted: Vec<Granted>) {
+        let now = self.now();
         for one in granted {
-            if let Some(count) = self.granted.get_mut(&one.slot) {
-                *count = count.saturating_sub(1);
-            }
-            if one.worker == [0; 16] {
-                continue;
-            }
-            let pool = self.servers[one.server].clone();
-            let messages = self.messages.clone();
-            tokio::spawn(async move {
-                tell_ended(pool, one.lease, one.worker.to_vec()).await;
-                if let Some(messages) = messages.upgrade() {
-                    let _ = messages.send(Message::Freed(one.slot));
-                }
-            });
+            let worker = if one.worker == [0; 16] { Vec::new() } else { one.worker.to_vec() };
+            self.machine.process_ended(now, one.slot, &one.lease, worker);
         }
+    }
+}
+
+/// What a process hears that finds no GPU: whether waiting may help is the trouble's to say.
+fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
+    match trouble {
+        None => Answer::Wait(Denial::NotReady, otherwise.into()),
+        Some(e) => match e.trouble {
+            Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+            Trouble::Protocol => Answer::Denied(Denial::ProtocolMismatch, e.message.clone()),
+            _ => Answer::Wait(Denial::NotReady, e.waiting()),
+        },
     }
 }
 
@@ -878,6 +1045,7 @@ fn same(a: &Snapshot, b: &Snapshot) -> bool {
                 && a.devices == b.devices
                 && a.processes == b.processes
         })
+        && a.sessions == b.sessions
         && a.servers.len() == b.servers.len()
         && a.servers.iter().zip(&b.servers).all(|(a, b)| a.state == b.state && a.name == b.name)
 }
@@ -907,7 +1075,7 @@ fn mint(
     let mut granted = Vec::new();
     for (slot, held, worker) in taken {
         let id: [u8; 16] = worker.id.as_slice().try_into().unwrap_or_default();
-        granted.push(Granted { slot: *slot, server: held.server, lease: held.lease.id.clone(), worker: id });
+        granted.push(Granted { slot: *slot, lease: held.lease.id.clone(), worker: id });
         let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
         let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
         if held.lease.encrypted && fingerprint.is_none() {
@@ -956,9 +1124,10 @@ async fn allocate(
             }
             Err(error) => {
                 let hope = |e: &PoolError| match e.trouble {
-                    Trouble::NoCapacity => 3,
-                    Trouble::Quota => 2,
-                    Trouble::Unreachable => 1,
+                    Trouble::NoCapacity => 4,
+                    Trouble::Quota => 3,
+                    Trouble::Unreachable => 2,
+                    Trouble::NeverFits => 1,
                     _ => 0,
                 };
                 if refusal.as_ref().is_none_or(|r| hope(&error) > hope(r)) {

@@ -4,11 +4,15 @@
 //! whatever monotonic clock the caller has, as a [`Duration`] since some start.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::control;
+use serde::{Deserialize, Serialize};
 
 use super::{Change, LeaseState, Owner, Spec};
+use crate::config::Class;
+use crate::login::Session;
 use crate::pool::{PoolError, Trouble};
 
 /// A point on the caller's monotonic clock.
@@ -28,10 +32,16 @@ const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Longest pause between tries to fill a lease's stock of workers: programs wait for it.
 const TAKE_RETRY_MAX: Duration = Duration::from_secs(2);
+/// How long a lease of class `user` is kept for a user who has neither a session nor a process.
+pub const USER_LINGER: Duration = Duration::from_secs(30);
+/// How long only the server that held a lease before this daemon's start is asked for it.
+const RECOVERY: Duration = OFFLINE;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
 const SPARE: usize = 1;
 /// Most workers asked for at once.
 const TAKE_MAX: usize = 16;
+/// Ended workers that are remembered, in case the answer that brings them is still on its way.
+const ENDED_MAX: usize = 64;
 
 /// What one wanted lease is called inside the daemon; never reused.
 pub type Slot = u64;
@@ -75,6 +85,17 @@ pub enum Action {
         /// How many processes wait for one.
         waiting: u32,
     },
+    /// Tell a server that the process of a worker has ended.
+    EndWorker {
+        /// For which slot.
+        slot: Slot,
+        /// Which server holds it.
+        server: usize,
+        /// Lease id.
+        lease: String,
+        /// Worker's id.
+        worker: Vec<u8>,
+    },
     /// Tell the world.
     Tell(Change),
 }
@@ -94,11 +115,15 @@ pub struct Held {
     pub expires: Time,
     /// Workers ready to be granted.
     pub stock: VecDeque<control::Worker>,
+    /// Since when nobody uses it, as the server says.
+    pub idle_since: Option<Time>,
     taking: bool,
     take_again: Time,
     take_attempt: u32,
     /// Processes that found the stock empty since it was last filled.
     missed: usize,
+    /// Workers that have ended, the latest last.
+    ended: VecDeque<Vec<u8>>,
 }
 
 /// Where a slot is in its life.
@@ -126,11 +151,51 @@ pub struct Wanted {
     pub trouble: Option<PoolError>,
     /// When it was first wanted.
     pub since: Time,
+    /// Processes that use it.
+    pub processes: usize,
     attempt: u32,
-    generation: u32,
     /// GPUs of the lease before this one.
     sticky: Vec<String>,
     last_server: Option<usize>,
+    recovery: Option<Recovery>,
+    /// Since when a lease of class `user` has neither a session nor a process.
+    unused: Option<Time>,
+}
+
+/// A lease that was held before this daemon started.
+#[derive(Debug, Clone)]
+struct Recovery {
+    id: String,
+    server: String,
+    until: Time,
+    /// When a lease with a time to live ends.
+    expires: Time,
+    /// Workers whose process ended before the lease was found again.
+    ended: Vec<Vec<u8>>,
+}
+
+/// A lease that outlives the daemon.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedLease {
+    /// What was wanted.
+    pub spec: Spec,
+    /// Its id.
+    pub id: String,
+    /// Name of the server that holds it.
+    pub server: String,
+    /// When it ends unless it is renewed.
+    pub expires: Time,
+}
+
+/// What a daemon that is started anew in the same boot has to know.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Saved {
+    /// Leases that are held.
+    pub leases: Vec<SavedLease>,
+    /// How often each wanted lease has been given up or lost, so that no request is repeated by mistake.
+    pub generations: BTreeMap<String, u32>,
+    /// See [`Machine::preallocate`].
+    pub preallocated: u32,
 }
 
 impl Wanted {
@@ -154,6 +219,8 @@ pub struct Health {
     pub trouble: Option<PoolError>,
     in_flight: bool,
     next: Time,
+    /// Nothing is asked of it, and what it holds for us is given back then.
+    drained: Option<Time>,
 }
 
 #[derive(Debug)]
@@ -180,6 +247,11 @@ pub struct Machine {
     actions: VecDeque<Action>,
     /// Why no server is known.
     notice: String,
+    /// `[[lease]]` tables of the classes `session` and `user`.
+    templates: Vec<Spec>,
+    sessions: BTreeMap<String, Arc<Session>>,
+    generations: BTreeMap<String, u32>,
+    preallocated: u32,
 }
 
 impl Machine {
@@ -196,6 +268,10 @@ impl Machine {
             rng,
             actions: VecDeque::new(),
             notice: "no server of the pool is known".into(),
+            templates: Vec::new(),
+            sessions: BTreeMap::new(),
+            generations: BTreeMap::new(),
+            preallocated: 0,
         }
     }
 
@@ -261,6 +337,12 @@ impl Machine {
 
     /// Wants a lease from now on.
     pub fn want(&mut self, now: Time, spec: Spec) -> Slot {
+        let slot = self.insert(now, spec, None);
+        self.tick(now);
+        slot
+    }
+
+    fn insert(&mut self, now: Time, spec: Spec, recovery: Option<Recovery>) -> Slot {
         let slot = self.next_slot;
         self.next_slot += 1;
         let sticky = spec.sticky.clone();
@@ -269,23 +351,36 @@ impl Machine {
             phase: Phase::Waiting { retry: now },
             trouble: None,
             since: now,
+            processes: 0,
             attempt: 0,
-            generation: 0,
             sticky,
             last_server: None,
+            recovery,
+            unused: None,
         };
         self.slots.insert(slot, wanted);
         self.tell(Change::New { slot });
-        self.tick(now);
         slot
     }
 
     /// A lease is not wanted any more.
     pub fn release(&mut self, now: Time, slot: Slot, reason: &str) {
         let Some(wanted) = self.slots.remove(&slot) else { return };
-        if let Phase::Held(held) = wanted.phase {
-            let id = held.lease.id.clone();
-            self.give_back(now, held.server, id, held.expires);
+        // A later lease of the same name must not find this one, which may still be on its way back.
+        self.next_generation(&wanted.spec);
+        match (wanted.phase, wanted.recovery) {
+            (Phase::Held(held), _) => {
+                let id = held.lease.id.clone();
+                self.give_back(now, held.server, id, held.expires);
+            }
+            (_, Some(old)) => {
+                // Where its server is not known it ends by itself: nobody renews it.
+                let holds = |names: &Vec<String>| names.contains(&old.server);
+                if let Some(server) = self.names.iter().position(holds) {
+                    self.give_back(now, server, old.id, now + RECOVERY * 10);
+                }
+            }
+            _ => {}
         }
         // A request under way answers into a slot that is gone: `allocated` gives that lease back.
         self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
@@ -308,23 +403,47 @@ impl Machine {
         };
         match result {
             Ok((server, mut lease)) => {
+                let recovery = wanted.recovery.take();
+                if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
+                    // The server has forgotten it, and whoever asked for it did not ask for another one.
+                    let (id, expires) = (old.id.clone(), now + Duration::from_micros(lease.ttl_usec));
+                    self.give_back(now, server, lease.id, expires);
+                    self.lost(now, slot, id, "the server does not know it any more");
+                    return;
+                }
                 let stock = std::mem::take(&mut lease.workers).into();
                 wanted.attempt = 0;
                 wanted.trouble = None;
                 wanted.last_server = Some(server);
                 wanted.sticky = lease.devices.iter().map(|d| d.uuid.clone()).collect();
+                let mut expires = now + Duration::from_micros(lease.ttl_usec);
+                let mut ended = Vec::new();
+                if let Some(old) = recovery.filter(|old| old.id == lease.id) {
+                    if !wanted.spec.renewed_by_itself() {
+                        expires = expires.min(old.expires);
+                    }
+                    ended = old.ended;
+                } else {
+                    wanted.processes = 0;
+                }
+                let id = lease.id.clone();
                 wanted.phase = Phase::Held(Box::new(Held {
-                    expires: now + Duration::from_micros(lease.ttl_usec),
+                    expires,
                     lease,
                     server,
                     state: LeaseState::Active,
                     since: now,
                     stock,
+                    idle_since: None,
                     taking: false,
                     take_again: now,
                     take_attempt: 0,
                     missed: 0,
+                    ended: VecDeque::new(),
                 }));
+                for worker in ended {
+                    self.actions.push_back(Action::EndWorker { slot, server, lease: id.clone(), worker });
+                }
                 let health = &mut self.servers[server];
                 health.answered = Some(now);
                 health.trouble = None;
@@ -333,16 +452,39 @@ impl Machine {
                 self.fill(now, slot);
             }
             Err(error) => {
-                if wanted.spec.once {
+                if let Some(old) = &wanted.recovery {
+                    // Its server may be starting anew as well; after that time another one may have it.
+                    if error.trouble != Trouble::Unreachable || old.until <= now {
+                        let (id, server) = (old.id.clone(), old.server.clone());
+                        if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
+                            // Should its server come back with it, it is not to stand there unused.
+                            self.give_back(now, server, id.clone(), now + RECOVERY * 10);
+                        }
+                        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+                        if wanted.spec.once {
+                            self.lost(now, slot, id, &error.message);
+                            return;
+                        }
+                        wanted.recovery = None;
+                        wanted.processes = 0;
+                        let spec = wanted.spec.clone();
+                        self.next_generation(&spec);
+                    }
+                } else if wanted.spec.once {
                     self.slots.remove(&slot);
                     self.tell(Change::Failed { slot, error });
                     return;
                 }
+                let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 wanted.attempt += 1;
                 let pause = backoff(&mut self.rng, wanted.attempt);
+                let full = error.trouble == Trouble::NoCapacity && wanted.spec.class != Class::Background;
                 wanted.trouble = Some(error);
                 wanted.phase = Phase::Waiting { retry: now + pause };
                 self.tell(Change::Changed { slot });
+                if full {
+                    self.yield_background(now, slot);
+                }
             }
         }
     }
@@ -383,10 +525,12 @@ impl Machine {
 
     fn one_renewed(&mut self, now: Time, server: usize, renewed: control::RenewedLease) {
         let found = self.slots.iter_mut().find_map(|(slot, wanted)| match &mut wanted.phase {
-            Phase::Held(held) if held.server == server && held.lease.id == renewed.id => Some((*slot, held)),
+            Phase::Held(held) if held.server == server && held.lease.id == renewed.id => {
+                Some((*slot, wanted.spec.ttl.filter(|_| wanted.spec.once), held))
+            }
             _ => None,
         });
-        let Some((slot, held)) = found else { return };
+        let Some((slot, ttl, held)) = found else { return };
         if renewed.lost {
             let reason = if renewed.reason.is_empty() {
                 "the server does not know it any more"
@@ -397,12 +541,32 @@ impl Machine {
             return;
         }
         if renewed.ttl_usec > 0 {
-            held.expires = now + Duration::from_micros(renewed.ttl_usec);
+            let longest = ttl.unwrap_or(Duration::MAX);
+            held.expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
         }
-        if let Some(state) = LeaseState::of_server(&renewed.state).filter(|s| *s != held.state) {
-            held.state = state;
-            self.tell(Change::Changed { slot });
+        if let Some(state) = LeaseState::of_server(&renewed.state) {
+            self.set_state(now, slot, state);
         }
+    }
+
+    /// A lease with a time to live gets another one with its next renewal.
+    pub fn set_ttl(&mut self, slot: Slot, ttl: Duration) {
+        if let Some(wanted) = self.slots.get_mut(&slot).filter(|w| w.spec.once && w.spec.ttl.is_some()) {
+            wanted.spec.ttl = Some(ttl);
+        }
+    }
+
+    fn set_state(&mut self, now: Time, slot: Slot, state: LeaseState) {
+        let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
+        if held.state == state {
+            return;
+        }
+        held.state = state;
+        held.idle_since = match state {
+            LeaseState::Idle | LeaseState::Parked => held.idle_since.or(Some(now)),
+            _ => None,
+        };
+        self.tell(Change::Changed { slot });
     }
 
     /// A server says something about a lease.
@@ -421,19 +585,18 @@ impl Machine {
             }),
             Some(Event::Lost(loss)) => self.lose(now, slot, &loss.reason),
             Some(Event::State(change)) => {
-                let state = LeaseState::of_server(&change.state);
-                if let (Some(Phase::Held(held)), Some(state)) =
-                    (self.slots.get_mut(&slot).map(|w| &mut w.phase), state)
-                    && held.state != state
-                {
-                    held.state = state;
-                    self.tell(Change::Changed { slot });
+                if let Some(state) = LeaseState::of_server(&change.state) {
+                    self.set_state(now, slot, state);
                 }
             }
             Some(Event::WorkersReady(ready)) => {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
                     held.take_again = now;
                     held.stock.retain(|worker| !ready.ended.contains(&worker.id));
+                    // One of them may be in an answer that is still on its way.
+                    held.ended.extend(ready.ended);
+                    let surplus = held.ended.len().saturating_sub(ENDED_MAX);
+                    held.ended.drain(..surplus);
                 }
                 self.fill(now, slot);
             }
@@ -441,13 +604,27 @@ impl Machine {
         }
     }
 
+    fn next_generation(&mut self, spec: &Spec) {
+        if !spec.once {
+            *self.generations.entry(spec.key.clone()).or_default() += 1;
+        }
+    }
+
     fn lose(&mut self, now: Time, slot: Slot, reason: &str) {
+        let held = self.slots.get(&slot).and_then(Wanted::held);
+        let id = held.map(|h| h.lease.id.clone()).unwrap_or_default();
+        self.lost(now, slot, id, reason);
+    }
+
+    fn lost(&mut self, now: Time, slot: Slot, id: String, reason: &str) {
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
-        let id = wanted.held().map(|h| h.lease.id.clone()).unwrap_or_default();
+        wanted.processes = 0;
+        wanted.recovery = None;
         if wanted.spec.once {
             self.slots.remove(&slot);
         } else {
-            wanted.generation += 1;
+            let key = wanted.spec.key.clone();
+            *self.generations.entry(key).or_default() += 1;
             wanted.attempt = 0;
             wanted.since = now;
             wanted.trouble = None;
@@ -519,7 +696,7 @@ impl Machine {
         self.servers[server].next = now;
     }
 
-    /// A process of the lease has ended: a limit that refused workers may have room again.
+    /// The server has taken back the worker of a process: a limit that refused workers may have room again.
     pub fn worker_freed(&mut self, now: Time, slot: Slot) {
         if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
             held.take_again = now;
@@ -562,7 +739,8 @@ impl Machine {
             Ok(workers) if !workers.is_empty() => {
                 held.take_attempt = 0;
                 held.take_again = now;
-                held.stock.extend(workers);
+                let ended = &held.ended;
+                held.stock.extend(workers.into_iter().filter(|worker| !ended.contains(&worker.id)));
                 self.slots.entry(slot).and_modify(|w| w.trouble = None);
                 self.tell(Change::Stock { slot });
             }
@@ -620,6 +798,8 @@ impl Machine {
             .filter(|(_, w)| w.held().is_some_and(|h| h.expires <= now))
             .map(|(slot, _)| *slot)
             .collect();
+        self.run_users(now);
+        self.run_drains(now);
         for slot in expired {
             let asked_for = self.slots.get(&slot).is_some_and(|w| !w.spec.renewed_by_itself());
             if let Some(held) = self.slots.get(&slot).filter(|_| asked_for).and_then(Wanted::held) {
@@ -665,17 +845,33 @@ impl Machine {
     }
 
     fn ask(&mut self, now: Time, slot: Slot) {
+        let busy = self
+            .slots
+            .values()
+            .any(|w| !w.spec.once && w.spec.class != Class::Background && !matches!(w.phase, Phase::Held(_)));
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
-        let mut servers: Vec<usize> = (0..self.names.len())
-            .filter(|i| {
-                wanted.spec.servers.is_empty()
-                    || self.names[*i].iter().any(|n| wanted.spec.servers.contains(n))
-            })
-            .collect();
+        if wanted.spec.class == Class::Background && wanted.recovery.is_none() && busy {
+            let pause = backoff(&mut self.rng, 3);
+            wanted.phase = Phase::Waiting { retry: now + pause };
+            return;
+        }
+        let may = |i: &usize| self.servers[*i].drained.is_none();
+        let called = |i: &usize, name: &str| self.names[*i].iter().any(|n| n == name);
+        let mut servers: Vec<usize> = match &wanted.recovery {
+            Some(old) => (0..self.names.len()).filter(|i| called(i, &old.server)).collect(),
+            None => (0..self.names.len())
+                .filter(|i| {
+                    wanted.spec.servers.is_empty() || wanted.spec.servers.iter().any(|n| called(i, n))
+                })
+                .filter(may)
+                .collect(),
+        };
         if servers.is_empty() {
-            let message = match wanted.spec.servers.first() {
-                Some(name) => format!("no server of the pool is called {name}"),
-                None => self.notice.clone(),
+            let message = match (&wanted.recovery, wanted.spec.servers.first()) {
+                (Some(old), _) => format!("{}, which holds lease {}, does not answer", old.server, old.id),
+                (None, Some(name)) => format!("no server of the pool is called {name}"),
+                _ if (0..self.names.len()).any(|i| !may(&i)) => "every server is drained".into(),
+                _ => self.notice.clone(),
             };
             // Names are learned from the servers themselves, so this may pass.
             self.allocated_nowhere(now, slot, PoolError::new(Trouble::Unreachable, message));
@@ -687,9 +883,10 @@ impl Machine {
             self.rng.shuffle(&mut servers);
         }
         servers.sort_by_key(|i| (wanted.last_server != Some(*i), self.servers[*i].trouble.is_some()));
+        let generation = self.generations.get(&wanted.spec.key).copied().unwrap_or(0);
         let request_id = match &wanted.spec.request_id {
-            Some(id) if wanted.generation == 0 => id.clone(),
-            _ => format!("{}/{}/{}", self.boot_id, wanted.spec.key, wanted.generation),
+            Some(id) if generation == 0 => id.clone(),
+            _ => format!("{}/{}/{generation}", self.boot_id, wanted.spec.key),
         };
         let request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
         wanted.phase = Phase::Allocating;
@@ -715,6 +912,8 @@ impl Machine {
 
     /// When [`Machine::tick`] has something to do next.
     pub fn deadline(&self) -> Option<Time> {
+        let lingering = self.slots.values().filter_map(|w| Some(w.unused? + USER_LINGER));
+        let drains = self.slots.values().filter_map(|w| self.servers[w.held()?.server].drained);
         let slots = self.slots.values().filter_map(|wanted| match &wanted.phase {
             Phase::Waiting { retry } => Some(*retry),
             Phase::Allocating => None,
@@ -725,16 +924,309 @@ impl Machine {
         });
         let servers = self.servers.iter().filter(|h| !h.in_flight).map(|h| h.next);
         let releases = self.releasing.iter().filter(|r| !r.in_flight).map(|r| r.retry);
-        slots.chain(servers).chain(releases).min()
-    }
-
-    /// Who a slot belongs to, for limits.
-    pub fn count_owned(&self, uid: u32) -> usize {
-        self.slots.values().filter(|w| w.spec.once && w.spec.owner == Owner::Uid(uid)).count()
+        slots.chain(servers).chain(releases).chain(lingering).chain(drains).min()
     }
 
     fn tell(&mut self, change: Change) {
         self.actions.push_back(Action::Tell(change));
+    }
+
+    fn by_key(&self, key: &str) -> Option<Slot> {
+        self.slots.iter().find(|(_, w)| !w.spec.once && w.spec.key == key).map(|(slot, _)| *slot)
+    }
+
+    // ---- configuration
+
+    /// Wants the leases of the configuration, and only these: what has not changed is left alone.
+    pub fn configure(&mut self, now: Time, leases: Vec<Spec>) {
+        let (templates, held_always): (Vec<_>, Vec<_>) =
+            leases.into_iter().partition(|s| matches!(s.class, Class::Session | Class::User));
+        self.templates = templates;
+        let mut kept: Vec<Slot> = Vec::new();
+        for spec in held_always {
+            kept.push(self.keep_or_want(now, spec));
+        }
+        let instances: Vec<(Slot, Option<Spec>)> = self
+            .slots
+            .iter()
+            .filter(|(slot, w)| !w.spec.once && !kept.contains(slot) && w.spec.order != u32::MAX)
+            .map(|(slot, w)| (*slot, self.templates.iter().find_map(|t| t.again_for(&w.spec))))
+            .collect();
+        for (slot, spec) in instances {
+            match spec {
+                Some(spec) => drop(self.keep_or_want(now, spec)),
+                None => self.release(now, slot, "it is not configured any more"),
+            }
+        }
+        // Sessions that ended while no daemon ran.
+        let over = |w: &Wanted| w.spec.session.as_ref().is_some_and(|id| !self.sessions.contains_key(id));
+        let over: Vec<Slot> = self.slots.iter().filter(|(_, w)| over(w)).map(|(slot, _)| *slot).collect();
+        for slot in over {
+            self.release(now, slot, "its session has ended");
+        }
+        self.preallocate(now, self.preallocated);
+        self.tick(now);
+    }
+
+    fn keep_or_want(&mut self, now: Time, spec: Spec) -> Slot {
+        if let Some(slot) = self.by_key(&spec.key) {
+            if let Some(wanted) = self.slots.get_mut(&slot).filter(|w| w.spec.same_lease(&spec)) {
+                wanted.spec = spec;
+                return slot;
+            }
+            self.release(now, slot, "its configuration has changed");
+        }
+        self.insert(now, spec, None)
+    }
+
+    /// Holds this many GPUs for everyone beside the configured leases, as far as nobody else wants them.
+    pub fn preallocate(&mut self, now: Time, count: u32) {
+        self.preallocated = count;
+        let key = |n: u32| format!("preallocated/{n}");
+        for n in (0..).take_while(|n| *n < count || self.by_key(&key(*n)).is_some()).collect::<Vec<_>>() {
+            match self.by_key(&key(n)) {
+                Some(slot) if n >= count => self.release(now, slot, "fewer GPUs are wanted ahead"),
+                None => drop(self.insert(now, Spec::preallocated(n, key(n)), None)),
+                Some(_) => {}
+            }
+        }
+        self.tick(now);
+    }
+
+    /// A lease that nobody waits for and nobody uses makes room for one that is waited for.
+    fn yield_background(&mut self, now: Time, waiting: Slot) {
+        let spare = self.slots.iter().find(|(_, w)| {
+            w.spec.class == Class::Background && !w.spec.once && w.processes == 0 && w.held().is_some()
+        });
+        let Some((slot, held)) = spare.and_then(|(slot, w)| Some((*slot, w.held()?))) else { return };
+        let (server, id, expires) = (held.server, held.lease.id.clone(), held.expires);
+        let name = self.slots.get(&waiting).map(|w| w.spec.name.clone()).unwrap_or_default();
+        self.give_back(now, server, id, expires);
+        self.lose(now, slot, &format!("given up for lease {name}, which waits"));
+    }
+
+    // ---- sessions
+
+    /// The login sessions there are.
+    pub fn sessions(&self) -> &BTreeMap<String, Arc<Session>> {
+        &self.sessions
+    }
+
+    /// Whether a login or a first CUDA call may want something; see [`Machine::demand`].
+    pub fn has_templates(&self) -> bool {
+        !self.templates.is_empty()
+    }
+
+    /// Somebody has logged in.
+    pub fn session_opened(&mut self, now: Time, session: Arc<Session>) {
+        self.sessions.insert(session.id.clone(), session);
+        self.tick(now);
+    }
+
+    /// A session's leader has ended.
+    pub fn session_closed(&mut self, now: Time, id: &str) {
+        if self.sessions.remove(id).is_none() {
+            return;
+        }
+        let bound: Vec<Slot> = self
+            .slots
+            .iter()
+            .filter(|(_, w)| w.spec.session.as_deref() == Some(id))
+            .map(|(slot, _)| *slot)
+            .collect();
+        for slot in bound {
+            self.release(now, slot, "its session has ended");
+        }
+        self.tick(now);
+    }
+
+    /// Wants what the configuration has for a session or a user and is not there yet: asked at login, and by a process's
+    /// first CUDA call.
+    pub fn demand(&mut self, now: Time, uid: u32, user: Option<&str>, access: bool, session: Option<&str>) {
+        let session = session.filter(|id| self.sessions.get(*id).is_some_and(|s| s.uid == uid));
+        let wanted: Vec<Spec> = self
+            .templates
+            .iter()
+            .filter(|t| match &t.owner {
+                Owner::User(name) => user == Some(name),
+                Owner::Uid(owner) => *owner == uid,
+                Owner::Everyone => access,
+            })
+            .filter_map(|t| t.instance(uid, user, session))
+            .collect();
+        for spec in wanted {
+            match self.by_key(&spec.key).and_then(|slot| self.slots.get_mut(&slot)) {
+                Some(there) => there.unused = None,
+                None => drop(self.insert(now, spec, None)),
+            }
+        }
+        self.tick(now);
+    }
+
+    /// Leases of users who are gone.
+    fn run_users(&mut self, now: Time) {
+        let mut gone = Vec::new();
+        for (slot, wanted) in &mut self.slots {
+            if wanted.spec.class != Class::User || wanted.spec.once {
+                continue;
+            }
+            let here = wanted.processes > 0
+                || self.sessions.values().any(|s| wanted.spec.owner == Owner::Uid(s.uid));
+            if here {
+                wanted.unused = None;
+            } else if now.saturating_sub(*wanted.unused.get_or_insert(now)) >= USER_LINGER {
+                gone.push(*slot);
+            }
+        }
+        for slot in gone {
+            self.release(now, slot, "its user has neither a session nor a process");
+        }
+    }
+
+    // ---- processes
+
+    /// A process has been granted workers of this lease.
+    pub fn process_started(&mut self, slot: Slot) {
+        if let Some(wanted) = self.slots.get_mut(&slot) {
+            wanted.processes += 1;
+        }
+    }
+
+    /// Which lease a process of an earlier daemon uses.
+    pub fn slot_of(&self, lease: &str) -> Option<Slot> {
+        let has = |w: &Wanted| {
+            w.held().is_some_and(|h| h.lease.id == lease)
+                || w.recovery.as_ref().is_some_and(|r| r.id == lease)
+        };
+        self.slots.iter().find(|(_, w)| has(w)).map(|(slot, _)| *slot)
+    }
+
+    /// A process that had a worker of this lease has ended; its server hears it at once, or as soon as the lease is found
+    /// again.
+    pub fn process_ended(&mut self, now: Time, slot: Slot, lease: &str, worker: Vec<u8>) {
+        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+        match (&wanted.phase, &mut wanted.recovery) {
+            (Phase::Held(held), _) if held.lease.id == lease => {
+                // A process that never got a worker has none to give back.
+                if !worker.is_empty() {
+                    let (server, lease) = (held.server, lease.to_owned());
+                    self.actions.push_back(Action::EndWorker { slot, server, lease, worker });
+                }
+            }
+            (_, Some(old)) if old.id == lease => old.ended.push(worker),
+            // Its lease is gone, and its worker with it.
+            _ => return,
+        }
+        wanted.processes = wanted.processes.saturating_sub(1);
+        self.tick(now);
+    }
+
+    /// Announces the end of every lease that is in use; the number of processes that it concerns.
+    pub fn warn(&mut self, left: Duration, reason: &str) -> usize {
+        let used: Vec<(Slot, usize)> = self
+            .slots
+            .iter()
+            .filter(|(_, w)| w.processes > 0)
+            .map(|(slot, w)| (*slot, w.processes))
+            .collect();
+        for (slot, _) in &used {
+            self.tell(Change::PrepareForLoss { slot: *slot, left, reason: reason.to_owned() });
+        }
+        used.iter().map(|(_, processes)| processes).sum()
+    }
+
+    // ---- servers that are to be left
+
+    /// Leaves a server (its leases are given back after `grace` and had elsewhere), or comes back to it.
+    pub fn drain(&mut self, now: Time, server: usize, grace: Option<Duration>) {
+        self.servers[server].drained = grace.map(|grace| now + grace);
+        let held: Vec<Slot> = self
+            .slots
+            .iter()
+            .filter(|(_, w)| w.held().is_some_and(|h| h.server == server))
+            .map(|(slot, _)| *slot)
+            .collect();
+        for slot in held {
+            let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
+            self.set_state(now, slot, state);
+            if let Some(left) = grace {
+                let reason = "its server is drained".to_owned();
+                self.tell(Change::PrepareForLoss { slot, left, reason });
+            }
+        }
+        for wanted in self.slots.values_mut() {
+            if let Phase::Waiting { retry } = &mut wanted.phase
+                && grace.is_none()
+            {
+                *retry = now;
+            }
+        }
+        self.tell(Change::Server { server });
+        self.tick(now);
+    }
+
+    /// Whether a server is being left.
+    pub fn drained(&self, server: usize) -> bool {
+        self.servers[server].drained.is_some()
+    }
+
+    fn run_drains(&mut self, now: Time) {
+        let due: Vec<(Slot, usize, String, Time)> = self
+            .slots
+            .iter()
+            .filter_map(|(slot, w)| {
+                let held = w.held()?;
+                let due = self.servers[held.server].drained.is_some_and(|at| at <= now);
+                due.then(|| (*slot, held.server, held.lease.id.clone(), held.expires))
+            })
+            .collect();
+        for (slot, server, id, expires) in due {
+            self.give_back(now, server, id, expires);
+            self.lose(now, slot, "its server is drained");
+        }
+    }
+
+    // ---- the daemon's own end and beginning
+
+    /// What the next daemon of this boot has to know.
+    pub fn saved(&self) -> Saved {
+        let lease = |wanted: &Wanted| {
+            let spec = wanted.spec.clone();
+            match (&wanted.phase, &wanted.recovery) {
+                (Phase::Held(held), _) => Some(SavedLease {
+                    spec,
+                    id: held.lease.id.clone(),
+                    server: held.lease.server.clone(),
+                    // The others are renewed every few seconds.
+                    expires: if wanted.spec.renewed_by_itself() { Time::ZERO } else { held.expires },
+                }),
+                (_, Some(old)) => Some(SavedLease {
+                    spec,
+                    id: old.id.clone(),
+                    server: old.server.clone(),
+                    expires: old.expires,
+                }),
+                _ => None,
+            }
+        };
+        Saved {
+            leases: self.slots.values().filter_map(lease).collect(),
+            generations: self.generations.clone(),
+            preallocated: self.preallocated,
+        }
+    }
+
+    /// Takes up where an earlier daemon of this boot left off; before the sessions that are still there are opened
+    /// anew, and [`Machine::configure`].
+    pub fn restore(&mut self, now: Time, saved: Saved) {
+        self.generations = saved.generations;
+        self.preallocated = saved.preallocated;
+        for lease in saved.leases {
+            let SavedLease { spec, id, server, expires } = lease;
+            let recovery = Recovery { id, server, until: now + RECOVERY, expires, ended: Vec::new() };
+            self.insert(now, spec, Some(recovery));
+        }
+        self.tick(now);
     }
 }
 
@@ -1017,6 +1509,8 @@ mod tests {
         leases: HashMap<String, (usize, u32)>,
         by_request: HashMap<String, String>,
         counter: u32,
+        /// Leases whose processes' ends were heard.
+        ended: Vec<String>,
     }
 
     impl World {
@@ -1059,6 +1553,17 @@ mod tests {
         /// Calls fail from now on, or answer again.
         Broken(bool),
         Take,
+        /// Reloads: GPUs and class of each lease.
+        Configure(Vec<(u32, Class)>),
+        Preallocate(u32),
+        Login(u32),
+        Logout(u32),
+        /// A process asks, with or without a session.
+        Process(u32, bool),
+        /// One of the processes ends.
+        Ends(usize),
+        Drain(usize, Option<u64>),
+        Restart,
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -1069,7 +1574,39 @@ mod tests {
             (0usize..8).prop_map(Step::Lose),
             any::<bool>().prop_map(Step::Broken),
             Just(Step::Take),
+            proptest::collection::vec((1u32..3, class()), 0..4).prop_map(Step::Configure),
+            (0u32..3).prop_map(Step::Preallocate),
+            (0u32..5).prop_map(Step::Login),
+            (0u32..5).prop_map(Step::Logout),
+            (0u32..5, any::<bool>()).prop_map(|(n, session)| Step::Process(n, session)),
+            (0usize..8).prop_map(Step::Ends),
+            (0usize..2, proptest::option::of(0u64..100))
+                .prop_map(|(server, grace)| Step::Drain(server, grace)),
+            Just(Step::Restart),
         ]
+    }
+
+    fn class() -> impl Strategy<Value = Class> {
+        prop_oneof![Just(Class::Boot), Just(Class::Session), Just(Class::User), Just(Class::Background)]
+    }
+
+    fn tables(leases: &[(u32, Class)]) -> Vec<Spec> {
+        let spec = |(i, (gpus, class)): (usize, &(u32, Class))| Spec {
+            class: *class,
+            ..configured(&format!("c{i}"), *gpus)
+        };
+        leases.iter().enumerate().map(spec).collect()
+    }
+
+    /// What holds at any time.
+    fn check(m: &Machine) {
+        let mut keys = std::collections::BTreeSet::new();
+        for (_, wanted) in m.slots() {
+            assert!(wanted.spec.once || keys.insert(wanted.spec.key.clone()), "{} twice", wanted.spec.key);
+            if let Some(session) = &wanted.spec.session {
+                assert!(m.sessions().contains_key(session), "{session} has ended");
+            }
+        }
     }
 
     /// Plays out everything that is to be done; every action is answered.
@@ -1084,7 +1621,10 @@ mod tests {
                         Err(unreachable())
                     } else {
                         match world.allocate(&servers, &request) {
-                            Some((server, id)) => Ok((server, lease(&id, 1))),
+                            Some((server, id)) => {
+                                let name = format!("s{server}:7601");
+                                Ok((server, control::Lease { server: name, ..lease(&id, 1) }))
+                            }
                             None => Err(PoolError::new(Trouble::NoCapacity, "full")),
                         }
                     };
@@ -1120,9 +1660,231 @@ mod tests {
                     };
                     m.workers(now, slot, &id, answer);
                 }
+                Action::EndWorker { slot, lease, .. } => {
+                    if !broken {
+                        world.ended.push(lease);
+                    }
+                    m.worker_freed(now, slot);
+                }
                 Action::Tell(_) => {}
             }
         }
+    }
+
+    fn session(n: u32) -> Arc<Session> {
+        Arc::new(Session {
+            id: format!("s{n}"),
+            uid: 1000 + n % 3,
+            user: format!("u{}", n % 3),
+            service: "sshd".into(),
+            tty: "pts/0".into(),
+            rhost: String::new(),
+            leader: n,
+            leader_start: 1,
+            logind: None,
+        })
+    }
+
+    /// A machine that starts anew in the same boot, through the state as it is written.
+    fn restart(m: &Machine, world: &mut World, now: Time, seed: u64) -> Machine {
+        let saved: Saved = serde_json::from_str(&serde_json::to_string(&m.saved()).unwrap()).unwrap();
+        assert_eq!(saved, m.saved());
+        // What was on its way back when the daemon ended is not renewed any more, and ends by itself.
+        let gone: Vec<String> =
+            world.leases.keys().filter(|id| !saved.leases.iter().any(|l| l.id == **id)).cloned().collect();
+        for id in gone {
+            world.release(&id);
+        }
+        let mut next = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(seed));
+        next.restore(now, saved);
+        for session in m.sessions().values() {
+            next.session_opened(now, session.clone());
+        }
+        for (i, names) in m.names.iter().enumerate() {
+            next.add_server(now, names[0].clone());
+            for name in names {
+                next.name_server(i, name);
+            }
+        }
+        next
+    }
+
+    #[test]
+    fn what_has_not_changed_is_left_alone_by_a_reload() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("a", 1), configured("b", 1)]);
+        let ids: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
+        m.allocated(s(0), ids[0], Ok((0, lease("la", 1))));
+        m.allocated(s(0), ids[1], Ok((0, lease("lb", 1))));
+        actions(&mut m);
+        let mut changed = configured("b", 2);
+        changed.order = 0;
+        let mut moved = configured("a", 1);
+        moved.order = 1;
+        m.configure(s(1), vec![changed, moved, configured("c", 1)]);
+        let todo = actions(&mut m);
+        assert_eq!(m.slot(ids[0]).unwrap().held().unwrap().lease.id, "la", "only moved");
+        assert_eq!(m.slot(ids[0]).unwrap().spec.order, 1);
+        assert!(m.slot(ids[1]).is_none());
+        assert!(todo.contains(&Action::Release { server: 0, lease: "lb".into() }));
+        let asked: Vec<String> = todo
+            .iter()
+            .filter_map(|a| {
+                if let Action::Allocate { request, .. } = a { Some(request.request_id.clone()) } else { None }
+            })
+            .collect();
+        assert_eq!(
+            asked,
+            ["boot/configured/b/1", "boot/configured/c/0"],
+            "never the request of the old lease"
+        );
+    }
+
+    #[test]
+    fn session_leases_last_from_login_to_logout() {
+        let mut m = machine(1);
+        let template = Spec { class: Class::Session, ..configured("mine", 1) };
+        m.configure(s(0), vec![template]);
+        assert_eq!(m.slots().count(), 0);
+        m.session_opened(s(1), session(1));
+        m.demand(s(1), 1001, Some("u1"), false, Some("s1"));
+        assert_eq!(m.slots().count(), 0, "no access");
+        m.demand(s(1), 1002, Some("u2"), true, Some("s1"));
+        assert_eq!(m.slots().count(), 0, "another user's session");
+        m.demand(s(1), 1001, Some("u1"), true, Some("s1"));
+        m.demand(s(2), 1001, Some("u1"), true, Some("s1"));
+        let (slot, wanted) = m.slots().next().unwrap();
+        assert_eq!(m.slots().count(), 1, "asked for once");
+        assert_eq!(
+            (wanted.spec.owner.clone(), wanted.spec.session.as_deref()),
+            (Owner::Uid(1001), Some("s1"))
+        );
+        m.allocated(s(2), slot, Ok((0, lease("l1", 1))));
+        m.session_closed(s(3), "s1");
+        assert!(m.slot(slot).is_none());
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
+    }
+
+    #[test]
+    fn a_users_lease_outlives_its_sessions_by_a_moment() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![Spec { class: Class::User, ..configured("mine", 1) }]);
+        m.session_opened(s(0), session(1));
+        m.demand(s(0), 1001, Some("u1"), true, Some("s1"));
+        let slot = m.slots().next().unwrap().0;
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        m.process_started(slot);
+        m.session_closed(s(1), "s1");
+        m.tick(s(500));
+        assert!(m.slot(slot).is_some(), "a process still runs");
+        m.renewed(s(500), 0, &[], Ok(vec![]));
+        m.process_ended(s(500), slot, "l1", vec![1]);
+        assert!(m.deadline().unwrap() <= s(500) + USER_LINGER);
+        m.tick(s(529));
+        assert!(m.slot(slot).is_some());
+        m.tick(s(530));
+        assert!(m.slot(slot).is_none());
+    }
+
+    #[test]
+    fn a_background_lease_yields_to_one_that_waits() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![Spec { class: Class::Background, ..configured("spare", 1) }]);
+        let spare = m.slots().next().unwrap().0;
+        m.allocated(s(0), spare, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        let slot = m.want(s(1), configured("a", 1));
+        m.process_started(spare);
+        m.allocated(s(1), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+        assert!(m.slot(spare).unwrap().held().is_some(), "it is in use");
+        m.process_ended(s(1), spare, "l1", vec![1]);
+        m.tick(s(4));
+        m.allocated(s(4), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+        assert!(m.slot(spare).unwrap().held().is_none());
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
+        m.tick(s(5));
+        assert!(matches!(m.slot(spare).unwrap().phase, Phase::Waiting { .. }), "it waits its turn");
+    }
+
+    #[test]
+    fn a_lease_of_before_a_restart_is_found_again_by_its_request() {
+        let mut m = machine(2);
+        m.configure(s(0), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        let mut held = lease("l1", 1);
+        held.server = "gpu-b".into();
+        m.allocated(s(0), slot, Ok((1, held.clone())));
+        m.name_server(1, "gpu-b");
+        let mut world = World::default();
+        let mut m = restart(&m, &mut world, s(10), 7);
+        m.configure(s(10), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        let (servers, asked) = request(&actions(&mut m));
+        assert_eq!((servers, asked.request_id.as_str()), (vec![1], "boot/configured/a/0"));
+        assert_eq!(m.slot_of("l1"), Some(slot));
+        m.process_started(slot);
+        // Its process ends while the server is starting anew, too.
+        m.allocated(s(10), slot, Err(unreachable()));
+        m.process_ended(s(11), slot, "l1", vec![9; 16]);
+        m.tick(s(13));
+        assert_eq!(request(&actions(&mut m)).0, [1], "no other server is asked");
+        m.allocated(s(13), slot, Ok((1, held)));
+        let ended = Action::EndWorker { slot, server: 1, lease: "l1".into(), worker: vec![9; 16] };
+        assert!(actions(&mut m).contains(&ended));
+        assert_eq!(m.slot(slot).unwrap().processes, 0);
+    }
+
+    #[test]
+    fn a_server_that_does_not_come_back_is_not_waited_for() {
+        let mut m = machine(2);
+        m.configure(s(0), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        m.allocated(s(0), slot, Ok((0, control::Lease { server: "s0:7601".into(), ..lease("l1", 1) })));
+        let mut m = restart(&m, &mut World::default(), s(10), 7);
+        let slot = m.slots().next().unwrap().0;
+        m.tick(s(10));
+        actions(&mut m);
+        m.allocated(s(10) + RECOVERY, slot, Err(unreachable()));
+        actions(&mut m);
+        m.tick(s(15) + RECOVERY);
+        let (servers, asked) = request(&actions(&mut m));
+        assert_eq!((servers.len(), asked.request_id.as_str()), (2, "boot/configured/a/1"));
+    }
+
+    #[test]
+    fn a_drained_server_is_left_after_the_grace() {
+        let mut m = machine(2);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        m.drain(s(1), 0, Some(s(60)));
+        let news = told(&actions(&mut m));
+        assert!(
+            news.iter().any(|c| matches!(c, Change::PrepareForLoss { left, .. } if *left == s(60))),
+            "{news:?}"
+        );
+        m.renewed(s(60), 0, &["l1".into()], Ok(vec![]));
+        m.tick(s(60));
+        assert!(m.slot(slot).unwrap().held().is_some());
+        m.tick(s(61));
+        assert!(m.slot(slot).unwrap().held().is_none());
+        m.tick(s(63));
+        let todo = actions(&mut m);
+        assert!(todo.contains(&Action::Release { server: 0, lease: "l1".into() }));
+        assert_eq!(request(&todo).0, [1]);
+    }
+
+    #[test]
+    fn a_worker_that_ends_before_it_arrives_is_not_granted() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        actions(&mut m);
+        let ready = control::WorkersReady { stock: 0, ended: vec![vec![0; 16]] };
+        let event = Some(control::pool_event::Event::WorkersReady(ready));
+        m.event(s(1), 0, control::PoolEvent { lease: "l1".into(), event });
+        m.workers(s(1), slot, "l1", Ok(lease("l1", 1).workers));
+        assert!(m.take(s(1), &[slot]).is_none());
     }
 
     proptest! {
@@ -1135,6 +1897,8 @@ mod tests {
             let mut now = s(0);
             let mut broken = false;
             let mut names = 0;
+            let mut configuration: Vec<Spec> = Vec::new();
+            let mut processes: Vec<(Slot, String)> = Vec::new();
             for step in steps {
                 match step {
                     Step::Want(gpus, once) => {
@@ -1167,12 +1931,59 @@ mod tests {
                             m.take(now, &[*slot]);
                         }
                     }
+                    Step::Configure(leases) => {
+                        configuration = tables(&leases);
+                        m.configure(now, configuration.clone());
+                        for spec in configuration.iter().filter(|t| matches!(t.class, Class::Boot | Class::Background)) {
+                            prop_assert!(m.by_key(&spec.key).is_some(), "{} is configured", spec.key);
+                        }
+                    }
+                    Step::Preallocate(n) => m.preallocate(now, n),
+                    Step::Login(n) => m.session_opened(now, session(n)),
+                    Step::Logout(n) => m.session_closed(now, &format!("s{n}")),
+                    Step::Process(n, in_session) => {
+                        let session = session(n);
+                        let id = Some(session.id.as_str()).filter(|_| in_session);
+                        m.demand(now, session.uid, Some(&session.user), true, id);
+                        play(&mut m, &mut world, now, broken);
+                        let used = m.slots().find_map(|(slot, w)| Some((slot, w.held()?.lease.id.clone())));
+                        if let Some((slot, lease)) = used {
+                            m.process_started(slot);
+                            processes.push((slot, lease));
+                        }
+                    }
+                    Step::Ends(n) => {
+                        if n < processes.len() {
+                            let (slot, lease) = processes.swap_remove(n);
+                            let there = m.slot(slot).and_then(Wanted::held).is_some_and(|h| h.lease.id == lease);
+                            m.process_ended(now, slot, &lease, vec![1; 16]);
+                            play(&mut m, &mut world, now, false);
+                            prop_assert!(!there || world.ended.contains(&lease), "nobody hears of the end");
+                        }
+                    }
+                    Step::Drain(server, grace) => m.drain(now, server, grace.map(s)),
+                    Step::Restart => {
+                        let seed = u64::from(world.counter);
+                        m = restart(&m, &mut world, now, seed);
+                        m.configure(now, configuration.clone());
+                        for (slot, lease) in &mut processes {
+                            *slot = m.slot_of(lease).unwrap_or(0);
+                            m.process_started(*slot);
+                        }
+                    }
                 }
                 play(&mut m, &mut world, now, broken);
+                check(&m);
                 // A machine that has nothing to do says when it has.
                 prop_assert!(m.deadline().is_some());
             }
             // The pool answers again: time passes, everything settles.
+            for server in 0..2 {
+                m.drain(now, server, None);
+            }
+            for (slot, lease) in processes.drain(..) {
+                m.process_ended(now, slot, &lease, vec![1; 16]);
+            }
             for _ in 0..200 {
                 now += s(5);
                 m.tick(now);
@@ -1187,7 +1998,9 @@ mod tests {
             prop_assert_eq!(m.releases_pending(), 0);
             for (_, wanted) in m.slots() {
                 let fits = world.free.iter().any(|free| *free >= wanted.spec.gpus);
-                prop_assert!(wanted.held().is_some() || !fits, "{} waits although it fits", wanted.spec.name);
+                let turn = wanted.spec.class != Class::Background;
+                prop_assert!(wanted.held().is_some() || !fits || !turn, "{} waits although it fits", wanted.spec.name);
+                prop_assert_eq!(wanted.processes, 0);
             }
         }
     }

@@ -14,6 +14,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
+use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
 pub use machine::{Slot, Time};
@@ -24,7 +25,7 @@ use crate::pool::PoolError;
 use crate::values::Memory;
 
 /// Whose a lease is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Owner {
     /// Everyone who has access to this machine's GPUs.
     Everyone,
@@ -35,7 +36,7 @@ pub enum Owner {
 }
 
 /// A lease as it is wanted.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
     /// What people call it.
     pub name: String,
@@ -71,11 +72,17 @@ pub struct Spec {
     pub user: String,
     /// Lifetime.
     pub class: Class,
+    /// The login session that it is bound to.
+    pub session: Option<String>,
     /// Tried once, and not acquired anew when it is lost.
     pub once: bool,
+    /// Outlives the program that asked for it.
+    pub persistent: bool,
     /// The lease ends this long after it was granted or last renewed on request. Without it, it is renewed for as long
     /// as it is wanted, and the server takes it back soon after this machine has fallen silent.
     pub ttl: Option<Duration>,
+    /// Idle time after which the server may take measures; zero is the server's own.
+    pub idle_timeout: Duration,
     /// Program that asked.
     pub who: String,
     /// Its reason.
@@ -103,8 +110,11 @@ impl Spec {
             uid: None,
             user: lease.for_user.clone().unwrap_or_default(),
             class: lease.class,
+            session: None,
             once: false,
+            persistent: false,
             ttl: None,
+            idle_timeout: Duration::ZERO,
             who: "gpusessiond".into(),
             why: format!("[[lease]] {}", lease.name),
         }
@@ -124,6 +134,52 @@ impl Spec {
             why: String::new(),
             ..Self::configured(&LeaseConfig::default(), 0)
         }
+    }
+
+    /// One GPU that is held ahead for everyone.
+    pub fn preallocated(n: u32, key: String) -> Self {
+        Self {
+            name: format!("ahead{}", n + 1),
+            key,
+            order: u32::MAX,
+            class: Class::Background,
+            why: "Preallocate".into(),
+            ..Self::configured(&LeaseConfig::default(), 0)
+        }
+    }
+
+    /// The lease that a `[[lease]]` of class `session` or `user` means for this session or user.
+    fn instance(&self, uid: u32, user: Option<&str>, session: Option<&str>) -> Option<Self> {
+        let session = match self.class {
+            Class::Session => Some(session?.to_owned()),
+            _ => None,
+        };
+        let whose = session.as_ref().map_or_else(|| format!("user/{uid}"), |id| format!("session/{id}"));
+        Some(Self {
+            key: format!("{whose}/{}", self.name),
+            owner: Owner::Uid(uid),
+            uid: Some(uid),
+            user: user.unwrap_or_default().to_owned(),
+            session,
+            ..self.clone()
+        })
+    }
+
+    /// The same lease by the table as it is now; `None` if `there` does not come from this table.
+    fn again_for(&self, there: &Self) -> Option<Self> {
+        let uid = there.uid?;
+        let user = Some(there.user.as_str()).filter(|u| !u.is_empty());
+        let may = match &self.owner {
+            Owner::User(name) => user == Some(name),
+            _ => true,
+        };
+        self.instance(uid, user, there.session.as_deref()).filter(|spec| may && spec.key == there.key)
+    }
+
+    /// Whether a server would not tell the difference, nor whoever uses it.
+    fn same_lease(&self, other: &Self) -> bool {
+        let comparable = |spec: &Self| Self { order: 0, uid: None, ..spec.clone() };
+        comparable(self) == comparable(other)
     }
 
     /// Whether the heartbeat keeps it alive.
@@ -150,7 +206,10 @@ impl Spec {
             sm_percent: self.sm_percent,
             model: self.model.clone(),
             sharing: self.sharing.map(|s| s.as_str().to_owned()).unwrap_or_default(),
-            priority: self.priority.as_str().into(),
+            priority: match self.class {
+                Class::Background => Priority::BelowNormal.as_str().into(),
+                _ => self.priority.as_str().into(),
+            },
             devices: self.devices.clone(),
             user: self.user.clone(),
             uid: if let Owner::Uid(uid) = self.owner { uid } else { self.uid.unwrap_or(0) },
@@ -315,6 +374,10 @@ pub struct LeaseView {
     pub stock: usize,
     /// Processes that use it.
     pub processes: usize,
+    /// Since when nobody uses it, as the server says: wall-clock and since boot, in microseconds; 0 while in use.
+    pub idle_since_usec: (u64, u64),
+    /// Leader of the session that it is bound to; 0 if it is bound to none.
+    pub leader: u32,
 }
 
 /// A server as others see it.
@@ -349,6 +412,8 @@ pub struct Snapshot {
     pub leases: Vec<LeaseView>,
     /// Servers in configuration order.
     pub servers: Vec<ServerView>,
+    /// Login sessions.
+    pub sessions: Vec<Arc<Session>>,
 }
 
 impl Snapshot {
@@ -386,6 +451,8 @@ pub struct Caller {
     pub user: Option<String>,
     /// Whether `[access]` lets the user have the leases for all.
     pub access: bool,
+    /// Id of the login session that it belongs to.
+    pub session: Option<String>,
 }
 
 /// What a process asks for.
@@ -404,8 +471,6 @@ pub struct Wish {
 pub struct Granted {
     /// Which lease.
     pub slot: Slot,
-    /// Index of its server.
-    pub server: usize,
     /// Lease id.
     pub lease: String,
     /// Worker's id.
@@ -428,26 +493,39 @@ pub enum Answer {
 pub trait Leases: Send + Sync {
     /// How things are; notified at each change, also of the stock of workers.
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
-    /// Everything that happens from now on, in order, beginning with how things are. The last one to ask gets it.
+    /// Everything that happens from now on, in order, beginning with how things are.
     fn updates(&self) -> mpsc::UnboundedReceiver<Update>;
     /// Wants a lease that is tried once, and waits for it.
     async fn create(&self, spec: Spec) -> Result<LeaseView, PoolError>;
     /// Wants a lease until it is released.
     async fn want(&self, spec: Spec) -> Slot;
+    /// Wants the leases of the configuration, and only these; what has not changed is left alone.
+    async fn configure(&self, leases: Vec<Spec>);
+    /// Holds this many GPUs for everyone beside the configured leases.
+    async fn preallocate(&self, count: u32);
     /// Releases a lease; `false` if it is not there.
     async fn release(&self, slot: Slot, reason: &str) -> bool;
-    /// Renews a lease now; the time it has left.
-    async fn renew(&self, id: &str) -> Result<Duration, PoolError>;
+    /// Renews a lease now, with another time to live where it has one; the time it has left.
+    async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<Duration, PoolError>;
     /// Grants GPUs to a process.
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
     /// The leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).
     fn ended(&self, granted: Vec<Granted>);
+    /// A process that an earlier daemon granted a worker to; `None` if the lease is not there any more.
+    async fn resume(&self, lease: &str, worker: [u8; 16]) -> Option<Granted>;
     /// A login session has begun; leases of class `session` that are its user's are held until it ends.
     fn session_opened(&self, session: Arc<Session>);
     /// The session of this id has ended.
     fn session_closed(&self, id: &str);
+    /// Leaves a server: its leases are given back after `grace` and had elsewhere. `None`: comes back to it. `false`
+    /// if there is no such server.
+    async fn drain(&self, server: usize, grace: Option<Duration>) -> bool;
+    /// Announces the end of every lease that is in use; the number of processes that use one.
+    async fn warn(&self, left: Duration, reason: &str) -> usize;
+    /// Moves a lease's device memory to its server's host memory, or asks for it back.
+    async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError>;
     /// Asks a server how it is; the round trip.
     async fn ping(&self, server: usize) -> Result<Duration, PoolError>;
     /// Releases everything and waits, at most this long, until the servers know.

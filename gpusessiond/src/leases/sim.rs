@@ -24,6 +24,8 @@ pub struct SimState {
     pub taken: Vec<(String, [u8; 16])>,
     /// Workers whose process ended.
     pub ended: Vec<[u8; 16]>,
+    /// Leases that are parked.
+    pub parked: Vec<String>,
     /// Leases that were released.
     pub released: Vec<String>,
     /// Every allocation request.
@@ -200,6 +202,16 @@ impl PoolServer for SimServer {
     async fn process_ended(&self, _lease: String, worker: Vec<u8>) -> Result<(), PoolError> {
         self.call(|state| {
             state.ended.push(worker.try_into().unwrap_or_default());
+            Ok(())
+        })
+    }
+
+    async fn park(&self, lease: String, park: bool) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.parked.retain(|parked| *parked != lease);
+            if park {
+                state.parked.push(lease);
+            }
             Ok(())
         })
     }

@@ -11,13 +11,14 @@ use std::time::Duration;
 use gpusession_proto::grant::{Reply, Request, VERSION};
 use gpusession_proto::message;
 use gpusessiond::access::Gate;
-use gpusessiond::bus::Bus;
+use gpusessiond::bus::{Bus, Parts};
 use gpusessiond::config::{Config, LeaseConfig};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::leases::engine::{Engine, Here};
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{Leases as _, Snapshot, Spec};
 use gpusessiond::pool::PoolServer;
+use gpusessiond::settings::Settings;
 use tempfile::TempDir;
 
 /// Longest wait for anything.
@@ -25,7 +26,12 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The lease manager over simulated servers.
 pub fn engine(servers: &[&SimServer]) -> Engine {
-    let engine = Engine::start(Here { boot_id: [9; 16], machine_id: "machine".into(), seed: 1 });
+    let engine = Engine::start(Here {
+        boot_id: [9; 16],
+        machine_id: "machine".into(),
+        seed: 1,
+        uptime: Duration::ZERO,
+    });
     engine.connect(servers.iter().map(|s| Arc::new((*s).clone()) as Arc<dyn PoolServer>).collect());
     engine
 }
@@ -119,8 +125,25 @@ impl Drop for PrivateBus {
 
 /// The API on a private bus.
 pub async fn serve(bus: &PrivateBus, engine: &Engine, config: &Config) -> Bus {
+    serve_settings(bus, engine, settings(engine, config, Path::new("/nonexistent"))).await
+}
+
+/// A configuration in force; `path` is where a reload reads it anew.
+pub fn settings(engine: &Engine, config: &Config, path: &Path) -> Arc<Settings> {
     let gate = Arc::new(Gate::new(config.access.clone()));
-    Bus::start(bus.connect().await, Arc::new(engine.clone()), gate, config.clone()).await.unwrap()
+    Settings::new(path.to_owned(), config.clone(), gate, Arc::new(engine.clone()))
+}
+
+/// The API on a private bus, over settings that may change.
+pub async fn serve_settings(bus: &PrivateBus, engine: &Engine, settings: Arc<Settings>) -> Bus {
+    let parts = Parts {
+        leases: Arc::new(engine.clone()),
+        settings,
+        sessions: None,
+        store: None,
+        lease_fds: Default::default(),
+    };
+    Bus::start(bus.connect().await, parts).await.unwrap()
 }
 
 /// A grant socket in a folder of its own.

@@ -1,0 +1,96 @@
+//! `Describe`: everything as JSON, for `gpusession status` and bug reports.
+
+use serde_json::{Value, json};
+
+use super::Shared;
+use super::objects::{cuda_version, state_of};
+use crate::leases::{DeviceView, LeaseView, ServerView};
+
+/// Grows by new keys only, within one schema.
+pub(super) fn describe(shared: &Shared) -> Value {
+    let snapshot = shared.leases.snapshot().borrow().clone();
+    let (target, ready) = snapshot.pool();
+    let config = shared.settings.get();
+    json!({
+        "schema": 1,
+        "version": env!("CARGO_PKG_VERSION"),
+        "state": shared.state(&snapshot),
+        "gpus_wanted": target,
+        "gpus_leased": ready,
+        "boot_allocation_complete": shared.boot_complete(),
+        "configuration": config.files,
+        "environment": config.environment,
+        "leases": snapshot.leases.iter().filter(|l| super::publisher::shown(l)).map(lease).collect::<Vec<_>>(),
+        "servers": snapshot.servers.iter().map(server).collect::<Vec<_>>(),
+        "sessions": snapshot.sessions.iter().map(|s| json!({
+            "id": s.id,
+            "uid": s.uid,
+            "user": s.user,
+            "service": s.service,
+            "leader": s.leader,
+            "logind": s.logind,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+fn lease(l: &LeaseView) -> Value {
+    let trouble = l.trouble.as_ref();
+    let place = trouble.and_then(|t| t.place);
+    json!({
+        "id": l.id,
+        "name": l.spec.name,
+        "state": l.state.as_str(),
+        "class": l.spec.class.as_str(),
+        "session": l.spec.session,
+        "uid": (l.uid != u32::MAX).then_some(l.uid),
+        "user": l.spec.user,
+        "requested": l.spec.once,
+        "gpus": l.spec.gpus,
+        "server": l.server,
+        "memory_limit_bytes": l.devices.iter().map(|d| d.device.limit_bytes).min(),
+        "sm_percent": l.spec.sm_percent,
+        "created_usec": l.created_usec,
+        "expires_usec": l.expires_usec,
+        "idle_since_usec": l.idle_since_usec.0,
+        "processes": l.processes,
+        "encrypted": l.encrypted,
+        "trouble": trouble.map(|t| &t.message),
+        "trouble_kind": trouble.map(|t| t.trouble.as_str()),
+        "position": place.map(|p| p.0),
+        "waiting": place.map(|p| p.1),
+        "retry_in_usec": l.retry_in.map(|d| d.as_micros() as u64),
+        "who": l.spec.who,
+        "why": l.spec.why,
+        "devices": l.devices.iter().map(device).collect::<Vec<_>>(),
+    })
+}
+
+fn device(d: &DeviceView) -> Value {
+    json!({
+        "ordinal": d.ordinal,
+        "uuid": d.device.uuid,
+        "name": d.device.name,
+        "state": state_of(d),
+        "memory_bytes": d.device.memory_bytes,
+        "limit_bytes": d.device.limit_bytes,
+        "compute_capability": format!("{}.{}", d.device.compute_major, d.device.compute_minor),
+        "pci_address": d.device.pci_address,
+        "driver_version": d.driver_version,
+        "cuda_version": cuda_version(d.cuda_version),
+    })
+}
+
+fn server(s: &ServerView) -> Value {
+    json!({
+        "name": s.name,
+        "address": s.address,
+        "state": s.state,
+        "trouble": (!s.trouble.is_empty()).then_some(&s.trouble),
+        "last_seen_usec": s.last_seen_usec,
+        "rtt_usec": s.rtt_usec,
+        "software": s.software,
+        "protocol": s.protocol,
+        "gpus": s.devices,
+        "gpus_free": s.free,
+    })
+}

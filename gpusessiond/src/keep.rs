@@ -1,0 +1,223 @@
+//! What outlives the daemon: a state file for the lease manager, and descriptors in systemd's fd store.
+//!
+//! Together they let `systemctl restart`, an upgrade and even `kill -9` of the daemon pass without a program noticing:
+//! the next daemon finds its leases by their requests, and watches the same processes and lease descriptors on. State of
+//! another boot is thrown away: nothing that it names exists any more.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use sd_notify::NotifyState;
+use serde::{Deserialize, Serialize};
+use tracing::{debug, warn};
+
+use crate::leases::machine::Saved;
+
+/// Longest name of a descriptor that systemd takes.
+const MAX_NAME: usize = 255;
+
+#[derive(Serialize, Deserialize)]
+struct File {
+    schema: u32,
+    boot_id: String,
+    #[serde(flatten)]
+    saved: Saved,
+}
+
+/// Version of the state file; another one's is not read.
+const SCHEMA: u32 = 1;
+
+/// The state file.
+pub struct State {
+    path: PathBuf,
+    boot_id: String,
+    /// A failure is said once, until it is over.
+    failing: bool,
+}
+
+impl State {
+    /// `state.json` in this folder.
+    pub fn new(folder: &Path, boot_id: String) -> Self {
+        Self { path: folder.join("state.json"), boot_id, failing: false }
+    }
+
+    /// What an earlier daemon of this boot left; nothing where there is none, or none that can be used.
+    pub fn load(&self) -> Saved {
+        let text = match fs::read(&self.path) {
+            Ok(text) => text,
+            Err(error) => {
+                if error.kind() != io::ErrorKind::NotFound {
+                    warn!("{}: {error}: leases of an earlier daemon are not known", self.path.display());
+                }
+                return Saved::default();
+            }
+        };
+        match serde_json::from_slice::<File>(&text) {
+            Ok(file) if file.schema == SCHEMA && file.boot_id == self.boot_id => file.saved,
+            Ok(file) if file.schema == SCHEMA => {
+                debug!("{}: of an earlier boot, not used", self.path.display());
+                Saved::default()
+            }
+            Ok(file) => {
+                warn!("{}: schema {} is not known: not used", self.path.display(), file.schema);
+                Saved::default()
+            }
+            Err(error) => {
+                warn!("{}: {error}: not used", self.path.display());
+                Saved::default()
+            }
+        }
+    }
+
+    /// Replaces it. Not synced to disk: it is of use only until the next boot.
+    pub fn save(&mut self, saved: &Saved) {
+        let file = File { schema: SCHEMA, boot_id: self.boot_id.clone(), saved: saved.clone() };
+        let new = self.path.with_extension("json.new");
+        let folder = self.path.parent().map_or(Ok(()), fs::create_dir_all);
+        let written = folder
+            .and_then(|()| serde_json::to_vec(&file).map_err(io::Error::other))
+            .and_then(|text| fs::write(&new, text))
+            .and_then(|()| fs::rename(&new, &self.path));
+        match written {
+            Ok(()) => self.failing = false,
+            Err(error) if !self.failing => {
+                warn!("{}: {error}: leases will not outlive the daemon", self.path.display());
+                self.failing = true;
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// Descriptors that systemd keeps for the next daemon, each under a name that says what it is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Store;
+
+impl Store {
+    /// Hands a copy to systemd. Without systemd nothing happens.
+    pub fn put(self, name: &str, fd: BorrowedFd<'_>) {
+        debug_assert!(valid(name), "{name}");
+        // Its end is ours to notice: systemd would throw away a pidfd whose process has ended.
+        let states = [NotifyState::FdStore, NotifyState::FdName(name), NotifyState::Custom("FDPOLL=0")];
+        if let Err(error) = sd_notify::notify_with_fds(&states, &[fd]) {
+            warn!("{name} will not outlive the daemon: {error}");
+        }
+    }
+
+    /// Takes it out.
+    pub fn remove(self, name: &str) {
+        let states = [NotifyState::FdStoreRemove, NotifyState::FdName(name)];
+        if let Err(error) = sd_notify::notify(&states) {
+            debug!("{name} stays in the fd store: {error}");
+        }
+    }
+}
+
+/// What systemd takes as a name.
+fn valid(name: &str) -> bool {
+    name.len() <= MAX_NAME && name.bytes().all(|b| b.is_ascii_graphic() && b != b':')
+}
+
+/// What a stored descriptor is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kept {
+    /// The pidfd of a process that has a worker.
+    Process {
+        /// Lease id.
+        lease: String,
+        /// Worker's id.
+        worker: [u8; 16],
+    },
+    /// Our end of a lease descriptor.
+    LeaseFd {
+        /// Key of the lease's request.
+        key: String,
+    },
+}
+
+impl Kept {
+    /// Its name in the store.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Process { lease, worker } => format!("process.{lease}.{}", crate::places::hex(worker)),
+            Self::LeaseFd { key } => format!("lease.{key}"),
+        }
+    }
+
+    fn of(name: &str) -> Option<Self> {
+        let (kind, rest) = name.split_once('.')?;
+        match kind {
+            "process" => {
+                let (lease, worker) = rest.split_once('.')?;
+                let mut id = [0; 16];
+                let pairs = worker.as_bytes().chunks_exact(2);
+                if worker.len() != 32 || !pairs.remainder().is_empty() {
+                    return None;
+                }
+                for (byte, pair) in id.iter_mut().zip(pairs) {
+                    *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+                }
+                Some(Self::Process { lease: lease.to_owned(), worker: id })
+            }
+            "lease" => Some(Self::LeaseFd { key: rest.to_owned() }),
+            _ => None,
+        }
+    }
+}
+
+/// What came out of the store at the start.
+#[derive(Debug, Default)]
+pub struct Returned {
+    /// Processes: lease id, worker, pidfd.
+    pub processes: Vec<(String, [u8; 16], OwnedFd)>,
+    /// Lease descriptors by their request's key.
+    pub lease_fds: HashMap<String, OwnedFd>,
+}
+
+impl Returned {
+    /// Takes a descriptor that systemd passed on; what nobody knows is dropped from the store.
+    pub fn take(&mut self, name: &str, fd: OwnedFd) {
+        match Kept::of(name) {
+            Some(Kept::Process { lease, worker }) => self.processes.push((lease, worker, fd)),
+            Some(Kept::LeaseFd { key }) => drop(self.lease_fds.insert(key, fd)),
+            None => Store.remove(name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_what_is_kept() {
+        for kept in [
+            Kept::Process { lease: "abcdefghijkl".into(), worker: [0xa7; 16] },
+            Kept::LeaseFd { key: "request/0123456789abcdef".into() },
+        ] {
+            assert!(valid(&kept.name()));
+            assert_eq!(Kept::of(&kept.name()), Some(kept));
+        }
+        for bad in ["", "grant", "process.a", "process.a.zz", "process.a.a7a7", "session.3"] {
+            assert_eq!(Kept::of(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn state_of_another_boot_is_not_trusted() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut state = State::new(folder.path(), "boot-a".into());
+        assert_eq!(state.load(), Saved::default());
+        let saved = Saved { preallocated: 3, ..Saved::default() };
+        state.save(&saved);
+        assert_eq!(state.load(), saved);
+        assert_eq!(State::new(folder.path(), "boot-b".into()).load(), Saved::default());
+        fs::write(folder.path().join("state.json"), "{ not json").unwrap();
+        assert_eq!(state.load(), Saved::default());
+        fs::write(folder.path().join("state.json"), r#"{"schema": 99, "boot_id": "boot-a"}"#).unwrap();
+        assert_eq!(state.load(), Saved::default());
+    }
+}
