@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use crate::config::parse_duration;
+use crate::pool::parking::ParkError;
 use crate::pool::service::{Pool, find_worker};
 use crate::supervise::{WorkerView, hex};
 
@@ -51,6 +52,16 @@ pub enum Ask {
     Kill {
         /// The start of its id.
         worker: String,
+    },
+    /// Move the device memory of a lease's programs to host memory.
+    Park {
+        /// Its id, or the start of it.
+        lease: String,
+    },
+    /// Ask for it back.
+    Unpark {
+        /// Its id, or the start of it.
+        lease: String,
     },
     /// Make a join token.
     TokenCreate {
@@ -189,6 +200,10 @@ pub struct LeaseRow {
     pub created_unix: u64,
     /// Ready workers.
     pub warm: u32,
+    /// active, idle, parking, parked, lent, returning.
+    pub state: String,
+    /// Place of a lease that is returning among those that wait; 0: it waits for nobody.
+    pub position: u32,
 }
 
 /// A share of a lease.
@@ -383,6 +398,8 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 .await
                 .into_iter()
                 .map(|s| LeaseRow {
+                    state: pool.lease_state(&s.lease.id).0.into(),
+                    position: pool.lease_state(&s.lease.id).1,
                     warm: pool.supervisor().ready(&s.lease.id),
                     lease: s.lease.id,
                     client: s.lease.client,
@@ -458,6 +475,27 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             pool.supervisor().end_worker(&id, None, "ended by an administrator");
             Ok(serde_json::json!({ "worker": hex(&id) }))
         }
+        Ask::Park { lease } => {
+            let lease = find_lease(pool, &lease).await?;
+            pool.park(&lease, "an administrator asked for it").await.map_err(|e| {
+                let code = match e {
+                    ParkError::NoLease => "no-such-lease",
+                    ParkError::Away(_) => "away",
+                    ParkError::Busy => "busy",
+                    ParkError::Never(_) => "not-supported",
+                    ParkError::NoRoom { .. } => "no-room",
+                    ParkError::Failed(_) => "failed",
+                };
+                Refusal::new(code, e.to_string())
+            })?;
+            let (state, _) = pool.parking().state(&lease).unwrap_or(("active", 0));
+            Ok(serde_json::json!({ "lease": lease, "state": state }))
+        }
+        Ask::Unpark { lease } => {
+            let lease = find_lease(pool, &lease).await?;
+            let (state, position) = pool.unpark(&lease).await;
+            Ok(serde_json::json!({ "lease": lease, "state": state, "position": position }))
+        }
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl = token_ttl(&ttl)?;
             let (token, record) = pool.create_token(&pattern, uses, ttl).map_err(|e| internal(&e))?;
@@ -468,6 +506,23 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 expires_unix: record.expires_unix,
             }))
         }
+    }
+}
+
+/// Finds the one lease whose id starts with `prefix`.
+async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
+    let all = pool.registry().leases().await;
+    let fits: Vec<_> = all.into_iter().map(|s| s.lease.id).filter(|id| id.starts_with(prefix)).collect();
+    match fits.as_slice() {
+        [one] if !prefix.is_empty() => Ok(one.clone()),
+        [] => Err(Refusal::new(
+            "no-such-lease",
+            format!("there is no lease {prefix}; `gpuserver leases` lists them"),
+        )),
+        _ => Err(Refusal::new(
+            "no-such-lease",
+            format!("{} leases start with {prefix:?}; write more of the id", fits.len()),
+        )),
     }
 }
 
@@ -486,8 +541,9 @@ pub fn no_client(name: &str) -> Refusal {
 /// Asks the server behind `path`; for the command line.
 pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
     let mut socket = StdUnixStream::connect(path)?;
-    // Ending workers takes a moment; a server that says nothing for so long hangs.
-    socket.set_read_timeout(Some(Duration::from_secs(30)))?;
+    // Ending workers takes a moment, parking a second for each few GiB; a server that says nothing for so long hangs.
+    let patience = if matches!(ask, Ask::Park { .. }) { 600 } else { 30 };
+    socket.set_read_timeout(Some(Duration::from_secs(patience)))?;
     socket.set_write_timeout(Some(LIMIT))?;
     let body = serde_json::to_vec(ask)?;
     socket.write_all(&(body.len() as u32).to_le_bytes())?;

@@ -14,6 +14,8 @@ use toml::de::{DeTable, DeValue};
 
 use gpusession_proto::join::is_name;
 
+use crate::lease::Memory;
+
 /// The configuration file that is read when none is named.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
 /// The most warm workers that a lease may keep.
@@ -71,6 +73,16 @@ pub const KEYS: &[Key] = &[
         name: "worker_idle_exit",
         default: "10min",
         help: "a lease that took no worker for so long keeps only one ready; 0 is off",
+    },
+    Key {
+        name: "parked_max",
+        default: "50%",
+        help: "host memory for the device memory of parked programs: percent of all, or a size; 0 is none",
+    },
+    Key {
+        name: "return_limit",
+        default: "1h",
+        help: "how long a parked program waits for its GPU before it gets an error; 0 is without end",
     },
     Key {
         name: "state_dir",
@@ -177,6 +189,10 @@ pub struct Config {
     pub warm_workers: u32,
     /// After so long without use a lease keeps one ready worker only; zero is never.
     pub worker_idle_exit: Duration,
+    /// Host memory for the device memory of parked programs.
+    pub parked_max: Memory,
+    /// How long a parked program waits for its GPU before it gets an error; zero is without end.
+    pub return_limit: Duration,
     /// Leases, clients, tokens, authority.
     pub state_dir: PathBuf,
     /// Where the administration socket is.
@@ -507,6 +523,35 @@ fn duration(value: &Value) -> Result<Duration, String> {
     }
 }
 
+/// "50%", "64GiB", or a number of bytes.
+fn part_of_memory(value: &Value) -> Result<Memory, String> {
+    let bad = "a percentage like \"50%\", a size in KiB, MiB, GiB or a number of bytes is wanted; 0 is none";
+    let parsed = match value {
+        Value::Integer(bytes) => u64::try_from(*bytes).ok().map(Memory::Bytes),
+        Value::String(text) => match text.strip_suffix('%') {
+            Some(percent) => {
+                let percent = percent.trim().parse::<f64>().ok().filter(|p| (0.0..=100.0).contains(p));
+                percent.map(Memory::Percent)
+            }
+            None => {
+                let unit = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+                let (digits, unit) = text.split_at(unit);
+                let shift = match unit {
+                    "" => Some(0),
+                    "KiB" => Some(10),
+                    "MiB" => Some(20),
+                    "GiB" => Some(30),
+                    _ => None,
+                };
+                let bytes = digits.trim().parse::<u64>().ok();
+                bytes.zip(shift).and_then(|(b, s)| b.checked_mul(1 << s)).map(Memory::Bytes)
+            }
+        },
+        _ => None,
+    };
+    parsed.ok_or_else(|| bad.into())
+}
+
 /// Durations as systemd writes them, as far as they have whole numbers: `90`, `90s`, `10min`, `1h 30min`.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let text = text.trim();
@@ -651,6 +696,21 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         duration,
         |d| show_duration(*d),
     )?;
+    let parked_max = reader.key(
+        "parked_max",
+        || (Memory::Percent(50.0), Origin::Default),
+        part_of_memory,
+        |m| match m {
+            Memory::Percent(p) => format!("{p}%"),
+            Memory::Bytes(b) => format!("{b}"),
+        },
+    )?;
+    let return_limit = reader.key(
+        "return_limit",
+        || (Duration::from_secs(3600), Origin::Default),
+        duration,
+        |d| show_duration(*d),
+    )?;
     let state_dir = reader.key(
         "state_dir",
         || directory("STATE_DIRECTORY", "/var/lib/gpuserver"),
@@ -689,6 +749,8 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         trusted_networks,
         warm_workers,
         worker_idle_exit,
+        parked_max,
+        return_limit,
         state_dir,
         runtime_dir,
         report,

@@ -205,6 +205,8 @@ pub struct Saved {
     schema: u32,
     fencing_token: u64,
     leases: Vec<Lease>,
+    #[serde(default)]
+    aside: Vec<String>,
 }
 
 /// All leases of one server. See the module.
@@ -212,6 +214,9 @@ pub struct Saved {
 pub struct Table {
     gpus: Vec<Gpu>,
     held: BTreeMap<String, Held>,
+    /// Leases that were parked or lent and hold no part of a GPU now; those that want it back have a turn.
+    aside: BTreeMap<String, Option<u64>>,
+    turns: u64,
     fencing_token: u64,
 }
 
@@ -219,11 +224,20 @@ impl Table {
     /// A table over these GPUs with the leases of an earlier run. Leases start their time anew: a client cannot have
     /// renewed while the server was away. Those whose GPUs are gone are returned beside the table.
     pub fn new(gpus: Vec<Gpu>, saved: Saved, now: Moment) -> (Self, Vec<Lease>) {
-        let mut table = Self { gpus, held: BTreeMap::new(), fencing_token: saved.fencing_token };
+        let mut table = Self {
+            gpus,
+            held: BTreeMap::new(),
+            aside: saved.aside.into_iter().map(|id| (id, None)).collect(),
+            turns: 0,
+            fencing_token: saved.fencing_token,
+        };
         let mut lost = Vec::new();
         for lease in saved.leases {
+            let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
-                table.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= g.memory_bytes - table.used(&s.gpu))
+                table.gpu(&s.gpu).is_some_and(|g| {
+                    aside || s.limit_bytes <= g.memory_bytes.saturating_sub(table.used(&s.gpu))
+                })
             });
             if fits {
                 let deadline = now + lease.ttl;
@@ -232,6 +246,7 @@ impl Table {
                 lost.push(lease);
             }
         }
+        table.forget_aside();
         (table, lost)
     }
 
@@ -241,6 +256,7 @@ impl Table {
             schema: 1,
             fencing_token: self.fencing_token,
             leases: self.held.values().map(|h| h.lease.clone()).collect(),
+            aside: self.aside.keys().cloned().collect(),
         }
     }
 
@@ -253,10 +269,21 @@ impl Table {
         self.gpus.iter().find(|g| g.uuid == uuid)
     }
 
-    /// Device memory of a GPU that leases hold.
+    /// Device memory of a GPU that leases hold, or wait to get back.
     pub fn used(&self, uuid: &str) -> u64 {
+        self.used_before(uuid, u64::MAX)
+    }
+
+    /// The same, of those that wait only the ones whose turn is before `turn`.
+    fn used_before(&self, uuid: &str, turn: u64) -> u64 {
+        let counts = |id: &String| match self.aside.get(id) {
+            None => true,
+            Some(None) => false,
+            Some(Some(t)) => *t < turn,
+        };
         self.held
             .values()
+            .filter(|h| counts(&h.lease.id))
             .flat_map(|h| &h.lease.shares)
             .filter(|s| s.gpu == uuid)
             .map(|s| s.limit_bytes)
@@ -372,7 +399,7 @@ impl Table {
             .iter()
             .filter_map(|g| {
                 let need = request.memory.of(g.memory_bytes);
-                let left = (g.memory_bytes - self.used(&g.uuid)).checked_sub(need)?;
+                let left = g.memory_bytes.saturating_sub(self.used(&g.uuid)).checked_sub(need)?;
                 let rank = request.sticky.iter().position(|s| *s == g.uuid).unwrap_or(usize::MAX);
                 Some((rank, left, *g, need))
             })
@@ -397,6 +424,57 @@ impl Table {
             .collect())
     }
 
+    /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
+    pub fn set_aside(&mut self, id: &str) -> bool {
+        let there = self.held.contains_key(id);
+        if there {
+            self.aside.insert(id.into(), None);
+        }
+        there
+    }
+
+    /// A lease that was set aside wants its parts back: `Ok` once it has them, else the number of leases that are before it.
+    /// Nobody who comes later is served before it.
+    pub fn take_back(&mut self, id: &str) -> Result<(), usize> {
+        let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(()) };
+        let turn = *turn.get_or_insert_with(|| {
+            self.turns += 1;
+            self.turns
+        });
+        let shares = &held.lease.shares;
+        let room = |s: &Share| {
+            let left = |g: &Gpu| g.memory_bytes.saturating_sub(self.used_before(&s.gpu, turn));
+            self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
+        };
+        if shares.iter().all(room) {
+            self.aside.remove(id);
+            return Ok(());
+        }
+        let same = |other: &Held| other.lease.shares.iter().any(|o| shares.iter().any(|s| s.gpu == o.gpu));
+        Err(self
+            .aside
+            .iter()
+            .filter(|(_, t)| t.is_some_and(|t| t < turn))
+            .filter(|(other, _)| self.held.get(*other).is_some_and(same))
+            .count())
+    }
+
+    /// Takes back nothing any more, for want of anybody who waits.
+    pub fn stay_aside(&mut self, id: &str) {
+        if let Some(turn) = self.aside.get_mut(id) {
+            *turn = None;
+        }
+    }
+
+    /// Whether a lease holds no part of a GPU now.
+    pub fn is_aside(&self, id: &str) -> bool {
+        self.aside.contains_key(id)
+    }
+
+    fn forget_aside(&mut self) {
+        self.aside.retain(|id, _| self.held.contains_key(id));
+    }
+
     /// Extends a client's lease. `None`: the client has no such lease.
     pub fn renew(&mut self, client: &str, id: &str, now: Moment) -> Option<Duration> {
         let held = self.held.get_mut(id).filter(|h| h.lease.client == client)?;
@@ -410,6 +488,7 @@ impl Table {
         if client.is_some_and(|c| c != held.lease.client) {
             return None;
         }
+        self.aside.remove(id);
         self.held.remove(id).map(|h| h.lease)
     }
 
@@ -422,14 +501,18 @@ impl Table {
     pub fn remove_where(&mut self, mut ended: impl FnMut(&Lease) -> bool) -> Vec<Lease> {
         let ids: Vec<_> =
             self.held.values().filter(|h| ended(&h.lease)).map(|h| h.lease.id.clone()).collect();
-        ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect()
+        let gone = ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect();
+        self.forget_aside();
+        gone
     }
 
     /// Takes out the leases whose client was silent for too long.
     pub fn expire(&mut self, now: Moment) -> Vec<Lease> {
         let ids: Vec<_> =
             self.held.iter().filter(|(_, h)| h.deadline <= now).map(|(id, _)| id.clone()).collect();
-        ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect()
+        let gone = ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect();
+        self.forget_aside();
+        gone
     }
 
     /// When the next lease ends unless it is renewed.

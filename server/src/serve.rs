@@ -141,6 +141,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
+    tasks.spawn(pool.clone().serve_parking());
     let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
     let status = status(&pool).await;

@@ -93,6 +93,22 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Move the device memory of an idle lease's programs to host memory, so that others can use its GPUs
+    Park {
+        /// The lease's id, or the start of it
+        lease: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Ask for a parked or lent lease's GPUs back; its programs do so by themselves at their next call
+    Unpark {
+        /// The lease's id, or the start of it
+        lease: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// End a worker; its program sees its GPU fail
     Kill {
         /// The worker's id, or the start of it
@@ -224,6 +240,8 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 show::gpus(out, serde_json::from_value(value)?)
             }
         }
+        Verb::Park { lease, json } => parked(out, &config, &Ask::Park { lease: lease.clone() }, *json),
+        Verb::Unpark { lease, json } => parked(out, &config, &Ask::Unpark { lease: lease.clone() }, *json),
         Verb::Kill { worker, json } => {
             let value = must_run(&config, &Ask::Kill { worker: worker.clone() })?;
             if *json {
@@ -233,6 +251,22 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             Ok(())
         }
     }
+}
+
+fn parked(out: &mut dyn Write, config: &Config, ask: &Ask, json: bool) -> anyhow::Result<()> {
+    let value = must_run(config, ask)?;
+    if json {
+        return show::json(out, "lease", value);
+    }
+    let (lease, state) =
+        (value["lease"].as_str().unwrap_or_default(), value["state"].as_str().unwrap_or_default());
+    match value["position"].as_u64() {
+        Some(place) if place > 0 => {
+            writeln!(out, "lease {lease} is {state}, place {place} among those that wait")?
+        }
+        _ => writeln!(out, "lease {lease} is {state}")?,
+    }
+    Ok(())
 }
 
 /// What a client writes to reach this server.
@@ -259,6 +293,8 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::Ps { json }
         | Verb::Leases { json }
         | Verb::Gpus { json }
+        | Verb::Park { json, .. }
+        | Verb::Unpark { json, .. }
         | Verb::Kill { json, .. } => *json,
     }
 }

@@ -115,7 +115,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
 /// `gpuserver leases`
 pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["LEASE", "CLIENT", "USER", "GPU", "MEMORY", "WARM", "LEFT", "SINCE"]);
+    let mut table = table(&["LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "WARM", "LEFT", "SINCE"]);
     for r in rows {
         for (i, d) in r.devices.into_iter().enumerate() {
             let first = |text: String| if i == 0 { text } else { String::new() };
@@ -123,6 +123,10 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
                 first(r.lease.clone()),
                 first(r.client.clone()),
                 first(if r.user.is_empty() { "-".into() } else { r.user.clone() }),
+                first(match r.position {
+                    0 => r.state.clone(),
+                    place => format!("{} (place {place})", r.state),
+                }),
                 d.uuid,
                 mib(d.limit_bytes),
                 first(r.warm.to_string()),

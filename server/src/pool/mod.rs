@@ -2,5 +2,6 @@
 
 pub mod authority;
 pub mod clients;
+pub mod parking;
 pub mod service;
 pub mod tokens;

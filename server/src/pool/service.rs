@@ -20,19 +20,22 @@ use tracing::{error, info, warn};
 
 use super::authority::{Authority, AuthorityError, fingerprint};
 use super::clients::{ClientView, Clients, Refusal, Seen};
+use super::parking::{ParkError, Parking};
 use super::tokens::{TokenRecord, Tokens};
-use crate::clock::{Clock, Random};
+use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{AllocateError, Gpu, Lease, Memory, Request as LeaseRequest, Share};
 use crate::net::host_port;
 use crate::quiet::Quiet;
 use crate::registry::{GpuUse, Registry};
 use crate::store::{self, StoreError};
-use crate::supervise::{Event, Phase, Supervisor, TakeError, WorkerId, hex};
+use crate::supervise::{Event, Supervisor, TakeError, WorkerId, hex};
 
 const RELEASED: &str = "released by its client";
 /// Longest text and list in a request.
 const MAX_TEXT: usize = 256;
+/// How long a call for workers waits for the GPUs of its lease.
+const RETURN_LIMIT: Duration = Duration::from_secs(50);
 const MAX_LIST: usize = 256;
 
 /// What this server tells about itself.
@@ -87,6 +90,7 @@ pub struct Pool {
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     quiet: Quiet,
+    parking: Parking,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -118,6 +122,7 @@ impl Pool {
             clock,
             random,
             quiet: Quiet::default(),
+            parking: Parking::default(),
         })
     }
 
@@ -134,6 +139,21 @@ impl Pool {
     /// The leases.
     pub fn registry(&self) -> &dyn Registry {
         self.registry.as_ref()
+    }
+
+    /// Leases whose GPUs are given to others.
+    pub fn parking(&self) -> &Parking {
+        &self.parking
+    }
+
+    /// Time since the host started.
+    pub fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    /// Tells a client's daemon, if it listens.
+    pub fn tell(&self, client: &str, event: PoolEvent) {
+        let _ = self.notices.send(Notice::Happened { client: client.into(), event });
     }
 
     /// The workers.
@@ -156,6 +176,7 @@ impl Pool {
                 continue;
             }
             self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus));
+            self.resume_aside(id).await;
         }
     }
 
@@ -258,7 +279,7 @@ impl Pool {
                 lease: lease.id.clone(),
                 event: Some(PoolEventKind::Lost(wire::Loss { reason: reason.into() })),
             };
-            let _ = self.notices.send(Notice::Happened { client: lease.client.clone(), event });
+            self.tell(&lease.client, event);
         }
     }
 
@@ -271,6 +292,20 @@ impl Pool {
             ));
         };
         locked(&self.clients).identify(&fingerprint(certificate)).map_err(refused)
+    }
+
+    /// What a lease is, and its place among those that wait for their GPUs.
+    pub fn lease_state(&self, lease: &str) -> (&'static str, u32) {
+        let serves = || if self.supervisor.activity(lease).0 > 0 { "active" } else { "idle" };
+        self.parking.state(lease).unwrap_or_else(|| (serves(), 0))
+    }
+
+    /// A lease's id, if it is that client's.
+    async fn own_lease(&self, lease: &str, client: String) -> Result<String, Status> {
+        match self.registry.get(lease).await {
+            Some(standing) if standing.lease.client == client => Ok(standing.lease.id),
+            _ => Err(Status::not_found("no such lease")),
+        }
     }
 
     /// A client's call that says which boot it is from. What earlier boots held is over.
@@ -351,7 +386,7 @@ fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUse) -> wire:
         compute_minor: gpu.compute_minor,
         pci_address: gpu.pci_address.clone(),
         state: state.into(),
-        memory_free_bytes: gpu.memory_bytes - used.used_bytes,
+        memory_free_bytes: gpu.memory_bytes.saturating_sub(used.used_bytes),
     }
 }
 
@@ -568,18 +603,17 @@ impl PoolService for Service {
         let wish = request.into_inner();
         bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
         pool.present(&client, &wish.boot_id, "").await?;
-        let workers = pool.supervisor.workers();
         let mut leases = Vec::with_capacity(wish.leases.len());
         for id in wish.leases {
             leases.push(match pool.registry.renew(&client, &id).await {
                 Some(ttl) => {
-                    let active = workers.iter().any(|w| w.lease == id && w.phase == Phase::Active);
+                    let (state, _) = pool.lease_state(&id);
                     wire::RenewedLease {
                         id,
                         lost: false,
                         reason: String::new(),
                         ttl_usec: micros(ttl),
-                        state: if active { "active" } else { "idle" }.into(),
+                        state: state.into(),
                     }
                 }
                 None => wire::RenewedLease {
@@ -620,10 +654,23 @@ impl PoolService for Service {
         bounded([&wish.lease], &[wish.environment.len()])?;
         let environment = wish.environment.into_iter().collect();
         let count = wish.count.clamp(1, 16) as usize;
+        if pool.parking.state(&wish.lease).is_some() {
+            let mine = pool.registry.get(&wish.lease).await.is_some_and(|s| s.lease.client == client);
+            if wish.waiting == 0 || !mine {
+                return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
+            }
+            pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|place| {
+                Status::resource_exhausted(format!(
+                    "the lease's GPUs were given to others while it was idle, and are not free yet: place {place} among \
+                     those that wait"
+                ))
+            })?;
+        }
         let taken = pool.supervisor.take(&client, &wish.lease, count, environment).await.map_err(|e| {
             let text = e.to_string();
             match e {
                 TakeError::NoLease => Status::not_found(text),
+                TakeError::Away => Status::unavailable(text),
                 TakeError::TooMany(_) => Status::resource_exhausted(text),
                 TakeError::Environment(_) => Status::invalid_argument(text),
                 TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
@@ -657,16 +704,36 @@ impl PoolService for Service {
     }
 
     async fn park(&self, request: Request<wire::ParkRequest>) -> Result<Response<wire::ParkReply>, Status> {
-        self.0.client(&request)?;
-        Err(Status::failed_precondition("this server does not park leases"))
+        let pool = &self.0;
+        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request)?).await?;
+        // Half done is not done: it goes on when the call is cancelled.
+        let parks = {
+            let (pool, lease) = (pool.clone(), lease.clone());
+            tokio::spawn(async move { pool.park(&lease, "its client asked for it").await })
+        };
+        let parked = parks.await.map_err(|e| Status::internal(format!("internal error: {e}")))?;
+        parked.map_err(|e| {
+            let text = e.to_string();
+            match e {
+                ParkError::NoLease => Status::not_found(text),
+                ParkError::Never(_) | ParkError::Away(_) => Status::failed_precondition(text),
+                ParkError::NoRoom { .. } => Status::resource_exhausted(text),
+                ParkError::Busy => Status::unavailable(text),
+                ParkError::Failed(_) => Status::internal(text),
+            }
+        })?;
+        let (state, position) = pool.parking.state(&lease).unwrap_or(("active", 0));
+        Ok(Response::new(wire::ParkReply { state: state.into(), position }))
     }
 
     async fn unpark(
         &self,
         request: Request<wire::UnparkRequest>,
     ) -> Result<Response<wire::ParkReply>, Status> {
-        self.0.client(&request)?;
-        Err(Status::failed_precondition("this server does not park leases"))
+        let pool = &self.0;
+        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request)?).await?;
+        let (state, position) = pool.unpark(&lease).await;
+        Ok(Response::new(wire::ParkReply { state: state.into(), position }))
     }
 
     async fn describe(

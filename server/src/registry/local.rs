@@ -46,10 +46,11 @@ impl LocalRegistry {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores an end. It is true already: should the file keep the lease, it ends after the next start for want of renewals.
-    fn store_end(&self, table: &Table) {
+    /// Stores an end, or that a lease was set aside or came back. It is true already: should the file keep a lease that ended,
+    /// it ends after the next start for want of renewals.
+    fn store_change(&self, table: &Table) {
         if let Err(e) = store::write(&self.file, &table.save()) {
-            error!("the end of a lease was not stored: {e}");
+            error!("a change of the leases was not stored: {e}");
         }
     }
 }
@@ -75,15 +76,42 @@ impl Registry for LocalRegistry {
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {
         let mut table = self.table();
         let lease = table.remove(client, id)?;
-        self.store_end(&table);
+        self.store_change(&table);
         Some(lease)
+    }
+
+    async fn set_aside(&self, id: &str) -> bool {
+        let mut table = self.table();
+        let there = table.set_aside(id);
+        if there {
+            self.store_change(&table);
+        }
+        there
+    }
+
+    async fn take_back(&self, id: &str) -> Result<(), usize> {
+        let mut table = self.table();
+        let was = table.is_aside(id);
+        let taken = table.take_back(id);
+        if was && taken.is_ok() {
+            self.store_change(&table);
+        }
+        taken
+    }
+
+    async fn stay_aside(&self, id: &str) {
+        self.table().stay_aside(id);
+    }
+
+    async fn is_aside(&self, id: &str) -> bool {
+        self.table().is_aside(id)
     }
 
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease> {
         let mut table = self.table();
         let ended = table.remove_where(|l| l.client == client && keep_boot != Some(l.boot_id.as_str()));
         if !ended.is_empty() {
-            self.store_end(&table);
+            self.store_change(&table);
         }
         ended
     }
@@ -92,7 +120,7 @@ impl Registry for LocalRegistry {
         let mut table = self.table();
         let ended = table.expire(self.clock.now());
         if !ended.is_empty() {
-            self.store_end(&table);
+            self.store_change(&table);
         }
         ended
     }

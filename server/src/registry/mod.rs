@@ -44,6 +44,14 @@ pub trait Registry: Send + Sync {
     async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
     /// Ends a lease; with a client only if it is that client's. `None`: there was none.
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
+    /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
+    async fn set_aside(&self, id: &str) -> bool;
+    /// `Ok` once a lease that was set aside has its parts again, else the number of leases that are before it.
+    async fn take_back(&self, id: &str) -> Result<(), usize>;
+    /// It does not want them any more.
+    async fn stay_aside(&self, id: &str);
+    /// Whether a lease holds no part of a GPU now.
+    async fn is_aside(&self, id: &str) -> bool;
     /// Ends the leases of a client; with a boot only those of other boots.
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease>;
     /// Ends the leases whose clients were silent for too long.

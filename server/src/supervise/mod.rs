@@ -16,7 +16,7 @@ use gpusession_proto::supervise::{DeviceLimit, FromWorker, Start, ToWorker, Usag
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::process::Child;
-use tokio::sync::{Notify, broadcast, mpsc};
+use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
@@ -28,6 +28,7 @@ use crate::lease::Lease;
 use crate::quiet::Quiet;
 
 pub mod channel;
+pub mod park;
 pub mod quota;
 pub mod spawn;
 pub mod stock;
@@ -94,6 +95,8 @@ pub enum Phase {
     Taken,
     /// Serves a process.
     Active,
+    /// Serves a process whose device memory is in the host's.
+    Parked,
     /// Told to end.
     Ending,
 }
@@ -106,6 +109,7 @@ impl Phase {
             Self::Warm => "warm",
             Self::Taken => "taken",
             Self::Active => "active",
+            Self::Parked => "parked",
             Self::Ending => "ending",
         }
     }
@@ -166,6 +170,9 @@ pub enum TakeError {
     /// The lease ended, or never was.
     #[error("no such lease")]
     NoLease,
+    /// Its GPUs were parked or lent.
+    #[error("the lease's GPUs were given to others while it was idle")]
+    Away,
     /// The lease has as many workers as it may.
     #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]
     TooMany(usize),
@@ -229,6 +236,11 @@ struct Worker {
     peer: Option<SocketAddr>,
     fingerprint: Option<[u8; 32]>,
     usage: Usage,
+    /// When its client's GPU work was last seen.
+    active: Moment,
+    pausing: Option<oneshot::Sender<bool>>,
+    /// Its client wants something of it though it is paused.
+    wanted: bool,
     since: Moment,
     ended_because: Option<String>,
     commands: mpsc::Sender<Command>,
@@ -239,6 +251,8 @@ struct LeaseState {
     lease: Lease,
     ledger: Ledger,
     stock: Stock,
+    /// Its GPUs are others': no worker is started.
+    away: bool,
     changed: Arc<Notify>,
 }
 
@@ -256,6 +270,7 @@ struct Inner {
     random: Arc<dyn Random>,
     state: Mutex<State>,
     empty: Notify,
+    wants: Notify,
     events: broadcast::Sender<Event>,
     refusals: Quiet,
 }
@@ -274,6 +289,7 @@ impl Supervisor {
             random,
             state: Mutex::default(),
             empty: Notify::new(),
+            wants: Notify::new(),
             events: broadcast::channel(1024).0,
             refusals: Quiet::default(),
         })))
@@ -297,7 +313,8 @@ impl Supervisor {
             }
             let stock = Stock::new(self.0.options.warm_workers, self.0.clock.now());
             let ledger = Ledger::new(devices);
-            let entry = LeaseState { lease: lease.clone(), ledger, stock, changed: Arc::default() };
+            let entry =
+                LeaseState { lease: lease.clone(), ledger, stock, away: false, changed: Arc::default() };
             state.leases.insert(lease.id.clone(), entry);
         }
         self.refill(&lease.id);
@@ -355,6 +372,9 @@ impl Supervisor {
                 let State { workers, leases, .. } = &mut *state;
                 let entry =
                     leases.get_mut(lease).filter(|l| l.lease.client == client).ok_or(TakeError::NoLease)?;
+                if entry.away {
+                    return Err(TakeError::Away);
+                }
                 let mine = workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
                 if mine >= MAX_PER_LEASE && entry.stock.ready() == 0 {
                     return Err(TakeError::TooMany(mine));
@@ -399,7 +419,9 @@ impl Supervisor {
         let id = {
             let state = self.state();
             let entry = state.leases.get(lease).filter(|l| l.lease.client == client);
-            entry.ok_or(TakeError::NoLease)?;
+            if entry.ok_or(TakeError::NoLease)?.away {
+                return Err(TakeError::Away);
+            }
             let mine =
                 state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
             if mine >= MAX_PER_LEASE {
@@ -444,7 +466,7 @@ impl Supervisor {
         tls: bool,
     ) -> Result<(), (AdoptError, std::net::TcpStream)> {
         let mut state = self.state();
-        let usable = |w: &&mut Worker| matches!(w.phase, Phase::Taken | Phase::Active);
+        let usable = |w: &&mut Worker| matches!(w.phase, Phase::Taken | Phase::Active | Phase::Parked);
         let Some(worker) = state.workers.get_mut(id).filter(usable) else {
             return Err((AdoptError::Unknown, socket));
         };
@@ -474,7 +496,7 @@ impl Supervisor {
             let mut state = self.state();
             let State { workers, leases, .. } = &mut *state;
             for (id, lease) in leases.iter_mut() {
-                let used = workers.values().any(|w| w.lease == *id && w.phase == Phase::Active);
+                let used = workers.values().any(|w| w.lease == *id && w.process.is_some());
                 let idle = if used { Duration::ZERO } else { self.0.options.idle_exit };
                 surplus.extend(lease.stock.shrink(now, idle, self.0.options.warm_workers));
                 say(workers, lease.ledger.tick(now));
@@ -588,7 +610,7 @@ impl Supervisor {
             let mine =
                 state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
             match state.leases.get_mut(lease) {
-                Some(entry) if mine < MAX_PER_LEASE => entry.stock.start(self.0.clock.now()),
+                Some(entry) if mine < MAX_PER_LEASE && !entry.away => entry.stock.start(self.0.clock.now()),
                 _ => 0,
             }
         };
@@ -633,6 +655,9 @@ impl Supervisor {
             peer: None,
             fingerprint: None,
             usage: Usage::default(),
+            active: self.0.clock.now(),
+            pausing: None,
+            wanted: false,
             since: self.0.clock.now(),
             ended_because: None,
             commands,
@@ -865,6 +890,7 @@ impl Supervisor {
                     hex(id),
                     worker.client
                 );
+                worker.active = self.0.clock.now();
                 worker.process = Some(ClientProcess { uid, pid, program, encrypted });
                 worker.phase = Phase::Active;
                 if let Some(lease) = lease {
@@ -883,9 +909,20 @@ impl Supervisor {
                     );
                 }
             }
-            FromWorker::Usage(usage) => worker.usage = usage,
-            // This server does not pause workers.
-            FromWorker::Paused { .. } | FromWorker::Wanted => {}
+            FromWorker::Usage(usage) => {
+                worker.usage = usage;
+                let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
+                worker.active = worker.active.max(active);
+            }
+            FromWorker::Paused { quiet } => {
+                if let Some(asked) = worker.pausing.take() {
+                    let _ = asked.send(quiet);
+                }
+            }
+            FromWorker::Wanted => {
+                worker.wanted = true;
+                self.0.wants.notify_one();
+            }
         }
     }
 

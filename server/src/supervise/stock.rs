@@ -102,6 +102,11 @@ impl Stock {
         self.ready.retain(|r| r != id);
     }
 
+    /// A starting worker is not wanted any more.
+    pub fn give_up(&mut self) {
+        self.starting = self.starting.saturating_sub(1);
+    }
+
     /// Somebody waits for a worker.
     pub fn wait(&mut self) {
         self.waiting += 1;

@@ -1,0 +1,204 @@
+//! What becomes of a lease whose programs do nothing: a state machine that is told the time and what was seen.
+
+use std::time::Duration;
+
+use crate::clock::Moment;
+
+/// A measure that failed is tried again after this long at first, then after twice as long each time.
+const RETRY: Duration = Duration::from_secs(30);
+const LONGEST_RETRY: Duration = Duration::from_secs(600);
+
+/// When measures are taken, counted from the last GPU work of any process of the lease; zero is never.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Timeouts {
+    /// Its users are warned.
+    pub warn: Duration,
+    /// The device memory of its programs goes to host memory.
+    pub park: Duration,
+    /// It ends.
+    pub release: Duration,
+    /// Without any process: its GPUs may go to others who wait.
+    pub lend: Duration,
+}
+
+/// A lease as it is now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seen {
+    /// Processes that its workers serve.
+    pub processes: usize,
+    /// When GPU work or a copy of one of them was last seen; without processes, when the last one ended or the lease began.
+    pub active: Moment,
+    /// Its GPUs are with others, or on their way.
+    pub away: bool,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Act {
+    /// Tell its users that `next` happens in `left`; `None`: nothing will.
+    Warn {
+        /// What comes next.
+        next: Option<Next>,
+        /// In how long.
+        left: Duration,
+    },
+    /// Move the device memory of its programs to host memory.
+    Park,
+    /// End it.
+    Release,
+}
+
+/// A measure that takes something away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// Programs go on when they want something.
+    Park,
+    /// Programs fail.
+    Release,
+}
+
+/// The idle clock of one lease.
+#[derive(Debug, Default)]
+pub struct Clock {
+    /// The activity after which the warning was given.
+    warned: Option<Moment>,
+    failures: u32,
+    not_before: Moment,
+}
+
+fn due(after: Duration, idle: Duration) -> bool {
+    !after.is_zero() && idle >= after
+}
+
+impl Clock {
+    /// What is due now. A warning comes first, and once for each time that the lease was active.
+    pub fn tick(&mut self, seen: Seen, limits: &Timeouts, now: Moment) -> Option<Act> {
+        if seen.processes == 0 {
+            *self = Self::default();
+            return None;
+        }
+        if self.warned.is_some_and(|at| at != seen.active) {
+            *self = Self::default();
+        }
+        let idle = now.saturating_sub(seen.active);
+        let parks = (!seen.away && !limits.park.is_zero()).then_some((limits.park, Next::Park));
+        let releases = (!limits.release.is_zero()).then_some((limits.release, Next::Release));
+        let next = parks.into_iter().chain(releases).min_by_key(|(after, _)| *after);
+        if due(limits.warn, idle) && self.warned.is_none() {
+            self.warned = Some(seen.active);
+            let left = next.map_or(Duration::ZERO, |(after, _)| after.saturating_sub(idle));
+            return Some(Act::Warn { next: next.map(|(_, what)| what), left });
+        }
+        if due(limits.release, idle) {
+            return Some(Act::Release);
+        }
+        (!seen.away && due(limits.park, idle) && now >= self.not_before).then_some(Act::Park)
+    }
+
+    /// Parking did not work now.
+    pub fn failed(&mut self, now: Moment) {
+        let pause = RETRY.saturating_mul(1 << self.failures.min(8)).min(LONGEST_RETRY);
+        self.failures += 1;
+        self.not_before = now + pause;
+    }
+}
+
+/// Whether a lease without processes may give its GPUs to a request that waits.
+pub fn may_be_lent(seen: Seen, limits: &Timeouts, now: Moment) -> bool {
+    seen.processes == 0 && !seen.away && due(limits.lend, now.saturating_sub(seen.active))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIN: Duration = Duration::from_secs(60);
+    const LIMITS: Timeouts =
+        Timeouts { warn: Duration::from_secs(1500), park: Duration::from_secs(1800), release: Duration::ZERO, lend: Duration::from_secs(600) };
+
+    fn seen(processes: usize, active: Moment) -> Seen {
+        Seen { processes, active, away: false }
+    }
+
+    #[test]
+    fn warns_then_parks_and_begins_anew_with_work() {
+        let mut clock = Clock::default();
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 25 * MIN), None);
+        let warning = Act::Warn { next: Some(Next::Park), left: 5 * MIN };
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 26 * MIN), Some(warning));
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 27 * MIN), None, "once");
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN), Some(Act::Park));
+        clock.failed(31 * MIN);
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY / 2), None);
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY), Some(Act::Park));
+        // It works again.
+        assert_eq!(clock.tick(seen(1, 32 * MIN), &LIMITS, 33 * MIN), None);
+        assert!(matches!(clock.tick(seen(1, 32 * MIN), &LIMITS, 57 * MIN), Some(Act::Warn { .. })));
+    }
+
+    #[test]
+    fn nothing_is_destroyed_unless_it_is_configured() {
+        let mut clock = Clock::default();
+        let away = Seen { away: true, ..seen(2, Duration::ZERO) };
+        assert!(matches!(clock.tick(away, &LIMITS, 100 * MIN), Some(Act::Warn { next: None, .. })));
+        assert_eq!(clock.tick(away, &LIMITS, 10_000 * MIN), None);
+        let strict = Timeouts { release: 120 * MIN, ..LIMITS };
+        assert_eq!(clock.tick(away, &strict, 119 * MIN), None);
+        assert_eq!(clock.tick(away, &strict, 120 * MIN), Some(Act::Release), "parked programs, too");
+    }
+
+    #[test]
+    fn leases_without_processes_are_lent_only() {
+        let mut clock = Clock::default();
+        assert_eq!(clock.tick(seen(0, MIN), &LIMITS, 1000 * MIN), None);
+        assert!(!may_be_lent(seen(0, MIN), &LIMITS, 10 * MIN));
+        assert!(may_be_lent(seen(0, MIN), &LIMITS, 11 * MIN));
+        assert!(!may_be_lent(seen(1, MIN), &LIMITS, 11 * MIN));
+        assert!(!may_be_lent(seen(0, MIN), &Timeouts { lend: Duration::ZERO, ..LIMITS }, 1000 * MIN));
+    }
+
+    proptest! {
+        /// Whatever happens when: no measure comes before its time, and none that takes something away comes without a warning
+        /// for the same rest, where warnings come first.
+        #[test]
+        fn measures_keep_their_times(
+            (warn, park, release) in (0u64..100, 0u64..100, 0u64..100),
+            steps in prop::collection::vec((1u64..40, 0usize..3, any::<bool>(), any::<bool>()), 1..60),
+        ) {
+            let s = Duration::from_secs;
+            let limits = Timeouts { warn: s(warn), park: s(park), release: s(release), lend: s(0) };
+            let (mut clock, mut now, mut active) = (Clock::default(), s(1), s(1));
+            let mut warned = None;
+            for (pass, processes, works, away) in steps {
+                now += s(pass);
+                if works {
+                    active = now;
+                }
+                let seen = Seen { processes, active, away };
+                let idle = now - active;
+                if processes == 0 {
+                    warned = None;
+                }
+                match clock.tick(seen, &limits, now) {
+                    Some(Act::Warn { left, .. }) => {
+                        prop_assert!(warn > 0 && idle >= limits.warn && warned != Some(active));
+                        prop_assert!(left <= limits.park.max(limits.release));
+                        warned = Some(active);
+                    }
+                    Some(Act::Park) => {
+                        prop_assert!(park > 0 && idle >= limits.park && !away && processes > 0);
+                        prop_assert!(warn == 0 || idle < limits.warn || warned == Some(active));
+                        clock.failed(now);
+                    }
+                    Some(Act::Release) => {
+                        prop_assert!(release > 0 && idle >= limits.release && processes > 0);
+                        prop_assert!(warn == 0 || idle < limits.warn || warned == Some(active));
+                    }
+                    None => {}
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! Leases that give their GPUs to others while they are idle: parked ones, whose programs live on with their device memory in host
+//! memory, and lent ones, which have no programs. Both come back by themselves when somebody wants them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::control::pool_event::Event;
+use gpusession_proto::control::{self as wire, PoolEvent};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+use tracing::{error, info, warn};
+
+use super::service::Pool;
+use crate::clock::Moment;
+use crate::supervise::WorkerId;
+use crate::supervise::park::{NotParked, Parker};
+
+/// How often a lease that waits for its GPUs looks for room.
+const LOOK: Duration = Duration::from_millis(200);
+/// Host memory that stays free beside parked device memory.
+const HOST_MARGIN: u64 = 1 << 30;
+
+/// Why a lease was not parked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ParkError {
+    /// There is none.
+    #[error("no such lease")]
+    NoLease,
+    /// It is parked or lent, or on its way.
+    #[error("the lease is {0}")]
+    Away(&'static str),
+    /// Its programs are at work.
+    #[error("a program of the lease uses its GPU now; it can be parked when its work is done")]
+    Busy,
+    /// This server cannot.
+    #[error("this server cannot park: {0}")]
+    Never(String),
+    /// Host memory.
+    #[error("no room in host memory for {wanted} MiB: parked_max leaves {left} MiB")]
+    NoRoom {
+        /// MiB that the lease's programs have.
+        wanted: u64,
+        /// MiB that are left.
+        left: u64,
+    },
+    /// The driver.
+    #[error("parking failed, the programs go on: {0}")]
+    Failed(String),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Parking,
+    Away,
+    /// How many are before it, once that is known.
+    Waiting {
+        since: Moment,
+        before: Option<usize>,
+    },
+    Returning,
+}
+
+struct Away {
+    stage: Stage,
+    parkers: Vec<(WorkerId, Parker)>,
+    /// Host memory.
+    bytes: u64,
+}
+
+/// See the module.
+#[derive(Default)]
+pub struct Parking {
+    away: Mutex<HashMap<String, Away>>,
+    /// Something may be due.
+    due: Notify,
+    /// A lease came back, or is not to.
+    changed: Notify,
+    never: OnceLock<String>,
+}
+
+impl Parking {
+    fn away(&self) -> MutexGuard<'_, HashMap<String, Away>> {
+        self.away.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a lease is, if it does not simply hold its GPUs: its state's name, and its place among those that wait.
+    pub fn state(&self, lease: &str) -> Option<(&'static str, u32)> {
+        let away = self.away();
+        let entry = away.get(lease)?;
+        Some(match (entry.stage, entry.parkers.is_empty()) {
+            (Stage::Parking, _) => ("parking", 0),
+            (Stage::Away, true) => ("lent", 0),
+            (Stage::Away, false) => ("parked", 0),
+            (Stage::Waiting { before, .. }, _) => ("returning", before.unwrap_or(0) as u32 + 1),
+            (Stage::Returning, _) => ("returning", 0),
+        })
+    }
+
+    /// Device memory that is in host memory now.
+    pub fn parked_bytes(&self) -> u64 {
+        self.away().values().map(|a| a.bytes).sum()
+    }
+
+    /// Why this server never parks, once it has found out.
+    pub fn never(&self) -> Option<&str> {
+        self.never.get().map(String::as_str)
+    }
+}
+
+/// `MemTotal` and `MemAvailable`, in bytes.
+fn host_memory() -> (u64, u64) {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let of = |key: &str| {
+        let line = text.lines().find_map(|l| l.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    (of("MemTotal:").unwrap_or(0) << 10, of("MemAvailable:").unwrap_or(0) << 10)
+}
+
+impl Pool {
+    /// Gives a lease's GPUs to others: the device memory of its programs goes to host memory. Nothing changes on an error.
+    pub async fn park(&self, lease: &str, why: &str) -> Result<(), ParkError> {
+        let parking = self.parking();
+        let Some(standing) = self.registry().get(lease).await else { return Err(ParkError::NoLease) };
+        let serving = self.supervisor().serving(lease);
+        if let Some(never) = parking.never()
+            && !serving.is_empty()
+        {
+            return Err(ParkError::Never(never.into()));
+        }
+        let bytes: u64 = serving.iter().map(|w| w.bytes).sum();
+        {
+            let (total, available) = host_memory();
+            let mut away = parking.away();
+            if let Some(there) = away.get(lease) {
+                return Err(ParkError::Away(match there.stage {
+                    Stage::Away if there.parkers.is_empty() => "lent already",
+                    Stage::Away => "parked already",
+                    _ => "being parked or coming back",
+                }));
+            }
+            // Reserved before anything is moved.
+            let taken: u64 = away.values().map(|a| a.bytes).sum();
+            let left = self
+                .facts()
+                .config
+                .parked_max
+                .of(total)
+                .saturating_sub(taken)
+                .min(available.saturating_sub(HOST_MARGIN));
+            if bytes > left {
+                return Err(ParkError::NoRoom { wanted: bytes.div_ceil(1 << 20), left: left >> 20 });
+            }
+            away.insert(lease.into(), Away { stage: Stage::Parking, parkers: Vec::new(), bytes });
+        }
+        let begun = tokio::time::Instant::now();
+        let mut parkers = Vec::new();
+        let mut failed = None;
+        for worker in &serving {
+            if !self.supervisor().pause(&worker.id).await {
+                failed = Some(NotParked::Busy);
+                break;
+            }
+            match self.supervisor().move_out(worker).await {
+                Ok(parker) => parkers.push((worker.id, parker)),
+                Err(e) => {
+                    failed = Some(e);
+                    break;
+                }
+            }
+        }
+        // A program that began meanwhile.
+        if self.supervisor().serving(lease).len() > serving.len() {
+            failed.get_or_insert(NotParked::Busy);
+        }
+        if let Some(failed) = failed {
+            for (id, mut parker) in parkers {
+                if let Err(e) = parker.back().await {
+                    self.supervisor().end_worker(&id, None, &format!("its device memory was lost: {e}"));
+                }
+            }
+            for worker in &serving {
+                self.supervisor().resume(&worker.id);
+            }
+            parking.away().remove(lease);
+            return Err(match failed {
+                NotParked::Busy => ParkError::Busy,
+                NotParked::Never(text) => {
+                    if parking.never.set(text.clone()).is_ok() {
+                        warn!("this server cannot park idle programs: {text}; they are warned only");
+                    }
+                    ParkError::Never(text)
+                }
+                NotParked::Failed(text) => ParkError::Failed(text),
+            });
+        }
+        self.supervisor().set_away(lease, true);
+        self.registry().set_aside(lease).await;
+        let state = if parkers.is_empty() { "lent" } else { "parked" };
+        if let Some(entry) = parking.away().get_mut(lease) {
+            entry.parkers = parkers;
+            entry.stage = Stage::Away;
+        }
+        info!(
+            gpusession_lease = lease,
+            gpusession_client = standing.lease.client,
+            gpusession_reason = why,
+            "lease {lease} of {} is {state}: {why} ({} programs, {} MiB in {} ms)",
+            standing.lease.client,
+            serving.len(),
+            bytes >> 20,
+            begun.elapsed().as_millis()
+        );
+        self.tell_state(&standing.lease.client, lease, state, why);
+        parking.due.notify_one();
+        Ok(())
+    }
+
+    /// Asks for a lease's GPUs back; returns its state and place after a moment.
+    pub async fn unpark(&self, lease: &str) -> (&'static str, u32) {
+        self.wants_back(lease);
+        let _ = timeout(LOOK, self.parking().changed.notified()).await;
+        self.parking().state(lease).unwrap_or(("active", 0))
+    }
+
+    fn wants_back(&self, lease: &str) {
+        let mut away = self.parking().away();
+        if let Some(entry) = away.get_mut(lease).filter(|a| a.stage == Stage::Away) {
+            entry.stage = Stage::Waiting { since: self.now(), before: None };
+            self.parking().due.notify_one();
+        }
+    }
+
+    /// Waits until a lease has its GPUs, for at most `limit`.
+    pub async fn bring_back(&self, lease: &str, limit: Duration) -> Result<(), u32> {
+        self.wants_back(lease);
+        let back = async {
+            loop {
+                let changed = self.parking().changed.notified();
+                if self.parking().state(lease).is_none() {
+                    return;
+                }
+                let _ = timeout(LOOK, changed).await;
+            }
+        };
+        timeout(limit, back).await.map_err(|_| self.parking().state(lease).map_or(0, |(_, place)| place))
+    }
+
+    /// Brings back what is wanted, as there is room. Never returns.
+    pub async fn serve_parking(self: Arc<Self>) {
+        loop {
+            let waiting = {
+                let away = self.parking().away();
+                away.values().any(|a| matches!(a.stage, Stage::Waiting { .. }))
+            };
+            let pause = if waiting { LOOK } else { Duration::from_secs(1) };
+            tokio::select! {
+                () = self.supervisor().wants() => {}
+                () = self.parking().due.notified() => {}
+                () = tokio::time::sleep(pause) => {}
+            }
+            self.forget_ended().await;
+            for lease in self.supervisor().wanted() {
+                self.wants_back(&lease);
+            }
+            let mut queue: Vec<(Moment, String)> = {
+                let away = self.parking().away();
+                let waits = |(id, a): (&String, &Away)| match a.stage {
+                    Stage::Waiting { since, .. } => Some((since, id.clone())),
+                    _ => None,
+                };
+                away.iter().filter_map(waits).collect()
+            };
+            queue.sort();
+            for (since, lease) in queue {
+                self.returns(&lease).await;
+                let limit = self.facts().config.return_limit;
+                if !limit.is_zero() && self.now().saturating_sub(since) >= limit {
+                    self.give_up(&lease, limit).await;
+                }
+            }
+        }
+    }
+
+    /// Lets a lease that waits have its GPUs, if there is room.
+    async fn returns(self: &Arc<Self>, lease: &str) {
+        let parking = self.parking();
+        if !matches!(parking.away().get(lease).map(|a| a.stage), Some(Stage::Waiting { .. })) {
+            return;
+        }
+        let told = self.registry().take_back(lease).await.err();
+        let parkers = {
+            let mut away = parking.away();
+            let Some(entry) = away.get_mut(lease) else { return };
+            let Stage::Waiting { since, before } = entry.stage else { return };
+            if let Some(now) = told {
+                if before != Some(now) {
+                    info!(gpusession_lease = lease, "lease {lease} waits for its GPUs, {now} are before it");
+                }
+                entry.stage = Stage::Waiting { since, before: Some(now) };
+                return;
+            }
+            entry.stage = Stage::Returning;
+            std::mem::take(&mut entry.parkers)
+        };
+        // Others need not wait for it.
+        let (pool, lease) = (self.clone(), lease.to_string());
+        tokio::spawn(async move { pool.move_in(&lease, parkers).await });
+    }
+
+    /// Moves the device memory of a lease's programs back to its GPUs, which it has.
+    async fn move_in(&self, lease: &str, parkers: Vec<(WorkerId, Parker)>) {
+        let parking = self.parking();
+        let begun = tokio::time::Instant::now();
+        let count = parkers.len();
+        for (id, mut parker) in parkers {
+            loop {
+                match parker.back().await {
+                    Ok(true) => break self.supervisor().resume(&id),
+                    // Somebody uses more than he holds: it passes, or the driver's own work does.
+                    Ok(false) if self.supervisor().exists(&id) => tokio::time::sleep(LOOK).await,
+                    Ok(false) => break,
+                    Err(e) => {
+                        if self.supervisor().exists(&id) {
+                            error!(
+                                gpusession_lease = lease,
+                                "lease {lease}: device memory did not come back: {e}"
+                            );
+                            let why = format!("its parked device memory did not come back: {e}");
+                            self.supervisor().end_worker(&id, None, &why);
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+        parking.away().remove(lease);
+        self.supervisor().set_away(lease, false);
+        info!(
+            gpusession_lease = lease,
+            "lease {lease} has its GPUs again ({count} programs in {} ms)",
+            begun.elapsed().as_millis()
+        );
+        if let Some(standing) = self.registry().get(lease).await {
+            self.tell_state(&standing.lease.client, lease, "active", "its GPUs are back");
+        }
+        parking.changed.notify_waiters();
+    }
+
+    /// A lease's programs waited for its GPUs for so long that they are told.
+    async fn give_up(&self, lease: &str, limit: Duration) {
+        let ids: Vec<WorkerId> = {
+            let mut away = self.parking().away();
+            let Some(entry) = away.get_mut(lease).filter(|a| matches!(a.stage, Stage::Waiting { .. })) else {
+                return;
+            };
+            entry.stage = Stage::Away;
+            entry.bytes = 0;
+            entry.parkers.drain(..).map(|(id, _)| id).collect()
+        };
+        self.registry().stay_aside(lease).await;
+        let why = format!(
+            "the program was parked, and its GPU was not free again within {} (return_limit)",
+            crate::config::show_duration(limit)
+        );
+        warn!(gpusession_lease = lease, "lease {lease}: {why}");
+        for id in ids {
+            self.supervisor().end_worker(&id, None, &why);
+        }
+        self.parking().changed.notify_waiters();
+    }
+
+    /// Takes workers and leases that ended off the books.
+    async fn forget_ended(&self) {
+        let leases: Vec<String> = self.parking().away().keys().cloned().collect();
+        for lease in leases {
+            let gone = self.registry().get(&lease).await.is_none();
+            let mut away = self.parking().away();
+            let Some(entry) = away.get_mut(&lease) else { continue };
+            if gone && matches!(entry.stage, Stage::Away | Stage::Waiting { .. }) {
+                away.remove(&lease);
+                continue;
+            }
+            entry.parkers.retain(|(id, _)| self.supervisor().exists(id));
+            if entry.parkers.is_empty() && entry.stage == Stage::Away {
+                entry.bytes = 0;
+            }
+        }
+    }
+
+    fn tell_state(&self, client: &str, lease: &str, state: &str, reason: &str) {
+        let change = wire::StateChange { state: state.into(), reason: reason.into() };
+        self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
+    }
+
+    /// Leases that were set aside by an earlier run of this server stay lent: their programs ended with it.
+    pub async fn resume_aside(&self, lease: &str) {
+        if self.registry().is_aside(lease).await {
+            let away = Away { stage: Stage::Away, parkers: Vec::new(), bytes: 0 };
+            self.parking().away().insert(lease.into(), away);
+            self.supervisor().set_away(lease, true);
+        }
+    }
+}

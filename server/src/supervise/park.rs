@@ -1,0 +1,212 @@
+//! Parking, worker by worker: the supervisor makes a worker call the driver no more, and a helper process moves its device
+//! memory to host memory and back. Which leases are parked, when, is decided elsewhere (`pool::parking`).
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use gpusession_proto::supervise::ToWorker;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::{Command as ToTask, Phase, Supervisor, WorkerId, spawn, stop};
+use crate::clock::Moment;
+
+/// How long a worker may take to say whether it is quiet.
+const PAUSE_LIMIT: Duration = Duration::from_secs(5);
+/// How long the driver may try to lock a process: work that takes longer means that it is not parked.
+const LOCK_LIMIT: Duration = Duration::from_secs(5);
+/// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
+const NOT_READY: i32 = 600;
+/// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
+const NEVER: [i32; 2] = [801, 500];
+
+/// Why a worker was not parked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotParked {
+    /// Its GPU work did not end in time.
+    Busy,
+    /// This driver, or this way of sharing, cannot do it.
+    Never(String),
+    /// Something went wrong; the worker goes on.
+    Failed(String),
+}
+
+/// Keeps the device memory of one worker in host memory: a process of ours that lives as long.
+#[derive(Debug)]
+pub struct Parker {
+    // Ends with this.
+    _child: Child,
+    input: ChildStdin,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+/// `no CODE TEXT`
+fn refusal(line: &str) -> Option<(i32, String)> {
+    let (code, text) = line.strip_prefix("no ")?.split_once(' ')?;
+    Some((code.parse().ok()?, text.into()))
+}
+
+impl Parker {
+    /// Moves the device memory of process `pid` to host memory.
+    pub async fn park(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
+        let failed = |e: std::io::Error| NotParked::Failed(format!("{}: {e}", program.display()));
+        let mut child = Command::new(program)
+            .arg("--park")
+            .arg(driver)
+            .arg(pid.to_string())
+            .arg(LOCK_LIMIT.as_millis().to_string())
+            .env_clear()
+            .envs(spawn::clean_environment(driver))
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(failed)?;
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(NotParked::Failed("a helper without pipes".into()));
+        };
+        let mut parker = Self { _child: child, input, lines: BufReader::new(output).lines() };
+        match parker.lines.next_line().await.map_err(failed)? {
+            Some(line) if line == "parked" => Ok(parker),
+            Some(line) => Err(match refusal(&line) {
+                Some((NOT_READY, _)) => NotParked::Busy,
+                Some((code, text)) if NEVER.contains(&code) => NotParked::Never(text),
+                Some((_, text)) => NotParked::Failed(text),
+                None => NotParked::Failed(format!("the helper said {line:?}")),
+            }),
+            None => Err(NotParked::Failed("the helper ended".into())),
+        }
+    }
+
+    /// Moves it back; `false`: the GPU has no room now.
+    pub async fn back(&mut self) -> Result<bool, String> {
+        self.input.write_all(b"back\n").await.map_err(|e| e.to_string())?;
+        match self.lines.next_line().await.map_err(|e| e.to_string())?.as_deref() {
+            Some("back") => Ok(true),
+            Some("full") => Ok(false),
+            Some(line) => Err(refusal(line).map_or_else(|| line.to_string(), |(_, text)| text)),
+            None => Err("the helper ended".into()),
+        }
+    }
+}
+
+/// A worker that serves a process.
+#[derive(Debug, Clone)]
+pub struct Serving {
+    /// Its id.
+    pub id: WorkerId,
+    /// Its process.
+    pub pid: u32,
+    /// Device memory that it was granted of the lease's.
+    pub bytes: u64,
+}
+
+impl Supervisor {
+    /// The workers of a lease that serve processes.
+    pub fn serving(&self, lease: &str) -> Vec<Serving> {
+        let state = self.state();
+        let mine = state.workers.iter().filter(|(_, w)| w.lease == lease && w.process.is_some());
+        let bytes = |id: &WorkerId| {
+            let ledger = state.leases.get(lease).map(|l| &l.ledger);
+            ledger.map_or(0, |l| (0..l.devices().len()).map(|device| l.of(id, device)).sum())
+        };
+        let of =
+            |(id, w): (&WorkerId, &super::Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });
+        mine.filter_map(of).collect()
+    }
+
+    /// Processes of a lease, and when GPU work of one of them was last seen.
+    pub fn activity(&self, lease: &str) -> (usize, Option<Moment>) {
+        let state = self.state();
+        let mine = || state.workers.values().filter(|w| w.lease == lease && w.process.is_some());
+        (mine().count(), mine().map(|w| w.active).max())
+    }
+
+    /// Whether a worker exists.
+    pub fn exists(&self, id: &WorkerId) -> bool {
+        self.state().workers.contains_key(id)
+    }
+
+    /// Leases whose parked workers are wanted by their clients.
+    pub fn wanted(&self) -> Vec<String> {
+        let state = self.state();
+        let mut leases: Vec<_> =
+            state.workers.values().filter(|w| w.wanted).map(|w| w.lease.clone()).collect();
+        leases.sort();
+        leases.dedup();
+        leases
+    }
+
+    /// Returns when a worker may be wanted.
+    pub async fn wants(&self) {
+        self.0.wants.notified().await;
+    }
+
+    /// Makes a worker call the driver no more. `false`: it is at work, and goes on.
+    pub async fn pause(&self, id: &WorkerId) -> bool {
+        let (sender, answer) = oneshot::channel();
+        {
+            let mut state = self.state();
+            let Some(worker) = state.workers.get_mut(id).filter(|w| w.phase == Phase::Active) else {
+                return false;
+            };
+            worker.wanted = false;
+            worker.pausing = Some(sender);
+            let _ = worker.stop.send(ToTask::Tell(ToWorker::Pause));
+        }
+        matches!(timeout(PAUSE_LIMIT, answer).await, Ok(Ok(true)))
+    }
+
+    /// Lets a paused worker go on.
+    pub fn resume(&self, id: &WorkerId) {
+        let mut state = self.state();
+        if let Some(worker) = state.workers.get_mut(id) {
+            worker.pausing = None;
+            worker.wanted = false;
+            // A program that comes back has worked.
+            worker.active = self.0.clock.now();
+            if worker.phase == Phase::Parked {
+                worker.phase = Phase::Active;
+            }
+            let _ = worker.stop.send(ToTask::Tell(ToWorker::Resume));
+        }
+    }
+
+    /// Moves the device memory of a paused worker to host memory.
+    pub async fn move_out(&self, worker: &Serving) -> Result<Parker, NotParked> {
+        let options = &self.0.options;
+        let parker = Parker::park(&options.program, &options.driver, worker.pid).await?;
+        if let Some(worker) = self.state().workers.get_mut(&worker.id).filter(|w| w.phase == Phase::Active) {
+            worker.phase = Phase::Parked;
+        }
+        Ok(parker)
+    }
+
+    /// A lease's GPUs are given to others: its workers that serve nobody end, and none is started. Or it has them again.
+    pub fn set_away(&self, lease: &str, away: bool) {
+        {
+            let mut state = self.state();
+            let super::State { workers, leases, .. } = &mut *state;
+            let Some(entry) = leases.get_mut(lease) else { return };
+            entry.away = away;
+            entry.changed.notify_waiters();
+            if away {
+                for (id, worker) in
+                    workers.iter_mut().filter(|(_, w)| w.lease == lease && w.process.is_none())
+                {
+                    match worker.phase {
+                        Phase::Starting if worker.stocked => entry.stock.give_up(),
+                        _ => entry.stock.forget(id),
+                    }
+                    stop(id, worker, "the lease's GPUs are given to others while it is idle");
+                }
+            }
+        }
+        self.refill(lease);
+    }
+}

@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""A program that holds device memory and waits: the driver API through ctypes, without PyTorch.
+
+    idle_program.py GIB      takes so much memory, writes a pattern, prints `ready`
+    line `check` on stdin    reads it back and prints `intact SECONDS` (of the first call and of all)
+    line `spin N`            N launches' worth of fills, then `spun SECONDS`
+    end of stdin             ends
+"""
+
+import ctypes
+import sys
+import time
+
+BLOCK = 1 << 28
+
+
+def main():
+    """See above."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name, *arguments):
+        code = getattr(cuda, name)(*arguments)
+        if code != 0:
+            print(f"{name}: error {code}", flush=True)
+            sys.exit(1)
+
+    size = int(float(sys.argv[1]) * (1 << 30)) // 4096 * 4096
+    call("cuInit", 0)
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxSetCurrent", context)
+    blocks = []
+    while size > 0:
+        length = min(BLOCK, size)
+        address = ctypes.c_uint64()
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length))
+        call("cuMemsetD32_v2", address, ctypes.c_uint32(0x1D1E0000 + len(blocks)), ctypes.c_size_t(length // 4))
+        blocks.append((address.value, length))
+        size -= length
+    call("cuCtxSynchronize")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        words, begun = line.split(), time.monotonic()
+        if words[0] == "check":
+            first = None
+            for i, (address, length) in enumerate(blocks):
+                for offset in (0, length // 8 * 4, length - 4):
+                    value = ctypes.c_uint32()
+                    call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(address + offset), ctypes.c_size_t(4))
+                    first = first or time.monotonic() - begun
+                    if value.value != 0x1D1E0000 + i:
+                        print(f"block {i} at {offset}: {value.value:#x}", flush=True)
+                        sys.exit(1)
+            print(f"intact {first:.3f} {time.monotonic() - begun:.3f}", flush=True)
+        elif words[0] == "spin":
+            address, length = blocks[0]
+            for _ in range(int(words[1])):
+                call("cuMemsetD32_v2", ctypes.c_uint64(address), ctypes.c_uint32(0x1D1E0000), ctypes.c_size_t(length // 4))
+            call("cuCtxSynchronize")
+            print(f"spun {time.monotonic() - begun:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

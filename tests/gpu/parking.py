@@ -1,0 +1,258 @@
+"""`./run parking`: an idle program's device memory goes to host memory, another client uses the card, the first goes on."""
+
+import json
+import os
+import select
+import shlex
+import shutil
+import subprocess
+import time
+
+LIMIT = 300
+
+
+class Program:
+    """A process that is spoken to in lines."""
+
+    def __init__(self, command, env, log, cwd):
+        self.process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        self.rest = b""
+
+    def line(self, limit=LIMIT):
+        """The next line, or None when it does not come in time."""
+        end = time.monotonic() + limit
+        while b"\n" not in self.rest:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
+            if not ready:
+                return None
+            got = os.read(self.process.stdout.fileno(), 65536)
+            if not got:
+                raise RuntimeError(f"a program ended: {self.process.wait()}")
+            self.rest += got
+        line, self.rest = self.rest.split(b"\n", 1)
+        return line.decode().strip()
+
+    def expect(self, word, limit=LIMIT):
+        """A line that starts with a word."""
+        line = self.line(limit)
+        if line is None or line.split()[:1] != [word]:
+            raise RuntimeError(f"expected {word!r}, got {line!r}")
+        return line
+
+    def say(self, line):
+        """Send it a line."""
+        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.flush()
+
+    def end(self):
+        """Its input ends, then it."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Parking:
+    """All parts. `tool` runs a verb of gpuserver and returns what it printed."""
+
+    def __init__(self, args, server, here):
+        self.args, self.server, self.here, self.rows, self.bad = args, server, here, [], []
+        self.log = open(args.out / "parking.log", "ab")
+        self.programs = []
+        self.card = shutil.which("nvidia-smi") is not None
+        self.native = shlex.split(args.native_prefix)
+
+    def start(self, words, native=False, lease=()):
+        """Start a Python script, on the card itself or with a lease of its own."""
+        command = [self.args.python, *words]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if native:
+            command = self.native + command
+        else:
+            prefix = self.server.prefix()
+            at = prefix.index("--") if "--" in prefix else len(prefix)
+            command = [*prefix[:at], *lease, *prefix[at:], *command]
+            env.update(self.server.client_environment())
+        program = Program(command, env, self.log, self.here)
+        self.programs.append(program)
+        return program
+
+    def used(self):
+        """MiB in use on the card."""
+        if self.card:
+            query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+            return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0])
+        code = (
+            "import ctypes as c\nd=c.CDLL('libcuda.so.1');x=c.c_void_p();f=c.c_size_t();t=c.c_size_t();d.cuInit(0)\n"
+            "d.cuDevicePrimaryCtxRetain(c.byref(x),0);d.cuCtxSetCurrent(x);d.cuMemGetInfo_v2(c.byref(f),c.byref(t))\n"
+            "print((t.value-f.value)>>20)"
+        )
+        done = subprocess.run([*self.native, self.args.python, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+        return int(done.stdout)
+
+    def leases(self):
+        """`gpuserver leases`."""
+        return json.loads(self.server.tool("leases", "--json"))["leases"]
+
+    def only_lease(self):
+        """The lease of the one client that is there."""
+        leases = self.leases()
+        if len(leases) != 1:
+            raise RuntimeError(f"one lease is expected, there are {leases}")
+        return leases[0]["lease"]
+
+    def state(self, lease):
+        """State and place of a lease."""
+        found = next(row for row in self.leases() if row["lease"] == lease)
+        return found["state"], found["position"]
+
+    def park(self, lease):
+        """Park it; how long that took."""
+        begun = time.monotonic()
+        self.server.tool("park", lease, "--json")
+        return time.monotonic() - begun
+
+    def note(self, name, value, unit):
+        """One figure."""
+        print(f"  {name:52} {value} {unit}", flush=True)
+        self.rows.append({"name": name, "value": value, "unit": unit})
+
+    def check(self, what, good):
+        """One thing that has to be so."""
+        print(f"  {what:52} {'ok' if good else 'FAILED'}", flush=True)
+        if not good:
+            self.bad.append(what)
+
+    def wait_for_no_lease(self):
+        """Until the last client's lease is gone."""
+        end = time.monotonic() + 20
+        while self.leases() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def intact(self, program):
+        """Ask a program for its memory: seconds until its first call answered."""
+        program.say("check")
+        return float(program.expect("intact").split()[1])
+
+    def full_card(self, script, half, other_gib):
+        """One program is parked, another client takes the whole card, the first comes back when that one ends."""
+        free = self.used()
+        first = self.start(script)
+        first.expect(half)
+        lease = self.only_lease()
+        active = self.used()
+        self.note("card, program connected and idle", active, "MiB")
+        self.note("time to park", round(self.park(lease), 2), "s")
+        self.note("card, program parked", self.used(), "MiB")
+        self.note("card, before any of them", free, "MiB")
+        self.check("parked", self.state(lease) == ("parked", 0))
+        other = self.start(["idle_program.py", str(other_gib)])
+        other.expect("ready")
+        self.note("card, another client at work", self.used(), "MiB")
+        self.check("the other client's memory is good", self.intact(other) >= 0)
+        first.say("check")
+        time.sleep(3)
+        self.check("the first waits, place 1", self.state(lease) == ("returning", 1) and first.line(0.1) is None)
+        begun = time.monotonic()
+        other.end()
+        return first, begun
+
+    def sizes(self, sizes):
+        """Times against the driver's own calls on a native program."""
+        driver = self.driver()
+        for gib in sizes:
+            native = self.start(["idle_program.py", str(gib)], native=True)
+            native.expect("ready", 120)
+            worker = self.here / "bin" / "gpuserver-worker"
+            pid = native.process.pid
+            begun = time.monotonic()
+            parker = Program([str(worker), "--park", driver, str(pid), "5000"], dict(os.environ), self.log, self.here)
+            self.programs.append(parker)
+            parker.expect("parked")
+            out = time.monotonic() - begun
+            begun = time.monotonic()
+            parker.say("back")
+            parker.expect("back")
+            back = time.monotonic() - begun
+            self.intact(native)
+            native.end()
+
+            remote = self.start(["idle_program.py", str(gib)])
+            remote.expect("ready", 120)
+            self.wait_for_one()
+            before = self.used()
+            lease = self.only_lease()
+            parked = self.park(lease)
+            after = self.used()
+            returned = self.intact(remote)
+            remote.end()
+            self.wait_for_no_lease()
+            self.note(f"{gib} GiB: park, driver's own / leased", f"{out:.2f} / {parked:.2f}", "s")
+            self.note(f"{gib} GiB: first call after it, driver's own / leased", f"{back:.2f} / {returned:.2f}", "s")
+            self.note(f"{gib} GiB: card before / parked", f"{before} / {after}", "MiB")
+
+    def wait_for_one(self):
+        """Until one lease is there, and only that."""
+        end = time.monotonic() + 20
+        while len(self.leases()) != 1 and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def driver(self):
+        """The driver library that the server loads."""
+        return json.loads(self.server.tool("status", "--json"))["server"]["driver"]
+
+    def training(self):
+        """PyTorch: tensors and optimizer state after parking are those of a run without."""
+        results = []
+        for native in (True, False):
+            if native:
+                program = self.start(["idle_training.py"], native=True)
+                program.expect("half")
+                program.say("go")
+            else:
+                program, begun = self.full_card(["idle_training.py"], "half", self.big())
+            lines = [program.expect("losses"), program.expect("tensors")]
+            if not native:
+                self.note("rest of the training, the card's return included", round(time.monotonic() - begun, 2), "s")
+            program.end()
+            results.append(lines)
+        self.wait_for_no_lease()
+        self.check("losses as natively", results[0][0] == results[1][0])
+        self.check("model and optimizer bit for bit as natively", results[0][1] == results[1][1])
+
+    def big(self):
+        """GiB that fill most of the card."""
+        total = self.leases()[0]["devices"][0]["limit_bytes"] if self.leases() else 0
+        gpus = json.loads(self.server.tool("gpus", "--json"))["gpus"]
+        return round((total or gpus[0]["memory_bytes"]) * 0.7 / (1 << 30), 2)
+
+    def run(self):
+        """Everything; whether it was as it has to be."""
+        self.wait_for_no_lease()
+        small = 4 if self.card else 0.125
+        print("An idle program is parked while another client uses the whole card", flush=True)
+        first, begun = self.full_card(["idle_program.py", str(small)], "ready", self.big())
+        first.expect("intact")
+        self.note("other client's end to first call's answer", round(time.monotonic() - begun, 2), "s")
+        first.end()
+        self.wait_for_no_lease()
+        if not self.args.no_torch:
+            print("PyTorch training, parked in the middle", flush=True)
+            self.training()
+        print("Times", flush=True)
+        total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
+        wanted = [1, 16, 64] if self.card else [0.0625]
+        self.sizes([gib for gib in wanted if gib < total * 0.9])
+        return {"figures": self.rows, "failed": self.bad}
+
+    def stop(self):
+        """End what is still running."""
+        for program in self.programs:
+            if program.process.poll() is None:
+                program.process.kill()
+                program.process.wait()
