@@ -8,6 +8,8 @@ libexecdir ?= $(prefix)/libexec/gpusession
 # /usr/lib/x86_64-linux-gnu where the distribution has such folders, else /usr/lib64
 multiarch := $(shell $(CC) -print-multiarch 2>/dev/null)
 libdir ?= $(prefix)/$(if $(multiarch),lib/$(multiarch),lib64)
+# tcsh reads this folder on Debian, and /etc/profile.d/*.csh elsewhere
+cshdir ?= $(sysconfdir)/$(if $(multiarch),csh/login.d,profile.d)
 unitdir ?= $(prefix)/lib/systemd/system
 dbusdir ?= $(prefix)/share/dbus-1
 
@@ -20,7 +22,7 @@ CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu gpusession-manual
 BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
-SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
@@ -81,6 +83,7 @@ test: test-system test-conformance test-unit
 # Tests of the workspace start each other's programs, which are built first.
 test-unit:
 	@.ci/setup build test
+	@profile.d/check
 	$(CARGO) build --locked --workspace --bins --lib
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
 		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
@@ -107,6 +110,7 @@ check: deny
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@$(MAKE) --no-print-directory $(RELEASE)/libpam_gpusession.so
 	@pam-module/check $(RELEASE)/libpam_gpusession.so
+	@units/check
 	shellcheck --severity=warning --exclude=SC1007 $(SHELL_SCRIPTS)
 	@$(CARGO) run --locked -q -p gpusession-calls --example coverage | diff -q - docs/coverage.md >/dev/null || \
 		{ echo 'check: docs/coverage.md is not up to date: make docs'; exit 1; }
@@ -155,6 +159,14 @@ install:
 	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/sim/libnvidia-ml.so.1
 	install -D -m 644 -t $(DESTDIR)$(unitdir) $(filter-out %.md,$(wildcard units/systemd/*.*))
 	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/sysusers.d units/sysusers.d/*.conf
+	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/tmpfiles.d units/tmpfiles.d/*.conf
+	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/systemd/catalog units/catalog/*.catalog
+	install -D -m 755 -t $(DESTDIR)$(prefix)/lib/systemd/user-environment-generators units/user-environment-generators/*
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/polkit-1/actions units/polkit-1/actions/*.policy
+	install -D -m 644 -t $(DESTDIR)$(sysconfdir)/profile.d profile.d/gpusession.sh
+	install -D -m 644 -t $(DESTDIR)$(cshdir) profile.d/gpusession.csh
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/fish/vendor_conf.d profile.d/gpusession.fish
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/gpusession profile.d/notice.csh
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system.d units/dbus-1/system.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml

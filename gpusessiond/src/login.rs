@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
+use gpusession_proto::journal::Event;
 use gpusession_proto::login::{MAX_REQUEST, Open, Reply, Request};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use serde::{Deserialize, Serialize};
@@ -144,6 +145,7 @@ impl Sessions {
             debug!("session {id} is forgotten when the daemon restarts: {error}");
         }
         info!(
+            message_id = Event::SessionOpened.id(),
             gpusession_user = session.uid,
             gpusession_session = id,
             "session {id} of {} ({}) began",
@@ -187,6 +189,7 @@ impl Sessions {
         for Known { session, watch } in ended {
             let _ = std::fs::remove_file(self.folder.join(&session.id));
             info!(
+                message_id = Event::SessionClosed.id(),
                 gpusession_user = session.uid,
                 gpusession_session = session.id,
                 "session {} of {} ended",

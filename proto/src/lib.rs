@@ -5,6 +5,7 @@
 //! * [`grant`]: what `libcuda.so.1` asks of the client daemon on its Unix socket.
 //! * [`login`]: what `pam_gpusession.so` tells the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
+//! * [`journal`]: message ids of the daemons' journal entries.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ pub mod grant;
 pub mod handle;
 #[cfg(feature = "control")]
 pub mod join;
+pub mod journal;
 pub mod message;
 pub mod preface;
 pub mod status;

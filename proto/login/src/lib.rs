@@ -265,7 +265,8 @@ impl<'a> Reply<'a> {
 }
 
 /// Whether a variable may be set at login: its name is one that GPU software reads and that makes nothing load other
-/// code, and its value is a bounded line.
+/// code, and its value is a bounded line that needs
+/// no quoting.
 pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
     let bytes = name.as_bytes();
     let word = bytes.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'_');
@@ -280,8 +281,12 @@ pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
     if !SETTABLE.iter().any(|begin| name.starts_with(begin)) || NOT_SETTABLE.iter().any(has) {
         return Err(Malformed("not a variable that may be set at login"));
     }
-    if value.len() > MAX_VALUE || value.chars().any(char::is_control) {
-        return Err(Malformed("a value is too long or has control characters"));
+    // Shells and systemd read what else there is in their own way.
+    if value.len() > MAX_VALUE || !value.bytes().all(|b| matches!(b, b' '..=b'~') && !b"\"'`$\\".contains(&b))
+    {
+        return Err(Malformed(
+            "a value is too long, or has other characters than letters, digits and plain signs",
+        ));
     }
     Ok(())
 }
@@ -354,7 +359,9 @@ mod tests {
             assert!(check(name, "x").is_err(), "{name}");
         }
         assert!(check("NCCL_SHM_DISABLE", "1").is_ok());
-        assert!(check("NCCL_SHM_DISABLE", "1\n").is_err());
+        for value in ["1\n", "$(id)", "`id`", "a'b", "a\"b", "a\\b", "é"] {
+            assert!(check("NCCL_SHM_DISABLE", value).is_err(), "{value}");
+        }
         assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE + 1)).is_err());
     }
 

@@ -1,0 +1,19 @@
+# Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
+# Programs need nothing of this. Forks nothing in a login session; GPUSESSION_DISABLE=1 turns it off.
+if status is-interactive; and test "$GPUSESSION_DISABLE" != 1
+    if string match -q '/run/user/*' -- "$XDG_RUNTIME_DIR"
+        set -g __gpusession_file /run/gpusession/notice/(string replace -r '.*/' '' -- $XDG_RUNTIME_DIR)
+    else
+        set -g __gpusession_file /run/gpusession/notice/(id -u)
+    end
+    set -g __gpusession_said ''
+    # Shows the notice once each time that it has changed.
+    function __gpusession_notice --on-event fish_prompt
+        set -l text ''
+        if test -s $__gpusession_file
+            read -z text <$__gpusession_file
+            test "$text" != "$__gpusession_said"; and printf '%s' "$text"
+        end
+        set -g __gpusession_said "$text"
+    end
+end

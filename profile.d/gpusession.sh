@@ -1,0 +1,40 @@
+# shellcheck shell=bash disable=SC1091
+# Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
+# Read by login shells (sh, bash, zsh). Programs need nothing of this. Forks nothing; GPUSESSION_DISABLE=1 turns it off.
+
+case $-:${GPUSESSION_DISABLE-} in
+*i*:1 | *i*:1*) ;;
+*i*:*)
+    if [ -n "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
+        # Shows the notice once each time that it has changed; $? stays what it was.
+        __gpusession_notice() {
+            local status_before=$? file=/run/gpusession/notice/$UID text=''
+            if [ -s "$file" ]; then
+                IFS= read -r -d '' text 2>/dev/null <"$file" || :
+                if [ "$text" != "${__gpusession_said-}" ]; then printf '%s' "$text"; fi
+            fi
+            __gpusession_said=$text
+            return "$status_before"
+        }
+        if [ -n "${ZSH_VERSION-}" ]; then
+            # Not for the eyes of other shells, which have no such lists.
+            eval 'precmd_functions+=(__gpusession_notice)'
+        elif [[ ${PROMPT_COMMAND[*]-} != *__gpusession_notice* ]]; then
+            # In front, since what is there may end in a semicolon.
+            PROMPT_COMMAND="__gpusession_notice${PROMPT_COMMAND:+; $PROMPT_COMMAND}"
+        fi
+    else
+        # Other shells have no hook: once, now. The folder is named by the uid, which they do not know without a fork.
+        case ${XDG_RUNTIME_DIR-} in
+        /run/user/*)
+            if [ -s "/run/gpusession/notice/${XDG_RUNTIME_DIR##*/}" ]; then
+                while IFS= read -r __gpusession_line; do
+                    printf '%s\n' "$__gpusession_line"
+                done <"/run/gpusession/notice/${XDG_RUNTIME_DIR##*/}"
+                unset __gpusession_line
+            fi
+            ;;
+        esac
+    fi
+    ;;
+esac

@@ -1,0 +1,119 @@
+//! What the daemons write to the journal that an administrator acts on: one table of events with their message ids.
+//!
+//! An event is logged with `message_id = %Event::… .id()` and the fields `gpusession_lease`, `gpusession_server`,
+//! `gpusession_client`, `gpusession_user`, `gpusession_worker`, `gpusession_session` and `gpusession_reason`, as far as it has them; tracing-journald
+//! writes their names in capitals. `journalctl -x` shows the texts below, from `units/catalog/gpusession.catalog`, which is
+//! this table ([`catalog`]). An id never changes its meaning.
+
+macro_rules! events {
+    ($($(#[$doc:meta])* $name:ident = $id:literal: $subject:literal, $text:literal;)+) => {
+        /// Something that an administrator may act on.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum Event {
+            $($(#[$doc])* $name),+
+        }
+
+        impl Event {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+
+            /// Number, subject and text.
+            const fn row(self) -> (u128, &'static str, &'static str) {
+                match self { $(Self::$name => ($id, $subject, $text)),+ }
+            }
+        }
+    };
+}
+
+events! {
+    /// A lease of GPUs was granted.
+    LeaseGranted = 0xa644770082934e8291254c1e8b4db1d8: "A lease of GPUs was granted",
+        "The server @GPUSESSION_SERVER@ has granted the lease @GPUSESSION_LEASE@ to this machine. Programs of users who have access run on\n\
+         its GPUs from now on. `gpusession list` shows them.";
+    /// A lease of GPUs has to wait.
+    LeaseWaits = 0x3c5bcca2e10b4c509583dce6a9babeb1: "A lease of GPUs has to wait",
+        "No server has what is asked for: @GPUSESSION_REASON@. The daemon goes on asking, with growing pauses;\n\
+         `gpusession status` shows the place in the queue. Ask for less in gpusession.toml, or for more servers, if this lasts.";
+    /// A lease of GPUs was lost.
+    LeaseLost = 0x83f6a800a3ea487e81baca4df66f999a: "A lease of GPUs was lost",
+        "The lease @GPUSESSION_LEASE@ is gone without having been released: @GPUSESSION_REASON@. Programs that ran on it get\n\
+         CUDA_ERROR_DEVICE_UNAVAILABLE. A configured lease is asked for anew; shells need not be opened again.";
+    /// A lease of GPUs is idle.
+    LeaseIdle = 0x4ce9ee2052f4489a85b0b26cf698af47: "A lease of GPUs is idle",
+        "Nothing has run on the lease @GPUSESSION_LEASE@ for a while, and the server will take a measure: @GPUSESSION_REASON@.\n\
+         Any CUDA work ends that. An administrator of the server sets the times in [idle] of gpuserver.toml.";
+    /// A lease of GPUs was parked.
+    LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: "A lease of GPUs was parked",
+        "The device memory of the lease @GPUSESSION_LEASE@ was moved to the server's host memory so that others can use the GPU.\n\
+         It comes back by itself at the next CUDA call; nothing is lost.";
+    /// A lease of GPUs was taken back.
+    LeaseReclaimed = 0xb33b7a197cde42a497afb486369f74ce: "A lease of GPUs was taken back",
+        "The server has ended the lease @GPUSESSION_LEASE@ of @GPUSESSION_CLIENT@: @GPUSESSION_REASON@.";
+    /// A GPU server does not answer.
+    ServerLost = 0x6ff34f01d228494abdf676921495ecad: "A GPU server does not answer",
+        "The server @GPUSESSION_SERVER@ does not answer: @GPUSESSION_REASON@. Programs on its GPUs wait for it for 60 seconds.\n\
+         See whether it runs (systemctl status gpuserver, there) and whether ports 7601 and 7602 are open on the way.";
+    /// A GPU server answers again.
+    ServerBack = 0xe377d21fb9aa491e9c2ccdce898d5c6f: "A GPU server answers again",
+        "The server @GPUSESSION_SERVER@ answers again. Leases on it go on, or are asked for anew.";
+    /// All GPUs are taken.
+    PoolExhausted = 0x1b2f23ff354d44fb8b9cec6cfd471c07: "All GPUs are taken",
+        "No GPU of this server is free for @GPUSESSION_CLIENT@: @GPUSESSION_REASON@. `gpuserver leases` shows who holds what.";
+    /// Versions do not fit together.
+    ProtocolMismatch = 0x8ea3d210ae18426688c40c4b756bf439: "Versions do not fit together",
+        "Client and server, or library and daemon, do not speak the same version of the protocol: @GPUSESSION_REASON@.\n\
+         Update the older one.";
+    /// Access to GPUs was denied.
+    AccessDenied = 0x4195922267ea4a9eba8b2031c74f4446: "Access to GPUs was denied",
+        "User @GPUSESSION_USER@ may not use this machine's GPUs: @GPUSESSION_REASON@. [access] in gpusession.toml says who may.";
+    /// A login session began.
+    SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: "A login session began",
+        "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. Leases of class \"session\" that are the user's are held until it ends.";
+    /// A login session ended.
+    SessionClosed = 0xada61952c3c743fc954ca9760eb636db: "A login session ended",
+        "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ ended; its leases go back.";
+}
+
+impl Event {
+    /// `MESSAGE_ID`: 32 hexadecimal digits.
+    pub fn id(self) -> String {
+        format!("{:032x}", self.row().0)
+    }
+}
+
+/// The message catalog, as `journalctl --update-catalog` reads it.
+pub fn catalog() -> String {
+    let mut out = String::from(
+        "# Written from proto/src/journal.rs: GPUSESSION_BLESS=1 cargo test -p gpusession-proto journal\n",
+    );
+    for event in Event::ALL {
+        let (_, subject, text) = event.row();
+        out += &format!(
+            "\n-- {}\nSubject: {subject}\nDefined-By: gpusession\nDocumentation: man:gpusession(1)\n\n{text}\n",
+            event.id()
+        );
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shipped_catalog_is_this_table() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../units/catalog/gpusession.catalog");
+        if std::env::var_os("GPUSESSION_BLESS").is_some() {
+            std::fs::write(path, catalog()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap(), catalog());
+    }
+
+    #[test]
+    fn ids_are_as_journald_wants_them() {
+        for (i, event) in Event::ALL.iter().enumerate() {
+            assert!(event.id().len() == 32 && event.id() != "0".repeat(32));
+            assert!(Event::ALL[..i].iter().all(|e| e.id() != event.id()), "{event:?}");
+        }
+    }
+}
