@@ -156,7 +156,11 @@ async fn status_and_list_show_what_is_there() {
     assert!(status.out.contains("is ready: 1 GPU(s) leased"), "{}", status.out);
     assert!(status.out.contains("on gpu-a") && status.out.contains("for everyone"), "{}", status.out);
     let list = site.run(&["list"]).await;
-    assert!(list.out.starts_with("LEASE") && list.out.contains("GPU-gpu-a-0"), "{}", list.out);
+    assert!(
+        list.out.starts_with("LEASE") && list.out.contains("GPU-00000000-6770-752d-6100"),
+        "{}",
+        list.out
+    );
     let described = json(&site.run(&["status", "--json"]).await);
     assert_eq!(described["state"], "ready");
     assert_eq!(described["leases"][0]["devices"][0]["memory_bytes"], 1 << 30);

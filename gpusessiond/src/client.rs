@@ -191,6 +191,10 @@ impl PoolServer for Remote {
         Err(PoolError::new(Trouble::Protocol, format!("{} does not park leases", self.address)))
     }
 
+    async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
+        self.call(CALL, async |mut c| c.readings(request).await).await
+    }
+
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
         self.call(CALL, async |mut c| c.describe(control::DescribeRequest {}).await).await
     }

@@ -1,4 +1,4 @@
-//! The grant socket: programs' `libcuda.so.1` ask here for GPUs.
+//! The grant socket: programs' `libcuda.so.1` ask here for GPUs, their `libnvidia-ml.so.1` about them.
 //!
 //! Every caller is a stranger until the kernel has said who it is: its message is bounded, it has a moment to send it,
 //! and a user can hold only so many connections. The connection stays open while the process lives; a pidfd of the
@@ -12,8 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use gpusession_proto::grant::{Denial, Reply, Request, VERSION};
+use gpusession_proto::grant::{Denial, Reply, Request, VERSION, Want};
 use gpusession_proto::message;
+use gpusession_proto::readings::MAX_QUERIES;
 use nix::sys::socket::{getsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
@@ -243,6 +244,13 @@ impl Server {
             program,
             environment: request.environment.into_iter().collect(),
         };
+        if let Want::Readings(queries) = request.want {
+            let reply = match self.leases.readings(caller, wish, queries).await {
+                Ok(view) => Reply::Readings(view),
+                Err((denial, reason)) => Reply::Denied { denial, reason },
+            };
+            return self.answer(&mut stream, &reply).await;
+        }
         let asked = tokio::select! {
             answer = self.ask(&caller, &wish) => Some(answer),
             () = gone(&stream, pidfd.as_ref()) => None,
@@ -353,6 +361,9 @@ async fn read_request(stream: &mut UnixStream, limit: usize) -> io::Result<Reque
     let long = |(key, value): &(String, String)| key.len() > MAX_VARIABLE || value.len() > MAX_VARIABLE;
     if request.environment.len() > MAX_VARIABLES || request.environment.iter().any(long) {
         return Err(malformed(&"too much environment"));
+    }
+    if matches!(&request.want, Want::Readings(queries) if queries.len() > MAX_QUERIES) {
+        return Err(malformed(&"too many questions"));
     }
     Ok(request)
 }

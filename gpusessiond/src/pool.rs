@@ -103,6 +103,8 @@ pub trait PoolServer: Send + Sync {
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError>;
     /// Moves a lease's device memory to the server's host memory, or asks for it back.
     async fn park(&self, lease: String, park: bool) -> Result<(), PoolError>;
+    /// What the server's NVML says of a lease's GPUs.
+    async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError>;
     /// The server and its GPUs.
     async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
     /// Passes on what happens to this client's leases until the connection ends.

@@ -114,7 +114,10 @@ async fn objects_lists_and_properties() {
     let devices: Vec<(String, String, String, OwnedObjectPath)> =
         manager.call("ListDevices", &()).await.unwrap();
     assert_eq!(devices.len(), 2);
-    assert_eq!(devices[0].3.as_str(), "/org/gpusession1/device/GPU_2dgpu_2da_2d0");
+    assert_eq!(
+        devices[0].3.as_str(),
+        "/org/gpusession1/device/GPU_2d00000000_2d6770_2d752d_2d6100_2d000000000000"
+    );
     let servers: Vec<(String, String, String, OwnedObjectPath)> =
         manager.call("ListServers", &()).await.unwrap();
     assert_eq!((servers[0].0.as_str(), servers[0].2.as_str()), ("gpu-a", "online"));
@@ -195,7 +198,7 @@ async fn objects_lists_and_properties() {
     let json: String = manager.call("Describe", &()).await.unwrap();
     let described: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(described["schema"], 1);
-    assert_eq!(described["leases"][0]["devices"][1]["uuid"], "GPU-gpu-a-1");
+    assert_eq!(described["leases"][0]["devices"][1]["uuid"], sim.uuid(1));
     drop(api);
 }
 
@@ -319,7 +322,7 @@ async fn a_loss_is_announced_told_and_made_good() {
         }
     };
     assert_eq!(tokio::time::timeout(PATIENCE, again).await.unwrap().len(), 1);
-    assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), ["GPU-gpu-a-0"]);
+    assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), [sim.uuid(0)]);
 }
 
 #[tokio::test]
@@ -346,7 +349,7 @@ async fn the_shipped_interfaces_are_those_that_are_served() {
     for (path, name) in [
         (PATH, "Manager"),
         (lease.as_str(), "Lease"),
-        ("/org/gpusession1/device/GPU_2dgpu_2da_2d0", "Device"),
+        ("/org/gpusession1/device/GPU_2d00000000_2d6770_2d752d_2d6100_2d000000000000", "Device"),
         ("/org/gpusession1/server/gpu_2da", "Server"),
     ] {
         let introspectable = zbus::fdo::IntrospectableProxy::builder(&connection)

@@ -7,8 +7,9 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use common::{GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, want};
-use gpusession_proto::grant::{Denial, Reply, Request};
+use gpusession_proto::grant::{Denial, Reply, Request, Want};
 use gpusession_proto::message;
+use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
 use gpusessiond::config::Config;
 use gpusessiond::grant::Limits;
@@ -55,6 +56,32 @@ async fn a_process_gets_a_worker_and_a_ticket_of_its_own() {
     let (reply, _other) = ask_async(&socket.path, request()).await;
     let Reply::Granted(second) = reply else { panic!("{reply:?}") };
     assert_ne!(second[0].worker, endpoint.worker, "one worker, one process");
+}
+
+#[tokio::test]
+async fn questions_about_the_gpus_take_no_worker() {
+    let (one, two) = (SimServer::new("gpu-a", 1), SimServer::new("gpu-b", 1));
+    let engine = engine(&[&one, &two]);
+    let config = config(&[1, 1]);
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let device = |sim: &SimServer| uuid_bytes(&sim.uuid(0)).unwrap();
+    let query = |device, call: &str| Query { device, call: call.into(), input: vec![] };
+    let queries = vec![query(device(&two), "b"), query(device(&one), "a"), query([1; 16], "nobody's")];
+    let taken = || one.with(|s| s.taken.len()) + two.with(|s| s.taken.len());
+    let before = taken();
+    let (reply, _) = ask_async(&socket.path, Request { want: Want::Readings(queries), ..request() }).await;
+    let Reply::Readings(view) = reply else { panic!("{reply:?}") };
+    assert_eq!(taken(), before);
+    let devices: Vec<_> = view.devices.iter().map(|d| (d.server.as_str(), d.uuid, d.memory_bytes)).collect();
+    assert_eq!(devices, [("gpu-a", device(&one), 1 << 30), ("gpu-b", device(&two), 1 << 30)]);
+    let said: Vec<_> = view.answers.iter().map(|a| (a.status, a.output.as_slice())).collect();
+    assert_eq!(said, [(0, &b"b"[..]), (0, b"a"), (2, b"")], "each server answers for its own devices");
+
+    let nobody = Request { lease: Some("nosuchlease".into()), want: Want::Readings(vec![]), ..request() };
+    let (reply, _) = ask_async(&socket.path, nobody).await;
+    assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }), "{reply:?}");
 }
 
 #[tokio::test]
@@ -137,7 +164,7 @@ async fn every_reason_for_no_gpu_has_its_own_error() {
                 assert_eq!(found, denial, "{reason}");
                 assert!(reason.contains(words), "{reason}");
             }
-            Reply::Granted(_) => panic!("granted although {words}"),
+            reply => panic!("{reply:?} although {words}"),
         }
     }
 }

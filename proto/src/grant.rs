@@ -1,4 +1,4 @@
-//! What a program's `libcuda.so.1` asks of the client daemon on the grant socket, and the answer.
+//! What a program's `libcuda.so.1` or `libnvidia-ml.so.1` asks of the client daemon on the grant socket, and the answer.
 //!
 //! One request and one reply per connection, framed as in [`crate::message`]. The daemon takes the caller's
 //! uid, pid and cgroup from the socket; what the request says is only a hint. The connection stays open: its end
@@ -6,8 +6,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::readings::{Query, View};
+
 /// Version of this exchange; a daemon that does not know it answers [`Denial::ProtocolMismatch`].
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// From `libcuda.so.1` to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +24,17 @@ pub struct Request {
     pub program: String,
     /// Environment variables of the driver that differ from their defaults (see `names.md`).
     pub environment: Vec<(String, String)>,
+    /// What it wants.
+    pub want: Want,
+}
+
+/// What a request is for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Want {
+    /// Workers: [`Reply::Granted`].
+    Workers,
+    /// To know about the GPUs, without using one: [`Reply::Readings`], after which the daemon closes the connection.
+    Readings(Vec<Query>),
 }
 
 /// From the daemon to `libcuda.so.1`.
@@ -29,6 +42,8 @@ pub struct Request {
 pub enum Reply {
     /// The workers that serve this process, one per server, in device order.
     Granted(Vec<Endpoint>),
+    /// The GPUs that workers would have, and the answers.
+    Readings(View),
     /// No GPU for this process, and why.
     Denied {
         /// What libcuda tells the program.

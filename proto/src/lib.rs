@@ -6,6 +6,7 @@
 //! * [`login`]: what `pam_gpusession.so` tells the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
 //! * [`journal`]: message ids of the daemons' journal entries.
+//! * [`readings`]: what NVML says of GPUs, on the grant socket and between `gpuserver` and its monitor.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
@@ -18,6 +19,7 @@ pub mod join;
 pub mod journal;
 pub mod message;
 pub mod preface;
+pub mod readings;
 pub mod status;
 pub mod supervise;
 pub mod ticket;

@@ -18,6 +18,7 @@ pub mod data;
 pub mod discovery;
 pub mod guard;
 pub mod lease;
+pub mod monitor;
 pub mod net;
 pub mod pool;
 pub mod quiet;

@@ -21,6 +21,7 @@ use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError, Origin};
 use crate::discovery::{self, DiscoveryError};
 use crate::guard::{Guarded, is_stranger};
+use crate::monitor::Monitor;
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
 use crate::quiet::Quiet;
@@ -118,6 +119,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         staging_bytes: gpusession_proto::supervise::STAGING,
     };
     let registry = Arc::new(LocalRegistry::open(&config.state_dir, gpus, clock.clone(), random.clone())?);
+    let monitor = Monitor::start(options.program.clone(), driver.clone());
     let supervisor = Supervisor::new(options, clock.clone(), random.clone())?;
     let facts = Facts {
         control: control.local_addr()?,
@@ -128,7 +130,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         config: config.clone(),
     };
     let (control_address, data_address) = (facts.control, facts.data);
-    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), authority, clock, random)?);
+    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor, authority, clock, random)?);
     pool.resume().await;
 
     let may_be_clear: data::MayBeClear = {

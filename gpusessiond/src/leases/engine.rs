@@ -7,12 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use async_trait::async_trait;
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
+use gpusession_proto::readings::{Query, View};
 use gpusession_proto::ticket::Ticket;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time};
+use super::readings::{self, Place};
 use super::{
     Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
     Snapshot, Spec, Update, Wish,
@@ -33,6 +35,7 @@ enum Message {
     Release(Slot, String, oneshot::Sender<bool>),
     Renew(String, Option<Duration>, oneshot::Sender<Result<Duration, PoolError>>),
     Grant(Caller, Wish, oneshot::Sender<Answer>),
+    Places(Caller, Wish, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
@@ -240,6 +243,20 @@ impl Leases for Engine {
             .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "the daemon is stopping".into()))
     }
 
+    async fn readings(
+        &self,
+        caller: Caller,
+        wish: Wish,
+        queries: Vec<Query>,
+    ) -> Result<View, (Denial, String)> {
+        let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
+        readings::ask(
+            places.unwrap_or_else(|| Err((Denial::NotReady, "the daemon is stopping".into())))?,
+            queries,
+        )
+        .await
+    }
+
     async fn of(&self, caller: Caller) -> Vec<Slot> {
         self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
     }
@@ -422,6 +439,9 @@ impl Actor {
             }
             Message::Renew(id, ttl, reply) => self.renew(&id, ttl, reply),
             Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
+            Message::Places(caller, wish, reply) => {
+                let _ = reply.send(self.places(&caller, &wish));
+            }
             Message::Of(caller, reply) => {
                 let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
             }
@@ -889,6 +909,26 @@ impl Actor {
             return Err((Denial::NoDevice, format!("[access] does not let {who} use this machine's GPUs")));
         }
         Ok(boot)
+    }
+
+    /// Where the leases are that a process would get.
+    fn places(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Place>, (Denial, String)> {
+        let slots = self.select(caller, wish)?;
+        let places: Vec<Place> = slots
+            .iter()
+            .filter_map(|slot| {
+                let held = self.machine.slot(*slot)?.held()?;
+                Some(Place { lease: held.lease.clone(), server: self.servers[held.server].clone() })
+            })
+            .collect();
+        if places.is_empty() {
+            let trouble = slots.iter().find_map(|s| self.machine.slot(*s)?.trouble.as_ref());
+            return Err((
+                Denial::NotReady,
+                trouble.map_or_else(|| "the lease is on its way".into(), |e| e.message.clone()),
+            ));
+        }
+        Ok(places)
     }
 
     fn grant(&mut self, caller: Caller, wish: Wish, reply: oneshot::Sender<Answer>) {

@@ -5,6 +5,7 @@
 
 pub mod engine;
 pub mod machine;
+mod readings;
 pub mod sim;
 
 use std::collections::HashMap;
@@ -14,6 +15,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
+use gpusession_proto::readings::{Query, View};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
@@ -509,6 +511,13 @@ pub trait Leases: Send + Sync {
     async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<Duration, PoolError>;
     /// Grants GPUs to a process.
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
+    /// The GPUs that [`Leases::grant`] would grant, and answers to questions about them. Waits for no lease.
+    async fn readings(
+        &self,
+        caller: Caller,
+        wish: Wish,
+        queries: Vec<Query>,
+    ) -> Result<View, (Denial, String)>;
     /// The leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use gpusession_proto::control;
+use gpusession_proto::readings::uuid_text;
 use tokio::sync::{mpsc, watch};
 
 use crate::pool::{PoolError, PoolServer, Trouble};
@@ -80,6 +81,16 @@ impl SimServer {
         self.with(|state| state.watchers.retain(|w| w.try_send(event.clone()).is_ok()));
     }
 
+    /// UUID of a GPU: its number, and the server's name.
+    pub fn uuid(&self, gpu: u32) -> String {
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&gpu.to_be_bytes());
+        for (to, from) in bytes[4..].iter_mut().zip(self.name.bytes()) {
+            *to = from;
+        }
+        uuid_text(&bytes)
+    }
+
     fn call<T>(&self, call: impl FnOnce(&mut SimState) -> Result<T, PoolError>) -> Result<T, PoolError> {
         self.with(|state| match &state.failing {
             Some(error) => Err(error.clone()),
@@ -131,7 +142,7 @@ impl PoolServer for SimServer {
                 fencing_token: state.counter,
                 devices: (0..request.gpus)
                     .map(|i| control::Device {
-                        uuid: format!("GPU-{}-{i}", self.name),
+                        uuid: self.uuid(i),
                         name: "Simulated GPU".into(),
                         memory_bytes: 1 << 30,
                         limit_bytes: 1 << 30,
@@ -216,6 +227,35 @@ impl PoolServer for SimServer {
         })
     }
 
+    async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
+        self.call(|state| {
+            let lease = state.leases.iter().position(|(id, ..)| *id == request.lease);
+            let place = lease.ok_or_else(|| PoolError::new(Trouble::NoSuchLease, "no such lease"))?;
+            let count = state.leases[place].1;
+            // The answer says which question it is for.
+            let answers = request
+                .queries
+                .iter()
+                .map(|q| control::ReadingAnswer { status: 0, output: q.call.clone().into_bytes() });
+            Ok(control::ReadingsReply {
+                devices: (0..count)
+                    .map(|i| control::DeviceReading {
+                        device: Some(control::Device {
+                            uuid: self.uuid(i),
+                            limit_bytes: 1 << 30,
+                            ..Default::default()
+                        }),
+                        used_bytes: 5,
+                        ..Default::default()
+                    })
+                    .collect(),
+                answers: answers.collect(),
+                driver_version: "580.1".into(),
+                ..Default::default()
+            })
+        })
+    }
+
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
         self.call(|state| {
             let free = state.gpus - state.leases.iter().map(|(_, n, _)| n).sum::<u32>();
@@ -226,7 +266,7 @@ impl PoolServer for SimServer {
                 state: "online".into(),
                 devices: (0..state.gpus)
                     .map(|i| control::Device {
-                        uuid: format!("GPU-{}-{i}", self.name),
+                        uuid: self.uuid(i),
                         state: if i < free { "free" } else { "leased" }.into(),
                         ..Default::default()
                     })

@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpusession_proto::grant::{Reply, Request, VERSION};
+use gpusession_proto::grant::{Reply, Request, VERSION, Want};
 use gpusession_proto::message;
 use gpusessiond::access::Gate;
 use gpusessiond::bus::{Bus, Parts};
@@ -173,7 +173,14 @@ impl Drop for GrantSocket {
 
 /// What our library would ask.
 pub fn request() -> Request {
-    Request { version: VERSION, lease: None, session: None, program: "test".into(), environment: Vec::new() }
+    Request {
+        version: VERSION,
+        lease: None,
+        session: None,
+        program: "test".into(),
+        environment: Vec::new(),
+        want: Want::Workers,
+    }
 }
 
 /// Asks as our library does; the connection stays open with the answer.

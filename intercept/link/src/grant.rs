@@ -1,4 +1,4 @@
-//! Asking the client daemon for a worker.
+//! Asking the client daemon for a worker, or about the GPUs.
 
 use std::io::{self, Read, Write};
 use std::mem::ManuallyDrop;
@@ -7,8 +7,9 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gpusession_proto::grant::{Denial, Endpoint, Reply, Request, VERSION};
+use gpusession_proto::grant::{Denial, Endpoint, Reply, Request, VERSION, Want};
 use gpusession_proto::message;
+use gpusession_proto::readings::{Query, View};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
 
@@ -17,6 +18,8 @@ pub const SOCKET: &str = "/run/gpusession/grant.sock";
 
 /// The daemon waits for a pending lease up to its `wait_ms`; this is only a bound on a daemon that hangs.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// The daemon asks a server, and waits for nothing else.
+const READINGS_PATIENCE: Duration = Duration::from_secs(15);
 
 /// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended.
 pub struct Grant {
@@ -61,8 +64,37 @@ fn socket_path() -> PathBuf {
     }
 }
 
-/// Asks the daemon. Connecting never blocks on a full backlog for longer than a second.
+/// Asks the daemon for workers. Connecting never blocks on a full backlog for longer than a second.
 pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
+    match exchange(environment, Want::Workers, PATIENCE)? {
+        (Reply::Granted(endpoints), _) if endpoints.is_empty() => {
+            Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
+        }
+        (Reply::Granted(endpoints), connection) => Ok(Grant { endpoints, connection }),
+        (reply, _) => Err(refused(reply)),
+    }
+}
+
+/// Asks the daemon about the GPUs that a worker would have; none is used for it.
+pub fn readings(queries: Vec<Query>) -> Result<View, Refused> {
+    match exchange(Vec::new(), Want::Readings(queries), READINGS_PATIENCE)? {
+        (Reply::Readings(view), _) => Ok(view),
+        (reply, _) => Err(refused(reply)),
+    }
+}
+
+fn refused(reply: Reply) -> Refused {
+    match reply {
+        Reply::Denied { denial, reason } => Refused { denial, reason },
+        _ => Refused::new(Denial::ProtocolMismatch, "the daemon answered something else than it was asked"),
+    }
+}
+
+fn exchange(
+    environment: Vec<(String, String)>,
+    want: Want,
+    patience: Duration,
+) -> Result<(Reply, OwnedFd), Refused> {
     if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") && !privileged() {
         return Err(Refused::new(Denial::NoDevice, "GPUSESSION_DISABLE=1 is set"));
     }
@@ -90,9 +122,10 @@ pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
         session: if privileged() { None } else { std::env::var("GPUSESSION_ID").ok() },
         program: program(),
         environment,
+        want,
     };
     let exchange = (|| {
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(patience))?;
         stream.write_all(&message::encode(&request))?;
         let mut prefix = [0; 4];
         stream.read_exact(&mut prefix)?;
@@ -100,16 +133,8 @@ pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
         stream.read_exact(&mut body)?;
         message::decode::<Reply>(&body).map_err(io::Error::other)
     })();
-    match exchange.map_err(|e| failed("exchange with the daemon at", e))? {
-        Reply::Denied { denial, reason } => Err(Refused { denial, reason }),
-        Reply::Granted(endpoints) if endpoints.is_empty() => {
-            Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
-        }
-        Reply::Granted(endpoints) => {
-            let connection = OwnedFd::from(stream);
-            Ok(Grant { endpoints, connection })
-        }
-    }
+    let reply = exchange.map_err(|e| failed("exchange with the daemon at", e))?;
+    Ok((reply, OwnedFd::from(stream)))
 }
 
 /// The program's name, as listings show it.

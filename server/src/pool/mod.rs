@@ -3,5 +3,6 @@
 pub mod authority;
 pub mod clients;
 pub mod parking;
+pub mod readings;
 pub mod service;
 pub mod tokens;

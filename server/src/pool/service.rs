@@ -21,10 +21,12 @@ use tracing::{error, info, warn};
 use super::authority::{Authority, AuthorityError, fingerprint};
 use super::clients::{ClientView, Clients, Refusal, Seen};
 use super::parking::{ParkError, Parking};
+use super::readings;
 use super::tokens::{TokenRecord, Tokens};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{AllocateError, Gpu, Lease, Memory, Request as LeaseRequest, Share};
+use crate::monitor::Monitor;
 use crate::net::host_port;
 use crate::quiet::Quiet;
 use crate::registry::{GpuUse, Registry};
@@ -82,6 +84,7 @@ pub struct Pool {
     facts: Facts,
     registry: Arc<dyn Registry>,
     supervisor: Supervisor,
+    monitor: Monitor,
     authority: Authority,
     files: Files,
     tokens: Mutex<Tokens>,
@@ -103,6 +106,7 @@ impl Pool {
         facts: Facts,
         registry: Arc<dyn Registry>,
         supervisor: Supervisor,
+        monitor: Monitor,
         authority: Authority,
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
@@ -114,6 +118,7 @@ impl Pool {
             facts,
             registry,
             supervisor,
+            monitor,
             authority,
             files,
             tokens: Mutex::new(tokens),
@@ -159,6 +164,11 @@ impl Pool {
     /// The workers.
     pub fn supervisor(&self) -> &Supervisor {
         &self.supervisor
+    }
+
+    /// What NVML says of the GPUs.
+    pub fn monitor(&self) -> &Monitor {
+        &self.monitor
     }
 
     /// Begins to keep workers for the leases of an earlier run.
@@ -375,7 +385,7 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUse) -> wire::Device {
+pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUse) -> wire::Device {
     wire::Device {
         uuid: gpu.uuid.clone(),
         name: gpu.name.clone(),
@@ -734,6 +744,21 @@ impl PoolService for Service {
         let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request)?).await?;
         let (state, position) = pool.unpark(&lease).await;
         Ok(Response::new(wire::ParkReply { state: state.into(), position }))
+    }
+
+    async fn readings(
+        &self,
+        request: Request<wire::ReadingsRequest>,
+    ) -> Result<Response<wire::ReadingsReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        locked(&pool.clients).heard(&client, pool.clock.now());
+        let wish = request.into_inner();
+        bounded([&wish.lease], &[])?;
+        let standing = pool.registry.get(&wish.lease).await.filter(|s| s.lease.client == client);
+        let lease = standing.ok_or_else(|| Status::not_found("no such lease"))?.lease;
+        let gpus = pool.registry.gpus().await;
+        readings::answer(pool, &lease, &gpus, wish.queries).await.map(Response::new)
     }
 
     async fn describe(

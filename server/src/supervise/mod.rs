@@ -539,6 +539,19 @@ impl Supervisor {
         out
     }
 
+    /// The processes that a lease's workers serve, and the device memory that each has of the lease's, by device in the lease's
+    /// order, contexts included.
+    pub fn processes(&self, lease: &str) -> Vec<(ClientProcess, Vec<u64>)> {
+        let state = self.state();
+        let Some(entry) = state.leases.get(lease) else { return Vec::new() };
+        let memory =
+            |id| (0..entry.ledger.devices().len()).map(|device| entry.ledger.of(id, device)).collect();
+        let mine = state.workers.iter().filter(|(_, w)| w.lease == lease);
+        let mut out: Vec<_> = mine.filter_map(|(id, w)| Some((w.process.clone()?, memory(id)))).collect();
+        out.sort_by_key(|(process, _)| process.pid);
+        out
+    }
+
     /// The leases that a stock is kept for.
     pub fn leases(&self) -> Vec<String> {
         self.state().leases.keys().cloned().collect()

@@ -12,6 +12,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use gpusession_proto::preface::{LEN, Preface};
+use gpusession_proto::readings::FromMonitor;
 use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
@@ -38,6 +39,11 @@ fn main() {
             "{}",
             serde_json::json!({ "driver_version": null, "cuda_version": 13000, "devices": devices })
         );
+        return;
+    }
+    if args.get(1).is_some_and(|flag| flag == "--monitor") {
+        let failed = FromMonitor::Failed("a worker without a driver has no NVML".into());
+        let _ = std::io::stdout().write_all(&gpusession_proto::message::encode(&failed));
         return;
     }
     serve();

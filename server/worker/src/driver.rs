@@ -23,7 +23,7 @@ pub mod status {
 }
 
 /// What our own libraries export: loading one as the driver would forward calls to ourselves.
-const MARKER: &[u8] = b"gpusession_marker\0";
+pub const MARKER: &[u8] = b"gpusession_marker\0";
 
 /// `Ok` where the driver says success.
 pub fn check(status: Status) -> Result<(), Status> {

@@ -11,6 +11,8 @@ mod host_calls;
 mod landing;
 mod lanes;
 mod modules;
+mod monitor;
+mod nvml;
 mod ops;
 mod output;
 mod park;
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
         [_, flag, driver] if flag == "--probe" => probe::run(driver),
         [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, limit),
         [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
+        [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
         [_] => admit::run(),
         _ => {
             eprintln!(

@@ -1,0 +1,31 @@
+//! `GPUSESSION_TRACE=why,missing`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
+
+use std::io::Write;
+
+fn wanted(word: &str) -> bool {
+    std::env::var("GPUSESSION_TRACE").is_ok_and(|t| t.split(',').any(|w| w.trim() == word))
+}
+
+/// Why there is no GPU, or not any more.
+pub fn why(reason: &str) {
+    if wanted("why") {
+        print(&format!("gpusession: {reason}"));
+    }
+}
+
+/// A call that is not supported.
+pub fn missing(name: &str, reason: &str) {
+    if wanted("missing") {
+        print(&format!("gpusession: {name}: {reason} (see docs/coverage-nvml.md)"));
+    }
+}
+
+fn print(line: &str) {
+    let file = std::env::var_os("GPUSESSION_TRACE_FILE")
+        .and_then(|path| std::fs::OpenOptions::new().append(true).create(true).open(path).ok());
+    // Nobody to tell if even this cannot be written.
+    let _ = match file {
+        Some(mut file) => writeln!(file, "{line}"),
+        None => writeln!(std::io::stderr(), "{line}"),
+    };
+}

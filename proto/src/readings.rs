@@ -1,0 +1,178 @@
+//! What NVML says of GPUs: between `libnvidia-ml.so.1` and the daemon, and between `gpuserver` and its monitor process.
+//!
+//! Questions are those of the table in `proto/nvml`; here they are only names and bytes.
+
+use serde::{Deserialize, Serialize};
+
+/// Questions in one request, and bytes of their inputs and outputs altogether.
+pub const MAX_QUERIES: usize = 256;
+/// Most bytes of inputs, and of outputs, of one request's questions.
+pub const MAX_BYTES: usize = 24 * 1024;
+
+/// A question about one device.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Query {
+    /// UUID of the GPU.
+    pub device: [u8; 16],
+    /// Name of the NVML function.
+    pub call: String,
+    /// Its input, as the table of calls says.
+    pub input: Vec<u8>,
+}
+
+/// The answer to a [`Query`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// `nvmlReturn_t`.
+    pub status: u32,
+    /// The outputs, where that is success.
+    pub output: Vec<u8>,
+}
+
+/// The GPUs of a process's leases, at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct View {
+    /// In the order in which a program sees them.
+    pub devices: Vec<Device>,
+    /// To the questions, in their order.
+    pub answers: Vec<Answer>,
+}
+
+/// One GPU of a lease.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// UUID.
+    pub uuid: [u8; 16],
+    /// Server's name in the pool.
+    pub server: String,
+    /// Id of the lease; a server answers only questions within one.
+    pub lease: String,
+    /// Version of the server's driver, as in 580.159.04; empty: unknown.
+    pub driver_version: String,
+    /// Version of the server's NVML; empty: it has none.
+    pub nvml_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+    /// Model.
+    pub name: String,
+    /// As in 0000:01:00.0.
+    pub pci_address: String,
+    /// Compute capability.
+    pub compute: (u32, u32),
+    /// Memory that the lease may use, in bytes.
+    pub memory_bytes: u64,
+    /// Memory that the lease's processes use, in bytes.
+    pub used_bytes: u64,
+    /// Processes that use the GPU by this lease.
+    pub processes: Vec<Process>,
+    /// Faults since the server's start, the latest.
+    pub faults: Vec<Fault>,
+}
+
+/// A process of the client.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its id on the client.
+    pub pid: u32,
+    /// The program's name.
+    pub name: String,
+    /// Device memory of the GPU, in bytes.
+    pub used_bytes: u64,
+}
+
+/// Something went wrong with a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// Counts the server's faults.
+    pub number: u64,
+    /// `nvmlEventType`: 8 is an Xid, 2 an uncorrected ECC error.
+    pub event: u64,
+    /// With an Xid, its number.
+    pub data: u64,
+}
+
+/// From `gpuserver` to its monitor, on standard input, framed as in [`crate::message`]. Each is answered by one [`FromMonitor`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToMonitor {
+    /// [`FromMonitor::Gpus`].
+    Read,
+    /// [`FromMonitor::Answers`].
+    Ask(Vec<Query>),
+}
+
+/// From the monitor, on standard output.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromMonitor {
+    /// The first message: NVML is there.
+    Ready {
+        /// As `nvmlSystemGetDriverVersion` says.
+        driver_version: String,
+        /// As `nvmlSystemGetNVMLVersion` says.
+        nvml_version: String,
+    },
+    /// Instead of it: NVML cannot be used; the monitor ends.
+    Failed(String),
+    /// The answer to [`ToMonitor::Read`].
+    Gpus(Vec<GpuReading>),
+    /// The answer to [`ToMonitor::Ask`], in the questions' order.
+    Answers(Vec<Answer>),
+    /// At any time: a fault of a GPU.
+    Fault {
+        /// UUID.
+        device: [u8; 16],
+        /// As in [`Fault`].
+        event: u64,
+        /// As in [`Fault`].
+        data: u64,
+    },
+}
+
+/// What the server itself wants to know of a GPU. What the card or its NVML does not say is `None`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuReading {
+    /// UUID.
+    pub uuid: [u8; 16],
+    /// Device memory in use by all processes of the host, in bytes.
+    pub memory_used_bytes: Option<u64>,
+    /// Compute processes of the host: process id, bytes of device memory where NVML says how many.
+    pub processes: Vec<(u32, Option<u64>)>,
+    /// Percent of the last sample period with a kernel running.
+    pub utilization_percent: Option<u32>,
+    /// Of the card, in degrees Celsius.
+    pub temperature_c: Option<u32>,
+    /// Of the card, in milliwatts.
+    pub power_mw: Option<u32>,
+    /// Uncorrected ECC errors since the driver was loaded.
+    pub uncorrected_ecc: Option<u64>,
+    /// `nvmlComputeMode_t`.
+    pub compute_mode: Option<u32>,
+}
+
+/// A GPU's UUID as programs write it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex = format!("{:032x}", u128::from_be_bytes(*uuid));
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// The bytes behind [`uuid_text`].
+pub fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
+    let hex: String = text.strip_prefix("GPU-")?.chars().filter(|c| *c != '-').collect();
+    let digits = hex.len() == 32 && hex.bytes().all(|b| b.is_ascii_hexdigit());
+    Some(u128::from_str_radix(&hex, 16).ok().filter(|_| digits)?.to_be_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids() {
+        let text = "GPU-01234567-89ab-cdef-0123-456789abcdef";
+        let bytes = uuid_bytes(text).unwrap();
+        assert_eq!((bytes[0], bytes[15]), (0x01, 0xef));
+        assert_eq!(uuid_text(&bytes), text);
+        for bad in ["", "GPU-", "01234567", "GPU-+1234567-89ab-cdef-0123-456789abcdef", "GPU-0123"] {
+            assert_eq!(uuid_bytes(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! What the cards say of themselves: memory in use, processes, temperatures, faults, and answers to NVML questions. A child process
+//! (`gpuserver-worker --monitor`) asks the driver's NVML; it is started again when it ends.
+//!
+//! [`Monitor::readings`] is for the server's own decisions, [`Monitor::ask`] for clients' questions.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::message;
+use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, ToMonitor};
+use serde::Serialize;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{info, warn};
+
+use crate::supervise::spawn::clean_environment;
+
+/// How often the server's own readings are taken.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// NVML that does not answer for so long hangs; the monitor is started again.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+/// Until NVML is there: drivers without persistence take tens of seconds.
+const START_LIMIT: Duration = Duration::from_secs(120);
+/// Pause before a monitor is started again, at first and at most.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+/// Faults that are remembered.
+const MAX_FAULTS: usize = 64;
+
+/// What NVML said last of all GPUs of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Readings {
+    /// When.
+    pub at: Instant,
+    /// In no particular order; GPUs that this server does not serve are among them.
+    pub gpus: Vec<GpuReading>,
+}
+
+impl Readings {
+    /// Of one GPU.
+    pub fn gpu(&self, uuid: &[u8; 16]) -> Option<&GpuReading> {
+        self.gpus.iter().find(|g| g.uuid == *uuid)
+    }
+
+    /// Device memory of processes: process id, GPU, bytes; those of which NVML says how much.
+    pub fn memory_of_processes(&self) -> Vec<(u32, [u8; 16], u64)> {
+        let of = |g: &GpuReading| {
+            let uuid = g.uuid;
+            g.processes.clone().into_iter().filter_map(move |(pid, bytes)| Some((pid, uuid, bytes?)))
+        };
+        self.gpus.iter().flat_map(of).collect()
+    }
+}
+
+/// A fault, and whose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuFault {
+    /// UUID.
+    pub gpu: [u8; 16],
+    /// What happened.
+    pub fault: Fault,
+}
+
+/// Versions of the driver and its NVML.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Versions {
+    /// As in 580.159.04.
+    pub driver: String,
+    /// As in 13.580.159.04.
+    pub nvml: String,
+}
+
+type Asked = (Vec<Query>, oneshot::Sender<Vec<Answer>>);
+
+struct Shared {
+    readings: watch::Sender<Option<Arc<Readings>>>,
+    versions: watch::Sender<Option<Versions>>,
+    events: broadcast::Sender<GpuFault>,
+    faults: Mutex<Vec<GpuFault>>,
+}
+
+/// Handle of the monitor. Cheap to clone.
+#[derive(Clone)]
+pub struct Monitor {
+    shared: Arc<Shared>,
+    questions: mpsc::Sender<Asked>,
+}
+
+impl Monitor {
+    /// Starts the monitor; needs a runtime. It ends when the last handle is gone.
+    pub fn start(worker: PathBuf, driver: PathBuf) -> Self {
+        let shared = Arc::new(Shared {
+            readings: watch::channel(None).0,
+            versions: watch::channel(None).0,
+            events: broadcast::channel(256).0,
+            faults: Mutex::default(),
+        });
+        let (questions, asked) = mpsc::channel(256);
+        tokio::spawn(supervise(worker, driver, shared.clone(), asked));
+        Self { shared, questions }
+    }
+
+    /// The latest readings, taken about every second; `None`: NVML does not answer (now).
+    pub fn readings(&self) -> watch::Receiver<Option<Arc<Readings>>> {
+        self.shared.readings.subscribe()
+    }
+
+    /// Faults from now on.
+    pub fn events(&self) -> broadcast::Receiver<GpuFault> {
+        self.shared.events.subscribe()
+    }
+
+    /// The latest faults of a GPU.
+    pub fn faults(&self, gpu: &[u8; 16]) -> Vec<Fault> {
+        let faults = self.shared.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        faults.iter().filter(|f| f.gpu == *gpu).map(|f| f.fault).collect()
+    }
+
+    /// Versions; `None`: NVML is not there (now).
+    pub fn versions(&self) -> Option<Versions> {
+        self.shared.versions.borrow().clone()
+    }
+
+    /// Answers of NVML, at most 100 ms old; `None`: it does not answer.
+    pub async fn ask(&self, queries: Vec<Query>) -> Option<Vec<Answer>> {
+        if queries.is_empty() {
+            return Some(Vec::new());
+        }
+        let (reply, answers) = oneshot::channel();
+        // Nobody waits for a monitor that has yet to start.
+        self.versions()?;
+        self.questions.try_send((queries, reply)).ok()?;
+        answers.await.ok()
+    }
+}
+
+/// Starts the monitor, and again when it ends.
+async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut asked: mpsc::Receiver<Asked>) {
+    let mut pause = PAUSE_MIN;
+    let mut told = String::new();
+    loop {
+        let begun = Instant::now();
+        let why = match serve(&worker, &driver, &shared, &mut asked).await {
+            Ok(()) => return,
+            Err(e) => e.to_string(),
+        };
+        shared.versions.send_replace(None);
+        shared.readings.send_replace(None);
+        // What was asked meanwhile is told that there is nobody.
+        while asked.try_recv().is_ok() {}
+        if why != told {
+            warn!("readings of the GPUs are not available: {why}");
+            told = why;
+        }
+        if begun.elapsed() > PAUSE_MAX {
+            pause = PAUSE_MIN;
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+        if asked.is_closed() {
+            return;
+        }
+    }
+}
+
+/// One monitor process, from start to end. `Ok` where nobody wants one any more.
+async fn serve(
+    worker: &Path,
+    driver: &Path,
+    shared: &Shared,
+    asked: &mut mpsc::Receiver<Asked>,
+) -> io::Result<()> {
+    let mut child = start(worker, driver)?;
+    let (Some(mut to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+        return Err(io::Error::other("the monitor has no pipes"));
+    };
+    let (answers_in, mut answers) = mpsc::channel(1);
+    let receiving = receive(from, shared, answers_in);
+    tokio::pin!(receiving);
+    let talking = async {
+        match answer(&mut answers, START_LIMIT).await? {
+            FromMonitor::Ready { driver_version, nvml_version } => {
+                info!("driver {driver_version}, NVML {nvml_version}");
+                shared.versions.send_replace(Some(Versions { driver: driver_version, nvml: nvml_version }));
+            }
+            FromMonitor::Failed(reason) => return Err(io::Error::other(reason)),
+            _ => return Err(io::Error::other("the monitor speaks another protocol")),
+        }
+        let mut next = Instant::now();
+        loop {
+            tokio::select! {
+                biased;
+                question = asked.recv() => {
+                    let Some((queries, reply)) = question else { return Ok(()) };
+                    send(&mut to, &ToMonitor::Ask(queries)).await?;
+                    if let FromMonitor::Answers(answers) = answer(&mut answers, ANSWER_LIMIT).await? {
+                        let _ = reply.send(answers);
+                    }
+                }
+                () = tokio::time::sleep_until(next) => {
+                    next = Instant::now() + INTERVAL;
+                    send(&mut to, &ToMonitor::Read).await?;
+                    if let FromMonitor::Gpus(gpus) = answer(&mut answers, ANSWER_LIMIT).await? {
+                        shared.readings.send_replace(Some(Arc::new(Readings { at: Instant::now(), gpus })));
+                    }
+                }
+            }
+        }
+    };
+    tokio::select! {
+        ended = talking => ended,
+        ended = &mut receiving => match ended {
+            Ok(()) => Err(io::Error::other(match timeout(ANSWER_LIMIT, child.wait()).await {
+                Ok(Ok(status)) => format!("the monitor ended: {status}"),
+                _ => "the monitor ended".into(),
+            })),
+            Err(e) => Err(e),
+        },
+    }
+}
+
+fn start(worker: &Path, driver: &Path) -> io::Result<Child> {
+    Command::new(worker)
+        .arg("--monitor")
+        .arg(driver)
+        .env_clear()
+        .envs(clean_environment(driver))
+        .current_dir("/")
+        // It ends when this end of its standard input does, whatever ends this process.
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", worker.display())))
+}
+
+async fn answer(answers: &mut mpsc::Receiver<FromMonitor>, limit: Duration) -> io::Result<FromMonitor> {
+    match timeout(limit, answers.recv()).await {
+        Ok(Some(message)) => Ok(message),
+        // The other branch of the select knows more.
+        Ok(None) => std::future::pending().await,
+        Err(_) => Err(io::Error::other(format!("NVML does not answer within {} s", limit.as_secs()))),
+    }
+}
+
+async fn send<T: Serialize>(to: &mut ChildStdin, message: &T) -> io::Result<()> {
+    to.write_all(&message::encode(message)).await
+}
+
+/// Sorts answers from faults until the monitor's output ends.
+async fn receive(
+    mut from: ChildStdout,
+    shared: &Shared,
+    answers: mpsc::Sender<FromMonitor>,
+) -> io::Result<()> {
+    loop {
+        let mut prefix = [0; 4];
+        if from.read_exact(&mut prefix).await.is_err() {
+            return Ok(());
+        }
+        let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
+        from.read_exact(&mut body).await?;
+        match message::decode(&body).map_err(io::Error::other)? {
+            FromMonitor::Fault { device, event, data } => {
+                let mut faults = shared.faults.lock().unwrap_or_else(PoisonError::into_inner);
+                let number = faults.last().map_or(1, |f| f.fault.number + 1);
+                let fault = GpuFault { gpu: device, fault: Fault { number, event, data } };
+                if faults.len() == MAX_FAULTS {
+                    faults.remove(0);
+                }
+                faults.push(fault);
+                drop(faults);
+                let _ = shared.events.send(fault);
+            }
+            message => {
+                if answers.send(message).await.is_err() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}

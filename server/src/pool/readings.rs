@@ -1,0 +1,140 @@
+//! What a client is told of its lease's GPUs, as NVML shows it: memory and processes are the lease's own, the rest is the card's.
+
+use gpusession_nvml_calls::{self as table, Class};
+use gpusession_proto::control as wire;
+use gpusession_proto::readings::{MAX_BYTES, MAX_QUERIES, Query};
+use tonic::Status;
+
+use super::service::{Pool, device};
+use crate::lease::Lease;
+use crate::registry::GpuUse;
+
+/// What a question is answered where the server's NVML does not answer.
+const NOT_SUPPORTED: u32 = 3;
+
+/// Answers a client's request about a lease that is its own.
+pub async fn answer(
+    pool: &Pool,
+    lease: &Lease,
+    gpus: &[GpuUse],
+    queries: Vec<wire::ReadingQuery>,
+) -> Result<wire::ReadingsReply, Status> {
+    let mine: Vec<[u8; 16]> = shares(lease, gpus).filter_map(|(_, gpu)| gpu.gpu.uuid_bytes()).collect();
+    let queries = check(queries, &mine)?;
+    let asked = queries.len();
+    let answers = pool.monitor().ask(queries).await.filter(|a| a.len() == asked);
+    let answers = match answers {
+        Some(answers) => {
+            answers.into_iter().map(|a| wire::ReadingAnswer { status: a.status, output: a.output }).collect()
+        }
+        None => vec![wire::ReadingAnswer { status: NOT_SUPPORTED, output: Vec::new() }; asked],
+    };
+    // Memory is the ledger's number, the same that limits go by: what NVML says of a worker counts there, too.
+    let running = pool.supervisor().processes(&lease.id);
+    let devices = shares(lease, gpus)
+        .enumerate()
+        .map(|(place, (share, gpu))| {
+            let uuid = gpu.gpu.uuid_bytes().unwrap_or_default();
+            let processes: Vec<_> = running
+                .iter()
+                .map(|(process, memory)| wire::ReadingProcess {
+                    pid: process.pid,
+                    name: process.program.clone(),
+                    used_bytes: memory.get(place).copied().unwrap_or(0),
+                })
+                .collect();
+            let faults = pool.monitor().faults(&uuid).into_iter();
+            wire::DeviceReading {
+                device: Some(device(&gpu.gpu, Some(share), "leased", gpu)),
+                used_bytes: processes.iter().map(|p| p.used_bytes).sum(),
+                processes,
+                faults: faults
+                    .map(|f| wire::ReadingFault { number: f.number, event: f.event, data: f.data })
+                    .collect(),
+            }
+        })
+        .collect();
+    let versions = pool.monitor().versions().unwrap_or_default();
+    Ok(wire::ReadingsReply {
+        devices,
+        answers,
+        driver_version: Some(versions.driver)
+            .filter(|v| !v.is_empty())
+            .unwrap_or_else(|| pool.facts().driver_version.clone()),
+        nvml_version: versions.nvml,
+        cuda_version: pool.facts().cuda_version,
+    })
+}
+
+fn shares<'a>(
+    lease: &'a Lease,
+    gpus: &'a [GpuUse],
+) -> impl Iterator<Item = (&'a crate::lease::Share, &'a GpuUse)> {
+    lease.shares.iter().filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
+}
+
+/// Lets questions through that the table has, about the lease's own devices.
+fn check(queries: Vec<wire::ReadingQuery>, mine: &[[u8; 16]]) -> Result<Vec<Query>, Status> {
+    if queries.len() > MAX_QUERIES {
+        return Err(Status::invalid_argument(format!("more than {MAX_QUERIES} questions in a request")));
+    }
+    let (mut inputs, mut outputs) = (0, 0);
+    let mut checked = Vec::with_capacity(queries.len());
+    for query in queries {
+        let wrong = |what: &str| {
+            let name: String = query.call.chars().filter(|c| !c.is_control()).take(64).collect();
+            Status::invalid_argument(format!("{name}: {what}"))
+        };
+        let uuid: [u8; 16] = query
+            .device
+            .as_slice()
+            .try_into()
+            .ok()
+            .filter(|uuid| mine.contains(uuid))
+            .ok_or_else(|| wrong("not a device of the lease"))?;
+        inputs += query.input.len();
+        let call = table::find(&query.call).map(|(_, call)| call);
+        let call = call
+            .filter(|c| matches!(c.class, Class::Forward(..)))
+            .ok_or_else(|| wrong("not a question that this server answers"))?;
+        let peers = call.peers(&query.input).ok_or_else(|| wrong("its input is malformed"))?;
+        if !peers.iter().all(|peer| mine.iter().any(|m| m == peer)) {
+            return Err(wrong("not a device of the lease"));
+        }
+        outputs += call.output();
+        checked.push(Query { device: uuid, call: query.call, input: query.input });
+    }
+    if inputs > MAX_BYTES || outputs > MAX_BYTES {
+        return Err(Status::invalid_argument("too many questions in a request; ask in several"));
+    }
+    Ok(checked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn query(device: u8, call: &str, input: &[u8]) -> wire::ReadingQuery {
+        wire::ReadingQuery { device: vec![device; 16], call: call.into(), input: input.into() }
+    }
+
+    #[test]
+    fn only_questions_of_the_table_about_the_leases_own_devices() {
+        let mine = [[1; 16], [2; 16]];
+        let allowed = |q| check(vec![q], &mine).is_ok();
+        assert!(allowed(query(1, "nvmlDeviceGetPowerUsage", &[])));
+        assert!(allowed(query(1, "nvmlDeviceGetTemperature", &[0; 4])));
+        assert!(allowed(query(1, "nvmlDeviceOnSameBoard", &[2; 16])));
+        assert!(allowed(query(2, "nvmlDeviceGetFieldValues", &[1, 0, 0, 0, 0, 0, 0, 0])));
+        assert!(!allowed(query(3, "nvmlDeviceGetPowerUsage", &[])), "another lease's device");
+        assert!(!allowed(query(1, "nvmlDeviceOnSameBoard", &[3; 16])), "another lease's device as peer");
+        assert!(!allowed(query(1, "nvmlDeviceGetTemperature", &[])), "input too short");
+        assert!(!allowed(query(1, "nvmlDeviceSetPersistenceMode", &[0; 4])), "a change");
+        assert!(!allowed(query(1, "nvmlDeviceGetComputeRunningProcesses_v3", &[])), "others' processes");
+        assert!(!allowed(query(1, "system", &[])));
+        let many = |n| check(vec![query(1, "nvmlDeviceGetSupportedMemoryClocks", &[]); n], &mine);
+        assert!(many(2).is_ok());
+        assert!(many(100).is_err(), "answers that would not fit");
+        assert!(check(vec![query(1, "nvmlDeviceGetPowerUsage", &[]); MAX_QUERIES + 1], &mine).is_err());
+    }
+}

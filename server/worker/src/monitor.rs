@@ -1,0 +1,144 @@
+//! `gpuserver-worker --monitor DRIVER`: asks the server's NVML, so that `gpuserver` itself loads none, and no program's worker is
+//! needed to know about a card. It reads [`ToMonitor`] from its standard input until that ends.
+//!
+//! However many ask, the card is asked the same thing at most every [`FRESH`].
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use gpusession_proto::message;
+use gpusession_proto::readings::{Answer, FromMonitor, GpuReading, Query, ToMonitor};
+
+use crate::nvml::Nvml;
+
+/// How long an answer is good.
+const FRESH: Duration = Duration::from_millis(100);
+/// Answers that are kept.
+const KEPT: usize = 8192;
+/// Events that are asked for: uncorrected ECC errors and Xids.
+const EVENTS: u64 = 2 | 8;
+/// Pause before events are asked for again where NVML gave an error.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Serves until standard input ends.
+pub fn run(driver: &str) -> ExitCode {
+    let mut input = io::stdin().lock();
+    let nvml = match Nvml::load(Path::new(driver)) {
+        Ok(nvml) => Arc::new(nvml),
+        Err(reason) => {
+            tell(&FromMonitor::Failed(reason));
+            return ExitCode::from(1);
+        }
+    };
+    let versions = |name| nvml.text(name, &[]).unwrap_or_default();
+    tell(&FromMonitor::Ready {
+        driver_version: versions("nvmlSystemGetDriverVersion"),
+        nvml_version: versions("nvmlSystemGetNVMLVersion"),
+    });
+    let events = nvml.clone();
+    // Without it there are no faults to see; readings go on.
+    let _ = std::thread::Builder::new().name("events".into()).spawn(move || watch(&events));
+    let mut kept: HashMap<Query, (Instant, Answer)> = HashMap::new();
+    while let Some(request) = receive(&mut input) {
+        match request {
+            ToMonitor::Read => tell(&FromMonitor::Gpus(
+                nvml.devices().map(|(uuid, device)| read(&nvml, uuid, device)).collect(),
+            )),
+            ToMonitor::Ask(queries) => {
+                let now = Instant::now();
+                let fresh = |asked: &Instant| now.duration_since(*asked) < FRESH;
+                if kept.len() > KEPT {
+                    kept.retain(|_, (asked, _)| fresh(asked));
+                }
+                let answers = queries.into_iter().map(|query| match kept.get(&query) {
+                    Some((asked, answer)) if fresh(asked) => answer.clone(),
+                    _ => {
+                        let answer = nvml.ask(&query);
+                        kept.insert(query, (now, answer.clone()));
+                        answer
+                    }
+                });
+                tell(&FromMonitor::Answers(answers.collect()));
+            }
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn read(nvml: &Nvml, uuid: [u8; 16], device: usize) -> GpuReading {
+    const CORRECTED_NOT: usize = 1;
+    const SINCE_LOADED: usize = 0;
+    const OF_THE_GPU: usize = 0;
+    GpuReading {
+        uuid,
+        memory_used_bytes: nvml.number::<[u64; 3]>("nvmlDeviceGetMemoryInfo", device, &[]).map(|m| m[2]),
+        processes: nvml.processes(device).unwrap_or_default(),
+        utilization_percent: nvml
+            .number::<[u32; 2]>("nvmlDeviceGetUtilizationRates", device, &[])
+            .map(|u| u[0]),
+        temperature_c: nvml.number("nvmlDeviceGetTemperature", device, &[OF_THE_GPU]),
+        power_mw: nvml.number("nvmlDeviceGetPowerUsage", device, &[]),
+        uncorrected_ecc: nvml.number("nvmlDeviceGetTotalEccErrors", device, &[CORRECTED_NOT, SINCE_LOADED]),
+        compute_mode: nvml.number("nvmlDeviceGetComputeMode", device, &[]),
+    }
+}
+
+/// Passes faults on as they happen.
+fn watch(nvml: &Nvml) {
+    #[repr(C)]
+    #[derive(Default)]
+    struct Event {
+        device: usize,
+        kind: u64,
+        data: u64,
+        gpu_instance: u32,
+        compute_instance: u32,
+    }
+    const TIMEOUT: u32 = 10;
+    let mut set = 0usize;
+    if nvml.call("nvmlEventSetCreate", &[&raw mut set as usize]) != 0 {
+        return;
+    }
+    let mut watched = HashMap::new();
+    for (uuid, device) in nvml.devices() {
+        let mut types = 0u64;
+        if nvml.call("nvmlDeviceGetSupportedEventTypes", &[device, &raw mut types as usize]) == 0
+            && types & EVENTS != 0
+            && nvml.call("nvmlDeviceRegisterEvents", &[device, (types & EVENTS) as usize, set]) == 0
+        {
+            watched.insert(device, uuid);
+        }
+    }
+    while !watched.is_empty() {
+        let mut event = Event::default();
+        match nvml.call("nvmlEventSetWait_v2", &[set, &raw mut event as usize, 10_000]) {
+            0 => {
+                if let Some(uuid) = watched.get(&event.device) {
+                    tell(&FromMonitor::Fault { device: *uuid, event: event.kind, data: event.data });
+                }
+            }
+            TIMEOUT => {}
+            _ => std::thread::sleep(PAUSE),
+        }
+    }
+}
+
+fn receive(input: &mut impl Read) -> Option<ToMonitor> {
+    let mut prefix = [0; 4];
+    input.read_exact(&mut prefix).ok()?;
+    let mut body = vec![0; message::body_len(prefix).ok()?];
+    input.read_exact(&mut body).ok()?;
+    message::decode(&body).ok()
+}
+
+/// One message, whole. That the server is gone shows where messages are read.
+fn tell(message: &FromMonitor) {
+    static OUTPUT: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = OUTPUT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(&message::encode(message)).and_then(|()| out.flush());
+}
