@@ -8,7 +8,9 @@ use gpusession_link::{Link, Lost, Reply, grant};
 use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::handle;
 
-use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, Result, UNKNOWN};
+use crate::entry::{
+    DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, Result, UNKNOWN,
+};
 use crate::window::{self, Window};
 use crate::{thread, trace};
 
@@ -126,6 +128,15 @@ extern "C" fn print_summary() {
 /// The process's state; an error before `cuInit` and in a forked child.
 #[inline]
 pub fn get() -> Result<&'static Client> {
+    if thread::in_host_function() {
+        return Err(NOT_PERMITTED);
+    }
+    even_in_host_function()
+}
+
+/// The same for the few calls that host functions of streams may make.
+#[inline]
+pub fn even_in_host_function() -> Result<&'static Client> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }

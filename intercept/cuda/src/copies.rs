@@ -137,15 +137,9 @@ pub fn from_device(
         // SAFETY: the program vouches for the target, which has `len` bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     }
-    client.link.settle(seq, Some(stream.handle));
+    stream.settle(client, seq);
     stream.synced(seq);
     client.told(0)
-}
-
-/// Waits until data of earlier copies out of `stream` (all of them without one) has landed, after the server has said that
-/// everything before `seq` is complete.
-pub fn settle(client: &Client, seq: u64, stream: Option<&Stream>) {
-    client.link.settle(seq, stream.map(|s| s.handle));
 }
 
 /// Posts a frame whose bytes travel on the lanes; returns when they may be freed.

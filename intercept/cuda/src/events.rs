@@ -15,6 +15,7 @@ pub struct Event {
     recorded: Mutex<Option<(Arc<Stream>, u64)>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
+    covers: Mutex<Vec<(u64, u64)>>,
 }
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
@@ -26,6 +27,7 @@ pub fn add(new: u64) {
         recorded: Mutex::default(),
         happened: AtomicU64::new(0),
         captured: Mutex::default(),
+        covers: Mutex::default(),
     });
     let slot = handle::slot(new) as usize;
     let mut events = EVENTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -57,13 +59,25 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
 impl Event {
     /// The frame at this position records it.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
+        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = stream.covers();
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((stream.clone(), seq));
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// It was recorded in a capture.
     pub fn captured_in(&self, capture: &Arc<Capture>) {
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = None;
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
+    }
+
+    /// Streams whose copies are complete once it has happened, besides its own, each up to a position.
+    pub fn covers(&self) -> Vec<(u64, u64)> {
+        self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether it was ever recorded outside of captures.
+    pub fn recorded(&self) -> bool {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// The capture that it was recorded in.

@@ -25,6 +25,8 @@ pub struct Function {
     pub handle: u64,
     /// Its mangled name.
     pub name: CString,
+    /// How it was looked up.
+    how: How,
     /// Library or module that it came from.
     pub parent: u64,
     /// Its parameters.
@@ -73,6 +75,12 @@ pub fn find(function: u64) -> Result<Arc<Function>> {
     }
 }
 
+/// The same for calls that a kernel of a library cannot stand in for.
+pub fn own(function: u64) -> Result<Arc<Function>> {
+    let found = find(function)?;
+    if found.how == How::Kernel { Err(INVALID_HANDLE) } else { Ok(found) }
+}
+
 /// Looks a function up, asking the server at the first time.
 pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64> {
     let ctx = if how == How::Kernel { 0 } else { crate::thread::context()? };
@@ -119,6 +127,7 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     let function = Function {
         handle: new,
         name: key.2.clone(),
+        how,
         parent,
         params,
         param_bytes,

@@ -49,6 +49,8 @@ pub struct Stream {
     pub id: u64,
     last: AtomicU64,
     done: AtomicU64,
+    /// Streams whose work up to a position this one has waited for while data of theirs was on its way.
+    covers: Mutex<Vec<(u64, u64)>>,
     capture: RwLock<Option<Arc<Capture>>>,
 }
 
@@ -62,12 +64,26 @@ pub struct Capture {
     pub thread: u32,
     /// Stream that began it.
     pub origin: u64,
+    /// That stream's context.
+    pub ctx: u64,
     /// Whether it was invalidated.
     pub invalid: AtomicBool,
     /// Graph to capture into, 0 for a new one.
     pub graph: u64,
     /// Host memory that its copies name.
     pub named: Mutex<Vec<Arc<Region>>>,
+}
+
+impl Capture {
+    /// Something happened that it cannot contain.
+    pub fn spoil(&self) {
+        self.invalid.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it has not ended.
+    pub fn open(self: &Arc<Self>) -> bool {
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|c| Arc::ptr_eq(c, self))
+    }
 }
 
 static STREAMS: RwLock<Vec<Option<Arc<Stream>>>> = RwLock::new(Vec::new());
@@ -97,6 +113,7 @@ pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u6
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         last: AtomicU64::new(0),
         done: AtomicU64::new(0),
+        covers: Mutex::default(),
         capture: RwLock::new(None),
     });
     let slot = handle::slot(new) as usize;
@@ -159,6 +176,7 @@ fn legacy(ctx: u64) -> Result<Arc<Stream>> {
             id: 1,
             last: AtomicU64::new(0),
             done: AtomicU64::new(0),
+            covers: Mutex::default(),
             capture: RwLock::new(None),
         })
     });
@@ -183,7 +201,7 @@ impl Stream {
     #[inline]
     pub fn worked(&self, seq: u64) {
         self.last.fetch_max(seq, Ordering::Relaxed);
-        if self.handle == 0 || self.flags & NON_BLOCKING == 0 {
+        if self.blocking() {
             LAST_BLOCKING.fetch_max(seq, Ordering::Relaxed);
         }
     }
@@ -209,6 +227,45 @@ impl Stream {
         self.done.fetch_max(seq, Ordering::Relaxed);
     }
 
+    /// Whether it is ordered with the default stream.
+    fn blocking(&self) -> bool {
+        self.handle == 0 || self.flags & NON_BLOCKING == 0
+    }
+
+    /// What an event that is recorded now covers: other streams by handle, each up to a position.
+    pub fn covers(&self) -> Vec<(u64, u64)> {
+        self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// It waits for an event that covers these.
+    pub fn covers_also(&self, more: &[(u64, u64)]) {
+        let mut covers = self.covers.lock().unwrap_or_else(PoisonError::into_inner);
+        for (stream, seq) in more.iter().filter(|(stream, _)| *stream != self.handle) {
+            match covers.iter_mut().find(|(known, _)| known == stream) {
+                Some((_, known)) => *known = (*known).max(*seq),
+                None => covers.push((*stream, *seq)),
+            }
+        }
+    }
+
+    /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
+    /// everything before `seq` is complete.
+    pub fn settle(&self, client: &Client, seq: u64) {
+        client.link.settle(seq, Some(self.handle));
+        for (stream, covered) in
+            std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner))
+        {
+            client.link.settle(covered, Some(stream));
+        }
+        if self.handle == 0 {
+            for stream in blocking_streams(self.ctx) {
+                client.link.settle(seq, Some(stream.handle));
+            }
+        } else if self.blocking() {
+            client.link.settle(seq, Some(0));
+        }
+    }
+
     /// The capture that it takes part in.
     #[inline]
     pub fn capture(&self) -> Option<Arc<Capture>> {
@@ -226,13 +283,24 @@ impl Stream {
     /// For a call that makes the program wait for the stream: not during a capture.
     pub fn not_captured(&self) -> Result {
         if let Some(capture) = self.capture() {
-            capture.invalid.store(true, Ordering::Relaxed);
+            capture.spoil();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
         if self.handle == 0 {
-            legacy_use()?;
+            legacy_use(self.ctx)?;
         }
-        Ok(())
+        allowed()
+    }
+
+    /// For a copy or fill whose call is a synchronous one.
+    pub fn usable_synchronously(&self) -> Result {
+        if CAPTURES.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        if self.handle == 0 {
+            legacy_use(self.ctx)?;
+        }
+        allowed()
     }
 
     /// For a call that puts work on the stream.
@@ -243,7 +311,7 @@ impl Stream {
         match self.capture() {
             Some(capture) if capture.invalid.load(Ordering::Relaxed) => Err(STREAM_CAPTURE_INVALIDATED),
             Some(_) => Ok(()),
-            None if self.handle == 0 => legacy_use(),
+            None if self.handle == 0 => legacy_use(self.ctx),
             None => Ok(()),
         }
     }
@@ -259,17 +327,58 @@ pub fn context_synced(seq: u64) {
     CTX_DONE.fetch_max(seq, Ordering::Relaxed);
 }
 
-/// The default stream must not be used while a blocking stream captures: it would become part of the capture.
-fn legacy_use() -> Result {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let blocking = open.iter().find(|c| by_handle(c.origin).is_ok_and(|s| s.flags & NON_BLOCKING == 0));
-    match blocking {
-        Some(capture) => {
-            capture.invalid.store(true, Ordering::Relaxed);
-            Err(STREAM_CAPTURE_IMPLICIT)
+/// Streams of a context that are ordered with its default stream.
+fn blocking_streams(ctx: u64) -> Vec<Arc<Stream>> {
+    let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
+    streams.iter().flatten().filter(|s| s.ctx == ctx && s.blocking()).cloned().collect()
+}
+
+/// Captures that the default stream of a context would become a part of if it were used.
+fn captures_of_legacy(ctx: u64) -> Vec<Arc<Capture>> {
+    blocking_streams(ctx).iter().filter_map(|s| s.capture()).collect()
+}
+
+/// Whether the default stream of a context must not be used; asking spoils nothing.
+pub fn legacy_involved(ctx: u64) -> bool {
+    capturing() && !captures_of_legacy(ctx).is_empty()
+}
+
+/// Refuses to use the default stream where that would make it a part of captures, and spoils those.
+fn legacy_use(ctx: u64) -> Result {
+    let captures = captures_of_legacy(ctx);
+    captures.iter().for_each(|capture| capture.spoil());
+    if captures.is_empty() { Ok(()) } else { Err(STREAM_CAPTURE_IMPLICIT) }
+}
+
+/// Refuses to synchronise a context in which something is being captured, and spoils that.
+pub fn context_sync_allowed(ctx: u64) -> Result {
+    if capturing() {
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine: Vec<_> = open.iter().filter(|c| c.ctx == ctx).collect();
+        mine.iter().for_each(|capture| capture.spoil());
+        if !mine.is_empty() {
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
-        None => Ok(()),
     }
+    allowed()
+}
+
+/// Waits for the device before host memory goes away that copies may still use. While something is captured the device as a
+/// whole must not be waited for: then each stream that takes no part is.
+pub fn wait_for_all(client: &Client) -> Result {
+    if !capturing() {
+        return client.call(op::CTX_SYNC, |_| {}).map(|_| ());
+    }
+    let ctx = thread::context()?;
+    let mut all: Vec<_> =
+        STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().cloned().collect();
+    if !legacy_involved(ctx) {
+        all.push(legacy(ctx)?);
+    }
+    for stream in all.iter().filter(|s| s.ctx == ctx && s.capture().is_none() && !s.idle()) {
+        client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+    }
+    Ok(())
 }
 
 /// Whether any stream captures.
@@ -302,7 +411,7 @@ pub fn allowed() -> Result {
         return Ok(());
     }
     for capture in forbidding {
-        capture.invalid.store(true, Ordering::Relaxed);
+        capture.spoil();
     }
     Err(STREAM_CAPTURE_UNSUPPORTED)
 }
@@ -315,6 +424,7 @@ pub fn begin(stream: &Stream, mode: i32, graph: u64) {
         mode,
         thread: thread::id(),
         origin: stream.handle,
+        ctx: stream.ctx,
         invalid: AtomicBool::new(false),
         graph,
         named: Mutex::default(),
@@ -409,10 +519,10 @@ fn run_host() {
             continue;
         };
         drop(host);
-        match function {
+        thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
-        }
+        });
         if let Ok(client) = client::get() {
             // A link that is gone has nobody who waits.
             let _ = crate::mapped::upload_after_host_function(client);

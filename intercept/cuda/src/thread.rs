@@ -14,6 +14,7 @@ static NEXT_THREAD: AtomicU32 = AtomicU32::new(1);
 thread_local! {
     static ID: Cell<u32> = const { Cell::new(0) };
     static CURRENT: Cell<u64> = const { Cell::new(0) };
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
     static CAPTURE_MODE: Cell<i32> = const { Cell::new(0) };
     static RECENT: Cell<[u64; RECENT_LEN]> = const { Cell::new([0; RECENT_LEN]) };
     static BELOW: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -83,6 +84,19 @@ pub fn forget(ctx: u64) {
         let below = BELOW.try_with(|below| below.borrow_mut().pop()).ok().flatten();
         set_current(below.unwrap_or(0));
     }
+}
+
+/// Whether the thread is running a host function of a stream, which must not call the driver.
+#[inline]
+pub fn in_host_function() -> bool {
+    IN_HOST_FUNCTION.with(Cell::get)
+}
+
+/// Runs a host function.
+pub fn host_function(run: impl FnOnce()) {
+    IN_HOST_FUNCTION.with(|inside| inside.set(true));
+    run();
+    IN_HOST_FUNCTION.with(|inside| inside.set(false));
 }
 
 /// The thread's capture mode (`CUstreamCaptureMode`): 0 global, 1 thread-local, 2 relaxed.

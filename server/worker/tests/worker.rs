@@ -1009,13 +1009,6 @@ fn the_limit_holds_for_memory_of_every_kind() {
     };
     assert_eq!(array(&mut guest, 8192), Ok(OUT_OF_MEMORY));
 
-    // Managed memory; mapped host memory is not the device's.
-    let managed = |guest: &mut Raw, mib: u64, managed: u64| {
-        guest.ask_words(op::MIRROR_HOST, &[WINDOW + (3 << 30), mib * MIB, managed])
-    };
-    assert_eq!(managed(&mut guest, 128, 1), Ok(OUT_OF_MEMORY));
-    assert_eq!(free(&mut guest), before);
-
     // Variables of a module.
     let load = |guest: &mut Raw, bytes: u64| {
         let text = format!(

@@ -275,7 +275,7 @@ export! {
             return Err(INVALID_VALUE);
         }
         if peer.device == ctx.device {
-            return Err(errors::INVALID_DEVICE);
+            return Err(errors::PEER_ACCESS_UNSUPPORTED);
         }
         let mut state = ctx.state.lock();
         if state.peers.contains(&handle(&peer)) {

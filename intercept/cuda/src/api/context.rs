@@ -8,8 +8,10 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{self, Client, Created, word};
-use crate::entry::{INVALID_CONTEXT, INVALID_VALUE, Result, alias, driver, give, give_optional};
-use crate::{copies, private_tables, ranges, streams, thread};
+use crate::entry::{
+    INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, alias, driver, give, give_optional,
+};
+use crate::{private_tables, ranges, streams, thread};
 
 /// The context that a program names; null is the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
@@ -21,6 +23,8 @@ fn create(client: &Client, ctx: *mut *mut c_void, flags: u32, device: i32, versi
     if ctx.is_null() {
         return Err(INVALID_VALUE);
     }
+    // After a fault nothing works any more, in no context of the process.
+    client.late()?;
     let new = client.mint(handle::CTX);
     client.call(op::CTX_CREATE, |w| {
         w.word(new);
@@ -38,12 +42,12 @@ fn created(client: &Client, ctx: u64) -> Option<Created> {
 }
 
 fn synchronize(client: &Client, ctx: u64) -> Result {
-    streams::allowed()?;
     client.device_of(ctx)?;
+    streams::context_sync_allowed(ctx)?;
     let caller = gpusession_link::link::Caller { thread: thread::id(), ctx };
     let seq = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(client::unavailable)?;
     let reply = client.link.finish_call(seq).map_err(client::unavailable)?;
-    copies::settle(client, seq, None);
+    client.link.settle(seq, None);
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         streams::context_synced(seq);
     }
@@ -195,6 +199,7 @@ driver! {
     fn cuCtxSetLimit(limit: i32, value: usize) {
         let client = client::get()?;
         let device = client.device(client.device_of(thread::context()?)? as i32)?;
+        streams::allowed()?;
         let reply = client.call(op::CTX_SET_LIMIT, |w| {
             w.word(limit as u32 as u64);
             w.word(value as u64);
@@ -203,6 +208,18 @@ driver! {
         if let Some(known) = usize::try_from(limit).ok().and_then(|i| device.limits.get(i)) {
             known.store(now, Ordering::Relaxed);
         }
+        Ok(())
+    }
+
+    fn cuCtxEnablePeerAccess(peer: *mut c_void, flags: u32) {
+        let client = client::get()?;
+        if client.device_of(peer as u64)? == client.device_of(thread::context()?)? {
+            return Err(PEER_ACCESS_UNSUPPORTED);
+        }
+        client.call(op::cuCtxEnablePeerAccess, |w| {
+            w.word(peer as u64);
+            w.word(u64::from(flags));
+        })?;
         Ok(())
     }
 

@@ -33,6 +33,13 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
     client.late()
 }
 
+/// The default stream, for a call that CUDA calls synchronous.
+fn for_synchronous(client: &Client, default: crate::streams::Default) -> Result<Arc<Stream>> {
+    let stream = find(client, NULL, default)?;
+    stream.usable_synchronously()?;
+    Ok(stream)
+}
+
 /// Which side of a copy an address is on.
 fn on_device(address: u64) -> bool {
     ranges::find(address).is_some_and(|r| r.kind.on_device() && !r.kind.managed())
@@ -69,7 +76,7 @@ fn unified(
 driver! {
     fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds [default] (target: u64, source: *const c_void, len: usize) {
         let client = client::get()?;
-        copies::to_device(client, target, source as usize, len, &*find(client, NULL, default)?)
+        copies::to_device(client, target, source as usize, len, &*for_synchronous(client, default)?)
     }
 
     fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz [default] (
@@ -81,7 +88,7 @@ driver! {
 
     fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds [default] (target: *mut c_void, source: u64, len: usize) {
         let client = client::get()?;
-        copies::from_device(client, target as usize, source, len, &find(client, NULL, default)?, true)
+        copies::from_device(client, target as usize, source, len, &for_synchronous(client, default)?, true)
     }
 
     fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz [default] (
@@ -93,7 +100,7 @@ driver! {
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds [default] (target: u64, source: u64, len: usize) {
         let client = client::get()?;
-        device_to_device(client, target, source, len, &*find(client, NULL, default)?)
+        device_to_device(client, target, source, len, &*for_synchronous(client, default)?)
     }
 
     fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz [default] (
@@ -105,7 +112,7 @@ driver! {
 
     fn cuMemcpy / cuMemcpy_ptds [default] (target: u64, source: u64, len: usize) {
         let client = client::get()?;
-        unified(client, target, source, len, &find(client, NULL, default)?, true)
+        unified(client, target, source, len, &for_synchronous(client, default)?, true)
     }
 
     fn cuMemcpyAsync / cuMemcpyAsync_ptsz [default] (target: u64, source: u64, len: usize, stream: *mut c_void) {
@@ -117,7 +124,7 @@ driver! {
         target: u64, _to: *mut c_void, source: u64, _from: *mut c_void, len: usize,
     ) {
         let client = client::get()?;
-        device_to_device(client, target, source, len, &*find(client, NULL, default)?)
+        device_to_device(client, target, source, len, &*for_synchronous(client, default)?)
     }
 
     fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz [default] (
@@ -129,12 +136,12 @@ driver! {
 
     fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds [default] (copy: *const Plane) {
         let client = client::get()?;
-        run(client, take(copy)?.into(), &find(client, NULL, default)?)
+        run(client, take(copy)?.into(), &for_synchronous(client, default)?)
     }
 
     fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds [default] (copy: *const Plane) {
         let client = client::get()?;
-        run(client, take(copy)?.into(), &find(client, NULL, default)?)
+        run(client, take(copy)?.into(), &for_synchronous(client, default)?)
     }
 
     fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz [default] (copy: *const Plane, stream: *mut c_void) {
@@ -144,7 +151,7 @@ driver! {
 
     fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds [default] (copy: *const Cuboid) {
         let client = client::get()?;
-        run(client, take(copy)?, &find(client, NULL, default)?)
+        run(client, take(copy)?, &for_synchronous(client, default)?)
     }
 
     fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz [default] (copy: *const Cuboid, stream: *mut c_void) {
@@ -158,6 +165,7 @@ macro_rules! fills {
     ($($name:ident / $twin:ident, $ordered:ident / $ordered_twin:ident
         ($target:ident: u64 $(, $arg:ident: $ty:ty)*) covers $len:expr;)*) => { driver! { $(
         fn $name / $twin [default] ($target: u64, $($arg: $ty),*) {
+            for_synchronous(client::get()?, default)?;
             fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])
         }
 

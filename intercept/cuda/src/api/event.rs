@@ -6,9 +6,9 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{self, unavailable, word};
-use crate::entry::{INVALID_VALUE, Result, STREAM_CAPTURE_UNSUPPORTED, alias, driver, give};
+use crate::entry::{CAPTURED_EVENT, INVALID_VALUE, Result, alias, driver, give};
 use crate::streams::{self, find};
-use crate::{copies, events, thread};
+use crate::{events, thread};
 
 fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, flags: u32) -> Result {
     let client = client::get()?;
@@ -32,9 +32,11 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
 fn ask(operation: u16, event: *mut c_void) -> Result {
     let client = client::get()?;
     let event = events::find(event as u64)?;
-    if streams::capturing() && event.capture().is_some() {
-        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    if let Some(capture) = event.capture() {
+        capture.spoil();
+        return Err(CAPTURED_EVENT);
     }
+    streams::allowed()?;
     let Some((stream, recorded)) = event.pending() else {
         // What is known to have happened needs no answer; its data has landed.
         return client.late();
@@ -43,7 +45,10 @@ fn ask(operation: u16, event: *mut c_void) -> Result {
         client.link.begin_call(operation, thread::caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(seq).map_err(unavailable)?;
     if reply.status == 0 {
-        copies::settle(client, recorded, Some(&stream));
+        client.link.settle(recorded, Some(stream.handle));
+        for (stream, covered) in event.covers() {
+            client.link.settle(covered, Some(stream));
+        }
         event.has_happened(&stream, recorded);
     }
     client.told(reply.status)

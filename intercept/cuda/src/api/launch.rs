@@ -6,7 +6,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use gpusession_proto::frame::{Writer, op};
 
 use crate::client::{self, Client};
-use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
+use crate::entry::{
+    INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, Result, bytes, driver, give, give_optional, take,
+};
 use crate::functions::{self, Function};
 use crate::streams::{self, find};
 use crate::{mapped, ranges};
@@ -137,6 +139,9 @@ impl Params {
     /// Whether a list and pointers are both absent although the kernel has parameters, or both given.
     pub fn check(self, function: &Function) -> Result {
         let absent = self.each.is_null() && self.extra.is_null();
+        if self.each.is_null() && self.buffer()?.len() > function.param_bytes.next_multiple_of(8) {
+            return Err(LAUNCH_OUT_OF_RESOURCES);
+        }
         if (absent && !function.params.is_empty()) || (!self.each.is_null() && !self.extra.is_null()) {
             return Err(INVALID_VALUE);
         }

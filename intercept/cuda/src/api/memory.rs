@@ -160,6 +160,11 @@ driver! {
         if pointer.is_null() {
             return Err(INVALID_VALUE);
         }
+        // Nothing is given for nothing.
+        if size == 0 {
+            client::get()?;
+            return give(pointer, std::ptr::null_mut());
+        }
         give(pointer, host_allocate(client::get()?, size, 0)? as *mut c_void)
     }
 
@@ -168,18 +173,20 @@ driver! {
         if pointer.is_null() {
             return Ok(());
         }
+        streams::allowed()?;
         let range = ranges::take(pointer as u64, |k| matches!(k, Kind::Host(_))).ok_or(INVALID_VALUE)?;
         // Copies that still read or write it.
-        let synced = client.call(op::CTX_SYNC, |_| {});
-        crate::copies::settle(client, client.link.position() + 1, None);
+        let synced = streams::wait_for_all(client);
+        client.link.settle(client.link.position() + 1, None);
         mapped::unmap(client, range.base)?;
         client.window().free_host(range.base, range.size);
-        synced.map(|_| ())
+        synced
     }
 
     fn cuMemHostRegister_v2(pointer: *mut c_void, size: usize, flags: u32) {
         client::get()?;
         let ctx = thread::context()?;
+        streams::allowed()?;
         if pointer.is_null() || size == 0 {
             return Err(INVALID_VALUE);
         }
@@ -192,10 +199,11 @@ driver! {
 
     fn cuMemHostUnregister(pointer: *mut c_void) {
         let client = client::get()?;
+        streams::allowed()?;
         let registered = ranges::take(pointer as u64, |k| matches!(k, Kind::Registered(_)));
         registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?;
-        client.call(op::CTX_SYNC, |_| {})?;
-        crate::copies::settle(client, client.link.position() + 1, None);
+        streams::wait_for_all(client)?;
+        client.link.settle(client.link.position() + 1, None);
         mapped::unmap(client, pointer as u64)
     }
 
@@ -299,6 +307,9 @@ driver! {
         let client = client::get()?;
         let stream = find(client, stream, default)?;
         stream.usable()?;
+        if stream.capture().is_none() {
+            streams::allowed()?;
+        }
         let range = ranges::find(address).filter(|r| r.base == address).ok_or(INVALID_VALUE)?;
         if range.kind == Kind::Device {
             // Memory of cuMemAlloc may be freed in a stream's order too; it is freed when the stream got there.
@@ -454,6 +465,9 @@ fn allocate_ordered(
     let client = client::get()?;
     let stream = find(client, stream, default)?;
     stream.usable()?;
+    if stream.capture().is_none() {
+        streams::allowed()?;
+    }
     if address.is_null() || size == 0 {
         return Err(INVALID_VALUE);
     }

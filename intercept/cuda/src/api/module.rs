@@ -13,7 +13,7 @@ use crate::entry::{
 };
 use crate::functions::{self, How, OWN_DEVICE};
 use crate::ranges::{self, Kind};
-use crate::{images, thread};
+use crate::{images, streams, thread};
 
 /// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
 const WALL_TIME: i32 = 2;
@@ -240,6 +240,8 @@ driver! {
     }
 
     fn cuModuleUnload(module: *mut c_void) {
+        client::get()?;
+        streams::allowed()?;
         unload(module as u64, handle::MODULE, op::MODULE_UNLOAD)
     }
 
@@ -357,7 +359,7 @@ driver! {
     }
 
     fn cuFuncGetModule(module: *mut *mut c_void, function: *mut c_void) {
-        give(module, functions::find(function as u64)?.parent as *mut c_void)
+        give(module, functions::own(function as u64)?.parent as *mut c_void)
     }
 
     fn cuKernelGetName(text: *mut *const c_char, kernel: *mut c_void) {
@@ -405,7 +407,7 @@ driver! {
 
     fn cuFuncGetAttribute(value: *mut i32, attribute: i32, function: *mut c_void) {
         let client = client::get()?;
-        give(value, functions::find(function as u64)?.attribute(client, attribute, OWN_DEVICE)?)
+        give(value, functions::own(function as u64)?.attribute(client, attribute, OWN_DEVICE)?)
     }
 
     fn cuKernelSetAttribute(attribute: i32, value: i32, kernel: *mut c_void, device: i32) {
@@ -415,7 +417,7 @@ driver! {
     }
 
     fn cuFuncSetAttribute(function: *mut c_void, attribute: i32, value: i32) {
-        functions::find(function as u64)?.set(client::get()?, 0, attribute, value, OWN_DEVICE)
+        functions::own(function as u64)?.set(client::get()?, 0, attribute, value, OWN_DEVICE)
     }
 
     fn cuKernelSetCacheConfig(kernel: *mut c_void, config: i32, device: i32) {

@@ -9,11 +9,12 @@ use gpusession_proto::handle;
 
 use crate::client::{self, Client, unavailable, word};
 use crate::entry::{
-    ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_INVALIDATED,
-    STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
+    ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
+    STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
+    STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
 use crate::streams::{self, HostFunction, Stream, find};
-use crate::{copies, events, mapped, thread};
+use crate::{events, mapped, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Words of a `CUstreamBatchMemOpParams`.
@@ -33,8 +34,8 @@ fn synchronize(client: &Client, stream: &Stream) -> Result {
         .begin_call(op::STREAM_SYNC, thread::caller(), |w| w.word(stream.handle))
         .map_err(unavailable)?;
     let reply = client.link.finish_call(seq).map_err(unavailable)?;
-    copies::settle(client, seq, Some(stream));
     if reply.status == 0 {
+        stream.settle(client, seq);
         stream.synced(seq);
     }
     client.told(reply.status)
@@ -115,8 +116,8 @@ struct Info {
 fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool) -> Result<Info> {
     let client = client::get()?;
     let stream = find(client, stream, default)?;
-    if stream.handle == 0 && streams::capturing() {
-        stream.usable()?;
+    if stream.handle == 0 && streams::legacy_involved(stream.ctx) {
+        return Err(STREAM_CAPTURE_IMPLICIT);
     }
     let Some(capture) = stream.capture() else {
         return Ok(Info { status: 0, id: 0, graph: 0, nodes: Vec::new() });
@@ -169,12 +170,12 @@ driver! {
     }
 
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz [default] (stream: *mut c_void) {
-        let client = client::get()?;
+        let client = client::even_in_host_function()?;
         synchronize(client, &*find(client, stream, default)?)
     }
 
     fn cuStreamQuery / cuStreamQuery_ptsz [default] (stream: *mut c_void) {
-        let client = client::get()?;
+        let client = client::even_in_host_function()?;
         let stream = find(client, stream, default)?;
         stream.not_captured()?;
         if stream.idle() {
@@ -186,7 +187,7 @@ driver! {
             .map_err(unavailable)?;
         let reply = client.link.finish_call(seq).map_err(unavailable)?;
         if reply.status == 0 {
-            copies::settle(client, seq, Some(&stream));
+            stream.settle(client, seq);
             stream.synced(seq);
         }
         client.told(reply.status)
@@ -197,8 +198,23 @@ driver! {
         let stream = find(client, stream, default)?;
         let event = events::find(event as u64)?;
         let captured = if streams::capturing() { event.capture() } else { None };
-        if captured.is_none() {
+        if let Some(capture) = &captured {
+            // The default stream cannot take part, and a capture that has ended holds nobody up any more.
+            if stream.handle == 0 {
+                capture.spoil();
+                return Err(STREAM_CAPTURE_IMPLICIT);
+            }
+            if !capture.open() || capture.invalid.load(Ordering::Relaxed) {
+                return Err(STREAM_CAPTURE_INVALIDATED);
+            }
+        } else {
             stream.usable()?;
+            if let Some(own) = stream.capture()
+                && event.recorded()
+            {
+                own.spoil();
+                return Err(STREAM_CAPTURE_ISOLATION);
+            }
             // Nothing to wait for.
             if event.pending().is_none() && stream.capture().is_none() {
                 return client.late();
@@ -209,8 +225,14 @@ driver! {
             w.word(event.handle);
             w.word(u64::from(flags));
         })?;
-        if let Some(capture) = captured {
-            stream.join(&capture);
+        match captured {
+            Some(capture) => stream.join(&capture),
+            None => {
+                if let Some((of, recorded)) = event.pending().filter(|_| client.link.down.any()) {
+                    stream.covers_also(&event.covers());
+                    stream.covers_also(&[(of.handle, recorded)]);
+                }
+            }
         }
         stream.worked(seq);
         client.late()
@@ -258,6 +280,11 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let function = function.ok_or(INVALID_VALUE)?;
+        // Unlike a host function it cannot become a node.
+        if let Some(capture) = find(client::get()?, stream, default)?.capture() {
+            capture.spoil();
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
         host_function(stream, default, HostFunction::Callback(function, stream as usize, data as usize))
     }
 
@@ -347,24 +374,24 @@ driver! {
             return Err(INVALID_VALUE);
         }
         if capture.origin != stream.handle {
-            return Err(904);
+            capture.spoil();
+            return Err(STREAM_CAPTURE_UNMATCHED);
         }
-        if capture.mode != 2 && capture.thread != thread::id() {
-            return Err(STREAM_CAPTURE_WRONG_THREAD);
-        }
+        // It ends all the same.
+        let wrong_thread = capture.mode != 2 && capture.thread != thread::id();
         let new = if capture.graph == 0 { client.mint(handle::GRAPH) } else { capture.graph };
         let reply = client.ask(op::CAPTURE_END, |w| {
             w.word(stream.handle);
             w.word(new);
         })?;
         streams::end(&capture);
-        if capture.invalid.load(Ordering::Relaxed) {
+        if wrong_thread || capture.invalid.load(Ordering::Relaxed) {
             give(graph, NULL)?;
             if reply.status == 0 && capture.graph == 0 {
                 client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
                 client.retire(new);
             }
-            return Err(STREAM_CAPTURE_INVALIDATED);
+            return Err(if wrong_thread { STREAM_CAPTURE_WRONG_THREAD } else { STREAM_CAPTURE_INVALIDATED });
         }
         if let Err(status) = client.told(reply.status) {
             give(graph, NULL)?;

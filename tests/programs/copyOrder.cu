@@ -1,0 +1,65 @@
+// Large copies to pinned memory are complete for whoever has synchronised through an event: a stream that waited for it, one that waited
+// for an event of that one, the default stream, and the event itself.
+#include "check.h"
+
+__global__ void fill(int *values, int count, int value) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) values[i] = value + i;
+}
+
+__global__ void nothing() {}
+
+int main() {
+    const int count = 6 << 20;
+    const size_t bytes = count * sizeof(int);
+    int *device, *host;
+    CHECK(cudaMalloc(&device, bytes));
+    CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocDefault));
+    cudaStream_t copies, waiting, last;
+    CHECK(cudaStreamCreateWithFlags(&copies, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&waiting, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&last, cudaStreamNonBlocking));
+    cudaStream_t blocking;
+    CHECK(cudaStreamCreate(&blocking));
+    cudaEvent_t event, second;
+    CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    CHECK(cudaEventCreateWithFlags(&second, cudaEventDisableTiming));
+    for (int round = 0; round < 5; round++) {
+        const cudaStream_t stream = round == 4 ? blocking : copies;
+        fill<<<64, 256, 0, stream>>>(device, count, round * 1000);
+        CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaEventRecord(event, stream));
+        switch (round) {
+        case 0:
+            CHECK(cudaEventSynchronize(event));
+            break;
+        case 1:
+            CHECK(cudaStreamWaitEvent(waiting, event, 0));
+            nothing<<<1, 1, 0, waiting>>>();
+            CHECK(cudaStreamSynchronize(waiting));
+            break;
+        case 2:
+            CHECK(cudaStreamWaitEvent(waiting, event, 0));
+            CHECK(cudaEventRecord(second, waiting));
+            CHECK(cudaStreamWaitEvent(last, second, 0));
+            nothing<<<1, 1, 0, last>>>();
+            CHECK(cudaStreamSynchronize(last));
+            break;
+        case 3:
+            CHECK(cudaStreamWaitEvent(waiting, event, 0));
+            CHECK(cudaEventRecord(second, waiting));
+            CHECK(cudaEventSynchronize(second));
+            break;
+        case 4:
+            nothing<<<1, 1>>>();
+            CHECK(cudaStreamSynchronize(nullptr));
+            break;
+        }
+        // The end comes last.
+        for (int i = count - 1; i >= 0; i--) EXPECT(host[i] == round * 1000 + i);
+        CHECK(cudaDeviceSynchronize());
+    }
+    std::printf("copyOrder: right\n");
+    CHECK(cudaFreeHost(host));
+    CHECK(cudaFree(device));
+    return 0;
+}
