@@ -14,6 +14,7 @@ use toml::de::{DeTable, DeValue};
 
 use gpusession_proto::join::is_name;
 
+use crate::idle::Timeouts;
 use crate::lease::Memory;
 
 /// The configuration file that is read when none is named.
@@ -73,6 +74,26 @@ pub const KEYS: &[Key] = &[
         name: "worker_idle_exit",
         default: "10min",
         help: "a lease that took no worker for so long keeps only one ready; 0 is off",
+    },
+    Key {
+        name: "warn_after",
+        default: "25min",
+        help: "without GPU work of any program of a lease for so long, its users are warned; 0 is never",
+    },
+    Key {
+        name: "park_after",
+        default: "30min",
+        help: "then its programs' device memory is moved to host memory until they want it; 0 is never",
+    },
+    Key {
+        name: "release_after",
+        default: "0",
+        help: "then the lease ends, and its programs fail; 0 is never",
+    },
+    Key {
+        name: "lend_after",
+        default: "10min",
+        help: "a lease without programs for so long lends its GPUs to a request that waits; 0 is never",
     },
     Key {
         name: "parked_max",
@@ -189,6 +210,8 @@ pub struct Config {
     pub warm_workers: u32,
     /// After so long without use a lease keeps one ready worker only; zero is never.
     pub worker_idle_exit: Duration,
+    /// What becomes of leases that are idle.
+    pub idle: Timeouts,
     /// Host memory for the device memory of parked programs.
     pub parked_max: Memory,
     /// How long a parked program waits for its GPU before it gets an error; zero is without end.
@@ -696,6 +719,16 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         duration,
         |d| show_duration(*d),
     )?;
+    let mut after = |key: &'static str, minutes: u64| {
+        let default = || (Duration::from_secs(60 * minutes), Origin::Default);
+        reader.key(key, default, duration, |d| show_duration(*d))
+    };
+    let idle = Timeouts {
+        warn: after("warn_after", 25)?,
+        park: after("park_after", 30)?,
+        release: after("release_after", 0)?,
+        lend: after("lend_after", 10)?,
+    };
     let parked_max = reader.key(
         "parked_max",
         || (Memory::Percent(50.0), Origin::Default),
@@ -728,6 +761,13 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
     if encryption && !trusted_networks.is_empty() {
         warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
     }
+    let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
+    if first.is_some_and(|first| idle.warn.is_zero() || idle.warn >= first) {
+        warnings.push(
+            "warn_after is off or not before park_after and release_after: programs are not warned in time"
+                .into(),
+        );
+    }
     if let Some((low, high)) = around.ephemeral {
         for (key, port) in [("listen", listen.port()), ("data_ports", data_ports.0)] {
             if (low..=high).contains(&port) {
@@ -749,6 +789,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         trusted_networks,
         warm_workers,
         worker_idle_exit,
+        idle,
         parked_max,
         return_limit,
         state_dir,

@@ -115,8 +115,12 @@ mod tests {
     use super::*;
 
     const MIN: Duration = Duration::from_secs(60);
-    const LIMITS: Timeouts =
-        Timeouts { warn: Duration::from_secs(1500), park: Duration::from_secs(1800), release: Duration::ZERO, lend: Duration::from_secs(600) };
+    const LIMITS: Timeouts = Timeouts {
+        warn: Duration::from_secs(1500),
+        park: Duration::from_secs(1800),
+        release: Duration::ZERO,
+        lend: Duration::from_secs(600),
+    };
 
     fn seen(processes: usize, active: Moment) -> Seen {
         Seen { processes, active, away: false }

@@ -210,7 +210,7 @@ pub struct Saved {
 }
 
 /// All leases of one server. See the module.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Table {
     gpus: Vec<Gpu>,
     held: BTreeMap<String, Held>,
@@ -422,6 +422,31 @@ impl Table {
             .into_iter()
             .map(|(_, _, g, need)| Share { gpu: g.uuid.clone(), limit_bytes: need, sm_percent: 100 })
             .collect())
+    }
+
+    /// Which of these leases have to be set aside for a request, the first ones first; none where that does not help.
+    pub fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
+        let mut trial = self.clone();
+        let mut out = Vec::new();
+        for id in candidates.iter().filter(|id| !self.is_aside(id)) {
+            trial.set_aside(id);
+            out.push(id.clone());
+            if trial.choose(request).is_err() {
+                continue;
+            }
+            // Those that turn out not to be in the way keep theirs.
+            out.retain(|id| {
+                let mut without = trial.clone();
+                without.aside.remove(id);
+                let needed = without.choose(request).is_err();
+                if !needed {
+                    trial = without;
+                }
+                needed
+            });
+            return out;
+        }
+        Vec::new()
     }
 
     /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
@@ -667,6 +692,51 @@ mod tests {
             2 => (0..80u64).prop_map(|seconds| Step::Pass { seconds }),
             1 => Just(Step::Restart),
         ]
+    }
+
+    #[test]
+    fn what_is_set_aside_comes_back_in_turn() {
+        let mut table = table(1);
+        let random = Counting::default();
+        let get = |table: &mut Table, client: &str, percent| {
+            table
+                .allocate(&request(client, 1, percent), Duration::ZERO, 0, &random)
+                .map(|(lease, _)| lease.id)
+        };
+        let a = get(&mut table, "a", 100.0).unwrap();
+        assert!(table.set_aside(&a) && !table.set_aside("none"));
+        let b = get(&mut table, "b", 50.0).unwrap();
+        let c = get(&mut table, "c", 50.0).unwrap();
+        assert!(table.set_aside(&b));
+        assert_eq!(table.take_back(&a), Err(0), "c is in the way");
+        assert_eq!(table.take_back(&b), Err(1), "a asked first, though there is room for b");
+        assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
+        // A restart of the server: they are still aside, and nobody waits.
+        let (mut again, lost) = Table::new(table.gpus().to_vec(), table.save(), Duration::ZERO);
+        assert!(lost.is_empty() && again.is_aside(&a));
+        assert_eq!(again.take_back(&b), Ok(()));
+        table.stay_aside(&a);
+        assert_eq!(table.take_back(&b), Ok(()));
+        table.remove(None, &b);
+        table.remove(None, &c);
+        assert_eq!((table.take_back(&a), table.is_aside(&a)), (Ok(()), false));
+    }
+
+    #[test]
+    fn only_as_many_lend_as_are_needed() {
+        let mut table = table(4);
+        let random = Counting::default();
+        let ids: Vec<String> = (0..8)
+            .map(|i| {
+                table.allocate(&request(&format!("c{i}"), 1, 50.0), Duration::ZERO, 0, &random).unwrap().0.id
+            })
+            .collect();
+        let one = request("new", 1, 100.0);
+        let lenders = table.lenders(&one, &ids);
+        assert_eq!(lenders.len(), 2, "both halves of one GPU");
+        assert!(table.lenders(&one, &ids[..1]).is_empty(), "a half does not help");
+        assert!(table.lenders(&request("new", 5, 100.0), &ids).is_empty());
+        assert_eq!(table.lenders(&request("new", 4, 100.0), &ids).len(), 8);
     }
 
     proptest! {

@@ -17,6 +17,7 @@ pub mod config;
 pub mod data;
 pub mod discovery;
 pub mod guard;
+pub mod idle;
 pub mod lease;
 pub mod monitor;
 pub mod net;

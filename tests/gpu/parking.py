@@ -231,6 +231,61 @@ class Parking:
         gpus = json.loads(self.server.tool("gpus", "--json"))["gpus"]
         return round((total or gpus[0]["memory_bytes"]) * 0.7 / (1 << 30), 2)
 
+    def until(self, what, limit=20):
+        """Wait until something is so."""
+        end = time.monotonic() + limit
+        while not what():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def clocks(self):
+        """The idle clock: warned, parked, at work again; a program that waits for its GPU is not idle; lending."""
+        self.server.stop()
+        self.args.server_config += ['warn_after = "2s"', 'park_after = "4s"', 'lend_after = "2s"']
+        self.server.write_configuration()
+        self.server.start()
+        self.server.release_lease()
+        self.wait_for_no_lease()
+        program = self.start(["idle_program.py", "0.125"])
+        program.expect("ready")
+        lease = self.only_lease()
+        self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked"))
+        log = (self.args.out / "server.log").read_text()
+        self.check("warned before", "in 1s its programs" in log or "in 2s its programs" in log)
+        self.check("goes on", self.intact(program) >= 0)
+        begun, seen = time.monotonic(), set()
+        while time.monotonic() - begun < 7:
+            program.say("spin 1")
+            program.expect("spun")
+            seen.add(self.state(lease)[0])
+            time.sleep(0.2)
+        self.check("not parked while it works", seen == {"active"})
+        program.end()
+        self.wait_for_no_lease()
+
+        first = self.start_shell(f"echo up; read go; exec {self.args.python} idle_program.py 0.125")
+        first.expect("up")
+        lease = self.only_lease()
+        time.sleep(2.5)
+        other = self.start(["idle_program.py", str(self.big())])
+        other.expect("ready")
+        self.check("a lease without programs lends its GPU", self.state(lease)[0] == "lent")
+        first.say("go")
+        self.check("and waits to get it back", self.until(lambda: self.state(lease) == ("returning", 1)))
+        other.end()
+        first.expect("ready")
+        self.check("and has it", self.state(lease)[0] == "active")
+        first.end()
+
+    def start_shell(self, script):
+        """A shell with a lease of its own."""
+        env = {**os.environ, **self.server.client_environment(), "PYTHONUNBUFFERED": "1"}
+        program = Program([*self.server.prefix(), "sh", "-c", script], env, self.log, self.here)
+        self.programs.append(program)
+        return program
+
     def run(self):
         """Everything; whether it was as it has to be."""
         self.wait_for_no_lease()
@@ -248,6 +303,8 @@ class Parking:
         total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
         wanted = [1, 16, 64] if self.card else [0.0625]
         self.sizes([gib for gib in wanted if gib < total * 0.9])
+        print("The clock", flush=True)
+        self.clocks()
         return {"figures": self.rows, "failed": self.bad}
 
     def stop(self):

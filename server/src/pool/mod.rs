@@ -2,6 +2,7 @@
 
 pub mod authority;
 pub mod clients;
+pub mod idleness;
 pub mod parking;
 pub mod readings;
 pub mod service;

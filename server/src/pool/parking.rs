@@ -13,6 +13,7 @@ use tracing::{error, info, warn};
 
 use super::service::Pool;
 use crate::clock::Moment;
+use crate::idle::Clock;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{NotParked, Parker};
 
@@ -77,6 +78,7 @@ pub struct Parking {
     /// A lease came back, or is not to.
     changed: Notify,
     never: OnceLock<String>,
+    clocks: Mutex<HashMap<String, Clock>>,
 }
 
 impl Parking {
@@ -95,6 +97,17 @@ impl Parking {
             (Stage::Waiting { before, .. }, _) => ("returning", before.unwrap_or(0) as u32 + 1),
             (Stage::Returning, _) => ("returning", 0),
         })
+    }
+
+    /// Asks or tells the idle clock of a lease.
+    pub fn clock<T>(&self, lease: &str, what: impl FnOnce(&mut Clock) -> T) -> T {
+        let mut clocks = self.clocks.lock().unwrap_or_else(PoisonError::into_inner);
+        what(clocks.entry(lease.into()).or_default())
+    }
+
+    /// Forgets the clocks of leases that ended.
+    pub fn keep_clocks(&self, there: impl Fn(&String) -> bool) {
+        self.clocks.lock().unwrap_or_else(PoisonError::into_inner).retain(|lease, _| there(lease));
     }
 
     /// Device memory that is in host memory now.
@@ -261,6 +274,7 @@ impl Pool {
                 () = tokio::time::sleep(pause) => {}
             }
             self.forget_ended().await;
+            self.tick_idle().await;
             for lease in self.supervisor().wanted() {
                 self.wants_back(&lease);
             }
@@ -275,6 +289,9 @@ impl Pool {
             queue.sort();
             for (since, lease) in queue {
                 self.returns(&lease).await;
+                if self.parking().state(&lease).is_some_and(|(_, place)| place > 0) {
+                    self.lend_to(&lease).await;
+                }
                 let limit = self.facts().config.return_limit;
                 if !limit.is_zero() && self.now().saturating_sub(since) >= limit {
                     self.give_up(&lease, limit).await;

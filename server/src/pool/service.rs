@@ -576,7 +576,7 @@ impl PoolService for Service {
             boot_id: wish.boot_id,
             encrypted,
         };
-        let (lease, fresh) = pool.registry.allocate(&wanted).await.map_err(|e| {
+        let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
                 info!(gpusession_client = client, "no lease for {client}: {text}{more}");

@@ -80,6 +80,10 @@ impl Registry for LocalRegistry {
         Some(lease)
     }
 
+    async fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
+        self.table().lenders(request, candidates)
+    }
+
     async fn set_aside(&self, id: &str) -> bool {
         let mut table = self.table();
         let there = table.set_aside(id);

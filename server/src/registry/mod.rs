@@ -44,6 +44,8 @@ pub trait Registry: Send + Sync {
     async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
     /// Ends a lease; with a client only if it is that client's. `None`: there was none.
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
+    /// Which of these leases have to be set aside for a request; none where that does not help.
+    async fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String>;
     /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
     async fn set_aside(&self, id: &str) -> bool;
     /// `Ok` once a lease that was set aside has its parts again, else the number of leases that are before it.

@@ -253,6 +253,8 @@ struct LeaseState {
     stock: Stock,
     /// Its GPUs are others': no worker is started.
     away: bool,
+    /// When its last process ended, or it began.
+    unused: Moment,
     changed: Arc<Notify>,
 }
 
@@ -312,9 +314,15 @@ impl Supervisor {
                 return;
             }
             let stock = Stock::new(self.0.options.warm_workers, self.0.clock.now());
-            let ledger = Ledger::new(devices);
-            let entry =
-                LeaseState { lease: lease.clone(), ledger, stock, away: false, changed: Arc::default() };
+            let (ledger, unused) = (Ledger::new(devices), self.0.clock.now());
+            let entry = LeaseState {
+                lease: lease.clone(),
+                ledger,
+                stock,
+                away: false,
+                unused,
+                changed: Arc::default(),
+            };
             state.leases.insert(lease.id.clone(), entry);
         }
         self.refill(&lease.id);
@@ -960,6 +968,9 @@ impl Supervisor {
         if let Some(lease) = state.leases.get_mut(&worker.lease) {
             if early && worker.stocked {
                 pause = Some(lease.stock.failed(id, self.0.clock.now(), reason.clone()));
+            }
+            if worker.process.is_some() {
+                lease.unused = self.0.clock.now();
             }
             lease.changed.notify_waiters();
             if worker.given {

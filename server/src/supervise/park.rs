@@ -120,11 +120,13 @@ impl Supervisor {
         mine.filter_map(of).collect()
     }
 
-    /// Processes of a lease, and when GPU work of one of them was last seen.
+    /// Processes of a lease, and when GPU work of one of them was last seen; without any, when the last one ended or the lease
+    /// began.
     pub fn activity(&self, lease: &str) -> (usize, Option<Moment>) {
         let state = self.state();
         let mine = || state.workers.values().filter(|w| w.lease == lease && w.process.is_some());
-        (mine().count(), mine().map(|w| w.active).max())
+        let active = mine().map(|w| w.active).max();
+        (mine().count(), active.or_else(|| state.leases.get(lease).map(|l| l.unused)))
     }
 
     /// Whether a worker exists.

@@ -1,0 +1,130 @@
+//! Does what the idle clocks of leases say, and lends what nobody uses to those who wait.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::control::pool_event::Event;
+use gpusession_proto::control::{self as wire, PoolEvent};
+use tracing::info;
+
+use super::parking::ParkError;
+use super::service::Pool;
+use crate::config::show_duration;
+use crate::idle::{self, Act, Next, Seen, Timeouts};
+use crate::lease::{AllocateError, Lease, Request};
+
+impl Pool {
+    fn timeouts(&self) -> Timeouts {
+        let mut limits = self.facts().config.idle;
+        if self.parking().never().is_some() {
+            limits.park = Duration::ZERO;
+        }
+        limits
+    }
+
+    fn seen(&self, lease: &str) -> Option<Seen> {
+        let (processes, active) = self.supervisor().activity(lease);
+        Some(Seen { processes, active: active?, away: self.parking().state(lease).is_some() })
+    }
+
+    /// What is due now.
+    pub async fn tick_idle(self: &Arc<Self>) {
+        let (now, limits) = (self.now(), self.timeouts());
+        let standing = self.registry().leases().await;
+        self.parking().keep_clocks(|lease| standing.iter().any(|s| s.lease.id == *lease));
+        for lease in standing.into_iter().map(|s| s.lease) {
+            let Some(seen) = self.seen(&lease.id) else { continue };
+            let act = self.parking().clock(&lease.id, |clock| clock.tick(seen, &limits, now));
+            let idle = now.saturating_sub(seen.active);
+            let rest = format!("no GPU work for {}", show_duration(Duration::from_secs(idle.as_secs())));
+            match act {
+                None => {}
+                Some(Act::Warn { next, left }) => self.warn_idle(&lease, next, left, &rest),
+                Some(Act::Release) => {
+                    self.end_lease(&lease.id, &format!("{rest} (release_after)")).await;
+                }
+                Some(Act::Park) => {
+                    let pool = self.clone();
+                    tokio::spawn(async move {
+                        match pool.park(&lease.id, &rest).await {
+                            Ok(()) | Err(ParkError::Away(_) | ParkError::NoLease) => {}
+                            Err(e) => {
+                                pool.parking().clock(&lease.id, |clock| clock.failed(pool.now()));
+                                info!(
+                                    gpusession_lease = lease.id,
+                                    "lease {} is idle and not parked: {e}", lease.id
+                                );
+                            }
+                        }
+                    });
+                }
+            }
+        }
+    }
+
+    fn warn_idle(&self, lease: &Lease, next: Option<Next>, left: Duration, rest: &str) {
+        let soon = show_duration(Duration::from_secs(left.as_secs()));
+        let reason = match next {
+            Some(Next::Park) => format!(
+                "{rest}: in {soon} its programs' device memory is moved to the server's; they go on at their next call"
+            ),
+            Some(Next::Release) => {
+                format!("{rest}: in {soon} the lease ends, and its programs lose their GPUs")
+            }
+            None => format!("{rest}: others may be waiting for its GPUs"),
+        };
+        info!(
+            gpusession_lease = lease.id,
+            gpusession_client = lease.client,
+            "lease {} of {}: {reason}",
+            lease.id,
+            lease.client
+        );
+        let left_usec = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
+        let warning = Event::PrepareForLoss(wire::Warning { left_usec, reason });
+        self.tell(&lease.client, PoolEvent { lease: lease.id.clone(), event: Some(warning) });
+    }
+
+    /// Leases that nobody uses, the one that was unused longest first.
+    async fn unused(&self) -> Vec<String> {
+        let (now, limits) = (self.now(), self.timeouts());
+        let all = self.registry().leases().await.into_iter().map(|s| s.lease.id);
+        let mut unused: Vec<_> = all
+            .filter_map(|lease| Some((self.seen(&lease)?, lease)))
+            .filter(|(seen, _)| idle::may_be_lent(*seen, &limits, now))
+            .map(|(seen, lease)| (seen.active, lease))
+            .collect();
+        unused.sort();
+        unused.into_iter().map(|(_, lease)| lease).collect()
+    }
+
+    /// Makes a lease; where others hold what is wanted and do not use it, they lend it.
+    pub async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError> {
+        let refused = match self.registry().allocate(request).await {
+            Err(e @ AllocateError::NoCapacity(_)) => e,
+            other => return other,
+        };
+        let lenders = self.registry().lenders(request, &self.unused().await).await;
+        if lenders.is_empty() {
+            return Err(refused);
+        }
+        for lender in lenders {
+            // One that is used just now is not lent; then there is no room, as before.
+            let _ = self.park(&lender, &format!("unused, and {} waits", request.client)).await;
+        }
+        self.registry().allocate(request).await
+    }
+
+    /// A lease waits for its GPUs: others on them that nobody uses lend theirs.
+    pub async fn lend_to(&self, lease: &str) {
+        let Some(wants) = self.registry().get(lease).await else { return };
+        for other in self.unused().await {
+            let Some(holds) = self.registry().get(&other).await else { continue };
+            let shares = &holds.lease.shares;
+            if wants.lease.shares.iter().any(|w| shares.iter().any(|h| h.gpu == w.gpu)) {
+                let _ = self.park(&other, &format!("unused, and {} waits", wants.lease.client)).await;
+                return;
+            }
+        }
+    }
+}
