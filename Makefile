@@ -20,9 +20,10 @@ CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
 CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
-CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda simgpu gpusession-manual
+CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpusession-nvml simgpu gpusession-manual
 BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+SHELL_SCRIPTS += packaging/check
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
@@ -133,10 +134,12 @@ $(CARGO_DENY):
 deb: build $(TOOLS)/bin/cargo-deb
 	@.ci/setup package
 	@packaging/build deb
+	@packaging/check target/dist/*.deb
 
 rpm: build $(TOOLS)/bin/cargo-generate-rpm
 	@.ci/setup package
 	@packaging/build rpm
+	@packaging/check target/dist/*.rpm
 
 $(TOOLS)/bin/cargo-deb:
 	@.ci/setup build
@@ -153,6 +156,7 @@ install:
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
 	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker
 	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
+	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
 	install -D -m 644 $(RELEASE)/libpam_gpusession.so $(DESTDIR)$(libdir)/security/pam_gpusession.so
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/pam-configs pam-module/pam-configs/gpusession
 	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1
@@ -173,6 +177,7 @@ install:
 	install -d $(DESTDIR)$(prefix)/share/gpusession
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	$(RELEASE)/gpusession-manual $(DESTDIR)$(prefix)

@@ -19,6 +19,7 @@ fn defined(text: &str, out: &mut BTreeSet<String>) {
 
 fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    gpusession_glibc::link();
     println!("cargo:rerun-if-changed=src/exports");
     println!("cargo:rerun-if-changed=../proto/calls");
     let mut implemented = BTreeSet::new();

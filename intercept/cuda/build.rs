@@ -31,6 +31,7 @@ fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
     // A call of the table that nobody has written must fail here, not in a program.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,defs");
+    gpusession_glibc::link();
 }
 
 fn function(name: &str, wait: bool, params: &[Param]) -> String {

@@ -34,4 +34,5 @@ fn main() {
     std::fs::write(folder.join("exports.rs"), out).expect("the build folder is writable");
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,defs");
+    gpusession_glibc::link();
 }

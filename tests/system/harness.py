@@ -19,7 +19,7 @@ _loader.exec_module(lab)
 
 # What the packages and the scenarios need beside the lab's own packages.
 EXTRA = "cron,at,csh,fish"
-CLIENT_PACKAGES = ("gpusession", "gpusession-libs")
+CLIENT_PACKAGES = ("gpusession", "gpusession-libs", "libpam-gpusession")
 SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
 
 

@@ -1,0 +1,119 @@
+//! Shared libraries of ours are loaded by other people's programs, which may run in a container with an older glibc than the
+//! machine they were built on: they need at most glibc 2.28. [`link`] is called by their build scripts.
+//!
+//! What the Rust standard library asks of glibc has been there for long, but most of it got a new symbol version when it moved from
+//! libpthread and libdl into libc (2.32 to 2.34), became a real function (`stat64`), or got a new error convention (`exp2`). The
+//! old versions are still in every glibc, so each such call is redirected (`--wrap`) to a stub that names the old version.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A function, and what its stub is made from.
+type Named = (&'static str, &'static str);
+
+/// Functions of which every glibc has an older version, and that version on x86-64.
+const OLDER: &[Named] = &[
+    ("dlclose", "2.2.5"),
+    ("dlerror", "2.2.5"),
+    ("dlopen", "2.2.5"),
+    ("dlsym", "2.2.5"),
+    ("exp", "2.2.5"),
+    ("exp2", "2.2.5"),
+    ("log", "2.2.5"),
+    ("log2", "2.2.5"),
+    ("pow", "2.2.5"),
+    ("pthread_attr_getguardsize", "2.2.5"),
+    ("pthread_attr_getstack", "2.2.5"),
+    ("pthread_attr_setstacksize", "2.2.5"),
+    ("pthread_create", "2.2.5"),
+    ("pthread_detach", "2.2.5"),
+    ("pthread_getattr_np", "2.2.5"),
+    ("pthread_getspecific", "2.2.5"),
+    ("pthread_join", "2.2.5"),
+    ("pthread_key_create", "2.2.5"),
+    ("pthread_key_delete", "2.2.5"),
+    ("pthread_kill", "2.2.5"),
+    ("pthread_once", "2.2.5"),
+    ("pthread_setname_np", "2.12"),
+    ("pthread_setspecific", "2.2.5"),
+    ("pthread_sigmask", "2.2.5"),
+];
+
+/// Functions that old glibcs do not export at all, written with what they do export.
+const ABSENT: &[Named] = &[
+    (
+        "fstat64",
+        "extern int __fxstat64(int, int, void *);\nint __wrap_fstat64(int fd, void *out) { return __fxstat64(1, fd, out); }",
+    ),
+    ("gettid", "extern long syscall(long, ...);\nint __wrap_gettid(void) { return (int)syscall(186); }"),
+    (
+        "lstat64",
+        "extern int __lxstat64(int, const char *, void *);\nint __wrap_lstat64(const char *path, void *out) { return __lxstat64(1, path, out); }",
+    ),
+    (
+        "stat64",
+        "extern int __xstat64(int, const char *, void *);\nint __wrap_stat64(const char *path, void *out) { return __xstat64(1, path, out); }",
+    ),
+];
+
+/// Makes the shared library whose build script calls this load on glibc 2.28. Does nothing on machines other than x86-64 with glibc.
+///
+/// # Panics
+/// Where the C compiler cannot be run, which also links the library.
+pub fn link() {
+    link_only(|_| true);
+}
+
+/// The same for a library that must not even name functions that it does not call: only those that `wanted` picks.
+///
+/// # Panics
+/// As [`link`].
+pub fn link_only(wanted: impl Fn(&str) -> bool) {
+    let target = |what: &str| std::env::var(format!("CARGO_CFG_TARGET_{what}")).unwrap_or_default();
+    if target("ARCH") != "x86_64" || target("ENV") != "gnu" {
+        return;
+    }
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let (source, object) = (out.join("older.c"), out.join("older.o"));
+    let older = || OLDER.iter().filter(|(name, _)| wanted(name));
+    let absent = || ABSENT.iter().filter(|(name, _)| wanted(name));
+    std::fs::write(&source, stubs(older(), absent())).expect("the output folder can be written");
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let done = Command::new(&compiler)
+        .args(["-c", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-builtin", "-ffunction-sections", "-o"])
+        .args([&object, &source])
+        .status();
+    assert!(
+        done.is_ok_and(|status| status.success()),
+        "{} cannot compile {}",
+        compiler.display(),
+        source.display()
+    );
+    println!("cargo::rustc-cdylib-link-arg={}", object.display());
+    for (name, _) in older().chain(absent()) {
+        println!("cargo::rustc-cdylib-link-arg=-Wl,--wrap={name}");
+    }
+    // Before 2.34 the functions are in these two, which newer glibcs have, too, but empty.
+    for library in ["libpthread.so.0", "libdl.so.2"] {
+        println!("cargo::rustc-cdylib-link-arg=-Wl,--push-state,--no-as-needed,-l:{library},--pop-state");
+    }
+}
+
+fn stubs(
+    older: impl Iterator<Item = &'static Named>,
+    absent: impl Iterator<Item = &'static Named>,
+) -> String {
+    let mut text = String::new();
+    for (name, version) in older {
+        text.push_str(&format!(
+            "__asm__(\".section .text.older_{name},\\\"ax\\\",@progbits\\n.globl __wrap_{name}\\n.hidden __wrap_{name}\\n\
+             .type __wrap_{name},@function\\n__wrap_{name}: jmp older_{name}@PLT\\n.size __wrap_{name},.-__wrap_{name}\\n\
+             .symver older_{name},{name}@GLIBC_{version}\\n\");\n"
+        ));
+    }
+    for (_, code) in absent {
+        text.push_str(code);
+        text.push('\n');
+    }
+    text
+}
