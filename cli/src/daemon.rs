@@ -25,6 +25,8 @@ trait Manager {
     ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
     fn release_lease(&self, id: &str) -> zbus::Result<()>;
     fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
+    #[zbus(property)]
+    fn boot_allocation_complete(&self) -> zbus::Result<bool>;
 }
 
 #[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
@@ -144,6 +146,11 @@ impl Daemon {
         let (id, _path, fd) =
             self.manager.create_lease(request, u64::from(persistent)).await.map_err(of_bus)?;
         Ok(Created { id, fd })
+    }
+
+    /// `BootAllocationComplete`.
+    pub async fn boot_allocation_complete(&self) -> Result<bool> {
+        self.manager.boot_allocation_complete().await.map_err(of_bus)
     }
 
     /// `ReleaseLease`.

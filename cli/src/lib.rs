@@ -5,6 +5,7 @@ mod daemon;
 mod exit;
 mod lease_file;
 mod run;
+mod setup;
 mod show;
 
 use std::ffi::OsString;
@@ -25,6 +26,7 @@ use crate::daemon::{Daemon, Described};
 use crate::exit::{Failure, Result, code};
 use crate::lease_file::{LeaseFile, Via};
 use crate::run::Wanted;
+use crate::setup::{Outcome, System};
 
 /// Remote GPUs for this machine: see what is leased, run programs on it, request more.
 ///
@@ -43,7 +45,11 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Say whether this machine has its GPUs, and what to do if not
-    Status,
+    Status {
+        /// Wait until it has them
+        #[arg(long)]
+        wait: bool,
+    },
     /// List leases and their GPUs
     List,
     /// Print the environment of a GPU session as shell commands: eval "$(gpusession env)"
@@ -64,6 +70,26 @@ enum Command {
     },
     /// Make this machine (or, without being root, this user) a client of a pool
     Join(Join),
+    /// Have the loader give our libcuda.so.1 to programs, unless this machine has a driver of its own
+    SetupLibs {
+        /// Also where this machine has an NVIDIA driver
+        #[arg(long, conflicts_with = "remove")]
+        force: bool,
+        /// Take it from the loader again
+        #[arg(long)]
+        remove: bool,
+        /// The system to set up, for images
+        #[arg(long, value_name = "DIR", default_value = "/")]
+        root: PathBuf,
+    },
+    /// Have logins tell the daemon of their sessions (pam_gpusession), or say how
+    SetupPam {
+        /// The opposite
+        #[arg(long)]
+        remove: bool,
+    },
+    /// Print a container device specification: gpusession cdi >/etc/cdi/gpusession.json
+    Cdi,
 }
 
 #[derive(Args)]
@@ -154,7 +180,7 @@ fn print(text: &str) {
 
 async fn command(cli: Cli) -> Result<i32> {
     match cli.command {
-        Command::Status => status(cli.json).await,
+        Command::Status { wait } => status(cli.json, wait).await,
         Command::List => list(cli.json).await,
         Command::Env { explain } => env(cli.json, explain).await,
         // What keeps the program from running has one exit code, so that it is told from the program's own.
@@ -165,11 +191,47 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Request(request) => self::request(request, cli.json).await,
         Command::Release { lease } => release(&lease, cli.json).await,
         Command::Join(join) => self::join(join, cli.json).await,
+        Command::SetupLibs { force, remove, root } => {
+            let system = System::new(&root);
+            tell(if remove { system.remove_libraries()? } else { system.libraries(force)? }, cli.json)
+        }
+        Command::SetupPam { remove } => tell(System::new(Path::new("/")).pam(remove)?, cli.json),
+        Command::Cdi => {
+            print(&format!("{:#}", setup::cdi()?));
+            Ok(0)
+        }
     }
 }
 
-async fn status(json: bool) -> Result<i32> {
-    let daemon = Daemon::connect().await?;
+/// How often `status --wait` looks, and how long the daemon may be away meanwhile.
+const LOOK: Duration = Duration::from_millis(500);
+const AWAY: Duration = Duration::from_secs(30);
+
+fn tell(outcome: Outcome, json: bool) -> Result<i32> {
+    print(&if json { outcome.json.to_string() } else { outcome.text });
+    Ok(0)
+}
+
+/// Waits for as long as it takes; a daemon that restarts meanwhile is not given up at once.
+async fn ready() -> Result<Daemon> {
+    let mut away = Duration::ZERO;
+    loop {
+        let asked = async {
+            let daemon = Daemon::connect().await?;
+            Ok((daemon.boot_allocation_complete().await?, daemon))
+        };
+        match asked.await {
+            Ok((true, daemon)) => return Ok(daemon),
+            Ok((false, _)) => away = Duration::ZERO,
+            Err(failure) if away >= AWAY => return Err(failure),
+            Err(_) => away += LOOK,
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+async fn status(json: bool, wait: bool) -> Result<i32> {
+    let daemon = if wait { ready().await? } else { Daemon::connect().await? };
     if json {
         print(&daemon.describe_raw().await?.to_string());
     } else {
