@@ -120,7 +120,8 @@ impl Site {
     fn server_listens(&self, control: &str, data: &str) {
         let path = |name: &str| self.path(name).display().to_string();
         let text = format!(
-            "name = \"gpu-a\"\nlisten = \"{control}\"\ndata_ports = \"{data}\"\ndriver = \"{}\"\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n",
+            "name = \"gpu-a\"\nlisten = \"{control}\"\ndata_ports = \"{data}\"\ndriver = \"{}\"\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
+             drain_timeout = 0\nlimits.gpus = 16\nlimits.max_persistent = 16\n",
             // Any shared library that is not ours; the test double loads none.
             "/lib/x86_64-linux-gnu/libc.so.6",
             path("server"),

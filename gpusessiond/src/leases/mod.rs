@@ -221,6 +221,8 @@ impl Spec {
             boot_id: boot_id.into(),
             machine_id: machine_id.into(),
             sticky: sticky.to_vec(),
+            persistent: self.class == Class::Boot,
+            sm_count: 0,
         }
     }
 }
