@@ -1,8 +1,7 @@
 //! `gpuserver`: leases this host's GPUs to virtual machines and runs their programs' driver calls in workers.
 //!
 //! * [`config`]: the configuration file.
-//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long, and who waits.
-//! * [`limits`]: what a client or a user may have.
+//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long.
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
 //! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
 //! * [`data`]: the acceptor that hands data connections to workers.
@@ -20,7 +19,6 @@ pub mod discovery;
 pub mod guard;
 pub mod idle;
 pub mod lease;
-pub mod limits;
 pub mod monitor;
 pub mod net;
 pub mod pool;
