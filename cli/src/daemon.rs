@@ -1,12 +1,11 @@
 //! The daemon, over D-Bus.
 
 use std::collections::HashMap;
-use std::time::Duration;
 
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::{Priority, Sharing};
 use gpusessiond::leases::Spec;
-use gpusessiond::values::{Memory, path_element};
+use gpusessiond::values::Memory;
 use serde::Deserialize;
 use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
@@ -19,29 +18,19 @@ use crate::exit::{Failure, Result, code};
 )]
 trait Manager {
     fn describe(&self) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth)]
     fn create_lease(
         &self,
         request: HashMap<&str, Variant<'_>>,
         flags: u64,
     ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
-    #[zbus(allow_interactive_auth)]
     fn release_lease(&self, id: &str) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
-    fn reload(&self) -> zbus::Result<()>;
-    #[zbus(name = "GetLeaseByPIDFD")]
-    fn get_lease_by_pidfd(&self, pidfd: zbus::wire::Fd<'_>) -> zbus::Result<Vec<OwnedObjectPath>>;
+    fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
     #[zbus(property)]
     fn boot_allocation_complete(&self) -> zbus::Result<bool>;
-    fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
 }
 
 #[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
 trait Lease {
-    #[zbus(allow_interactive_auth)]
-    fn park(&self) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
-    fn unpark(&self) -> zbus::Result<()>;
     fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
 }
 
@@ -50,7 +39,6 @@ trait Lease {
 pub struct Described {
     pub version: String,
     pub state: String,
-    pub leases_on_demand: bool,
     pub gpus_wanted: u32,
     pub gpus_leased: u32,
     pub leases: Vec<DescribedLease>,
@@ -68,8 +56,6 @@ pub struct DescribedLease {
     pub server: String,
     pub processes: u32,
     pub trouble: Option<String>,
-    pub position: Option<u32>,
-    pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,
     pub devices: Vec<DescribedDevice>,
 }
@@ -162,60 +148,26 @@ impl Daemon {
         Ok(Created { id, fd })
     }
 
+    /// `BootAllocationComplete`.
+    pub async fn boot_allocation_complete(&self) -> Result<bool> {
+        self.manager.boot_allocation_complete().await.map_err(of_bus)
+    }
+
     /// `ReleaseLease`.
     pub async fn release(&self, id: &str) -> Result<()> {
         self.manager.release_lease(id).await.map_err(of_bus)
     }
 
-    /// `Reload`.
-    pub async fn reload(&self) -> Result<()> {
-        self.manager.reload().await.map_err(of_bus)
-    }
-
-    /// Ids of the leases that a program started here gets.
-    pub async fn mine(&self, described: &Described) -> Result<Vec<String>> {
-        let pidfd = gpusessiond::grant::pidfd_open(std::process::id())
-            .map_err(|e| Failure::new(code::FAILED, format!("no pidfd of this process: {e}")))?;
-        let fd = zbus::wire::Fd::from(std::os::fd::AsFd::as_fd(&pidfd));
-        let paths = self.manager.get_lease_by_pidfd(fd).await.map_err(of_bus)?;
-        let mine = |id: &str| {
-            let element = path_element(id);
-            paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
-        };
-        Ok(described.leases.iter().filter(|l| mine(&l.id)).map(|l| l.id.clone()).collect())
-    }
-
-    /// Until every configured lease is there.
-    pub async fn complete(&self) -> Result<()> {
-        use tokio_stream::StreamExt as _;
-        let manager = ManagerProxy::builder(&self.connection).build().await.map_err(of_bus)?;
-        let mut changes = manager.receive_boot_allocation_complete_changed().await;
-        // The daemon may be started anew meanwhile; then the next look finds the new one.
-        while !self.manager.boot_allocation_complete().await.unwrap_or(false) {
-            let _ = tokio::time::timeout(Duration::from_secs(10), changes.next()).await;
-        }
-        Ok(())
-    }
-
-    async fn lease(&self, id: &str) -> Result<LeaseProxy<'static>> {
+    /// What the daemon sets for programs that run on a lease.
+    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
         let path = self.manager.get_lease(id).await.map_err(of_bus)?;
-        LeaseProxy::builder(&self.connection)
+        let lease = LeaseProxy::builder(&self.connection)
             .path(path)
             .cache_properties(zbus::proxy::CacheProperties::No)
             .build()
             .await
-            .map_err(of_bus)
-    }
-
-    /// `Park` or `Unpark`.
-    pub async fn park(&self, id: &str, park: bool) -> Result<()> {
-        let lease = self.lease(id).await?;
-        if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
-    }
-
-    /// What the daemon sets for programs that run on a lease.
-    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
-        self.lease(id).await?.get_environment().await.map_err(of_bus)
+            .map_err(of_bus)?;
+        lease.get_environment().await.map_err(of_bus)
     }
 }
 
@@ -250,9 +202,6 @@ fn of_bus(error: zbus::Error) -> Failure {
         }
         "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
-        "org.freedesktop.DBus.Error.InvalidFileContent" => {
-            (code::CONFIGURATION, "the configuration in force stays as it was")
-        }
         "org.freedesktop.DBus.Error.ServiceUnknown"
         | "org.freedesktop.DBus.Error.NameHasNoOwner"
         | "org.freedesktop.DBus.Error.NoReply"

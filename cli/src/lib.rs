@@ -5,6 +5,7 @@ mod daemon;
 mod exit;
 mod lease_file;
 mod run;
+mod setup;
 mod show;
 
 use std::ffi::OsString;
@@ -21,10 +22,11 @@ use gpusessiond::pool::{PoolServer as _, Trouble};
 use gpusessiond::values::{control_address, parse_duration};
 use serde_json::json;
 
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, Described};
 use crate::exit::{Failure, Result, code};
 use crate::lease_file::{LeaseFile, Via};
 use crate::run::Wanted;
+use crate::setup::{Outcome, System};
 
 /// Remote GPUs for this machine: see what is leased, run programs on it, request more.
 ///
@@ -44,7 +46,7 @@ struct Cli {
 enum Command {
     /// Say whether this machine has its GPUs, and what to do if not
     Status {
-        /// Return only when every lease from boot is there; for units that need GPUs (gpusession-ready.target)
+        /// Wait until it has them
         #[arg(long)]
         wait: bool,
     },
@@ -66,22 +68,28 @@ enum Command {
         #[arg(value_name = "FILE|ID")]
         lease: String,
     },
-    /// Move the device memory of idle leases to the server's host memory; it comes back with the next CUDA call
-    Park {
-        /// Lease [default: those of this session]
-        #[arg(value_name = "ID")]
-        lease: Option<String>,
-    },
-    /// Ask for the device memory of parked leases back
-    Unpark {
-        /// Lease [default: those of this session]
-        #[arg(value_name = "ID")]
-        lease: Option<String>,
-    },
-    /// Read the configuration anew; what has not changed goes on, and a configuration with errors changes nothing
-    Reload,
     /// Make this machine (or, without being root, this user) a client of a pool
     Join(Join),
+    /// Have the loader give our libcuda.so.1 to programs, unless this machine has a driver of its own
+    SetupLibs {
+        /// Also where this machine has an NVIDIA driver
+        #[arg(long, conflicts_with = "remove")]
+        force: bool,
+        /// Take it from the loader again
+        #[arg(long)]
+        remove: bool,
+        /// The system to set up, for images
+        #[arg(long, value_name = "DIR", default_value = "/")]
+        root: PathBuf,
+    },
+    /// Have logins tell the daemon of their sessions (pam_gpusession), or say how
+    SetupPam {
+        /// The opposite
+        #[arg(long)]
+        remove: bool,
+    },
+    /// Print a container device specification: gpusession cdi >/etc/cdi/gpusession.json
+    Cdi,
 }
 
 #[derive(Args)]
@@ -173,9 +181,6 @@ fn print(text: &str) {
 async fn command(cli: Cli) -> Result<i32> {
     match cli.command {
         Command::Status { wait } => status(cli.json, wait).await,
-        Command::Park { lease } => park(lease, true, cli.json).await,
-        Command::Unpark { lease } => park(lease, false, cli.json).await,
-        Command::Reload => reload(cli.json).await,
         Command::List => list(cli.json).await,
         Command::Env { explain } => env(cli.json, explain).await,
         // What keeps the program from running has one exit code, so that it is told from the program's own.
@@ -186,51 +191,51 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Request(request) => self::request(request, cli.json).await,
         Command::Release { lease } => release(&lease, cli.json).await,
         Command::Join(join) => self::join(join, cli.json).await,
+        Command::SetupLibs { force, remove, root } => {
+            let system = System::new(&root);
+            tell(if remove { system.remove_libraries()? } else { system.libraries(force)? }, cli.json)
+        }
+        Command::SetupPam { remove } => tell(System::new(Path::new("/")).pam(remove)?, cli.json),
+        Command::Cdi => {
+            print(&format!("{:#}", setup::cdi()?));
+            Ok(0)
+        }
+    }
+}
+
+/// How often `status --wait` looks, and how long the daemon may be away meanwhile.
+const LOOK: Duration = Duration::from_millis(500);
+const AWAY: Duration = Duration::from_secs(30);
+
+fn tell(outcome: Outcome, json: bool) -> Result<i32> {
+    print(&if json { outcome.json.to_string() } else { outcome.text });
+    Ok(0)
+}
+
+/// Waits for as long as it takes; a daemon that restarts meanwhile is not given up at once.
+async fn ready() -> Result<Daemon> {
+    let mut away = Duration::ZERO;
+    loop {
+        let asked = async {
+            let daemon = Daemon::connect().await?;
+            Ok((daemon.boot_allocation_complete().await?, daemon))
+        };
+        match asked.await {
+            Ok((true, daemon)) => return Ok(daemon),
+            Ok((false, _)) => away = Duration::ZERO,
+            Err(failure) if away >= AWAY => return Err(failure),
+            Err(_) => away += LOOK,
+        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 
 async fn status(json: bool, wait: bool) -> Result<i32> {
-    let daemon = Daemon::connect().await?;
-    if wait {
-        daemon.complete().await?;
-    }
-    let described = daemon.describe().await?;
-    let reason = show::no_gpu(&described, &daemon.mine(&described).await?);
+    let daemon = if wait { ready().await? } else { Daemon::connect().await? };
     if json {
-        let mut raw = daemon.describe_raw().await?;
-        raw["no_gpu_reason"] = json!(reason);
-        print(&raw.to_string());
+        print(&daemon.describe_raw().await?.to_string());
     } else {
-        print(&show::status(&described, reason.as_deref()));
-    }
-    Ok(0)
-}
-
-async fn reload(json: bool) -> Result<i32> {
-    Daemon::connect().await?.reload().await?;
-    if json {
-        print(&json!({ "schema": 1, "reloaded": true }).to_string());
-    }
-    Ok(0)
-}
-
-async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
-    let daemon = Daemon::connect().await?;
-    let leases = match lease {
-        Some(id) => vec![id],
-        None => daemon.mine(&daemon.describe().await?).await?,
-    };
-    if leases.is_empty() {
-        return Err(Failure::new(code::FAILED, "this session has no lease"));
-    }
-    for id in &leases {
-        daemon.park(id, park).await?;
-    }
-    if json {
-        print(&json!({ "schema": 1, "leases": leases, "parked": park }).to_string());
-    } else {
-        let word = if park { "parked" } else { "asked back" };
-        print(&format!("{word}: {}", leases.join(", ")));
+        print(&show::status(&daemon.describe().await?));
     }
     Ok(0)
 }
@@ -246,12 +251,21 @@ async fn list(json: bool) -> Result<i32> {
     Ok(0)
 }
 
+/// Leases that a program of this user gets without asking: its own configured ones, else those for all.
+fn mine(described: &Described) -> Vec<&daemon::DescribedLease> {
+    let me =
+        nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten().map(|u| u.name).unwrap_or_default();
+    let configured = || described.leases.iter().filter(|l| l.uid.is_none());
+    let own: Vec<_> = configured().filter(|l| !l.user.is_empty() && l.user == me).collect();
+    if own.is_empty() { configured().filter(|l| l.user.is_empty()).collect() } else { own }
+}
+
 async fn env(json: bool, explain: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
     let described = daemon.describe().await?;
     let mut environment = std::collections::BTreeMap::new();
-    if let Some(lease) = daemon.mine(&described).await?.first() {
-        environment.extend(daemon.environment(lease).await?);
+    if let Some(lease) = mine(&described).first() {
+        environment.extend(daemon.environment(&lease.id).await?);
     }
     if json {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
@@ -260,8 +274,10 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     let mut out = String::new();
     if explain {
         out.push_str(
-            "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n\
-             # daemon knows a process by its user and session. What follows is [environment] of gpusession.toml.\n",
+            "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n",
+        );
+        out.push_str(
+            "# daemon knows a process by its user. These come from [environment] in gpusession.toml.\n",
         );
     }
     for (key, value) in &environment {
@@ -272,18 +288,10 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
             }
             continue;
         }
-        if explain {
-            out.push_str(&format!("# {key}: {}\n", show::variable(key)));
-        }
         out.push_str(&format!("export {key}={}\n", quoted(value)));
     }
     if explain && environment.is_empty() {
         out.push_str("# Nothing needs to be set.\n");
-    }
-    if explain {
-        for (key, _) in std::env::vars().filter(|(k, _)| show::is_ours(k) && !environment.contains_key(k)) {
-            out.push_str(&format!("# {key} (in this shell): {}\n", show::variable(&key)));
-        }
     }
     if !out.is_empty() {
         print(&out);
@@ -319,10 +327,8 @@ async fn run_program(run: Run) -> Result<i32> {
             return run::direct(&[], run.wanted.spec(), false, &run.program).await;
         }
     };
-    let mine = daemon.mine(&described).await?;
-    let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
-    // A lease of class session or user comes with the program's first CUDA call.
-    if run.new || (session.is_empty() && !described.leases_on_demand) {
+    let session = mine(&described);
+    if run.new || session.is_empty() {
         let mut spec = run.wanted.spec();
         spec.why =
             run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
@@ -340,7 +346,7 @@ async fn run_program(run: Run) -> Result<i32> {
             .hint("--new leases other GPUs with limits of their own"));
     }
     if let Some(n) = run.wanted.gpus {
-        if n > have && !session.is_empty() {
+        if n > have {
             return Err(Failure::new(code::NO_LEASE, format!("this session has {have} GPU(s), not {n}"))
                 .hint("--new leases other GPUs"));
         }

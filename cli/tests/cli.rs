@@ -168,6 +168,37 @@ async fn status_and_list_show_what_is_there() {
 }
 
 #[tokio::test]
+async fn status_waits_until_the_machine_has_its_gpus() {
+    let site = Site::new(0, &config(&[1])).await;
+    {
+        let waiting = site.run(&["status", "--wait"]);
+        tokio::pin!(waiting);
+        tokio::select! {
+            answer = &mut waiting => panic!("did not wait: {}", answer.out),
+            () = until(&site.engine, |s| s.leases[0].trouble.is_some()) => {}
+        }
+        site.sim.with(|s| s.gpus = 1);
+        let answer = waiting.await;
+        assert_eq!(answer.code, 0, "{}", answer.err);
+        assert!(answer.out.contains("1 GPU(s) leased"), "{}", answer.out);
+    }
+    // A machine that has what it wants does not wait.
+    assert_eq!(site.run(&["status", "--wait"]).await.code, 0);
+}
+
+#[tokio::test]
+async fn containers_get_a_specification() {
+    let folder = folder();
+    let answer = command(folder.path(), "unix:path=/nonexistent", &["cdi"], &[]).await;
+    assert_eq!(answer.code, 0, "{}", answer.err);
+    let cdi: serde_json::Value = serde_json::from_str(&answer.out).unwrap();
+    assert_eq!((&cdi["kind"], &cdi["devices"][0]["name"]), (&"gpusession.org/gpu".into(), &"all".into()));
+    let edits = &cdi["containerEdits"];
+    assert_eq!(edits["mounts"][0]["hostPath"], folder.path().join("lib").to_str().unwrap());
+    assert_eq!(edits["mounts"][1]["hostPath"], "/run/gpusession/grant.sock");
+}
+
+#[tokio::test]
 async fn status_says_why_a_lease_waits() {
     let site = Site::new(0, &config(&[2])).await;
     until(&site.engine, |s| s.leases[0].trouble.is_some()).await;

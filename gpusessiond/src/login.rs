@@ -51,7 +51,7 @@ pub struct Session {
     pub user: String,
     /// PAM service that opened it.
     pub service: String,
-    /// Terminal; empty where there is none.
+    /// Terminal; empty where there is none, or where the program does not know yet, as sshd.
     pub tty: String,
     /// Where the user comes from; empty where that is not known.
     pub rhost: String,
@@ -137,7 +137,11 @@ impl Sessions {
             }
             std::iter::repeat_with(mint).find(|id| !known.contains_key(id))?
         };
-        let Open { uid, service, user, tty, rhost } = open;
+        let Open { uid, service, user, mut tty, rhost } = open;
+        // What sshd and cron say before they know a terminal, or have none.
+        if tty == "ssh" || tty == "cron" {
+            tty.clear();
+        }
         let session =
             Session { id: id.clone(), uid, user, service, tty, rhost, leader: pid, leader_start, logind };
         let session = self.add(session, pidfd)?;

@@ -141,6 +141,11 @@ pub enum FromWorker {
         /// At least so many bytes; 0 only asks how much is left.
         bytes: u64,
     },
+    /// The program wants more mapped host memory than [`Start::staging_bytes`].
+    StagingFull {
+        /// What it would have then.
+        bytes: u64,
+    },
     /// Granted memory that is not in use goes back.
     MemoryReturned {
         /// Which of [`Start::devices`].

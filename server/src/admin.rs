@@ -14,7 +14,9 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
-use crate::config::parse_duration;
+use crate::config::{self, parse_duration};
+use crate::lease::Withdrawn;
+use crate::limits::LIMITS;
 use crate::pool::parking::ParkError;
 use crate::pool::service::{Pool, find_worker};
 use crate::supervise::{WorkerView, hex};
@@ -63,6 +65,50 @@ pub enum Ask {
         /// Its id, or the start of it.
         lease: String,
     },
+    /// Lease a GPU no more; leases on it stay.
+    Off {
+        /// Index, UUID, or the start of it.
+        gpu: String,
+        /// For people.
+        reason: String,
+    },
+    /// Lease it again.
+    On {
+        /// As for [`Ask::Off`].
+        gpu: String,
+    },
+    /// Take a GPU out of the pool that nobody leases.
+    Drop {
+        /// As for [`Ask::Off`].
+        gpu: String,
+    },
+    /// Make no new leases, or make them again.
+    Drain {
+        /// The latter.
+        end: bool,
+        /// For people.
+        reason: String,
+    },
+    /// Who waits for GPUs.
+    Queue,
+    /// What holds for somebody.
+    Limits {
+        /// A client's name.
+        client: String,
+        /// A user's name; empty: none.
+        user: String,
+    },
+    /// Every key of the running configuration.
+    Config,
+    /// Change a key of the running server, and keep it.
+    ConfigSet {
+        /// Its name.
+        key: String,
+        /// What is written, none to write it no more.
+        value: Option<String>,
+    },
+    /// Read the configuration again.
+    Reload,
     /// Make a join token.
     TokenCreate {
         /// Names it is for.
@@ -114,7 +160,7 @@ pub struct StatusView {
     pub version: String,
     /// Process id.
     pub pid: u32,
-    /// `online`.
+    /// `online`, or `draining: ` and why.
     pub state: String,
     /// Address of the control service.
     pub control_address: String,
@@ -194,6 +240,10 @@ pub struct LeaseRow {
     pub fencing_token: u64,
     /// Whether its data is encrypted.
     pub encrypted: bool,
+    /// Renewed without end.
+    pub persistent: bool,
+    /// Whether it has its GPUs to itself.
+    pub exclusive: bool,
     /// Until it ends unless renewed.
     pub left_usec: u64,
     /// Seconds since 1970.
@@ -213,6 +263,53 @@ pub struct LeaseDevice {
     pub uuid: String,
     /// Device memory that the lease may use.
     pub limit_bytes: u64,
+    /// Share of the multiprocessors.
+    pub sm_percent: u32,
+}
+
+/// A row of `gpuserver queue`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct QueueRow {
+    /// Its place, from 1.
+    pub position: u32,
+    /// Who waits.
+    pub client: String,
+    /// On whose behalf.
+    pub user: String,
+    /// GPUs wanted.
+    pub gpus: u32,
+    /// normal, below-normal.
+    pub priority: String,
+}
+
+/// A row of `gpuserver limits`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LimitRow {
+    /// Its name.
+    pub limit: String,
+    /// Its value.
+    pub value: String,
+    /// For whom it is set.
+    pub of: String,
+    /// Where.
+    pub origin: String,
+    /// What is limited.
+    pub help: String,
+}
+
+/// A key of the configuration.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ConfigRow {
+    /// Its name.
+    pub key: String,
+    /// What it came to.
+    pub value: String,
+    /// Where from.
+    pub origin: String,
+    /// Whether it differs from what holds when nobody writes anything.
+    pub changed: bool,
+    /// Whether a change holds without a restart.
+    pub live: bool,
 }
 
 /// A row of `gpuserver gpus`.
@@ -232,8 +329,12 @@ pub struct GpuRow {
     pub leased_bytes: u64,
     /// Compute capability.
     pub compute_capability: String,
-    /// free, leased.
+    /// free, leased, off, off-pending, stopped, broken.
     pub state: String,
+    /// Why it is not leased, if it is not.
+    pub reason: Option<String>,
+    /// What one program's context counts.
+    pub context_bytes: u64,
     /// Leases on it.
     pub leases: Vec<String>,
 }
@@ -376,7 +477,10 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 name: facts.config.name.clone(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 pid: std::process::id(),
-                state: "online".into(),
+                state: match pool.registry().draining().await {
+                    Some(why) => format!("draining: {why}"),
+                    None => "online".into(),
+                },
                 control_address: facts.control.to_string(),
                 data_address: facts.data.to_string(),
                 driver: facts.driver.display().to_string(),
@@ -410,10 +514,16 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                         .lease
                         .shares
                         .into_iter()
-                        .map(|d| LeaseDevice { uuid: d.gpu, limit_bytes: d.limit_bytes })
+                        .map(|d| LeaseDevice {
+                            uuid: d.gpu,
+                            limit_bytes: d.limit_bytes,
+                            sm_percent: d.sm_percent,
+                        })
                         .collect(),
                     fencing_token: s.lease.fencing_token,
                     encrypted: s.lease.encrypted,
+                    persistent: s.lease.persistent,
+                    exclusive: s.lease.exclusive,
                     left_usec: micros(s.left),
                     created_unix: s.lease.created_unix,
                 })
@@ -430,6 +540,8 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 .map(|(index, g)| GpuRow {
                     index,
                     state: g.state().into(),
+                    reason: g.withdrawn.as_ref().map(|w| w.reason().to_string()),
+                    context_bytes: g.gpu.context_bytes,
                     uuid: g.gpu.uuid,
                     name: g.gpu.name,
                     pci_address: g.gpu.pci_address,
@@ -496,6 +608,87 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             let (state, position) = pool.unpark(&lease).await;
             Ok(serde_json::json!({ "lease": lease, "state": state, "position": position }))
         }
+        Ask::Off { gpu, reason } => {
+            let uuid = find_gpu(pool, &gpu).await?;
+            pool.withdraw(&uuid, Some(Withdrawn::Off(reason))).await;
+            gpu_state(pool, &uuid).await
+        }
+        Ask::On { gpu } => {
+            let uuid = find_gpu(pool, &gpu).await?;
+            pool.withdraw(&uuid, None).await;
+            gpu_state(pool, &uuid).await
+        }
+        Ask::Drop { gpu } => {
+            let uuid = find_gpu(pool, &gpu).await?;
+            let leases = pool.registry().leases().await;
+            let holders: Vec<_> = leases
+                .iter()
+                .filter(|s| s.lease.shares.iter().any(|d| d.gpu == uuid))
+                .map(|s| format!("{} of {}", s.lease.id, s.lease.client))
+                .collect();
+            if !holders.is_empty() {
+                return Err(Refusal {
+                    code: "leased".into(),
+                    message: format!("GPU {uuid} is leased: {}", holders.join(", ")),
+                    hint: format!(
+                        "`gpuserver off {gpu}` makes no new leases on it; drop it when these have ended"
+                    ),
+                });
+            }
+            pool.withdraw(&uuid, Some(Withdrawn::Stopped("dropped by an administrator".into()))).await;
+            gpu_state(pool, &uuid).await
+        }
+        Ask::Drain { end, reason } => {
+            pool.registry().drain((!end).then_some(reason)).await;
+            let programs = pool.supervisor().programs();
+            Ok(
+                serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().leases().await.len() }),
+            )
+        }
+        Ask::Queue => {
+            let rows: Vec<_> = pool
+                .registry()
+                .waiting()
+                .await
+                .into_iter()
+                .map(|w| QueueRow {
+                    position: w.position,
+                    client: w.client,
+                    user: w.user,
+                    gpus: w.gpus,
+                    priority: match w.priority {
+                        crate::lease::Priority::Normal => "normal",
+                        crate::lease::Priority::BelowNormal => "below-normal",
+                    }
+                    .into(),
+                })
+                .collect();
+            show(serde_json::to_value(rows))
+        }
+        Ask::Limits { client, user } => {
+            let rows: Vec<_> = pool
+                .limits_of(&client, &user)
+                .all()
+                .iter()
+                .map(|e| LimitRow {
+                    limit: e.name.into(),
+                    value: e.bound.to_string(),
+                    of: e.layer.to_string(),
+                    origin: e.origin.clone(),
+                    help: LIMITS.iter().find(|l| l.name == e.name).map_or("", |l| l.help).into(),
+                })
+                .collect();
+            show(serde_json::to_value(rows))
+        }
+        Ask::Config => show(serde_json::to_value(config_rows(&pool.config()))),
+        Ask::ConfigSet { key, value } => {
+            let (holds, waits) = pool.set_key(&key, value.as_deref()).await?;
+            Ok(serde_json::json!({ "changed": holds, "after_restart": waits }))
+        }
+        Ask::Reload => {
+            let (holds, waits) = pool.read_again().await?;
+            Ok(serde_json::json!({ "changed": holds, "after_restart": waits }))
+        }
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl = token_ttl(&ttl)?;
             let (token, record) = pool.create_token(&pattern, uses, ttl).map_err(|e| internal(&e))?;
@@ -524,6 +717,57 @@ async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
             format!("{} leases start with {prefix:?}; write more of the id", fits.len()),
         )),
     }
+}
+
+/// Every key of a configuration.
+pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
+    config
+        .report
+        .iter()
+        .map(|(key, value, origin)| ConfigRow {
+            key: key.clone(),
+            value: value.clone(),
+            origin: origin.to_string(),
+            changed: !matches!(origin, config::Origin::Default),
+            live: config::is_live(key) || key == "reserve",
+        })
+        .collect()
+}
+
+/// The GPU that an administrator means.
+async fn find_gpu(pool: &Pool, text: &str) -> Result<String, Refusal> {
+    let gpus = pool.registry().gpus().await;
+    let lower = text.to_lowercase();
+    let fits: Vec<&str> = gpus
+        .iter()
+        .enumerate()
+        .filter(|(index, g)| {
+            index.to_string() == text || text.len() > 4 && g.gpu.uuid.to_lowercase().starts_with(&lower)
+        })
+        .map(|(_, g)| g.gpu.uuid.as_str())
+        .collect();
+    match fits.as_slice() {
+        [one] => Ok((*one).to_string()),
+        [] => Err(Refusal {
+            code: "no-such-gpu".into(),
+            message: format!("there is no GPU {text:?}"),
+            hint: "`gpuserver gpus` lists indices and UUIDs".into(),
+        }),
+        _ => Err(Refusal::new(
+            "no-such-gpu",
+            format!("{} GPUs start with {text:?}; write more of it", fits.len()),
+        )),
+    }
+}
+
+async fn gpu_state(pool: &Pool, uuid: &str) -> Result<serde_json::Value, Refusal> {
+    let gpus = pool.registry().gpus().await;
+    let gpu = gpus.iter().find(|g| g.gpu.uuid == uuid);
+    Ok(serde_json::json!({
+        "uuid": uuid,
+        "state": gpu.map_or("stopped", |g| g.state()),
+        "leases": gpu.map(|g| g.leases.clone()).unwrap_or_default(),
+    }))
 }
 
 /// The time that a token is good.

@@ -15,7 +15,8 @@ use toml::de::{DeTable, DeValue};
 use gpusession_proto::join::is_name;
 
 use crate::idle::Timeouts;
-use crate::lease::Memory;
+use crate::lease::{Memory, Reserve, Rules};
+use crate::limits::{self, Bound, Entry, Group, LIMITS, Layer, Limits, Scope};
 
 /// The configuration file that is read when none is named.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
@@ -31,6 +32,15 @@ pub struct Key {
     pub default: &'static str,
     /// What it is for.
     pub help: &'static str,
+}
+
+/// Keys whose new value holds without a restart; so do limits and reserves.
+const LIVE: &[&str] =
+    &["warm_workers", "worker_idle_exit", "overcommit", "users.scope", "drain_timeout", "accounting_keep"];
+
+/// Whether a change of a key holds without a restart.
+pub fn is_live(key: &str) -> bool {
+    LIVE.contains(&key) || key.starts_with("limits.")
 }
 
 /// Every key, in the order in which they are explained.
@@ -68,7 +78,11 @@ pub const KEYS: &[Key] = &[
         default: "[]",
         help: "networks (CIDR) whose peers may go without encryption",
     },
-    Key { name: "sharing", default: "time-slice", help: "how leases share a GPU" },
+    Key {
+        name: "sharing",
+        default: "time-slice",
+        help: "how leases share a GPU: \"time-slice\", or \"exclusive\": not at all",
+    },
     Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
     Key {
         name: "worker_idle_exit",
@@ -104,6 +118,27 @@ pub const KEYS: &[Key] = &[
         name: "return_limit",
         default: "1h",
         help: "how long a parked program waits for its GPU before it gets an error; 0 is without end",
+    },
+    Key {
+        name: "overcommit",
+        default: "100%",
+        help: "how much of a GPU's memory leases may be promised together; more than 100% is a promise that may not hold",
+    },
+    Key {
+        name: "compute_mode",
+        default: "check",
+        help: "\"check\": a GPU whose compute mode does not let several programs share it is taken out",
+    },
+    Key {
+        name: "drain_timeout",
+        default: "60s",
+        help: "how long a stop waits for programs that run; 0 waits for none",
+    },
+    Key { name: "accounting_keep", default: "90d", help: "how long accounting records are kept; 0 for ever" },
+    Key {
+        name: "users.scope",
+        default: "client",
+        help: "\"client\": a user is counted on each client; \"site\": on all together",
     },
     Key {
         name: "state_dir",
@@ -216,12 +251,24 @@ pub struct Config {
     pub parked_max: Memory,
     /// How long a parked program waits for its GPU before it gets an error; zero is without end.
     pub return_limit: Duration,
+    /// The file that it was read from.
+    pub file: PathBuf,
     /// Leases, clients, tokens, authority.
     pub state_dir: PathBuf,
     /// Where the administration socket is.
     pub runtime_dir: PathBuf,
+    /// Whether each lease has its GPUs to itself.
+    pub exclusive: bool,
+    /// How GPUs are divided.
+    pub rules: Rules,
+    /// How long a stop waits for programs.
+    pub drain_timeout: Duration,
+    /// How long accounting records are kept; zero for ever.
+    pub accounting_keep: Duration,
+    /// What clients and users may have.
+    pub limits: Limits,
     /// What every key came to: name, value as text, origin.
-    pub report: Vec<(&'static str, String, Origin)>,
+    pub report: Vec<(String, String, Origin)>,
     /// What works, but probably not as meant.
     pub warnings: Vec<String>,
 }
@@ -279,11 +326,18 @@ impl fmt::Display for Value {
     }
 }
 
-type Raw = BTreeMap<&'static str, (Value, Origin)>;
+/// What was read, before it is checked.
+#[derive(Default)]
+struct Raw {
+    keys: BTreeMap<&'static str, (Value, Origin)>,
+    /// Limits by layer and name, members of groups.
+    limits: BTreeMap<(Layer, String), (Value, Origin)>,
+    reserve: Vec<(Vec<(String, Value)>, Origin)>,
+}
 
 /// Reads `file` and the drop-ins beside it. A file that is not there is an error only where `required`.
 pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
-    let mut raw = Raw::new();
+    let mut raw = Raw::default();
     let mut warnings = Vec::new();
     match std::fs::read_to_string(file) {
         Ok(text) => read_text(&mut raw, file, &text, around.env)?,
@@ -304,12 +358,13 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
             .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
         read_text(&mut raw, &path, &text, around.env)?;
     }
-    check(raw, warnings, around)
+    let config = check(raw, warnings, around)?;
+    Ok(Config { file: file.into(), ..config })
 }
 
 /// Checks a configuration that is one text; for tests and `check-config -`.
 pub fn from_text(name: &Path, text: &str, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
-    let mut raw = Raw::new();
+    let mut raw = Raw::default();
     read_text(&mut raw, name, text, around.env)?;
     check(raw, Vec::new(), around)
 }
@@ -328,30 +383,89 @@ fn read_text(
     let document = DeTable::parse(text).map_err(|e| {
         ConfigError::new(at(e.span().map_or(0, |s| s.start)), e.message().trim_end().to_string())
     })?;
-    for (key, value) in document.get_ref() {
+    let mut path = Vec::new();
+    read_table(raw, &mut path, document.get_ref(), &at, env)
+}
+
+/// Reads a table and those in it: `[users] scope` is the key `users.scope`.
+fn read_table(
+    raw: &mut Raw,
+    path: &mut Vec<String>,
+    table: &DeTable<'_>,
+    at: &dyn Fn(usize) -> Origin,
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Result<(), ConfigError> {
+    for (key, value) in table {
+        path.push(key.get_ref().to_string());
         let origin = at(key.span().start);
-        let written: &str = key.get_ref();
-        let Some(known) = KEYS.iter().find(|k| k.name == written) else {
-            return Err(ConfigError::new(origin, unknown(written)));
+        let written = path.join(".");
+        let bad = |m: String| ConfigError::new(at(value.span().start), format!("{written}: {m}"));
+        let parts: Vec<&str> = path.iter().map(String::as_str).collect();
+        let limit = match parts.as_slice() {
+            ["limits", name] => Some((Layer::Default, *name)),
+            ["limits", "group", of, name] => Some((Layer::Group((*of).into()), *name)),
+            ["limits", "client", of, name] => Some((Layer::Client((*of).into()), *name)),
+            ["limits", "user", of, name] => Some((Layer::User((*of).into()), *name)),
+            _ => None,
         };
-        let value = convert(value.get_ref(), env)
-            .map_err(|m| ConfigError::new(at(value.span().start), format!("{}: {m}", known.name)))?;
-        raw.insert(known.name, (value, origin));
+        let inner = match value.get_ref() {
+            DeValue::Table(inner) => Some(inner),
+            _ => None,
+        };
+        let leads_on = KEYS.iter().any(|k| k.name.starts_with(&format!("{written}.")))
+            || parts[0] == "limits" && parts.len() < 4;
+        if let Some(known) = KEYS.iter().find(|k| k.name == written) {
+            raw.keys.insert(known.name, (convert(value.get_ref(), env).map_err(bad)?, origin));
+        } else if let Some(inner) = inner.filter(|_| leads_on) {
+            read_table(raw, path, inner, at, env)?;
+        } else if let Some((layer, name)) = limit
+            && (LIMITS.iter().any(|l| l.name == name)
+                || matches!(layer, Layer::Group(_)) && ["clients", "users"].contains(&name))
+        {
+            let value = convert(value.get_ref(), env).map_err(bad)?;
+            raw.limits.insert((layer, name.to_string()), (value, origin));
+        } else if written == "reserve"
+            && let DeValue::Array(list) = value.get_ref()
+        {
+            for item in list {
+                let DeValue::Table(item_table) = item.get_ref() else {
+                    return Err(bad("write it as [[reserve]]".into()));
+                };
+                let mut fields = Vec::new();
+                for (name, value) in item_table {
+                    let converted = convert(value.get_ref(), env).map_err(bad)?;
+                    fields.push((name.get_ref().to_string(), converted));
+                }
+                raw.reserve.push((fields, at(item.span().start)));
+            }
+        } else {
+            return Err(ConfigError::new(origin, unknown(&written)));
+        }
+        path.pop();
     }
     Ok(())
 }
 
 fn unknown(written: &str) -> String {
+    let limits = LIMITS.iter().map(|l| format!("limits.{}", l.name));
     let nearest = KEYS
         .iter()
-        .map(|k| (strsim::damerau_levenshtein(k.name, written), k.name))
+        .map(|k| k.name.to_string())
+        .chain(limits)
+        .map(|name| (strsim::damerau_levenshtein(&name, written), name))
         .min()
         .filter(|(distance, name)| *distance <= 1 + name.len() / 3);
     match nearest {
         Some((_, name)) => format!("unknown key `{written}`; did you mean `{name}`?"),
         None => {
             let names: Vec<_> = KEYS.iter().map(|k| k.name).collect();
-            format!("unknown key `{written}`; the keys are {}", names.join(", "))
+            let limits: Vec<_> = LIMITS.iter().map(|l| l.name).collect();
+            format!(
+                "unknown key `{written}`; the keys are {}, reserve, and in limits and limits.group.NAME, \
+                 limits.client.NAME, limits.user.NAME {}",
+                names.join(", "),
+                limits.join(", ")
+            )
         }
     }
 }
@@ -393,7 +507,7 @@ fn expand(text: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, St
 
 struct Reader<'a> {
     raw: &'a Raw,
-    report: Vec<(&'static str, String, Origin)>,
+    report: Vec<(String, String, Origin)>,
 }
 
 impl Reader<'_> {
@@ -406,7 +520,7 @@ impl Reader<'_> {
         show: impl FnOnce(&T) -> String,
     ) -> Result<T, ConfigError> {
         debug_assert!(KEYS.iter().any(|k| k.name == key));
-        let (value, origin) = match self.raw.get(key) {
+        let (value, origin) = match self.raw.keys.get(key) {
             Some((value, origin)) => (
                 parse(value)
                     .map_err(|m| ConfigError::new(origin.clone(), format!("{key} = {value}: {m}")))?,
@@ -414,7 +528,7 @@ impl Reader<'_> {
             ),
             None => default(),
         };
-        self.report.push((key, show(&value), origin));
+        self.report.push((key.into(), show(&value), origin));
         Ok(value)
     }
 }
@@ -693,12 +807,12 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         },
         |l| list(l),
     )?;
-    reader.key(
+    let exclusive = reader.key(
         "sharing",
         || default("time-slice"),
-        |v| one_of(v, &["time-slice"], &["mps", "exclusive"]),
+        |v| one_of(v, &["time-slice", "exclusive"], &["mps"]),
         plain,
-    )?;
+    )? == "exclusive";
     let warm_workers = reader.key(
         "warm_workers",
         || (2, Origin::Default),
@@ -756,7 +870,46 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         absolute,
         |p| p.display().to_string(),
     )?;
-    let report = reader.report;
+    let percent = |v: &Value| {
+        let bad = || "a percentage from \"100%\" to \"1000%\" is wanted".to_string();
+        let n = text(v)?.strip_suffix('%').and_then(|p| p.trim().parse::<u64>().ok()).ok_or_else(bad)?;
+        if (100..=1000).contains(&n) { Ok(n) } else { Err(bad()) }
+    };
+    let overcommit_percent =
+        reader.key("overcommit", || (100, Origin::Default), percent, |p| format!("{p}%"))?;
+    reader.key("compute_mode", || default("check"), |v| one_of(v, &["check"], &["manage"]), plain)?;
+    let drain_timeout = reader.key(
+        "drain_timeout",
+        || (Duration::from_secs(60), Origin::Default),
+        duration,
+        |d| show_duration(*d),
+    )?;
+    let accounting_keep = reader.key(
+        "accounting_keep",
+        || (Duration::from_secs(90 * 86400), Origin::Default),
+        duration,
+        |d| show_duration(*d),
+    )?;
+    let scope =
+        reader.key("users.scope", || default("client"), |v| one_of(v, &["client", "site"], &[]), plain)?;
+    let mut report = reader.report;
+    let scope = if scope == "site" { Scope::Site } else { Scope::Client };
+    let limits = check_limits(&raw, scope, &mut report)?;
+    let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
+    for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
+        let memory = Bound::Memory(r.memory);
+        report.push((
+            "reserve".into(),
+            format!("{} GPU(s), {memory} of each, for {}", r.gpus, r.client),
+            origin.clone(),
+        ));
+    }
+    let rules = Rules { reserve, overcommit_percent };
+    if overcommit_percent > 100 {
+        warnings.push(format!(
+            "overcommit = \"{overcommit_percent}%\": programs may find less memory than their lease has promised"
+        ));
+    }
 
     if encryption && !trusted_networks.is_empty() {
         warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
@@ -792,11 +945,147 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         idle,
         parked_max,
         return_limit,
+        file: PathBuf::new(),
         state_dir,
         runtime_dir,
+        exclusive,
+        rules,
+        drain_timeout,
+        accounting_keep,
+        limits,
         report,
         warnings,
     })
+}
+
+/// A limit's key as it is written.
+pub fn limit_key(layer: &Layer, name: &str) -> String {
+    let of = |kind: &str, who: &str| {
+        let bare = !who.is_empty() && who.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));
+        if bare { format!("limits.{kind}.{who}.{name}") } else { format!("limits.{kind}.{who:?}.{name}") }
+    };
+    match layer {
+        Layer::Default => format!("limits.{name}"),
+        Layer::Group(who) => of("group", who),
+        Layer::Client(who) => of("client", who),
+        Layer::User(who) => of("user", who),
+    }
+}
+
+fn check_limits(
+    raw: &Raw,
+    scope: Scope,
+    report: &mut Vec<(String, String, Origin)>,
+) -> Result<Limits, ConfigError> {
+    let mut out = Limits { scope, ..Limits::default() };
+    let mut groups: BTreeMap<String, Group> = BTreeMap::new();
+    for limit in LIMITS {
+        if !raw.limits.contains_key(&(Layer::Default, limit.name.to_string())) {
+            report.push((format!("limits.{}", limit.name), limit.default.into(), Origin::Default));
+        }
+    }
+    for ((layer, name), (value, origin)) in &raw.limits {
+        let key = limit_key(layer, name);
+        let bad = |m: String| ConfigError::new(origin.clone(), format!("{key} = {value}: {m}"));
+        if let Layer::Group(group) = layer {
+            let group = groups.entry(group.clone()).or_default();
+            let members = match name.as_str() {
+                "clients" => Some(&mut group.clients),
+                "users" => Some(&mut group.users),
+                _ => None,
+            };
+            if let Some(members) = members {
+                *members = texts(value).map_err(bad)?.into_iter().map(String::from).collect();
+                report.push((key, value.to_string(), origin.clone()));
+                continue;
+            }
+        }
+        // Written by `read_table`, which knows the names.
+        let Some(limit) = LIMITS.iter().find(|l| l.name == name) else { continue };
+        let written = match value {
+            Value::String(s) => s.clone(),
+            Value::List(_) => texts(value).map_err(bad)?.join(","),
+            other => other.to_string(),
+        };
+        let bound = Bound::parse(limit.kind, &written).map_err(bad)?;
+        if name == "sm_percent" && !matches!(bound, Bound::Number(1..=100)) {
+            return Err(bad("a number from 1 to 100 is wanted".into()));
+        }
+        report.push((key, bound.to_string(), origin.clone()));
+        out.entries.push(Entry { name: limit.name, layer: layer.clone(), bound, origin: origin.to_string() });
+    }
+    for (name, group) in &groups {
+        if group.clients.is_empty() && group.users.is_empty() {
+            return Err(ConfigError::new(
+                Origin::Default,
+                format!("limits.group.{name} has no members: set its clients or users"),
+            ));
+        }
+    }
+    out.groups = groups.into_iter().collect();
+    Ok(out)
+}
+
+fn check_reserve((fields, origin): &(Vec<(String, Value)>, Origin)) -> Result<Reserve, ConfigError> {
+    let bad = |m: String| ConfigError::new(origin.clone(), format!("reserve: {m}"));
+    let mut out = Reserve { client: String::new(), gpus: 1, memory: Memory::Percent(100.0) };
+    for (name, value) in fields {
+        let bad = |m: String| bad(format!("{name} = {value}: {m}"));
+        match name.as_str() {
+            "client" => out.client = text(value).map_err(bad)?.into(),
+            "gpus" => match value {
+                Value::Integer(n @ 1..=1024) => out.gpus = *n as u32,
+                _ => return Err(bad("a number of GPUs is wanted".into())),
+            },
+            "memory" => out.memory = text(value).and_then(limits::parse_memory).map_err(bad)?,
+            _ => return Err(bad("the keys of [[reserve]] are client, gpus and memory".into())),
+        }
+    }
+    if out.client.is_empty() {
+        return Err(bad("client is missing: for whom is it?".into()));
+    }
+    Ok(out)
+}
+
+/// The drop-in that `gpuserver config set` writes, beside a configuration file.
+pub fn runtime_file(file: &Path) -> PathBuf {
+    file.with_extension("d").join("90-runtime.toml")
+}
+
+/// What that file is to hold once `key` has this value, or (with none) is no longer set there.
+pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String, String> {
+    let mut document: toml::Table = toml::from_str(text).map_err(|e| e.message().to_string())?;
+    // As TOML reads a dotted key, quotes included.
+    let probe: toml::Table =
+        toml::from_str(&format!("{key} = 0")).map_err(|_| format!("{key:?} is not a key"))?;
+    let mut path = Vec::new();
+    let mut at = &probe;
+    while let Some((name, inner)) = at.iter().next() {
+        path.push(name.clone());
+        match inner {
+            toml::Value::Table(inner) => at = inner,
+            _ => break,
+        }
+    }
+    let Some((last, folders)) = path.split_last() else { return Err(format!("{key:?} is not a key")) };
+    let mut table = &mut document;
+    for folder in folders {
+        let inner = table.entry(folder.clone()).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        table = inner.as_table_mut().ok_or_else(|| format!("{folder} is a value, not a table"))?;
+    }
+    match value {
+        // A number, a list or a string; a string may go without quotes.
+        Some(text) => {
+            let value = toml::from_str::<toml::Table>(&format!("v = {text}"))
+                .ok()
+                .and_then(|mut t| t.remove("v"))
+                .unwrap_or_else(|| toml::Value::String(text.into()));
+            table.insert(last.clone(), value);
+        }
+        None => drop(table.remove(last)),
+    }
+    let body = toml::to_string(&document).map_err(|e| e.to_string())?;
+    Ok(format!("# Written by `gpuserver config set`.\n{body}"))
 }
 
 #[cfg(test)]
@@ -826,7 +1115,7 @@ mod tests {
         assert_eq!(config.data_ports, (7602, 7602));
         assert_eq!(config.state_dir, Path::new("/var/lib/gpuserver-a"));
         assert_eq!(config.origin("state_dir"), Origin::Environment("STATE_DIRECTORY"));
-        assert_eq!(config.report.len(), KEYS.len());
+        assert_eq!(config.report.len(), KEYS.len() + LIMITS.len());
         assert!(config.encryption && config.warnings.is_empty());
     }
 
@@ -863,14 +1152,28 @@ mod tests {
         assert!(message("gpus = [0, 0]").contains("twice"));
         assert!(message("sharing = \"mps\"").contains("does not serve it yet"));
         assert!(message("registry = \"etcd\"").contains("does not serve it yet"));
-        assert!(message("sharing = \"often\"").contains("only \"time-slice\""));
+        assert!(message("sharing = \"often\"").contains("only \"time-slice\" or \"exclusive\""));
         assert!(message("warm_workers = 65").contains("0 to 64"));
         assert!(message("driver = \"libcuda.so.1\"").contains("absolute"));
         assert!(message("trusted_networks = [\"10.0.0.0/99\"]").contains("not a network"));
         assert!(message("data_ports = \"9-8\"").contains("ends before"));
         assert!(message("name = \"${NOPE}\"").contains("NOPE is not set"));
         assert!(message("name = \"a b\"").contains("t.toml:1: name = \"a b\": "));
-        assert!(message("[limits]\ngpus = 1").contains("unknown key `limits`"));
+        assert!(
+            message("[limits]\ngpu = 1")
+                .contains("t.toml:2: unknown key `limits.gpu`; did you mean `limits.gpus`?")
+        );
+        assert!(message("[limits.machine.x]\ngpus = 1").contains("unknown key `limits.machine.x.gpus`"));
+        assert!(message("limits = 3").contains("unknown key `limits`"));
+        assert!(message("[limits]\ngpus = \"x\"").contains("t.toml:2: limits.gpus = \"x\": a whole number"));
+        assert!(message("[limits]\nstaging = \"4MB\"").contains("MiB"));
+        assert!(message("[limits]\nsm_percent = 0").contains("from 1 to 100"));
+        assert!(message("[limits.group.g]\ngpus = 1").contains("no members"));
+        assert!(message("[users]\nscope = \"x\"").contains("users.scope"));
+        assert!(message("[[reserve]]\ngpus = 1").contains("client is missing"));
+        assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
+        assert!(message("overcommit = \"50%\"").contains("100%"));
+        assert!(message("name = { a = 1 }").contains("not a value"));
     }
 
     #[test]
@@ -893,6 +1196,41 @@ mod tests {
         assert!(config.origin("warm_workers").to_string().ends_with("gpuserver-a.d/90-runtime.toml:2"));
         drop_in("50-bad.toml", "warm = 1");
         assert!(load(&file, true, &around).unwrap_err().to_string().contains("50-bad.toml:1: unknown key"));
+    }
+
+    #[test]
+    fn limits_of_every_layer() {
+        let config = parse(
+            "overcommit = \"150%\"\n[users]\nscope = \"site\"\n[limits]\ngpus = 4\nmemory = \"50%\"\n\
+             [limits.group.lab]\nclients = [\"vm-*\"]\nusers = [\"bob\"]\nstaging = \"1GiB\"\n\
+             [limits.client.\"a.b\"]\nmodels = [\"H200\", \"T4\"]\nlease_ttl = 0\n[limits.user.alice]\ngpus = 1\n\
+             [[reserve]]\nclient = \"vm-1\"\nmemory = \"25%\"\n",
+        )
+        .unwrap();
+        assert_eq!(config.limits.scope, Scope::Site);
+        assert_eq!(config.limits.of("vm-1", "alice").smallest("gpus").unwrap().1, 1);
+        assert_eq!(config.limits.of("vm-1", "").smallest("staging").unwrap().1, 1 << 30);
+        assert!(config.limits.of("a.b", "").smallest("lease_ttl").is_none());
+        assert!(config.limits.of("a.b", "").not_listed("models", |m| m == "H200").is_none());
+        assert_eq!(config.origin("limits.client.\"a.b\".lease_ttl").to_string(), "t.toml:13");
+        assert_eq!(config.rules.reserve[0].gpus, 1);
+        assert_eq!(config.rules.overcommit_percent, 150);
+        assert!(config.warnings.iter().any(|w| w.contains("overcommit")));
+    }
+
+    #[test]
+    fn values_are_set_and_taken_back() {
+        let text = edit_runtime("", "limits.client.\"vm.1\".gpus", Some("3")).unwrap();
+        let text = edit_runtime(&text, "warm_workers", Some("5")).unwrap();
+        let text = edit_runtime(&text, "limits.memory", Some("50%")).unwrap();
+        let text = edit_runtime(&text, "limits.models", Some("[\"H200\"]")).unwrap();
+        let config = parse(&text).unwrap();
+        assert_eq!(config.warm_workers, 5);
+        assert_eq!(config.limits.of("vm.1", "").smallest("gpus").unwrap().1, 3);
+        let text = edit_runtime(&text, "warm_workers", None).unwrap();
+        assert_eq!(parse(&text).unwrap().warm_workers, 2);
+        assert!(edit_runtime(&text, "a b", Some("1")).is_err());
+        assert!(edit_runtime(&text, "limits.memory.x", Some("1")).unwrap_err().contains("not a table"));
     }
 
     #[test]

@@ -1,11 +1,12 @@
-//! Who holds which part of which GPU: a table without I/O, clocks or randomness of its own.
+//! Who holds which part of which GPU, and who waits for one: a table without I/O, clocks or randomness of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::clock::{self, Moment, Random};
+use crate::limits::{Bound, Effective, Entry, Exceeded, Scope, fits};
 
 /// Time a lease lives without a renewal where the client asks for none: as long as a worker waits for a lost client, so
 /// that a cut network ends neither before the other.
@@ -13,8 +14,11 @@ pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
 /// Shortest and longest time that a client can ask for.
 const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(24 * 3600));
 const MIB: u64 = 1 << 20;
-/// Leases that one client can hold on one server; a bound on memory, not a policy.
+/// Leases that one client can hold on one server, and requests of it that can wait; bounds on memory, not a policy.
 const MAX_LEASES_PER_CLIENT: usize = 64;
+const MAX_WAITING_PER_CLIENT: usize = 16;
+/// A request that is not repeated for so long no longer waits. Clients repeat theirs at least every 30 s.
+pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// A GPU as discovery found it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +73,64 @@ impl Memory {
     }
 }
 
+/// Who comes first where several wait.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Priority {
+    /// Before the others.
+    #[default]
+    Normal,
+    /// Only after them.
+    BelowNormal,
+}
+
+/// A part of the GPUs that others than its clients do not get.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Reserve {
+    /// Pattern of the clients' names.
+    pub client: String,
+    /// How many GPUs.
+    pub gpus: u32,
+    /// Of each.
+    pub memory: Memory,
+}
+
+/// How GPUs are divided.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rules {
+    /// Parts that are kept for somebody.
+    pub reserve: Vec<Reserve>,
+    /// How much of a GPU's memory may be promised, in percent of what there is.
+    pub overcommit_percent: u64,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self { reserve: Vec::new(), overcommit_percent: 100 }
+    }
+}
+
+/// Why a GPU is not leased.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Withdrawn {
+    /// An administrator took it out.
+    Off(String),
+    /// It is no longer of this server's.
+    Stopped(String),
+    /// Something is wrong with it.
+    Broken(String),
+}
+
+impl Withdrawn {
+    /// For people.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Off(reason) | Self::Stopped(reason) | Self::Broken(reason) => reason,
+        }
+    }
+}
+
 /// What a client asks for.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -100,6 +162,16 @@ pub struct Request {
     pub boot_id: String,
     /// Whether data connections must be encrypted.
     pub encrypted: bool,
+    /// Share of each GPU's multiprocessors that programs may use at most.
+    pub sm_percent: u32,
+    /// Nobody else on its GPUs.
+    pub exclusive: bool,
+    /// Among those who wait.
+    pub priority: Priority,
+    /// Renewed without end, as leases from boot are.
+    pub persistent: bool,
+    /// What the client may have.
+    pub limits: Effective,
 }
 
 /// A part of one GPU.
@@ -145,6 +217,18 @@ pub struct Lease {
     pub why: String,
     /// Seconds since 1970.
     pub created_unix: u64,
+    /// Nobody else is on its GPUs.
+    #[serde(default)]
+    pub exclusive: bool,
+    /// Among those who wait.
+    #[serde(default)]
+    pub priority: Priority,
+    /// Renewed without end.
+    #[serde(default)]
+    pub persistent: bool,
+    /// Ends then, however often it is renewed: seconds since 1970, 0 for never.
+    #[serde(default)]
+    pub until_unix: u64,
 }
 
 // The key stays out of logs.
@@ -186,11 +270,44 @@ pub enum AllocateError {
     #[error("{0}")]
     NeverFits(String),
     /// Others hold what is wanted.
+    #[error("{why}")]
+    NoCapacity {
+        /// For people.
+        why: String,
+        /// Place among those who wait, from 1; 0 where the request cannot wait, having no id.
+        position: u32,
+        /// How many wait.
+        waiting: u32,
+    },
+    /// The client has what it may have.
     #[error("{0}")]
-    NoCapacity(String),
+    Limit(Exceeded),
     /// The lease could not be written down.
     #[error("the lease could not be stored: {0}; see the server's journal")]
     Storage(String),
+}
+
+/// A request that waits for its turn.
+#[derive(Debug, Clone)]
+struct Waiting {
+    request: Request,
+    arrived: u64,
+    asked: Moment,
+}
+
+/// A request that waits, as listings show it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WaitingView {
+    /// Who.
+    pub client: String,
+    /// On whose behalf.
+    pub user: String,
+    /// GPUs wanted.
+    pub gpus: u32,
+    /// Its priority.
+    pub priority: Priority,
+    /// Place, from 1.
+    pub position: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -207,6 +324,8 @@ pub struct Saved {
     leases: Vec<Lease>,
     #[serde(default)]
     aside: Vec<String>,
+    #[serde(default)]
+    withdrawn: BTreeMap<String, Withdrawn>,
 }
 
 /// All leases of one server. See the module.
@@ -218,25 +337,44 @@ pub struct Table {
     aside: BTreeMap<String, Option<u64>>,
     turns: u64,
     fencing_token: u64,
+    withdrawn: BTreeMap<String, Withdrawn>,
+    waiting: Vec<Waiting>,
+    arrivals: u64,
+    rules: Rules,
+    draining: Option<String>,
+}
+
+/// What is promised of each GPU, beside what there is.
+struct Occupied<'a> {
+    table: &'a Table,
+    used: BTreeMap<&'a str, u64>,
+    /// GPUs on which nobody more fits: somebody has or wants them alone.
+    closed: BTreeSet<&'a str>,
 }
 
 impl Table {
     /// A table over these GPUs with the leases of an earlier run. Leases start their time anew: a client cannot have
     /// renewed while the server was away. Those whose GPUs are gone are returned beside the table.
-    pub fn new(gpus: Vec<Gpu>, saved: Saved, now: Moment) -> (Self, Vec<Lease>) {
+    pub fn new(gpus: Vec<Gpu>, rules: Rules, saved: Saved, now: Moment) -> (Self, Vec<Lease>) {
         let mut table = Self {
             gpus,
             held: BTreeMap::new(),
             aside: saved.aside.into_iter().map(|id| (id, None)).collect(),
             turns: 0,
             fencing_token: saved.fencing_token,
+            withdrawn: saved.withdrawn,
+            waiting: Vec::new(),
+            arrivals: 0,
+            rules,
+            draining: None,
         };
+        table.withdrawn.retain(|uuid, _| table.gpus.iter().any(|g| g.uuid == *uuid));
         let mut lost = Vec::new();
         for lease in saved.leases {
             let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
                 table.gpu(&s.gpu).is_some_and(|g| {
-                    aside || s.limit_bytes <= g.memory_bytes.saturating_sub(table.used(&s.gpu))
+                    aside || s.limit_bytes <= table.capacity(g).saturating_sub(table.used(&s.gpu))
                 })
             });
             if fits {
@@ -257,7 +395,52 @@ impl Table {
             fencing_token: self.fencing_token,
             leases: self.held.values().map(|h| h.lease.clone()).collect(),
             aside: self.aside.keys().cloned().collect(),
+            withdrawn: self.withdrawn.clone(),
         }
+    }
+
+    /// Bytes of a GPU that may be promised.
+    fn capacity(&self, gpu: &Gpu) -> u64 {
+        u64::try_from(u128::from(gpu.memory_bytes) * u128::from(self.rules.overcommit_percent) / 100)
+            .unwrap_or(u64::MAX)
+    }
+
+    /// Divides the GPUs differently from now on; leases stay as they are.
+    pub fn set_rules(&mut self, rules: Rules) {
+        self.rules = rules;
+    }
+
+    /// Why a GPU is not leased, if it is not.
+    pub fn withdrawn(&self, uuid: &str) -> Option<&Withdrawn> {
+        self.withdrawn.get(uuid)
+    }
+
+    /// Takes a GPU out of what is leased, or puts it back. Leases on it stay. Says whether there is such a GPU.
+    pub fn withdraw(&mut self, uuid: &str, why: Option<Withdrawn>) -> bool {
+        if self.gpu(uuid).is_none() {
+            return false;
+        }
+        match why {
+            Some(why) => self.withdrawn.insert(uuid.into(), why),
+            None => self.withdrawn.remove(uuid),
+        };
+        true
+    }
+
+    /// Makes no new leases from now on, and why; or makes them again.
+    pub fn drain(&mut self, why: Option<String>) {
+        self.draining = why;
+    }
+
+    /// Why there are no new leases, if there are none.
+    pub fn draining(&self) -> Option<&str> {
+        self.draining.as_deref()
+    }
+
+    /// Leases on a GPU.
+    pub fn holders(&self, uuid: &str) -> Vec<&Lease> {
+        let on_it = |h: &&Held| h.lease.shares.iter().any(|s| s.gpu == uuid);
+        self.held.values().filter(on_it).map(|h| &h.lease).collect()
     }
 
     /// The GPUs of this server.
@@ -269,25 +452,19 @@ impl Table {
         self.gpus.iter().find(|g| g.uuid == uuid)
     }
 
-    /// Device memory of a GPU that leases hold, or wait to get back.
-    pub fn used(&self, uuid: &str) -> u64 {
-        self.used_before(uuid, u64::MAX)
-    }
-
-    /// The same, of those that wait only the ones whose turn is before `turn`.
-    fn used_before(&self, uuid: &str, turn: u64) -> u64 {
-        let counts = |id: &String| match self.aside.get(id) {
+    /// Leases that hold their parts of GPUs now, or wait to get them back and have a turn before `turn`.
+    fn holding(&self, turn: u64) -> impl Iterator<Item = &Lease> {
+        let counts = move |l: &&Lease| match self.aside.get(&l.id) {
             None => true,
             Some(None) => false,
             Some(Some(t)) => *t < turn,
         };
-        self.held
-            .values()
-            .filter(|h| counts(&h.lease.id))
-            .flat_map(|h| &h.lease.shares)
-            .filter(|s| s.gpu == uuid)
-            .map(|s| s.limit_bytes)
-            .sum()
+        self.held.values().map(|h| &h.lease).filter(counts)
+    }
+
+    /// Device memory of a GPU that leases hold, or wait to get back.
+    pub fn used(&self, uuid: &str) -> u64 {
+        self.holding(u64::MAX).flat_map(|l| &l.shares).filter(|s| s.gpu == uuid).map(|s| s.limit_bytes).sum()
     }
 
     /// A lease and the time it has left.
@@ -300,7 +477,8 @@ impl Table {
         self.held.values().map(move |h| (&h.lease, h.deadline.saturating_sub(now)))
     }
 
-    /// Makes a lease, or finds the one that the same request made before (`false` then).
+    /// Makes a lease, or finds the one that the same request made before (`false` then). A request with an id that does not fit
+    /// waits: it keeps its place as long as it is repeated.
     pub fn allocate(
         &mut self,
         request: &Request,
@@ -308,6 +486,7 @@ impl Table {
         unix: u64,
         random: &dyn Random,
     ) -> Result<(Lease, bool), AllocateError> {
+        self.waiting.retain(|w| now.saturating_sub(w.asked) < PATIENCE);
         let mine = self.held.values_mut().filter(|h| h.lease.client == request.client);
         let mut count = 0;
         for held in mine {
@@ -318,15 +497,44 @@ impl Table {
             count += 1;
         }
         if count >= MAX_LEASES_PER_CLIENT {
-            return Err(AllocateError::NoCapacity(format!(
+            return Err(AllocateError::NeverFits(format!(
                 "{} holds {count} leases, the most a client can; release some",
                 request.client
             )));
         }
-        let shares = self.choose(request)?;
+        let chosen =
+            self.check(request).and_then(|()| self.within_limits(request)).and_then(|()| {
+                match &self.draining {
+                    None => self.choose(request),
+                    Some(why) => Err(AllocateError::NoCapacity {
+                        why: format!(
+                            "this server makes no new leases: {why}; use another server, or retry later"
+                        ),
+                        position: 0,
+                        waiting: 0,
+                    }),
+                }
+            });
+        let shares = match chosen {
+            Ok(shares) => shares,
+            Err(AllocateError::NoCapacity { why, .. }) => {
+                let position = self.wait(request, now);
+                let waiting = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
+                return Err(AllocateError::NoCapacity { why, position, waiting });
+            }
+            Err(other) => {
+                self.leave_queue(&request.client, &request.request_id);
+                return Err(other);
+            }
+        };
+        self.leave_queue(&request.client, &request.request_id);
         let ttl = match request.ttl {
             Duration::ZERO => DEFAULT_TTL,
             ttl => ttl.clamp(TTL_RANGE.0, TTL_RANGE.1),
+        };
+        let until_unix = match request.limits.smallest("lease_ttl") {
+            Some((_, usec)) if !request.persistent => unix + usec.div_ceil(1_000_000),
+            _ => 0,
         };
         self.fencing_token += 1;
         let lease = Lease {
@@ -344,9 +552,246 @@ impl Table {
             who: request.who.clone(),
             why: request.why.clone(),
             created_unix: unix,
+            exclusive: request.exclusive,
+            priority: request.priority,
+            persistent: request.persistent,
+            until_unix,
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
         Ok((lease, true))
+    }
+
+    /// The order in which waiting requests are served.
+    fn queue(&self) -> Vec<&Waiting> {
+        let mut queue: Vec<&Waiting> = self.waiting.iter().collect();
+        queue.sort_by_key(|w| (w.request.priority, w.arrived));
+        queue
+    }
+
+    fn same(waiting: &Waiting, client: &str, request_id: &str) -> bool {
+        waiting.request.client == client && waiting.request.request_id == request_id
+    }
+
+    /// Puts a request into the queue, or keeps it there; returns its place.
+    fn wait(&mut self, request: &Request, now: Moment) -> u32 {
+        if request.request_id.is_empty() {
+            return 0;
+        }
+        let known = self.waiting.iter_mut().find(|w| Self::same(w, &request.client, &request.request_id));
+        match known {
+            Some(waiting) => {
+                waiting.asked = now;
+                waiting.request = request.clone();
+            }
+            None => {
+                let mine = self.waiting.iter().filter(|w| w.request.client == request.client).count();
+                if mine >= MAX_WAITING_PER_CLIENT {
+                    return 0;
+                }
+                self.arrivals += 1;
+                self.waiting.push(Waiting { request: request.clone(), arrived: self.arrivals, asked: now });
+            }
+        }
+        let place = self.queue().iter().position(|w| Self::same(w, &request.client, &request.request_id));
+        place.and_then(|p| u32::try_from(p + 1).ok()).unwrap_or(0)
+    }
+
+    /// A request is not wanted any more.
+    pub fn leave_queue(&mut self, client: &str, request_id: &str) {
+        self.waiting.retain(|w| !Self::same(w, client, request_id));
+    }
+
+    /// Who waits, in the order in which they are served.
+    pub fn waiting(&self, now: Moment) -> Vec<WaitingView> {
+        self.queue()
+            .into_iter()
+            .filter(|w| now.saturating_sub(w.asked) < PATIENCE)
+            .zip(1..)
+            .map(|(w, position)| WaitingView {
+                client: w.request.client.clone(),
+                user: w.request.user.clone(),
+                gpus: wanted(&w.request) as u32,
+                priority: w.request.priority,
+                position,
+            })
+            .collect()
+    }
+
+    /// What a limit counts: leases of the client, or of its user on this client or everywhere.
+    fn counted<'a>(&'a self, request: &'a Request, entry: &Entry) -> impl Iterator<Item = &'a Lease> {
+        let (of_user, site) = (entry.of_user(), request.limits.scope == Scope::Site);
+        self.held.values().map(|h| &h.lease).filter(move |l| match of_user {
+            false => l.client == request.client,
+            true => l.user == request.user && (site || l.client == request.client),
+        })
+    }
+
+    /// What this client may not have, whoever else has what.
+    fn within_limits(&self, request: &Request) -> Result<(), AllocateError> {
+        let refuse = |e: Exceeded| Err(AllocateError::Limit(e));
+        for entry in request.limits.all() {
+            let Bound::Number(most) = entry.bound else { continue };
+            match entry.name {
+                "gpus" => {
+                    let held: usize = self.counted(request, entry).map(|l| l.shares.len()).sum();
+                    let more = wanted(request);
+                    if (held + more) as u64 > most {
+                        let why = format!("{held} held, {more} more asked for");
+                        return refuse(entry.exceeded(why, "release a lease or ask for fewer GPUs"));
+                    }
+                }
+                "sm_percent" if u64::from(request.sm_percent) > most => {
+                    let why = format!("{} % of the multiprocessors asked for", request.sm_percent);
+                    return refuse(entry.exceeded(why, "ask for sm_percent within it"));
+                }
+                "max_persistent" if request.persistent => {
+                    let held = self.counted(request, entry).filter(|l| l.persistent).count();
+                    if held as u64 >= most {
+                        let why = format!("{held} leases are renewed without end already");
+                        return refuse(entry.exceeded(why, "release one, or ask for one that ends"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Memory and models that limits leave of a GPU for a request; the refusal where it is none.
+    fn allowed_on(&self, request: &Request, gpu: &Gpu) -> Result<(), Exceeded> {
+        let need = request.memory.of(gpu.memory_bytes);
+        for entry in request.limits.entries("memory") {
+            if let Bound::Memory(most) = entry.bound
+                && need > most.of(gpu.memory_bytes)
+            {
+                let why = format!("{} MiB of {} asked for", need >> 20, gpu.uuid);
+                return Err(entry.exceeded(why, "ask for less memory"));
+            }
+        }
+        let name = gpu.name.to_lowercase();
+        match request.limits.not_listed("models", |m| name.contains(&m.to_lowercase())) {
+            Some(entry) => {
+                let why = format!("{} is a {}", gpu.uuid, gpu.name);
+                Err(entry.exceeded(why, "ask for another model or server"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// What does not depend on what others hold.
+    fn check(&self, request: &Request) -> Result<(), AllocateError> {
+        if let Memory::Percent(p) = request.memory
+            && !(p > 0.0 && p <= 100.0)
+        {
+            return Err(AllocateError::Invalid(format!("memory: {p} % is not between 0 and 100")));
+        }
+        if !(1..=100).contains(&request.sm_percent) {
+            let given = request.sm_percent;
+            return Err(AllocateError::Invalid(format!("sm_percent: {given} is not between 1 and 100")));
+        }
+        match request.devices.iter().find(|d| self.gpu(d).is_none()) {
+            Some(unknown) => Err(AllocateError::NeverFits(format!("this server has no GPU {unknown}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// GPUs that could serve a request if nobody else held anything.
+    fn suitable(&self, request: &Request) -> Result<Vec<&Gpu>, AllocateError> {
+        let model = request.model.to_lowercase();
+        let mut limit = None;
+        let mut withdrawn = 0;
+        let suitable: Vec<&Gpu> = self
+            .gpus
+            .iter()
+            .filter(|g| request.devices.is_empty() || request.devices.contains(&g.uuid))
+            .filter(|g| g.name.to_lowercase().contains(&model))
+            .filter(|g| {
+                // A program needs its context and something beside it.
+                (g.context_bytes.max(1)..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes))
+            })
+            .filter(|g| self.allowed_on(request, g).map_err(|e| limit.get_or_insert(e).name).is_ok())
+            .filter(|g| {
+                let out = matches!(self.withdrawn.get(&g.uuid), Some(Withdrawn::Stopped(_)));
+                withdrawn += usize::from(out);
+                !out
+            })
+            .collect();
+        let wanted = wanted(request);
+        if suitable.len() >= wanted {
+            return Ok(suitable);
+        }
+        if let Some(limit) = limit {
+            return Err(AllocateError::Limit(limit));
+        }
+        let what = match (&request.memory, model.is_empty()) {
+            (Memory::Bytes(b), true) => format!("with {} MiB", b / MIB),
+            (Memory::Bytes(b), false) => format!("{:?} with {} MiB", request.model, b / MIB),
+            (Memory::Percent(_), true) => "as asked for".to_string(),
+            (Memory::Percent(_), false) => format!("of model {:?}", request.model),
+        };
+        let context = self.gpus.iter().map(|g| g.context_bytes).max().unwrap_or(0);
+        let context = match context {
+            0 => String::new(),
+            bytes => format!(" (a program's context alone takes up to {} MiB)", bytes.div_ceil(MIB)),
+        };
+        let dropped =
+            if withdrawn > 0 { format!(" and {withdrawn} that were dropped") } else { String::new() };
+        Err(AllocateError::NeverFits(format!(
+            "{wanted} GPU(s) {what} are wanted, this server has {}{dropped}; ask for less or another server{context}",
+            suitable.len()
+        )))
+    }
+
+    /// Chooses the GPUs: the preferred ones first, then those with the least memory left, so that whole GPUs stay whole. What
+    /// is reserved for others, and what those ahead in the queue wait for, is taken.
+    fn choose(&self, request: &Request) -> Result<Vec<Share>, AllocateError> {
+        let suitable = self.suitable(request)?;
+        let mut occupied = Occupied::of_leases(self);
+        occupied.reserve(&request.client);
+        let ahead = self.queue();
+        let me = ahead.iter().position(|w| Self::same(w, &request.client, &request.request_id));
+        let mut in_front = 0;
+        let before = match me {
+            Some(me) => &ahead[..me],
+            None => {
+                let end = ahead.partition_point(|w| w.request.priority <= request.priority);
+                &ahead[..end]
+            }
+        };
+        for earlier in before {
+            in_front += 1;
+            match self.suitable(&earlier.request) {
+                Ok(gpus) => match occupied.best(&earlier.request, &gpus) {
+                    Some(shares) => occupied.take(&shares, earlier.request.exclusive),
+                    // What comes free is its.
+                    None => occupied.closed.extend(gpus.iter().map(|g| g.uuid.as_str())),
+                },
+                Err(_) => in_front -= 1,
+            }
+        }
+        if let Some(shares) = occupied.best(request, &suitable) {
+            return Ok(shares);
+        }
+        let wanted = wanted(request);
+        let free = suitable.iter().filter(|g| occupied.fits(request, g).is_some()).count();
+        let queue = match in_front {
+            0 => String::new(),
+            n => format!(" ({n} request(s) wait in front of this one)"),
+        };
+        let off: Vec<_> = suitable
+            .iter()
+            .filter_map(|g| Some(format!("{} is off: {}", g.uuid, self.withdrawn.get(&g.uuid)?.reason())))
+            .collect();
+        let off = if off.is_empty() { String::new() } else { format!("; {}", off.join(", ")) };
+        Err(AllocateError::NoCapacity {
+            why: format!(
+                "{wanted} GPU(s) are wanted, {free} of {} suitable ones have enough memory free{queue}; retry when a \
+                 lease ends, or ask for less memory{off}",
+                suitable.len()
+            ),
+            position: 0,
+            waiting: 0,
+        })
     }
 
     fn fresh_id(&self, random: &dyn Random) -> String {
@@ -360,72 +805,12 @@ impl Table {
         }
     }
 
-    /// Chooses the GPUs: the preferred ones first, then those with the least memory left, so that whole GPUs stay whole.
-    fn choose(&self, request: &Request) -> Result<Vec<Share>, AllocateError> {
-        if let Memory::Percent(p) = request.memory
-            && !(p > 0.0 && p <= 100.0)
-        {
-            return Err(AllocateError::Invalid(format!("memory: {p} % is not between 0 and 100")));
-        }
-        if let Some(unknown) = request.devices.iter().find(|d| self.gpu(d).is_none()) {
-            return Err(AllocateError::NeverFits(format!("this server has no GPU {unknown}")));
-        }
-        let wanted = match (request.gpus, request.devices.len()) {
-            (0, 0) => 1,
-            (0, listed) => listed,
-            (n, _) => n as usize,
-        };
-        let model = request.model.to_lowercase();
-        let suitable: Vec<&Gpu> = self
-            .gpus
-            .iter()
-            .filter(|g| request.devices.is_empty() || request.devices.contains(&g.uuid))
-            .filter(|g| g.name.to_lowercase().contains(&model))
-            .filter(|g| (1..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes)))
-            .collect();
-        if suitable.len() < wanted {
-            let what = match (&request.memory, model.is_empty()) {
-                (Memory::Bytes(b), true) => format!("with {} MiB", b / MIB),
-                (Memory::Bytes(b), false) => format!("{:?} with {} MiB", request.model, b / MIB),
-                (Memory::Percent(_), true) => "as asked for".to_string(),
-                (Memory::Percent(_), false) => format!("of model {:?}", request.model),
-            };
-            return Err(AllocateError::NeverFits(format!(
-                "{wanted} GPU(s) {what} are wanted, this server has {}; ask for less or another server",
-                suitable.len()
-            )));
-        }
-        let mut candidates: Vec<(usize, u64, &Gpu, u64)> = suitable
-            .iter()
-            .filter_map(|g| {
-                let need = request.memory.of(g.memory_bytes);
-                let left = g.memory_bytes.saturating_sub(self.used(&g.uuid)).checked_sub(need)?;
-                let rank = request.sticky.iter().position(|s| *s == g.uuid).unwrap_or(usize::MAX);
-                Some((rank, left, *g, need))
-            })
-            .collect();
-        if candidates.len() < wanted {
-            return Err(AllocateError::NoCapacity(format!(
-                "{wanted} GPU(s) are wanted, {} of {} suitable ones have enough memory free; retry when a lease \
-                 ends, or ask for less memory",
-                candidates.len(),
-                suitable.len()
-            )));
-        }
-        // Stable: GPUs that are equal stay in the driver's order.
-        candidates.sort_by_key(|(rank, left, ..)| (*rank, *left));
-        candidates.truncate(wanted);
-        if !request.devices.is_empty() {
-            candidates.sort_by_key(|(_, _, g, _)| request.devices.iter().position(|d| *d == g.uuid));
-        }
-        Ok(candidates
-            .into_iter()
-            .map(|(_, _, g, need)| Share { gpu: g.uuid.clone(), limit_bytes: need, sm_percent: 100 })
-            .collect())
-    }
-
     /// Which of these leases have to be set aside for a request, the first ones first; none where that does not help.
     pub fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
+        if self.draining.is_some() || self.check(request).and_then(|()| self.within_limits(request)).is_err()
+        {
+            return Vec::new();
+        }
         let mut trial = self.clone();
         let mut out = Vec::new();
         for id in candidates.iter().filter(|id| !self.is_aside(id)) {
@@ -466,10 +851,15 @@ impl Table {
             self.turns += 1;
             self.turns
         });
-        let shares = &held.lease.shares;
+        let (shares, alone) = (&held.lease.shares, held.lease.exclusive);
         let room = |s: &Share| {
-            let left = |g: &Gpu| g.memory_bytes.saturating_sub(self.used_before(&s.gpu, turn));
-            self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
+            let others =
+                || self.holding(turn).filter(|l| l.id != id && l.shares.iter().any(|o| o.gpu == s.gpu));
+            let used =
+                || others().flat_map(|l| &l.shares).filter(|o| o.gpu == s.gpu).map(|o| o.limit_bytes).sum();
+            let left = |g: &Gpu| self.capacity(g).saturating_sub(used());
+            let alone = if alone { others().next().is_none() } else { !others().any(|l| l.exclusive) };
+            alone && self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
         };
         if shares.iter().all(room) {
             self.aside.remove(id);
@@ -531,10 +921,10 @@ impl Table {
         gone
     }
 
-    /// Takes out the leases whose client was silent for too long.
-    pub fn expire(&mut self, now: Moment) -> Vec<Lease> {
-        let ids: Vec<_> =
-            self.held.iter().filter(|(_, h)| h.deadline <= now).map(|(id, _)| id.clone()).collect();
+    /// Takes out the leases whose client was silent for too long, and those that may not be renewed any longer.
+    pub fn expire(&mut self, now: Moment, unix: u64) -> Vec<Lease> {
+        let over = |h: &Held| h.deadline <= now || h.lease.until_unix != 0 && h.lease.until_unix <= unix;
+        let ids: Vec<_> = self.held.iter().filter(|(_, h)| over(h)).map(|(id, _)| id.clone()).collect();
         let gone = ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect();
         self.forget_aside();
         gone
@@ -543,6 +933,108 @@ impl Table {
     /// When the next lease ends unless it is renewed.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.held.values().map(|h| h.deadline).min()
+    }
+}
+
+/// How many GPUs a request wants.
+fn wanted(request: &Request) -> usize {
+    match (request.gpus, request.devices.len()) {
+        (0, 0) => 1,
+        (0, listed) => listed,
+        (n, _) => n as usize,
+    }
+}
+
+impl<'a> Occupied<'a> {
+    fn of_leases(table: &'a Table) -> Self {
+        let mut used = BTreeMap::new();
+        let mut closed = BTreeSet::new();
+        for lease in table.holding(u64::MAX) {
+            for share in &lease.shares {
+                *used.entry(share.gpu.as_str()).or_insert(0) += share.limit_bytes;
+                if lease.exclusive {
+                    closed.insert(share.gpu.as_str());
+                }
+            }
+        }
+        closed.extend(table.withdrawn.keys().map(String::as_str));
+        Self { table, used, closed }
+    }
+
+    /// Takes what is reserved for others than this client and not used by them.
+    fn reserve(&mut self, client: &str) {
+        let table = self.table;
+        for reserve in &table.rules.reserve {
+            if fits(&reserve.client, client) {
+                continue;
+            }
+            let held = table.holding(u64::MAX).filter(|l| fits(&reserve.client, &l.client));
+            let held: usize = held.map(|l| l.shares.len()).sum();
+            for _ in held..reserve.gpus as usize {
+                let mut gpus: Vec<(u64, &Gpu)> = table
+                    .gpus
+                    .iter()
+                    .filter(|g| !self.closed.contains(g.uuid.as_str()))
+                    .filter_map(|g| Some((self.left(g).checked_sub(reserve.memory.of(g.memory_bytes))?, g)))
+                    .collect();
+                gpus.sort_by_key(|(left, _)| *left);
+                // What others hold already is theirs.
+                let Some((_, gpu)) = gpus.first() else { break };
+                *self.used.entry(&gpu.uuid).or_insert(0) += reserve.memory.of(gpu.memory_bytes);
+            }
+        }
+    }
+
+    fn left(&self, gpu: &Gpu) -> u64 {
+        self.table.capacity(gpu).saturating_sub(self.used.get(gpu.uuid.as_str()).copied().unwrap_or(0))
+    }
+
+    /// What is left of a GPU after a request, if it fits.
+    fn fits(&self, request: &Request, gpu: &Gpu) -> Option<u64> {
+        if self.closed.contains(gpu.uuid.as_str()) {
+            return None;
+        }
+        if request.exclusive && self.used.contains_key(gpu.uuid.as_str()) {
+            return None;
+        }
+        self.left(gpu).checked_sub(request.memory.of(gpu.memory_bytes))
+    }
+
+    fn best(&self, request: &Request, suitable: &[&Gpu]) -> Option<Vec<Share>> {
+        let wanted = wanted(request);
+        let mut candidates: Vec<(usize, u64, &Gpu)> = suitable
+            .iter()
+            .filter_map(|g| {
+                let left = self.fits(request, g)?;
+                let rank = request.sticky.iter().position(|s| *s == g.uuid).unwrap_or(usize::MAX);
+                Some((rank, left, *g))
+            })
+            .collect();
+        if candidates.len() < wanted {
+            return None;
+        }
+        // Stable: GPUs that are equal stay in the driver's order.
+        candidates.sort_by_key(|(rank, left, _)| (*rank, *left));
+        candidates.truncate(wanted);
+        if !request.devices.is_empty() {
+            candidates.sort_by_key(|(_, _, g)| request.devices.iter().position(|d| *d == g.uuid));
+        }
+        let share = |g: &Gpu| Share {
+            gpu: g.uuid.clone(),
+            limit_bytes: request.memory.of(g.memory_bytes),
+            sm_percent: request.sm_percent,
+        };
+        Some(candidates.into_iter().map(|(_, _, g)| share(g)).collect())
+    }
+
+    fn take(&mut self, shares: &[Share], exclusive: bool) {
+        for share in shares {
+            let Some(gpu) = self.table.gpu(&share.gpu) else { continue };
+            *self.used.entry(&gpu.uuid).or_insert(0) += share.limit_bytes;
+            if exclusive {
+                self.closed.insert(&gpu.uuid);
+            }
+        }
     }
 }
 
@@ -569,7 +1061,13 @@ mod tests {
     }
 
     fn table(n: u32) -> Table {
-        Table::new((0..n).map(|i| gpu(i, 16 * GIB)).collect(), Saved::default(), Duration::ZERO).0
+        Table::new(
+            (0..n).map(|i| gpu(i, 16 * GIB)).collect(),
+            Rules::default(),
+            Saved::default(),
+            Duration::ZERO,
+        )
+        .0
     }
 
     fn request(client: &str, gpus: u32, percent: f64) -> Request {
@@ -588,6 +1086,11 @@ mod tests {
             why: String::new(),
             boot_id: "b".into(),
             encrypted: true,
+            sm_percent: 100,
+            exclusive: false,
+            priority: Priority::Normal,
+            persistent: false,
+            limits: Effective::default(),
         }
     }
 
@@ -606,7 +1109,7 @@ mod tests {
         assert_ne!(whole.shares[0].gpu, a.shares[0].gpu);
         assert!(whole.fencing_token > b.fencing_token && b.fencing_token > a.fencing_token);
         let error = allocate(&mut t, &request("d", 1, 1.0), 0, &r).unwrap_err();
-        assert!(matches!(error, AllocateError::NoCapacity(_)), "{error}");
+        assert!(matches!(error, AllocateError::NoCapacity { .. }), "{error}");
         assert!(t.remove(Some("b"), &whole.id).is_none());
         assert!(t.remove(Some("c"), &whole.id).is_some());
         allocate(&mut t, &request("d", 1, 1.0), 0, &r).unwrap();
@@ -616,7 +1119,10 @@ mod tests {
     fn all_or_nothing_and_never() {
         let (mut t, r) = (table(2), Counting::default());
         allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
-        assert!(matches!(allocate(&mut t, &request("b", 2, 10.0), 0, &r), Err(AllocateError::NoCapacity(_))));
+        assert!(matches!(
+            allocate(&mut t, &request("b", 2, 10.0), 0, &r),
+            Err(AllocateError::NoCapacity { .. })
+        ));
         assert!(matches!(allocate(&mut t, &request("b", 3, 10.0), 0, &r), Err(AllocateError::NeverFits(_))));
         let mut big = request("b", 1, 1.0);
         big.memory = Memory::Bytes(17 * GIB);
@@ -653,7 +1159,7 @@ mod tests {
         again.request_id = "boot-1".into();
         let first = allocate(&mut t, &again, 0, &r).unwrap();
         assert_eq!(allocate(&mut t, &again, 20, &r).unwrap(), first);
-        assert!(t.expire(Duration::from_secs(79)).is_empty(), "asking again renews");
+        assert!(t.expire(Duration::from_secs(79), 0).is_empty(), "asking again renews");
         again.client = "b".into();
         assert_ne!(allocate(&mut t, &again, 20, &r).unwrap().id, first.id);
     }
@@ -664,15 +1170,202 @@ mod tests {
         let lease = allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
         assert_eq!(t.renew("b", &lease.id, Duration::ZERO), None);
         assert_eq!(t.renew("a", &lease.id, Duration::from_secs(20)), Some(DEFAULT_TTL));
-        assert!(t.expire(Duration::from_secs(79)).is_empty());
+        assert!(t.expire(Duration::from_secs(79), 0).is_empty());
         let saved: Saved = serde_json::from_slice(&serde_json::to_vec(&t.save()).unwrap()).unwrap();
-        let (mut t2, lost) = Table::new(vec![gpu(0, 16 * GIB)], saved, Duration::from_secs(3));
+        let (mut t2, lost) =
+            Table::new(vec![gpu(0, 16 * GIB)], Rules::default(), saved, Duration::from_secs(3));
         assert!(lost.is_empty());
         assert_eq!(t2.get(&lease.id, Duration::from_secs(3)).unwrap().0, &lease);
         assert_eq!(t2.next_deadline(), Some(Duration::from_secs(63)));
-        assert_eq!(t2.expire(Duration::from_secs(63)), [lease]);
-        let (_, lost) = Table::new(vec![gpu(1, 16 * GIB)], t.save(), Duration::ZERO);
+        assert_eq!(t2.expire(Duration::from_secs(63), 0), [lease]);
+        let (_, lost) = Table::new(vec![gpu(1, 16 * GIB)], Rules::default(), t.save(), Duration::ZERO);
         assert_eq!(lost.len(), 1, "its GPU is gone");
+    }
+
+    fn waits(result: Result<Lease, AllocateError>) -> (u32, u32) {
+        match result {
+            Err(AllocateError::NoCapacity { position, waiting, .. }) => (position, waiting),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn named(client: &str, gpus: u32, percent: f64) -> Request {
+        Request { request_id: "r".into(), ..request(client, gpus, percent) }
+    }
+
+    #[test]
+    fn sixteen_halves_fit_on_two_nodes_of_four() {
+        let random = Counting::default();
+        for clients in [1, 16] {
+            let mut nodes = [table(4), table(4)];
+            for i in 0..16 {
+                let wish = request(&format!("vm-{}", i % clients), 1, 50.0);
+                let fits = nodes.iter_mut().any(|n| allocate(n, &wish, 0, &random).is_ok());
+                assert!(fits, "half GPU {i} of {clients} clients");
+            }
+            assert!(nodes.iter_mut().all(|n| allocate(n, &request("x", 1, 1.0), 0, &random).is_err()));
+        }
+    }
+
+    #[test]
+    fn eighty_one_boot_leases_on_eighty_gpus_wait_in_turn() {
+        let (mut t, r) = (table(80), Counting::default());
+        let leases: Vec<Lease> =
+            (0..80).map(|i| allocate(&mut t, &named(&format!("vm-{i}"), 1, 100.0), 0, &r).unwrap()).collect();
+        assert_eq!(waits(allocate(&mut t, &named("vm-80", 1, 100.0), 0, &r)), (1, 1));
+        assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 1, &r)), (2, 2));
+        assert_eq!(waits(allocate(&mut t, &named("vm-80", 1, 100.0), 30, &r)), (1, 2), "keeps its place");
+        t.remove(None, &leases[7].id);
+        assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 31, &r)), (2, 2), "not its turn");
+        assert_eq!(
+            waits(allocate(&mut t, &request("vm-82", 1, 1.0), 31, &r)).0,
+            0,
+            "nobody passes the queue"
+        );
+        let lease = allocate(&mut t, &named("vm-80", 1, 100.0), 32, &r).unwrap();
+        assert_eq!(lease.shares[0].gpu, leases[7].shares[0].gpu);
+        assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 33, &r)), (1, 1));
+        // One that is not repeated gives up its place.
+        t.remove(None, &leases[8].id);
+        assert_eq!(t.waiting(Duration::from_secs(33)).len(), 1);
+        allocate(&mut t, &named("vm-83", 1, 100.0), 33 + PATIENCE.as_secs(), &r).unwrap();
+        assert!(t.waiting(Duration::from_secs(33) + PATIENCE).is_empty());
+    }
+
+    #[test]
+    fn priorities_and_requests_that_do_not_compete() {
+        let (mut t, r) = (table(2), Counting::default());
+        let both = allocate(&mut t, &request("a", 2, 100.0), 0, &r).unwrap();
+        let low = Request { priority: Priority::BelowNormal, ..named("low", 1, 100.0) };
+        assert_eq!(waits(allocate(&mut t, &low, 0, &r)), (1, 1));
+        assert_eq!(waits(allocate(&mut t, &named("two", 2, 100.0), 1, &r)), (1, 2), "before the lower one");
+        assert_eq!(waits(allocate(&mut t, &low, 2, &r)), (2, 2));
+        t.remove(None, &both.id);
+        allocate(&mut t, &Request { devices: vec![gpu(0, 0).uuid], ..request("x", 1, 10.0) }, 3, &r)
+            .unwrap_err();
+        let two = allocate(&mut t, &named("two", 2, 100.0), 4, &r).unwrap();
+        t.remove(None, &two.id);
+        allocate(&mut t, &low, 5, &r).unwrap();
+        // Somebody who waits for another model is in nobody's way.
+        let t4 = Request { model: "t4".into(), ..named("t4", 1, 100.0) };
+        let one = Request { devices: vec![gpu(1, 0).uuid], ..request("b", 1, 60.0) };
+        let held = allocate(&mut t, &one, 6, &r).unwrap();
+        waits(allocate(&mut t, &t4, 6, &r));
+        t.remove(None, &t.holders(&gpu(0, 0).uuid)[0].id.clone());
+        allocate(&mut t, &Request { model: "H200".into(), ..request("c", 1, 100.0) }, 7, &r).unwrap();
+        t.remove(None, &held.id);
+        waits(allocate(&mut t, &Request { model: "t4".into(), ..request("d", 1, 1.0) }, 8, &r));
+    }
+
+    #[test]
+    fn exclusive_leases_are_alone() {
+        let (mut t, r) = (table(2), Counting::default());
+        let alone = Request { exclusive: true, ..request("a", 1, 25.0) };
+        let first = allocate(&mut t, &alone, 0, &r).unwrap();
+        let other = allocate(&mut t, &request("b", 1, 10.0), 0, &r).unwrap();
+        assert_ne!(first.shares[0].gpu, other.shares[0].gpu);
+        assert!(allocate(&mut t, &Request { client: "c".into(), ..alone.clone() }, 0, &r).is_err());
+        t.remove(None, &other.id);
+        allocate(&mut t, &alone, 0, &r).unwrap();
+    }
+
+    #[test]
+    fn what_is_reserved_is_kept() {
+        let (mut t, r) = (table(2), Counting::default());
+        let reserve = Reserve { client: "vm-*".into(), gpus: 1, memory: Memory::Percent(75.0) };
+        t.set_rules(Rules { reserve: vec![reserve], overcommit_percent: 100 });
+        allocate(&mut t, &request("db", 1, 100.0), 0, &r).unwrap();
+        waits(allocate(&mut t, &request("db", 1, 50.0), 0, &r));
+        allocate(&mut t, &request("db", 1, 25.0), 0, &r).unwrap();
+        allocate(&mut t, &request("vm-1", 1, 75.0), 0, &r).unwrap();
+        waits(allocate(&mut t, &request("vm-2", 1, 10.0), 0, &r));
+    }
+
+    #[test]
+    fn overcommit_is_said_and_bounded() {
+        let (mut t, r) = (table(1), Counting::default());
+        t.set_rules(Rules { reserve: vec![], overcommit_percent: 150 });
+        for _ in 0..3 {
+            allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
+        }
+        waits(allocate(&mut t, &request("a", 1, 1.0), 0, &r));
+        let mut whole = request("a", 1, 100.0);
+        whole.memory = Memory::Bytes(17 * GIB);
+        assert!(
+            matches!(allocate(&mut t, &whole, 0, &r), Err(AllocateError::NeverFits(_))),
+            "no more than there is"
+        );
+    }
+
+    #[test]
+    fn gpus_are_taken_out_and_put_back() {
+        let (mut t, r) = (table(1), Counting::default());
+        let uuid = gpu(0, 0).uuid;
+        let lease = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
+        assert!(t.withdraw(&uuid, Some(Withdrawn::Off("a fan is loud".into()))) && !t.withdraw("x", None));
+        let error = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap_err();
+        assert!(error.to_string().contains("a fan is loud"), "{error}");
+        assert_eq!(t.renew("a", &lease.id, Duration::ZERO), Some(DEFAULT_TTL), "leases on it stay");
+        let (t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(), Duration::ZERO);
+        assert_eq!(t2.withdrawn(&uuid).unwrap().reason(), "a fan is loud", "also after a restart");
+        t.withdraw(&uuid, None);
+        allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
+        t.drain(Some("maintenance".into()));
+        let error = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap_err();
+        assert!(error.to_string().contains("maintenance"), "{error}");
+        t.drain(None);
+        allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
+    }
+
+    fn limited(entries: &[(&'static str, Bound)]) -> Effective {
+        let layer = crate::limits::Layer::Client("a".into());
+        let entries = entries.iter().map(|(name, bound)| Entry {
+            name,
+            layer: layer.clone(),
+            bound: bound.clone(),
+            origin: "f.toml:3".into(),
+        });
+        crate::limits::Limits { entries: entries.collect(), ..Default::default() }.of("a", "")
+    }
+
+    #[test]
+    fn limits_refuse_by_name() {
+        let (mut t, r) = (table(4), Counting::default());
+        let with = |name: &'static str, bound: Bound, request: Request| Request {
+            limits: limited(&[("gpus", Bound::Number(3)), (name, bound)]),
+            ..request
+        };
+        allocate(&mut t, &with("workers", Bound::Number(1), request("a", 2, 10.0)), 0, &r).unwrap();
+        let persistent = Request { persistent: true, ..request("a", 1, 10.0) };
+        let cases = [
+            (
+                with("workers", Bound::Number(1), request("a", 2, 10.0)),
+                "limit gpus = 3 of client a (f.toml:3): 2 held, 2 more",
+            ),
+            (with("memory", Bound::Memory(Memory::Percent(5.0)), request("a", 1, 10.0)), "limit memory = 5%"),
+            (with("memory", Bound::Memory(Memory::Bytes(MIB)), request("a", 1, 10.0)), "limit memory = 1MiB"),
+            (with("sm_percent", Bound::Number(50), request("a", 1, 10.0)), "limit sm_percent = 50"),
+            (
+                with("models", Bound::Names(vec!["B200".into()]), request("a", 1, 10.0)),
+                "limit models = [\"B200\"]",
+            ),
+            (with("max_persistent", Bound::Number(0), persistent), "limit max_persistent = 0"),
+        ];
+        for (request, text) in cases {
+            match allocate(&mut t, &request, 0, &r) {
+                Err(AllocateError::Limit(e)) => assert!(e.to_string().contains(text), "{e}"),
+                other => panic!("{text}: {other:?}"),
+            }
+        }
+        assert!(t.waiting(Duration::ZERO).is_empty(), "who may not have it does not wait for it");
+        // Another client's leases are not counted, and a lease that may not be renewed for ever ends.
+        let ttl = Bound::Time(Duration::from_secs(100));
+        let lease = allocate(&mut t, &with("lease_ttl", ttl.clone(), request("b", 1, 10.0)), 0, &r).unwrap();
+        let boot = Request { persistent: true, ..with("lease_ttl", ttl, request("b", 1, 10.0)) };
+        let boot = allocate(&mut t, &boot, 0, &r).unwrap();
+        assert_eq!((lease.until_unix, boot.until_unix), (100, 0));
+        assert!(t.expire(Duration::ZERO, 99).is_empty());
+        assert_eq!(t.expire(Duration::ZERO, 100), [lease]);
     }
 
     #[derive(Debug, Clone)]
@@ -712,7 +1405,8 @@ mod tests {
         assert_eq!(table.take_back(&b), Err(1), "a asked first, though there is room for b");
         assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
         // A restart of the server: they are still aside, and nobody waits.
-        let (mut again, lost) = Table::new(table.gpus().to_vec(), table.save(), Duration::ZERO);
+        let (mut again, lost) =
+            Table::new(table.gpus().to_vec(), Rules::default(), table.save(), Duration::ZERO);
         assert!(lost.is_empty() && again.is_aside(&a));
         assert_eq!(again.take_back(&b), Ok(()));
         table.stay_aside(&a);
@@ -774,12 +1468,12 @@ mod tests {
                     }
                     Step::Pass { seconds } => {
                         now += Duration::from_secs(seconds);
-                        t.expire(now);
+                        t.expire(now, 0);
                         prop_assert!(t.next_deadline().is_none_or(|d| d > now));
                     }
                     Step::Restart => {
                         let before: Vec<_> = t.held.keys().cloned().collect();
-                        let (fresh, lost) = Table::new(t.gpus.clone(), t.save(), now);
+                        let (fresh, lost) = Table::new(t.gpus.clone(), t.rules.clone(), t.save(), now);
                         prop_assert!(lost.is_empty());
                         prop_assert_eq!(fresh.held.keys().cloned().collect::<Vec<_>>(), before);
                         t = fresh;

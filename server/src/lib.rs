@@ -1,7 +1,8 @@
 //! `gpuserver`: leases this host's GPUs to virtual machines and runs their programs' driver calls in workers.
 //!
 //! * [`config`]: the configuration file.
-//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long.
+//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long, and who waits.
+//! * [`limits`]: what a client or a user may have.
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
 //! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
 //! * [`data`]: the acceptor that hands data connections to workers.
@@ -19,6 +20,7 @@ pub mod discovery;
 pub mod guard;
 pub mod idle;
 pub mod lease;
+pub mod limits;
 pub mod monitor;
 pub mod net;
 pub mod pool;

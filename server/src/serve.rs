@@ -116,9 +116,14 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
-        staging_bytes: gpusession_proto::supervise::STAGING,
     };
-    let registry = Arc::new(LocalRegistry::open(&config.state_dir, gpus, clock.clone(), random.clone())?);
+    let registry = Arc::new(LocalRegistry::open(
+        &config.state_dir,
+        gpus,
+        config.rules.clone(),
+        clock.clone(),
+        random.clone(),
+    )?);
     let monitor = Monitor::start(options.program.clone(), driver.clone());
     let supervisor = Supervisor::new(options, clock.clone(), random.clone())?;
     let facts = Facts {
@@ -151,16 +156,20 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&status)]);
 
     let end = tokio::select! {
-        end = stop.wait() => Ok(end),
+        end = stop.wait_and(&pool) => Ok(end),
         Some(task) = tasks.join_next() => {
             Err(anyhow!("a part of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
         }
     };
-    notify(&[sd_notify::NotifyState::Stopping, sd_notify::NotifyState::Status("ending workers")]);
+    notify(&[sd_notify::NotifyState::Stopping]);
+    let end = match end {
+        Ok(End::Stopped) => Ok(drain(&pool, &mut stop).await),
+        end => end,
+    };
+    notify(&[sd_notify::NotifyState::Status("ending workers")]);
     let _ = closing.send(true);
-    let running = supervisor.workers().iter().filter(|w| w.process.is_some()).count();
-    if running > 0 {
-        warn!("stopping: {running} programs lose their GPUs");
+    for program in supervisor.programs() {
+        warn!("stopping: {program} loses its GPUs");
     }
     tasks.abort_all();
     tokio::select! {
@@ -177,6 +186,37 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
     end
+}
+
+/// Makes no new leases and waits for programs that run, as long as the configuration says; tells what it waits for.
+async fn drain(pool: &Pool, stop: &mut Stop) -> End {
+    let limit = pool.config().drain_timeout;
+    pool.registry().drain(Some("it stops".into())).await;
+    let end = tokio::time::Instant::now() + limit;
+    let mut told = Vec::new();
+    loop {
+        let programs = pool.supervisor().programs();
+        let left = end.saturating_duration_since(tokio::time::Instant::now());
+        if programs.is_empty() || left.is_zero() {
+            return End::Stopped;
+        }
+        if told.is_empty() {
+            pool.warn_all(left, "the GPU server stops").await;
+        }
+        if programs != told {
+            let waits = format!("waits up to {} s for {}", left.as_secs(), programs.join(", "));
+            info!("stopping: {waits}; SIGQUIT ends them at once");
+            notify(&[sd_notify::NotifyState::Status(&waits)]);
+            told = programs;
+        }
+        tokio::select! {
+            () = tokio::time::sleep(left.min(Duration::from_millis(200))) => {}
+            () = stop.forced() => {
+                warn!("forced to quit");
+                return End::Forced;
+            }
+        }
+    }
 }
 
 fn in_use(config: &Config, key: &'static str, address: SocketAddr, e: std::io::Error) -> anyhow::Error {
@@ -336,6 +376,33 @@ impl Stop {
         })
     }
 
+    /// The same, and SIGHUP reads the configuration again.
+    async fn wait_and(&mut self, pool: &Pool) -> End {
+        loop {
+            tokio::select! {
+                _ = self.term.recv() => return End::Stopped,
+                _ = self.int.recv() => return End::Stopped,
+                _ = self.quit.recv() => return End::Forced,
+                _ = self.hup.recv() => {
+                    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+                    let usec = now.map_or(0, |t| t.tv_sec() as i128 * 1_000_000 + i128::from(t.tv_nsec()) / 1000);
+                    notify(&[
+                        sd_notify::NotifyState::Reloading,
+                        sd_notify::NotifyState::Custom(&format!("MONOTONIC_USEC={usec}")),
+                    ]);
+                    match pool.read_again().await {
+                        Ok((holds, waits)) if holds.is_empty() && waits.is_empty() => {
+                            info!("configuration: nothing changed");
+                        }
+                        Ok(_) => {}
+                        Err(e) => error!("{e}; {}", e.hint),
+                    }
+                    notify(&[sd_notify::NotifyState::Ready]);
+                }
+            }
+        }
+    }
+
     async fn wait(&mut self) -> End {
         loop {
             tokio::select! {
@@ -343,7 +410,7 @@ impl Stop {
                 _ = self.int.recv() => return End::Stopped,
                 _ = self.quit.recv() => return End::Forced,
                 _ = self.hup.recv() => {
-                    warn!("SIGHUP: this version reads its configuration only at start; restart it");
+                    warn!("SIGHUP: the server is still starting");
                 }
             }
         }

@@ -15,10 +15,9 @@ use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 use super::Shared;
 use super::error::{BusError, Result};
 
-/// Calls of one user that are worked on at the same time; root may have more, to see what is wrong. The bus has a limit of
-/// its own for each connection, 128 in most configurations.
+/// Calls of one user that are worked on at the same time; root may have more, to see what is wrong.
 const CALLS: usize = 16;
-const CALLS_OF_ROOT: usize = 64;
+const CALLS_OF_ROOT: usize = 256;
 
 /// What a caller wants to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

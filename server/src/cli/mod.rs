@@ -109,6 +109,81 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Show workers again and again, the busiest first
+    Top {
+        /// Time between two looks
+        #[arg(long, value_name = "TIME", default_value = "2s")]
+        every: String,
+        /// Look so often, then end; 0 is for ever
+        #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
+        times: u32,
+    },
+    /// List requests that wait for GPUs
+    Queue {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make no new leases on a GPU; those on it stay until they end
+    Off {
+        /// Index or UUID, or the start of it
+        gpu: String,
+        /// Why, for those who ask for it
+        #[arg(long, value_name = "TEXT", default_value = "an administrator took it out")]
+        reason: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Lease a GPU again that was off, dropped or broken
+    On {
+        /// Index or UUID, or the start of it
+        gpu: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Take a GPU out of the pool; refused while it is leased
+    Drop {
+        /// Index or UUID, or the start of it
+        gpu: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make no new leases; what runs goes on
+    Drain {
+        /// Make new leases again
+        #[arg(long)]
+        end: bool,
+        /// Why, for those who ask
+        #[arg(long, value_name = "TEXT", default_value = "it is drained")]
+        reason: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show the limits that hold for a client and a user, and where they are set
+    Limits {
+        /// The client's name; without, those for everybody
+        #[arg(default_value = "")]
+        client: String,
+        /// On behalf of this user
+        #[arg(long, value_name = "NAME", default_value = "")]
+        user: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show or change the configuration of the running server
+    Config {
+        /// Which part
+        #[command(subcommand)]
+        verb: ConfigVerb,
+        /// Print JSON
+        #[arg(long, global = true)]
+        json: bool,
+    },
     /// End a worker; its program sees its GPU fail
     Kill {
         /// The worker's id, or the start of it
@@ -117,6 +192,40 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// `gpuserver config`
+#[derive(Debug, Subcommand)]
+pub enum ConfigVerb {
+    /// Print keys and their values
+    Get {
+        /// The key, or the start of it; without, every key
+        #[arg(default_value = "")]
+        key: String,
+        /// Also where each value comes from
+        #[arg(long)]
+        origin: bool,
+    },
+    /// Change a key now, and keep it in gpuserver.d/90-runtime.toml
+    Set {
+        /// The key
+        key: String,
+        /// Its value
+        value: String,
+    },
+    /// Take back what `set` has set
+    Unset {
+        /// The key
+        key: String,
+    },
+    /// Print the keys that somebody has set
+    Diff {
+        /// Also where each value comes from
+        #[arg(long)]
+        origin: bool,
+    },
+    /// Read the files again, as SIGHUP does
+    Reload,
 }
 
 /// `gpuserver pool`
@@ -175,16 +284,21 @@ pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
 
 /// Reads the configuration.
 pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
+    let (file, required) = config_file(cli);
+    // Messages and the working directory: a relative name would mean something else elsewhere.
+    let file = std::path::absolute(&file).unwrap_or(file);
+    read_config(&file, required)
+}
+
+/// Reads the configuration in `file`.
+pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
     let host_name = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let ephemeral = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok().and_then(|text| {
         let (low, high) = text.trim().split_once(char::is_whitespace)?;
         Some((low.parse().ok()?, high.trim().parse().ok()?))
     });
     let env = |name: &str| std::env::var(name).ok();
-    let (file, required) = config_file(cli);
-    // Messages and the working directory: a relative name would mean something else elsewhere.
-    let file = std::path::absolute(&file).unwrap_or(file);
-    config::load(&file, required, &Surroundings { env: &env, host_name, ephemeral })
+    config::load(file, required, &Surroundings { env: &env, host_name, ephemeral })
 }
 
 /// Runs a verb that is not `serve`.
@@ -242,6 +356,52 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         }
         Verb::Park { lease, json } => parked(out, &config, &Ask::Park { lease: lease.clone() }, *json),
         Verb::Unpark { lease, json } => parked(out, &config, &Ask::Unpark { lease: lease.clone() }, *json),
+        Verb::Top { every, times } => top(out, &config, every, *times),
+        Verb::Queue { json } => {
+            let value = must_run(&config, &Ask::Queue)?;
+            if *json {
+                show::json(out, "queue", value)
+            } else {
+                show::queue(out, serde_json::from_value(value)?)
+            }
+        }
+        Verb::Off { gpu, reason, json } => {
+            let ask = Ask::Off { gpu: gpu.clone(), reason: reason.clone() };
+            gpu_changed(out, must_run(&config, &ask)?, *json)
+        }
+        Verb::On { gpu, json } => gpu_changed(out, must_run(&config, &Ask::On { gpu: gpu.clone() })?, *json),
+        Verb::Drop { gpu, json } => {
+            gpu_changed(out, must_run(&config, &Ask::Drop { gpu: gpu.clone() })?, *json)?;
+            if !*json {
+                writeln!(out, "`gpuserver on {gpu}` brings it back")?;
+            }
+            Ok(())
+        }
+        Verb::Drain { end, reason, json } => {
+            let value = must_run(&config, &Ask::Drain { end: *end, reason: reason.clone() })?;
+            if *json {
+                return show::json(out, "drain", value);
+            }
+            let programs: Vec<String> = serde_json::from_value(value["programs"].clone())?;
+            match *end {
+                true => writeln!(out, "new leases are made again")?,
+                false => writeln!(out, "no new leases are made; {} leases stay", value["leases"])?,
+            }
+            for program in programs.iter().filter(|_| !*end) {
+                writeln!(out, "  still runs: {program}")?;
+            }
+            Ok(())
+        }
+        Verb::Limits { client, user, json } => {
+            let ask = Ask::Limits { client: client.clone(), user: user.clone() };
+            let value = must_run(&config, &ask)?;
+            if *json {
+                show::json(out, "limits", value)
+            } else {
+                show::limits(out, serde_json::from_value(value)?)
+            }
+        }
+        Verb::Config { verb, json } => configure(out, &config, verb, *json),
         Verb::Kill { worker, json } => {
             let value = must_run(&config, &Ask::Kill { worker: worker.clone() })?;
             if *json {
@@ -269,6 +429,90 @@ fn parked(out: &mut dyn Write, config: &Config, ask: &Ask, json: bool) -> anyhow
     Ok(())
 }
 
+fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<()> {
+    if json {
+        return show::json(out, "gpu", value);
+    }
+    let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
+    writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
+    for lease in value["leases"].as_array().into_iter().flatten() {
+        writeln!(out, "  lease {} is on it until it ends", text(lease))?;
+    }
+    Ok(())
+}
+
+fn top(out: &mut dyn Write, config: &Config, every: &str, times: u32) -> anyhow::Result<()> {
+    let every = config::parse_duration(every)
+        .filter(|d| !d.is_zero())
+        .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
+    let mut before: std::collections::HashMap<String, u64> = std::collections::HashMap::new();
+    for look in 1.. {
+        let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(config, &Ask::Ps)?)?;
+        let calls = rows.iter().map(|r| (r.worker.clone(), r.calls)).collect();
+        if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+            write!(out, "\x1b[H\x1b[2J")?;
+        }
+        show::top(out, rows, &before, every.as_secs_f64())?;
+        out.flush()?;
+        before = calls;
+        if look == times {
+            break;
+        }
+        std::thread::sleep(every);
+    }
+    Ok(())
+}
+
+fn configure(out: &mut dyn Write, config: &Config, verb: &ConfigVerb, json: bool) -> anyhow::Result<()> {
+    let ask = match verb {
+        ConfigVerb::Get { .. } | ConfigVerb::Diff { .. } => {
+            // Without a server, what it would start with.
+            let value = match running(config, &Ask::Config)? {
+                Some(value) => value,
+                None => serde_json::to_value(admin::config_rows(config))?,
+            };
+            let mut rows: Vec<admin::ConfigRow> = serde_json::from_value(value)?;
+            let origin = match verb {
+                ConfigVerb::Get { key, origin } => {
+                    rows.retain(|r| r.key.starts_with(key.as_str()));
+                    if rows.is_empty() {
+                        return Err(Refusal::new("no-such-key", format!("no key starts with {key:?}")).into());
+                    }
+                    *origin
+                }
+                ConfigVerb::Diff { origin } => {
+                    rows.retain(|r| r.changed);
+                    *origin
+                }
+                _ => false,
+            };
+            return if json {
+                show::json(out, "config", serde_json::to_value(rows)?)
+            } else {
+                show::config(out, rows, origin)
+            };
+        }
+        ConfigVerb::Set { key, value } => Ask::ConfigSet { key: key.clone(), value: Some(value.clone()) },
+        ConfigVerb::Unset { key } => Ask::ConfigSet { key: key.clone(), value: None },
+        ConfigVerb::Reload => Ask::Reload,
+    };
+    let value = must_run(config, &ask)?;
+    if json {
+        return show::json(out, "config", value);
+    }
+    let mut nothing = true;
+    for (list, note) in [("changed", ""), ("after_restart", " (after a restart)")] {
+        for line in value[list].as_array().into_iter().flatten() {
+            writeln!(out, "{}{note}", line.as_str().unwrap_or_default())?;
+            nothing = false;
+        }
+    }
+    if nothing {
+        writeln!(out, "nothing changed")?;
+    }
+    Ok(())
+}
+
 /// What a client writes to reach this server.
 fn address(config: &Config) -> String {
     match config.advertise.first() {
@@ -284,7 +528,7 @@ fn address(config: &Config) -> String {
 /// Whether `--json` was given, for errors.
 pub fn wants_json(cli: &Cli) -> bool {
     match &cli.verb {
-        Verb::Serve => false,
+        Verb::Serve | Verb::Top { .. } => false,
         Verb::CheckConfig { json, .. }
         | Verb::Pool { verb: PoolVerb::Init { json } }
         | Verb::Token { verb: TokenVerb::Create { json, .. } }
@@ -295,6 +539,13 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::Gpus { json }
         | Verb::Park { json, .. }
         | Verb::Unpark { json, .. }
+        | Verb::Queue { json }
+        | Verb::Off { json, .. }
+        | Verb::On { json, .. }
+        | Verb::Drop { json, .. }
+        | Verb::Drain { json, .. }
+        | Verb::Limits { json, .. }
+        | Verb::Config { json, .. }
         | Verb::Kill { json, .. } => *json,
     }
 }
@@ -453,7 +704,11 @@ fn check_config(
             config.state_dir.join("ca").display()
         ));
     }
-    let help = |key: &str| config::KEYS.iter().find(|k| k.name == key).map(|k| (k.help, k.default));
+    let help = |key: &str| {
+        let limit = key.strip_prefix("limits.").and_then(|k| k.rsplit('.').next());
+        let limit = crate::limits::LIMITS.iter().find(|l| Some(l.name) == limit).map(|l| (l.help, l.default));
+        config::KEYS.iter().find(|k| k.name == key).map(|k| (k.help, k.default)).or(limit)
+    };
     if json {
         let keys: Vec<_> = config
             .report
@@ -466,7 +721,7 @@ fn check_config(
     }
     let mut table = show::table(&["KEY", "VALUE", "FROM"]);
     for (key, value, origin) in &config.report {
-        table.add_row([(*key).to_string(), value.clone(), origin.to_string()]);
+        table.add_row([key.clone(), value.clone(), origin.to_string()]);
         if explain && let Some((text, default)) = help(key) {
             table.add_row([String::new(), format!("{text} (default: {default})"), String::new()]);
         }

@@ -5,7 +5,9 @@ use std::io::Write;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 
-use crate::admin::{ClientRow, GpuRow, LeaseRow, PsRow, StatusView, TokenView};
+use crate::admin::{
+    ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView, TokenView,
+};
 
 /// A table without lines.
 pub fn table(header: &[&str]) -> Table {
@@ -148,13 +150,80 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
             r.name,
             r.uuid,
             r.pci_address,
-            r.state,
+            match r.reason {
+                Some(reason) => format!("{}: {reason}", r.state),
+                None => r.state,
+            },
             mib(r.leased_bytes),
             mib(r.memory_bytes),
             if r.leases.is_empty() { "-".into() } else { r.leases.join(" ") },
         ]);
     }
     print(out, &table, n, "no GPUs")
+}
+
+/// `gpuserver queue`
+pub fn queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["PLACE", "CLIENT", "USER", "GPUS", "PRIORITY"]);
+    for r in rows {
+        let user = if r.user.is_empty() { "-".into() } else { r.user };
+        table.add_row([r.position.to_string(), r.client, user, r.gpus.to_string(), r.priority]);
+    }
+    print(out, &table, n, "nobody waits")
+}
+
+/// `gpuserver limits`
+pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "WHAT"]);
+    for r in rows {
+        table.add_row([r.limit, r.value, r.of, r.origin, r.help]);
+    }
+    print(out, &table, n, "no limits")
+}
+
+/// `gpuserver config`
+pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
+    for r in rows {
+        let live = if r.live { "" } else { ", a change needs a restart" };
+        match origin {
+            true => writeln!(out, "{} = {}  # {}{live}", r.key, r.value, r.origin)?,
+            false => writeln!(out, "{} = {}", r.key, r.value)?,
+        }
+    }
+    Ok(())
+}
+
+/// `gpuserver top`
+pub fn top(
+    out: &mut dyn Write,
+    mut rows: Vec<PsRow>,
+    before: &std::collections::HashMap<String, u64>,
+    seconds: f64,
+) -> anyhow::Result<()> {
+    rows.retain(|r| r.program.is_some());
+    let rate =
+        |r: &PsRow| before.get(&r.worker).map(|b| (r.calls.saturating_sub(*b) as f64 / seconds) as u64);
+    rows.sort_by_key(|r| std::cmp::Reverse((rate(r), r.memory_bytes)));
+    let n = rows.len();
+    let mut table =
+        table(&["PROGRAM", "CLIENT", "UID", "LEASE", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU"]);
+    for r in rows {
+        let rate = rate(&r);
+        table.add_row([
+            r.program.unwrap_or_default(),
+            r.client,
+            dash(r.uid),
+            r.lease,
+            dash(rate),
+            mib(r.memory_bytes),
+            span(r.idle_usec),
+            mib(r.bytes_to_device),
+            mib(r.bytes_from_device),
+        ]);
+    }
+    print(out, &table, n, "no programs")
 }
 
 /// `gpuserver clients`

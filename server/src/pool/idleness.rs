@@ -101,7 +101,7 @@ impl Pool {
     /// Makes a lease; where others hold what is wanted and do not use it, they lend it.
     pub async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError> {
         let refused = match self.registry().allocate(request).await {
-            Err(e @ AllocateError::NoCapacity(_)) => e,
+            Err(e @ AllocateError::NoCapacity { .. }) => e,
             other => return other,
         };
         let lenders = self.registry().lenders(request, &self.unused().await).await;

@@ -13,6 +13,7 @@ use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::join::{JoinToken, is_name};
 use gpusession_proto::preface;
 use gpusession_proto::supervise::DeviceLimit;
+use prost::Message as _;
 use tokio::sync::{broadcast, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -24,8 +25,9 @@ use super::parking::{ParkError, Parking};
 use super::readings;
 use super::tokens::{TokenRecord, Tokens};
 use crate::clock::{Clock, Moment, Random};
-use crate::config::Config;
-use crate::lease::{AllocateError, Gpu, Lease, Memory, Request as LeaseRequest, Share};
+use crate::config::{Config, is_live};
+use crate::lease::{AllocateError, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn};
+use crate::limits::{Effective, Exceeded, Rates};
 use crate::monitor::Monitor;
 use crate::net::host_port;
 use crate::quiet::Quiet;
@@ -43,7 +45,7 @@ const MAX_LIST: usize = 256;
 /// What this server tells about itself.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// Its configuration.
+    /// Its configuration at the start; [`Pool::config`] is what it is now.
     pub config: Config,
     /// Where the control service listens.
     pub control: SocketAddr,
@@ -90,6 +92,8 @@ pub struct Pool {
     tokens: Mutex<Tokens>,
     clients: Mutex<Clients>,
     notices: broadcast::Sender<Notice>,
+    config: Mutex<Arc<Config>>,
+    rates: Mutex<Rates>,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     quiet: Quiet,
@@ -114,13 +118,16 @@ impl Pool {
         let files = Files::below(&facts.config.state_dir);
         let tokens = store::read(&files.tokens)?;
         let clients = Clients::new(store::read(&files.clients)?);
+        let config = Mutex::new(Arc::new(facts.config.clone()));
         Ok(Self {
             facts,
+            config,
             registry,
             supervisor,
             monitor,
             authority,
             files,
+            rates: Mutex::default(),
             tokens: Mutex::new(tokens),
             clients: Mutex::new(clients),
             notices: broadcast::channel(1024).0,
@@ -134,6 +141,137 @@ impl Pool {
     /// What this server tells about itself.
     pub fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    /// The configuration as it is now.
+    pub fn config(&self) -> Arc<Config> {
+        locked(&self.config).clone()
+    }
+
+    /// Takes over what a changed configuration says, as far as that holds without a restart. Returns what changed, and what did
+    /// but needs one.
+    pub async fn reload(&self, fresh: Config) -> (Vec<String>, Vec<String>) {
+        let old = self.config();
+        let line = |(key, value, _): &(String, String, _)| format!("{key} = {value}");
+        let before: Vec<String> = old.report.iter().map(line).collect();
+        let after: Vec<String> = fresh.report.iter().map(line).collect();
+        let live = |key: &str| is_live(key) || key == "reserve";
+        let key = |line: &String| line.split(" = ").next().unwrap_or_default().to_string();
+        let mut changed: Vec<String> = after.iter().filter(|l| !before.contains(l)).cloned().collect();
+        let gone = |l: &&String| !after.iter().any(|a| key(a) == key(l));
+        changed.extend(before.iter().filter(gone).map(|l| format!("{} is no longer set", key(l))));
+        let now = |l: &String| live(key(l).trim_end_matches(" is no longer set"));
+        let (holds, waits): (Vec<_>, Vec<_>) = changed.into_iter().partition(now);
+        let mut report = fresh.report.clone();
+        report.retain(|(key, ..)| live(key));
+        report.extend(old.report.iter().filter(|(key, ..)| !live(key)).cloned());
+        let config = Config {
+            warm_workers: fresh.warm_workers,
+            worker_idle_exit: fresh.worker_idle_exit,
+            rules: fresh.rules,
+            drain_timeout: fresh.drain_timeout,
+            accounting_keep: fresh.accounting_keep,
+            limits: fresh.limits,
+            warnings: fresh.warnings,
+            report,
+            ..(*old).clone()
+        };
+        self.registry.set_rules(config.rules.clone()).await;
+        self.supervisor.set_stock(config.warm_workers, config.worker_idle_exit);
+        *locked(&self.config) = Arc::new(config);
+        for standing in self.registry.leases().await {
+            let Lease { id, client, user, .. } = &standing.lease;
+            self.supervisor.set_limits(id, self.limits_of(client, user));
+        }
+        (holds, waits)
+    }
+
+    /// Reads the configuration again. What is wrong with it changes nothing.
+    pub async fn read_again(&self) -> Result<(Vec<String>, Vec<String>), crate::admin::Refusal> {
+        let fresh = self.load().map_err(|e| crate::admin::Refusal {
+            code: "configuration".into(),
+            message: e.to_string(),
+            hint: "the running configuration stays as it was".into(),
+        })?;
+        let (holds, waits) = self.reload(fresh).await;
+        for line in &holds {
+            info!("configuration: {line}");
+        }
+        for line in &waits {
+            warn!("configuration: {line}: not before a restart");
+        }
+        Ok((holds, waits))
+    }
+
+    fn load(&self) -> Result<Config, crate::config::ConfigError> {
+        let file = self.facts.config.file.clone();
+        // What was not there at the start need not be there now.
+        crate::cli::read_config(&file, false)
+    }
+
+    /// Writes a key into the drop-in for changes while running, and reads the configuration again; both or neither.
+    pub async fn set_key(
+        &self,
+        key: &str,
+        value: Option<&str>,
+    ) -> Result<(Vec<String>, Vec<String>), crate::admin::Refusal> {
+        use crate::admin::Refusal as No;
+        let path = crate::config::runtime_file(&self.facts.config.file);
+        let before = match std::fs::read_to_string(&path) {
+            Ok(text) => Some(text),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+            Err(e) => return Err(No::new("failed", format!("{}: {e}", path.display()))),
+        };
+        if !is_live(key) {
+            return Err(No {
+                code: "needs-restart".into(),
+                message: format!("{key} cannot be changed while the server runs"),
+                hint: format!("write it into {} and restart", self.facts.config.file.display()),
+            });
+        }
+        let text = crate::config::edit_runtime(before.as_deref().unwrap_or_default(), key, value)
+            .map_err(|m| No::new("usage", m))?;
+        let failed = |e: &dyn std::fmt::Display| No::new("failed", e.to_string());
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|e| failed(&format!("{}: {e}", folder.display())))?;
+        }
+        store::write_bytes(&path, text.as_bytes(), 0o640).map_err(|e| failed(&e))?;
+        match self.read_again().await {
+            Ok(changed) => Ok(changed),
+            Err(refusal) => {
+                let restored = match before {
+                    Some(before) => {
+                        store::write_bytes(&path, before.as_bytes(), 0o640).map_err(|e| failed(&e))
+                    }
+                    None => std::fs::remove_file(&path).map_err(|e| failed(&e)),
+                };
+                restored.and(Err(refusal))
+            }
+        }
+    }
+
+    /// The limits of a client on behalf of a user.
+    pub fn limits_of(&self, client: &str, user: &str) -> Effective {
+        self.config().limits.of(client, user)
+    }
+
+    /// Takes a GPU out of what is leased, or puts it back.
+    pub async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
+        match &why {
+            Some(why) => warn!("GPU {uuid} is taken out: {}", why.reason()),
+            None => info!("GPU {uuid} is leased again"),
+        }
+        self.registry.withdraw(uuid, why).await
+    }
+
+    /// Tells every client that holds a lease that it will be lost.
+    pub async fn warn_all(&self, left: Duration, reason: &str) {
+        for standing in self.registry.leases().await {
+            let warning = wire::Warning { left_usec: micros(left), reason: reason.into() };
+            let event =
+                PoolEvent { lease: standing.lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) };
+            let _ = self.notices.send(Notice::Happened { client: standing.lease.client, event });
+        }
     }
 
     /// SHA-256 of the authority's certificate.
@@ -175,7 +313,7 @@ impl Pool {
     pub async fn resume(&self) {
         let gpus = self.registry.gpus().await;
         for standing in self.registry.leases().await {
-            let Lease { id, client, boot_id, .. } = &standing.lease;
+            let Lease { id, client, boot_id, user, .. } = &standing.lease;
             let allowed = {
                 let mut clients = locked(&self.clients);
                 clients.assume(client, boot_id, self.clock.now());
@@ -185,7 +323,8 @@ impl Pool {
                 self.end_lease(id, "its client is no longer a client of the pool").await;
                 continue;
             }
-            self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus));
+            let allowed = self.limits_of(client, user);
+            self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus), allowed);
             self.resume_aside(id).await;
         }
     }
@@ -260,7 +399,11 @@ impl Pool {
     /// What time alone brings about: leases of silent clients end, workers are started again.
     pub async fn tick(&self) {
         let expired = self.registry.expire().await;
-        self.ended(&expired, "the client was silent for too long");
+        let unix = self.clock.unix();
+        let (old, silent): (Vec<_>, Vec<_>) =
+            expired.into_iter().partition(|l| l.until_unix != 0 && l.until_unix <= unix);
+        self.ended(&silent, "the client was silent for too long");
+        self.ended(&old, "it was renewed for as long as the limit lease_ttl allows");
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
             if self.registry.get(&lease).await.is_none() {
@@ -301,7 +444,19 @@ impl Pool {
                 "this call needs a client certificate of the pool; get one with `gpusession join`",
             ));
         };
-        locked(&self.clients).identify(&fingerprint(certificate)).map_err(refused)
+        let client = locked(&self.clients).identify(&fingerprint(certificate)).map_err(refused)?;
+        let allowed = self.limits_of(&client, "");
+        if let Some((entry, most)) = allowed.smallest("requests_per_s")
+            && !locked(&self.rates).allow(&client, most, self.clock.now())
+        {
+            let why = "the client asks more often";
+            return Err(beyond(entry.exceeded(why, "a daemon asks by itself as often as it needs to")));
+        }
+        let here = self.facts.config.name.as_str();
+        match allowed.not_listed("servers", |name| name == here) {
+            Some(entry) => Err(beyond(entry.exceeded(format!("this is {here}"), "use one of these servers"))),
+            None => Ok(client),
+        }
     }
 
     /// What a lease is, and its place among those that wait for their GPUs.
@@ -429,6 +584,23 @@ fn refused(refusal: Refusal) -> Status {
     }
 }
 
+/// A limit refuses.
+fn beyond(exceeded: Exceeded) -> Status {
+    let details = wire::Refusal {
+        kind: wire::refusal::Kind::Limit.into(),
+        limit: exceeded.name.into(),
+        ..Default::default()
+    };
+    let text = exceeded.to_string();
+    Status::with_details(tonic::Code::FailedPrecondition, text, details.encode_to_vec().into())
+}
+
+/// Others hold what is wanted, or nobody ever could.
+fn unfit(code: tonic::Code, text: String, kind: wire::refusal::Kind, position: u32, waiting: u32) -> Status {
+    let details = wire::Refusal { kind: kind.into(), position, waiting, ..Default::default() };
+    Status::with_details(code, text, details.encode_to_vec().into())
+}
+
 fn stored(e: StoreError) -> Status {
     error!("{e}");
     Status::internal("the server could not store the change; see its journal")
@@ -537,23 +709,27 @@ impl PoolService for Service {
             &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
         )?;
         pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
-        if !matches!(wish.sharing.as_str(), "" | "time-slice") {
+        if !matches!(wish.sharing.as_str(), "" | "time-slice" | "exclusive") {
             return Err(Status::failed_precondition(format!(
-                "sharing {:?} is not served here, only \"time-slice\"; leave `sharing` out of the lease",
+                "sharing {:?} is not served here, only \"time-slice\" and \"exclusive\"; leave `sharing` out of the lease",
                 wish.sharing
             )));
         }
-        if !matches!(wish.sm_percent, 0 | 100) {
+        if !matches!(wish.sm_percent, 0 | 100) || wish.sm_count != 0 {
             return Err(Status::failed_precondition(
                 "sm_percent below 100 is not served here (a time-sliced GPU cannot limit multiprocessors); leave it out",
             ));
         }
-        if !matches!(wish.priority.as_str(), "" | "normal" | "below-normal") {
-            return Err(Status::invalid_argument(format!(
-                "priority {:?} is neither \"normal\" nor \"below-normal\"",
-                wish.priority
-            )));
-        }
+        let priority = match wish.priority.as_str() {
+            "" | "normal" => Priority::Normal,
+            "below-normal" => Priority::BelowNormal,
+            other => {
+                return Err(Status::invalid_argument(format!(
+                    "priority {other:?} is neither \"normal\" nor \"below-normal\""
+                )));
+            }
+        };
+        let allowed = pool.limits_of(&client, &wish.user);
         let encrypted = !peer.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
         let memory = match (wish.memory_bytes, wish.memory_percent) {
             (0, 0.0) => Memory::Percent(100.0),
@@ -575,16 +751,26 @@ impl PoolService for Service {
             why: wish.why,
             boot_id: wish.boot_id,
             encrypted,
+            sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
+            exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
+            priority,
+            persistent: wish.persistent,
+            limits: allowed.clone(),
         };
         let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
                 info!(gpusession_client = client, "no lease for {client}: {text}{more}");
             }
+            use tonic::Code::{FailedPrecondition, ResourceExhausted};
+            use wire::refusal::Kind;
             match e {
                 AllocateError::Invalid(_) => Status::invalid_argument(text),
-                AllocateError::NeverFits(_) => Status::failed_precondition(text),
-                AllocateError::NoCapacity(_) => Status::resource_exhausted(text),
+                AllocateError::NeverFits(_) => unfit(FailedPrecondition, text, Kind::NeverFits, 0, 0),
+                AllocateError::NoCapacity { position, waiting, .. } => {
+                    unfit(ResourceExhausted, text, Kind::NoCapacity, position, waiting)
+                }
+                AllocateError::Limit(exceeded) => beyond(exceeded),
                 AllocateError::Storage(_) => Status::internal(text),
             }
         })?;
@@ -600,7 +786,7 @@ impl PoolService for Service {
                 what.join(", ")
             );
         }
-        pool.supervisor.add_lease(&lease, limits(&lease, &gpus));
+        pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
         Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
     }
 
@@ -679,6 +865,7 @@ impl PoolService for Service {
         let taken = pool.supervisor.take(&client, &wish.lease, count, environment).await.map_err(|e| {
             let text = e.to_string();
             match e {
+                TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),
                 TakeError::Away => Status::unavailable(text),
                 TakeError::TooMany(_) => Status::resource_exhausted(text),
@@ -777,7 +964,7 @@ impl PoolService for Service {
             driver_version: facts.driver_version.clone(),
             cuda_version: facts.cuda_version,
             devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
-            state: "online".into(),
+            state: if pool.registry.draining().await.is_some() { "draining" } else { "online" }.into(),
             data_addresses: pool.data_addresses(reached),
         }))
     }

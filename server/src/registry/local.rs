@@ -9,7 +9,7 @@ use tracing::{error, warn};
 
 use super::{GpuUse, Registry, Standing};
 use crate::clock::{Clock, Random};
-use crate::lease::{AllocateError, Gpu, Lease, Request, Table};
+use crate::lease::{AllocateError, Gpu, Lease, Request, Rules, Table, WaitingView, Withdrawn};
 use crate::store::{self, StoreError};
 
 /// See the module.
@@ -25,11 +25,12 @@ impl LocalRegistry {
     pub fn open(
         state_dir: &Path,
         gpus: Vec<Gpu>,
+        rules: Rules,
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
     ) -> Result<Self, StoreError> {
         let file = state_dir.join("leases.json");
-        let (table, lost) = Table::new(gpus, store::read(&file)?, clock.now());
+        let (table, lost) = Table::new(gpus, rules, store::read(&file)?, clock.now());
         for lease in lost {
             warn!(
                 gpusession_lease = lease.id,
@@ -122,7 +123,7 @@ impl Registry for LocalRegistry {
 
     async fn expire(&self) -> Vec<Lease> {
         let mut table = self.table();
-        let ended = table.expire(self.clock.now());
+        let ended = table.expire(self.clock.now(), self.clock.unix());
         if !ended.is_empty() {
             self.store_change(&table);
         }
@@ -156,7 +157,37 @@ impl Registry for LocalRegistry {
         table
             .gpus()
             .iter()
-            .map(|g| GpuUse { gpu: g.clone(), used_bytes: table.used(&g.uuid), leases: holders(&g.uuid) })
+            .map(|g| GpuUse {
+                gpu: g.clone(),
+                used_bytes: table.used(&g.uuid),
+                leases: holders(&g.uuid),
+                withdrawn: table.withdrawn(&g.uuid).cloned(),
+            })
             .collect()
+    }
+
+    async fn waiting(&self) -> Vec<WaitingView> {
+        self.table().waiting(self.clock.now())
+    }
+
+    async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
+        let mut table = self.table();
+        let there = table.withdraw(uuid, why);
+        if there {
+            self.store_change(&table);
+        }
+        there
+    }
+
+    async fn drain(&self, why: Option<String>) {
+        self.table().drain(why);
+    }
+
+    async fn draining(&self) -> Option<String> {
+        self.table().draining().map(String::from)
+    }
+
+    async fn set_rules(&self, rules: Rules) {
+        self.table().set_rules(rules);
     }
 }

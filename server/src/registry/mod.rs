@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::lease::{AllocateError, Gpu, Lease, Request};
+use crate::lease::{AllocateError, Gpu, Lease, Request, Rules, WaitingView, Withdrawn};
 
 pub mod local;
 
@@ -17,12 +17,21 @@ pub struct GpuUse {
     pub used_bytes: u64,
     /// Leases on it.
     pub leases: Vec<String>,
+    /// Why it is not leased, if it is not.
+    pub withdrawn: Option<Withdrawn>,
 }
 
 impl GpuUse {
-    /// `free` or `leased`.
+    /// free, leased, off, off-pending, stopped, broken.
     pub fn state(&self) -> &'static str {
-        if self.leases.is_empty() { "free" } else { "leased" }
+        match (&self.withdrawn, self.leases.is_empty()) {
+            (None, true) => "free",
+            (None, false) => "leased",
+            (Some(Withdrawn::Off(_)), true) => "off",
+            (Some(Withdrawn::Off(_)), false) => "off-pending",
+            (Some(Withdrawn::Stopped(_)), _) => "stopped",
+            (Some(Withdrawn::Broken(_)), _) => "broken",
+        }
     }
 }
 
@@ -66,4 +75,14 @@ pub trait Registry: Send + Sync {
     async fn leases(&self) -> Vec<Standing>;
     /// All GPUs.
     async fn gpus(&self) -> Vec<GpuUse>;
+    /// Who waits, in the order in which they are served.
+    async fn waiting(&self) -> Vec<WaitingView>;
+    /// Takes a GPU out of what is leased, or puts it back; leases on it stay. Says whether there is such a GPU.
+    async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool;
+    /// Makes no new leases, and why; or makes them again.
+    async fn drain(&self, why: Option<String>);
+    /// Why there are no new leases, if there are none.
+    async fn draining(&self) -> Option<String>;
+    /// Divides the GPUs differently from now on.
+    async fn set_rules(&self, rules: Rules);
 }

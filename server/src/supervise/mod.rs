@@ -25,6 +25,7 @@ pub use self::stock::WorkerId;
 use self::{channel::Channel, spawn::Spawner, stock::Stock};
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
+use crate::limits::{Effective, Exceeded};
 use crate::quiet::Quiet;
 
 pub mod channel;
@@ -80,8 +81,6 @@ pub struct Options {
     pub idle_exit: Duration,
     /// How long a worker waits for a lost client.
     pub resume_grace: Duration,
-    /// Bytes of host memory that a worker may keep for its client's mapped memory.
-    pub staging_bytes: u64,
 }
 
 /// What a worker is doing.
@@ -176,6 +175,9 @@ pub enum TakeError {
     /// The lease has as many workers as it may.
     #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]
     TooMany(usize),
+    /// The client or user has as many as it may.
+    #[error("{0}")]
+    Limit(Exceeded),
     /// A variable that is not one of the driver's.
     #[error("{0:?} is not a variable of the CUDA driver that a worker can be started with")]
     Environment(String),
@@ -204,7 +206,7 @@ pub enum Event {
 }
 
 /// Why a connection cannot be handed over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AdoptError {
     /// Nobody has that id now.
     #[error("no such worker: it ended, or its server was restarted")]
@@ -215,6 +217,9 @@ pub enum AdoptError {
     /// The lease's data has to be encrypted.
     #[error("this server wants the connection encrypted")]
     Clear,
+    /// The client or user has as many as it may.
+    #[error("{0}")]
+    Limit(Exceeded),
 }
 
 enum Command {
@@ -234,6 +239,8 @@ struct Worker {
     encrypted: bool,
     process: Option<ClientProcess>,
     peer: Option<SocketAddr>,
+    /// Handed over so far; they end with the worker.
+    connections: u64,
     fingerprint: Option<[u8; 32]>,
     usage: Usage,
     /// When its client's GPU work was last seen.
@@ -249,6 +256,7 @@ struct Worker {
 
 struct LeaseState {
     lease: Lease,
+    limits: Effective,
     ledger: Ledger,
     stock: Stock,
     /// Its GPUs are others': no worker is started.
@@ -265,11 +273,49 @@ struct State {
     closing: bool,
 }
 
+impl State {
+    /// Whether a limit of a lease's client and user leaves room for `more`; what room there is beside the refusal.
+    fn within(
+        &self,
+        lease: &str,
+        name: &'static str,
+        more: u64,
+        what: &str,
+        count: impl Fn(&Worker) -> u64,
+    ) -> Result<(), (Exceeded, u64)> {
+        let Some(entry) = self.leases.get(lease) else { return Ok(()) };
+        for limit in entry.limits.entries(name) {
+            let crate::limits::Bound::Number(most) = limit.bound else { continue };
+            let site = entry.limits.scope == crate::limits::Scope::Site;
+            let counts = |other: &Lease| match limit.of_user() {
+                false => other.client == entry.lease.client,
+                true => other.user == entry.lease.user && (site || other.client == entry.lease.client),
+            };
+            let have: u64 = self
+                .workers
+                .values()
+                .filter(|w| self.leases.get(&w.lease).is_some_and(|l| counts(&l.lease)))
+                .map(&count)
+                .sum();
+            if have + more > most {
+                let why = format!("there are {have} {what}");
+                return Err((
+                    limit.exceeded(why, "end a program that uses the GPU"),
+                    most.saturating_sub(have),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
 struct Inner {
     options: Options,
     spawner: Spawner,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
+    /// Ready workers per lease, and after how long without use one is enough.
+    stock: Mutex<(u32, Duration)>,
     state: Mutex<State>,
     empty: Notify,
     wants: Notify,
@@ -284,8 +330,10 @@ pub struct Supervisor(Arc<Inner>);
 impl Supervisor {
     /// A supervisor without workers; needs a runtime.
     pub fn new(options: Options, clock: Arc<dyn Clock>, random: Arc<dyn Random>) -> io::Result<Self> {
+        let stock = Mutex::new((options.warm_workers, options.idle_exit));
         Ok(Self(Arc::new(Inner {
             options,
+            stock,
             spawner: Spawner::new()?,
             clock,
             random,
@@ -301,22 +349,32 @@ impl Supervisor {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn stock(&self) -> (u32, Duration) {
+        *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps so many ready workers per lease from now on, one after so long without use.
+    pub fn set_stock(&self, warm_workers: u32, idle_exit: Duration) {
+        *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner) = (warm_workers, idle_exit);
+    }
+
     /// What happens from now on.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.0.events.subscribe()
     }
 
     /// Begins to keep a stock for a lease.
-    pub fn add_lease(&self, lease: &Lease, devices: Vec<DeviceLimit>) {
+    pub fn add_lease(&self, lease: &Lease, devices: Vec<DeviceLimit>, limits: Effective) {
         {
             let mut state = self.state();
             if state.closing || state.leases.contains_key(&lease.id) {
                 return;
             }
-            let stock = Stock::new(self.0.options.warm_workers, self.0.clock.now());
+            let stock = Stock::new(self.stock().0, self.0.clock.now());
             let (ledger, unused) = (Ledger::new(devices), self.0.clock.now());
             let entry = LeaseState {
                 lease: lease.clone(),
+                limits,
                 ledger,
                 stock,
                 away: false,
@@ -326,6 +384,13 @@ impl Supervisor {
             state.leases.insert(lease.id.clone(), entry);
         }
         self.refill(&lease.id);
+    }
+
+    /// Other limits hold for a lease's new work from now on.
+    pub fn set_limits(&self, lease: &str, limits: Effective) {
+        if let Some(entry) = self.state().leases.get_mut(lease) {
+            entry.limits = limits;
+        }
     }
 
     /// Ends all workers of a lease and keeps no stock for it any longer.
@@ -373,6 +438,7 @@ impl Supervisor {
         if !environment.is_empty() {
             return self.take_cold(client, lease, environment, deadline).await;
         }
+        let count = self.room(lease, count.max(1))?;
         let mut waiting = Waiting { supervisor: self, lease, counted: false };
         loop {
             let changed = {
@@ -387,7 +453,7 @@ impl Supervisor {
                 if mine >= MAX_PER_LEASE && entry.stock.ready() == 0 {
                     return Err(TakeError::TooMany(mine));
                 }
-                let ids = entry.stock.take(count.max(1), self.0.clock.now());
+                let ids = entry.stock.take(count, self.0.clock.now());
                 if !ids.is_empty() {
                     if std::mem::take(&mut waiting.counted) {
                         entry.stock.unwait();
@@ -417,6 +483,17 @@ impl Supervisor {
         }
     }
 
+    /// How many of `count` workers the lease's client and user may take now.
+    fn room(&self, lease: &str, count: usize) -> Result<usize, TakeError> {
+        let state = self.state();
+        let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active));
+        match state.within(lease, "workers", count as u64, "programs", serves) {
+            Ok(()) => Ok(count),
+            Err((_, left @ 1..)) => Ok(left as usize),
+            Err((exceeded, _)) => Err(TakeError::Limit(exceeded)),
+        }
+    }
+
     async fn take_cold(
         &self,
         client: &str,
@@ -424,6 +501,7 @@ impl Supervisor {
         environment: Vec<(String, String)>,
         deadline: Instant,
     ) -> Result<Vec<Taken>, TakeError> {
+        self.room(lease, 1)?;
         let id = {
             let state = self.state();
             let entry = state.leases.get(lease).filter(|l| l.lease.client == client);
@@ -481,9 +559,17 @@ impl Supervisor {
         if worker.encrypted && !tls {
             return Err((AdoptError::Clear, socket));
         }
+        let lease = worker.lease.clone();
+        if let Err((exceeded, _)) =
+            state.within(&lease, "connections", 1, "data connections", |w| w.connections)
+        {
+            return Err((AdoptError::Limit(exceeded), socket));
+        }
+        let Some(worker) = state.workers.get_mut(id) else { return Err((AdoptError::Unknown, socket)) };
         match worker.commands.try_send(Command::Adopt { socket, preface, peer }) {
             Ok(()) => {
                 worker.peer = Some(peer);
+                worker.connections += 1;
                 Ok(())
             }
             Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {
@@ -499,14 +585,15 @@ impl Supervisor {
     /// What is due by time alone: pauses after failures that are over, stocks of idle leases.
     pub fn tick(&self) {
         let now = self.0.clock.now();
+        let (warm_workers, idle_exit) = self.stock();
         let mut surplus = Vec::new();
         let leases: Vec<String> = {
             let mut state = self.state();
             let State { workers, leases, .. } = &mut *state;
             for (id, lease) in leases.iter_mut() {
                 let used = workers.values().any(|w| w.lease == *id && w.process.is_some());
-                let idle = if used { Duration::ZERO } else { self.0.options.idle_exit };
-                surplus.extend(lease.stock.shrink(now, idle, self.0.options.warm_workers));
+                let idle = if used { Duration::ZERO } else { idle_exit };
+                surplus.extend(lease.stock.shrink(now, idle, warm_workers));
                 say(workers, lease.ledger.tick(now));
             }
             for id in &surplus {
@@ -557,6 +644,21 @@ impl Supervisor {
         let mine = state.workers.iter().filter(|(_, w)| w.lease == lease);
         let mut out: Vec<_> = mine.filter_map(|(id, w)| Some((w.process.clone()?, memory(id)))).collect();
         out.sort_by_key(|(process, _)| process.pid);
+        out
+    }
+
+    /// Programs that run, for people.
+    pub fn programs(&self) -> Vec<String> {
+        let mut out: Vec<String> = self
+            .state()
+            .workers
+            .values()
+            .filter_map(|w| {
+                let p = w.process.as_ref()?;
+                Some(format!("{} (pid {} of {})", p.program, p.pid, w.client))
+            })
+            .collect();
+        out.sort();
         out
     }
 
@@ -659,7 +761,7 @@ impl Supervisor {
             module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
             warm: true,
             resume_grace_s: options.resume_grace.as_secs() as u32,
-            staging_bytes: options.staging_bytes,
+            staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
         };
         let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
         let (stop, stops) = mpsc::unbounded_channel();
@@ -674,6 +776,7 @@ impl Supervisor {
             encrypted: entry.lease.encrypted,
             process: None,
             peer: None,
+            connections: 0,
             fingerprint: None,
             usage: Usage::default(),
             active: self.0.clock.now(),
@@ -860,6 +963,22 @@ impl Supervisor {
                     None => vec![Say::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
                 };
                 say(workers, says);
+            }
+            FromWorker::StagingFull { bytes } => {
+                let limit = lease.as_ref().and_then(|l| l.limits.smallest("staging"));
+                if let Some((limit, _)) = limit
+                    && let Some(more) = self.0.refusals.may()
+                {
+                    let why = format!("{} MiB of mapped host memory asked for", bytes.div_ceil(1 << 20));
+                    let exceeded = limit.exceeded(why, "the program was told that there is no memory");
+                    warn!(
+                        gpusession_worker = hex(id),
+                        gpusession_lease = worker.lease,
+                        gpusession_client = worker.client,
+                        "worker {}: {exceeded}{more}",
+                        hex(id)
+                    );
+                }
             }
             FromWorker::MemoryReturned { device, bytes } => {
                 if let Some(lease) = lease {

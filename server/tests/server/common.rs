@@ -74,6 +74,13 @@ impl Server {
     }
 
     pub fn configure(&self, driver: &str, more: &str) {
+        // Most tests are not about limits, and none waits for programs unless it says so.
+        let or = |key: &str, line: &str| if more.contains(key) { String::new() } else { format!("{line}\n") };
+        let more = format!(
+            "{more}\n{}{}",
+            or("limits.gpus", "limits.gpus = 64\nlimits.max_persistent = 64"),
+            or("drain_timeout", "drain_timeout = 0")
+        );
         let text = format!(
             "name = \"s1\"\nlisten = \"127.0.0.1:0\"\ndata_ports = 0\ndriver = {:?}\nstate_dir = {:?}\nruntime_dir = {:?}\n{more}\n",
             self.path(driver),
@@ -136,6 +143,13 @@ impl Server {
         let mut child = self.process.take().expect("it runs");
         kill(Pid::from_raw(child.id() as i32), signal).expect("it is there");
         child.wait().expect("it ends")
+    }
+
+    /// Asks the process to stop, and leaves it at that.
+    pub fn terminate(&mut self) -> Child {
+        let child = self.process.take().expect("it runs");
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).expect("it is there");
+        child
     }
 
     pub fn token(&self, words: &[&str]) -> String {

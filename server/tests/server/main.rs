@@ -1,6 +1,7 @@
 //! A real server process, real clients over mutual TLS, and workers without a driver.
 
 mod common;
+mod sharing;
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -133,7 +134,7 @@ async fn requests_that_cannot_be_served_say_why() {
     let mut vm = server.client("vm-1").await;
     let base = vm.request();
     let cases = [
-        (AllocateRequest { sharing: "mps".into(), ..base.clone() }, Code::FailedPrecondition, "time-slice"),
+        (AllocateRequest { sharing: "mps".into(), ..base.clone() }, Code::FailedPrecondition, "exclusive"),
         (AllocateRequest { sm_percent: 50, ..base.clone() }, Code::FailedPrecondition, "sm_percent"),
         (AllocateRequest { priority: "urgent".into(), ..base.clone() }, Code::InvalidArgument, "urgent"),
         (

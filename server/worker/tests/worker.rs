@@ -652,6 +652,7 @@ fn mirrors_are_bounded_and_copies_stay_within_them() {
     assert_eq!(mirrored(&mut guest, 2, HALF), Ok(0));
     // A mirror and what the client knows of it are two copies.
     assert_eq!(mirrored(&mut guest, 3, HALF), Ok(OUT_OF_MEMORY));
+    worker.wait_for(|m| matches!(m, FromWorker::StagingFull { bytes } if *bytes == STAGING + 2 * 4096));
     assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[2]), Ok(0));
     assert_eq!(mirrored(&mut guest, 3, HALF), Ok(0), "what is given up counts no more");
     let write = |guest: &mut Raw, offset: u64, len: usize| {

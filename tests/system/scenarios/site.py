@@ -15,6 +15,10 @@ def run(site, check):
     client, servers = site.client, site.servers
     with check("three hosts boot"):
         site.boot("client", "gpu1", "gpu2")
+    # A shell of alice's that is older than everything; the check "a shell older than the installation" of `login` is here, since
+    # this site is rebooted below.
+    client.push([site.programs / "vectorAdd"], "/usr/local/bin")
+    client.start("older", "until [ -e /tmp/go ]; do sleep 0.1; done; vectorAdd; echo status $?", user="alice")
     with check("packages install on both servers"):
         for server in servers:
             site.install_server(server)
@@ -34,6 +38,9 @@ def run(site, check):
         client.until("gpusession status | grep -q 'is ready'", 20)
     with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("so does a shell of hers that is older than the installation"):
+        client.ok("touch /tmp/go")
+        expect(client.until("cat /run/older.out; grep -q status /run/older.out", 20), "sums right")
     with check("after a reboot the GPUs are there again"):
         client.lab("reboot")
         client.until("gpusession status | grep -q 'is ready'", 20)

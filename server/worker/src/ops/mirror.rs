@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{Reader, mirror, op};
+use gpusession_proto::supervise::FromWorker;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::{Answer, Done, Failure};
@@ -245,6 +246,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
         _ => return Err(status::INVALID_VALUE.into()),
     };
     if charge > session.mirrors.limit - inner.charged {
+        session.supervisor().tell(&FromWorker::StagingFull { bytes: inner.charged.saturating_add(charge) });
         return Err(status::OUT_OF_MEMORY.into());
     }
     let (mirror, device) = match kind {

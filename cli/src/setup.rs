@@ -1,0 +1,393 @@
+//! `setup-libs`, `setup-pam`, `cdi`: what an administrator may have to decide when this machine or a container is set up.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use gpusessiond::places;
+use serde_json::{Value, json};
+
+use crate::exit::{Failure, Result, code};
+
+/// The list of our folders that packages install, and the link that makes the loader read it.
+const LIST: &str = "usr/share/gpusession/ld.so.conf";
+const LINK: &str = "etc/ld.so.conf.d/gpusession.conf";
+/// Debian's profile of the PAM module.
+const PROFILE: &str = "usr/share/pam-configs/gpusession";
+
+/// The system that is set up.
+pub struct System {
+    root: PathBuf,
+    path: OsString,
+}
+
+/// What came of it.
+#[derive(Debug, PartialEq)]
+pub struct Outcome {
+    /// For a person.
+    pub text: String,
+    /// For a program.
+    pub json: Value,
+}
+
+impl System {
+    /// The one below `root`.
+    pub fn new(root: &Path) -> Self {
+        // Not everybody's PATH has the administrator's programs.
+        let mut path = std::env::var_os("PATH").unwrap_or_default();
+        path.push(":/usr/sbin:/sbin");
+        Self { root: root.to_owned(), path }
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> Result<Output> {
+        Command::new(program)
+            .args(arguments)
+            .env("PATH", &self.path)
+            .env("LC_ALL", "C")
+            .output()
+            .map_err(|error| Failure::new(code::FAILED, format!("{program}: {error}")))
+    }
+
+    /// Runs a program that has to succeed; what it prints.
+    fn must(&self, program: &str, arguments: &[&str]) -> Result<String> {
+        let output = self.run(program, arguments)?;
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        Err(Failure::new(code::FAILED, format!("{program} failed: {said}")))
+    }
+
+    fn ldconfig(&self, arguments: &[&str]) -> Result<String> {
+        let root = self.root.display().to_string();
+        let mut all = if root == "/" { vec![] } else { vec!["-r", root.as_str()] };
+        all.extend(arguments);
+        self.must("ldconfig", &all)
+    }
+
+    /// The folders of our libraries.
+    fn folders(&self) -> Result<Vec<String>> {
+        let path = self.root.join(LIST);
+        let text = fs::read_to_string(&path).map_err(|error| {
+            Failure::new(code::CONFIGURATION, format!("{}: {error}", path.display()))
+                .hint("install the package gpusession-libs")
+        })?;
+        Ok(text.lines().map(str::trim).filter(|l| l.starts_with('/')).map(str::to_owned).collect())
+    }
+
+    /// Every `libcuda.so.1` that the loader knows and that is there, the one that it takes first.
+    fn drivers(&self) -> Result<Vec<String>> {
+        let listed = self.ldconfig(&["-p"])?;
+        let paths = listed.lines().filter_map(|line| {
+            let (name, path) = line.trim().split_once(" => ")?;
+            name.starts_with("libcuda.so.1 ").then(|| path.to_owned())
+        });
+        Ok(paths.filter(|path| self.root.join(path.trim_start_matches('/')).exists()).collect())
+    }
+
+    /// Why programs of this machine should not get our library by themselves: a driver of its own.
+    fn own_driver(&self, ours: &[String]) -> Result<Option<String>> {
+        let others = self.drivers()?.into_iter().find(|path| !is_below(path, ours));
+        let kernel =
+            self.root.join("proc/driver/nvidia").is_dir().then(|| "a loaded NVIDIA kernel driver".to_owned());
+        Ok(others.or(kernel))
+    }
+
+    /// `setup-libs`: gives our `libcuda.so.1` to the loader unless this machine has a driver of its own.
+    pub fn libraries(&self, force: bool) -> Result<Outcome> {
+        let ours = self.folders()?;
+        if let Some(other) = self.own_driver(&ours)?.filter(|_| !force) {
+            let text = format!(
+                "this machine has {other}: its programs go on using that (`gpusession setup-libs --force` gives them remote GPUs instead)"
+            );
+            return Ok(Outcome {
+                text,
+                json: json!({ "schema": 1, "linked": self.linked(), "driver": other }),
+            });
+        }
+        let link = self.root.join(LINK);
+        if !self.linked() {
+            if let Some(folder) = link.parent() {
+                fs::create_dir_all(folder).map_err(|error| at(folder, &error))?;
+            }
+            match fs::remove_file(&link) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&link, &error)),
+                _ => {}
+            }
+            symlink(Path::new("/").join(LIST), &link).map_err(|error| at(&link, &error))?;
+        }
+        self.ldconfig(&[])?;
+        match self.drivers()?.into_iter().next() {
+            Some(first) if is_below(&first, &ours) => Ok(Outcome {
+                text: format!("programs use {first}"),
+                json: json!({ "schema": 1, "linked": true, "driver": first }),
+            }),
+            Some(first) => Err(Failure::new(code::FAILED, format!("the loader still takes {first} first"))
+                .hint(format!("a file of /etc/ld.so.conf.d that sorts before gpusession.conf names its folder; {first} has to go, or that file"))),
+            None => Err(Failure::new(code::FAILED, format!("there is no libcuda.so.1 in {}", ours.join(", ")))
+                .hint("install the package gpusession-libs again")),
+        }
+    }
+
+    /// `setup-libs --remove`: takes our library from the loader.
+    pub fn remove_libraries(&self) -> Result<Outcome> {
+        let link = self.root.join(LINK);
+        match fs::remove_file(&link) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&link, &error)),
+            _ => {}
+        }
+        self.ldconfig(&[])?;
+        let first = self.drivers()?.into_iter().next();
+        let text = match &first {
+            Some(first) => format!("programs use {first}"),
+            None => "programs find no libcuda.so.1; `gpusession run` still gives them one".into(),
+        };
+        Ok(Outcome { text, json: json!({ "schema": 1, "linked": false, "driver": first }) })
+    }
+
+    fn linked(&self) -> bool {
+        fs::read_link(self.root.join(LINK)).is_ok_and(|to| to == Path::new("/").join(LIST))
+    }
+
+    /// `setup-pam`: does what the distribution has a program for, and says what to do where only an administrator may.
+    pub fn pam(&self, remove: bool) -> Result<Outcome> {
+        let done = |text: &str, done: bool| Outcome {
+            text: text.into(),
+            json: json!({ "schema": 1, "done": done, "text": text }),
+        };
+        if self.root.join("usr/share/pam-configs/unix").exists() {
+            if !remove && !self.root.join(PROFILE).exists() {
+                return Err(Failure::new(code::CONFIGURATION, format!("/{PROFILE} is missing"))
+                    .hint("install the package libpam-gpusession"));
+            }
+            self.must("pam-auth-update", &[if remove { "--disable" } else { "--enable" }, "gpusession"])?;
+            let text = if remove {
+                "pam_gpusession is off"
+            } else {
+                "pam_gpusession is on, for interactive sessions"
+            };
+            return Ok(done(text, true));
+        }
+        if let Ok(output) = self.run("authselect", &["current", "--raw"])
+            && output.status.success()
+        {
+            let current = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+            return Ok(done(&authselect(&current, remove), false));
+        }
+        let text = if remove {
+            "take the line with pam_gpusession.so out of /etc/pam.d"
+        } else {
+            "add this line to the session part of the services in /etc/pam.d, behind pam_systemd.so:\n  session optional pam_gpusession.so"
+        };
+        Ok(done(text, false))
+    }
+}
+
+fn is_below(path: &str, folders: &[String]) -> bool {
+    folders.iter().any(|folder| Path::new(path).parent() == Some(Path::new(folder)))
+}
+
+fn at(path: &Path, error: &io::Error) -> Failure {
+    let failure = Failure::new(code::FAILED, format!("{}: {error}", path.display()));
+    if error.kind() == io::ErrorKind::PermissionDenied {
+        return Failure { code: code::NOT_ALLOWED, ..failure }.hint("this is for root");
+    }
+    failure
+}
+
+/// authselect owns /etc/pam.d: its profile is the administrator's to change.
+fn authselect(current: &str, remove: bool) -> String {
+    let mut words = current.split_whitespace();
+    let profile = words.next().unwrap_or("local");
+    let features = words.collect::<Vec<_>>().join(" ");
+    let file = |profile: &str| format!("/etc/authselect/{profile}/postlogin");
+    if remove {
+        return format!(
+            "take the line with pam_gpusession.so out of {}, then:\n  authselect apply-changes",
+            file(profile)
+        );
+    }
+    let line = "session optional pam_gpusession.so";
+    if profile.starts_with("custom/") {
+        return format!("add to {}:\n  {line}\nthen:\n  authselect apply-changes", file(profile));
+    }
+    format!(
+        "authselect owns /etc/pam.d; a profile of your own, made of the present one, gets the module:\n  \
+         authselect create-profile gpusession --base-on {profile}\n  \
+         echo '{line}' >>{}\n  \
+         authselect select custom/gpusession {features}",
+        file("custom/gpusession")
+    )
+    .trim_end()
+    .to_owned()
+}
+
+/// The container device interface: `podman run --device gpusession.org/gpu=all`.
+///
+/// # Errors
+/// Where our libraries are not installed.
+pub fn cdi() -> Result<Value> {
+    let folder = places::library_directory().ok_or_else(|| {
+        Failure::new(code::CONFIGURATION, "libcuda.so.1 of gpusession is not installed")
+            .hint("install the package gpusession-libs")
+    })?;
+    let socket = places::grant_socket();
+    let bind = |path: &Path| json!({ "hostPath": path, "containerPath": path, "options": ["ro", "nosuid", "nodev", "rbind"] });
+    // Images that were made for local GPUs look in these folders too; their order is kept.
+    let search = format!(
+        "LD_LIBRARY_PATH={}:/usr/local/nvidia/lib:/usr/local/nvidia/lib64:/usr/local/cuda/lib64",
+        folder.display()
+    );
+    Ok(json!({
+        "cdiVersion": "0.5.0",
+        "kind": "gpusession.org/gpu",
+        "devices": [{ "name": "all", "containerEdits": {} }],
+        "containerEdits": { "env": [search], "mounts": [bind(&folder), bind(&socket)] },
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A system with our library, and others in these folders.
+    fn system(others: &[&str]) -> (tempfile::TempDir, System) {
+        let root = tempfile::tempdir().unwrap();
+        let put = |below: &str, text: &str| {
+            let path = root.path().join(below);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        put("etc/ld.so.conf", "include /etc/ld.so.conf.d/*.conf\n");
+        put("etc/ld.so.conf.d/x86_64-linux-gnu.conf", "/usr/lib/multiarch\n");
+        put(LIST, "/usr/lib/multiarch/gpusession\n");
+        for folder in others.iter().chain(&["/usr/lib/multiarch/gpusession"]) {
+            put(&format!("{}/empty.c", &folder[1..]), "");
+            let folder = root.path().join(&folder[1..]);
+            let made = Command::new("cc")
+                .args(["-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-o"])
+                .args([folder.join("libcuda.so.1"), folder.join("empty.c")])
+                .status();
+            assert!(made.unwrap().success());
+        }
+        let system = System::new(root.path());
+        system.ldconfig(&[]).unwrap();
+        (root, system)
+    }
+
+    fn first(system: &System) -> Option<String> {
+        system.drivers().unwrap().into_iter().next()
+    }
+
+    const OURS: &str = "/usr/lib/multiarch/gpusession/libcuda.so.1";
+    const THEIRS: &str = "/usr/lib/multiarch/libcuda.so.1";
+
+    #[test]
+    fn a_machine_without_a_driver_gets_ours() {
+        let (root, system) = system(&[]);
+        assert_eq!(first(&system), None);
+        let outcome = system.libraries(false).unwrap();
+        assert_eq!(outcome.json, json!({ "schema": 1, "linked": true, "driver": OURS }));
+        assert_eq!(first(&system).as_deref(), Some(OURS));
+        assert_eq!(system.libraries(false).unwrap(), outcome, "twice is as good as once");
+        system.remove_libraries().unwrap();
+        assert_eq!(first(&system), None);
+        assert!(!root.path().join(LINK).exists());
+        system.remove_libraries().unwrap();
+    }
+
+    #[test]
+    fn a_driver_of_its_own_is_not_shadowed_unless_forced() {
+        let (_root, system) = system(&["/usr/lib/multiarch"]);
+        let outcome = system.libraries(false).unwrap();
+        assert!(outcome.text.contains(THEIRS) && outcome.text.contains("--force"), "{}", outcome.text);
+        assert_eq!(outcome.json["linked"], false);
+        assert_eq!(first(&system).as_deref(), Some(THEIRS));
+        assert_eq!(system.libraries(true).unwrap().json["driver"], OURS);
+        assert_eq!(first(&system).as_deref(), Some(OURS));
+        assert!(system.remove_libraries().unwrap().text.contains(THEIRS));
+        assert_eq!(first(&system).as_deref(), Some(THEIRS));
+    }
+
+    #[test]
+    fn a_kernel_driver_is_a_driver_and_a_stale_cache_is_none() {
+        let (root, system) = system(&["/usr/lib/multiarch"]);
+        fs::remove_file(root.path().join(&THEIRS[1..])).unwrap();
+        assert_eq!(first(&system), None, "the cache still lists it");
+        fs::create_dir_all(root.path().join("proc/driver/nvidia")).unwrap();
+        assert!(system.libraries(false).unwrap().text.contains("kernel driver"));
+        assert_eq!(system.libraries(true).unwrap().json["linked"], true);
+    }
+
+    #[test]
+    fn a_folder_that_comes_first_is_named() {
+        let (root, system) = system(&["/opt/cuda/compat"]);
+        fs::write(root.path().join("etc/ld.so.conf.d/000_cuda.conf"), "/opt/cuda/compat\n").unwrap();
+        system.ldconfig(&[]).unwrap();
+        let failure = system.libraries(true).unwrap_err();
+        assert!(failure.message.contains("/opt/cuda/compat/libcuda.so.1"), "{failure}");
+    }
+
+    #[test]
+    fn without_the_package_the_package_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        let failure = System::new(root.path()).libraries(false).unwrap_err();
+        assert_eq!(failure.code, code::CONFIGURATION);
+        assert!(failure.hint.unwrap().contains("gpusession-libs"));
+    }
+
+    /// A system with a program that writes down how it was called, and prints this.
+    fn with_program(name: &str, prints: &str) -> (tempfile::TempDir, System) {
+        use std::os::unix::fs::PermissionsExt as _;
+        let root = tempfile::tempdir().unwrap();
+        let program = root.path().join(name);
+        let log = root.path().join("called");
+        fs::write(&program, format!("#!/bin/sh\necho \"$@\" >>{}\necho '{prints}'\n", log.display()))
+            .unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let mut path = root.path().as_os_str().to_owned();
+        path.push(":/usr/bin:/bin");
+        let system = System { root: root.path().to_owned(), path };
+        (root, system)
+    }
+
+    #[test]
+    fn debian_has_a_program_for_pam() {
+        let (root, system) = with_program("pam-auth-update", "");
+        fs::create_dir_all(root.path().join("usr/share/pam-configs")).unwrap();
+        fs::write(root.path().join("usr/share/pam-configs/unix"), "").unwrap();
+        assert!(system.pam(false).unwrap_err().hint.unwrap().contains("libpam-gpusession"));
+        fs::write(root.path().join(PROFILE), "").unwrap();
+        assert_eq!(system.pam(false).unwrap().json["done"], true);
+        assert_eq!(system.pam(true).unwrap().json["done"], true);
+        let called = fs::read_to_string(root.path().join("called")).unwrap();
+        assert_eq!(called, "--enable gpusession\n--disable gpusession\n");
+    }
+
+    #[test]
+    fn what_authselect_owns_is_only_explained() {
+        let (_root, system) = with_program("authselect", "sssd with-mkhomedir with-sudo");
+        let outcome = system.pam(false).unwrap();
+        assert_eq!(outcome.json["done"], false);
+        for line in [
+            "authselect create-profile gpusession --base-on sssd",
+            "echo 'session optional pam_gpusession.so' >>/etc/authselect/custom/gpusession/postlogin",
+            "authselect select custom/gpusession with-mkhomedir with-sudo",
+        ] {
+            assert!(outcome.text.contains(line), "{}", outcome.text);
+        }
+        let (_root, system) = with_program("authselect", "custom/ours");
+        assert!(system.pam(false).unwrap().text.contains("/etc/authselect/custom/ours/postlogin"));
+        assert!(system.pam(true).unwrap().text.contains("take the line"));
+    }
+
+    #[test]
+    fn elsewhere_the_line_is_shown() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System { root: root.path().to_owned(), path: "/nonexistent".into() };
+        assert!(system.pam(false).unwrap().text.contains("session optional pam_gpusession.so"));
+    }
+}

@@ -1,0 +1,466 @@
+//! What a client or a user may have: limits in layers, and which of them apply.
+//!
+//! A limit is set for everybody, for a group, for a client, or for a user. The one for everybody holds where no other does; of the
+//! others that apply the smallest wins.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::lease::Memory;
+
+/// A limit there can be.
+#[derive(Debug, Clone, Copy)]
+pub struct Limit {
+    /// As it is written.
+    pub name: &'static str,
+    /// What its value looks like.
+    pub kind: Kind,
+    /// For everybody, unless the configuration says otherwise.
+    pub default: &'static str,
+    /// What is limited.
+    pub help: &'static str,
+}
+
+/// What a limit's value looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A number; of things, or of requests.
+    Number,
+    /// A size.
+    Size,
+    /// A size or a percentage of a GPU's memory.
+    Memory,
+    /// A duration; 0 is none.
+    Time,
+    /// A list; empty allows all.
+    Names,
+}
+
+/// Every limit.
+pub const LIMITS: &[Limit] = &[
+    Limit { name: "gpus", kind: Kind::Number, default: "1", help: "GPUs of all leases together" },
+    Limit { name: "memory", kind: Kind::Memory, default: "100%", help: "memory of each GPU of a lease" },
+    Limit {
+        name: "sm_percent",
+        kind: Kind::Number,
+        default: "100",
+        help: "multiprocessors of each GPU of a lease, in percent",
+    },
+    Limit { name: "workers", kind: Kind::Number, default: "64", help: "programs at a time" },
+    Limit {
+        name: "connections",
+        kind: Kind::Number,
+        default: "256",
+        help: "data connections of programs at a time",
+    },
+    Limit {
+        name: "staging",
+        kind: Kind::Size,
+        default: "256MiB",
+        help: "memory of the server for host memory that one program's device code can see",
+    },
+    Limit {
+        name: "lease_ttl",
+        kind: Kind::Time,
+        default: "24h",
+        help: "how long a lease may be renewed; boot leases without end; 0 is off",
+    },
+    Limit {
+        name: "max_persistent",
+        kind: Kind::Number,
+        default: "2",
+        help: "leases that are renewed without end",
+    },
+    Limit {
+        name: "requests_per_s",
+        kind: Kind::Number,
+        default: "100",
+        help: "requests to the control service",
+    },
+    Limit {
+        name: "models",
+        kind: Kind::Names,
+        default: "[]",
+        help: "parts of product names; none: every model",
+    },
+    Limit { name: "servers", kind: Kind::Names, default: "[]", help: "names of servers; none: every server" },
+];
+
+/// A limit's value.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Bound {
+    /// See [`Kind::Number`].
+    Number(u64),
+    /// See [`Kind::Size`].
+    Size(u64),
+    /// See [`Kind::Memory`].
+    Memory(Memory),
+    /// See [`Kind::Time`].
+    Time(Duration),
+    /// See [`Kind::Names`].
+    Names(Vec<String>),
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(n) => write!(f, "{n}"),
+            Self::Size(bytes) | Self::Memory(Memory::Bytes(bytes)) if bytes.is_multiple_of(1 << 20) => {
+                write!(f, "{}MiB", bytes >> 20)
+            }
+            Self::Size(bytes) | Self::Memory(Memory::Bytes(bytes)) => write!(f, "{bytes}"),
+            Self::Memory(Memory::Percent(percent)) => write!(f, "{percent}%"),
+            Self::Time(time) => f.write_str(&crate::config::show_duration(*time)),
+            Self::Names(names) => write!(f, "{names:?}"),
+        }
+    }
+}
+
+impl Bound {
+    /// Reads a value as a limit of that kind has it.
+    pub fn parse(kind: Kind, text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        match kind {
+            Kind::Number => text.parse().map(Self::Number).map_err(|_| "a whole number is wanted".into()),
+            Kind::Size => parse_size(text).map(Self::Size),
+            Kind::Memory => parse_memory(text).map(Self::Memory),
+            Kind::Time => crate::config::parse_duration(text)
+                .map(Self::Time)
+                .ok_or_else(|| "a duration like \"90s\", \"10min\" or \"24h\" is wanted; 0 is off".into()),
+            Kind::Names => Ok(Self::Names(
+                text.trim_start_matches('[')
+                    .trim_end_matches(']')
+                    .split(',')
+                    .map(|n| n.trim().trim_matches('"').to_string())
+                    .filter(|n| !n.is_empty())
+                    .collect(),
+            )),
+        }
+    }
+}
+
+/// `4000MiB`, `1GiB` or bytes.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let shift = match unit.trim() {
+        "" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        "kB" | "KB" | "MB" | "GB" | "TB" | "K" | "M" | "G" => {
+            return Err(format!("the unit {:?} is not clear; write KiB, MiB or GiB", unit.trim()));
+        }
+        _ => return Err("a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into()),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1 << shift))
+        .ok_or_else(|| "a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into())
+}
+
+/// `50%` or a size.
+pub fn parse_memory(text: &str) -> Result<Memory, String> {
+    match text.strip_suffix('%') {
+        Some(percent) => match percent.trim().parse::<f64>() {
+            Ok(p) if p > 0.0 && p <= 100.0 => Ok(Memory::Percent(p)),
+            _ => Err("a percentage above 0% and up to 100% is wanted".into()),
+        },
+        None => parse_size(text).map(Memory::Bytes),
+    }
+}
+
+/// For whom a limit is set.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Layer {
+    /// Whoever has no other.
+    Default,
+    /// The clients and users of a group, each of them.
+    Group(String),
+    /// One client.
+    Client(String),
+    /// One user.
+    User(String),
+}
+
+impl fmt::Display for Layer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("everybody"),
+            Self::Group(name) => write!(f, "group {name}"),
+            Self::Client(name) => write!(f, "client {name}"),
+            Self::User(name) => write!(f, "user {name}"),
+        }
+    }
+}
+
+/// One limit as it was set.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Entry {
+    /// Its name.
+    pub name: &'static str,
+    /// For whom.
+    pub layer: Layer,
+    /// Its value.
+    pub bound: Bound,
+    /// Where it is written.
+    pub origin: String,
+}
+
+/// Who belongs to a group.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Group {
+    /// Patterns of clients' names.
+    pub clients: Vec<String>,
+    /// Users.
+    pub users: Vec<String>,
+}
+
+/// Whether a user is the same one on every client.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Scope {
+    /// `alice` on two clients is two users.
+    #[default]
+    Client,
+    /// She is one.
+    Site,
+}
+
+/// All limits of a server.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Limits {
+    /// What was set; one entry for each name and layer.
+    pub entries: Vec<Entry>,
+    /// Groups by name.
+    pub groups: Vec<(String, Group)>,
+    /// `[users] scope`
+    pub scope: Scope,
+}
+
+/// Whether `name` fits a pattern in which `*` stands for anything.
+pub fn fits(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((start, rest)) => {
+            let Some(name) = name.strip_prefix(start) else { return false };
+            (0..=name.len()).filter(|i| name.is_char_boundary(*i)).any(|i| fits(rest, &name[i..]))
+        }
+    }
+}
+
+impl Limits {
+    /// The limits that hold for a client on behalf of a user (empty: the client's own).
+    pub fn of(&self, client: &str, user: &str) -> Effective {
+        let applies = |layer: &Layer| match layer {
+            Layer::Default => false,
+            Layer::Client(name) => name == client,
+            Layer::User(name) => name == user && !user.is_empty(),
+            Layer::Group(name) => self.groups.iter().any(|(n, g)| {
+                n == name
+                    && (g.clients.iter().any(|p| fits(p, client))
+                        || !user.is_empty() && g.users.iter().any(|u| u == user))
+            }),
+        };
+        let mut out = Vec::new();
+        for limit in LIMITS {
+            let of_name = || self.entries.iter().filter(|e| e.name == limit.name);
+            let before = out.len();
+            out.extend(of_name().filter(|e| applies(&e.layer)).cloned());
+            if out.len() > before {
+                continue;
+            }
+            match of_name().find(|e| e.layer == Layer::Default) {
+                Some(entry) => out.push(entry.clone()),
+                None => out.push(Entry {
+                    name: limit.name,
+                    layer: Layer::Default,
+                    // Checked by a test.
+                    bound: Bound::parse(limit.kind, limit.default).unwrap_or(Bound::Number(0)),
+                    origin: "default".into(),
+                }),
+            }
+        }
+        Effective { entries: out, scope: self.scope }
+    }
+}
+
+/// The limits that hold for somebody.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Effective {
+    entries: Vec<Entry>,
+    /// How users are counted.
+    pub scope: Scope,
+}
+
+/// A limit that refuses a request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct Exceeded {
+    /// The limit.
+    pub name: &'static str,
+    /// For people: its value, for whom and where it is set, what is too much, and what to do.
+    pub text: String,
+}
+
+impl Entry {
+    /// Refuses: `why` says what is too much, `remedy` what to do.
+    pub fn exceeded(&self, why: impl Into<String>, remedy: &str) -> Exceeded {
+        let Self { name, bound, layer, origin } = self;
+        let why = why.into();
+        Exceeded { name, text: format!("limit {name} = {bound} of {layer} ({origin}): {why}; {remedy}") }
+    }
+
+    /// Whether it counts what a user has, not what a client has.
+    pub fn of_user(&self) -> bool {
+        matches!(self.layer, Layer::User(_))
+    }
+}
+
+impl Effective {
+    /// All that set a limit.
+    pub fn entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Entry> {
+        self.entries.iter().filter(move |e| e.name == name)
+    }
+
+    /// Every entry.
+    pub fn all(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The entry of the smallest number, size or time; a time of 0 is none.
+    pub fn smallest(&self, name: &str) -> Option<(&Entry, u64)> {
+        self.entries
+            .iter()
+            .filter(|e| e.name == name)
+            .filter_map(|e| match &e.bound {
+                Bound::Number(n) | Bound::Size(n) => Some((e, *n)),
+                Bound::Time(t) if !t.is_zero() => Some((e, u64::try_from(t.as_micros()).unwrap_or(u64::MAX))),
+                _ => None,
+            })
+            .min_by_key(|(_, n)| *n)
+    }
+
+    /// The first list that has nothing that `fits`.
+    pub fn not_listed(&self, name: &str, mut fits: impl FnMut(&str) -> bool) -> Option<&Entry> {
+        self.entries.iter().filter(|e| e.name == name).find(|e| match &e.bound {
+            Bound::Names(names) => !names.is_empty() && !names.iter().any(|n| fits(n)),
+            _ => false,
+        })
+    }
+}
+
+/// Requests of each client in the last second: a bucket that fills evenly.
+#[derive(Debug, Default)]
+pub struct Rates(std::collections::HashMap<String, (Duration, f64)>);
+
+impl Rates {
+    /// Whether a client may make a request now.
+    pub fn allow(&mut self, client: &str, per_second: u64, now: Duration) -> bool {
+        let full = per_second as f64;
+        let (at, left) = self.0.entry(client.into()).or_insert((now, full));
+        *left = (*left + now.saturating_sub(*at).as_secs_f64() * full).min(full);
+        *at = now;
+        if *left < 1.0 {
+            return false;
+        }
+        *left -= 1.0;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &'static str, layer: Layer, bound: Bound) -> Entry {
+        Entry { name, layer, bound, origin: "t.toml:1".into() }
+    }
+
+    fn number(limits: &Limits, name: &str, client: &str, user: &str) -> u64 {
+        limits.of(client, user).smallest(name).map(|(_, n)| n).unwrap()
+    }
+
+    #[test]
+    fn every_default_can_be_read() {
+        for limit in LIMITS {
+            let bound = Bound::parse(limit.kind, limit.default).unwrap();
+            assert_eq!(Bound::parse(limit.kind, &bound.to_string()), Ok(bound), "{}", limit.name);
+        }
+    }
+
+    #[test]
+    fn the_smallest_of_those_that_apply_wins() {
+        let n = |n| Bound::Number(n);
+        let limits = Limits {
+            entries: vec![
+                entry("gpus", Layer::Default, n(2)),
+                entry("gpus", Layer::Group("lab".into()), n(8)),
+                entry("gpus", Layer::Client("vm-1".into()), n(4)),
+                entry("gpus", Layer::User("alice".into()), n(1)),
+            ],
+            groups: vec![("lab".into(), Group { clients: vec!["vm-*".into()], users: vec!["bob".into()] })],
+            scope: Scope::Client,
+        };
+        assert_eq!(number(&limits, "gpus", "db-1", ""), 2, "for everybody");
+        assert_eq!(number(&limits, "gpus", "vm-2", ""), 8, "a group has more than everybody");
+        assert_eq!(number(&limits, "gpus", "vm-1", ""), 4);
+        assert_eq!(number(&limits, "gpus", "vm-1", "alice"), 1);
+        assert_eq!(number(&limits, "gpus", "db-1", "bob"), 8, "a user of the group");
+        assert_eq!(number(&limits, "workers", "vm-1", ""), 64, "the default of the program");
+        let effective = limits.of("vm-1", "alice");
+        let (entry, _) = effective.smallest("gpus").unwrap();
+        assert_eq!(
+            entry.exceeded("1 held, 1 more asked for", "release a lease").to_string(),
+            "limit gpus = 1 of user alice (t.toml:1): 1 held, 1 more asked for; release a lease"
+        );
+    }
+
+    #[test]
+    fn lists_and_times() {
+        let limits = Limits {
+            entries: vec![
+                entry("models", Layer::Default, Bound::Names(vec!["H200".into()])),
+                entry("lease_ttl", Layer::Default, Bound::Time(Duration::ZERO)),
+            ],
+            ..Limits::default()
+        };
+        let effective = limits.of("a", "");
+        assert!(effective.not_listed("models", |m| "NVIDIA H200".contains(m)).is_none());
+        assert!(effective.not_listed("models", |m| "Tesla T4".contains(m)).is_some());
+        assert!(effective.not_listed("servers", |_| false).is_none(), "an empty list allows all");
+        assert!(effective.smallest("lease_ttl").is_none(), "0 is off");
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_size("4000MiB"), Ok(4000 << 20));
+        assert_eq!(parse_size("17"), Ok(17));
+        assert!(parse_size("4MB").unwrap_err().contains("MiB"));
+        for bad in ["", "x", "-1", "99999999999GiB", "1.5GiB", "4 m"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+        assert_eq!(parse_memory("31.4%"), Ok(Memory::Percent(31.4)));
+        for bad in ["0%", "101%", "NaN%", "-3%", "%"] {
+            assert!(parse_memory(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn patterns() {
+        assert!(fits("vm-*", "vm-12") && fits("*", "") && fits("a*c*e", "abcde") && fits("x", "x"));
+        assert!(!fits("vm-*", "vm") && !fits("", "x") && !fits("a*b", "abc"));
+    }
+
+    #[test]
+    fn rates() {
+        let mut rates = Rates::default();
+        let second = Duration::from_secs(1);
+        let granted = (0..50).filter(|_| rates.allow("a", 10, second)).count();
+        assert_eq!(granted, 10);
+        assert!(rates.allow("b", 10, second), "each client has its own");
+        assert!(rates.allow("a", 10, second + Duration::from_millis(101)));
+        assert!(!rates.allow("a", 10, second + Duration::from_millis(102)));
+    }
+}

@@ -1,0 +1,305 @@
+//! How GPUs are shared: limits, the queue, GPUs taken out, configuration changed while running, an orderly stop.
+
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use gpusession_proto::control::pool_event::Event;
+use gpusession_proto::control::{
+    self, AllocateRequest, DescribeRequest, Lease, ProcessEndedRequest, ReleaseRequest, WatchRequest,
+};
+use gpusession_proto::preface::{self, Preface};
+use nix::sys::signal::{Signal, kill};
+use prost::Message as _;
+use tonic::{Code, Status};
+use zerocopy::IntoBytes;
+
+use crate::common::{Client, Server, eventually, rest};
+use crate::renew;
+
+fn details(status: &Status) -> control::Refusal {
+    control::Refusal::decode(status.details()).expect("details")
+}
+
+impl Server {
+    fn set(&self, key: &str, value: &str) {
+        let output = self.verb(&["config", "set", key, value]);
+        assert!(output.status.success(), "{output:?}");
+    }
+
+    fn unset(&self, key: &str) {
+        let output = self.verb(&["config", "unset", key]);
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+async fn named(client: &mut Client, id: &str, gpus: u32) -> Result<Lease, Status> {
+    let wish = AllocateRequest { request_id: id.into(), gpus, ..client.request() };
+    Ok(client.pool.allocate(wish).await?.into_inner())
+}
+
+fn refused_by<T: std::fmt::Debug>(result: Result<T, Status>, limit: &str, text: &str) {
+    let status = result.expect_err(text);
+    assert_eq!(
+        (status.code(), details(&status).limit.as_str()),
+        (Code::FailedPrecondition, limit),
+        "{status}"
+    );
+    assert_eq!(details(&status).kind(), control::refusal::Kind::Limit);
+    let start = format!("limit {limit} = ");
+    assert!(status.message().starts_with(&start) && status.message().contains(text), "{status}");
+}
+
+#[tokio::test]
+async fn every_limit_refuses_by_name() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let of = |name: &str| format!("limits.client.vm-1.{name}");
+    let cases: [(&str, &str, AllocateRequest, &str); 5] = [
+        ("gpus", "1", AllocateRequest { gpus: 2, ..vm.request() }, "0 held, 2 more asked for"),
+        ("memory", "25%", AllocateRequest { memory_percent: 50.0, ..vm.request() }, "8192 MiB of GPU-"),
+        ("sm_percent", "50", vm.request(), "100 % of the multiprocessors"),
+        ("models", "[\"B200\"]", vm.request(), "is a Fake GPU"),
+        ("max_persistent", "0", AllocateRequest { persistent: true, ..vm.request() }, "0 leases"),
+    ];
+    for (limit, value, wish, text) in cases {
+        server.set(&of(limit), value);
+        let refused = vm.pool.allocate(wish.clone()).await;
+        refused_by(refused, limit, text);
+        let shown = server.json(&["limits", "vm-1"]);
+        let row = shown["limits"].as_array().unwrap().iter().find(|r| r["limit"] == limit).unwrap().clone();
+        assert_eq!(row["of"], "client vm-1", "{row}");
+        assert!(row["origin"].as_str().unwrap().contains("90-runtime.toml:"), "{row}");
+        server.unset(&of(limit));
+        let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
+        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+    }
+    server.set(&of("servers"), "[\"other\"]");
+    refused_by(vm.pool.describe(DescribeRequest {}).await, "servers", "this is s1");
+    server.unset(&of("servers"));
+
+    // Limits of programs hold for new ones, whatever runs.
+    let lease = vm.allocate(50.0).await.unwrap();
+    let first = vm.take(&lease.id).await.unwrap();
+    let (_lane, _) = server.adopt(&first.id, 0, true);
+    server.set(&of("workers"), "1");
+    refused_by(vm.take(&lease.id).await, "workers", "there are 1 programs");
+    server.set(&of("workers"), "2");
+    let second = vm.take(&lease.id).await.unwrap();
+    server.set(&of("connections"), "1");
+    let preface = Preface::new(second.id.as_slice().try_into().unwrap(), 0, 1, true);
+    let answer = rest(&mut server.data_connection(preface.as_bytes()));
+    let len = preface::refusal_len(answer[..4].try_into().unwrap()).expect("a refusal");
+    let said = String::from_utf8_lossy(&answer[4..4 + len]).into_owned();
+    assert!(said.contains("limit connections = 1 of client vm-1"), "{said}");
+    server.unset(&of("connections"));
+    server.adopt(&second.id, 0, true);
+
+    // However often it is renewed.
+    server.set(&of("lease_ttl"), "1s");
+    let short = vm.allocate(10.0).await.unwrap();
+    let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let reason = loop {
+        vm.pool.renew(renew(&[&short.id])).await.unwrap();
+        match watch.message().await.unwrap().expect("the stream goes on") {
+            event if event.lease != short.id => {}
+            event => {
+                if let Some(Event::Lost(loss)) = event.event {
+                    break loss.reason;
+                }
+            }
+        }
+    };
+    assert!(reason.contains("lease_ttl"), "{reason}");
+
+    server.set(&of("requests_per_s"), "2");
+    let mut refused = None;
+    for _ in 0..20 {
+        if let Err(status) = vm.pool.describe(DescribeRequest {}).await {
+            refused = Some(status);
+        }
+    }
+    refused_by(Err::<(), _>(refused.expect("20 requests at once")), "requests_per_s", "asks more often");
+}
+
+#[tokio::test]
+async fn layers_and_users() {
+    let more = "limits.gpus = 1\nlimits.max_persistent = 5\nlimits.group.lab.clients = [\"vm-*\"]\n\
+                limits.group.lab.gpus = 2\nlimits.user.alice.gpus = 1\nusers.scope = \"site\"";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let mut other = server.client("db").await;
+    refused_by(named(&mut other, "", 2).await, "gpus", "of everybody");
+    let alice = |c: &Client| AllocateRequest { user: "alice".into(), memory_percent: 10.0, ..c.request() };
+    let first = a.pool.allocate(alice(&a)).await.unwrap().into_inner();
+    let wish = alice(&b);
+    refused_by(b.pool.allocate(wish.clone()).await, "gpus", "of user alice");
+    a.allocate(10.0).await.unwrap();
+    refused_by(a.allocate(10.0).await, "gpus", "of group lab");
+    server.set("users.scope", "client");
+    b.pool.allocate(wish).await.unwrap();
+    a.pool.release(ReleaseRequest { lease: first.id }).await.unwrap();
+    a.allocate(10.0).await.unwrap();
+}
+
+#[tokio::test]
+async fn who_comes_first_is_served_first() {
+    let server = Server::start().await;
+    let (mut a, mut b, mut c) =
+        (server.client("vm-a").await, server.client("vm-b").await, server.client("vm-c").await);
+    let held = named(&mut a, "boot", 2).await.unwrap();
+    for (client, place) in [(&mut b, 1), (&mut c, 2)] {
+        let status = named(client, "boot", 1).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!((details(&status).position, details(&status).waiting), (place, place));
+    }
+    let queue = server.json(&["queue"]);
+    let names: Vec<_> = queue["queue"].as_array().unwrap().iter().map(|r| r["client"].clone()).collect();
+    assert_eq!(names, ["vm-b", "vm-c"]);
+    server.verb(&["off", "1"]);
+    a.pool.release(ReleaseRequest { lease: held.id }).await.unwrap();
+    assert_eq!(details(&named(&mut c, "boot", 1).await.unwrap_err()).position, 2, "not its turn");
+    named(&mut b, "boot", 1).await.unwrap();
+    assert_eq!(details(&named(&mut c, "boot", 1).await.unwrap_err()).position, 1);
+    server.verb(&["on", "1"]);
+    named(&mut c, "boot", 1).await.unwrap();
+    assert_eq!(server.json(&["queue"])["queue"], serde_json::json!([]));
+}
+
+#[tokio::test]
+async fn gpus_and_the_server_are_taken_out() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = named(&mut vm, "", 1).await.unwrap();
+    let uuid = lease.devices[0].uuid.clone();
+    let state = |server: &Server| {
+        let gpus = server.json(&["gpus"]);
+        let gpu = gpus["gpus"].as_array().unwrap().iter().find(|g| g["uuid"] == uuid).unwrap().clone();
+        (gpu["state"].as_str().unwrap().to_string(), gpu["reason"].clone())
+    };
+    let dropped = server.verb(&["drop", &uuid]);
+    let said = String::from_utf8_lossy(&dropped.stderr);
+    assert_eq!(dropped.status.code(), Some(1));
+    assert!(said.contains(&format!("{} of vm-1", lease.id)) && said.contains("gpuserver off"), "{said}");
+    assert!(server.verb(&["off", &uuid, "--reason", "a fan is loud"]).status.success());
+    assert_eq!(state(&server), ("off-pending".into(), "a fan is loud".into()));
+    assert!(!vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases[0].lost);
+    vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+    assert_eq!(state(&server).0, "off");
+    let wish = AllocateRequest { devices: vec![uuid.clone()], ..vm.request() };
+    let status = vm.pool.allocate(wish.clone()).await.unwrap_err();
+    assert!(status.message().contains("a fan is loud"), "{status}");
+    // It stays off, also over a restart.
+    server.signal(Signal::SIGTERM);
+    server.run().await;
+    let mut vm = server.again(&vm).await;
+    assert_eq!(state(&server).0, "off");
+    assert!(server.verb(&["drop", &uuid]).status.success());
+    assert_eq!(state(&server).0, "stopped");
+    assert_eq!(vm.pool.allocate(wish.clone()).await.unwrap_err().code(), Code::FailedPrecondition);
+    assert!(server.verb(&["on", &uuid]).status.success());
+    let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
+    assert_eq!(state(&server), ("leased".into(), serde_json::Value::Null));
+    assert_eq!(server.verb(&["off", "7"]).status.code(), Some(1));
+
+    assert!(server.verb(&["drain", "--reason", "new cooling"]).status.success());
+    let status = vm.allocate(10.0).await.unwrap_err();
+    assert!(status.message().contains("new cooling"), "{status}");
+    assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
+    vm.take(&lease.id).await.unwrap();
+    assert!(server.verb(&["drain", "--end"]).status.success());
+    vm.allocate(10.0).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_configuration_changes_while_running() {
+    let mut server = Server::start_with("libcuda.so.1", "warm_workers = 1").await;
+    let get = |server: &Server, key: &str| {
+        let rows = server.json(&["config", "get", key])["config"].clone();
+        (rows[0]["value"].as_str().unwrap().to_string(), rows[0]["origin"].as_str().unwrap().to_string())
+    };
+    assert_eq!(get(&server, "warm_workers").0, "1");
+    server.set("warm_workers", "3");
+    let (value, origin) = get(&server, "warm_workers");
+    assert!(value == "3" && origin.ends_with("gpuserver.d/90-runtime.toml:2"), "{value} {origin}");
+    let diff = server.verb(&["config", "diff", "--origin"]);
+    assert!(String::from_utf8_lossy(&diff.stdout).contains("warm_workers = 3  # "), "{diff:?}");
+    let mut vm = server.client("vm-1").await;
+    vm.allocate(100.0).await.unwrap();
+    eventually("three are warm", async || {
+        server.workers().iter().filter(|w| w["state"] == "warm").count() == 3
+    })
+    .await;
+    // What cannot work changes nothing, neither the server nor the file.
+    for (key, value, text) in [
+        ("warm_workers", "many", "0 to 64"),
+        ("limits.gpu", "1", "cannot be changed"),
+        ("listen", "127.0.0.1:1", "restart"),
+        ("limits.memory", "4GB", "GiB"),
+    ] {
+        let output = server.verb(&["config", "set", key, value]);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains(text) || said.contains("unknown key"), "{said}");
+        assert_eq!(get(&server, "warm_workers").0, "3");
+    }
+    // SIGHUP: a bad file changes nothing, a good one does. Verbs read the file too: these read a copy.
+    std::fs::copy(server.path("gpuserver.toml"), server.path("good.toml")).unwrap();
+    let running = server.json(&["status"])["server"]["pid"].as_i64().unwrap();
+    let hup = || kill(nix::unistd::Pid::from_raw(running as i32), Signal::SIGHUP).unwrap();
+    server.configure("libcuda.so.1", "limits.workers = \"x\"");
+    hup();
+    let good = server.path("good.toml");
+    let good = good.to_str().unwrap();
+    let reload = server.verb(&["-c", good, "config", "reload"]);
+    let said = String::from_utf8_lossy(&reload.stderr);
+    assert!(said.contains("limits.workers = \"x\"") && said.contains("stays as it was"), "{said}");
+    assert_eq!(server.json(&["-c", good, "config", "get", "limits.workers"])["config"][0]["value"], "64");
+    server.configure("libcuda.so.1", "limits.workers = 7");
+    hup();
+    eventually("the new limit holds", async || get(&server, "limits.workers").0 == "7").await;
+    server.unset("warm_workers");
+    assert_eq!(get(&server, "warm_workers").0, "2");
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    assert_eq!(get(&server, "limits.workers").0, "7", "without a server, what it would start with");
+}
+
+#[tokio::test]
+async fn a_stop_waits_for_programs() {
+    let mut server = Server::start_with("libcuda.so.1", "drain_timeout = \"60s\"").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("it serves", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let mut process = server.terminate();
+    let left = loop {
+        if let Some(Event::PrepareForLoss(warning)) = watch.message().await.unwrap().unwrap().event {
+            break warning.left_usec;
+        }
+    };
+    assert!((50_000_000..=60_000_000).contains(&left), "{left}");
+    lane.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    assert!(std::io::Read::read(&mut lane, &mut [0]).is_err(), "it goes on");
+    assert!(lane.as_raw_fd() >= 0 && process.try_wait().unwrap().is_none());
+    let status = vm.allocate(10.0).await.unwrap_err();
+    assert!(status.message().contains("it stops"), "{status}");
+    vm.pool.process_ended(ProcessEndedRequest { lease: lease.id, worker: worker.id }).await.unwrap();
+    assert_eq!(process.wait().unwrap().code(), Some(0));
+
+    // Or until it is forced.
+    server.run().await;
+    let mut vm = server.again(&vm).await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("it serves", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    let mut process = server.terminate();
+    eventually("it drains", async || {
+        vm.allocate(10.0).await.is_err_and(|s| s.message().contains("it stops"))
+    })
+    .await;
+    kill(nix::unistd::Pid::from_raw(process.id() as i32), Signal::SIGQUIT).unwrap();
+    assert_eq!(process.wait().unwrap().code(), Some(2));
+    assert!(rest(&mut lane).is_empty());
+}
