@@ -84,6 +84,7 @@ class Host:
 
     def start(self, unit, command, user=None):
         """Starts a command that goes on in the background, as a unit whose output is in the journal."""
+        self.ok(f"rm -f /run/{unit}.out; systemctl stop {unit} 2>/dev/null || true")
         inner = f"exec su -l {user} -c {shlex.quote(command)}" if user else command
         subprocess.run([*lab.enter(lab.host(self.name)), "systemd-run", "--quiet", "--collect", f"--unit={unit}",
                         "-p", "StandardOutput=file:/run/" + unit + ".out", "-p", "StandardError=file:/run/" + unit + ".out",
@@ -119,8 +120,8 @@ class Host:
 class Site:
     """A client and two GPU servers with simulated GPUs, installed from the packages, joined. Made when first asked for."""
 
-    def __init__(self, debs, programs):
-        self.debs, self.programs = debs, programs
+    def __init__(self, debs, programs, packaging):
+        self.debs, self.programs, self.packaging = debs, programs, packaging
         self.client, self.servers = Host("client"), [Host("gpu1"), Host("gpu2")]
         self.ready = False
 
@@ -136,6 +137,16 @@ class Site:
         done = subprocess.run([HERE / "lab", "up", *names], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise Failed(done.stderr)
+
+    def sim_library(self):
+        """A libcuda.so.1 that is not ours to install: the simulated driver, taken out of its package."""
+        folder = HERE.parent.parent / "target/system"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "libcuda.so.1", "wb") as out:
+            tar = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", self.deb("gpusession-libs")], stdout=subprocess.PIPE)
+            subprocess.run(["tar", "-xO", "." + SIM], stdin=tar.stdout, stdout=out, check=True)
+            tar.wait()
+        return folder / "libcuda.so.1"
 
     def install_server(self, host, devices=2):
         host.write("/etc/systemd/system/gpuserver.service.d/simulated.conf",

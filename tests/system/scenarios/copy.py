@@ -1,0 +1,20 @@
+"""A second machine with a copied identity is refused, and the first one keeps its GPUs."""
+from harness import Host, expect
+
+ORDER = 60
+
+
+def run(site, check):
+    client, copy = site.client, Host("copy")
+    site.boot("copy")
+    with check("the copy of a machine gets no GPU"):
+        site.install_client(copy)
+        copy.ok("systemctl stop gpusession")
+        data = client.ok("tar -C / -cz var/lib/gpusession etc/gpusession | base64 -w0")
+        copy.ok("base64 -d | tar -C / -xz && chown -R gpusession: /var/lib/gpusession", stdin=data)
+        copy.ok("systemctl start gpusession")
+        expect(copy.until("gpusession status | grep -i 'another machine'", 20), "another machine")
+        copy.fails("ssh alice@copy vectorAdd")
+    with check("the machine that it was copied from still has its own"):
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    copy.lab("down")
