@@ -1,5 +1,5 @@
 //! Links the library under the driver's name, and generates what follows from the table of symbols: the functions
-//! that are not simulated, and the table behind `cuGetProcAddress`.
+//! that are not simulated, the table behind `cuGetProcAddress`, and the names and texts of errors.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -35,4 +35,5 @@ fn main() {
     let write = |name: &str, text: String| std::fs::write(Path::new(&out).join(name), text).expect("write");
     write("unsupported.rs", gpusession_calls::unsupported_source(&implemented));
     write("proc_addresses.rs", gpusession_calls::proc_addresses_source());
+    write("errors.rs", gpusession_calls::errors_source());
 }

@@ -24,6 +24,7 @@ const CONTEXT_LOCAL_STORAGE: [u8; 16] = id(0xc693336e_1121df11_a8c368f3_55d89593
 const CONTEXT_CHECKS: [u8; 16] = id(0x263e8860_7cd26143_92f6bbd5_006dfa7e);
 const INTEGRITY_CHECK: [u8; 16] = id(0xd4082055_bde6704b_8d34ba12_3c66e1f2);
 const TOOLS_CONTEXT: [u8; 16] = id(0x21318c60_97143248_8ca641ff_7324c8f2);
+const TOOLS_MODULE: [u8; 16] = id(0x6e163fbe_b958444d_835ce182_aff1991e);
 const TPC_TOPOLOGY: [u8; 16] = id(0x1734dc26_800d4745_8726c0f1_e7dd8bca);
 
 /// A slot of a table.
@@ -38,6 +39,7 @@ struct Tables {
     integrity: [Slot; 3],
     context: [Slot; 93],
     tpc: [Slot; 17],
+    module: [Slot; 99],
 }
 
 // SAFETY: the tables are written once and hold addresses of functions.
@@ -90,6 +92,7 @@ fn tables() -> &'static Tables {
         checks: sized(&[(2, checks_flags as *const c_void), (3, checks_zero as *const c_void)]),
         integrity: sized(&[(1, integrity_check as *const c_void)]),
         context: sized(&[(4, tools_context_id as *const c_void)]),
+        module: sized(&[(7, tools_functions as *const c_void)]),
         tpc: sized(&[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)]),
     })
 }
@@ -105,6 +108,7 @@ pub fn find(id: &[u8; 16]) -> Option<*const c_void> {
         CONTEXT_CHECKS => t.checks.as_ptr().cast(),
         INTEGRITY_CHECK => t.integrity.as_ptr().cast(),
         TOOLS_CONTEXT => t.context.as_ptr().cast(),
+        TOOLS_MODULE => t.module.as_ptr().cast(),
         TPC_TOPOLOGY => t.tpc.as_ptr().cast(),
         _ => return None,
     })
@@ -151,6 +155,26 @@ extern "C" fn cudart_unused(_: usize) {}
 
 extern "C" fn cudart_load_compilers() -> i32 {
     0
+}
+
+// --- The functions of a module, one by one: how cuFFT finds those of its callbacks.
+
+/// Calls `visit(data, function, module)` for each function; returns how many there are.
+extern "C" fn tools_functions(
+    _ctx: *mut c_void,
+    module: *mut c_void,
+    visit: Option<extern "C" fn(*mut c_void, *mut c_void, u64)>,
+    data: *mut c_void,
+) -> u64 {
+    let mut functions = Vec::new();
+    guard("tools_functions", || {
+        functions = crate::api::module::functions_of(module as u64)?;
+        Ok(())
+    });
+    if let Some(visit) = visit {
+        functions.iter().for_each(|function| visit(data, *function as *mut c_void, module as u64));
+    }
+    functions.len() as u64
 }
 
 // --- Flags of tools that subscribed to the runtime: nobody ever does.

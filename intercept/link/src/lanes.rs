@@ -305,6 +305,14 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
         loop {
             let mut head = [0; HEADER];
             transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
+            // A refusal comes instead of the first chunk: its length has the high bit set.
+            if head[3] & 0x80 != 0 {
+                let len = u32::from_le_bytes([head[0], head[1], head[2], head[3] & 0x7f]).min(4096) as usize;
+                let mut text = head[4..].to_vec();
+                text.resize(len.max(text.len()), 0);
+                transport.recv_exact(&mut text[HEADER - 4..], Wait::Spin(std::time::Duration::ZERO))?;
+                return Err(std::io::Error::other(String::from_utf8_lossy(&text).into_owned()));
+            }
             let header = Header::parse(&head).map_err(std::io::Error::other)?;
             let len = header.ack.get() as usize;
             if header.op.get() != op::CHUNK || len.next_multiple_of(8) != header.body_len() || len > CHUNK {

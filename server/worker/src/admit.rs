@@ -165,12 +165,22 @@ impl Worker {
         }
         let socket = TcpStream::from(socket);
         socket.set_nonblocking(false)?;
-        if !preface.tls() && self.start.require_tls {
-            return Err(io::Error::other("this server demands encryption for this client"));
-        }
         // Bounds the handshake and the greeting; lifted when the peer is admitted.
         socket.set_read_timeout(Some(PATIENCE))?;
         let control = socket.try_clone()?;
+        if !preface.tls() && self.start.require_tls {
+            let transport = Transport::plain(socket)?;
+            let refused = refuse(
+                &transport,
+                "this server demands encryption, which the grant was made without: start the program again, which asks for \
+                 a new grant"
+                    .into(),
+            );
+            // What the client has sent must be read, or closing would take the refusal back from it.
+            control.shutdown(std::net::Shutdown::Write)?;
+            let _ = greeting(&transport);
+            return Err(refused);
+        }
         let transport = if preface.tls() {
             Transport::tls_server(socket, self.tls.clone())?
         } else {
@@ -181,13 +191,17 @@ impl Worker {
         match header.op.get() {
             op::HELLO if preface.lane.get() == 0 => self.hello(transport, &header, &body, rest),
             op::LANE if preface.lane.get() != 0 => {
-                let session =
-                    self.session.get().ok_or_else(|| io::Error::other("lane before the greeting"))?;
+                let Some(session) = self.session.get() else {
+                    return Err(refuse(
+                        &transport,
+                        "lane before the greeting of the first connection".into(),
+                    ));
+                };
                 let lane = preface.lane.get();
                 let proof = blake3::keyed_hash(&session.lane_secret, &lane.to_le_bytes());
                 let shown = Reader::new(&body).bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
                 if shown.map(blake3::Hash::from_bytes) != Some(proof) {
-                    return Err(io::Error::other("lane without the secret of the first one"));
+                    return Err(refuse(&transport, "lane without the secret of the first one".into()));
                 }
                 Lanes::serve(session, lane, &transport)
             }
@@ -196,13 +210,6 @@ impl Worker {
     }
 
     fn hello(&self, transport: Transport, header: &Header, body: &[u8], rest: BytesMut) -> io::Result<()> {
-        let refuse = |transport: &Transport, reason: String| {
-            // As a refusal before the first frame: the client shows it to the program's user.
-            let mut bytes = (reason.len() as u32 | 1 << 31).to_le_bytes().to_vec();
-            bytes.extend_from_slice(reason.as_bytes());
-            let _ = transport.send(&bytes);
-            io::Error::other(reason)
-        };
         let mut r = Reader::new(body);
         let sealed = r.bytes().map_err(io::Error::other)?;
         let ticket = match Ticket::open(sealed, &self.start.ticket_key, &self.start.worker) {
@@ -269,6 +276,14 @@ impl Worker {
             Err(e) => session.end(&format!("connection to the client: {e}")),
         }
     }
+}
+
+/// Tells the peer, before the first frame, why it is not served: the client shows it to the program's user.
+fn refuse(transport: &Transport, reason: String) -> io::Error {
+    let mut bytes = (reason.len() as u32 | 1 << 31).to_le_bytes().to_vec();
+    bytes.extend_from_slice(reason.as_bytes());
+    let _ = transport.send(&bytes);
+    io::Error::other(reason)
 }
 
 /// The first frame, and what was received beyond it.

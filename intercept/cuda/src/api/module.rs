@@ -180,6 +180,16 @@ fn names(parent: u64, how: u64) -> Result<Vec<CString>> {
     (0..count).map(|_| string(&mut r).and_then(|s| CString::new(s).map_err(|_| NOT_FOUND))).collect()
 }
 
+/// Every function of a module.
+pub fn functions_of(module: u64) -> Result<Vec<u64>> {
+    let client = client::get()?;
+    if handle::kind(module) != handle::MODULE {
+        return Err(INVALID_HANDLE);
+    }
+    let names = names(module, How::Function as u64)?;
+    names.into_iter().map(|name| functions::get(client, module, How::Function, name)).collect()
+}
+
 fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result {
     let client = client::get()?;
     if out.is_null() {
