@@ -14,6 +14,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
+use crate::accounting::Wanted;
 use crate::config::{self, parse_duration};
 use crate::lease::Withdrawn;
 use crate::limits::LIMITS;
@@ -97,6 +98,11 @@ pub enum Ask {
         client: String,
         /// A user's name; empty: none.
         user: String,
+    },
+    /// Leases and programs that have ended.
+    Accounting {
+        /// Which.
+        wanted: Wanted,
     },
     /// Every key of the running configuration.
     Config,
@@ -679,6 +685,12 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 })
                 .collect();
             show(serde_json::to_value(rows))
+        }
+        Ask::Accounting { wanted } => {
+            let accounting = pool.accounting().clone();
+            let records = tokio::task::spawn_blocking(move || accounting.list(&wanted)).await;
+            let records = records.map_err(|e| internal(&e))?.map_err(|e| internal(&e))?;
+            show(serde_json::to_value(records))
         }
         Ask::Config => show(serde_json::to_value(config_rows(&pool.config()))),
         Ask::ConfigSet { key, value } => {

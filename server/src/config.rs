@@ -35,8 +35,19 @@ pub struct Key {
 }
 
 /// Keys whose new value holds without a restart; so do limits and reserves.
-const LIVE: &[&str] =
-    &["warm_workers", "worker_idle_exit", "overcommit", "users.scope", "drain_timeout", "accounting_keep"];
+const LIVE: &[&str] = &[
+    "warm_workers",
+    "worker_idle_exit",
+    "warn_after",
+    "park_after",
+    "release_after",
+    "lend_after",
+    "return_limit",
+    "overcommit",
+    "users.scope",
+    "drain_timeout",
+    "accounting_keep",
+];
 
 /// Whether a change of a key holds without a restart.
 pub fn is_live(key: &str) -> bool {
@@ -133,6 +144,11 @@ pub const KEYS: &[Key] = &[
         name: "drain_timeout",
         default: "60s",
         help: "how long a stop waits for programs that run; 0 waits for none",
+    },
+    Key {
+        name: "lock_dir",
+        default: "/run/lock/gpusession with NVIDIA's driver, else none",
+        help: "where servers of this host say which GPUs are theirs; \"none\": nowhere",
     },
     Key { name: "accounting_keep", default: "90d", help: "how long accounting records are kept; 0 for ever" },
     Key {
@@ -263,6 +279,8 @@ pub struct Config {
     pub rules: Rules,
     /// How long a stop waits for programs.
     pub drain_timeout: Duration,
+    /// Where servers of this host say which GPUs are theirs.
+    pub lock_dir: Option<PathBuf>,
     /// How long accounting records are kept; zero for ever.
     pub accounting_keep: Duration,
     /// What clients and users may have.
@@ -299,6 +317,8 @@ pub struct Surroundings<'a> {
     pub host_name: String,
     /// The kernel's range of ephemeral ports.
     pub ephemeral: Option<(u16, u16)>,
+    /// Whether NVIDIA's kernel driver is loaded.
+    pub nvidia_driver: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -884,6 +904,14 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         duration,
         |d| show_duration(*d),
     )?;
+    // Simulated GPUs of two machines on one host have the same names.
+    let real = around.nvidia_driver.then(|| PathBuf::from("/run/lock/gpusession"));
+    let lock_dir = reader.key(
+        "lock_dir",
+        || (real, Origin::Default),
+        |v| if text(v)? == "none" { Ok(None) } else { absolute(v).map(Some) },
+        |d| d.as_ref().map_or_else(|| "none".into(), |p| p.display().to_string()),
+    )?;
     let accounting_keep = reader.key(
         "accounting_keep",
         || (Duration::from_secs(90 * 86400), Origin::Default),
@@ -951,6 +979,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         exclusive,
         rules,
         drain_timeout,
+        lock_dir,
         accounting_keep,
         limits,
         report,
@@ -1098,8 +1127,12 @@ mod tests {
             "STATE_DIRECTORY" => Some("/var/lib/gpuserver-a:/x".into()),
             _ => None,
         };
-        let around =
-            Surroundings { env: &env, host_name: "Gpu1.example.org".into(), ephemeral: Some((32768, 60999)) };
+        let around = Surroundings {
+            env: &env,
+            host_name: "Gpu1.example.org".into(),
+            ephemeral: Some((32768, 60999)),
+            nvidia_driver: false,
+        };
         from_text(Path::new("t.toml"), text, &around)
     }
 
@@ -1180,7 +1213,8 @@ mod tests {
     fn drop_ins_win_in_the_order_of_their_names() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("gpuserver-a.toml");
-        let around = Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None };
+        let around =
+            Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: true };
         assert!(load(&file, true, &around).is_err());
         assert!(load(&file, false, &around).unwrap().warnings[0].contains("is not there"));
         std::fs::write(&file, "name = \"a\"\nwarm_workers = 1").unwrap();

@@ -203,6 +203,7 @@ mod tests {
             pci_address: String::new(),
             multiprocessors: 1,
             context_bytes: 0,
+            compute_mode: 0,
         }
     }
 

@@ -42,6 +42,9 @@ pub struct Gpu {
     /// Device memory that one program's context counts, measured at the server's start.
     #[serde(default)]
     pub context_bytes: u64,
+    /// `CUcomputemode`: 0 lets several programs use it.
+    #[serde(default)]
+    pub compute_mode: u32,
 }
 
 impl Gpu {
@@ -1057,6 +1060,7 @@ mod tests {
             pci_address: String::new(),
             multiprocessors: 132,
             context_bytes: 0,
+            compute_mode: 0,
         }
     }
 

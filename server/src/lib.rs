@@ -6,18 +6,24 @@
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
 //! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
 //! * [`data`]: the acceptor that hands data connections to workers.
+//! * [`accounting`]: who used what for how long.
+//! * [`gpu_lock`]: one server per GPU on a host.
+//! * [`health`]: what takes a GPU out of what is leased.
 //! * [`discovery`]: which GPUs the driver shows.
 //! * [`admin`], [`cli`]: administration over a local socket.
 //! * [`serve`]: all of it as one process.
 #![deny(missing_docs)]
 
+pub mod accounting;
 pub mod admin;
 pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod data;
 pub mod discovery;
+pub mod gpu_lock;
 pub mod guard;
+pub mod health;
 pub mod idle;
 pub mod lease;
 pub mod limits;

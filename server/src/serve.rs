@@ -17,17 +17,19 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
+use crate::accounting::Accounting;
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError, Origin};
 use crate::discovery::{self, DiscoveryError};
 use crate::guard::{Guarded, is_stranger};
+use crate::lease::Withdrawn;
 use crate::monitor::Monitor;
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
 use crate::quiet::Quiet;
 use crate::registry::local::LocalRegistry;
 use crate::supervise::{Options, Supervisor, spawn};
-use crate::{admin, data, store};
+use crate::{admin, data, gpu_lock, health, store};
 
 /// TLS handshakes in progress, and the time that each may take.
 const MAX_HANDSHAKES: usize = 256;
@@ -101,6 +103,17 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         info!("serves {} {}, {} MiB", gpu.uuid, gpu.name, gpu.memory_bytes >> 20);
     }
 
+    let _gpus_are_ours = match &config.lock_dir {
+        Some(folder) => {
+            let uuids: Vec<&str> = gpus.iter().map(|g| g.uuid.as_str()).collect();
+            let pid = std::process::id();
+            let who = format!("gpuserver {} (pid {pid}, {})", config.name, config.state_dir.display());
+            let taken = gpu_lock::take(folder, &uuids, &who);
+            Some(taken.map_err(|m| ConfigError::new(config.origin("gpus"), format!("gpus: {m}")))?)
+        }
+        None => None,
+    };
+
     let control =
         TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?;
     let data = data::bind(config.listen.ip(), config.data_ports).await.map_err(|e| {
@@ -125,7 +138,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         random.clone(),
     )?);
     let monitor = Monitor::start(options.program.clone(), driver.clone());
-    let supervisor = Supervisor::new(options, clock.clone(), random.clone())?;
+    let accounting = Accounting::open(&config.state_dir)?;
+    let supervisor = Supervisor::new(options, accounting, clock.clone(), random.clone())?;
     let facts = Facts {
         control: control.local_addr()?,
         data: data.local_addr()?,
@@ -135,7 +149,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         config: config.clone(),
     };
     let (control_address, data_address) = (facts.control, facts.data);
-    let pool = Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor, authority, clock, random)?);
+    let pool =
+        Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
+    check_compute_modes(&pool).await;
     pool.resume().await;
 
     let may_be_clear: data::MayBeClear = {
@@ -148,6 +164,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
+    tasks.spawn(health::watch(pool.clone(), monitor));
     tasks.spawn(pool.clone().serve_parking());
     let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
@@ -186,6 +203,27 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
     end
+}
+
+/// A GPU in a compute mode that lets one program alone use it cannot be shared, nor have warm workers.
+async fn check_compute_modes(pool: &Pool) {
+    const WHY: &str = "compute mode";
+    for gpu in pool.registry().gpus().await {
+        let uuid = &gpu.gpu.uuid;
+        if gpu.gpu.compute_mode != 0 {
+            let reason = format!(
+                "{WHY} {} lets not several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` mends it, then restart",
+                match gpu.gpu.compute_mode {
+                    2 => "PROHIBITED",
+                    3 => "EXCLUSIVE_PROCESS",
+                    _ => "EXCLUSIVE",
+                }
+            );
+            pool.withdraw(uuid, Some(Withdrawn::Broken(reason))).await;
+        } else if matches!(&gpu.withdrawn, Some(Withdrawn::Broken(why)) if why.starts_with(WHY)) {
+            pool.withdraw(uuid, None).await;
+        }
+    }
 }
 
 /// Makes no new leases and waits for programs that run, as long as the configuration says; tells what it waits for.
@@ -272,9 +310,14 @@ fn raise_descriptor_limit() {
 }
 
 async fn housekeeping(pool: Arc<Pool>) {
+    let mut records = tokio::time::Instant::now();
     let mut told = status(&pool).await;
     loop {
         pool.tick().await;
+        if records <= tokio::time::Instant::now() {
+            pool.forget_records();
+            records += Duration::from_secs(3600);
+        }
         let now = status(&pool).await;
         if now != told {
             notify(&[sd_notify::NotifyState::Status(&now)]);

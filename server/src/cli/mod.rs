@@ -8,6 +8,7 @@ use anyhow::Context;
 use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
 
+use crate::accounting::{self, Accounting, Kind, Wanted};
 use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::{self, Config, ConfigError, Surroundings};
@@ -175,6 +176,30 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Show who used GPUs: leases and programs that have ended
+    Accounting {
+        /// That ended since: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
+        #[arg(long, value_name = "TIME", default_value = "24h")]
+        since: String,
+        /// That ended before
+        #[arg(long, value_name = "TIME")]
+        until: Option<String>,
+        /// Of this client
+        #[arg(long, value_name = "NAME", default_value = "")]
+        client: String,
+        /// On behalf of this user
+        #[arg(long, value_name = "NAME", default_value = "")]
+        user: String,
+        /// Only leases, or only programs
+        #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]
+        kind: Option<String>,
+        /// Print comma-separated values
+        #[arg(long, conflicts_with = "json")]
+        csv: bool,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Show or change the configuration of the running server
     Config {
         /// Which part
@@ -298,7 +323,8 @@ pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
         Some((low.parse().ok()?, high.trim().parse().ok()?))
     });
     let env = |name: &str| std::env::var(name).ok();
-    config::load(file, required, &Surroundings { env: &env, host_name, ephemeral })
+    let nvidia_driver = Path::new("/sys/module/nvidia").exists();
+    config::load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
 }
 
 /// Runs a verb that is not `serve`.
@@ -401,6 +427,36 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 show::limits(out, serde_json::from_value(value)?)
             }
         }
+        Verb::Accounting { since, until, client, user, kind, csv, json } => {
+            let time = |text: &str| {
+                past(text, SystemClock.unix()).ok_or_else(|| {
+                    Refusal::new("usage", format!("{text:?}: a time like \"24h\" or 2026-11-21 is wanted"))
+                })
+            };
+            let wanted = Wanted {
+                since_unix: time(since)?,
+                until_unix: until.as_deref().map(time).transpose()?.unwrap_or(0),
+                client: client.clone(),
+                user: user.clone(),
+                kind: kind.as_deref().map(|k| if k == "lease" { Kind::Lease } else { Kind::Process }),
+            };
+            let value = match running(&config, &Ask::Accounting { wanted: wanted.clone() })? {
+                Some(value) => value,
+                None => {
+                    let _lock = offline(&config)?;
+                    serde_json::to_value(Accounting::open(&config.state_dir)?.list(&wanted)?)?
+                }
+            };
+            if *json {
+                return show::json(out, "records", value);
+            }
+            let records: Vec<accounting::Record> = serde_json::from_value(value)?;
+            if *csv {
+                write!(out, "{}", accounting::csv(&records))?;
+                return Ok(());
+            }
+            show::accounting(out, records)
+        }
         Verb::Config { verb, json } => configure(out, &config, verb, *json),
         Verb::Kill { worker, json } => {
             let value = must_run(&config, &Ask::Kill { worker: worker.clone() })?;
@@ -427,6 +483,18 @@ fn parked(out: &mut dyn Write, config: &Config, ask: &Ask, json: bool) -> anyhow
         _ => writeln!(out, "lease {lease} is {state}")?,
     }
     Ok(())
+}
+
+/// A moment of the past, in seconds since 1970: a duration before `now`, or a day.
+fn past(text: &str, now: u64) -> Option<u64> {
+    if let Some(ago) = config::parse_duration(text) {
+        return Some(now.saturating_sub(ago.as_secs()));
+    }
+    let mut parts = text.split('-');
+    let (year, month, day) = (parts.next()?, parts.next()?, parts.next()?);
+    let month = time::Month::try_from(month.parse::<u8>().ok()?).ok()?;
+    let date = time::Date::from_calendar_date(year.parse().ok()?, month, day.parse().ok()?).ok()?;
+    parts.next().is_none().then(|| u64::try_from(date.midnight().assume_utc().unix_timestamp()).ok())?
 }
 
 fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<()> {
@@ -546,6 +614,7 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::Drain { json, .. }
         | Verb::Limits { json, .. }
         | Verb::Config { json, .. }
+        | Verb::Accounting { json, .. }
         | Verb::Kill { json, .. } => *json,
     }
 }
@@ -736,4 +805,19 @@ fn check_config(
 
 fn shown(path: &Path) -> std::path::Display<'_> {
     path.display()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_of_the_past() {
+        assert_eq!(past("1h", 10_000), Some(6_400));
+        assert_eq!(past("2h", 60), Some(0));
+        assert_eq!(past("2026-11-21", 0), Some(1_795_219_200));
+        for bad in ["", "yesterday", "2026-13-01", "2026-11", "2026-11-21-1", "2026-02-30"] {
+            assert_eq!(past(bad, 5), None, "{bad}");
+        }
+    }
 }

@@ -195,6 +195,45 @@ pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow
     Ok(())
 }
 
+/// `gpuserver accounting`
+pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
+    let n = records.len();
+    let header = [
+        "END",
+        "TOOK",
+        "WHAT",
+        "CLIENT",
+        "USER",
+        "GPUS",
+        "BUSY",
+        "PEAK",
+        "TO GPU",
+        "FROM GPU",
+        "WHY IT ENDED",
+    ];
+    let mut table = table(&header);
+    for r in records {
+        let what = match r.kind {
+            crate::accounting::Kind::Lease => format!("lease {}", r.lease),
+            crate::accounting::Kind::Process => format!("{} (pid {}, uid {})", r.program, r.pid, r.uid),
+        };
+        table.add_row([
+            date(r.end_unix),
+            span(r.end_unix.saturating_sub(r.start_unix) * 1_000_000),
+            what,
+            r.client,
+            if r.user.is_empty() { "-".into() } else { r.user },
+            r.gpus.len().to_string(),
+            span(r.gpu_busy_usec),
+            mib(r.peak_memory_bytes),
+            mib(r.bytes_to_device),
+            mib(r.bytes_from_device),
+            r.reason,
+        ]);
+    }
+    print(out, &table, n, "nothing ended in that time")
+}
+
 /// `gpuserver top`
 pub fn top(
     out: &mut dyn Write,

@@ -15,7 +15,7 @@ use crate::lease::{AllocateError, Lease, Request};
 
 impl Pool {
     fn timeouts(&self) -> Timeouts {
-        let mut limits = self.facts().config.idle;
+        let mut limits = self.config().idle;
         if self.parking().never().is_some() {
             limits.park = Duration::ZERO;
         }

@@ -292,7 +292,7 @@ impl Pool {
                 if self.parking().state(&lease).is_some_and(|(_, place)| place > 0) {
                     self.lend_to(&lease).await;
                 }
-                let limit = self.facts().config.return_limit;
+                let limit = self.config().return_limit;
                 if !limit.is_zero() && self.now().saturating_sub(since) >= limit {
                     self.give_up(&lease, limit).await;
                 }

@@ -24,6 +24,7 @@ use super::clients::{ClientView, Clients, Refusal, Seen};
 use super::parking::{ParkError, Parking};
 use super::readings;
 use super::tokens::{TokenRecord, Tokens};
+use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::{Config, is_live};
 use crate::lease::{AllocateError, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn};
@@ -87,6 +88,7 @@ pub struct Pool {
     registry: Arc<dyn Registry>,
     supervisor: Supervisor,
     monitor: Monitor,
+    accounting: Accounting,
     authority: Authority,
     files: Files,
     tokens: Mutex<Tokens>,
@@ -123,6 +125,7 @@ impl Pool {
             facts,
             config,
             registry,
+            accounting: supervisor.accounting().clone(),
             supervisor,
             monitor,
             authority,
@@ -141,6 +144,11 @@ impl Pool {
     /// What this server tells about itself.
     pub fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    /// Who used what.
+    pub fn accounting(&self) -> &Accounting {
+        &self.accounting
     }
 
     /// The configuration as it is now.
@@ -168,6 +176,8 @@ impl Pool {
         let config = Config {
             warm_workers: fresh.warm_workers,
             worker_idle_exit: fresh.worker_idle_exit,
+            idle: fresh.idle,
+            return_limit: fresh.return_limit,
             rules: fresh.rules,
             drain_timeout: fresh.drain_timeout,
             accounting_keep: fresh.accounting_keep,
@@ -413,6 +423,14 @@ impl Pool {
         self.supervisor.tick();
     }
 
+    /// Forgets accounting records that were kept long enough.
+    pub fn forget_records(&self) {
+        let keep = self.config().accounting_keep;
+        if !keep.is_zero() {
+            self.accounting.forget_before(self.clock.unix().saturating_sub(keep.as_secs()));
+        }
+    }
+
     /// Ends the workers of leases that are over, and tells their clients, unless they know.
     fn ended(&self, leases: &[Lease], reason: &str) {
         for lease in leases {
@@ -425,6 +443,25 @@ impl Pool {
                 lease.client
             );
             self.supervisor.end_lease(&lease.id, reason);
+            self.accounting.add(Record {
+                kind: Kind::Lease,
+                lease: lease.id.clone(),
+                worker: String::new(),
+                client: lease.client.clone(),
+                user: lease.user.clone(),
+                uid: lease.uid,
+                pid: 0,
+                program: String::new(),
+                gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+                start_unix: lease.created_unix,
+                end_unix: self.clock.unix(),
+                gpu_busy_usec: 0,
+                peak_memory_bytes: 0,
+                bytes_to_device: 0,
+                bytes_from_device: 0,
+                calls: 0,
+                reason: reason.into(),
+            });
             if reason == RELEASED {
                 continue;
             }

@@ -23,6 +23,7 @@ use tracing::{debug, info, warn};
 use self::quota::{Ledger, Say};
 pub use self::stock::WorkerId;
 use self::{channel::Channel, spawn::Spawner, stock::Stock};
+use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded};
@@ -42,6 +43,8 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 const TAKE_LIMIT: Duration = Duration::from_secs(60);
 /// A worker that does not read its channel for so long is stuck.
 const SEND_LIMIT: Duration = Duration::from_secs(2);
+/// A process that was killed and is still there after this sits in the driver.
+const REAP_LIMIT: Duration = Duration::from_secs(10);
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
 /// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
@@ -203,6 +206,13 @@ pub enum Event {
         /// A worker that a client had taken and that has ended since.
         ended: Option<WorkerId>,
     },
+    /// A worker was killed and does not end.
+    Stuck {
+        /// Its GPUs.
+        gpus: Vec<String>,
+        /// Its process.
+        pid: u32,
+    },
 }
 
 /// Why a connection cannot be handed over.
@@ -243,6 +253,11 @@ struct Worker {
     connections: u64,
     fingerprint: Option<[u8; 32]>,
     usage: Usage,
+    /// When it said so last, and the time in which its GPUs were at work.
+    used_at: Moment,
+    busy: Duration,
+    admitted_unix: u64,
+    user: String,
     /// When its client's GPU work was last seen.
     active: Moment,
     pausing: Option<oneshot::Sender<bool>>,
@@ -312,6 +327,7 @@ impl State {
 struct Inner {
     options: Options,
     spawner: Spawner,
+    accounting: Accounting,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     /// Ready workers per lease, and after how long without use one is enough.
@@ -329,12 +345,18 @@ pub struct Supervisor(Arc<Inner>);
 
 impl Supervisor {
     /// A supervisor without workers; needs a runtime.
-    pub fn new(options: Options, clock: Arc<dyn Clock>, random: Arc<dyn Random>) -> io::Result<Self> {
+    pub fn new(
+        options: Options,
+        accounting: Accounting,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+    ) -> io::Result<Self> {
         let stock = Mutex::new((options.warm_workers, options.idle_exit));
         Ok(Self(Arc::new(Inner {
             options,
             stock,
             spawner: Spawner::new()?,
+            accounting,
             clock,
             random,
             state: Mutex::default(),
@@ -356,6 +378,11 @@ impl Supervisor {
     /// Keeps so many ready workers per lease from now on, one after so long without use.
     pub fn set_stock(&self, warm_workers: u32, idle_exit: Duration) {
         *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner) = (warm_workers, idle_exit);
+    }
+
+    /// Who used what.
+    pub fn accounting(&self) -> &Accounting {
+        &self.0.accounting
     }
 
     /// What happens from now on.
@@ -779,6 +806,10 @@ impl Supervisor {
             connections: 0,
             fingerprint: None,
             usage: Usage::default(),
+            used_at: self.0.clock.now(),
+            busy: Duration::ZERO,
+            admitted_unix: 0,
+            user: entry.lease.user.clone(),
             active: self.0.clock.now(),
             pausing: None,
             wanted: false,
@@ -836,13 +867,26 @@ impl Supervisor {
             Ok(status) => describe(status),
             Err(reason) => {
                 kill(group);
-                let _ = child.wait().await;
+                self.reaped(id, &mut child).await;
                 reason
             }
         };
         // Whatever it left behind in its group.
         kill(group);
         end
+    }
+
+    /// Waits for the end of a process that was killed. One that does not end sits in the driver: its GPUs are not well.
+    async fn reaped(&self, id: &WorkerId, child: &mut Child) {
+        if timeout(REAP_LIMIT, child.wait()).await.is_ok() {
+            return;
+        }
+        let (gpus, pid) = match self.state().workers.get(id) {
+            Some(worker) => (worker.gpus.clone(), worker.pid.unwrap_or(0)),
+            None => return,
+        };
+        let _ = self.0.events.send(Event::Stuck { gpus, pid });
+        let _ = child.wait().await;
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one worker's life, used here only")]
@@ -1033,6 +1077,7 @@ impl Supervisor {
                 worker.active = self.0.clock.now();
                 worker.process = Some(ClientProcess { uid, pid, program, encrypted });
                 worker.phase = Phase::Active;
+                (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
                 if let Some(lease) = lease {
                     lease.ledger.admit(*id);
                 }
@@ -1050,6 +1095,9 @@ impl Supervisor {
                 }
             }
             FromWorker::Usage(usage) => {
+                let passed = now.saturating_sub(worker.used_at);
+                worker.busy += passed.saturating_sub(Duration::from_micros(usage.idle_usec));
+                worker.used_at = now;
                 worker.usage = usage;
                 let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
                 worker.active = worker.active.max(active);
@@ -1069,12 +1117,14 @@ impl Supervisor {
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
         let Some(worker) = state.workers.remove(id) else { return };
-        {
+        let peak_memory_bytes = {
             let State { workers, leases, .. } = &mut *state;
-            if let Some(lease) = leases.get_mut(&worker.lease) {
+            leases.get_mut(&worker.lease).map_or(worker.usage.memory_bytes, |lease| {
+                let peak = lease.ledger.peak(id);
                 say(workers, lease.ledger.gone(id));
-            }
-        }
+                peak
+            })
+        };
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
         let reason = match worker.ended_because {
@@ -1083,6 +1133,27 @@ impl Supervisor {
             None => end,
         };
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
+        if let Some(process) = &worker.process {
+            self.0.accounting.add(Record {
+                kind: Kind::Process,
+                lease: lease_id.clone(),
+                worker: worker_id.clone(),
+                client: worker.client.clone(),
+                user: worker.user.clone(),
+                uid: process.uid,
+                pid: process.pid,
+                program: process.program.clone(),
+                gpus: worker.gpus.clone(),
+                start_unix: worker.admitted_unix,
+                end_unix: self.0.clock.unix(),
+                gpu_busy_usec: u64::try_from(worker.busy.as_micros()).unwrap_or(u64::MAX),
+                peak_memory_bytes,
+                bytes_to_device: worker.usage.bytes_to_device,
+                bytes_from_device: worker.usage.bytes_from_device,
+                calls: worker.usage.calls,
+                reason: reason.clone(),
+            });
+        }
         let mut pause = None;
         if let Some(lease) = state.leases.get_mut(&worker.lease) {
             if early && worker.stocked {

@@ -3,6 +3,7 @@
 //!
 //! * `...no-driver...`: the probe works, workers say `Failed`.
 //! * `...crash...`: workers end as soon as they are started.
+//! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
 //! A handed-over connection gets one line: the worker's id, the lanes's preface and some facts about the process.
@@ -13,7 +14,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::readings::FromMonitor;
-use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, WORKER_FD};
+use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, Usage, WORKER_FD};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
 
@@ -31,7 +32,8 @@ fn main() {
                 serde_json::json!({
                     "uuid": format!("GPU-00000000-0000-0000-0000-00000000000{i}"), "name": "Fake GPU",
                     "memory_bytes": 16_u64 << 30, "compute_major": 9, "compute_minor": 0,
-                    "pci_address": format!("0000:0{i}:00.0"), "multiprocessors": 132
+                    "pci_address": format!("0000:0{i}:00.0"), "multiprocessors": 132,
+                    "compute_mode": if driver.contains("alone") && i == 0 { 3 } else { 0 }
                 })
             })
             .collect();
@@ -112,6 +114,14 @@ fn serve() {
                     program: "vectorAdd".into(),
                     encrypted: preface.tls(),
                 });
+                tell(&FromWorker::Usage(Usage {
+                    calls: 7,
+                    bytes_to_device: 100,
+                    bytes_from_device: 200,
+                    memory_bytes: 0,
+                    idle_usec: 0,
+                }));
+                tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }
             ToWorker::Pause | ToWorker::Resume => {}

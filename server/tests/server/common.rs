@@ -54,14 +54,20 @@ pub fn alive(pid: u32) -> bool {
 impl Server {
     /// A pool with a server whose driver's file is called `driver`.
     pub async fn start_with(driver: &str, more: &str) -> Self {
+        let mut server = Self::prepare(driver, more).await;
+        server.run().await;
+        server
+    }
+
+    /// The same, not yet running.
+    pub async fn prepare(driver: &str, more: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         // Any ELF file passes for a driver: nothing loads it.
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
-        let mut server = Self { folder, process: None, control: String::new(), data: String::new() };
+        let server = Self { folder, process: None, control: String::new(), data: String::new() };
         server.configure(driver, more);
         let made = server.verb(&["pool", "init"]);
         assert!(made.status.success(), "{made:?}");
-        server.run().await;
         server
     }
 

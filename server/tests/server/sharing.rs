@@ -303,3 +303,72 @@ async fn a_stop_waits_for_programs() {
     assert_eq!(process.wait().unwrap().code(), Some(2));
     assert!(rest(&mut lane).is_empty());
 }
+
+#[tokio::test]
+async fn what_was_used_is_on_record() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let wish = AllocateRequest { user: "alice".into(), ..vm.request() };
+    let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
+    let worker = vm.take(&lease.id).await.unwrap();
+    server.adopt(&worker.id, 0, true);
+    eventually("its memory is counted", async || {
+        server.workers().iter().any(|w| w["memory_bytes"].as_u64().unwrap() >= 100 << 20)
+    })
+    .await;
+    let top = server.verb(&["top", "-n", "1"]);
+    assert!(String::from_utf8_lossy(&top.stdout).contains("vectorAdd"), "{top:?}");
+    vm.pool.process_ended(ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id }).await.unwrap();
+    let records = |server: &Server, words: &[&str]| {
+        server.json(&[&["accounting"], words].concat())["records"].as_array().unwrap().clone()
+    };
+    eventually("the program is on record", async || records(&server, &[]).len() == 1).await;
+    vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+    eventually("the lease too", async || records(&server, &["--kind", "lease"]).len() == 1).await;
+    // Also without a server.
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    let all = records(&server, &["--client", "vm-1", "--user", "alice", "--since", "1h"]);
+    let (process, of_lease) = (&all[0], &all[1]);
+    assert_eq!(
+        (&process["kind"], &process["program"], &process["uid"], &process["pid"]),
+        (&"process".into(), &"vectorAdd".into(), &1000.into(), &42.into())
+    );
+    for record in [process, of_lease] {
+        assert_eq!(record["calls"], 7, "{record}");
+        assert_eq!(record["bytes_from_device"], 200, "{record}");
+        assert!(record["peak_memory_bytes"].as_u64().unwrap() >= 100 << 20, "{record}");
+        assert_eq!(record["gpus"][0], lease.devices[0].uuid.as_str(), "{record}");
+    }
+    assert!(process["reason"].as_str().unwrap().contains("its client process ended"), "{process}");
+    assert!(of_lease["reason"].as_str().unwrap().contains("released"), "{of_lease}");
+    assert!(records(&server, &["--user", "bob"]).is_empty());
+    let csv = server.verb(&["accounting", "--csv"]);
+    let text = String::from_utf8_lossy(&csv.stdout);
+    assert!(text.lines().count() == 3 && text.contains(",vm-1,alice,1000,42,vectorAdd,"), "{text}");
+    let table = server.verb(&["accounting"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("vectorAdd (pid 42, uid 1000)"), "{table:?}");
+    assert_eq!(server.verb(&["accounting", "--since", "soon"]).status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn a_gpu_has_one_server_and_the_right_compute_mode() {
+    let locks = tempfile::tempdir().unwrap();
+    let lock_dir = format!("lock_dir = {:?}\n", locks.path());
+    let server = Server::start_with("alone-libcuda.so.1", &lock_dir).await;
+    let gpus = server.json(&["gpus"])["gpus"].clone();
+    assert_eq!((&gpus[0]["state"], &gpus[1]["state"]), (&"broken".into(), &"free".into()));
+    assert!(gpus[0]["reason"].as_str().unwrap().contains("nvidia-smi -i GPU-"), "{gpus}");
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    assert_eq!(lease.devices[0].uuid.as_str(), gpus[1]["uuid"]);
+
+    let other = Server::prepare("libcuda.so.1", &lock_dir).await;
+    let output = other.verb(&["serve"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let pid = server.json(&["status"])["server"]["pid"].clone();
+    assert!(said.contains(&format!("is served by gpuserver s1 (pid {pid}")), "{said}");
+    drop(server);
+    let mut other = other;
+    other.run().await;
+}

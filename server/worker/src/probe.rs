@@ -26,6 +26,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
     const MULTIPROCESSORS: i32 = 16;
     const MAJOR: i32 = 75;
     const MINOR: i32 = 76;
+    const COMPUTE_MODE: i32 = 20;
     let driver = Driver::load(Path::new(path))?;
     let call = &driver.call;
     let say = |what: &'static str| move |s: Status| format!("{what} of {path}: CUDA error {s}");
@@ -66,6 +67,7 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
             "compute_minor": attribute(MINOR)?,
             "pci_address": text(&bus),
             "multiprocessors": attribute(MULTIPROCESSORS)?,
+            "compute_mode": attribute(COMPUTE_MODE)?,
             "context_bytes": contexts.get(device as usize).copied().unwrap_or(0),
         }));
     }

@@ -1,0 +1,371 @@
+//! Who used which GPU for how long: a record for each lease and each program that has ended, in an embedded database.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::JoinHandle;
+
+use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+
+/// By the second of the end, then in the order in which they came.
+const RECORDS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("records");
+/// Records that are written at once.
+const BATCH: usize = 256;
+
+/// What a record is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A lease.
+    Lease,
+    /// A program.
+    Process,
+}
+
+/// A lease or a program that has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Which of them.
+    pub kind: Kind,
+    /// Id of the lease.
+    pub lease: String,
+    /// Id of the worker; empty for a lease.
+    pub worker: String,
+    /// Who held it.
+    pub client: String,
+    /// On whose behalf; empty: the client's own.
+    pub user: String,
+    /// User id on the client.
+    pub uid: u32,
+    /// Process id on the client; 0 for a lease.
+    pub pid: u32,
+    /// Name of the program; empty for a lease.
+    pub program: String,
+    /// UUIDs.
+    pub gpus: Vec<String>,
+    /// Seconds since 1970.
+    pub start_unix: u64,
+    /// Seconds since 1970.
+    pub end_unix: u64,
+    /// Time in which GPU work or copies went on, to the second; of a lease the sum over its programs.
+    pub gpu_busy_usec: u64,
+    /// The most device memory at a time; of a lease the largest of its programs'.
+    pub peak_memory_bytes: u64,
+    /// Copied to the GPUs.
+    pub bytes_to_device: u64,
+    /// Copied from the GPUs.
+    pub bytes_from_device: u64,
+    /// Driver calls.
+    pub calls: u64,
+    /// Why it ended.
+    pub reason: String,
+}
+
+/// Which records are wanted.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Wanted {
+    /// That ended then or later, in seconds since 1970.
+    pub since_unix: u64,
+    /// That ended before; 0: no bound.
+    pub until_unix: u64,
+    /// Of this client; empty: all.
+    pub client: String,
+    /// On behalf of this user; empty: all.
+    pub user: String,
+    /// Only of this kind.
+    pub kind: Option<Kind>,
+}
+
+impl Wanted {
+    fn fits(&self, r: &Record) -> bool {
+        (self.client.is_empty() || r.client == self.client)
+            && (self.user.is_empty() || r.user == self.user)
+            && self.kind.is_none_or(|k| k == r.kind)
+    }
+}
+
+/// What went wrong with the database.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {error}; move it away to begin a new one", path.display())]
+pub struct AccountingError {
+    path: PathBuf,
+    error: Box<redb::Error>,
+}
+
+enum Order {
+    Add(Box<Record>),
+    /// Forget what ended before.
+    Forget(u64),
+    Flush(mpsc::Sender<()>),
+}
+
+struct Inner {
+    path: PathBuf,
+    database: Arc<Database>,
+    orders: Mutex<Option<mpsc::Sender<Order>>>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// The records of one server. Cheap to clone; a thread of its own writes.
+#[derive(Clone)]
+pub struct Accounting(Arc<Inner>);
+
+impl std::fmt::Debug for Accounting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Accounting").field(&self.0.path).finish()
+    }
+}
+
+impl Accounting {
+    /// Opens `accounting.redb` in the state directory, or makes it.
+    pub fn open(state_dir: &Path) -> Result<Self, AccountingError> {
+        let path = state_dir.join("accounting.redb");
+        let fail = |e: redb::Error| AccountingError { path: path.clone(), error: Box::new(e) };
+        let database = Arc::new(Database::create(&path).map_err(|e| fail(e.into()))?);
+        let first = next_number(&database).map_err(fail)?;
+        let (orders, queue) = mpsc::channel();
+        let theirs = database.clone();
+        let writer = std::thread::Builder::new()
+            .name("accounting".into())
+            .spawn(move || write(&theirs, &queue, first))
+            .map_err(|e| fail(redb::Error::Io(e)))?;
+        Ok(Self(Arc::new(Inner {
+            path,
+            database,
+            orders: Mutex::new(Some(orders)),
+            writer: Mutex::new(Some(writer)),
+        })))
+    }
+
+    fn order(&self, order: Order) {
+        if let Some(orders) = &*self.0.orders.lock().unwrap_or_else(PoisonError::into_inner) {
+            let _ = orders.send(order);
+        }
+    }
+
+    /// Writes a record soon.
+    pub fn add(&self, record: Record) {
+        self.order(Order::Add(Box::new(record)));
+    }
+
+    /// Forgets what ended before a time, in seconds since 1970.
+    pub fn forget_before(&self, unix: u64) {
+        self.order(Order::Forget(unix));
+    }
+
+    /// Returns when everything so far is written.
+    pub fn flush(&self) {
+        let (done, wait) = mpsc::channel();
+        self.order(Order::Flush(done));
+        let _ = wait.recv();
+    }
+
+    /// The records that are wanted, in the order of their ends.
+    pub fn list(&self, wanted: &Wanted) -> Result<Vec<Record>, AccountingError> {
+        self.flush();
+        read(&self.0.database, wanted)
+            .map_err(|error| AccountingError { path: self.0.path.clone(), error: Box::new(error) })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // The writer ends when it has written what was sent.
+        drop(self.orders.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Some(writer) = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ = writer.join();
+        }
+    }
+}
+
+fn next_number(database: &Database) -> Result<u64, redb::Error> {
+    let transaction = database.begin_write()?;
+    let next = {
+        let table = transaction.open_table(RECORDS)?;
+        // Numbers are distinct within a second, which is all that the key asks for.
+        table.last()?.map_or(0, |(key, _)| key.value().1 + 1)
+    };
+    transaction.commit()?;
+    Ok(next)
+}
+
+fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64) {
+    while let Ok(first) = queue.recv() {
+        let mut orders = vec![first];
+        orders.extend(queue.try_iter().take(BATCH));
+        let mut flushed = Vec::new();
+        let done = (|| -> Result<(), redb::Error> {
+            let transaction = database.begin_write()?;
+            {
+                let mut table = transaction.open_table(RECORDS)?;
+                for order in orders {
+                    match order {
+                        Order::Add(record) => {
+                            // A record is plain data: it always serializes.
+                            let bytes = serde_json::to_vec(&record).unwrap_or_default();
+                            table.insert((record.end_unix, number), bytes.as_slice())?;
+                            number += 1;
+                        }
+                        Order::Forget(unix) => table.retain_in(..(unix, 0), |_, _| false)?,
+                        Order::Flush(done) => flushed.push(done),
+                    }
+                }
+            }
+            transaction.commit()?;
+            Ok(())
+        })();
+        if let Err(e) = done {
+            warn!("accounting records were not written: {e}");
+        }
+        for done in flushed {
+            let _ = done.send(());
+        }
+    }
+}
+
+fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error> {
+    let transaction = database.begin_read()?;
+    let table = transaction.open_table(RECORDS)?;
+    let end = if wanted.until_unix == 0 { u64::MAX } else { wanted.until_unix };
+    let mut out: Vec<Record> = Vec::new();
+    // Sums over a lease's programs, which ended with it or before it.
+    let mut of_lease: HashMap<String, [u64; 5]> = HashMap::new();
+    for entry in table.iter()? {
+        let (key, value) = entry?;
+        let Ok(mut record) = serde_json::from_slice::<Record>(value.value()) else { continue };
+        if record.kind == Kind::Process {
+            let sums = of_lease.entry(record.lease.clone()).or_default();
+            sums[0] += record.gpu_busy_usec;
+            sums[1] = sums[1].max(record.peak_memory_bytes);
+            sums[2] += record.bytes_to_device;
+            sums[3] += record.bytes_from_device;
+            sums[4] += record.calls;
+        }
+        if (wanted.since_unix..end).contains(&key.value().0) && wanted.fits(&record) {
+            record.reason.retain(|c| !c.is_control());
+            out.push(record);
+        }
+    }
+    for record in out.iter_mut().filter(|r| r.kind == Kind::Lease) {
+        if let Some([busy, peak, to, from, calls]) = of_lease.get(&record.lease) {
+            record.gpu_busy_usec = *busy;
+            record.peak_memory_bytes = *peak;
+            record.bytes_to_device = *to;
+            record.bytes_from_device = *from;
+            record.calls = *calls;
+        }
+    }
+    Ok(out)
+}
+
+/// Comma-separated values as RFC 4180 has them, with a header.
+pub fn csv(records: &[Record]) -> String {
+    let mut out = String::from(
+        "kind,lease,worker,client,user,uid,pid,program,gpus,start_unix,end_unix,gpu_busy_usec,peak_memory_bytes,\
+         bytes_to_device,bytes_from_device,calls,reason\r\n",
+    );
+    for r in records {
+        let kind = match r.kind {
+            Kind::Lease => "lease",
+            Kind::Process => "process",
+        };
+        let fields = [
+            kind.into(),
+            r.lease.clone(),
+            r.worker.clone(),
+            r.client.clone(),
+            r.user.clone(),
+            r.uid.to_string(),
+            r.pid.to_string(),
+            r.program.clone(),
+            r.gpus.join(" "),
+            r.start_unix.to_string(),
+            r.end_unix.to_string(),
+            r.gpu_busy_usec.to_string(),
+            r.peak_memory_bytes.to_string(),
+            r.bytes_to_device.to_string(),
+            r.bytes_from_device.to_string(),
+            r.calls.to_string(),
+            r.reason.clone(),
+        ];
+        let quoted = fields.map(|f| {
+            // A spreadsheet would take what begins with these for a formula.
+            let f = if f.starts_with(['=', '+', '-', '@']) { format!("'{f}") } else { f };
+            if f.contains([',', '"', '\n', '\r']) { format!("\"{}\"", f.replace('"', "\"\"")) } else { f }
+        });
+        out.push_str(&quoted.join(","));
+        out.push_str("\r\n");
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(kind: Kind, lease: &str, client: &str, end_unix: u64) -> Record {
+        Record {
+            kind,
+            lease: lease.into(),
+            worker: String::new(),
+            client: client.into(),
+            user: String::new(),
+            uid: 1000,
+            pid: 42,
+            program: "a,\"b\"".into(),
+            gpus: vec!["GPU-1".into()],
+            start_unix: 5,
+            end_unix,
+            gpu_busy_usec: 1_500_000,
+            peak_memory_bytes: end_unix << 20,
+            bytes_to_device: 10,
+            bytes_from_device: 20,
+            calls: 30,
+            reason: "=its client process ended".into(),
+        }
+    }
+
+    #[test]
+    fn records_survive_and_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        {
+            let accounting = Accounting::open(folder.path()).unwrap();
+            accounting.add(record(Kind::Process, "l1", "vm-1", 100));
+            accounting.add(record(Kind::Process, "l1", "vm-1", 110));
+            accounting.add(record(Kind::Lease, "l1", "vm-1", 110));
+            accounting.add(record(Kind::Process, "l2", "vm-2", 120));
+        }
+        let accounting = Accounting::open(folder.path()).unwrap();
+        accounting.add(record(Kind::Process, "l3", "vm-2", 120));
+        let all = accounting.list(&Wanted::default()).unwrap();
+        assert_eq!(all.iter().map(|r| r.end_unix).collect::<Vec<_>>(), [100, 110, 110, 120, 120]);
+        let leases = Wanted { kind: Some(Kind::Lease), since_unix: 105, ..Wanted::default() };
+        let lease = accounting.list(&leases).unwrap().remove(0);
+        assert_eq!((lease.gpu_busy_usec, lease.peak_memory_bytes, lease.calls), (3_000_000, 110 << 20, 60));
+        let two = Wanted { client: "vm-2".into(), until_unix: 121, ..Wanted::default() };
+        assert_eq!(accounting.list(&two).unwrap().len(), 2);
+        accounting.forget_before(120);
+        assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_file_that_is_no_database_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("accounting.redb"), vec![7; 9000]).unwrap();
+        let error = Accounting::open(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("accounting.redb") && error.contains("move it away"), "{error}");
+    }
+
+    #[test]
+    fn comma_separated_values() {
+        let text = csv(&[record(Kind::Process, "l1", "vm-1", 100)]);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 2);
+        assert!(lines[0].starts_with("kind,lease,worker"));
+        assert!(lines[1].contains(",\"a,\"\"b\"\"\",GPU-1,5,100,1500000,"), "{}", lines[1]);
+        assert!(lines[1].ends_with(",30,'=its client process ended"), "{}", lines[1]);
+    }
+}

@@ -1,0 +1,100 @@
+//! What is wrong with a GPU takes it out of what is leased, with the reason; an administrator puts it back
+//! (`gpuserver on GPU`). And what the driver says of processes is compared with what they were granted.
+
+use std::sync::Arc;
+
+use gpusession_proto::readings::Fault;
+use tokio::sync::broadcast::error::RecvError;
+use tracing::warn;
+
+use crate::lease::Withdrawn;
+use crate::monitor::Monitor;
+use crate::pool::service::Pool;
+use crate::supervise::Event;
+
+/// `nvmlEventTypeDoubleBitEccError`, `nvmlEventTypeXidCriticalError`
+const ECC: u64 = 2;
+const XID: u64 = 8;
+/// Faults of the card, not of a program on it, as NVIDIA's catalogue of Xids has them.
+const XIDS: &[(u64, &str)] = &[
+    (48, "an uncorrectable ECC error"),
+    (62, "its controller halted"),
+    (64, "pages of its memory cannot be retired"),
+    (74, "NVLink failed"),
+    (79, "it has fallen off the bus"),
+    (95, "an uncontained ECC error"),
+    (119, "its system processor does not answer"),
+    (120, "its system processor failed"),
+    (140, "an ECC error that was not recovered"),
+];
+
+/// Why a fault makes a GPU unfit; `None` for faults of programs.
+fn unfit(fault: &Fault) -> Option<String> {
+    match fault.event {
+        ECC => Some("NVML reported an uncorrectable ECC error".into()),
+        XID => {
+            let (xid, what) = XIDS.iter().find(|(xid, _)| *xid == fault.data)?;
+            Some(format!("Xid {xid}: {what}"))
+        }
+        _ => None,
+    }
+}
+
+fn name(uuid: &[u8; 16]) -> String {
+    let hex = data_encoding::HEXLOWER.encode(uuid);
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// Watches until it is cancelled.
+pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
+    let mut events = pool.supervisor().events();
+    let mut faults = monitor.events();
+    let mut readings = monitor.readings();
+    loop {
+        tokio::select! {
+            event = events.recv() => match event {
+                Ok(Event::Stuck { gpus, pid }) => {
+                    for gpu in gpus {
+                        let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
+                        pool.withdraw(&gpu, Some(Withdrawn::Broken(why))).await;
+                    }
+                }
+                Ok(_) | Err(RecvError::Lagged(_)) => {}
+                Err(RecvError::Closed) => return,
+            },
+            fault = faults.recv() => match fault {
+                Ok(fault) => match unfit(&fault.fault) {
+                    Some(why) => drop(pool.withdraw(&name(&fault.gpu), Some(Withdrawn::Broken(why))).await),
+                    None => warn!("{}: event {} ({})", name(&fault.gpu), fault.fault.event, fault.fault.data),
+                },
+                Err(RecvError::Lagged(n)) => warn!("{n} faults of GPUs went by unread"),
+                Err(RecvError::Closed) => return,
+            },
+            changed = readings.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let latest = readings.borrow_and_update().clone();
+                if let Some(latest) = latest {
+                    pool.supervisor().reconcile(&latest.memory_of_processes());
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_of_cards_and_of_programs() {
+        let fault = |event, data| Fault { number: 1, event, data };
+        assert_eq!(unfit(&fault(XID, 79)), Some("Xid 79: it has fallen off the bus".into()));
+        assert!(unfit(&fault(ECC, 0)).is_some_and(|why| why.contains("ECC")));
+        // An illegal address is a program's fault.
+        assert_eq!(unfit(&fault(XID, 31)), None);
+        assert_eq!(unfit(&fault(1, 0)), None);
+        assert_eq!(name(&[0x12; 16]), "GPU-12121212-1212-1212-1212-121212121212");
+    }
+}
