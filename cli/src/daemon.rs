@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::{Priority, Sharing};
 use gpusessiond::leases::Spec;
-use gpusessiond::values::Memory;
+use gpusessiond::values::{Memory, path_element};
 use serde::Deserialize;
 use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
@@ -18,12 +18,18 @@ use crate::exit::{Failure, Result, code};
 )]
 trait Manager {
     fn describe(&self) -> zbus::Result<String>;
+    #[zbus(allow_interactive_auth)]
     fn create_lease(
         &self,
         request: HashMap<&str, Variant<'_>>,
         flags: u64,
     ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
+    #[zbus(allow_interactive_auth)]
     fn release_lease(&self, id: &str) -> zbus::Result<()>;
+    #[zbus(allow_interactive_auth)]
+    fn reload(&self) -> zbus::Result<()>;
+    #[zbus(name = "GetLeaseByPIDFD")]
+    fn get_lease_by_pidfd(&self, pidfd: zbus::wire::Fd<'_>) -> zbus::Result<Vec<OwnedObjectPath>>;
     fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
     #[zbus(property)]
     fn boot_allocation_complete(&self) -> zbus::Result<bool>;
@@ -31,6 +37,10 @@ trait Manager {
 
 #[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
 trait Lease {
+    #[zbus(allow_interactive_auth)]
+    fn park(&self) -> zbus::Result<()>;
+    #[zbus(allow_interactive_auth)]
+    fn unpark(&self) -> zbus::Result<()>;
     fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
 }
 
@@ -39,6 +49,7 @@ trait Lease {
 pub struct Described {
     pub version: String,
     pub state: String,
+    pub leases_on_demand: bool,
     pub gpus_wanted: u32,
     pub gpus_leased: u32,
     pub leases: Vec<DescribedLease>,
@@ -56,6 +67,8 @@ pub struct DescribedLease {
     pub server: String,
     pub processes: u32,
     pub trouble: Option<String>,
+    pub position: Option<u32>,
+    pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,
     pub devices: Vec<DescribedDevice>,
 }
@@ -158,16 +171,43 @@ impl Daemon {
         self.manager.release_lease(id).await.map_err(of_bus)
     }
 
-    /// What the daemon sets for programs that run on a lease.
-    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
+    /// `Reload`.
+    pub async fn reload(&self) -> Result<()> {
+        self.manager.reload().await.map_err(of_bus)
+    }
+
+    /// Ids of the leases that a program started here gets.
+    pub async fn mine(&self, described: &Described) -> Result<Vec<String>> {
+        let pidfd = gpusessiond::grant::pidfd_open(std::process::id())
+            .map_err(|e| Failure::new(code::FAILED, format!("no pidfd of this process: {e}")))?;
+        let fd = zbus::wire::Fd::from(std::os::fd::AsFd::as_fd(&pidfd));
+        let paths = self.manager.get_lease_by_pidfd(fd).await.map_err(of_bus)?;
+        let mine = |id: &str| {
+            let element = path_element(id);
+            paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
+        };
+        Ok(described.leases.iter().filter(|l| mine(&l.id)).map(|l| l.id.clone()).collect())
+    }
+
+    async fn lease(&self, id: &str) -> Result<LeaseProxy<'static>> {
         let path = self.manager.get_lease(id).await.map_err(of_bus)?;
-        let lease = LeaseProxy::builder(&self.connection)
+        LeaseProxy::builder(&self.connection)
             .path(path)
             .cache_properties(zbus::proxy::CacheProperties::No)
             .build()
             .await
-            .map_err(of_bus)?;
-        lease.get_environment().await.map_err(of_bus)
+            .map_err(of_bus)
+    }
+
+    /// `Park` or `Unpark`.
+    pub async fn park(&self, id: &str, park: bool) -> Result<()> {
+        let lease = self.lease(id).await?;
+        if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
+    }
+
+    /// What the daemon sets for programs that run on a lease.
+    pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
+        self.lease(id).await?.get_environment().await.map_err(of_bus)
     }
 }
 
@@ -202,6 +242,9 @@ fn of_bus(error: zbus::Error) -> Failure {
         }
         "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
+        "org.freedesktop.DBus.Error.InvalidFileContent" => {
+            (code::CONFIGURATION, "the configuration in force stays as it was")
+        }
         "org.freedesktop.DBus.Error.ServiceUnknown"
         | "org.freedesktop.DBus.Error.NameHasNoOwner"
         | "org.freedesktop.DBus.Error.NoReply"

@@ -22,7 +22,7 @@ use gpusessiond::pool::{PoolServer as _, Trouble};
 use gpusessiond::values::{control_address, parse_duration};
 use serde_json::json;
 
-use crate::daemon::{Daemon, Described};
+use crate::daemon::Daemon;
 use crate::exit::{Failure, Result, code};
 use crate::lease_file::{LeaseFile, Via};
 use crate::run::Wanted;
@@ -68,6 +68,20 @@ enum Command {
         #[arg(value_name = "FILE|ID")]
         lease: String,
     },
+    /// Move the device memory of idle leases to the server's host memory; it comes back with the next CUDA call
+    Park {
+        /// Lease [default: those of this session]
+        #[arg(value_name = "ID")]
+        lease: Option<String>,
+    },
+    /// Ask for the device memory of parked leases back
+    Unpark {
+        /// Lease [default: those of this session]
+        #[arg(value_name = "ID")]
+        lease: Option<String>,
+    },
+    /// Read the configuration anew; what has not changed goes on, and a configuration with errors changes nothing
+    Reload,
     /// Make this machine (or, without being root, this user) a client of a pool
     Join(Join),
     /// Have the loader give our libcuda.so.1 to programs, unless this machine has a driver of its own
@@ -181,6 +195,9 @@ fn print(text: &str) {
 async fn command(cli: Cli) -> Result<i32> {
     match cli.command {
         Command::Status { wait } => status(cli.json, wait).await,
+        Command::Park { lease } => park(lease, true, cli.json).await,
+        Command::Unpark { lease } => park(lease, false, cli.json).await,
+        Command::Reload => reload(cli.json).await,
         Command::List => list(cli.json).await,
         Command::Env { explain } => env(cli.json, explain).await,
         // What keeps the program from running has one exit code, so that it is told from the program's own.
@@ -232,10 +249,43 @@ async fn ready() -> Result<Daemon> {
 
 async fn status(json: bool, wait: bool) -> Result<i32> {
     let daemon = if wait { ready().await? } else { Daemon::connect().await? };
+    let described = daemon.describe().await?;
+    let reason = show::no_gpu(&described, &daemon.mine(&described).await?);
     if json {
-        print(&daemon.describe_raw().await?.to_string());
+        let mut raw = daemon.describe_raw().await?;
+        raw["no_gpu_reason"] = json!(reason);
+        print(&raw.to_string());
     } else {
-        print(&show::status(&daemon.describe().await?));
+        print(&show::status(&described, reason.as_deref()));
+    }
+    Ok(0)
+}
+
+async fn reload(json: bool) -> Result<i32> {
+    Daemon::connect().await?.reload().await?;
+    if json {
+        print(&json!({ "schema": 1, "reloaded": true }).to_string());
+    }
+    Ok(0)
+}
+
+async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
+    let daemon = Daemon::connect().await?;
+    let leases = match lease {
+        Some(id) => vec![id],
+        None => daemon.mine(&daemon.describe().await?).await?,
+    };
+    if leases.is_empty() {
+        return Err(Failure::new(code::FAILED, "this session has no lease"));
+    }
+    for id in &leases {
+        daemon.park(id, park).await?;
+    }
+    if json {
+        print(&json!({ "schema": 1, "leases": leases, "parked": park }).to_string());
+    } else {
+        let word = if park { "parked" } else { "asked back" };
+        print(&format!("{word}: {}", leases.join(", ")));
     }
     Ok(0)
 }
@@ -251,21 +301,12 @@ async fn list(json: bool) -> Result<i32> {
     Ok(0)
 }
 
-/// Leases that a program of this user gets without asking: its own configured ones, else those for all.
-fn mine(described: &Described) -> Vec<&daemon::DescribedLease> {
-    let me =
-        nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten().map(|u| u.name).unwrap_or_default();
-    let configured = || described.leases.iter().filter(|l| l.uid.is_none());
-    let own: Vec<_> = configured().filter(|l| !l.user.is_empty() && l.user == me).collect();
-    if own.is_empty() { configured().filter(|l| l.user.is_empty()).collect() } else { own }
-}
-
 async fn env(json: bool, explain: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
     let described = daemon.describe().await?;
     let mut environment = std::collections::BTreeMap::new();
-    if let Some(lease) = mine(&described).first() {
-        environment.extend(daemon.environment(&lease.id).await?);
+    if let Some(lease) = daemon.mine(&described).await?.first() {
+        environment.extend(daemon.environment(lease).await?);
     }
     if json {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
@@ -274,10 +315,8 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     let mut out = String::new();
     if explain {
         out.push_str(
-            "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n",
-        );
-        out.push_str(
-            "# daemon knows a process by its user. These come from [environment] in gpusession.toml.\n",
+            "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n\
+             # daemon knows a process by its user and session. What follows is [environment] of gpusession.toml.\n",
         );
     }
     for (key, value) in &environment {
@@ -288,10 +327,18 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
             }
             continue;
         }
+        if explain {
+            out.push_str(&format!("# {key}: {}\n", show::variable(key)));
+        }
         out.push_str(&format!("export {key}={}\n", quoted(value)));
     }
     if explain && environment.is_empty() {
         out.push_str("# Nothing needs to be set.\n");
+    }
+    if explain {
+        for (key, _) in std::env::vars().filter(|(k, _)| show::is_ours(k) && !environment.contains_key(k)) {
+            out.push_str(&format!("# {key} (in this shell): {}\n", show::variable(&key)));
+        }
     }
     if !out.is_empty() {
         print(&out);
@@ -327,8 +374,10 @@ async fn run_program(run: Run) -> Result<i32> {
             return run::direct(&[], run.wanted.spec(), false, &run.program).await;
         }
     };
-    let session = mine(&described);
-    if run.new || session.is_empty() {
+    let mine = daemon.mine(&described).await?;
+    let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
+    // A lease of class session or user comes with the program's first CUDA call.
+    if run.new || (session.is_empty() && !described.leases_on_demand) {
         let mut spec = run.wanted.spec();
         spec.why =
             run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
@@ -346,7 +395,7 @@ async fn run_program(run: Run) -> Result<i32> {
             .hint("--new leases other GPUs with limits of their own"));
     }
     if let Some(n) = run.wanted.gpus {
-        if n > have {
+        if n > have && !session.is_empty() {
             return Err(Failure::new(code::NO_LEASE, format!("this session has {have} GPU(s), not {n}"))
                 .hint("--new leases other GPUs"));
         }

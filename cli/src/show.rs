@@ -47,7 +47,10 @@ fn gpus(lease: &DescribedLease) -> String {
 
 fn state_words(lease: &DescribedLease) -> String {
     match lease.state.as_str() {
-        "pending" => "waiting".into(),
+        "pending" => match (lease.position, lease.waiting) {
+            (Some(position), Some(length)) => format!("waiting, position {position} of {length}"),
+            _ => "waiting".into(),
+        },
         "active" | "idle" if lease.processes == 0 => "ready".into(),
         "active" | "idle" => {
             format!("in use by {} process{}", lease.processes, if lease.processes == 1 { "" } else { "es" })
@@ -56,8 +59,70 @@ fn state_words(lease: &DescribedLease) -> String {
     }
 }
 
-/// `gpusession status`.
-pub fn status(described: &Described) -> String {
+/// Why a program started here would have no GPU now, in one line; `None` if it would have one.
+pub fn no_gpu(described: &Described, mine: &[String]) -> Option<String> {
+    if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") {
+        return Some("GPUSESSION_DISABLE=1 is set in this shell".into());
+    }
+    let leases: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
+    let Some(first) = leases.first() else {
+        return match (described.leases.is_empty(), described.leases_on_demand) {
+            (_, true) => None,
+            (true, false) if described.servers.is_empty() => {
+                Some("this machine is in no pool: `gpusession join HOST` joins one".into())
+            }
+            (true, false) => {
+                Some("no lease is configured: add a [[lease]] to /etc/gpusession/gpusession.toml".into())
+            }
+            (false, false) => Some(
+                "the leases of this machine are not for you ([access] and for_user in gpusession.toml)"
+                    .into(),
+            ),
+        };
+    };
+    if leases.iter().any(|l| l.state != "pending") {
+        return None;
+    }
+    let why = first.trouble.as_deref().unwrap_or("the pool is being asked");
+    Some(match (first.position, first.waiting) {
+        (Some(position), Some(length)) => format!("waiting, position {position} of {length}: {why}"),
+        _ => format!("waiting: {why}"),
+    })
+}
+
+/// Whether programs and shells of a session look at a variable.
+pub fn is_ours(key: &str) -> bool {
+    let known = ["ID", "LEASE", "DISABLE", "TRACE", "TRACE_FILE", "SOCKET"];
+    key.strip_prefix("GPUSESSION_").is_some_and(|rest| known.contains(&rest))
+}
+
+/// What a variable is for.
+pub fn variable(key: &str) -> &'static str {
+    match key {
+        "GPUSESSION_ID" => "hints at the login session; no secret, and nothing that can go stale",
+        "GPUSESSION_LEASE" => "the lease that programs use instead of the session's",
+        "GPUSESSION_DISABLE" => "1: programs of this shell have no remote GPU",
+        "GPUSESSION_TRACE" => "what our libraries say on stderr: why, missing, summary",
+        "GPUSESSION_TRACE_FILE" => "where our libraries say it instead",
+        "GPUSESSION_SOCKET" => "the socket on which programs ask for GPUs; set by `gpusession run --server`",
+        "NCCL_P2P_DISABLE" => {
+            "1: NCCL does not try peer access, which remote GPUs of different servers do not have"
+        }
+        "NCCL_SHM_DISABLE" => "1: NCCL does not share host memory with the GPUs of another machine",
+        "NCCL_IB_DISABLE" => {
+            "1: NCCL does not look for InfiniBand on this machine, which has no GPU to reach by it"
+        }
+        "NCCL_SOCKET_IFNAME" => "the network that NCCL uses",
+        "NCCL_DEBUG" => "how much NCCL says",
+        "CUDA_MODULE_LOADING" => "LAZY: kernels are loaded when they are first used",
+        "PYTORCH_CUDA_ALLOC_CONF" | "PYTORCH_ALLOC_CONF" => "how PyTorch takes device memory",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING" => "whether PyTorch ends a program whose NCCL communication failed",
+        _ => "set by this machine's administrator",
+    }
+}
+
+/// `gpusession status`; `reason` is why a program started here would have no GPU.
+pub fn status(described: &Described, reason: Option<&str>) -> String {
     let mut out = String::new();
     let headline = match described.state.as_str() {
         "ready" if described.gpus_wanted == 0 => "ready: no lease is configured".to_owned(),
@@ -69,6 +134,9 @@ pub fn status(described: &Described) -> String {
         _ => format!("degraded: {} of {} GPU(s) leased", described.gpus_leased, described.gpus_wanted),
     };
     let _ = writeln!(out, "gpusession {} is {headline}", described.version);
+    if let Some(reason) = reason {
+        let _ = writeln!(out, "no GPU for programs started here: {reason}");
+    }
     if !described.leases.is_empty() {
         out.push('\n');
         let mut rows = vec![];
@@ -86,7 +154,11 @@ pub fn status(described: &Described) -> String {
     let mut trouble = Vec::new();
     for lease in described.leases.iter().filter(|l| l.state == "pending") {
         let why = lease.trouble.as_deref().unwrap_or("asking the pool");
-        let mut line = format!("{} waits: {why}", lease.name_or_id());
+        let place = match (lease.position, lease.waiting) {
+            (Some(position), Some(length)) => format!("position {position} of {length}: "),
+            _ => String::new(),
+        };
+        let mut line = format!("{} waits: {place}{why}", lease.name_or_id());
         if let Some(usec) = lease.retry_in_usec {
             let _ = write!(line, " (next try in {})", human_duration(Duration::from_micros(usec)));
         }

@@ -9,8 +9,14 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
 
+use std::io::IoSliceMut;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt as _;
+
 use common::{Helper, PATIENCE, PrivateBus};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
 
 #[test]
@@ -405,4 +411,230 @@ fn a_daemon_without_a_token_waits_for_somebody_to_join() {
     let joined = site.gpusession(&["join", &site.address, &site.token(), "--name", "vm-2"]);
     assert_eq!(joined.status.code(), Some(0), "{}", text(&joined.stderr));
     site.lease();
+}
+
+/// systemd, as far as the daemon sees it: keeps descriptors, and says what its unit's job is.
+struct Systemd {
+    socket: UnixDatagram,
+    path: PathBuf,
+    kept: Vec<(String, OwnedFd)>,
+    heard: String,
+}
+
+impl Systemd {
+    fn new(path: PathBuf) -> Self {
+        let socket = UnixDatagram::bind(&path).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        Self { socket, path, kept: Vec::new(), heard: String::new() }
+    }
+
+    /// Does what the daemon has asked for since the last time.
+    fn work(&mut self) {
+        loop {
+            let mut buffer = [0; 4096];
+            let mut space = nix::cmsg_space!([RawFd; 4]);
+            let mut slices = [IoSliceMut::new(&mut buffer)];
+            let received = recvmsg::<()>(
+                self.socket.as_raw_fd(),
+                &mut slices,
+                Some(&mut space),
+                MsgFlags::MSG_CMSG_CLOEXEC,
+            );
+            let Ok(received) = received else { return };
+            let fds: Vec<OwnedFd> = received
+                .cmsgs()
+                .unwrap()
+                .flat_map(|message| match message {
+                    ControlMessageOwned::ScmRights(fds) => fds,
+                    _ => vec![],
+                })
+                // SAFETY: the kernel has just made these descriptors for this process, and nothing else knows them.
+                .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+                .collect();
+            let length = received.bytes;
+            let said = String::from_utf8_lossy(&buffer[..length]).into_owned();
+            let name = said.lines().find_map(|l| l.strip_prefix("FDNAME=")).unwrap_or_default().to_owned();
+            let lines: Vec<&str> = said.lines().collect();
+            if lines.contains(&"FDSTORE=1") {
+                assert!(lines.contains(&"FDPOLL=0"), "{said}");
+                self.kept.extend(fds.into_iter().map(|fd| (name.clone(), fd)));
+            } else if lines.contains(&"FDSTOREREMOVE=1") {
+                self.kept.retain(|(kept, _)| *kept != name);
+            }
+            self.heard.push_str(&said);
+            self.heard.push('\n');
+        }
+    }
+
+    /// Starts the daemon with what was kept of the one before.
+    fn start(&mut self, site: &Site) -> Running {
+        self.work();
+        let mut command = Command::new("/bin/sh");
+        site.environment(&mut command);
+        let names: Vec<&str> = self.kept.iter().map(|(name, _)| name.as_str()).collect();
+        command
+            .args(["-c", "export LISTEN_PID=$$; exec \"$0\""])
+            .arg(programs().join("gpusessiond"))
+            .env("NOTIFY_SOCKET", &self.path)
+            .env("LISTEN_FDS", names.len().to_string())
+            .env("LISTEN_FDNAMES", names.join(":"))
+            .stderr(Stdio::null());
+        let fds: Vec<RawFd> = self.kept.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+        // SAFETY: between fork and exec only fcntl and dup2 are called, which are async-signal-safe, on a list made before.
+        unsafe {
+            command.pre_exec(move || {
+                // Out of the way of their final numbers first.
+                let mut above = [0; 64];
+                for (i, fd) in fds.iter().enumerate() {
+                    above[i] = libc::fcntl(*fd, libc::F_DUPFD, 100);
+                }
+                for (fd, target) in above[..fds.len()].iter().zip(3..) {
+                    if libc::dup2(*fd, target) < 0 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            })
+        };
+        Running(command.spawn().unwrap())
+    }
+
+    /// What is kept now.
+    fn kept(&mut self, prefix: &str) -> usize {
+        self.work();
+        self.kept.iter().filter(|(name, _)| name.starts_with(prefix)).count()
+    }
+}
+
+/// The parts of systemd's D-Bus API by which the daemon tells a restart from a stop.
+struct Units;
+
+#[zbus::interface(name = "org.freedesktop.systemd1.Manager")]
+impl Units {
+    #[zbus(name = "GetUnitByPID")]
+    fn get_unit_by_pid(&self, _pid: u32) -> zbus::OwnedObjectPath {
+        zbus::OwnedObjectPath::try_from("/unit").unwrap()
+    }
+}
+
+struct Unit;
+
+#[zbus::interface(name = "org.freedesktop.systemd1.Unit")]
+impl Unit {
+    #[zbus(property)]
+    fn job(&self) -> (u32, zbus::OwnedObjectPath) {
+        (7, zbus::OwnedObjectPath::try_from("/job").unwrap())
+    }
+}
+
+struct Job;
+
+#[zbus::interface(name = "org.freedesktop.systemd1.Job")]
+impl Job {
+    #[zbus(property)]
+    fn job_type(&self) -> String {
+        "restart".into()
+    }
+}
+
+async fn restarting(address: &str) -> zbus::Connection {
+    zbus::connection::Builder::address(address)
+        .name("org.freedesktop.systemd1")
+        .serve_at("/org/freedesktop/systemd1", Units)
+        .serve_at("/unit", Unit)
+        .serve_at("/job", Job)
+        .build()
+        .await
+        .unwrap()
+}
+
+#[test]
+fn programs_and_leases_outlive_the_daemon() {
+    let mut site = Site::new();
+    let server = site.start_server();
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n", &site.token());
+    let mut systemd = Systemd::new(site.path("notify"));
+    let daemon = systemd.start(&site);
+    let lease = site.lease();
+    // A lease of a program's own, which lasts as long as the program.
+    let mut holder = Command::new(env!("CARGO_BIN_EXE_gpusession"));
+    site.environment(&mut holder);
+    let holder = holder.args(["run", "--new", "-m", "25%", "--", "sleep", "600"]).spawn().unwrap();
+    let helper = Helper::start(&site.path("run/grant.sock"));
+    assert!(helper.granted);
+    let described = site.described("both", |d| {
+        d["leases"].as_array().is_some_and(|l| l.len() == 2) && d["leases"][0]["processes"] == 1
+    });
+    let own = described["leases"][1]["id"].clone();
+    assert_eq!((systemd.kept("process."), systemd.kept("lease.")), (1, 1));
+    let workers = site.gpuserver(&["ps", "--json"]);
+
+    let same = |site: &Site| {
+        let described = site.described("the same leases", |d| {
+            d["state"] == "ready" && d["leases"].as_array().is_some_and(|l| l.len() == 2)
+        });
+        assert_eq!(described["leases"][0]["id"], lease.as_str());
+        assert_eq!(described["leases"][0]["processes"], 1);
+        assert_eq!(described["leases"][1]["id"], own);
+    };
+    daemon.kill();
+    let daemon = systemd.start(&site);
+    same(&site);
+
+    // A restart as systemd says it: the daemon ends at once, and gives nothing back.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let job = runtime.block_on(restarting(&site.bus.address()));
+    assert_eq!(daemon.stop(), 0);
+    assert_eq!((systemd.kept("process."), systemd.kept("lease.")), (1, 1));
+    assert!(systemd.heard.contains("leases are kept"), "{}", systemd.heard);
+    let daemon = systemd.start(&site);
+    same(&site);
+    drop(job);
+    runtime.shutdown_background();
+    assert_eq!(
+        site.gpuserver(&["ps", "--json"]).matches("\"active\"").count(),
+        workers.matches("\"active\"").count(),
+        "no worker was ended"
+    );
+
+    // The daemon of now notices the ends of what the first one served.
+    helper.kill();
+    site.described("its end", |d| d["leases"][0]["processes"] == 0);
+    Running(holder).kill();
+    site.described("the other lease's end", |d| d["leases"].as_array().is_some_and(|l| l.len() == 1));
+    site.until("an empty store", |_| (systemd.kept("process.") + systemd.kept("lease.") == 0).then_some(()));
+    // A stop is a stop.
+    assert_eq!(daemon.stop(), 0);
+    assert!(site.gpuserver(&["leases"]).contains("no leases"));
+    assert_eq!(server.stop(), 0);
+}
+
+#[test]
+fn a_reload_changes_only_what_changed() {
+    let mut site = Site::new();
+    let server = site.start_server();
+    let first = "[client]\nname = \"vm-1\"\n[[lease]]\nname = \"a\"\nmemory = \"25%\"\n";
+    site.configure(first, &site.token());
+    let daemon = site.start_daemon();
+    let lease = site.lease();
+    let second = format!("{first}[[lease]]\nname = \"b\"\nmemory = \"25%\"\n");
+    std::fs::write(site.path("etc/gpusession.toml"), &second).unwrap();
+    assert_eq!(site.gpusession(&["reload"]).status.code(), Some(0));
+    site.described("the second lease", |d| d["gpus_leased"] == 2 && d["leases"][0]["id"] == lease.as_str());
+    // What cannot work changes nothing, and says where it is wrong.
+    std::fs::write(site.path("etc/gpusession.toml"), "[[lease]]\nmemroy = 1\n").unwrap();
+    let output = site.gpusession(&["reload"]);
+    assert_eq!(output.status.code(), Some(78));
+    assert!(
+        text(&output.stderr).contains("gpusession.toml:2:1: unknown key `memroy`"),
+        "{}",
+        text(&output.stderr)
+    );
+    site.described("both", |d| d["gpus_leased"] == 2 && d["leases"][0]["id"] == lease.as_str());
+    // The signal does the same.
+    std::fs::write(site.path("etc/gpusession.toml"), first).unwrap();
+    daemon.signal(Signal::SIGHUP);
+    site.described("one lease", |d| d["gpus_leased"] == 1 && d["leases"][0]["id"] == lease.as_str());
+    assert_eq!(daemon.stop(), 0);
+    assert_eq!(server.stop(), 0);
 }

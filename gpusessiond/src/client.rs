@@ -187,8 +187,12 @@ impl PoolServer for Remote {
         self.call(CALL, async |mut c| c.process_ended(request).await).await.map(|_| ())
     }
 
-    async fn park(&self, _lease: String, _park: bool) -> Result<(), PoolError> {
-        Err(PoolError::new(Trouble::Protocol, format!("{} does not park leases", self.address)))
+    async fn park(&self, lease: String, park: bool) -> Result<(), PoolError> {
+        let reply = self.call(SLOW_CALL, async |mut c| match park {
+            true => c.park(control::ParkRequest { lease }).await,
+            false => c.unpark(control::UnparkRequest { lease }).await,
+        });
+        reply.await.map(|_| ())
     }
 
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {

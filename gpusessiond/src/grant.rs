@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use gpusession_proto::grant::{Denial, Reply, Request, VERSION, Want};
+use gpusession_proto::journal::Event;
 use gpusession_proto::message;
 use gpusession_proto::readings::MAX_QUERIES;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -274,7 +275,13 @@ impl Server {
                 drop(guard);
             }
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
+                let event = match denial {
+                    Denial::NoDevice => Event::AccessDenied,
+                    Denial::ProtocolMismatch => Event::ProtocolMismatch,
+                    Denial::NotReady | Denial::Quota => Event::LeaseWaits,
+                };
                 info!(
+                    message_id = event.id(),
                     gpusession_user = caller.uid,
                     gpusession_reason = reason,
                     "no GPU for process {} ({}) of uid {}: {reason}",
@@ -448,7 +455,7 @@ fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
 
 /// The process that has this pid now. The caller is waiting for its answer, so it is still the one that connected,
 /// unless it has just ended: then the connection's end says so.
-pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes a pid and flags and touches no memory of ours.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::c_int, 0) };
     let fd = libc::c_int::try_from(fd).unwrap_or(-1);

@@ -10,8 +10,8 @@ use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusession_proto::control::{Loss, PoolEvent, Warning, pool_event::Event};
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::Config;
-use gpusessiond::leases::LeaseState;
 use gpusessiond::leases::sim::SimServer;
+use gpusessiond::leases::{LeaseState, Leases as _};
 use tokio_stream::StreamExt as _;
 use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
 
@@ -375,4 +375,155 @@ async fn the_shipped_interfaces_are_those_that_are_served() {
         let shipped = std::fs::read_to_string(&file).unwrap_or_default();
         assert!(shipped == text, "{} is not what is served; GPUSESSION_BLESS=1 rewrites it", file.display());
     }
+}
+
+#[tokio::test]
+async fn a_slow_call_holds_up_nothing_and_nobody_has_too_many() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 4));
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    sim.with(|s| s.hanging = true);
+    let slow = proxy(&connection, "/org/gpusession1/server/gpu_2da", "org.gpusession1.Server").await;
+    let limit = if nix::unistd::getuid().is_root() { 64 } else { 16 };
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..limit {
+        let slow = slow.clone();
+        calls.spawn(async move { slow.call::<_, _, u64>("Ping", &()).await.is_ok() });
+    }
+    let refused = async {
+        loop {
+            let call = slow.call::<_, _, u64>("Ping", &());
+            match tokio::time::timeout(Duration::from_millis(50), call).await {
+                Ok(answer) => return error_name(answer),
+                Err(_) => continue,
+            }
+        }
+    };
+    // Calls that were given up by their callers are still being worked on.
+    let name = tokio::time::timeout(PATIENCE, refused).await.unwrap();
+    assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
+    // What needs no server is answered, and what happens is shown.
+    assert_eq!(leases(&manager).await.len(), 1);
+    let mut more = config.clone();
+    more.leases.push(gpusessiond::config::LeaseConfig { name: "l2".into(), ..Default::default() });
+    want(&engine, &Config { leases: more.leases[1..].to_vec(), ..config }).await;
+    let shown = async {
+        while leases(&manager).await.iter().filter(|l| l.2 == "active").count() < 2 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, shown).await.unwrap();
+    sim.with(|s| s.hanging = false);
+    let answered = calls.join_all().await.into_iter().filter(|answered| *answered).count();
+    assert!(answered > 0 && answered <= limit, "{answered}");
+}
+
+fn session(id: &str, uid: u32) -> std::sync::Arc<gpusessiond::login::Session> {
+    std::sync::Arc::new(gpusessiond::login::Session {
+        id: id.into(),
+        uid,
+        user: "somebody".into(),
+        service: "sshd".into(),
+        tty: "pts/1".into(),
+        rhost: String::new(),
+        leader: std::process::id(),
+        leader_start: 1,
+        logind: Some("c7".into()),
+    })
+}
+
+#[tokio::test]
+async fn leases_of_a_session_end_with_it() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 8;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let mut stream = signals(&connection).await;
+    let uid = nix::unistd::getuid().as_raw();
+    engine.session_opened(session("abcdefghijkl", uid));
+    // By its own id and by logind's.
+    let (id, path, fd) = create(&manager, &[("Session", "c7".into())], 0).await.unwrap();
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    let (bound, object) = lease.get_property::<(String, OwnedObjectPath)>("Session").await.unwrap();
+    assert_eq!((bound.as_str(), object.as_str()), ("abcdefghijkl", "/org/freedesktop/login1/session/c7"));
+    assert_eq!(lease.get_property::<u32>("Leader").await.unwrap(), std::process::id());
+    let other = [("Session", "abcdefghijkl".into()), ("UID", (uid + 1).into())];
+    assert_eq!(error_name(create(&manager, &other, 0).await), "org.freedesktop.DBus.Error.InvalidArgs");
+    let none: Vec<OwnedObjectPath> = manager.call("GetLeaseBySession", &("abcdefghijkl",)).await.unwrap();
+    assert!(none.is_empty(), "a requested lease is used by those who name it");
+    engine.session_closed("abcdefghijkl");
+    let seen = next_signals(&mut stream, "LeaseRemoved").await;
+    assert_eq!(seen[seen.len() - 2..], ["Released", "LeaseRemoved"]);
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    drop(fd);
+    assert_eq!(
+        error_name(manager.call::<_, _, OwnedVariant>("GetLeaseBySession", &("abcdefghijkl",)).await),
+        "org.gpusession1.Error.NoSuchSession"
+    );
+}
+
+#[tokio::test]
+async fn a_server_is_left_and_gpus_are_held_ahead() {
+    let (bus, a, b) = (PrivateBus::start(), SimServer::new("gpu-a", 1), SimServer::new("gpu-b", 2));
+    let engine = engine(&[&a, &b]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    until(&engine, held).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    if !nix::unistd::getuid().is_root() {
+        let refused = manager.call::<_, _, ()>("Preallocate", &(1u32,)).await;
+        assert_eq!(error_name(refused), "org.freedesktop.DBus.Error.AccessDenied");
+        return;
+    }
+    let mut stream = signals(&connection).await;
+    let from = engine.snapshot().borrow().leases[0].server.clone();
+    let _: () = manager.call("DrainServer", &(&from, true, 0u64)).await.unwrap();
+    let seen = next_signals(&mut stream, "LeaseRemoved").await;
+    let place =
+        |name: &str| seen.iter().position(|s| s == name).unwrap_or_else(|| panic!("no {name} in {seen:?}"));
+    assert!(place("PrepareForLeaseLoss") < place("Lost"), "{seen:?}");
+    until(&engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].server != from).await;
+    let server = engine.snapshot().borrow().servers.iter().find(|s| s.name == from).unwrap().state.clone();
+    assert_eq!(server, "draining");
+    let _: () = manager.call("DrainServer", &(&from, false, 0u64)).await.unwrap();
+    let _: () = manager.call("Preallocate", &(1u32,)).await.unwrap();
+    until(&engine, |s| s.leases.len() == 2 && s.leases[1].state == LeaseState::Active).await;
+    let _: () = manager.call("Preallocate", &(0u32,)).await.unwrap();
+    until(&engine, |s| s.leases.len() == 1).await;
+}
+
+#[tokio::test]
+async fn a_reload_is_shown_and_a_bad_one_changes_nothing() {
+    if !nix::unistd::getuid().is_root() {
+        return;
+    }
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("gpusession.toml");
+    let settings = common::settings(&engine, &Config::default(), &path);
+    let _api = common::serve_settings(&bus, &engine, settings).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    std::fs::write(&path, "[access]\nextra_leases = 3\n[[lease]]\nname = \"a\"\n").unwrap();
+    let mut stream = signals(&connection).await;
+    let _: () = manager.call("Reload", &()).await.unwrap();
+    next_signals(&mut stream, "LeaseNew").await;
+    until(&engine, held).await;
+    assert_eq!(manager.get_property::<u64>("LeasesMax").await.unwrap(), 3);
+    std::fs::write(&path, "[acess]\n").unwrap();
+    let refused = manager.call::<_, _, ()>("Reload", &()).await;
+    assert_eq!(error_name(refused), "org.freedesktop.DBus.Error.InvalidFileContent");
+    assert_eq!(engine.snapshot().borrow().leases.len(), 1);
+    assert_eq!(manager.get_property::<u64>("LeasesMax").await.unwrap(), 3);
 }

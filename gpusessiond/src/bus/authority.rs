@@ -15,9 +15,10 @@ use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 use super::Shared;
 use super::error::{BusError, Result};
 
-/// Calls of one user that are worked on at the same time; root may have more, to see what is wrong.
+/// Calls of one user that are worked on at the same time; root may have more, to see what is wrong. The bus has a limit of
+/// its own for each connection, 128 in most configurations.
 const CALLS: usize = 16;
-const CALLS_OF_ROOT: usize = 256;
+const CALLS_OF_ROOT: usize = 64;
 
 /// What a caller wants to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

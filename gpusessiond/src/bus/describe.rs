@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::Shared;
 use super::objects::{cuda_version, state_of};
+use crate::config::Class;
 use crate::leases::{DeviceView, LeaseView, ServerView};
 
 /// Grows by new keys only, within one schema.
@@ -15,6 +16,7 @@ pub(super) fn describe(shared: &Shared) -> Value {
         "schema": 1,
         "version": env!("CARGO_PKG_VERSION"),
         "state": shared.state(&snapshot),
+        "leases_on_demand": config.leases.iter().any(|l| matches!(l.class, Class::Session | Class::User)),
         "gpus_wanted": target,
         "gpus_leased": ready,
         "boot_allocation_complete": shared.boot_complete(),

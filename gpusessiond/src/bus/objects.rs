@@ -703,7 +703,7 @@ impl Lease {
     // 0: the server's.
     #[zbus(property(emits_changed_signal = "const"), name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
-        usec(self.view.get().spec.idle_timeout)
+        0
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

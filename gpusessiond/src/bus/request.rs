@@ -87,7 +87,13 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             "Why" => spec.why = text(&key, value)?,
             "UID" => for_uid = Some(take(&key, value)?),
             "Session" => session = Some(text(&key, value)?),
-            "IdleTimeoutUSec" => spec.idle_timeout = Duration::from_micros(take(&key, value)?),
+            "IdleTimeoutUSec" => match take::<u64>(&key, value)? {
+                0 => {}
+                _ => {
+                    let why = "IdleTimeoutUSec: only the server's own idle timeout is supported ([idle] of gpuserver.toml)";
+                    return Err(BusError::not_supported(why));
+                }
+            },
             _ => return Err(BusError::invalid_args(format!("unknown key {key}"))),
         }
     }

@@ -1,12 +1,13 @@
 //! Runs the [`machine`](super::machine): asks the servers, keeps time, tells everyone.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
+use gpusession_proto::journal::Event;
 use gpusession_proto::readings::{Query, View};
 use gpusession_proto::ticket::Ticket;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -152,6 +153,8 @@ impl Engine {
             creating: HashMap::new(),
             drained: Vec::new(),
             said: HashMap::new(),
+            lost: HashSet::new(),
+            parked: HashSet::new(),
             about: Vec::new(),
         };
         tokio::spawn(actor.run(inbox));
@@ -370,6 +373,9 @@ struct Actor {
     drained: Vec<oneshot::Sender<()>>,
     /// What was last said of a waiting lease.
     said: HashMap<Slot, String>,
+    /// Servers and leases whose silence and parking have been said.
+    lost: HashSet<usize>,
+    parked: HashSet<Slot>,
     about: Vec<ServerView>,
 }
 
@@ -503,6 +509,7 @@ impl Actor {
                         self.about[*server].name.clone_from(&lease.server);
                     }
                     info!(
+                        message_id = Event::LeaseGranted.id(),
                         gpusession_lease = lease.id,
                         gpusession_server = lease.server,
                         "lease {} granted by {}: {} GPU(s)",
@@ -682,6 +689,7 @@ impl Actor {
                 updates.retain(|to| to.send(update.clone()).is_ok());
             }
         }
+        self.log_servers(&snapshot);
         for change in told {
             self.log(&change);
             match &change {
@@ -719,6 +727,44 @@ impl Actor {
         }
     }
 
+    /// For the journal: servers that fall silent, and come back; leases that are parked.
+    fn log_servers(&mut self, snapshot: &Snapshot) {
+        for (index, server) in snapshot.servers.iter().enumerate() {
+            let lost = matches!(server.state.as_str(), "suspect" | "offline" | "unauthorized");
+            if lost && server.last_seen_usec > 0 && self.lost.insert(index) {
+                warn!(
+                    message_id = Event::ServerLost.id(),
+                    gpusession_server = server.name,
+                    gpusession_reason = server.trouble,
+                    "server {} is {}: {}",
+                    server.name,
+                    server.state,
+                    server.trouble
+                );
+            } else if server.state == "online" && self.lost.remove(&index) {
+                info!(
+                    message_id = Event::ServerBack.id(),
+                    gpusession_server = server.name,
+                    "server {} answers again",
+                    server.name
+                );
+            }
+        }
+        for lease in &snapshot.leases {
+            if lease.state != LeaseState::Parked {
+                self.parked.remove(&lease.slot);
+            } else if self.parked.insert(lease.slot) {
+                info!(
+                    message_id = Event::LeaseParked.id(),
+                    gpusession_lease = lease.id,
+                    "lease {} is parked",
+                    lease.id
+                );
+            }
+        }
+        self.parked.retain(|slot| snapshot.leases.iter().any(|l| l.slot == *slot));
+    }
+
     /// For the journal; that a lease waits is said once for each reason, not at every try.
     fn log(&mut self, change: &Change) {
         match change {
@@ -731,15 +777,38 @@ impl Actor {
                 let known = self.said.get(slot).is_some_and(|said| *said == error.message);
                 if !known && !self.servers.is_empty() {
                     let waiting = error.waiting();
-                    info!(gpusession_reason = ?error.trouble, "lease {} waits: {waiting}", wanted.spec.name);
+                    let event = match error.trouble {
+                        Trouble::Protocol => Event::ProtocolMismatch,
+                        _ => Event::LeaseWaits,
+                    };
+                    info!(
+                        message_id = event.id(),
+                        gpusession_lease = wanted.spec.name,
+                        gpusession_reason = waiting,
+                        "lease {} waits: {waiting}",
+                        wanted.spec.name
+                    );
                     self.said.insert(*slot, error.message.clone());
                 }
             }
-            Change::PrepareForLoss { left, reason, .. } => {
-                warn!(gpusession_reason = reason, "a lease will be lost in {} s: {reason}", left.as_secs());
+            Change::PrepareForLoss { slot, left, reason } => {
+                let held = self.machine.slot(*slot).and_then(|w| w.held());
+                let id = held.map(|h| h.lease.id.as_str()).unwrap_or_default();
+                warn!(
+                    message_id = Event::LeaseIdle.id(),
+                    gpusession_lease = id,
+                    gpusession_reason = reason,
+                    "lease {id} ends in {} s: {reason}",
+                    left.as_secs()
+                );
             }
             Change::Lost { id, reason, .. } => {
-                warn!(gpusession_lease = id, gpusession_reason = reason, "lease {id} lost: {reason}");
+                warn!(
+                    message_id = Event::LeaseLost.id(),
+                    gpusession_lease = id,
+                    gpusession_reason = reason,
+                    "lease {id} lost: {reason}"
+                );
             }
             Change::Removed { slot, reason, .. } => {
                 self.said.remove(slot);

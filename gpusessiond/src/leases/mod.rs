@@ -83,8 +83,6 @@ pub struct Spec {
     /// The lease ends this long after it was granted or last renewed on request. Without it, it is renewed for as long
     /// as it is wanted, and the server takes it back soon after this machine has fallen silent.
     pub ttl: Option<Duration>,
-    /// Idle time after which the server may take measures; zero is the server's own.
-    pub idle_timeout: Duration,
     /// Program that asked.
     pub who: String,
     /// Its reason.
@@ -116,7 +114,6 @@ impl Spec {
             once: false,
             persistent: false,
             ttl: None,
-            idle_timeout: Duration::ZERO,
             who: "gpusessiond".into(),
             why: format!("[[lease]] {}", lease.name),
         }
@@ -221,7 +218,7 @@ impl Spec {
             boot_id: boot_id.into(),
             machine_id: machine_id.into(),
             sticky: sticky.to_vec(),
-            persistent: self.class == Class::Boot,
+            persistent: matches!(self.class, Class::Boot | Class::Background),
             sm_count: 0,
         }
     }
@@ -262,7 +259,13 @@ impl LeaseState {
 
     /// A state that a server may report of a lease that it holds.
     pub fn of_server(word: &str) -> Option<Self> {
-        [Self::Active, Self::Idle, Self::Parked, Self::Draining].into_iter().find(|s| s.as_str() == word)
+        match word {
+            // Its memory, or its GPU, is elsewhere until the next CUDA call.
+            "returning" | "lent" => Some(Self::Parked),
+            _ => [Self::Active, Self::Idle, Self::Parked, Self::Draining]
+                .into_iter()
+                .find(|s| s.as_str() == word),
+        }
     }
 }
 

@@ -35,6 +35,8 @@ pub struct SimState {
     pub environments: Vec<HashMap<String, String>>,
     /// Ids of the leases to come; made up when empty.
     pub ids: VecDeque<String>,
+    /// `Describe` does not answer while this is set.
+    pub hanging: bool,
     /// No worker can be taken while this is set.
     pub no_workers: bool,
     counter: u64,
@@ -257,6 +259,7 @@ impl PoolServer for SimServer {
     }
 
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
+        self.until(|state| !state.hanging).await;
         self.call(|state| {
             let free = state.gpus - state.leases.iter().map(|(_, n, _)| n).sum::<u32>();
             Ok(control::ServerDescription {

@@ -80,9 +80,12 @@ impl PrivateBus {
             <allow send_type="signal"/><allow send_requested_reply="true" send_type="method_return"/>
             <allow send_requested_reply="true" send_type="error"/><allow receive_type="method_call"/>
             <allow receive_type="method_return"/><allow receive_type="error"/><allow receive_type="signal"/>
-            <allow send_destination="org.freedesktop.DBus"/></policy>
+            <allow send_destination="org.freedesktop.DBus"/>
+            <allow send_destination="org.freedesktop.systemd1"/>
+            <allow send_destination="org.freedesktop.PolicyKit1"/></policy>
             <include>{}</include>
-            <policy user="{uid}"><allow own="org.gpusession1"/></policy></busconfig>"#,
+            <policy user="{uid}"><allow own="org.gpusession1"/><allow own="org.freedesktop.systemd1"/></policy>
+            <policy user="polkitd"><allow own="org.freedesktop.PolicyKit1"/></policy></busconfig>"#,
             folder.path().join("bus.sock").display(),
             policy.display(),
         );
