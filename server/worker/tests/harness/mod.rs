@@ -73,7 +73,7 @@ impl Machine {
         Arc::new(Self { folder })
     }
 
-    fn name(&self) -> String {
+    pub fn name(&self) -> String {
         self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
