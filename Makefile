@@ -174,9 +174,10 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system.d units/dbus-1/system.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/man/man5 docs/man/*.5
 	install -d $(DESTDIR)$(prefix)/share/gpusession
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
-	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md docs/user-guide.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md docs/user-guide.md docs/troubleshooting.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession

@@ -152,3 +152,98 @@ fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
     fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
     fs::rename(new, folder.join(uid.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::LeaseConfig;
+    use crate::leases::Spec;
+    use crate::login::Session;
+    use crate::pool::{PoolError, Trouble};
+
+    fn lease(slot: Slot, uid: u32, state: LeaseState) -> LeaseView {
+        let config = LeaseConfig { name: format!("l{slot}"), ..LeaseConfig::default() };
+        LeaseView {
+            slot,
+            id: format!("id{slot}"),
+            spec: Spec::configured(&config, 0),
+            uid,
+            state,
+            devices: vec![],
+            server: String::new(),
+            created_usec: 0,
+            expires_usec: 0,
+            fencing_token: 0,
+            encrypted: true,
+            trouble: None,
+            retry_in: None,
+            stock: 0,
+            processes: 0,
+            idle_since_usec: (0, 0),
+            leader: 0,
+        }
+    }
+
+    fn update(changes: Vec<Change>, leases: Vec<LeaseView>) -> Update {
+        let session = |uid| {
+            Arc::new(Session {
+                id: format!("s{uid}"),
+                uid,
+                user: String::new(),
+                service: String::new(),
+                tty: String::new(),
+                rhost: String::new(),
+                leader: 1,
+                leader_start: 1,
+                logind: None,
+            })
+        };
+        let sessions = vec![session(1000), session(1001)];
+        Update { changes, snapshot: Arc::new(Snapshot { leases, sessions, ..Snapshot::default() }) }
+    }
+
+    #[test]
+    fn users_who_are_logged_in_hear_what_concerns_them_until_it_is_over() {
+        let mut news = News::default();
+        let everyones = lease(1, u32::MAX, LeaseState::Active);
+        let anothers = lease(2, 1001, LeaseState::Active);
+        let nobodys = lease(3, 1002, LeaseState::Active);
+        let all = vec![everyones.clone(), anothers, nobodys];
+        assert!(news.after(&update(vec![], all.clone())).is_empty());
+        let warn =
+            |slot| Change::PrepareForLoss { slot, left: Duration::from_secs(300), reason: "idle".into() };
+        let lines = news.after(&update(vec![warn(1), warn(2), warn(3)], all.clone()));
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 ends in 5 min: idle"]);
+        assert_eq!(lines[&1001].len(), 2);
+        assert!(!lines.contains_key(&1002), "not logged in");
+        let lines = news.after(&update(vec![Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], all));
+        assert!(lines.is_empty(), "in use again: {lines:?}");
+
+        let mut waiting = LeaseView { state: LeaseState::Pending, ..everyones };
+        let full = PoolError { place: Some((3, 40)), ..PoolError::new(Trouble::NoCapacity, "full") };
+        waiting.trouble = Some(full);
+        let lines = news.after(&update(vec![], vec![waiting]));
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 waits, position 3 of 40"]);
+    }
+
+    #[test]
+    fn a_file_is_there_for_as_long_as_there_is_something_to_say() {
+        let folder = tempfile::tempdir().unwrap();
+        let notices = folder.path().join("notice");
+        fs::create_dir(&notices).unwrap();
+        fs::write(notices.join("1000"), "of an earlier daemon").unwrap();
+        let mut files = Files::new(notices.clone());
+        assert!(!notices.join("1000").exists());
+        files.show(&BTreeMap::from([(1000, vec!["one\u{1b}[31m".into(), "two".into()])]));
+        assert_eq!(
+            fs::read_to_string(notices.join("1000")).unwrap(),
+            "one [31m\ntwo\n",
+            "no control characters"
+        );
+        assert_eq!(fs::metadata(notices.join("1000")).unwrap().permissions().mode() & 0o777, 0o644);
+        files.show(&BTreeMap::new());
+        assert_eq!(fs::read_dir(&notices).unwrap().count(), 0);
+    }
+}
