@@ -17,6 +17,7 @@ const NOT_SUPPORTED: u32 = 3;
 const NOT_FOUND: u32 = 6;
 const INSUFFICIENT_SIZE: u32 = 7;
 const TIMEOUT: u32 = 10;
+const VERSION_MISMATCH: u32 = 25;
 const UNKNOWN: u32 = 999;
 
 type Result<T = ()> = std::result::Result<T, u32>;
@@ -202,6 +203,41 @@ unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
     }
 }
 
+/// `nvmlFieldValue_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct FieldValue {
+    field: u32,
+    scope: u32,
+    timestamp: i64,
+    latency_usec: i64,
+    kind: u32,
+    status: u32,
+    value: u64,
+}
+
+/// Highest clock of a kind: graphics, multiprocessors, memory, video.
+fn clock_mhz(h: usize, clock: u32) -> Result<u32> {
+    device(h)?;
+    [1590, 1590, 5001, 1470].get(clock as usize).copied().ok_or(INVALID_ARGUMENT)
+}
+
+unsafe fn clocks(count: *mut u32, list: *mut u32, all: &[u32]) -> Result {
+    // SAFETY: the program gave room for `*count` entries.
+    unsafe {
+        if count.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let room = *count as usize;
+        *count = all.len() as u32;
+        if room < all.len() || list.is_null() {
+            return Err(INSUFFICIENT_SIZE);
+        }
+        list.copy_from_nonoverlapping(all.as_ptr(), all.len());
+    }
+    Ok(())
+}
+
 macro_rules! nvml {
     ($(fn $name:ident($($a:ident: $t:ty),* $(,)?) $body:block)*) => {$(
         /// See NVIDIA's documentation of the NVML call of this name.
@@ -344,6 +380,134 @@ nvml! {
         out(to, 8)
     }
 
+    fn nvmlDeviceGetMigMode(h: usize, current: *mut u32, pending: *mut u32) {
+        device(h)?;
+        out(current, 0)?;
+        out(pending, 0)
+    }
+    fn nvmlDeviceGetEccMode(h: usize, current: *mut u32, pending: *mut u32) {
+        device(h)?;
+        out(current, 1)?;
+        out(pending, 1)
+    }
+    fn nvmlDeviceGetTotalEccErrors(h: usize, kind: u32, counter: u32, to: *mut u64) {
+        device(h)?;
+        if kind > 1 || counter > 1 {
+            return Err(INVALID_ARGUMENT);
+        }
+        out(to, 0)
+    }
+    fn nvmlDeviceGetBrand(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 2)
+    }
+    fn nvmlDeviceGetArchitecture(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 6)
+    }
+    fn nvmlDeviceGetSerial(h: usize, to: *mut c_char, room: u32) { put(to, room, &format!("{:013}", device(h)? + 1)) }
+    fn nvmlDeviceGetVbiosVersion(h: usize, to: *mut c_char, room: u32) {
+        device(h)?;
+        put(to, room, "90.04.96.00.01")
+    }
+    fn nvmlDeviceGetBAR1MemoryInfo(h: usize, to: *mut Memory) {
+        device(h)?;
+        out(to, Memory { total: 256 << 20, free: 255 << 20, used: 1 << 20 })
+    }
+    fn nvmlDeviceGetClockInfo(h: usize, clock: u32, to: *mut u32) { out(to, clock_mhz(h, clock)? / 2) }
+    fn nvmlDeviceGetMaxClockInfo(h: usize, clock: u32, to: *mut u32) { out(to, clock_mhz(h, clock)?) }
+    fn nvmlDeviceGetSupportedMemoryClocks(h: usize, count: *mut u32, list: *mut u32) {
+        device(h)?;
+        clocks(count, list, &[5001, 405])
+    }
+    fn nvmlDeviceGetSupportedGraphicsClocks(h: usize, memory: u32, count: *mut u32, list: *mut u32) {
+        device(h)?;
+        match memory {
+            5001 => clocks(count, list, &[1590, 1200, 900, 300]),
+            405 => clocks(count, list, &[300]),
+            _ => Err(NOT_FOUND),
+        }
+    }
+    fn nvmlDeviceGetCurrPcieLinkGeneration(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 3)
+    }
+    fn nvmlDeviceGetCurrPcieLinkWidth(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 16)
+    }
+    fn nvmlDeviceGetEncoderUtilization(h: usize, percent: *mut u32, period: *mut u32) {
+        device(h)?;
+        out(percent, 0)?;
+        out(period, 167_000)
+    }
+    fn nvmlDeviceGetDecoderUtilization(h: usize, percent: *mut u32, period: *mut u32) {
+        device(h)?;
+        out(percent, 0)?;
+        out(period, 167_000)
+    }
+    fn nvmlDeviceGetPerformanceState(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 8)
+    }
+    fn nvmlDeviceGetPowerManagementLimit(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 70_000)
+    }
+    fn nvmlDeviceGetEnforcedPowerLimit(h: usize, to: *mut u32) {
+        device(h)?;
+        out(to, 70_000)
+    }
+    // Each card has a number of its own, so that one is not taken for another.
+    fn nvmlDeviceGetPowerUsage(h: usize, to: *mut u32) { out(to, 9_500 + 1000 * device(h)?) }
+    fn nvmlDeviceGetTemperature(h: usize, sensor: u32, to: *mut u32) {
+        let ordinal = device(h)?;
+        if sensor != 0 {
+            return Err(INVALID_ARGUMENT);
+        }
+        out(to, 36 + ordinal)
+    }
+    fn nvmlDeviceGetTemperatureV(h: usize, to: *mut [u32; 3]) {
+        const VERSION: u32 = 12 | 1 << 24;
+        let ordinal = device(h)?;
+        if to.is_null() {
+            return Err(INVALID_ARGUMENT);
+        }
+        let [version, sensor, _] = to.read_unaligned();
+        if version != VERSION {
+            return Err(VERSION_MISMATCH);
+        }
+        out(to, [version, sensor, 36 + ordinal])
+    }
+    fn nvmlDeviceGetUtilizationRates(h: usize, to: *mut [u32; 2]) {
+        // A card is simulated as busy where its memory is in use.
+        let used = USAGE.used(device(h)?);
+        out(to, if used > 0 { [50, (used * 100 / config().memory.max(1)) as u32] } else { [0, 0] })
+    }
+    fn nvmlDeviceGetTopologyCommonAncestor(one: usize, other: usize, to: *mut u32) {
+        const NODE: u32 = 40;
+        device(one)?;
+        device(other)?;
+        out(to, if one == other { 0 } else { NODE })
+    }
+    fn nvmlDeviceGetFieldValues(h: usize, count: i32, values: *mut FieldValue) {
+        const MEMORY_TEMPERATURE: u32 = 82;
+        const UNSIGNED_INT: u32 = 1;
+        let ordinal = device(h)?;
+        if values.is_null() || count < 1 {
+            return Err(INVALID_ARGUMENT);
+        }
+        for i in 0..count as usize {
+            let mut value = values.add(i).read_unaligned();
+            (value.status, value.kind) = (NOT_SUPPORTED, 0);
+            if value.field == MEMORY_TEMPERATURE {
+                (value.status, value.kind, value.value) = (0, UNSIGNED_INT, u64::from(40 + ordinal));
+            }
+            values.add(i).write_unaligned(value);
+        }
+        Ok(())
+    }
+
     fn nvmlEventSetCreate(to: *mut usize) {
         ready()?;
         if to.is_null() {
@@ -389,12 +553,7 @@ macro_rules! absent {
 }
 
 absent! {
-    nvmlDeviceGetBAR1MemoryInfo nvmlDeviceGetClockInfo nvmlDeviceGetCurrPcieLinkGeneration nvmlDeviceGetCurrPcieLinkWidth
-    nvmlDeviceGetDecoderUtilization nvmlDeviceGetDisplayActive nvmlDeviceGetDisplayMode nvmlDeviceGetEccMode
-    nvmlDeviceGetEncoderUtilization nvmlDeviceGetEnforcedPowerLimit nvmlDeviceGetFanSpeed nvmlDeviceGetMaxClockInfo
-    nvmlDeviceGetMigMode nvmlDeviceGetNvLinkState nvmlDeviceGetPerformanceState nvmlDeviceGetPowerManagementLimit
-    nvmlDeviceGetPowerUsage nvmlDeviceGetSerial nvmlDeviceGetTemperature nvmlDeviceGetTemperatureV
-    nvmlDeviceGetTotalEccErrors nvmlDeviceGetUtilizationRates nvmlDeviceGetVbiosVersion nvmlDeviceValidateInforom
+    nvmlDeviceGetDisplayActive nvmlDeviceGetDisplayMode nvmlDeviceGetFanSpeed nvmlDeviceGetNvLinkState nvmlDeviceValidateInforom
 }
 
 /// See NVIDIA's documentation of the NVML call of this name.
