@@ -61,6 +61,8 @@ programs:
 docs:
 	$(CARGO) run --locked -q -p gpusession-calls --example coverage >docs/coverage.md.new
 	mv docs/coverage.md.new docs/coverage.md
+	$(CARGO) run --locked -q -p gpusession-nvml-calls --example coverage-nvml >docs/coverage-nvml.md.new
+	mv docs/coverage-nvml.md.new docs/coverage-nvml.md
 
 # ---- trying
 
@@ -71,7 +73,8 @@ demo: build
 gpu-bundle: build
 	@.ci/setup test
 	@tests/gpu/bundle --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
-		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1
+		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
+		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
 bench:
 	@if [ -n '$(BENCHES)' ]; then $(CARGO) bench --locked --workspace --bench '*'; \
@@ -115,6 +118,8 @@ check: deny
 	shellcheck --severity=warning --exclude=SC1007 $(SHELL_SCRIPTS)
 	@$(CARGO) run --locked -q -p gpusession-calls --example coverage | diff -q - docs/coverage.md >/dev/null || \
 		{ echo 'check: docs/coverage.md is not up to date: make docs'; exit 1; }
+	@$(CARGO) run --locked -q -p gpusession-nvml-calls --example coverage-nvml | diff -q - docs/coverage-nvml.md >/dev/null || \
+		{ echo 'check: docs/coverage-nvml.md is not up to date: make docs'; exit 1; }
 	@echo 'check: all right'
 
 deny: $(CARGO_DENY)

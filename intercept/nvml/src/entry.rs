@@ -13,12 +13,14 @@ use crate::trace;
 const HANDLES: usize = 0x6770_7500;
 
 /// Runs an exported function's body; a panic ends here.
-pub fn guard(body: impl FnOnce() -> Result) -> Status {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => status::SUCCESS,
+pub fn guard(name: &str, body: impl FnOnce() -> Result) -> Status {
+    let failed = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return status::SUCCESS,
         Ok(Err(code)) => code,
         Err(_) => status::UNKNOWN,
-    }
+    };
+    trace::failed(name, failed);
+    failed
 }
 
 /// The handle of a device.
@@ -117,19 +119,17 @@ pub unsafe fn list<T>(count: *mut u32, list: *mut T, items: Vec<T>) -> Result {
 
 /// A call that the table refuses.
 pub fn refuse(call: usize) -> Status {
-    guard(|| {
-        let call = &calls()[call];
-        match call.class {
-            Class::Denied(reason) => {
-                trace::missing(call.name, reason);
-                Err(status::NO_PERMISSION)
-            }
-            Class::None(reason) => {
-                trace::missing(call.name, reason);
-                Err(status::NOT_SUPPORTED)
-            }
-            _ => Err(status::UNKNOWN),
+    let call = &calls()[call];
+    guard(call.name, || match call.class {
+        Class::Denied(reason) => {
+            trace::missing(call.name, reason);
+            Err(status::NO_PERMISSION)
         }
+        Class::None(reason) => {
+            trace::missing(call.name, reason);
+            Err(status::NOT_SUPPORTED)
+        }
+        _ => Err(status::UNKNOWN),
     })
 }
 
@@ -138,8 +138,8 @@ pub fn refuse(call: usize) -> Status {
 /// # Safety
 /// Pointers are as NVML demands for this call.
 pub unsafe fn forward(call: usize, arguments: &[usize]) -> Status {
-    guard(|| {
-        let call = &calls()[call];
+    let call = &calls()[call];
+    guard(call.name, || {
         let Class::Forward(_, params) = &call.class else { return Err(status::UNKNOWN) };
         let mut session = session();
         let (which, arguments) = arguments.split_first().ok_or(status::UNKNOWN)?;

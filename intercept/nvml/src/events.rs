@@ -75,7 +75,7 @@ unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
 /// As NVML demands.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlEventSetCreate(set: *mut usize) -> u32 {
-    guard(|| {
+    guard("nvmlEventSetCreate", || {
         let mut session = session();
         session.count()?;
         if session.events.len() >= MAX_SETS {
@@ -92,7 +92,7 @@ pub unsafe extern "C" fn nvmlEventSetCreate(set: *mut usize) -> u32 {
 /// See NVIDIA's documentation of the NVML call of this name.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlEventSetFree(set: usize) -> u32 {
-    guard(|| {
+    guard("nvmlEventSetFree", || {
         let mut session = session();
         session.count()?;
         session.events.remove(&set).map(drop).ok_or(status::INVALID_ARGUMENT)
@@ -105,7 +105,7 @@ pub extern "C" fn nvmlEventSetFree(set: usize) -> u32 {
 /// As NVML demands.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetSupportedEventTypes(which: usize, types: *mut u64) -> u32 {
-    guard(|| {
+    guard("nvmlDeviceGetSupportedEventTypes", || {
         let session = session();
         device(&session, which)?;
         // SAFETY: the program vouches for its pointer.
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn nvmlDeviceGetSupportedEventTypes(which: usize, types: *
 /// See NVIDIA's documentation of the NVML call of this name.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceRegisterEvents(which: usize, types: u64, set: usize) -> u32 {
-    guard(|| {
+    guard("nvmlDeviceRegisterEvents", || {
         let mut session = session();
         let device = device(&session, which)?;
         if types & !TYPES != 0 {
@@ -137,7 +137,7 @@ pub extern "C" fn nvmlDeviceRegisterEvents(which: usize, types: u64, set: usize)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlEventSetWait(set: usize, data: *mut std::ffi::c_void, timeout_ms: u32) -> u32 {
     // SAFETY: the program vouches for its pointer.
-    guard(|| unsafe { wait(set, data.cast(), timeout_ms) })
+    guard("nvmlEventSetWait", || unsafe { wait(set, data.cast(), timeout_ms) })
 }
 
 /// See NVIDIA's documentation of the NVML call of this name.
@@ -151,5 +151,5 @@ pub unsafe extern "C" fn nvmlEventSetWait_v2(
     timeout_ms: u32,
 ) -> u32 {
     // SAFETY: the program vouches for its pointer.
-    guard(|| unsafe { wait(set, data.cast(), timeout_ms) })
+    guard("nvmlEventSetWait_v2", || unsafe { wait(set, data.cast(), timeout_ms) })
 }

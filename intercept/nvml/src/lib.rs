@@ -9,6 +9,7 @@ mod events;
 mod exports;
 mod local;
 mod session;
+mod smi;
 mod status;
 mod trace;
 

@@ -159,7 +159,7 @@ fn by_uuid(session: &Session, uuid: Option<[u8; 16]>) -> Result<usize> {
     found.map(handle).ok_or(status::NOT_FOUND)
 }
 
-fn by_address(session: &mut Session, address: &str) -> Result<usize> {
+pub fn by_address(session: &mut Session, address: &str) -> Result<usize> {
     let wanted = pci(address).ok_or(status::INVALID_ARGUMENT)?;
     for device in 0..session.count()? {
         let info = pci_info(session, device)?;
@@ -184,7 +184,7 @@ fn by_serial(session: &mut Session, serial: &str) -> Result<usize> {
 }
 
 /// How far apart two devices are, as `nvmlGpuTopologyLevel_t`.
-fn level(session: &mut Session, one: usize, other: usize) -> Result<u32> {
+pub fn level(session: &mut Session, one: usize, other: usize) -> Result<u32> {
     const SYSTEM: u32 = 50;
     if session.known(one)?.lease != session.known(other)?.lease {
         return Ok(SYSTEM);
@@ -204,7 +204,7 @@ macro_rules! nvml {
         #[allow(clippy::macro_metavars_in_unsafe)]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($a: $t),*) -> u32 {
-            guard(|| -> Result {
+            guard(stringify!($name), || -> Result {
                 #[allow(unused_unsafe)]
                 // SAFETY: the program vouches for its arguments.
                 unsafe { $body }
@@ -415,24 +415,7 @@ nvml! {
         }
         Ok(())
     }
-
-    // `nvidia-smi` looks at the slots of this table before it calls any, and does without those that are empty.
-    fn nvmlInternalGetExportTable(to: *mut usize, id: *const [u8; 16]) {
-        if id.is_null() || *id != SMI_TABLE {
-            return Err(status::NOT_FOUND);
-        }
-        out(to, TABLE.as_ptr() as usize)
-    }
 }
-
-static TABLE: [usize; 512] = {
-    let mut table = [0; 512];
-    table[0] = size_of::<[usize; 512]>();
-    table
-};
-
-/// The table that `nvidia-smi` asks for.
-const SMI_TABLE: [u8; 16] = 0xc4fe_3e6c_c98f_6c4e_a327_ee69_6e12_f7c4u128.to_be_bytes();
 
 #[cfg(test)]
 mod tests {

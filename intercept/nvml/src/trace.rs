@@ -1,4 +1,4 @@
-//! `GPUSESSION_TRACE=why,missing`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
+//! `GPUSESSION_TRACE=why,missing,errors`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
 
 use std::io::Write;
 
@@ -17,6 +17,13 @@ pub fn why(reason: &str) {
 pub fn missing(name: &str, reason: &str) {
     if wanted("missing") {
         print(&format!("gpusession: {name}: {reason} (see docs/coverage-nvml.md)"));
+    }
+}
+
+/// A call that did not succeed.
+pub fn failed(name: &str, status: u32) {
+    if wanted("errors") {
+        print(&format!("gpusession: {name} -> {status}"));
     }
 }
 

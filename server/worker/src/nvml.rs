@@ -181,8 +181,11 @@ impl Nvml {
             arguments = vec![device, 1, value];
         }
         let result = self.call(call.name, &arguments);
-        if result != 0 {
-            return Err(result);
+        match result {
+            0 => {}
+            // To the client it is a card that does not say this, as others do not.
+            status::FUNCTION_NOT_FOUND => return Err(status::NOT_SUPPORTED),
+            error => return Err(error),
         }
         let mut outputs = buffers.0.iter().map(|(buffer, size)| &bytes(buffer)[..*size]);
         let mut next = || outputs.next().unwrap_or_default();
