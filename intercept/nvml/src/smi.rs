@@ -2,7 +2,7 @@
 //! watching what Debian's `nvidia-smi` (535, 550) calls, and what it prints for which answer. It looks at a slot before it calls it, and
 //! does without the functions that are missing.
 
-use crate::entry::{device, guard, out, string};
+use crate::entry::{device, guard, list, out, string};
 use crate::local::{by_address, level};
 use crate::session::session;
 use crate::status;
@@ -18,7 +18,20 @@ union Slot {
     log: unsafe extern "C" fn() -> u32,
     path: unsafe extern "C" fn(*const std::ffi::c_char, *const std::ffi::c_char, *mut u32) -> u32,
     watched: unsafe extern "C" fn(usize, *mut u32) -> u32,
+    processes: unsafe extern "C" fn(usize, *mut u32, *mut Process) -> u32,
 }
+
+/// A process as `pmon` takes it. It finds out the name by itself.
+#[repr(C)]
+struct Process {
+    pid: u32,
+    used: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+    name: [u8; 4104],
+}
+
+const _: () = assert!(size_of::<Process>() == 4128);
 
 static TABLE: [Slot; SLOTS] = {
     let mut table = [Slot { bytes: 0 }; SLOTS];
@@ -26,6 +39,9 @@ static TABLE: [Slot; SLOTS] = {
     table[23] = Slot { path };
     table[26] = Slot { log };
     table[72] = Slot { watched };
+    table[213] = Slot { processes };
+    table[214] = Slot { processes: none };
+    table[215] = Slot { processes: none };
     table
 };
 
@@ -55,6 +71,33 @@ unsafe extern "C" fn watched(which: usize, to: *mut u32) -> u32 {
         device(&session(), which)?;
         // SAFETY: `nvidia-smi` passes a place for the answer.
         unsafe { out(to, 1) }
+    })
+}
+
+/// Compute processes of a device.
+unsafe extern "C" fn processes(which: usize, count: *mut u32, to: *mut Process) -> u32 {
+    guard("nvmlInternalGetExportTable[213]", || {
+        let mut session = session();
+        let device = device(&session, which)?;
+        let make = |p: &gpusession_proto::readings::Process| Process {
+            pid: p.pid,
+            used: p.used_bytes,
+            gpu_instance: !0,
+            compute_instance: !0,
+            name: [0; 4104],
+        };
+        let items = session.device(device)?.processes.iter().map(make).collect();
+        // SAFETY: `nvidia-smi` passes a list and how many it has room for.
+        unsafe { list(count, to, items) }
+    })
+}
+
+/// Processes of other kinds, of which a lease has none: MPS, graphics.
+unsafe extern "C" fn none(which: usize, count: *mut u32, _to: *mut Process) -> u32 {
+    guard("nvmlInternalGetExportTable[214]", || {
+        device(&session(), which)?;
+        // SAFETY: `nvidia-smi` passes a place for the number.
+        unsafe { out(count, 0) }
     })
 }
 
