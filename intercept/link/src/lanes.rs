@@ -49,11 +49,14 @@ pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Head
 
 /// Both directions' lanes of one link.
 pub struct Lanes {
-    up: Vec<Arc<UpLane>>,
+    up: Arc<UpQueue>,
 }
 
-struct UpLane {
-    queue: Mutex<VecDeque<Piece>>,
+/// Pieces that wait for a lane to the device. Whichever lane is free takes the oldest one, so that none is waited for while
+/// another has nothing to do, and a transfer's pieces are never behind a later one's.
+#[derive(Default)]
+struct UpQueue {
+    pieces: Mutex<VecDeque<Piece>>,
     changed: Condvar,
 }
 
@@ -95,13 +98,11 @@ impl Sent {
 impl Lanes {
     pub(crate) fn open(link: &Arc<Link>) -> Result<Self, Lost> {
         let threads_error = |e| Lost(format!("no thread for a lane: {e}"));
-        let mut up = Vec::new();
+        let up = Arc::<UpQueue>::default();
         for i in 0..UP_LANES {
             let transport = link.open_lane(FIRST_UP_LANE + i)?;
-            let lane = Arc::new(UpLane { queue: Mutex::default(), changed: Condvar::new() });
-            let (mine, weak) = (lane.clone(), Arc::downgrade(link));
-            threads::spawn("gpusession-up", move || mine.run(&transport, &weak)).map_err(threads_error)?;
-            up.push(lane);
+            let (queue, weak) = (up.clone(), Arc::downgrade(link));
+            threads::spawn("gpusession-up", move || queue.serve(&transport, &weak)).map_err(threads_error)?;
         }
         for i in 0..DOWN_LANES {
             let transport = link.open_lane(FIRST_DOWN_LANE + i)?;
@@ -112,37 +113,32 @@ impl Lanes {
         Ok(Self { up })
     }
 
-    /// Queues a transfer to the device. The chunks of two transfers keep their order on each lane.
+    /// Queues a transfer to the device.
     pub fn send(&self, transfer: u64, range: HostRange) -> Arc<Sent> {
         let chunks = range.len.div_ceil(CHUNK);
         let sent = Arc::new(Sent { left: Mutex::new(Some(chunks)), changed: Condvar::new() });
-        for i in 0..chunks {
-            let offset = i * CHUNK;
+        let mut pieces = lock(&self.up.pieces);
+        for offset in (0..range.len).step_by(CHUNK) {
             let piece = HostRange { address: range.address + offset, len: CHUNK.min(range.len - offset) };
-            let lane = &self.up[i % self.up.len()];
-            lock(&lane.queue).push_back(Piece {
-                transfer,
-                offset: offset as u64,
-                range: piece,
-                sent: sent.clone(),
-            });
-            lane.changed.notify_one();
+            pieces.push_back(Piece { transfer, offset: offset as u64, range: piece, sent: sent.clone() });
         }
+        drop(pieces);
+        self.up.changed.notify_all();
         sent
     }
 }
 
-impl UpLane {
-    fn run(&self, transport: &Transport, link: &Weak<Link>) {
+impl UpQueue {
+    fn serve(&self, transport: &Transport, link: &Weak<Link>) {
         let mut failed = false;
         loop {
             let piece = {
-                let mut queue = lock(&self.queue);
+                let mut pieces = lock(&self.pieces);
                 loop {
-                    if let Some(piece) = queue.pop_front() {
+                    if let Some(piece) = pieces.pop_front() {
                         break piece;
                     }
-                    queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                    pieces = self.changed.wait(pieces).unwrap_or_else(PoisonError::into_inner);
                 }
             };
             if !failed {

@@ -52,9 +52,12 @@ struct UpLane {
     copying: Mutex<VecDeque<Slot>>,
 }
 
-struct DownLane {
-    slots: Slots,
-    queue: Mutex<VecDeque<Outgoing>>,
+/// Pieces that wait for a lane to the client: whichever is free takes one that is ready.
+#[derive(Default)]
+struct DownQueue {
+    /// Allocated when the first lane opens.
+    slots: OnceLock<Slots>,
+    pieces: Mutex<VecDeque<Outgoing>>,
     changed: Condvar,
 }
 
@@ -62,7 +65,7 @@ struct DownLane {
 #[derive(Default)]
 pub struct Lanes {
     up: [OnceLock<UpLane>; UP_LANES as usize],
-    down: [OnceLock<DownLane>; DOWN_LANES as usize],
+    down: DownQueue,
     arrived: Mutex<Arrived>,
     arrival: Condvar,
     opened: Condvar,
@@ -81,28 +84,28 @@ impl Lanes {
         // SAFETY: a primary context of this worker.
         check(unsafe { (session.driver.call.cuCtxSetCurrent)(context) }).map_err(said)?;
         let lanes = &session.lanes;
-        let opened = |_: &()| {
-            drop(lanes.opening.lock());
-            lanes.opened.notify_all();
-        };
         if lane < FIRST_DOWN_LANE {
             let index = (lane - 1) as usize;
             let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
             let mine = lanes.up[index].get_or_init(|| UpLane { slots, copying: Mutex::default() });
-            opened(&());
             let result = lanes.receive(session.driver, index, mine, transport);
             lanes.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
             lanes.arrival.notify_all();
             result
         } else {
-            let Some(cell) = lanes.down.get((lane - FIRST_DOWN_LANE) as usize) else {
+            if lane - FIRST_DOWN_LANE >= DOWN_LANES {
                 return Err(io::Error::other("no such lane"));
-            };
-            let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
-            let mine =
-                cell.get_or_init(|| DownLane { slots, queue: Mutex::default(), changed: Condvar::new() });
-            opened(&());
-            mine.send(session.driver, transport)
+            }
+            {
+                let _one_at_a_time = lanes.opening.lock();
+                if lanes.down.slots.get().is_none() {
+                    let count = SLOTS_PER_LANE * DOWN_LANES as usize;
+                    let slots = Slots::new(session.driver, count, CHUNK).map_err(said)?;
+                    let _ = lanes.down.slots.set(slots);
+                }
+            }
+            lanes.opened.notify_all();
+            lanes.down.serve(session.driver, transport)
         }
     }
 
@@ -185,8 +188,7 @@ impl Lanes {
 
     /// Whether nothing is on its way to the client.
     pub fn idle(&self) -> bool {
-        let empty = |lane: &DownLane| lane.queue.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        self.down.iter().filter_map(OnceLock::get).all(empty)
+        self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Bytes that came for the device over lanes.
@@ -199,12 +201,12 @@ impl Lanes {
         self.sent.load(Ordering::Relaxed)
     }
 
-    fn down(&self, index: usize) -> &DownLane {
-        let cell = &self.down[index % self.down.len()];
+    /// The slots of lanes to the client, waiting for the first lane.
+    fn outgoing(&self) -> &Slots {
         let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(lane) = cell.get() {
-                return lane;
+            if let Some(slots) = self.down.slots.get() {
+                return slots;
             }
             opening = self.opened.wait(opening).unwrap_or_else(PoisonError::into_inner);
         }
@@ -217,28 +219,28 @@ impl Lanes {
         len: usize,
         mut copy: impl FnMut(usize, usize, &mut Slot) -> Result<(), Status>,
     ) -> Result<(), Status> {
-        for (i, offset) in (0..len).step_by(CHUNK).enumerate() {
-            let lane = self.down(i);
-            let mut slot = lane.slots.take();
+        let slots = self.outgoing();
+        for offset in (0..len).step_by(CHUNK) {
+            let mut slot = slots.take();
             let len = CHUNK.min(len - offset);
             self.sent.fetch_add(len as u64, Ordering::Relaxed);
             let result = copy(offset, len, &mut slot);
             let failed = result.err().unwrap_or(0);
             let piece = Outgoing { transfer, offset: offset as u64, len, slot, failed };
-            lane.queue.lock().unwrap_or_else(PoisonError::into_inner).push_back(piece);
-            lane.changed.notify_one();
+            self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).push_back(piece);
+            self.down.changed.notify_one();
             result?;
         }
         Ok(())
     }
 }
 
-impl DownLane {
-    fn send(&self, driver: &Driver, transport: &Transport) -> io::Result<()> {
+impl DownQueue {
+    fn serve(&self, driver: &Driver, transport: &Transport) -> io::Result<()> {
         let mut idle = 0u32;
         loop {
             let piece = {
-                let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut queue = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
                 while queue.is_empty() {
                     queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 }
@@ -269,7 +271,9 @@ impl DownLane {
             // SAFETY: the device has filled the slot, which is ours; it has CHUNK bytes, a multiple of 8.
             let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
             let sent = transport.send_parts(&[header.as_bytes(), bytes]);
-            self.slots.give(piece.slot);
+            if let Some(slots) = self.slots.get() {
+                slots.give(piece.slot);
+            }
             sent?;
         }
     }
