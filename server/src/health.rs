@@ -53,10 +53,9 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     loop {
         tokio::select! {
             event = events.recv() => match event {
-                Ok(Event::Stuck { gpus, pid }) => {
+                Ok(Event::Stuck { gpus, why }) => {
                     for gpu in gpus {
-                        let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
-                        pool.withdraw(&gpu, Some(Withdrawn::Broken(why))).await;
+                        pool.withdraw(&gpu, Some(Withdrawn::Broken(why.clone()))).await;
                     }
                 }
                 Ok(_) | Err(RecvError::Lagged(_)) => {}

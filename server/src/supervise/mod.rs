@@ -206,12 +206,12 @@ pub enum Event {
         /// A worker that a client had taken and that has ended since.
         ended: Option<WorkerId>,
     },
-    /// A worker was killed and does not end.
+    /// A worker was killed and does not end, or has ended and its memory is still in use.
     Stuck {
         /// Its GPUs.
         gpus: Vec<String>,
-        /// Its process.
-        pid: u32,
+        /// What is wrong.
+        why: String,
     },
 }
 
@@ -285,6 +285,8 @@ struct LeaseState {
 struct State {
     workers: HashMap<WorkerId, Worker>,
     leases: HashMap<String, LeaseState>,
+    /// Processes of workers that have ended a moment ago, their GPUs, and when.
+    ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
 }
 
@@ -713,6 +715,21 @@ impl Supervisor {
                 lease.ledger.reading(id, device, bytes);
             }
         }
+        // After each program its GPUs are looked at: what a process has must go with it.
+        let now = self.0.clock.now();
+        let State { workers, ended, .. } = &mut *state;
+        ended.retain(|(pid, gpus, at)| {
+            let passed = now.saturating_sub(*at);
+            let listed = readings.iter().any(|(p, _, bytes)| p == pid && *bytes > 0);
+            // The number may be another worker's by now.
+            let left = passed >= REAP_LIMIT && listed && !workers.values().any(|w| w.pid == Some(*pid));
+            if left {
+                let why = format!("memory of process {pid}, which has ended, is still in use");
+                let _ = self.0.events.send(Event::Stuck { gpus: gpus.clone(), why });
+            }
+            !left && passed < REAP_LIMIT * 3
+        });
+        let State { workers, leases, .. } = &mut *state;
         let offenders: Vec<_> = leases
             .values()
             .flat_map(|l| l.ledger.offenders())
@@ -885,7 +902,8 @@ impl Supervisor {
             Some(worker) => (worker.gpus.clone(), worker.pid.unwrap_or(0)),
             None => return,
         };
-        let _ = self.0.events.send(Event::Stuck { gpus, pid });
+        let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
+        let _ = self.0.events.send(Event::Stuck { gpus, why });
         let _ = child.wait().await;
     }
 
@@ -1133,6 +1151,10 @@ impl Supervisor {
             None => end,
         };
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
+        if let Some(pid) = worker.pid {
+            let ended = (pid, worker.gpus.clone(), self.0.clock.now());
+            state.ended.push(ended);
+        }
         if let Some(process) = &worker.process {
             self.0.accounting.add(Record {
                 kind: Kind::Process,

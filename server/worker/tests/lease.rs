@@ -6,14 +6,14 @@ mod harness;
 
 use std::io::Read;
 use std::net::TcpListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use gpuserver::accounting::{Accounting, Wanted};
-use gpuserver::clock::{SystemClock, SystemRandom};
+use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::lease::{Lease, Priority, Share};
 use gpuserver::limits::Effective;
-use gpuserver::supervise::{Options, Supervisor, Taken};
+use gpuserver::supervise::{Event, Options, Supervisor, Taken};
 use gpusession_proto::frame::op;
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::LEN;
@@ -23,6 +23,20 @@ use harness::{Client, KEY, LEASE, MIB, Machine, PATIENCE, WINDOW};
 
 const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
 const OUT_OF_MEMORY: i32 = 2;
+
+/// The host's clock, and what a test adds to it.
+#[derive(Default)]
+struct Moved(Mutex<Duration>);
+
+impl Clock for Moved {
+    fn now(&self) -> Moment {
+        SystemClock.now() + *self.0.lock().expect("a duration")
+    }
+
+    fn unix(&self) -> u64 {
+        SystemClock.unix()
+    }
+}
 
 fn lease() -> Lease {
     let hex: String = GPU.iter().map(|b| format!("{b:02x}")).collect();
@@ -107,9 +121,9 @@ fn four_processes_share_one_limit() {
         idle_exit: Duration::ZERO,
         resume_grace: Duration::ZERO,
     };
-    let supervisor =
-        Supervisor::new(options, accounting.clone(), Arc::new(SystemClock), Arc::new(SystemRandom))
-            .expect("a supervisor");
+    let clock = Arc::new(Moved::default());
+    let supervisor = Supervisor::new(options, accounting.clone(), clock.clone(), Arc::new(SystemRandom))
+        .expect("a supervisor");
     let limit = DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
     supervisor.add_lease(&lease(), vec![limit], Effective::default());
     let mut taken = Vec::new();
@@ -157,5 +171,23 @@ fn four_processes_share_one_limit() {
     supervisor.reconcile(&readings);
     eventually("it is ended", || supervisor.workers().iter().filter(|w| w.process.is_some()).count() == 2);
     assert!(supervisor.workers().iter().all(|w| w.pid != Some(pids[2])));
+
+    // What an ended process had is gone soon, or its GPU is not well.
+    let mut events = supervisor.events();
+    let mut stuck = || {
+        std::iter::from_fn(|| events.try_recv().ok()).find_map(|e| match e {
+            Event::Stuck { why, gpus } => Some((why, gpus)),
+            _ => None,
+        })
+    };
+    let still = [(pids[2], GPU, MIB)];
+    supervisor.reconcile(&still);
+    assert_eq!(stuck(), None, "it has a moment");
+    *clock.0.lock().expect("a duration") += Duration::from_secs(11);
+    supervisor.reconcile(&[]);
+    assert_eq!(stuck(), None);
+    supervisor.reconcile(&still);
+    let (why, gpus) = stuck().expect("memory without a process");
+    assert!(why.contains(&format!("process {}", pids[2])) && gpus.len() == 1, "{why}");
     runtime.block_on(supervisor.close("the test ends"));
 }
