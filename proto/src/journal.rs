@@ -28,8 +28,8 @@ macro_rules! events {
 events! {
     /// A lease of GPUs was granted.
     LeaseGranted = 0xa644770082934e8291254c1e8b4db1d8: "A lease of GPUs was granted",
-        "The server @GPUSESSION_SERVER@ has granted the lease @GPUSESSION_LEASE@ to this machine. Programs of users who have access run on\n\
-         its GPUs from now on. `gpusession list` shows them.";
+        "The server @GPUSESSION_SERVER@ has granted the lease @GPUSESSION_LEASE@. On the client, programs of users who have access run on its GPUs\n\
+         from now on: `gpusession list` shows them.";
     /// A lease of GPUs has to wait.
     LeaseWaits = 0x3c5bcca2e10b4c509583dce6a9babeb1: "A lease of GPUs has to wait",
         "No server has what is asked for: @GPUSESSION_REASON@. The daemon goes on asking, with growing pauses;\n\
@@ -46,9 +46,9 @@ events! {
     LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: "A lease of GPUs was parked",
         "The device memory of the lease @GPUSESSION_LEASE@ was moved to the server's host memory so that others can use the GPU.\n\
          It comes back by itself at the next CUDA call; nothing is lost.";
-    /// A lease of GPUs was taken back.
-    LeaseReclaimed = 0xb33b7a197cde42a497afb486369f74ce: "A lease of GPUs was taken back",
-        "The server has ended the lease @GPUSESSION_LEASE@ of @GPUSESSION_CLIENT@: @GPUSESSION_REASON@.";
+    /// A lease of GPUs is over.
+    LeaseReclaimed = 0xb33b7a197cde42a497afb486369f74ce: "A lease of GPUs is over",
+        "The lease @GPUSESSION_LEASE@ of @GPUSESSION_CLIENT@ is over: @GPUSESSION_REASON@. Its workers have been ended.";
     /// A GPU server does not answer.
     ServerLost = 0x6ff34f01d228494abdf676921495ecad: "A GPU server does not answer",
         "The server @GPUSESSION_SERVER@ does not answer: @GPUSESSION_REASON@. Programs on its GPUs wait for it for 60 seconds.\n\
@@ -63,9 +63,9 @@ events! {
     ProtocolMismatch = 0x8ea3d210ae18426688c40c4b756bf439: "Versions do not fit together",
         "Client and server, or library and daemon, do not speak the same version of the protocol: @GPUSESSION_REASON@.\n\
          Update the older one.";
-    /// Access to GPUs was denied.
-    AccessDenied = 0x4195922267ea4a9eba8b2031c74f4446: "Access to GPUs was denied",
-        "User @GPUSESSION_USER@ may not use this machine's GPUs: @GPUSESSION_REASON@. [access] in gpusession.toml says who may.";
+    /// A program got no GPU.
+    AccessDenied = 0x4195922267ea4a9eba8b2031c74f4446: "A program got no GPU",
+        "A program of user @GPUSESSION_USER@ got no GPU: @GPUSESSION_REASON@. [access] and [[lease]] in gpusession.toml say who has GPUs.";
     /// A login session began.
     SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: "A login session began",
         "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. Leases of class \"session\" that are the user's are held until it ends.";

@@ -74,8 +74,10 @@ impl Pool {
             None => format!("{rest}: others may be waiting for its GPUs"),
         };
         info!(
+            message_id = gpusession_proto::journal::Event::LeaseIdle.id(),
             gpusession_lease = lease.id,
             gpusession_client = lease.client,
+            gpusession_reason = reason,
             "lease {} of {}: {reason}",
             lease.id,
             lease.client

@@ -216,6 +216,7 @@ impl Pool {
             entry.stage = Stage::Away;
         }
         info!(
+            message_id = gpusession_proto::journal::Event::LeaseParked.id(),
             gpusession_lease = lease,
             gpusession_client = standing.lease.client,
             gpusession_reason = why,

@@ -11,6 +11,7 @@ use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::pool_server::Pool as PoolService;
 use gpusession_proto::control::{self as wire, PoolEvent};
 use gpusession_proto::join::{JoinToken, is_name};
+use gpusession_proto::journal::Event as Said;
 use gpusession_proto::preface;
 use gpusession_proto::supervise::DeviceLimit;
 use prost::Message as _;
@@ -435,6 +436,7 @@ impl Pool {
     fn ended(&self, leases: &[Lease], reason: &str) {
         for lease in leases {
             info!(
+                message_id = Said::LeaseReclaimed.id(),
                 gpusession_lease = lease.id,
                 gpusession_client = lease.client,
                 gpusession_reason = reason,
@@ -797,7 +799,12 @@ impl PoolService for Service {
         let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
-                info!(gpusession_client = client, "no lease for {client}: {text}{more}");
+                info!(
+                    message_id = Said::PoolExhausted.id(),
+                    gpusession_client = client,
+                    gpusession_reason = text,
+                    "no lease for {client}: {text}{more}"
+                );
             }
             use tonic::Code::{FailedPrecondition, ResourceExhausted};
             use wire::refusal::Kind;
@@ -816,8 +823,10 @@ impl PoolService for Service {
             let what: Vec<_> =
                 lease.shares.iter().map(|s| format!("{} MiB of {}", s.limit_bytes >> 20, s.gpu)).collect();
             info!(
+                message_id = Said::LeaseGranted.id(),
                 gpusession_lease = lease.id,
                 gpusession_client = client,
+                gpusession_server = pool.facts.config.name,
                 "lease {} granted to {client}: {}",
                 lease.id,
                 what.join(", ")
