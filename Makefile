@@ -103,7 +103,7 @@ test-system:
 	@.ci/setup system || true
 	@reason=$$(tests/system/run --why-not); if [ -n "$$reason" ]; then \
 		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
-	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb && packaging/build deb --fast --out target/system/dist && \
+	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && rm -rf target/system && packaging/build deb --fast --out target/system/dist && \
 		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
 # ---- checking

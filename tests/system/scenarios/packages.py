@@ -1,0 +1,66 @@
+"""Install, upgrade, remove and purge on Debian 12 and 13; other drivers are not shadowed; nothing is left."""
+import subprocess
+
+from harness import CLIENT_PACKAGES, HERE, Failed, Host, expect
+
+ORDER = 90
+ROOT = HERE.parent.parent
+# What dpkg, systemd and logins write themselves. System users stay (see packaging/README.md), so the user database may differ.
+NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
+FILES = "find / -xdev 2>/dev/null | grep -Ev '" + NOT_OURS + "' | sort"
+ALL = (*CLIENT_PACKAGES, "gpuserver")
+
+
+def older(site):
+    """Packages of the same tree with a lower version, built when first asked for."""
+    out = ROOT / "target/system/older"
+    if not list(out.glob("*.deb")):
+        done = subprocess.run([ROOT / "packaging/build", "deb", "--fast", "--version", "0.0.9", "--out", out, *site.packaging],
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stdout + done.stderr)
+    return [site.deb(name, out) for name in ALL]
+
+
+def run(site, check):
+    before_upgrade = older(site)
+    newer = [site.deb(name) for name in ALL]
+    for suite, name in (("bookworm", "debian12"), ("trixie", "debian13")):
+        host = Host(name)
+        site.boot(name, suite=suite)
+        host.ok("mkdir -p /etc/ld.so.conf.d")
+        files = set(host.ok(FILES).splitlines())
+        with check(f"{name}: packages install, and start nothing"):
+            host.install(before_upgrade)
+            host.ok("dpkg --audit && test -z \"$(dpkg --audit)\"")
+            host.fails("systemctl is-active gpusession gpuserver")
+        with check(f"{name}: our libcuda.so.1 is the loader's, and login sessions have the module"):
+            expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/gpusession/libcuda.so.1")
+            host.ok("grep -q pam_gpusession /etc/pam.d/common-session")
+        with check(f"{name}: units are well-formed, manual pages and completions are there"):
+            host.ok("systemd-analyze verify gpusession.service gpuserver.service 2>&1 | grep -v '^$' | { ! grep -i gpus; }")
+            host.ok("ls /usr/share/man/man1/gpusession.1.gz /usr/share/bash-completion/completions/gpusession")
+        with check(f"{name}: an upgrade keeps configuration and replaces mapped libraries by rename"):
+            host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
+            inode = host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1")
+            host.install(newer)
+            host.ok("grep -q mine /etc/gpusession/gpusession.toml")
+            assert host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1") != inode
+        with check(f"{name}: removing keeps configuration, and leaves the loader and PAM as they were"):
+            host.ok("dpkg -r " + " ".join(ALL) + " 2>&1")
+            host.ok("test -e /etc/gpusession/gpusession.toml")
+            host.fails("ldconfig -p | grep libcuda.so.1")
+            host.fails("grep -r pam_gpusession /etc/pam.d")
+            expect(host.ok("su -l alice -c 'echo in'"), "in")
+        with check(f"{name}: purging leaves nothing"):
+            host.ok("dpkg -P " + " ".join(ALL) + " 2>&1")
+            left = sorted(set(host.ok(FILES).splitlines()) - files)
+            assert not left, "\n".join(left)
+        with check(f"{name}: another libcuda.so.1 that is there before is not shadowed"):
+            host.push([site.sim_library()], "/root")
+            host.ok("install -D -m 644 /root/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 && ldconfig")
+            expect(host.install([site.deb("gpusession-libs")]), "libcuda.so.1")
+            seen = host.ok("ldconfig -p | grep libcuda.so.1")
+            assert "gpusession" not in seen, seen
+            host.ok("dpkg -P gpusession-libs; rm /usr/lib/x86_64-linux-gnu/libcuda.so.1; ldconfig")
+        host.lab("down")
