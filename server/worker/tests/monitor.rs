@@ -1,0 +1,119 @@
+//! The monitor process on the simulated driver's NVML.
+
+#[allow(dead_code)]
+mod harness;
+
+use std::io::{Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use gpusession_proto::message;
+use gpusession_proto::readings::{Answer, FromMonitor, Query, ToMonitor, uuid_bytes};
+use harness::Machine;
+
+struct Monitor(Child, Option<ChildStdin>, ChildStdout);
+
+impl Monitor {
+    fn start(machine: &Machine) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_gpuserver-worker"))
+            .arg("--monitor")
+            .arg(machine.driver())
+            .env("SIMGPU_MACHINE", machine.name())
+            .env("SIMGPU_DEVICES", "2")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (to, from) = (child.stdin.take(), child.stdout.take().unwrap());
+        Self(child, to, from)
+    }
+
+    fn receive(&mut self) -> FromMonitor {
+        let mut prefix = [0; 4];
+        self.2.read_exact(&mut prefix).unwrap();
+        let mut body = vec![0; message::body_len(prefix).unwrap()];
+        self.2.read_exact(&mut body).unwrap();
+        message::decode(&body).unwrap()
+    }
+
+    fn send(&mut self, request: &ToMonitor) -> FromMonitor {
+        self.1.as_mut().unwrap().write_all(&message::encode(request)).unwrap();
+        self.receive()
+    }
+
+    fn ask(&mut self, device: usize, call: &str, input: &[u8]) -> Answer {
+        let uuid = uuid_bytes(&format!("GPU-73696d67-7075-4000-8000-6770752d300{device}")).unwrap();
+        let query = Query { device: uuid, call: call.into(), input: input.into() };
+        let FromMonitor::Answers(answers) = self.send(&ToMonitor::Ask(vec![query])) else { panic!() };
+        answers.into_iter().next().unwrap()
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn ok(output: &[u8]) -> Answer {
+    Answer { status: 0, output: output.into() }
+}
+
+#[test]
+fn every_shape_of_a_question_is_answered() {
+    let machine = Machine::new();
+    put_nvml(&machine);
+    let mut monitor = Monitor::start(&machine);
+    assert!(
+        matches!(monitor.receive(), FromMonitor::Ready { driver_version, .. } if !driver_version.is_empty())
+    );
+    let FromMonitor::Gpus(gpus) = monitor.send(&ToMonitor::Read) else { panic!() };
+    assert_eq!(gpus.len(), 2);
+    assert!(
+        gpus.iter()
+            .all(|g| g.memory_used_bytes == Some(0) && g.temperature_c.is_some() && g.processes.is_empty())
+    );
+
+    // Numbers in and out; two devices are told apart.
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetTemperature", &[0; 4]), ok(&36u32.to_le_bytes()));
+    assert_eq!(monitor.ask(1, "nvmlDeviceGetTemperature", &[0; 4]), ok(&37u32.to_le_bytes()));
+    assert_eq!(monitor.ask(1, "nvmlDeviceGetTemperature", &[9, 0, 0, 0]).status, 2, "NVML's own error");
+    // A text, a list, a structure, a value of a field, a peer.
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetSerial", &[]), ok(b"\x0d\0\0\x000000000000001"));
+    let clocks: Vec<u8> = [2u32, 5001, 405].iter().flat_map(|n| n.to_le_bytes()).collect();
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetSupportedMemoryClocks", &[]), ok(&clocks));
+    let version = (12u32 | 1 << 24).to_le_bytes();
+    let input = [version, [0; 4], [0; 4]].concat();
+    assert_eq!(
+        monitor.ask(0, "nvmlDeviceGetTemperatureV", &input),
+        ok(&[version, [0; 4], [36, 0, 0, 0]].concat())
+    );
+    let newer = [(12u32 | 2 << 24).to_le_bytes(), [0; 4], [0; 4]].concat();
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetTemperatureV", &newer).status, 25);
+    let field = monitor.ask(1, "nvmlDeviceGetFieldValues", &82u64.to_le_bytes());
+    assert_eq!((field.status, field.output.len(), field.output[32]), (0, 40, 41));
+    let peer = uuid_bytes("GPU-73696d67-7075-4000-8000-6770752d3001").unwrap();
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetTopologyCommonAncestor", &peer), ok(&40u32.to_le_bytes()));
+
+    // What this NVML lacks, what the table lacks, what would change something, what is malformed.
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetModuleId", &[]).status, 3);
+    assert_eq!(monitor.ask(0, "system", &[]).status, 13);
+    assert_eq!(monitor.ask(0, "nvmlDeviceSetPersistenceMode", &[0; 4]).status, 3);
+    assert_eq!(monitor.ask(0, "nvmlDeviceGetTemperature", &[]).status, 2);
+    assert_eq!(monitor.ask(7, "nvmlDeviceGetPowerUsage", &[]).status, 2, "a device that is not there");
+
+    monitor.1 = None;
+    assert!(monitor.0.wait().unwrap().success(), "it ends with its input");
+}
+
+#[test]
+fn without_nvml_it_says_so() {
+    let machine = Machine::new();
+    let mut monitor = Monitor::start(&machine);
+    assert!(matches!(monitor.receive(), FromMonitor::Failed(why) if why.contains("libnvidia-ml.so.1")));
+}
+
+/// Puts the simulated NVML beside the simulated driver.
+fn put_nvml(machine: &Machine) {
+    std::os::unix::fs::symlink("libcuda.so.1", machine.driver().with_file_name("libnvidia-ml.so.1")).unwrap();
+}
