@@ -71,6 +71,19 @@ pub struct Start {
     pub resume_grace_s: u32,
     /// Bytes of host memory that mirrors of the client's memory and images on their way may each take.
     pub staging_bytes: u64,
+    /// Whether it gives up what it does not need.
+    pub isolation: Isolation,
+}
+
+/// Whether a worker gives up what it does not need before it serves a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Isolation {
+    /// It does not.
+    Off,
+    /// As far as the host allows it.
+    Try,
+    /// All of it, or it does not start.
+    Require,
 }
 
 /// One GPU of a worker.
@@ -132,6 +145,11 @@ pub enum FromWorker {
     },
     /// The client wants something of a paused worker. Told once.
     Wanted,
+    /// What a client could make it do is bounded, but for what this host does not allow; told before [`FromWorker::Ready`].
+    Contained {
+        /// What could not be applied, and why.
+        lacking: Vec<String>,
+    },
     /// The process needs more device memory than its worker was granted. The sum over a lease is the supervisor's to count.
     MemoryWanted {
         /// Which of [`Start::devices`].

@@ -221,6 +221,8 @@ pub struct PsRow {
     pub bytes_to_device: u64,
     /// Copied from the device.
     pub bytes_from_device: u64,
+    /// `full`, `off`, or what of a worker's isolation this host does not allow.
+    pub isolation: String,
     /// Since its last GPU work.
     pub idle_usec: u64,
     /// Since its start.
@@ -468,6 +470,7 @@ fn ps_row(w: WorkerView) -> PsRow {
         calls: w.usage.calls,
         bytes_to_device: w.usage.bytes_to_device,
         bytes_from_device: w.usage.bytes_from_device,
+        isolation: w.isolation.clone(),
         idle_usec: w.usage.idle_usec,
         age_usec: micros(w.age),
     }

@@ -13,6 +13,7 @@ use ipnet::IpNet;
 use toml::de::{DeTable, DeValue};
 
 use gpusession_proto::join::is_name;
+use gpusession_proto::supervise::Isolation;
 
 use crate::idle::Timeouts;
 use crate::lease::{Memory, Reserve, Rules};
@@ -95,6 +96,12 @@ pub const KEYS: &[Key] = &[
         help: "how leases share a GPU: \"time-slice\", or \"exclusive\": not at all",
     },
     Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
+    Key {
+        name: "isolation",
+        default: "off",
+        help: "workers give up files, sockets, processes and rare system calls: \"try\" as far as this host allows it, \
+               \"require\" or they do not start, \"off\"",
+    },
     Key {
         name: "worker_idle_exit",
         default: "10min",
@@ -261,6 +268,8 @@ pub struct Config {
     pub warm_workers: u32,
     /// After so long without use a lease keeps one ready worker only; zero is never.
     pub worker_idle_exit: Duration,
+    /// Whether workers give up what they do not need.
+    pub isolation: Isolation,
     /// What becomes of leases that are idle.
     pub idle: Timeouts,
     /// Host memory for the device memory of parked programs.
@@ -847,6 +856,13 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         },
         ToString::to_string,
     )?;
+    let isolation =
+        reader.key("isolation", || default("off"), |v| one_of(v, &["off", "try", "require"], &[]), plain)?;
+    let isolation = match isolation.as_str() {
+        "try" => Isolation::Try,
+        "require" => Isolation::Require,
+        _ => Isolation::Off,
+    };
     let worker_idle_exit = reader.key(
         "worker_idle_exit",
         || (Duration::from_secs(600), Origin::Default),
@@ -970,6 +986,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         trusted_networks,
         warm_workers,
         worker_idle_exit,
+        isolation,
         idle,
         parked_max,
         return_limit,

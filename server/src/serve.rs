@@ -129,6 +129,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
+        isolation: config.isolation,
     };
     let registry = Arc::new(LocalRegistry::open(
         &config.state_dir,

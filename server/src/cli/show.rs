@@ -85,7 +85,18 @@ pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
 pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
-        "WORKER", "PID", "STATE", "LEASE", "CLIENT", "PROGRAM", "FROM", "TLS", "MEMORY", "CALLS", "AGE",
+        "WORKER",
+        "PID",
+        "STATE",
+        "LEASE",
+        "CLIENT",
+        "PROGRAM",
+        "FROM",
+        "TLS",
+        "ISOLATION",
+        "MEMORY",
+        "CALLS",
+        "AGE",
     ]);
     for r in rows {
         let program = match (r.program, r.client_pid, r.uid) {
@@ -106,6 +117,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
                 None => "-",
             }
             .into(),
+            if r.isolation.len() > 5 { "partial".into() } else { r.isolation },
             mib(r.memory_bytes),
             r.calls.to_string(),
             span(r.age_usec),

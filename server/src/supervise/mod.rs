@@ -12,7 +12,7 @@ use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::supervise::{DeviceLimit, FromWorker, Start, ToWorker, Usage};
+use gpusession_proto::supervise::{DeviceLimit, FromWorker, Isolation, Start, ToWorker, Usage};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::process::Child;
@@ -84,6 +84,8 @@ pub struct Options {
     pub idle_exit: Duration,
     /// How long a worker waits for a lost client.
     pub resume_grace: Duration,
+    /// Whether workers give up what they do not need.
+    pub isolation: Isolation,
 }
 
 /// What a worker is doing.
@@ -151,6 +153,8 @@ pub struct WorkerView {
     pub gpus: Vec<String>,
     /// What it said about its work.
     pub usage: Usage,
+    /// `full`, `off`, or what of it this host does not allow.
+    pub isolation: String,
     /// Device memory that its process has of the lease's, its context included.
     pub memory_bytes: u64,
     /// Since when it exists.
@@ -263,6 +267,7 @@ struct Worker {
     pausing: Option<oneshot::Sender<bool>>,
     /// Its client wants something of it though it is paused.
     wanted: bool,
+    isolation: String,
     since: Moment,
     ended_because: Option<String>,
     commands: mpsc::Sender<Command>,
@@ -288,6 +293,7 @@ struct State {
     /// Processes of workers that have ended a moment ago, their GPUs, and when.
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
+    isolation_told: bool,
 }
 
 impl State {
@@ -652,6 +658,7 @@ impl Supervisor {
             peer: w.peer,
             gpus: w.gpus.clone(),
             usage: w.usage,
+            isolation: w.isolation.clone(),
             memory_bytes: leases
                 .get(&w.lease)
                 .map_or(0, |l| (0..l.ledger.devices().len()).map(|device| l.ledger.of(id, device)).sum()),
@@ -806,6 +813,7 @@ impl Supervisor {
             warm: true,
             resume_grace_s: options.resume_grace.as_secs() as u32,
             staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
+            isolation: options.isolation,
         };
         let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
         let (stop, stops) = mpsc::unbounded_channel();
@@ -830,6 +838,7 @@ impl Supervisor {
             active: self.0.clock.now(),
             pausing: None,
             wanted: false,
+            isolation: "off".into(),
             since: self.0.clock.now(),
             ended_because: None,
             commands,
@@ -1123,6 +1132,16 @@ impl Supervisor {
             FromWorker::Paused { quiet } => {
                 if let Some(asked) = worker.pausing.take() {
                     let _ = asked.send(quiet);
+                }
+            }
+            FromWorker::Contained { lacking } => {
+                let lacking: Vec<_> = lacking.iter().map(|l| printable(l)).collect();
+                if !lacking.is_empty() && !state.isolation_told {
+                    state.isolation_told = true;
+                    warn!("workers are not isolated as far as they could be: {}", lacking.join("; "));
+                }
+                if let Some(worker) = state.workers.get_mut(id) {
+                    worker.isolation = if lacking.is_empty() { "full".into() } else { lacking.join("; ") };
                 }
             }
             FromWorker::Wanted => {

@@ -13,12 +13,13 @@ use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader, op};
 use gpusession_proto::preface::{LEN, Preface};
-use gpusession_proto::supervise::{FromWorker, Start, ToWorker};
+use gpusession_proto::supervise::{FromWorker, Isolation, Start, ToWorker};
 use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::activity::Activity;
+use crate::containment;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check};
 use crate::lanes::Lanes;
@@ -104,6 +105,11 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         Ok(None) => return Ok(None),
         Err(e) => return Err(format!("supervision socket: {e}")),
     };
+    let mut lacking = Vec::new();
+    let contained = start.isolation != Isolation::Off;
+    if contained && let Err(e) = containment::before_driver(&start) {
+        lacking.push(e);
+    }
     let output = Output::redirect().map_err(|e| format!("redirecting the output: {e}"))?;
     let driver = Driver::load(Path::new(&start.driver))?;
     let mut cuda_version = 0;
@@ -111,6 +117,18 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     check(unsafe { (driver.call.cuDriverGetVersion)(&mut cuda_version) })
         .map_err(|s| format!("cuDriverGetVersion: CUDA error {s}"))?;
     let contexts = if start.warm { Some(warm(driver, &start)?) } else { None };
+    if contained && let Err(e) = containment::before_client() {
+        lacking.push(e);
+    }
+    if start.isolation == Isolation::Require && !lacking.is_empty() {
+        return Err(format!(
+            "isolation = \"require\", and this host does not allow it: {}; \"try\" goes on without",
+            lacking.join("; ")
+        ));
+    }
+    if contained {
+        supervisor.tell(&FromWorker::Contained { lacking });
+    }
     let (tls, fingerprint) = identity().map_err(|e| format!("making a certificate: {e}"))?;
     supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {

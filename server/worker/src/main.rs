@@ -2,6 +2,7 @@
 
 mod activity;
 mod admit;
+mod containment;
 mod contexts;
 mod driver;
 mod execute;

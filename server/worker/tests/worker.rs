@@ -831,6 +831,78 @@ fn memory_of_a_client_that_is_gone_is_free_at_once() {
 }
 
 #[test]
+fn five_hundred_workers_leave_nothing_behind() {
+    const WORKERS: u64 = 500;
+    const AT_A_TIME: u64 = 4;
+    let machine = Machine::new();
+    let watcher = Worker::start(&machine);
+    let watching = watcher.client(false);
+    let free = watching.memory().0;
+    let files = |folder: &str| std::fs::read_dir(folder).map_or(0, Iterator::count);
+    let ours = || std::fs::read_dir(machine.driver().parent().expect("a folder")).map_or(0, Iterator::count);
+    let before = (files("/proc/self/fd"), files("/dev/shm"), ours());
+    let mut pids = Vec::new();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..AT_A_TIME)
+            .map(|thread| {
+                let machine = machine.clone();
+                scope.spawn(move || {
+                    let mut random = Random::new(thread + 1);
+                    let mut pids = Vec::new();
+                    for _ in 0..WORKERS / AT_A_TIME {
+                        let mut worker = Worker::start(&machine);
+                        let pid = worker.pid();
+                        pids.push(pid);
+                        let kill = || {
+                            nix::sys::signal::kill(
+                                nix::unistd::Pid::from_raw(pid as i32),
+                                nix::sys::signal::Signal::SIGKILL,
+                            )
+                        };
+                        // Ends before it serves anybody.
+                        if random.below(8) == 0 {
+                            let _ = kill();
+                            worker.gone();
+                            continue;
+                        }
+                        let mut guest = worker.guest();
+                        assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 8 * MIB, 0]), Ok(0));
+                        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
+                        let ended = Instant::now();
+                        match random.below(4) {
+                            // Its client's process ends, or the link is cut.
+                            0 => guest.close(),
+                            1 => drop(kill()),
+                            // Its supervisor ends it.
+                            2 => worker.tell(&ToWorker::Stop { reason: "a test".into() }),
+                            // Its client says something that makes no sense.
+                            _ => guest.write(&[0xff; 64]),
+                        }
+                        worker.gone();
+                        assert!(ended.elapsed() < Duration::from_secs(2), "{:?}", ended.elapsed());
+                    }
+                    pids
+                })
+            })
+            .collect();
+        pids.extend(threads.into_iter().flat_map(|t| t.join().expect("no panic")));
+    });
+    assert_eq!(pids.len() as u64, WORKERS);
+    assert!(!pids.iter().any(|pid| exists(*pid)), "processes");
+    assert_eq!(watching.memory().0, free, "device memory");
+    // Other tests of this process open and close theirs meanwhile.
+    let end = Instant::now() + PATIENCE;
+    while Instant::now() < end && (ours() > before.2 || files("/dev/shm") > before.1) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(ours() <= before.2 && files("/dev/shm") <= before.1, "files and shared memory");
+    while Instant::now() < end && files("/proc/self/fd") > before.0 + 64 {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(files("/proc/self/fd") <= before.0 + 64, "descriptors");
+}
+
+#[test]
 fn two_workers_have_nothing_in_common_but_the_machine() {
     let machine = Machine::new();
     let (first, second) = (Worker::start(&machine), Worker::start(&machine));

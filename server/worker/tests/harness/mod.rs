@@ -18,7 +18,9 @@ use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 use gpusession_proto::preface::{LEN, Preface, refusal_len};
-use gpusession_proto::supervise::{DeviceLimit, FromWorker, MAX_PACKET, Start, ToWorker, WORKER_FD};
+use gpusession_proto::supervise::{
+    DeviceLimit, FromWorker, Isolation, MAX_PACKET, Start, ToWorker, WORKER_FD,
+};
 use gpusession_proto::ticket::Ticket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
@@ -230,6 +232,7 @@ impl Worker {
             warm: options.warm,
             resume_grace_s: 0,
             staging_bytes: gpusession_proto::supervise::STAGING,
+            isolation: Isolation::Try,
         };
         tell(&channel, &ToWorker::Start(start), None);
         let inbox = supervise(channel.clone(), options.memory_bytes);
@@ -337,6 +340,11 @@ impl Worker {
         while self.next(until).is_some() {}
         let status = self.child.wait().expect("a child");
         assert_eq!((status.signal(), status.code()), (None, Some(0)), "the worker said {:?}", self.told);
+    }
+
+    /// Ended in whatever way.
+    pub fn gone(&mut self) {
+        self.child.wait().expect("a child of ours");
     }
 
     pub fn exited(&mut self) {

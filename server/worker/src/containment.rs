@@ -1,0 +1,229 @@
+//! What a worker cannot do. It is presumed controlled by its client: before it serves one it gives up files but those that a CUDA
+//! driver needs (Landlock), sockets but those that it is handed, other processes, new programs and the rarer parts of the
+//! kernel (seccomp), core dumps, and large files.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use gpusession_proto::supervise::Start;
+use landlock::{
+    ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
+    path_beneath_rules,
+};
+use nix::sys::resource::{Resource, setrlimit};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    apply_filter_all_threads,
+};
+
+/// Read and run: libraries, what the driver asks about the machine, the loader's and the resolver's tables.
+const READ: &[&str] = &[
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/opt",
+    "/proc",
+    "/sys",
+    "/run/nvidia-persistenced",
+    "/etc/ld.so.cache",
+    "/etc/nvidia",
+    "/etc/localtime",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/group",
+];
+/// Read and written: the GPUs.
+const WRITE: &[&str] = &["/dev"];
+/// Open files, and bytes of one that is written.
+const MAX_FILES: u64 = 4096;
+const MAX_FILE_BYTES: u64 = 16 << 30;
+
+/// Applied to the first thread before the driver starts others: core dumps, limits, files.
+pub fn before_driver(start: &Start) -> Result<(), String> {
+    // One byte: zero would still start a collector that `core_pattern` names.
+    setrlimit(Resource::RLIMIT_CORE, 1, 1).map_err(|e| format!("core dumps: {e}"))?;
+    setrlimit(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES, MAX_FILE_BYTES)
+        .map_err(|e| format!("file size: {e}"))?;
+    let (_, most) =
+        nix::sys::resource::getrlimit(Resource::RLIMIT_NOFILE).map_err(|e| format!("open files: {e}"))?;
+    let files = most.min(MAX_FILES);
+    setrlimit(Resource::RLIMIT_NOFILE, files, files).map_err(|e| format!("open files: {e}"))?;
+    files_only(start).map_err(|e| format!("landlock: {e}"))
+}
+
+fn files_only(start: &Start) -> Result<(), String> {
+    let abi = ABI::V3;
+    let said = |e: landlock::RulesetError| e.to_string();
+    let own = std::env::current_exe().ok();
+    let read = READ
+        .iter()
+        .map(Path::new)
+        .chain(Path::new(&start.driver).parent())
+        .chain(own.as_deref().and_then(Path::parent));
+    // A driver's folder may be made of links.
+    let target = std::fs::canonicalize(&start.driver).ok();
+    let target = target.as_deref().and_then(Path::parent);
+    let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
+    let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
+    let status = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(abi))
+        .and_then(Ruleset::create)
+        .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
+        .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
+        .and_then(|r| r.restrict_self())
+        .map_err(said)?;
+    match status.ruleset {
+        RulesetStatus::FullyEnforced => Ok(()),
+        RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of it".into()),
+        RulesetStatus::NotEnforced => {
+            Err("this kernel does not have it, or this container forbids it".into())
+        }
+    }
+}
+
+/// Applied to all threads once the driver is warm: system calls.
+pub fn before_client() -> Result<(), String> {
+    calls_only().map_err(|e| format!("seccomp: {e}"))
+}
+
+/// Answered with EPERM: whatever reaches other processes, starts programs, or widens what this one may do.
+const NEVER: &[i64] = &[
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_kill,
+    libc::SYS_rt_sigqueueinfo,
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_sethostname,
+    libc::SYS_syslog,
+    libc::SYS_quotactl,
+    libc::SYS_personality,
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setgroups,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_fork,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_vfork,
+];
+
+fn calls_only() -> Result<(), String> {
+    let said = |e: seccompiler::BackendError| e.to_string();
+    let arch = std::env::consts::ARCH.try_into().map_err(said)?;
+    let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
+        let answer = SeccompAction::Errno(errno as u32);
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, answer, arch).map_err(said)?;
+        let program: BpfProgram = filter.try_into().map_err(said)?;
+        apply_filter_all_threads(&program).map_err(|e| e.to_string())
+    };
+    let when = |argument: u8, operator: SeccompCmpOp, value: u64| {
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
+            .and_then(|c| SeccompRule::new(vec![c]))
+            .map_err(said)
+    };
+    // The newer call hides its flags from filters: the C library falls back to the older one.
+    install(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
+    // Sockets of this host only: those of the network are handed over. Threads, but no processes.
+    rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
+    let thread = libc::CLONE_THREAD as u64;
+    rules.insert(libc::SYS_clone, vec![when(0, SeccompCmpOp::MaskedEq(thread), 0)?]);
+    install(rules, libc::EPERM)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In a process of its own: what is given up does not come back.
+    #[test]
+    fn what_is_given_up() {
+        const CHILD: &str = "CONTAINMENT_TEST";
+        if std::env::var_os(CHILD).is_none() {
+            let done = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "containment::tests::what_is_given_up", "--nocapture"])
+                .env(CHILD, "1")
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&done.stdout);
+            assert!(done.status.success() && said.contains("contained"), "{done:?}");
+            return;
+        }
+        let start = Start {
+            worker: [0; 16],
+            lease: String::new(),
+            ticket_key: [0; 32],
+            driver: "/usr/lib/libcuda.so.1".into(),
+            devices: Vec::new(),
+            require_tls: true,
+            module_cache: None,
+            warm: true,
+            resume_grace_s: 0,
+            staging_bytes: 0,
+            isolation: gpusession_proto::supervise::Isolation::Require,
+        };
+        let files = before_driver(&start);
+        let calls = before_client();
+        // A kernel without Landlock says so.
+        match &files {
+            Ok(()) => {
+                let denied = std::fs::read_dir("/root").or_else(|_| std::fs::read_dir("/home"));
+                assert_eq!(denied.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
+                assert!(std::fs::write("/tmp/containment-test", "x").is_err());
+                assert!(std::fs::read("/proc/self/stat").is_ok() && std::fs::read("/dev/null").is_ok());
+            }
+            Err(e) => assert!(e.starts_with("landlock: "), "{e}"),
+        }
+        calls.unwrap();
+        assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
+        assert!(std::os::unix::net::UnixDatagram::unbound().is_ok());
+        assert!(std::process::Command::new("/bin/true").spawn().is_err());
+        std::thread::spawn(|| {}).join().unwrap();
+        // SAFETY: plain system calls without memory.
+        unsafe {
+            assert_eq!(libc::kill(libc::getppid(), 0), -1);
+            assert_eq!(libc::fork(), -1);
+        }
+        println!("contained");
+        std::process::exit(0);
+    }
+}
