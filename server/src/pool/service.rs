@@ -902,7 +902,7 @@ impl PoolService for Service {
                 return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
             }
             pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|place| {
-                Status::resource_exhausted(format!(
+                Status::unavailable(format!(
                     "the lease's GPUs were given to others while it was idle, and are not free yet: place {place} among \
                      those that wait"
                 ))
