@@ -120,6 +120,7 @@ fn four_processes_share_one_limit() {
         warm_workers: 4,
         idle_exit: Duration::ZERO,
         resume_grace: Duration::ZERO,
+        isolation: gpusession_proto::supervise::Isolation::Try,
     };
     let clock = Arc::new(Moved::default());
     let supervisor = Supervisor::new(options, accounting.clone(), clock.clone(), Arc::new(SystemRandom))
