@@ -245,6 +245,13 @@ impl Server {
             program,
             environment: request.environment.into_iter().collect(),
         };
+        if request.want == Want::Version {
+            let reply = match self.leases.cuda_version(caller, wish).await {
+                Ok(version) => Reply::Version(version),
+                Err((denial, reason)) => Reply::Denied { denial, reason },
+            };
+            return self.answer(&mut stream, &reply).await;
+        }
         if let Want::Readings(queries) = request.want {
             let reply = match self.leases.readings(caller, wish, queries).await {
                 Ok(view) => Reply::Readings(view),

@@ -79,6 +79,12 @@ async fn questions_about_the_gpus_take_no_worker() {
     let said: Vec<_> = view.answers.iter().map(|a| (a.status, a.output.as_slice())).collect();
     assert_eq!(said, [(0, &b"b"[..]), (0, b"a"), (2, b"")], "each server answers for its own devices");
 
+    let (reply, _) = ask_async(&socket.path, Request { want: Want::Version, ..request() }).await;
+    assert_eq!(reply, Reply::Version(13000));
+    assert_eq!(taken(), before);
+    let nobody = Request { lease: Some("nosuchlease".into()), want: Want::Version, ..request() };
+    let (reply, _) = ask_async(&socket.path, nobody).await;
+    assert!(matches!(reply, Reply::Denied { .. }), "{reply:?}");
     let nobody = Request { lease: Some("nosuchlease".into()), want: Want::Readings(vec![]), ..request() };
     let (reply, _) = ask_async(&socket.path, nobody).await;
     assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }), "{reply:?}");

@@ -35,6 +35,8 @@ pub enum Want {
     Workers,
     /// To know about the GPUs, without using one: [`Reply::Readings`], after which the daemon closes the connection.
     Readings(Vec<Query>),
+    /// To know the CUDA version of the driver that a worker would load: [`Reply::Version`], from what the daemon has.
+    Version,
 }
 
 /// From the daemon to `libcuda.so.1`.
@@ -44,6 +46,8 @@ pub enum Reply {
     Granted(Vec<Endpoint>),
     /// The GPUs that workers would have, and the answers.
     Readings(View),
+    /// 1000 * major + 10 * minor; the oldest where there are several servers.
+    Version(u32),
     /// No GPU for this process, and why.
     Denied {
         /// What libcuda tells the program.

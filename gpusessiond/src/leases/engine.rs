@@ -260,6 +260,13 @@ impl Leases for Engine {
         .await
     }
 
+    async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)> {
+        let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
+        let places = places.unwrap_or_else(|| Err((Denial::NotReady, "the daemon is stopping".into())))?;
+        let oldest = places.iter().map(|place| place.lease.cuda_version).filter(|version| *version > 0).min();
+        oldest.ok_or_else(|| (Denial::NotReady, "no server has told its driver's version".into()))
+    }
+
     async fn of(&self, caller: Caller) -> Vec<Slot> {
         self.call(|reply| Message::Of(caller, reply)).await.unwrap_or_default()
     }

@@ -523,6 +523,9 @@ pub trait Leases: Send + Sync {
         wish: Wish,
         queries: Vec<Query>,
     ) -> Result<View, (Denial, String)>;
+    /// The oldest CUDA version among the servers of the GPUs that [`Leases::grant`] would grant. Waits for no lease and asks no
+    /// server.
+    async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)>;
     /// The leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).

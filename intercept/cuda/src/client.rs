@@ -148,10 +148,15 @@ pub fn even_in_host_function() -> Result<&'static Client> {
 }
 
 /// The version that programs are told, from the first answer on always the same: runtimes ask before `cuInit`, when there
-/// is no worker yet to ask, and compare later.
+/// is no worker yet, and compare later. The daemon knows what a worker would say; without an answer it is what this library
+/// implements.
 pub fn driver_version() -> i32 {
     static TOLD: OnceLock<i32> = OnceLock::new();
-    *TOLD.get_or_init(|| get().map_or(NEWEST, |client| client.driver_version))
+    *TOLD.get_or_init(|| match CLIENT.get() {
+        Some(Ok(client)) => client.driver_version,
+        Some(Err(_)) => NEWEST,
+        None => grant::cuda_version().map_or(NEWEST, |version| NEWEST.min(version as i32)),
+    })
 }
 
 fn malformed(_: BadFrame) -> i32 {

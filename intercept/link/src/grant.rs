@@ -20,6 +20,8 @@ pub const SOCKET: &str = "/run/gpusession/grant.sock";
 const PATIENCE: Duration = Duration::from_secs(120);
 /// The daemon asks a server, and waits for nothing else.
 const READINGS_PATIENCE: Duration = Duration::from_secs(15);
+/// The daemon asks nobody for a version.
+const VERSION_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended.
 pub struct Grant {
@@ -79,6 +81,14 @@ pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
 pub fn readings(queries: Vec<Query>) -> Result<View, Refused> {
     match exchange(Vec::new(), Want::Readings(queries), READINGS_PATIENCE)? {
         (Reply::Readings(view), _) => Ok(view),
+        (reply, _) => Err(refused(reply)),
+    }
+}
+
+/// Asks the daemon for the CUDA version of the driver that a worker would load; no worker is used for it.
+pub fn cuda_version() -> Result<u32, Refused> {
+    match exchange(Vec::new(), Want::Version, VERSION_PATIENCE)? {
+        (Reply::Version(version), _) => Ok(version),
         (reply, _) => Err(refused(reply)),
     }
 }
