@@ -142,7 +142,7 @@ unsafe fn processes<T>(which: usize, count: *mut u32, to: *mut T, make: impl Fn(
 }
 
 /// What this machine's kernel calls a process; a container may not see it, the lease knows its name then.
-fn process_name(session: &Session, pid: u32) -> Result<String> {
+pub fn process_name(session: &Session, pid: u32) -> Result<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let name = line.split(|b| *b == 0).next().unwrap_or_default();
     if !name.is_empty() {

@@ -3,7 +3,7 @@
 //! does without the functions that are missing.
 
 use crate::entry::{device, guard, list, out, string};
-use crate::local::{by_address, level};
+use crate::local::{by_address, level, process_name};
 use crate::session::session;
 use crate::status;
 
@@ -21,14 +21,15 @@ union Slot {
     processes: unsafe extern "C" fn(usize, *mut u32, *mut Process) -> u32,
 }
 
-/// A process as `pmon` takes it. It finds out the name by itself.
+/// A process as `nvidia-smi` lists it.
 #[repr(C)]
 struct Process {
     pid: u32,
     used: u64,
+    unknown: u64,
     gpu_instance: u32,
     compute_instance: u32,
-    name: [u8; 4104],
+    name: [u8; 4096],
 }
 
 const _: () = assert!(size_of::<Process>() == 4128);
@@ -79,14 +80,22 @@ unsafe extern "C" fn processes(which: usize, count: *mut u32, to: *mut Process) 
     guard("nvmlInternalGetExportTable[213]", || {
         let mut session = session();
         let device = device(&session, which)?;
-        let make = |p: &gpusession_proto::readings::Process| Process {
-            pid: p.pid,
-            used: p.used_bytes,
-            gpu_instance: !0,
-            compute_instance: !0,
-            name: [0; 4104],
+        let found = session.device(device)?.processes.clone();
+        let make = |p: &gpusession_proto::readings::Process| {
+            let text = process_name(&session, p.pid).unwrap_or_default();
+            let mut name = [0; 4096];
+            let length = text.len().min(name.len() - 1);
+            name[..length].copy_from_slice(&text.as_bytes()[..length]);
+            Process {
+                pid: p.pid,
+                used: p.used_bytes,
+                unknown: u64::MAX,
+                gpu_instance: !0,
+                compute_instance: !0,
+                name,
+            }
         };
-        let items = session.device(device)?.processes.iter().map(make).collect();
+        let items = found.iter().map(make).collect();
         // SAFETY: `nvidia-smi` passes a list and how many it has room for.
         unsafe { list(count, to, items) }
     })
