@@ -1,0 +1,52 @@
+"""rpm's own tools install, upgrade and erase the rpm packages; their scriptlets do what they should."""
+import subprocess
+
+from harness import HERE, Failed, Host, expect
+
+ORDER = 95
+ROOT = HERE.parent.parent
+
+
+def build(site, folder, *arguments):
+    out = ROOT / "target/system" / folder
+    if not list(out.glob("*.rpm")):
+        done = subprocess.run([ROOT / "packaging/build", "rpm", "--fast", "--out", out, *site.packaging, *arguments],
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stdout + done.stderr)
+    return sorted(out.glob("*.rpm"))
+
+
+def run(site, check):
+    host = Host("rpm")
+    site.boot("rpm")
+    with check("rpm is there"):
+        done = subprocess.run([HERE / "lab", "run", "--uplink", "rpm", "sh", "-c", "apt-get update -qq && apt-get install -y -qq --no-install-recommends rpm"],
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stdout + done.stderr)
+    # There is no userland of an rpm distribution here: dependencies cannot be looked up, all else is as it is there.
+    rpm = "rpm --nodeps --ignoresize"
+    with check("the packages install: users are made, the loader knows the library, nothing is started"):
+        host.push(build(site, "rpms-older", "--version", "0.0.9"), "/root/older")
+        host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
+        host.ok("id gpusession && id gpuserver")
+        expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/usr/lib64/gpusession/libcuda.so.1")
+        host.fails("systemctl is-active gpusession gpuserver")
+    with check("a service that runs is restarted by an upgrade, and configuration is kept"):
+        host.ok("systemctl start gpusession; echo '# mine' >>/etc/gpusession/gpusession.toml")
+        before = host.ok("systemctl show -P MainPID gpusession")
+        host.push(build(site, "rpms"), "/root/newer")
+        host.ok(f"{rpm} -U /root/newer/*.rpm 2>&1")
+        assert host.ok("systemctl show -P MainPID gpusession") not in (before, "0")
+        host.ok("grep -q mine /etc/gpusession/gpusession.toml")
+        host.ok("rpm -V --nodeps gpusession-libs libpam-gpusession gpuserver")
+    with check("erasing stops the service and takes the library from the loader"):
+        host.ok(f"{rpm} -e gpusession gpusession-libs libpam-gpusession gpuserver 2>&1".replace(" --ignoresize", ""))
+        host.fails("systemctl is-active gpusession")
+        host.fails("ldconfig -p | grep libcuda.so.1")
+        # Folders may stay: cargo-generate-rpm packs files only.
+        seen = host.ok("find / -xdev \\( -path /var/log -o -path /root -o -path /proc -o -path /var/lib/rpm \\) -prune "
+                       "-o -name '*gpus*' ! -type d -print")
+        assert seen == "/etc/gpusession/gpusession.toml.rpmsave", seen
+    host.lab("down")
