@@ -410,7 +410,9 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         store: Some(Store),
         lease_fds: inherited.returned.lease_fds,
     };
-    let bus = Bus::start(connection, api).await.context("org.gpusession1")?;
+    let bus = Bus::start(connection, api).await.context(
+        "org.gpusession1 (if the bus denies the name, its policy is not loaded: systemctl reload dbus)",
+    )?;
     notify(&[NotifyState::Ready, NotifyState::Status("starting")]);
     info!("ready; {} lease(s) configured", config.leases.len());
 

@@ -27,18 +27,20 @@ def run(site, check):
             raise Failed(done.stdout + done.stderr)
     # There is no userland of an rpm distribution here: dependencies cannot be looked up, all else is as it is there.
     rpm = "rpm --nodeps --ignoresize"
+    older, newer = build(site, "rpms-older", "--version", "0.0.9"), build(site, "rpms")
     with check("the packages install: users are made, the loader knows the library, nothing is started"):
-        host.push(build(site, "rpms-older", "--version", "0.0.9"), "/root/older")
+        host.push(older, "/root/older")
         host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
         host.ok("id gpusession && id gpuserver")
         expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/usr/lib64/gpusession/libcuda.so.1")
         host.fails("systemctl is-active gpusession gpuserver")
     with check("a service that runs is restarted by an upgrade, and configuration is kept"):
-        host.ok("systemctl start gpusession; echo '# mine' >>/etc/gpusession/gpusession.toml")
+        host.ok("systemctl start gpusession && echo '# mine' >>/etc/gpusession/gpusession.toml")
         before = host.ok("systemctl show -P MainPID gpusession")
-        host.push(build(site, "rpms"), "/root/newer")
+        host.push(newer, "/root/newer")
         host.ok(f"{rpm} -U /root/newer/*.rpm 2>&1")
-        assert host.ok("systemctl show -P MainPID gpusession") not in (before, "0")
+        after = host.ok("systemctl show -P MainPID gpusession")
+        assert after not in (before, "0"), f"main process {before} before, {after} after"
         host.ok("grep -q mine /etc/gpusession/gpusession.toml")
         host.ok("rpm -V --nodeps gpusession-libs libpam-gpusession gpuserver")
     with check("erasing stops the service and takes the library from the loader"):
