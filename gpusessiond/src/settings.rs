@@ -79,9 +79,6 @@ impl Settings {
 async fn specs(config: &Config) -> Vec<Spec> {
     let mut specs = Vec::with_capacity(config.leases.len());
     for (order, lease) in (0..).zip(&config.leases) {
-        if lease.hold || lease.on_idle.is_some() {
-            warn!("lease {}: hold and on_idle have no effect: the server's [idle] decides", lease.name);
-        }
         let mut spec = Spec::configured(lease, order);
         if let Some(name) = lease.for_user.clone() {
             let user = tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name)).await;

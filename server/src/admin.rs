@@ -252,6 +252,12 @@ pub struct LeaseRow {
     pub persistent: bool,
     /// Whether it has its GPUs to itself.
     pub exclusive: bool,
+    /// What it asked to become of it while it is idle: park, release, keep; empty: the server's policy.
+    pub on_idle: String,
+    /// Not lent while it has no programs.
+    pub hold: bool,
+    /// Since its last GPU work; without programs, since the last one ended or it began.
+    pub idle_usec: u64,
     /// Until it ends unless renewed.
     pub left_usec: u64,
     /// Seconds since 1970.
@@ -514,6 +520,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     state: pool.lease_state(&s.lease.id).0.into(),
                     position: pool.lease_state(&s.lease.id).1,
                     warm: pool.supervisor().ready(&s.lease.id),
+                    idle_usec: micros(pool.idle_for(&s.lease.id)),
                     lease: s.lease.id,
                     client: s.lease.client,
                     user: s.lease.user,
@@ -533,6 +540,8 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     encrypted: s.lease.encrypted,
                     persistent: s.lease.persistent,
                     exclusive: s.lease.exclusive,
+                    on_idle: s.lease.on_idle.as_str().into(),
+                    hold: s.lease.hold,
                     left_usec: micros(s.left),
                     created_unix: s.lease.created_unix,
                 })

@@ -15,9 +15,8 @@ use toml::de::{DeTable, DeValue};
 use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 
-use crate::idle::Timeouts;
 use crate::lease::{Memory, Reserve, Rules};
-use crate::limits::{self, Bound, Entry, Group, LIMITS, Layer, Limits, Scope};
+use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
 
 /// The configuration file that is read when none is named.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
@@ -270,8 +269,6 @@ pub struct Config {
     pub worker_idle_exit: Duration,
     /// Whether workers give up what they do not need.
     pub isolation: Isolation,
-    /// What becomes of leases that are idle.
-    pub idle: Timeouts,
     /// Host memory for the device memory of parked programs.
     pub parked_max: Memory,
     /// How long a parked program waits for its GPU before it gets an error; zero is without end.
@@ -448,7 +445,9 @@ fn read_table(
         } else if let Some(inner) = inner.filter(|_| leads_on) {
             read_table(raw, path, inner, at, env)?;
         } else if let Some((layer, name)) = limit
-            && (LIMITS.iter().any(|l| l.name == name)
+            && (LIMITS
+                .iter()
+                .any(|l| l.name == name && (layer != Layer::Default || !IDLE_TIMES.contains(&name)))
                 || matches!(layer, Layer::Group(_)) && ["clients", "users"].contains(&name))
         {
             let value = convert(value.get_ref(), env).map_err(bad)?;
@@ -476,6 +475,9 @@ fn read_table(
 }
 
 fn unknown(written: &str) -> String {
+    if let Some(key) = KEYS.iter().find(|k| written.rsplit('.').next() == Some(k.name)) {
+        return format!("unknown key `{written}`; did you mean `{}`?", key.name);
+    }
     let limits = LIMITS.iter().map(|l| format!("limits.{}", l.name));
     let nearest = KEYS
         .iter()
@@ -869,16 +871,15 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         duration,
         |d| show_duration(*d),
     )?;
-    let mut after = |key: &'static str, minutes: u64| {
-        let default = || (Duration::from_secs(60 * minutes), Origin::Default);
-        reader.key(key, default, duration, |d| show_duration(*d))
-    };
-    let idle = Timeouts {
-        warn: after("warn_after", 25)?,
-        park: after("park_after", 30)?,
-        release: after("release_after", 0)?,
-        lend: after("lend_after", 10)?,
-    };
+    let mut idle = Vec::new();
+    for name in IDLE_TIMES {
+        let of_default = KEYS.iter().find(|k| k.name == name).and_then(|k| parse_duration(k.default));
+        let default = || (of_default.unwrap_or_default(), Origin::Default);
+        let time = reader.key(name, default, duration, |d| show_duration(*d))?;
+        let origin = reader.report.last().map_or(Origin::Default, |(.., origin)| origin.clone());
+        let bound = Bound::Time(time);
+        idle.push(Entry { name, layer: Layer::Default, bound, origin: origin.to_string() });
+    }
     let parked_max = reader.key(
         "parked_max",
         || (Memory::Percent(50.0), Origin::Default),
@@ -938,7 +939,9 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         reader.key("users.scope", || default("client"), |v| one_of(v, &["client", "site"], &[]), plain)?;
     let mut report = reader.report;
     let scope = if scope == "site" { Scope::Site } else { Scope::Client };
-    let limits = check_limits(&raw, scope, &mut report)?;
+    let mut limits = check_limits(&raw, scope, &mut report)?;
+    limits.entries.extend(idle);
+    let idle = limits.of("", "").idle();
     let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
     for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
         let memory = Bound::Memory(r.memory);
@@ -987,7 +990,6 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         warm_workers,
         worker_idle_exit,
         isolation,
-        idle,
         parked_max,
         return_limit,
         file: PathBuf::new(),
@@ -1025,7 +1027,7 @@ fn check_limits(
 ) -> Result<Limits, ConfigError> {
     let mut out = Limits { scope, ..Limits::default() };
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
-    for limit in LIMITS {
+    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
         if !raw.limits.contains_key(&(Layer::Default, limit.name.to_string())) {
             report.push((format!("limits.{}", limit.name), limit.default.into(), Origin::Default));
         }
@@ -1054,6 +1056,12 @@ fn check_limits(
             other => other.to_string(),
         };
         let bound = Bound::parse(limit.kind, &written).map_err(bad)?;
+        if name == "on_idle"
+            && let Bound::Names(words) = &bound
+            && let Some(bad_word) = words.iter().find(|w| !ON_IDLE.contains(&w.as_str()))
+        {
+            return Err(bad(format!("{bad_word:?} is none of {}", ON_IDLE.join(", "))));
+        }
         if name == "sm_percent" && !matches!(bound, Bound::Number(1..=100)) {
             return Err(bad("a number from 1 to 100 is wanted".into()));
         }
@@ -1165,7 +1173,15 @@ mod tests {
         assert_eq!(config.data_ports, (7602, 7602));
         assert_eq!(config.state_dir, Path::new("/var/lib/gpuserver-a"));
         assert_eq!(config.origin("state_dir"), Origin::Environment("STATE_DIRECTORY"));
-        assert_eq!(config.report.len(), KEYS.len() + LIMITS.len());
+        assert_eq!(config.report.len(), KEYS.len() + LIMITS.len() - IDLE_TIMES.len());
+        for name in IDLE_TIMES {
+            let of = |list: &str| Bound::parse(limits::Kind::Time, list);
+            let (key, limit) = (
+                KEYS.iter().find(|k| k.name == name).unwrap(),
+                LIMITS.iter().find(|l| l.name == name).unwrap(),
+            );
+            assert_eq!(of(key.default), of(limit.default), "{name}: one default");
+        }
         assert!(config.encryption && config.warnings.is_empty());
     }
 
@@ -1215,6 +1231,11 @@ mod tests {
         );
         assert!(message("[limits.machine.x]\ngpus = 1").contains("unknown key `limits.machine.x.gpus`"));
         assert!(message("limits = 3").contains("unknown key `limits`"));
+        assert!(message("[limits]\npark_after = \"1h\"").contains("did you mean `park_after`?"));
+        assert!(
+            message("[limits.user.a]\non_idle = [\"burn\"]").contains("\"burn\" is none of park, release")
+        );
+        assert!(message("[limits.user.a]\npark_after = \"soon\"").contains("a duration like"));
         assert!(message("[limits]\ngpus = \"x\"").contains("t.toml:2: limits.gpus = \"x\": a whole number"));
         assert!(message("[limits]\nstaging = \"4MB\"").contains("MiB"));
         assert!(message("[limits]\nsm_percent = 0").contains("from 1 to 100"));
@@ -1252,18 +1273,23 @@ mod tests {
     #[test]
     fn limits_of_every_layer() {
         let config = parse(
-            "overcommit = \"150%\"\n[users]\nscope = \"site\"\n[limits]\ngpus = 4\nmemory = \"50%\"\n\
+            "overcommit = \"150%\"\npark_after = \"10min\"\n[users]\nscope = \"site\"\n[limits]\ngpus = 4\nmemory = \"50%\"\n\
              [limits.group.lab]\nclients = [\"vm-*\"]\nusers = [\"bob\"]\nstaging = \"1GiB\"\n\
-             [limits.client.\"a.b\"]\nmodels = [\"H200\", \"T4\"]\nlease_ttl = 0\n[limits.user.alice]\ngpus = 1\n\
-             [[reserve]]\nclient = \"vm-1\"\nmemory = \"25%\"\n",
+             park_after = \"2h\"\n[limits.client.\"a.b\"]\nmodels = [\"H200\", \"T4\"]\nlease_ttl = 0\n[limits.user.alice]\ngpus = 1\n\
+             park_after = \"1min\"\n[[reserve]]\nclient = \"vm-1\"\nmemory = \"25%\"\n",
         )
         .unwrap();
         assert_eq!(config.limits.scope, Scope::Site);
+        let idle = |client, user| config.limits.of(client, user).idle();
+        assert_eq!(idle("vm-1", "").park, Duration::from_secs(7200), "its group's");
+        assert_eq!(idle("vm-1", "alice").park, Duration::from_secs(60), "the smallest");
+        assert_eq!(idle("db", "").park, Duration::from_secs(600), "everybody's");
+        assert_eq!(config.origin("limits.user.alice.park_after").to_string(), "t.toml:18");
         assert_eq!(config.limits.of("vm-1", "alice").smallest("gpus").unwrap().1, 1);
         assert_eq!(config.limits.of("vm-1", "").smallest("staging").unwrap().1, 1 << 30);
         assert!(config.limits.of("a.b", "").smallest("lease_ttl").is_none());
         assert!(config.limits.of("a.b", "").not_listed("models", |m| m == "H200").is_none());
-        assert_eq!(config.origin("limits.client.\"a.b\".lease_ttl").to_string(), "t.toml:13");
+        assert_eq!(config.origin("limits.client.\"a.b\".lease_ttl").to_string(), "t.toml:15");
         assert_eq!(config.rules.reserve[0].gpus, 1);
         assert_eq!(config.rules.overcommit_percent, 150);
         assert!(config.warnings.iter().any(|w| w.contains("overcommit")));

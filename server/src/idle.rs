@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::clock::Moment;
 
 /// A measure that failed is tried again after this long at first, then after twice as long each time.
@@ -19,6 +21,52 @@ pub struct Timeouts {
     pub release: Duration,
     /// Without any process: its GPUs may go to others who wait.
     pub lend: Duration,
+}
+
+/// What a lease asks to become of it while its programs do nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnIdle {
+    /// What the server does by itself.
+    #[default]
+    Unset,
+    /// The same; said so that a limit can refuse it.
+    Park,
+    /// It ends when it would be parked.
+    Release,
+    /// Neither.
+    Keep,
+}
+
+impl OnIdle {
+    /// As it is written.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unset => "",
+            Self::Park => "park",
+            Self::Release => "release",
+            Self::Keep => "keep",
+        }
+    }
+
+    /// As [`OnIdle::as_str`] writes it.
+    pub fn parse(text: &str) -> Option<Self> {
+        [Self::Unset, Self::Park, Self::Release, Self::Keep].into_iter().find(|o| o.as_str() == text)
+    }
+}
+
+impl Timeouts {
+    /// Those of a lease that asks for something of its own; the limit `on_idle` has allowed it.
+    pub fn asked(self, on_idle: OnIdle, hold: bool) -> Self {
+        let off = Duration::ZERO;
+        let first = [self.park, self.release].into_iter().filter(|d| !d.is_zero()).min().unwrap_or(off);
+        let of = match on_idle {
+            OnIdle::Unset | OnIdle::Park => self,
+            OnIdle::Release => Self { park: off, release: first, ..self },
+            OnIdle::Keep => Self { warn: off, park: off, release: off, ..self },
+        };
+        if hold { Self { lend: off, ..of } } else { of }
+    }
 }
 
 /// A lease as it is now.
@@ -151,6 +199,28 @@ mod tests {
         let strict = Timeouts { release: 120 * MIN, ..LIMITS };
         assert_eq!(clock.tick(away, &strict, 119 * MIN), None);
         assert_eq!(clock.tick(away, &strict, 120 * MIN), Some(Act::Release), "parked programs, too");
+    }
+
+    #[test]
+    fn what_a_lease_asks_for() {
+        let release = LIMITS.asked(OnIdle::Release, false);
+        assert_eq!(
+            (release.park, release.release),
+            (Duration::ZERO, 30 * MIN),
+            "it ends when it would be parked"
+        );
+        let sooner = Timeouts { release: 5 * MIN, ..LIMITS };
+        assert_eq!(sooner.asked(OnIdle::Release, false).release, 5 * MIN);
+        assert_eq!(sooner.asked(OnIdle::Park, false), sooner, "no lease lives longer than the server says");
+        let keep = sooner.asked(OnIdle::Keep, true);
+        assert_eq!(keep, Timeouts::default());
+        assert_eq!(Clock::default().tick(seen(1, MIN), &keep, 10_000 * MIN), None);
+        assert!(!may_be_lent(seen(0, MIN), &keep, 1000 * MIN));
+        assert_eq!(LIMITS.asked(OnIdle::Unset, true).park, LIMITS.park);
+        for o in [OnIdle::Unset, OnIdle::Park, OnIdle::Release, OnIdle::Keep] {
+            assert_eq!(OnIdle::parse(o.as_str()), Some(o));
+        }
+        assert_eq!(OnIdle::parse("burn"), None);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::clock::{self, Moment, Random};
+use crate::idle::OnIdle;
 use crate::limits::{Bound, Effective, Entry, Exceeded, Scope, fits};
 
 /// Time a lease lives without a renewal where the client asks for none: as long as a worker waits for a lost client, so
@@ -173,6 +174,10 @@ pub struct Request {
     pub priority: Priority,
     /// Renewed without end, as leases from boot are.
     pub persistent: bool,
+    /// What is to become of it while it is idle.
+    pub on_idle: OnIdle,
+    /// Not to be lent while it has no programs.
+    pub hold: bool,
     /// What the client may have.
     pub limits: Effective,
 }
@@ -232,6 +237,12 @@ pub struct Lease {
     /// Ends then, however often it is renewed: seconds since 1970, 0 for never.
     #[serde(default)]
     pub until_unix: u64,
+    /// What is to become of it while it is idle.
+    #[serde(default)]
+    pub on_idle: OnIdle,
+    /// Not to be lent while it has no programs.
+    #[serde(default)]
+    pub hold: bool,
 }
 
 // The key stays out of logs.
@@ -559,6 +570,8 @@ impl Table {
             priority: request.priority,
             persistent: request.persistent,
             until_unix,
+            on_idle: request.on_idle,
+            hold: request.hold,
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
         Ok((lease, true))
@@ -632,6 +645,12 @@ impl Table {
     /// What this client may not have, whoever else has what.
     fn within_limits(&self, request: &Request) -> Result<(), AllocateError> {
         let refuse = |e: Exceeded| Err(AllocateError::Limit(e));
+        for asked in [request.on_idle.as_str(), if request.hold { "hold" } else { "" }] {
+            let refused = request.limits.not_listed("on_idle", |allowed| allowed == asked);
+            if let Some(entry) = refused.filter(|_| !asked.is_empty()) {
+                return refuse(entry.exceeded(format!("{asked:?} asked for"), "leave it out of the lease"));
+            }
+        }
         for entry in request.limits.all() {
             let Bound::Number(most) = entry.bound else { continue };
             match entry.name {
@@ -1094,6 +1113,8 @@ mod tests {
             exclusive: false,
             priority: Priority::Normal,
             persistent: false,
+            on_idle: OnIdle::Unset,
+            hold: false,
             limits: Effective::default(),
         }
     }

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::idle::Timeouts;
 use crate::lease::Memory;
 
 /// A limit there can be.
@@ -36,55 +37,60 @@ pub enum Kind {
     Names,
 }
 
+const fn limit(name: &'static str, kind: Kind, default: &'static str, help: &'static str) -> Limit {
+    Limit { name, kind, default, help }
+}
+
 /// Every limit.
 pub const LIMITS: &[Limit] = &[
-    Limit { name: "gpus", kind: Kind::Number, default: "1", help: "GPUs of all leases together" },
-    Limit { name: "memory", kind: Kind::Memory, default: "100%", help: "memory of each GPU of a lease" },
-    Limit {
-        name: "sm_percent",
-        kind: Kind::Number,
-        default: "100",
-        help: "multiprocessors of each GPU of a lease, in percent",
-    },
-    Limit { name: "workers", kind: Kind::Number, default: "64", help: "programs at a time" },
-    Limit {
-        name: "connections",
-        kind: Kind::Number,
-        default: "256",
-        help: "data connections of programs at a time",
-    },
-    Limit {
-        name: "staging",
-        kind: Kind::Size,
-        default: "256MiB",
-        help: "memory of the server for host memory that one program's device code can see",
-    },
-    Limit {
-        name: "lease_ttl",
-        kind: Kind::Time,
-        default: "24h",
-        help: "how long a lease may be renewed; boot leases without end; 0 is off",
-    },
-    Limit {
-        name: "max_persistent",
-        kind: Kind::Number,
-        default: "2",
-        help: "leases that are renewed without end",
-    },
-    Limit {
-        name: "requests_per_s",
-        kind: Kind::Number,
-        default: "100",
-        help: "requests to the control service",
-    },
-    Limit {
-        name: "models",
-        kind: Kind::Names,
-        default: "[]",
-        help: "parts of product names; none: every model",
-    },
-    Limit { name: "servers", kind: Kind::Names, default: "[]", help: "names of servers; none: every server" },
+    limit("gpus", Kind::Number, "1", "GPUs of all leases together"),
+    limit("memory", Kind::Memory, "100%", "memory of each GPU of a lease"),
+    limit("sm_percent", Kind::Number, "100", "multiprocessors of each GPU of a lease, in percent"),
+    limit("workers", Kind::Number, "64", "programs at a time"),
+    limit("connections", Kind::Number, "256", "data connections of programs at a time"),
+    limit(
+        "staging",
+        Kind::Size,
+        "256MiB",
+        "memory of the server for host memory that one program's device code can see",
+    ),
+    limit(
+        "lease_ttl",
+        Kind::Time,
+        "24h",
+        "how long a lease may be renewed; boot leases without end; 0 is off",
+    ),
+    limit("max_persistent", Kind::Number, "2", "leases that are renewed without end"),
+    limit("requests_per_s", Kind::Number, "100", "requests to the control service"),
+    limit("models", Kind::Names, "[]", "parts of product names; none: every model"),
+    limit("servers", Kind::Names, "[]", "names of servers; none: every server"),
+    limit(
+        "on_idle",
+        Kind::Names,
+        "[\"park\", \"release\"]",
+        "what a lease may ask for itself: park, release, keep (never parked nor released), hold (never lent); none: all",
+    ),
+    limit(
+        "warn_after",
+        Kind::Time,
+        "25min",
+        "rest of a lease's programs after which its users are warned; 0 is never",
+    ),
+    limit("park_after", Kind::Time, "30min", "rest after which its programs are parked; 0 is never"),
+    limit("release_after", Kind::Time, "0", "rest after which it ends; 0 is never"),
+    limit(
+        "lend_after",
+        Kind::Time,
+        "10min",
+        "time without programs after which it lends its GPUs; 0 is never",
+    ),
 ];
+
+/// Limits that are keys of their own for everybody, not of `[limits]`.
+pub const IDLE_TIMES: [&str; 4] = ["warn_after", "park_after", "release_after", "lend_after"];
+
+/// What a lease can ask to become of it while it is idle: `on_idle` of its client's configuration, and `hold`.
+pub const ON_IDLE: [&str; 4] = ["park", "release", "keep", "hold"];
 
 /// A limit's value.
 #[derive(Debug, Clone, PartialEq)]
@@ -342,6 +348,18 @@ impl Effective {
             .min_by_key(|(_, n)| *n)
     }
 
+    /// When measures against idle leases are taken.
+    pub fn idle(&self) -> Timeouts {
+        let after =
+            |name| self.smallest(name).map_or(Duration::ZERO, |(_, usec)| Duration::from_micros(usec));
+        Timeouts {
+            warn: after("warn_after"),
+            park: after("park_after"),
+            release: after("release_after"),
+            lend: after("lend_after"),
+        }
+    }
+
     /// The first list that has nothing that `fits`.
     pub fn not_listed(&self, name: &str, mut fits: impl FnMut(&str) -> bool) -> Option<&Entry> {
         self.entries.iter().filter(|e| e.name == name).find(|e| match &e.bound {
@@ -431,6 +449,28 @@ mod tests {
         assert!(effective.not_listed("models", |m| "Tesla T4".contains(m)).is_some());
         assert!(effective.not_listed("servers", |_| false).is_none(), "an empty list allows all");
         assert!(effective.smallest("lease_ttl").is_none(), "0 is off");
+    }
+
+    #[test]
+    fn idle_times_of_layers() {
+        let time = |minutes: u64| Bound::Time(Duration::from_secs(60 * minutes));
+        let client = || Layer::Client("db".into());
+        let limits = Limits {
+            entries: vec![
+                entry("park_after", Layer::Default, time(20)),
+                entry("park_after", client(), time(0)),
+                entry("release_after", client(), time(90)),
+                entry("release_after", Layer::User("bob".into()), time(60)),
+            ],
+            ..Limits::default()
+        };
+        let idle = |client: &str, user: &str| limits.of(client, user).idle();
+        assert_eq!(idle("vm", "").park, Duration::from_secs(1200));
+        assert_eq!(idle("vm", "").warn, Duration::from_secs(1500), "the default of the program");
+        assert_eq!(idle("vm", "").release, Duration::ZERO);
+        assert_eq!(idle("db", "").park, Duration::ZERO, "never, whatever holds for everybody");
+        assert_eq!(idle("db", "").release, Duration::from_secs(5400));
+        assert_eq!(idle("db", "bob").release, Duration::from_secs(3600), "the smallest");
     }
 
     #[test]

@@ -1297,6 +1297,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_configured_of_idle_leases_is_asked_for() {
+        use crate::config::OnIdle;
+        let mut m = machine(1);
+        let config = LeaseConfig { on_idle: Some(OnIdle::Keep), hold: true, ..LeaseConfig::default() };
+        m.configure(s(0), vec![Spec::configured(&config, 0)]);
+        let (_, asked) = request(&actions(&mut m));
+        assert_eq!((asked.on_idle.as_str(), asked.hold), ("keep", true));
+        m.configure(s(0), vec![configured("plain", 1)]);
+        let (_, asked) = request(&actions(&mut m));
+        assert_eq!((asked.on_idle.as_str(), asked.hold), ("", false), "the server's policy");
+    }
+
+    #[test]
     fn a_configured_lease_is_asked_for_until_it_is_there() {
         let mut m = machine(2);
         let slot = m.want(s(0), configured("a", 1));

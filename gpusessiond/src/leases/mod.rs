@@ -21,7 +21,7 @@ use tokio::sync::{mpsc, watch};
 
 pub use machine::{Slot, Time};
 
-use crate::config::{Class, LeaseConfig, Priority, Sharing};
+use crate::config::{Class, LeaseConfig, OnIdle, Priority, Sharing};
 use crate::login::Session;
 use crate::pool::PoolError;
 use crate::values::Memory;
@@ -83,6 +83,12 @@ pub struct Spec {
     /// The lease ends this long after it was granted or last renewed on request. Without it, it is renewed for as long
     /// as it is wanted, and the server takes it back soon after this machine has fallen silent.
     pub ttl: Option<Duration>,
+    /// What is to become of it while it is idle; `None`: the server's policy.
+    #[serde(default)]
+    pub on_idle: Option<OnIdle>,
+    /// Not to be lent to others while nobody uses it.
+    #[serde(default)]
+    pub hold: bool,
     /// Program that asked.
     pub who: String,
     /// Its reason.
@@ -114,6 +120,8 @@ impl Spec {
             once: false,
             persistent: false,
             ttl: None,
+            on_idle: lease.on_idle,
+            hold: lease.hold,
             who: "gpusessiond".into(),
             why: format!("[[lease]] {}", lease.name),
         }
@@ -220,6 +228,8 @@ impl Spec {
             sticky: sticky.to_vec(),
             persistent: matches!(self.class, Class::Boot | Class::Background),
             sm_count: 0,
+            on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
+            hold: self.hold,
         }
     }
 }

@@ -10,16 +10,22 @@ use tracing::info;
 use super::parking::ParkError;
 use super::service::Pool;
 use crate::config::show_duration;
-use crate::idle::{self, Act, Next, Seen, Timeouts};
+use crate::idle::{self, Act, Next, OnIdle, Seen, Timeouts};
 use crate::lease::{AllocateError, Lease, Request};
 
 impl Pool {
-    fn timeouts(&self) -> Timeouts {
-        let mut limits = self.config().idle;
+    /// When measures are taken against a lease: as the server's limits say, and as it asks for.
+    pub fn timeouts(&self, lease: &Lease) -> Timeouts {
+        let mut limits = self.limits_of(&lease.client, &lease.user).idle().asked(lease.on_idle, lease.hold);
         if self.parking().never().is_some() {
             limits.park = Duration::ZERO;
         }
         limits
+    }
+
+    /// Since the last GPU work of a lease's programs; without any, since the last one ended or the lease began.
+    pub fn idle_for(&self, lease: &str) -> Duration {
+        self.seen(lease).map_or(Duration::ZERO, |seen| self.now().saturating_sub(seen.active))
     }
 
     fn seen(&self, lease: &str) -> Option<Seen> {
@@ -29,11 +35,12 @@ impl Pool {
 
     /// What is due now.
     pub async fn tick_idle(self: &Arc<Self>) {
-        let (now, limits) = (self.now(), self.timeouts());
+        let now = self.now();
         let standing = self.registry().leases().await;
         self.parking().keep_clocks(|lease| standing.iter().any(|s| s.lease.id == *lease));
         for lease in standing.into_iter().map(|s| s.lease) {
             let Some(seen) = self.seen(&lease.id) else { continue };
+            let limits = self.timeouts(&lease);
             let act = self.parking().clock(&lease.id, |clock| clock.tick(seen, &limits, now));
             let idle = now.saturating_sub(seen.active);
             let rest = format!("no GPU work for {}", show_duration(Duration::from_secs(idle.as_secs())));
@@ -41,7 +48,17 @@ impl Pool {
                 None => {}
                 Some(Act::Warn { next, left }) => self.warn_idle(&lease, next, left, &rest),
                 Some(Act::Release) => {
-                    self.end_lease(&lease.id, &format!("{rest} (release_after)")).await;
+                    self.end_lease(
+                        &lease.id,
+                        &format!(
+                            "{rest} ({})",
+                            match lease.on_idle {
+                                OnIdle::Release => "on_idle = \"release\"",
+                                _ => "release_after",
+                            }
+                        ),
+                    )
+                    .await;
                 }
                 Some(Act::Park) => {
                     let pool = self.clone();
@@ -89,12 +106,12 @@ impl Pool {
 
     /// Leases that nobody uses, the one that was unused longest first.
     async fn unused(&self) -> Vec<String> {
-        let (now, limits) = (self.now(), self.timeouts());
-        let all = self.registry().leases().await.into_iter().map(|s| s.lease.id);
+        let now = self.now();
+        let all = self.registry().leases().await.into_iter().map(|s| s.lease);
         let mut unused: Vec<_> = all
-            .filter_map(|lease| Some((self.seen(&lease)?, lease)))
-            .filter(|(seen, _)| idle::may_be_lent(*seen, &limits, now))
-            .map(|(seen, lease)| (seen.active, lease))
+            .filter_map(|lease| Some((self.seen(&lease.id)?, lease)))
+            .filter(|(seen, lease)| idle::may_be_lent(*seen, &self.timeouts(lease), now))
+            .map(|(seen, lease)| (seen.active, lease.id))
             .collect();
         unused.sort();
         unused.into_iter().map(|(_, lease)| lease).collect()

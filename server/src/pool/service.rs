@@ -28,6 +28,7 @@ use super::tokens::{TokenRecord, Tokens};
 use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::{Config, is_live};
+use crate::idle::OnIdle;
 use crate::lease::{AllocateError, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn};
 use crate::limits::{Effective, Exceeded, Rates};
 use crate::monitor::Monitor;
@@ -177,7 +178,6 @@ impl Pool {
         let config = Config {
             warm_workers: fresh.warm_workers,
             worker_idle_exit: fresh.worker_idle_exit,
-            idle: fresh.idle,
             return_limit: fresh.return_limit,
             rules: fresh.rules,
             drain_timeout: fresh.drain_timeout,
@@ -741,6 +741,7 @@ impl PoolService for Service {
                 &wish.why,
                 &wish.boot_id,
                 &wish.machine_id,
+                &wish.on_idle,
             ]
             .into_iter()
             .chain(&wish.devices)
@@ -768,6 +769,12 @@ impl PoolService for Service {
                 )));
             }
         };
+        let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
+            Status::invalid_argument(format!(
+                "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
+                wish.on_idle
+            ))
+        })?;
         let allowed = pool.limits_of(&client, &wish.user);
         let encrypted = !peer.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
         let memory = match (wish.memory_bytes, wish.memory_percent) {
@@ -794,6 +801,8 @@ impl PoolService for Service {
             exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
             priority,
             persistent: wish.persistent,
+            on_idle,
+            hold: wish.hold,
             limits: allowed.clone(),
         };
         let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {

@@ -54,11 +54,23 @@ async fn every_limit_refuses_by_name() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let of = |name: &str| format!("limits.client.vm-1.{name}");
-    let cases: [(&str, &str, AllocateRequest, &str); 5] = [
+    let cases: [(&str, &str, AllocateRequest, &str); 7] = [
         ("gpus", "1", AllocateRequest { gpus: 2, ..vm.request() }, "0 held, 2 more asked for"),
         ("memory", "25%", AllocateRequest { memory_percent: 50.0, ..vm.request() }, "8192 MiB of GPU-"),
         ("sm_percent", "50", vm.request(), "100 % of the multiprocessors"),
         ("models", "[\"B200\"]", vm.request(), "is a Fake GPU"),
+        (
+            "on_idle",
+            "[\"park\"]",
+            AllocateRequest { on_idle: "release".into(), ..vm.request() },
+            "\"release\" asked for",
+        ),
+        (
+            "on_idle",
+            "[\"keep\"]",
+            AllocateRequest { on_idle: "park".into(), ..vm.request() },
+            "\"park\" asked for",
+        ),
         ("max_persistent", "0", AllocateRequest { persistent: true, ..vm.request() }, "0 leases"),
     ];
     for (limit, value, wish, text) in cases {
@@ -139,6 +151,56 @@ async fn layers_and_users() {
     b.pool.allocate(wish).await.unwrap();
     a.pool.release(ReleaseRequest { lease: first.id }).await.unwrap();
     a.allocate(10.0).await.unwrap();
+}
+
+#[tokio::test]
+async fn idle_times_are_those_of_client_user_and_lease() {
+    // Nobody else's leases are touched.
+    let more =
+        "limits.gpus = 64\nlimits.user.bob.release_after = \"1s\"\nlimits.client.vm-b.park_after = \"1s\"";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let program = async |client: &Client, wish: AllocateRequest| {
+        let mut client = client.clone();
+        let lease = client.pool.allocate(wish).await.unwrap().into_inner().id;
+        let worker = client.take(&lease).await.unwrap();
+        (server.adopt(&worker.id, 0, true).0, lease)
+    };
+    let wish = |c: &Client| AllocateRequest { memory_percent: 10.0, ..c.request() };
+    let bad = AllocateRequest { on_idle: "burn".into(), ..wish(&a) };
+    assert_eq!(a.pool.allocate(bad).await.unwrap_err().code(), Code::InvalidArgument);
+    // What would take a lease out of the server's reach needs the server's leave.
+    let keep = AllocateRequest { on_idle: "keep".into(), ..wish(&b) };
+    refused_by(b.pool.allocate(keep.clone()).await, "on_idle", "of everybody (default): \"keep\" asked for");
+    let hold = AllocateRequest { hold: true, ..wish(&a) };
+    refused_by(a.pool.allocate(hold.clone()).await, "on_idle", "\"hold\" asked for");
+    server.set("limits.client.vm-b.on_idle", "[\"keep\", \"release\"]");
+
+    let (_alice, stays) = program(&a, AllocateRequest { user: "alice".into(), ..wish(&a) }).await;
+    let (_kept, kept) = program(&b, keep).await;
+    let mut watch = a.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let (mut bob, bobs) = program(&a, AllocateRequest { user: "bob".into(), ..wish(&a) }).await;
+    let lost = async |watch: &mut tonic::Streaming<control::PoolEvent>, lease: &str| loop {
+        let event = watch.message().await.unwrap().expect("the stream goes on");
+        match event.event {
+            Some(Event::Lost(loss)) if event.lease == lease => return loss.reason,
+            _ => {}
+        }
+    };
+    let reason = lost(&mut watch, &bobs).await;
+    assert!(reason.contains("no GPU work for") && reason.contains("(release_after)"), "{reason}");
+    assert!(rest(&mut bob).is_empty());
+    let mut watch = b.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let (mut yields, gone) = program(&b, AllocateRequest { on_idle: "release".into(), ..wish(&b) }).await;
+    let reason = lost(&mut watch, &gone).await;
+    assert!(reason.contains("on_idle = \"release\""), "{reason}");
+    assert!(rest(&mut yields).is_empty());
+    let left = server.json(&["leases"])["leases"].as_array().unwrap().clone();
+    let row = |id: &str| left.iter().find(|l| l["lease"] == id).expect("it is there").clone();
+    assert_eq!(left.len(), 2, "{left:?}");
+    assert!(row(&stays)["idle_usec"].as_u64().unwrap() >= 1_000_000, "as idle as the one that ended");
+    assert_eq!(row(&kept)["on_idle"], "keep");
+    assert!(row(&kept)["idle_usec"].as_u64().unwrap() >= 1_000_000);
 }
 
 #[tokio::test]

@@ -60,6 +60,8 @@ fn lease() -> Lease {
         priority: Priority::Normal,
         persistent: false,
         until_unix: 0,
+        on_idle: Default::default(),
+        hold: false,
     }
 }
 
