@@ -159,6 +159,12 @@ pub fn arguments() -> clap::Command {
 pub fn main() {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
+        Err(error) if error.use_stderr() && asked_for_json() => {
+            let text = error.to_string();
+            let message = text.trim_start_matches("error: ").lines().next().unwrap_or_default();
+            print(&failed(&Failure::usage(message).hint("gpusession --help")));
+            std::process::exit(code::USAGE);
+        }
         Err(error) => {
             let _ = error.print();
             std::process::exit(if error.use_stderr() { code::USAGE } else { 0 });
@@ -174,8 +180,7 @@ pub fn main() {
         Ok(code) => code,
         Err(failure) => {
             if json {
-                let error = json!({ "code": failure.code, "message": failure.message, "hint": failure.hint });
-                print(&json!({ "schema": 1, "error": error }).to_string());
+                print(&failed(&failure));
             } else {
                 eprintln!("gpusession: {failure}");
             }
@@ -183,6 +188,17 @@ pub fn main() {
         }
     };
     std::process::exit(code);
+}
+
+/// Whether `--json` is among the arguments, where they cannot be read; what comes after `--` is a program's.
+fn asked_for_json() -> bool {
+    std::env::args_os().skip(1).take_while(|argument| argument != "--").any(|argument| argument == "--json")
+}
+
+/// A failure as JSON.
+fn failed(failure: &Failure) -> String {
+    let error = json!({ "code": failure.code, "message": failure.message, "hint": failure.hint });
+    json!({ "schema": 1, "error": error }).to_string()
 }
 
 /// To standard output; a reader that has gone is no failure.

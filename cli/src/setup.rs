@@ -244,8 +244,8 @@ pub fn cdi() -> Result<Value> {
     Ok(json!({
         "cdiVersion": "0.5.0",
         "kind": "gpusession.org/gpu",
-        "devices": [{ "name": "all", "containerEdits": {} }],
-        "containerEdits": { "env": [search], "mounts": [bind(&folder), bind(&socket)] },
+        // Everything is the device's: podman takes no device without edits of its own.
+        "devices": [{ "name": "all", "containerEdits": { "env": [search], "mounts": [bind(&folder), bind(&socket)] } }],
     }))
 }
 

@@ -138,6 +138,13 @@ async fn wrong_use_is_64_and_help_is_0() {
         let answer = command(folder.path(), "unix:path=/nonexistent", arguments, &[]).await;
         let expected = if arguments.contains(&"::1") { 125 } else { 64 };
         assert_eq!(answer.code, expected, "{arguments:?}: {}", answer.err);
+        let answer =
+            command(folder.path(), "unix:path=/nonexistent", &[&["--json"], arguments].concat(), &[]).await;
+        assert_eq!(
+            (answer.code, &json(&answer)["error"]["code"]),
+            (expected, &expected.into()),
+            "{arguments:?}"
+        );
     }
     let answer =
         command(folder.path(), "unix:path=/nonexistent", &["run", "-m", "4000MB", "--", "true"], &[]).await;
@@ -193,7 +200,7 @@ async fn containers_get_a_specification() {
     assert_eq!(answer.code, 0, "{}", answer.err);
     let cdi: serde_json::Value = serde_json::from_str(&answer.out).unwrap();
     assert_eq!((&cdi["kind"], &cdi["devices"][0]["name"]), (&"gpusession.org/gpu".into(), &"all".into()));
-    let edits = &cdi["containerEdits"];
+    let edits = &cdi["devices"][0]["containerEdits"];
     assert_eq!(edits["mounts"][0]["hostPath"], folder.path().join("lib").to_str().unwrap());
     assert_eq!(edits["mounts"][1]["hostPath"], "/run/gpusession/grant.sock");
 }

@@ -24,6 +24,9 @@ const CONNECT: Duration = Duration::from_secs(5);
 const CALL: Duration = Duration::from_secs(10);
 /// Until a lease or a cold worker is there: workers are started for it.
 const SLOW_CALL: Duration = Duration::from_secs(60);
+/// Until a lease's device memory has moved: all of a server's GPUs at the driver's 2.7 GB/s. That the server has gone shows
+/// earlier, by the connection's keep-alive.
+const MOVE: Duration = Duration::from_secs(600);
 /// Longest details of a refusal.
 const MAX_DETAILS: usize = 4096;
 /// Largest answer that is read.
@@ -188,7 +191,7 @@ impl PoolServer for Remote {
     }
 
     async fn park(&self, lease: String, park: bool) -> Result<(), PoolError> {
-        let reply = self.call(SLOW_CALL, async |mut c| match park {
+        let reply = self.call(MOVE, async |mut c| match park {
             true => c.park(control::ParkRequest { lease }).await,
             false => c.unpark(control::UnparkRequest { lease }).await,
         });

@@ -12,6 +12,7 @@ use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::Config;
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{LeaseState, Leases as _};
+use gpusessiond::pool::{PoolError, Trouble};
 use tokio_stream::StreamExt as _;
 use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
 
@@ -323,6 +324,58 @@ async fn a_loss_is_announced_told_and_made_good() {
     };
     assert_eq!(tokio::time::timeout(PATIENCE, again).await.unwrap().len(), 1);
     assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), [sim.uuid(0)]);
+}
+
+#[tokio::test]
+async fn a_lease_that_waits_shows_its_place_and_why() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    let full =
+        |at| PoolError { place: Some((at, 40)), ..PoolError::new(Trouble::NoCapacity, "all are taken") };
+    sim.with(|s| s.failing = Some(full(3)));
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let mut stream = signals(&connection).await;
+    want(&engine, &config).await;
+    let lease = proxy(&connection, "/org/gpusession1/lease/l1", "org.gpusession1.Lease").await;
+    let mut changes = async |until: (u32, u32)| {
+        let mut seen = Vec::new();
+        while let Some(Ok(message)) = stream.next().await {
+            if message.header().member().is_none_or(|m| m.as_str() != "PropertiesChanged") {
+                continue;
+            }
+            let body = message.body();
+            let (_, changed, _): (String, HashMap<String, OwnedVariant>, Vec<String>) =
+                body.deserialize().unwrap();
+            seen.extend(changed.keys().cloned());
+            if changed.get("QueuePosition").is_some_and(|v| v.try_clone().unwrap().try_into() == Ok(until)) {
+                break;
+            }
+        }
+        seen
+    };
+    tokio::time::timeout(PATIENCE, changes((3, 40))).await.expect("the place is told");
+    assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (3, 40));
+    assert_eq!(lease.get_property::<String>("State").await.unwrap(), "pending");
+    sim.with(|s| s.failing = Some(full(2)));
+    tokio::time::timeout(PATIENCE, changes((2, 40))).await.expect("and that it has changed");
+    until(&engine, |s| s.leases[0].trouble.is_some()).await;
+    assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "all are taken");
+    sim.with(|s| s.failing = None);
+    until(&engine, held).await;
+    let path = async {
+        loop {
+            let rows = leases(&manager(&connection).await).await;
+            if rows.iter().any(|l| l.2 == "active") {
+                return rows[0].3.clone();
+            }
+        }
+    };
+    let path = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (0, 0));
+    assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "");
 }
 
 #[tokio::test]

@@ -670,6 +670,17 @@ impl Lease {
         self.view.get().state.as_str()
     }
 
+    // Place and number of those who wait for the same; 0 of 0: it waits in no queue.
+    #[zbus(property)]
+    fn queue_position(&self) -> (u32, u32) {
+        waits_at(&self.view.get())
+    }
+
+    #[zbus(property)]
+    fn waits_for(&self) -> String {
+        waits_for(&self.view.get()).to_owned()
+    }
+
     #[zbus(property(emits_changed_signal = "const"))]
     fn class(&self) -> &str {
         self.view.get().spec.class.as_str()
@@ -757,6 +768,20 @@ impl Lease {
     fn why(&self) -> String {
         self.view.get().spec.why.clone()
     }
+}
+
+/// Place in a server's queue, and its length.
+pub(super) fn waits_at(view: &LeaseView) -> (u32, u32) {
+    view.trouble
+        .as_ref()
+        .filter(|_| view.state == LeaseState::Pending)
+        .and_then(|t| t.place)
+        .unwrap_or_default()
+}
+
+/// Why a lease that is wanted is not held.
+pub(super) fn waits_for(view: &LeaseView) -> &str {
+    view.trouble.as_ref().filter(|_| view.state == LeaseState::Pending).map_or("", |t| &t.message)
 }
 
 /// `org.gpusession1.Device`.

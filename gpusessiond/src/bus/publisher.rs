@@ -7,7 +7,7 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::objects::{Device, Lease, Manager, Server, Shown, health_of, state_of};
+use super::objects::{Device, Lease, Manager, Server, Shown, health_of, state_of, waits_at, waits_for};
 use super::{PATH, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
 
@@ -198,6 +198,12 @@ impl Publisher {
                 let before = lease.view.set(view.clone());
                 if before.state != view.state {
                     lease.state_changed(emitter).await?;
+                }
+                if waits_at(&before) != waits_at(view) {
+                    lease.queue_position_changed(emitter).await?;
+                }
+                if waits_for(&before) != waits_for(view) {
+                    lease.waits_for_changed(emitter).await?;
                 }
                 // Both are one point in time, which is told anew only when there is another one.
                 if (before.idle_since_usec.1 == 0) != (view.idle_since_usec.1 == 0) {
