@@ -90,6 +90,11 @@ pub enum Ask {
         /// For people.
         reason: String,
     },
+    /// Stop the server.
+    Stop {
+        /// Wait for no program.
+        force: bool,
+    },
     /// Who waits for GPUs.
     Queue,
     /// What holds for somebody.
@@ -186,6 +191,20 @@ pub struct StatusView {
     pub leases: usize,
     /// Workers now.
     pub workers: usize,
+    /// Programs that run.
+    #[serde(default)]
+    pub programs: Vec<String>,
+}
+
+/// What `gpuserver stop` began.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StopView {
+    /// The server's process.
+    pub pid: u32,
+    /// Programs that run.
+    pub programs: Vec<String>,
+    /// How long it waits for them at most.
+    pub wait_usec: u64,
 }
 
 /// A row of `gpuserver ps`.
@@ -441,7 +460,12 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
     }
     let mut body = vec![0; len];
     timeout(LIMIT, socket.read_exact(&mut body)).await??;
-    let answer = match serde_json::from_slice::<Ask>(&body) {
+    let ask = serde_json::from_slice::<Ask>(&body);
+    let stop = match &ask {
+        Ok(Ask::Stop { force }) => Some(*force),
+        _ => None,
+    };
+    let answer = match ask {
         Ok(ask) => match answer(ask, pool).await {
             Ok(value) => Answer::Ok(value),
             Err(refusal) => Answer::Error(refusal),
@@ -451,11 +475,16 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         }
     };
     let bytes = serde_json::to_vec(&answer)?;
-    timeout(LIMIT, async {
+    let told = timeout(LIMIT, async {
         socket.write_all(&(bytes.len() as u32).to_le_bytes()).await?;
         socket.write_all(&bytes).await
     })
-    .await?
+    .await;
+    // Only now: a server that stops at once tells nobody.
+    if let Some(force) = stop {
+        pool.ask_to_stop(force);
+    }
+    told?
 }
 
 fn ps_row(w: WorkerView) -> PsRow {
@@ -505,6 +534,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 gpus: pool.registry().gpus().await.len(),
                 leases: pool.registry().leases().await.len(),
                 workers: pool.supervisor().workers().len(),
+                programs: pool.supervisor().programs(),
             }))
         }
         Ask::Ps => show(serde_json::to_value(
@@ -662,6 +692,14 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             Ok(
                 serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().leases().await.len() }),
             )
+        }
+        Ask::Stop { force } => {
+            let wait = if force { Duration::ZERO } else { pool.config().drain_timeout };
+            show(serde_json::to_value(StopView {
+                pid: std::process::id(),
+                programs: pool.supervisor().programs(),
+                wait_usec: micros(wait),
+            }))
         }
         Ask::Queue => {
             let rows: Vec<_> = pool

@@ -372,20 +372,43 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         }
         Err(e) => return Err(ConfigError::new(Origin::File(file.into(), 0), format!("cannot be read: {e}"))),
     }
-    let folder = file.with_extension("d");
-    let mut drop_ins: Vec<PathBuf> = match std::fs::read_dir(&folder) {
-        Ok(entries) => entries.filter_map(|e| Some(e.ok()?.path())).collect(),
-        Err(_) => Vec::new(),
-    };
-    drop_ins.retain(|p| p.extension().is_some_and(|e| e == "toml"));
-    drop_ins.sort();
-    for path in drop_ins {
+    for path in drop_ins(file) {
         let text = std::fs::read_to_string(&path)
             .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
         read_text(&mut raw, &path, &text, around.env)?;
     }
     let config = check(raw, warnings, around)?;
     Ok(Config { file: file.into(), ..config })
+}
+
+/// Where the administration socket of a server is whose files cannot be used now: as far as they still say so, else where it is
+/// by default.
+pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) -> PathBuf {
+    let of_environment = env("RUNTIME_DIRECTORY").filter(|d| !d.is_empty());
+    let mut folder = of_environment
+        .and_then(|list| list.split(':').next().map(PathBuf::from))
+        .unwrap_or_else(|| PathBuf::from("/run/gpuserver"));
+    let files = std::iter::once(file.to_path_buf()).chain(drop_ins(file));
+    for text in files.filter_map(|path| std::fs::read_to_string(path).ok()) {
+        // Line by line: what is wrong with another one does not matter.
+        for line in text.lines().filter(|l| l.trim_start().starts_with("runtime_dir")) {
+            let value = line.parse::<toml::Table>().ok().and_then(|mut t| t.remove("runtime_dir"));
+            let text = value.as_ref().and_then(toml::Value::as_str).and_then(|t| expand(t, env).ok());
+            folder = text.map_or(folder, PathBuf::from);
+        }
+    }
+    folder.join("admin.sock")
+}
+
+/// The files beside a configuration file, in the order in which they are read.
+fn drop_ins(file: &Path) -> Vec<PathBuf> {
+    let mut out: Vec<PathBuf> = match std::fs::read_dir(file.with_extension("d")) {
+        Ok(entries) => entries.filter_map(|e| Some(e.ok()?.path())).collect(),
+        Err(_) => Vec::new(),
+    };
+    out.retain(|p| p.extension().is_some_and(|e| e == "toml"));
+    out.sort();
+    out
 }
 
 /// Checks a configuration that is one text; for tests and `check-config -`.

@@ -152,6 +152,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let (control_address, data_address) = (facts.control, facts.data);
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
+    stop.asked = Some(pool.asked_to_stop());
     check_compute_modes(&pool).await;
     pool.resume().await;
 
@@ -244,7 +245,7 @@ async fn drain(pool: &Pool, stop: &mut Stop) -> End {
         }
         if programs != told {
             let waits = format!("waits up to {} s for {}", left.as_secs(), programs.join(", "));
-            info!("stopping: {waits}; SIGQUIT ends them at once");
+            info!("stopping: {waits}; `gpuserver stop --force` or SIGQUIT ends them at once");
             notify(&[sd_notify::NotifyState::Status(&waits)]);
             told = programs;
         }
@@ -402,12 +403,14 @@ async fn accept_control(
     }
 }
 
-/// The signals that end the server.
+/// What ends the server: signals, and `gpuserver stop`.
 struct Stop {
     term: tokio::signal::unix::Signal,
     int: tokio::signal::unix::Signal,
     quit: tokio::signal::unix::Signal,
     hup: tokio::signal::unix::Signal,
+    /// By an administrator's command, once the server answers.
+    asked: Option<watch::Receiver<Option<bool>>>,
 }
 
 impl Stop {
@@ -417,6 +420,7 @@ impl Stop {
             int: signal(SignalKind::interrupt())?,
             quit: signal(SignalKind::quit())?,
             hup: signal(SignalKind::hangup())?,
+            asked: None,
         })
     }
 
@@ -427,6 +431,7 @@ impl Stop {
                 _ = self.term.recv() => return End::Stopped,
                 _ = self.int.recv() => return End::Stopped,
                 _ = self.quit.recv() => return End::Forced,
+                force = asked_to(&mut self.asked, |_| true) => return if force { End::Forced } else { End::Stopped },
                 _ = self.hup.recv() => {
                     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
                     let usec = now.map_or(0, |t| t.tv_sec() as i128 * 1_000_000 + i128::from(t.tv_nsec()) / 1000);
@@ -461,6 +466,19 @@ impl Stop {
     }
 
     async fn forced(&mut self) {
-        self.quit.recv().await;
+        tokio::select! {
+            _ = self.quit.recv() => {}
+            _ = asked_to(&mut self.asked, |force| force) => {}
+        }
     }
+}
+
+/// Waits until an administrator asks for a stop of the wanted kind.
+async fn asked_to(asked: &mut Option<watch::Receiver<Option<bool>>>, wanted: fn(bool) -> bool) -> bool {
+    if let Some(asked) = asked
+        && let Ok(now) = asked.wait_for(|now| now.is_some_and(wanted)).await
+    {
+        return *now == Some(true);
+    }
+    std::future::pending().await
 }

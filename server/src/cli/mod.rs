@@ -164,6 +164,15 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Stop the server: it makes no new leases, waits for programs (drain_timeout), and ends what is left
+    Stop {
+        /// Wait for no program
+        #[arg(long)]
+        force: bool,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Show the limits that hold for a client and a user, and where they are set
     Limits {
         /// The client's name; without, those for everybody
@@ -327,29 +336,55 @@ pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
     config::load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
 }
 
+/// The server that a verb is about, and the configuration that it would start with.
+struct Target {
+    socket: PathBuf,
+    config: Result<Config, ConfigError>,
+}
+
+impl Target {
+    /// The server of the configuration that the command line names. A running one is found also where the files cannot be used now.
+    fn of(cli: &Cli) -> Self {
+        let config = load_config(cli);
+        let socket = match &config {
+            Ok(config) => config.admin_socket(),
+            Err(_) => config::admin_socket_beside(&config_file(cli).0, &|name| std::env::var(name).ok()),
+        };
+        Self { socket, config }
+    }
+
+    fn config(&self) -> Result<&Config, ConfigError> {
+        self.config.as_ref().map_err(Clone::clone)
+    }
+}
+
 /// Runs a verb that is not `serve`.
 pub fn run(cli: &Cli) -> anyhow::Result<()> {
-    let config = load_config(cli)?;
+    let server = Target::of(cli);
     let out = &mut std::io::stdout().lock();
     match &cli.verb {
         Verb::Serve => anyhow::bail!("serve is not run here"),
-        Verb::CheckConfig { explain, json } => check_config(out, cli, &config, *explain, *json),
-        Verb::Pool { verb: PoolVerb::Init { json } } => pool_init(out, &config, *json),
+        Verb::CheckConfig { explain, json } => check_config(out, cli, server.config()?, *explain, *json),
+        Verb::Pool { verb: PoolVerb::Init { json } } => pool_init(out, server.config()?, *json),
         Verb::Token { verb: TokenVerb::Create { name, uses, ttl, json } } => {
             let ask = Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() };
-            let made = match running(&config, &ask)? {
+            let made = match running(&server, &ask)? {
                 Some(value) => value,
-                None => token_offline(&config, name, *uses, ttl)?,
+                None => token_offline(server.config()?, name, *uses, ttl)?,
             };
             if *json {
                 show::json(out, "token", made)
             } else {
-                show::token(out, &serde_json::from_value(made)?, &address(&config))
+                show::token(
+                    out,
+                    &serde_json::from_value(made)?,
+                    &server.config().map_or_else(|_| "HOST".into(), address),
+                )
             }
         }
-        Verb::Clients { verb, json } => clients(out, &config, verb.as_ref(), *json),
+        Verb::Clients { verb, json } => clients(out, &server, verb.as_ref(), *json),
         Verb::Status { json } => {
-            let value = must_run(&config, &Ask::Status)?;
+            let value = must_run(&server, &Ask::Status)?;
             if *json {
                 show::json(out, "server", value)
             } else {
@@ -357,7 +392,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
         }
         Verb::Ps { json } => {
-            let value = must_run(&config, &Ask::Ps)?;
+            let value = must_run(&server, &Ask::Ps)?;
             if *json {
                 show::json(out, "workers", value)
             } else {
@@ -365,7 +400,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
         }
         Verb::Leases { json } => {
-            let value = must_run(&config, &Ask::Leases)?;
+            let value = must_run(&server, &Ask::Leases)?;
             if *json {
                 show::json(out, "leases", value)
             } else {
@@ -373,18 +408,18 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
         }
         Verb::Gpus { json } => {
-            let value = must_run(&config, &Ask::Gpus)?;
+            let value = must_run(&server, &Ask::Gpus)?;
             if *json {
                 show::json(out, "gpus", value)
             } else {
                 show::gpus(out, serde_json::from_value(value)?)
             }
         }
-        Verb::Park { lease, json } => parked(out, &config, &Ask::Park { lease: lease.clone() }, *json),
-        Verb::Unpark { lease, json } => parked(out, &config, &Ask::Unpark { lease: lease.clone() }, *json),
-        Verb::Top { every, times } => top(out, &config, every, *times),
+        Verb::Park { lease, json } => parked(out, &server, &Ask::Park { lease: lease.clone() }, *json),
+        Verb::Unpark { lease, json } => parked(out, &server, &Ask::Unpark { lease: lease.clone() }, *json),
+        Verb::Top { every, times } => top(out, &server, every, *times),
         Verb::Queue { json } => {
-            let value = must_run(&config, &Ask::Queue)?;
+            let value = must_run(&server, &Ask::Queue)?;
             if *json {
                 show::json(out, "queue", value)
             } else {
@@ -393,18 +428,18 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         }
         Verb::Off { gpu, reason, json } => {
             let ask = Ask::Off { gpu: gpu.clone(), reason: reason.clone() };
-            gpu_changed(out, must_run(&config, &ask)?, *json)
+            gpu_changed(out, must_run(&server, &ask)?, *json)
         }
-        Verb::On { gpu, json } => gpu_changed(out, must_run(&config, &Ask::On { gpu: gpu.clone() })?, *json),
+        Verb::On { gpu, json } => gpu_changed(out, must_run(&server, &Ask::On { gpu: gpu.clone() })?, *json),
         Verb::Drop { gpu, json } => {
-            gpu_changed(out, must_run(&config, &Ask::Drop { gpu: gpu.clone() })?, *json)?;
+            gpu_changed(out, must_run(&server, &Ask::Drop { gpu: gpu.clone() })?, *json)?;
             if !*json {
                 writeln!(out, "`gpuserver on {gpu}` brings it back")?;
             }
             Ok(())
         }
         Verb::Drain { end, reason, json } => {
-            let value = must_run(&config, &Ask::Drain { end: *end, reason: reason.clone() })?;
+            let value = must_run(&server, &Ask::Drain { end: *end, reason: reason.clone() })?;
             if *json {
                 return show::json(out, "drain", value);
             }
@@ -418,9 +453,10 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
             Ok(())
         }
+        Verb::Stop { force, json } => stop(out, &server, *force, *json),
         Verb::Limits { client, user, json } => {
             let ask = Ask::Limits { client: client.clone(), user: user.clone() };
-            let value = must_run(&config, &ask)?;
+            let value = must_run(&server, &ask)?;
             if *json {
                 show::json(out, "limits", value)
             } else {
@@ -440,10 +476,11 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 user: user.clone(),
                 kind: kind.as_deref().map(|k| if k == "lease" { Kind::Lease } else { Kind::Process }),
             };
-            let value = match running(&config, &Ask::Accounting { wanted: wanted.clone() })? {
+            let value = match running(&server, &Ask::Accounting { wanted: wanted.clone() })? {
                 Some(value) => value,
                 None => {
-                    let _lock = offline(&config)?;
+                    let config = server.config()?;
+                    let _lock = offline(config)?;
                     serde_json::to_value(Accounting::open(&config.state_dir)?.list(&wanted)?)?
                 }
             };
@@ -457,9 +494,9 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
             show::accounting(out, records)
         }
-        Verb::Config { verb, json } => configure(out, &config, verb, *json),
+        Verb::Config { verb, json } => configure(out, &server, verb, *json),
         Verb::Kill { worker, json } => {
-            let value = must_run(&config, &Ask::Kill { worker: worker.clone() })?;
+            let value = must_run(&server, &Ask::Kill { worker: worker.clone() })?;
             if *json {
                 return show::json(out, "killed", value);
             }
@@ -469,8 +506,8 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
     }
 }
 
-fn parked(out: &mut dyn Write, config: &Config, ask: &Ask, json: bool) -> anyhow::Result<()> {
-    let value = must_run(config, ask)?;
+fn parked(out: &mut dyn Write, server: &Target, ask: &Ask, json: bool) -> anyhow::Result<()> {
+    let value = must_run(server, ask)?;
     if json {
         return show::json(out, "lease", value);
     }
@@ -509,13 +546,13 @@ fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<
     Ok(())
 }
 
-fn top(out: &mut dyn Write, config: &Config, every: &str, times: u32) -> anyhow::Result<()> {
+fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32) -> anyhow::Result<()> {
     let every = config::parse_duration(every)
         .filter(|d| !d.is_zero())
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
     let mut before: std::collections::HashMap<String, u64> = std::collections::HashMap::new();
     for look in 1.. {
-        let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(config, &Ask::Ps)?)?;
+        let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
         let calls = rows.iter().map(|r| (r.worker.clone(), r.calls)).collect();
         if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
             write!(out, "\x1b[H\x1b[2J")?;
@@ -531,13 +568,13 @@ fn top(out: &mut dyn Write, config: &Config, every: &str, times: u32) -> anyhow:
     Ok(())
 }
 
-fn configure(out: &mut dyn Write, config: &Config, verb: &ConfigVerb, json: bool) -> anyhow::Result<()> {
+fn configure(out: &mut dyn Write, server: &Target, verb: &ConfigVerb, json: bool) -> anyhow::Result<()> {
     let ask = match verb {
         ConfigVerb::Get { .. } | ConfigVerb::Diff { .. } => {
             // Without a server, what it would start with.
-            let value = match running(config, &Ask::Config)? {
+            let value = match running(server, &Ask::Config)? {
                 Some(value) => value,
-                None => serde_json::to_value(admin::config_rows(config))?,
+                None => serde_json::to_value(admin::config_rows(server.config()?))?,
             };
             let mut rows: Vec<admin::ConfigRow> = serde_json::from_value(value)?;
             let origin = match verb {
@@ -564,7 +601,7 @@ fn configure(out: &mut dyn Write, config: &Config, verb: &ConfigVerb, json: bool
         ConfigVerb::Unset { key } => Ask::ConfigSet { key: key.clone(), value: None },
         ConfigVerb::Reload => Ask::Reload,
     };
-    let value = must_run(config, &ask)?;
+    let value = must_run(server, &ask)?;
     if json {
         return show::json(out, "config", value);
     }
@@ -612,6 +649,7 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::On { json, .. }
         | Verb::Drop { json, .. }
         | Verb::Drain { json, .. }
+        | Verb::Stop { json, .. }
         | Verb::Limits { json, .. }
         | Verb::Config { json, .. }
         | Verb::Accounting { json, .. }
@@ -620,10 +658,18 @@ pub fn wants_json(cli: &Cli) -> bool {
 }
 
 /// Asks the running server; `None` where none runs.
-fn running(config: &Config, ask: &Ask) -> anyhow::Result<Option<Value>> {
-    let path = config.admin_socket();
-    match admin::ask(&path, ask) {
-        Ok(answer) => Ok(Some(answer?)),
+fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
+    let path = &server.socket;
+    match admin::ask(path, ask) {
+        Ok(answer) => {
+            if let Err(e) = &server.config {
+                static TOLD: std::sync::Once = std::sync::Once::new();
+                TOLD.call_once(|| {
+                    eprintln!("gpuserver: note: {e}; the server goes on with what it read before, and would not start again");
+                });
+            }
+            Ok(Some(answer?))
+        }
         Err(e)
             if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
         {
@@ -639,15 +685,60 @@ fn running(config: &Config, ask: &Ask) -> anyhow::Result<Option<Value>> {
     }
 }
 
-fn must_run(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
-    running(config, ask)?.ok_or_else(|| {
-        Refusal {
-            code: "not-running".into(),
-            message: format!("no gpuserver answers at {}", config.admin_socket().display()),
-            hint: "start it (`systemctl start gpuserver`), or name its configuration with -c".into(),
+fn must_run(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    if let Some(value) = running(server, ask)? {
+        return Ok(value);
+    }
+    server.config()?;
+    Err(Refusal {
+        code: "not-running".into(),
+        message: format!("no gpuserver answers at {}", server.socket.display()),
+        hint: "start it (`systemctl start gpuserver`), or name its configuration with -c".into(),
+    }
+    .into())
+}
+
+/// Stops the server and tells what it waits for, until its process is gone.
+fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow::Result<()> {
+    const LOOK: Duration = Duration::from_millis(100);
+    /// For ending workers, once the server waits for no program any more.
+    const ENDING: Duration = Duration::from_secs(30);
+    let begun: admin::StopView = serde_json::from_value(must_run(server, &Ask::Stop { force })?)?;
+    // A process that has ended and that nobody has asked how is gone, too.
+    let runs = || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", begun.pid)).unwrap_or_default();
+        stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
+    };
+    let end = std::time::Instant::now() + Duration::from_micros(begun.wait_usec) + ENDING;
+    let mut told = Vec::new();
+    while runs() {
+        let left = end.saturating_duration_since(std::time::Instant::now());
+        if left.is_zero() {
+            return Err(Refusal {
+                code: "failed".into(),
+                message: format!("the server (pid {}) still runs", begun.pid),
+                hint: "`gpuserver stop --force` waits for nothing; its journal says what it does".into(),
+            }
+            .into());
         }
-        .into()
-    })
+        // It stops listening before it ends.
+        let programs = match admin::ask(&server.socket, &Ask::Status) {
+            Ok(Ok(status)) => serde_json::from_value::<admin::StatusView>(status)?.programs,
+            _ => Vec::new(),
+        };
+        if programs != told && !programs.is_empty() && !json {
+            let left = left.saturating_sub(ENDING).as_secs();
+            writeln!(out, "waits up to {left} s for {}", programs.join(", "))?;
+            out.flush()?;
+        }
+        told = programs;
+        std::thread::sleep(LOOK);
+    }
+    if json {
+        return show::json(out, "stopped", serde_json::to_value(begun)?);
+    }
+    writeln!(out, "stopped")?;
+    Ok(())
 }
 
 /// The right to change files that a running server would overwrite.
@@ -699,7 +790,7 @@ fn token_offline(config: &Config, pattern: &str, uses: u32, ttl: &str) -> anyhow
 
 fn clients(
     out: &mut dyn Write,
-    config: &Config,
+    server: &Target,
     verb: Option<&ClientsVerb>,
     json: bool,
 ) -> anyhow::Result<()> {
@@ -708,9 +799,9 @@ fn clients(
         Some(ClientsVerb::Revoke { name }) => Ask::Revoke { name: name.clone() },
         Some(ClientsVerb::Forget { name }) => Ask::Forget { name: name.clone() },
     };
-    let value = match running(config, &ask)? {
+    let value = match running(server, &ask)? {
         Some(value) => value,
-        None => clients_offline(config, &ask)?,
+        None => clients_offline(server.config()?, &ask)?,
     };
     let (name, done) = match verb {
         None if json => return show::json(out, "clients", value),

@@ -15,7 +15,7 @@ use gpusession_proto::journal::Event as Said;
 use gpusession_proto::preface;
 use gpusession_proto::supervise::DeviceLimit;
 use prost::Message as _;
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
@@ -102,6 +102,8 @@ pub struct Pool {
     random: Arc<dyn Random>,
     quiet: Quiet,
     parking: Parking,
+    /// Whether an administrator wants the server to stop, and at once.
+    stop: watch::Sender<Option<bool>>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -140,6 +142,7 @@ impl Pool {
             random,
             quiet: Quiet::default(),
             parking: Parking::default(),
+            stop: watch::channel(None).0,
         })
     }
 
@@ -151,6 +154,22 @@ impl Pool {
     /// Who used what.
     pub fn accounting(&self) -> &Accounting {
         &self.accounting
+    }
+
+    /// An administrator wants the server to stop; `force`: at once.
+    pub fn ask_to_stop(&self, force: bool) {
+        self.stop.send_if_modified(|asked| {
+            let more = *asked != Some(true) && *asked != Some(force);
+            if more {
+                *asked = Some(force);
+            }
+            more
+        });
+    }
+
+    /// What [`Pool::ask_to_stop`] says.
+    pub fn asked_to_stop(&self) -> watch::Receiver<Option<bool>> {
+        self.stop.subscribe()
     }
 
     /// The configuration as it is now.

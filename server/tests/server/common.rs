@@ -151,6 +151,11 @@ impl Server {
         child.wait().expect("it ends")
     }
 
+    /// How the process ended that somebody else stopped.
+    pub fn ended(&mut self) -> std::process::ExitStatus {
+        self.process.take().expect("it ran").wait().expect("it ends")
+    }
+
     /// Asks the process to stop, and leaves it at that.
     pub fn terminate(&mut self) -> Child {
         let child = self.process.take().expect("it runs");

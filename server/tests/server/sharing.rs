@@ -304,18 +304,26 @@ async fn the_configuration_changes_while_running() {
         assert!(said.contains(text) || said.contains("unknown key"), "{said}");
         assert_eq!(get(&server, "warm_workers").0, "3");
     }
-    // SIGHUP: a bad file changes nothing, a good one does. Verbs read the file too: these read a copy.
-    std::fs::copy(server.path("gpuserver.toml"), server.path("good.toml")).unwrap();
+    // SIGHUP: a bad file changes nothing, a good one does.
     let running = server.json(&["status"])["server"]["pid"].as_i64().unwrap();
     let hup = || kill(nix::unistd::Pid::from_raw(running as i32), Signal::SIGHUP).unwrap();
     server.configure("libcuda.so.1", "limits.workers = \"x\"");
     hup();
-    let good = server.path("good.toml");
-    let good = good.to_str().unwrap();
-    let reload = server.verb(&["-c", good, "config", "reload"]);
+    let reload = server.verb(&["config", "reload"]);
     let said = String::from_utf8_lossy(&reload.stderr);
     assert!(said.contains("limits.workers = \"x\"") && said.contains("stays as it was"), "{said}");
-    assert_eq!(server.json(&["-c", good, "config", "get", "limits.workers"])["config"][0]["value"], "64");
+    // Verbs read the file too, and reach the running server whatever is wrong with it.
+    assert_eq!(get(&server, "limits.workers").0, "64");
+    let text = std::fs::read_to_string(server.path("gpuserver.toml")).unwrap();
+    std::fs::write(server.path("gpuserver.toml"), format!("[[ nonsense\n{text}")).unwrap();
+    let leases = server.verb(&["leases"]);
+    assert!(
+        leases.status.success() && String::from_utf8_lossy(&leases.stdout).contains("vm-1"),
+        "{leases:?}"
+    );
+    let said = String::from_utf8_lossy(&leases.stderr);
+    assert!(said.contains("gpuserver.toml:1: ") && said.contains("would not start again"), "{said}");
+    assert_eq!(server.verb(&["check-config"]).status.code(), Some(1), "what needs the file still does");
     server.configure("libcuda.so.1", "limits.workers = 7");
     hup();
     eventually("the new limit holds", async || get(&server, "limits.workers").0 == "7").await;
@@ -364,6 +372,45 @@ async fn a_stop_waits_for_programs() {
     kill(nix::unistd::Pid::from_raw(process.id() as i32), Signal::SIGQUIT).unwrap();
     assert_eq!(process.wait().unwrap().code(), Some(2));
     assert!(rest(&mut lane).is_empty());
+}
+
+#[tokio::test]
+async fn an_administrator_stops_the_server_and_hears_what_it_waits_for() {
+    let mut server = Server::start_with("libcuda.so.1", "drain_timeout = \"60s\"").await;
+    let program = async |server: &Server, client: &Client| {
+        let mut client = server.again(client).await;
+        let lease = client.allocate(100.0).await.unwrap();
+        let worker = client.take(&lease.id).await.unwrap();
+        let (lane, _) = server.adopt(&worker.id, 0, true);
+        eventually("it serves", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+        (client, lease, worker, lane)
+    };
+    let vm = server.client("vm-1").await;
+    let (mut vm, lease, worker, _lane) = program(&server, &vm).await;
+    let mut stop = server.command(&["stop"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(stop.stdout.take().unwrap()));
+    let line = lines.next().unwrap().unwrap();
+    assert!(
+        line.starts_with("waits up to ") && line.ends_with(" s for vectorAdd (pid 42 of vm-1)"),
+        "{line}"
+    );
+    vm.pool.process_ended(ProcessEndedRequest { lease: lease.id, worker: worker.id }).await.unwrap();
+    assert_eq!(lines.next().unwrap().unwrap(), "stopped");
+    assert!(stop.wait().unwrap().success());
+    assert_eq!(server.ended().code(), Some(0));
+    assert_eq!(server.verb(&["stop"]).status.code(), Some(1), "it does not run");
+
+    // Or at once, also while another administrator waits.
+    server.run().await;
+    let (_vm, _lease, _worker, mut lane) = program(&server, &vm).await;
+    let mut waits = server.command(&["stop"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(waits.stdout.take().unwrap()));
+    assert!(lines.next().unwrap().unwrap().starts_with("waits up to "));
+    let forced = server.json(&["stop", "--force"]);
+    assert_eq!(forced["stopped"]["programs"][0], "vectorAdd (pid 42 of vm-1)");
+    assert!(rest(&mut lane).is_empty());
+    assert!(waits.wait().unwrap().success());
+    assert_eq!(server.ended().code(), Some(2));
 }
 
 #[tokio::test]
