@@ -116,12 +116,15 @@ pub fn init() -> Result {
 
 extern "C" fn print_summary() {
     if let Some(Ok(client)) = CLIENT.get() {
+        let waits = client.link.waits();
         trace::print(&format!(
             "gpusession: {} frames to {}, {} waits for the server",
             client.link.position(),
             client.link.server,
-            client.link.waits()
+            waits.iter().map(|(_, count)| u64::from(*count)).sum::<u64>()
         ));
+        let waits: Vec<_> = waits.iter().map(|(name, count)| format!("{count} {name}")).collect();
+        trace::print(&format!("gpusession: waits: {}", waits.join(", ")));
     }
 }
 

@@ -37,22 +37,32 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
     if len <= INLINE_MAX {
         // SAFETY: the program vouches for the source.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
-        let seq = client.post_if(ranges::is_device(target, len as u64), op::COPY_TO_DEVICE, |w| {
+        let sure = ranges::is_device(target, len as u64);
+        let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
             body(w, true);
             w.bytes(bytes);
         })?;
-        stream.worked(seq);
+        if sure {
+            stream.copied_in(seq)
+        } else {
+            stream.worked(seq)
+        }
         return client.late();
     }
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
-    stream.worked(seq);
+    let pinned = ranges::is_pinned(source as u64, len as u64);
+    if !pinned && ranges::is_device(target, len as u64) {
+        stream.copied_in(seq)
+    } else {
+        stream.worked(seq)
+    }
     // SAFETY: pageable memory: this waits until the bytes are sent. Pinned memory: the program may change it only after
     // it has synchronised, and freeing it synchronises.
     let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
     drop(order);
-    if !ranges::is_pinned(source as u64, len as u64) && !sent.wait() {
+    if !pinned && !sent.wait() {
         return Err(crate::entry::DEVICE_UNAVAILABLE);
     }
     client.late()

@@ -12,6 +12,8 @@ use crate::streams::{Capture, Stream};
 pub struct Event {
     /// Its handle.
     pub handle: u64,
+    /// `CUevent_flags`
+    flags: u32,
     recorded: Mutex<Option<(Arc<Stream>, u64)>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
@@ -21,9 +23,10 @@ pub struct Event {
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
 /// Remembers a new event.
-pub fn add(new: u64) {
+pub fn add(new: u64, flags: u32) {
     let event = Arc::new(Event {
         handle: new,
+        flags,
         recorded: Mutex::default(),
         happened: AtomicU64::new(0),
         captured: Mutex::default(),
@@ -56,7 +59,15 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
     Ok(found)
 }
 
+/// `CU_EVENT_DISABLE_TIMING`
+const DISABLE_TIMING: u32 = 2;
+
 impl Event {
+    /// Whether a record on a stream without work is complete at once. One with a time is not: the time must be there.
+    pub fn is_immediate(&self, stream: &Stream) -> bool {
+        self.flags & DISABLE_TIMING != 0 && stream.capture().is_none() && stream.quiet()
+    }
+
     /// The frame at this position records it.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
         *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = stream.covers();
@@ -90,6 +101,11 @@ impl Event {
         let recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let known = self.happened.load(Ordering::Relaxed) >= recorded.1 || recorded.0.done(recorded.1);
         (!known).then_some(recorded)
+    }
+
+    /// The record at this position was complete at once.
+    pub fn is_past(&self, seq: u64) {
+        self.happened.fetch_max(seq, Ordering::Relaxed);
     }
 
     /// The record at this position is known to have happened, and so has what its stream did before.

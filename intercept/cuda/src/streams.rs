@@ -48,6 +48,8 @@ pub struct Stream {
     /// As `cuStreamGetId` tells it.
     pub id: u64,
     last: AtomicU64,
+    /// The same without copies to the device: nothing on the host tells whether those are complete.
+    last_seen: AtomicU64,
     done: AtomicU64,
     /// Streams whose work up to a position this one has waited for while data of theirs was on its way.
     covers: Mutex<Vec<(u64, u64)>>,
@@ -112,6 +114,7 @@ pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u6
         priority,
         id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
         last: AtomicU64::new(0),
+        last_seen: AtomicU64::new(0),
         done: AtomicU64::new(0),
         covers: Mutex::default(),
         capture: RwLock::new(None),
@@ -175,6 +178,7 @@ fn legacy(ctx: u64) -> Result<Arc<Stream>> {
             priority: 0,
             id: 1,
             last: AtomicU64::new(0),
+            last_seen: AtomicU64::new(0),
             done: AtomicU64::new(0),
             covers: Mutex::default(),
             capture: RwLock::new(None),
@@ -200,10 +204,30 @@ impl Stream {
     /// The frame at this position put work on the stream.
     #[inline]
     pub fn worked(&self, seq: u64) {
+        self.copied_in(seq);
+        self.last_seen.fetch_max(seq, Ordering::Relaxed);
+        if self.blocking() {
+            LAST_SEEN_BLOCKING.fetch_max(seq, Ordering::Relaxed);
+        }
+    }
+
+    /// The frame at this position copies bytes that the program has handed over already to memory that is surely there.
+    pub fn copied_in(&self, seq: u64) {
         self.last.fetch_max(seq, Ordering::Relaxed);
         if self.blocking() {
             LAST_BLOCKING.fetch_max(seq, Ordering::Relaxed);
         }
+    }
+
+    /// Whether nothing but such copies may be incomplete: then a program cannot tell when they are, as long as what it does
+    /// next stays behind them. Not for streams that also wait for the default stream's work.
+    pub fn only_copies_in(&self) -> bool {
+        let last = match (self.handle, self.blocking()) {
+            (0, _) => LAST_SEEN_BLOCKING.load(Ordering::Relaxed),
+            (_, true) => return false,
+            (_, false) => self.last_seen.load(Ordering::Relaxed),
+        };
+        self.done.load(Ordering::Relaxed) >= last
     }
 
     /// Whether everything that was put on it is known to be complete.
@@ -215,6 +239,14 @@ impl Stream {
             self.last.load(Ordering::Relaxed)
         };
         self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// The same, and whatever else the next work on it would wait for is complete, too.
+    pub fn quiet(&self) -> bool {
+        self.idle()
+            && (self.handle == 0
+                || !self.blocking()
+                || self.done.load(Ordering::Relaxed) >= LAST_BLOCKING.load(Ordering::Relaxed))
     }
 
     /// Whether what was put on it up to a position is known to be complete.
@@ -319,6 +351,8 @@ impl Stream {
 
 /// Latest position of work on the default stream or a stream that is ordered with it.
 static LAST_BLOCKING: AtomicU64 = AtomicU64::new(0);
+/// The same without copies to the device.
+static LAST_SEEN_BLOCKING: AtomicU64 = AtomicU64::new(0);
 /// Everything up to this position is complete (a context was synchronised).
 static CTX_DONE: AtomicU64 = AtomicU64::new(0);
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -107,7 +107,8 @@ pub struct Link {
     incoming: Mutex<Incoming>,
     lost: OnceLock<Lost>,
     late_error: AtomicI32,
-    waits: AtomicU64,
+    /// How often a thread has waited for the answer to each operation.
+    waits: [AtomicU32; op::COUNT],
     events: Box<dyn Events>,
     lane_secret: OnceLock<[u8; 32]>,
     lanes: OnceLock<Result<Lanes, Lost>>,
@@ -152,7 +153,7 @@ impl Link {
             incoming: Mutex::default(),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
-            waits: AtomicU64::new(0),
+            waits: [const { AtomicU32::new(0) }; op::COUNT],
             events,
             lane_secret: OnceLock::new(),
             lanes: OnceLock::new(),
@@ -207,6 +208,9 @@ impl Link {
         body: impl FnOnce(&mut Writer<'_>),
     ) -> Result<u64, Lost> {
         self.check()?;
+        if let Some(count) = self.waits.get(usize::from(op)) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
         let (seq, _) = self.append(op, WAIT, caller, body);
         self.flush()?;
         Ok(seq)
@@ -214,13 +218,18 @@ impl Link {
 
     /// Second half of a call.
     pub fn finish_call(&self, seq: u64) -> Result<Reply, Lost> {
-        self.waits.fetch_add(1, Ordering::Relaxed);
         self.wait_reply(seq)
     }
 
-    /// How often a thread has waited for the worker.
-    pub fn waits(&self) -> u64 {
-        self.waits.load(Ordering::Relaxed)
+    /// How often a thread has waited for the worker, by operation, the most frequent first.
+    pub fn waits(&self) -> Vec<(&'static str, u32)> {
+        let mut waits: Vec<_> = (0..)
+            .zip(&self.waits)
+            .map(|(operation, count)| (op::name(operation), count.load(Ordering::Relaxed)))
+            .filter(|(_, count)| *count > 0)
+            .collect();
+        waits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+        waits
     }
 
     /// Position of the latest frame in the log.

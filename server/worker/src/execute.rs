@@ -262,7 +262,7 @@ impl Replay {
         loop {
             let Some((frame, kept)) = self.next(session, executor) else { return };
             let bulk = ops::is_bulk(&frame);
-            if !kept && (bulk || ops::may_block(frame.header.op.get())) {
+            if !kept && (bulk || ops::may_block(&frame)) {
                 // Known to wait: others, if there are any, go on at once.
                 let mut state = self.lock();
                 let others = (bulk || state.threads.len() > 1) && state.main == executor.id;

@@ -1180,6 +1180,40 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
     assert!(done.contains(&released));
 }
 
+#[test]
+fn everything_stays_behind_a_synchronisation_that_nobody_waits_for() {
+    const LEN: usize = 200_000;
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    for slot in [1, 2] {
+        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
+    }
+    let mut up = lane(&worker, &guest, FIRST_UP_LANE);
+    // One thread copies, and has synchronised. Another then reads by another stream, before the bytes are there.
+    let first = guest.seq + 1;
+    let words =
+        |words: [u64; 4]| move |w: &mut gpusession_proto::frame::Writer<'_>| w.words(words.as_bytes());
+    let copy = frame_of(1, op::COPY_TO_DEVICE, first, words([WINDOW, LEN as u64, stream(1), 0]));
+    let mut sync = frame_of(1, op::STREAM_SYNC, first + 1, |w| w.word(stream(1)));
+    let flags = std::mem::offset_of!(gpusession_proto::frame::Header, flags);
+    sync[flags..flags + 2].fill(0);
+    let read =
+        frame_of(2, op::COPY_FROM_DEVICE, first + 2, words([WINDOW + LEN as u64 - 8, 8, stream(2), 1]));
+    guest.seq = first + 2;
+    guest.write(&[copy, sync, read].concat());
+    // Time for what may overtake to do so.
+    std::thread::sleep(Duration::from_millis(20));
+    let bytes = pattern(LEN, 5);
+    up.write(&chunk(first, 0, &bytes));
+    let (header, _) = guest.frame().expect("an answer");
+    assert_eq!((header.seq.get(), header.ctx.get()), (first, 0));
+    let (header, body) = guest.frame().expect("an answer");
+    assert_eq!((header.seq.get(), header.ctx.get()), (first + 2, 0));
+    assert_eq!(body[8..16], bytes[LEN - 8..]);
+}
+
 /// Asks for so many bytes that the worker cannot send them all to a client that does not read.
 fn ask_for_much(guest: &mut Raw, threads: u32, requests: u64) -> u64 {
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));

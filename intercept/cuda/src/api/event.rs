@@ -15,13 +15,18 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
     let event = events::find(event as u64)?;
     let stream = find(client, stream, default)?;
     stream.usable()?;
+    let immediate = event.is_immediate(&stream);
     let seq = client.post(op::EVENT_RECORD, |w| {
         w.word(event.handle);
         w.word(stream.handle);
         w.word(u64::from(flags));
     })?;
-    stream.worked(seq);
     event.record(&stream, seq);
+    if immediate {
+        event.is_past(seq);
+    } else {
+        stream.worked(seq);
+    }
     if let Some(capture) = stream.capture() {
         event.captured_in(&capture);
     }
@@ -76,7 +81,7 @@ driver! {
             w.word(new);
             w.word(u64::from(flags));
         })?;
-        events::add(new);
+        events::add(new, flags);
         give(event, new as *mut c_void)
     }
 

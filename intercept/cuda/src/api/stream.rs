@@ -29,6 +29,11 @@ fn synchronize(client: &Client, stream: &Stream) -> Result {
     if stream.idle() && !client.link.down.any() {
         return client.late();
     }
+    if stream.only_copies_in() && !client.link.down.any() {
+        // Nobody waits for the answer, but the worker replays nothing of what follows before they are complete.
+        client.post(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+        return client.late();
+    }
     let seq = client
         .link
         .begin_call(op::STREAM_SYNC, thread::caller(), |w| w.word(stream.handle))

@@ -210,12 +210,14 @@ pub fn settle(session: &Session, answer: &mut Answer) {
     let _ = allocations::settle(session);
 }
 
-/// Operations that wait for the GPU, or for bytes that are still on their way.
-pub fn may_block(operation: u16) -> bool {
-    matches!(
-        operation,
-        op::STREAM_SYNC | op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE
-    )
+/// Whether replaying it waits for the GPU, or for bytes that are still on their way.
+pub fn may_block(frame: &Frame) -> bool {
+    match frame.header.op.get() {
+        // One that nobody waits for comes when there is little to wait for, and is a barrier.
+        op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
+        op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
+        _ => false,
+    }
 }
 
 /// A copy to the device whose bytes come on the lanes: replaying it waits for them.
@@ -237,6 +239,8 @@ pub struct Touched {
     some_stream: bool,
     /// The frame only waits: it must see what came before, but nothing needs to stay behind it.
     only_waits: bool,
+    /// Everything stays behind it.
+    barrier: bool,
 }
 
 impl Touched {
@@ -258,11 +262,12 @@ impl Touched {
 
     /// Whether a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
-        !earlier.only_waits
-            && (self.everything
-                || (self.every_stream && earlier.some_stream)
-                || (self.some_stream && earlier.every_stream)
-                || self.objects.iter().any(|h| earlier.objects.contains(h)))
+        earlier.barrier
+            || !earlier.only_waits
+                && (self.everything
+                    || (self.every_stream && earlier.some_stream)
+                    || (self.some_stream && earlier.every_stream)
+                    || self.objects.iter().any(|h| earlier.objects.contains(h)))
     }
 }
 
@@ -287,6 +292,8 @@ pub fn touches(session: &Session, frame: &Frame) -> Touched {
         op::STREAM_SYNC | op::STREAM_QUERY => {
             touched.stream(session, words[0]);
             touched.only_waits = true;
+            // The program did not wait for this, and takes what it covers for complete.
+            touched.barrier = frame.header.flags.get() & WAIT == 0;
         }
         op::EVENT_SYNC | op::EVENT_QUERY => {
             touched.object(words[0]);
