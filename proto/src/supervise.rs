@@ -67,6 +67,9 @@ pub struct Start {
     pub module_cache: Option<String>,
     /// Initialise the driver before a client comes (not under MPS).
     pub warm: bool,
+    /// It is a client of NVIDIA's MPS: it fails if the driver did not find the daemon, and before it ends the supervisor ends its GPU
+    /// work, once told by [`FromWorker::Ended`], and answers with [`ToWorker::Stop`].
+    pub mps: bool,
     /// Seconds a worker waits for a lost client to come back.
     pub resume_grace_s: u32,
     /// Bytes of host memory that mirrors of the client's memory and images on their way may each take.

@@ -95,6 +95,8 @@ pub enum Ask {
         /// Wait for no program.
         force: bool,
     },
+    /// Domains of MPS.
+    Mps,
     /// Who waits for GPUs.
     Queue,
     /// What holds for somebody.
@@ -277,6 +279,8 @@ pub struct LeaseRow {
     pub hold: bool,
     /// Since its last GPU work; without programs, since the last one ended or it began.
     pub idle_usec: u64,
+    /// Whether its programs share their GPUs by MPS.
+    pub mps: bool,
     /// Until it ends unless renewed.
     pub left_usec: u64,
     /// Seconds since 1970.
@@ -572,6 +576,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     exclusive: s.lease.exclusive,
                     on_idle: s.lease.on_idle.as_str().into(),
                     hold: s.lease.hold,
+                    mps: s.lease.mps,
                     left_usec: micros(s.left),
                     created_unix: s.lease.created_unix,
                 })
@@ -700,6 +705,14 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 programs: pool.supervisor().programs(),
                 wait_usec: micros(wait),
             }))
+        }
+        Ask::Mps => {
+            let Some(mps) = pool.supervisor().mps() else {
+                let mut refusal = Refusal::new("not-used", "this server does not share GPUs by MPS");
+                refusal.hint = "sharing = \"mps\" in its configuration makes it".into();
+                return Err(refusal);
+            };
+            show(serde_json::to_value(mps.views().await))
         }
         Ask::Queue => {
             let rows: Vec<_> = pool

@@ -92,7 +92,22 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "sharing",
         default: "time-slice",
-        help: "how leases share a GPU: \"time-slice\", or \"exclusive\": not at all",
+        help: "how leases share a GPU: \"time-slice\", \"mps\": at the same time, by NVIDIA's MPS, or \"exclusive\": not at all",
+    },
+    Key {
+        name: "mps_gpus",
+        default: "all",
+        help: "with sharing = \"mps\", the GPUs that it holds for, as in `gpus`; the others are time-sliced",
+    },
+    Key {
+        name: "mps_domain",
+        default: "client",
+        help: "what a fault under MPS reaches: the programs of one \"client\" on a GPU, or with \"server\" those of all clients",
+    },
+    Key {
+        name: "mps_control",
+        default: "in the driver's folder, $PATH, /usr/bin",
+        help: "absolute path of nvidia-cuda-mps-control",
     },
     Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
     Key {
@@ -235,6 +250,17 @@ pub enum Gpus {
     These(Vec<GpuChoice>),
 }
 
+/// How GPUs are shared by MPS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mps {
+    /// Which.
+    pub gpus: Gpus,
+    /// All clients share a fault domain.
+    pub shared: bool,
+    /// NVIDIA's program, where one is named.
+    pub control: Option<PathBuf>,
+}
+
 /// A host that clients are sent to; without a port, the port that this server listens on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advertised {
@@ -281,6 +307,8 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// Whether each lease has its GPUs to itself.
     pub exclusive: bool,
+    /// GPUs that leases share by MPS, if there are any.
+    pub mps: Option<Mps>,
     /// How GPUs are divided.
     pub rules: Rules,
     /// How long a stop waits for programs.
@@ -672,7 +700,7 @@ fn ports(value: &Value) -> Result<(u16, u16), String> {
     }
 }
 
-fn gpus(value: &Value) -> Result<Gpus, String> {
+fn read_gpus(value: &Value) -> Result<Gpus, String> {
     let bad = "\"all\" or a list of indices and UUIDs is wanted; to serve one GPU write [0]";
     match value {
         Value::String(s) if s == "all" => Ok(Gpus::All),
@@ -702,6 +730,13 @@ fn gpus(value: &Value) -> Result<Gpus, String> {
             Ok(Gpus::These(out))
         }
         _ => Err(bad.into()),
+    }
+}
+
+fn show_gpus(gpus: &Gpus) -> String {
+    match gpus {
+        Gpus::All => "all".into(),
+        Gpus::These(these) => list(these),
     }
 }
 
@@ -828,15 +863,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
             if a == b { a.to_string() } else { format!("{a}-{b}") }
         },
     )?;
-    let gpus = reader.key(
-        "gpus",
-        || (Gpus::All, Origin::Default),
-        gpus,
-        |g| match g {
-            Gpus::All => "all".into(),
-            Gpus::These(these) => list(these),
-        },
-    )?;
+    let gpus = reader.key("gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
     let driver = reader.key(
         "driver",
         || (None, Origin::Default),
@@ -861,12 +888,30 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         },
         |l| list(l),
     )?;
-    let exclusive = reader.key(
+    let sharing = reader.key(
         "sharing",
         || default("time-slice"),
-        |v| one_of(v, &["time-slice", "exclusive"], &["mps"]),
+        |v| one_of(v, &["time-slice", "mps", "exclusive"], &[]),
         plain,
-    )? == "exclusive";
+    )?;
+    let mps_gpus = reader.key("mps_gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
+    let mps_domain =
+        reader.key("mps_domain", || default("client"), |v| one_of(v, &["client", "server"], &[]), plain)?;
+    let mps_control = reader.key(
+        "mps_control",
+        || (None, Origin::Default),
+        |v| absolute(v).map(Some),
+        |p| {
+            p.as_ref()
+                .map_or_else(|| "in the driver's folder, $PATH, /usr/bin".into(), |p| p.display().to_string())
+        },
+    )?;
+    let mps = Mps { gpus: mps_gpus, shared: mps_domain == "server", control: mps_control };
+    let mps = (sharing == "mps").then_some(mps);
+    let written = |key: &str| raw.keys.contains_key(key);
+    if mps.is_none() && ["mps_gpus", "mps_domain", "mps_control"].iter().any(|key| written(key)) {
+        warnings.push("mps_gpus, mps_domain and mps_control mean nothing without sharing = \"mps\"".into());
+    }
     let warm_workers = reader.key(
         "warm_workers",
         || (2, Origin::Default),
@@ -984,6 +1029,20 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
     if encryption && !trusted_networks.is_empty() {
         warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
     }
+    if mps.is_some() {
+        if !idle.park.is_zero() {
+            warnings.push(
+                "sharing = \"mps\" and park_after: the driver cannot park programs under MPS, which are warned only; those \
+                 of leases with sharing = \"time-slice\" are parked"
+                    .into(),
+            );
+        }
+        let folder = runtime_dir.join("mps");
+        crate::mps::check_folder(&folder).map_err(|m| {
+            let origin = raw.keys.get("runtime_dir").map_or(Origin::Default, |(_, origin)| origin.clone());
+            ConfigError::new(origin, format!("runtime_dir: {m}"))
+        })?;
+    }
     let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
     if first.is_some_and(|first| idle.warn.is_zero() || idle.warn >= first) {
         warnings.push(
@@ -1018,7 +1077,8 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         file: PathBuf::new(),
         state_dir,
         runtime_dir,
-        exclusive,
+        exclusive: sharing == "exclusive",
+        mps,
         rules,
         drain_timeout,
         lock_dir,
@@ -1239,9 +1299,8 @@ mod tests {
         assert!(message("gpus = \"0\"").contains("[0]"));
         assert!(message("gpus = [-1]").contains("-1"));
         assert!(message("gpus = [0, 0]").contains("twice"));
-        assert!(message("sharing = \"mps\"").contains("does not serve it yet"));
         assert!(message("registry = \"etcd\"").contains("does not serve it yet"));
-        assert!(message("sharing = \"often\"").contains("only \"time-slice\" or \"exclusive\""));
+        assert!(message("sharing = \"often\"").contains("only \"time-slice\" or \"mps\" or \"exclusive\""));
         assert!(message("warm_workers = 65").contains("0 to 64"));
         assert!(message("driver = \"libcuda.so.1\"").contains("absolute"));
         assert!(message("trusted_networks = [\"10.0.0.0/99\"]").contains("not a network"));

@@ -9,8 +9,9 @@ use serde::Deserialize;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::config::{GpuChoice, Gpus};
+use crate::config::{Config, GpuChoice, Gpus};
 use crate::lease::Gpu;
+use crate::mps;
 use crate::supervise::spawn::clean_environment;
 
 /// Exported by gpusession's own libcuda, which must never be a server's driver.
@@ -189,6 +190,41 @@ pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> 
     Ok(out)
 }
 
+/// Marks the GPUs that the configuration says are shared by MPS; how MPS is used.
+pub fn share_by_mps(
+    config: &Config,
+    driver: &Path,
+    found: &[Gpu],
+    gpus: &mut [Gpu],
+) -> Result<Option<mps::Settings>, DiscoveryError> {
+    let Some(wanted) = &config.mps else { return Ok(None) };
+    let program = mps::control::find(wanted.control.as_deref(), driver);
+    let program =
+        program.map_err(|m| bad(if wanted.control.is_some() { "mps_control" } else { "sharing" }, m))?;
+    let these = match &wanted.gpus {
+        Gpus::All => gpus.to_vec(),
+        these => choose(these, found.to_vec()).map_err(|e| match e {
+            DiscoveryError::Configuration { message, .. } => bad("mps_gpus", message),
+            e => e,
+        })?,
+    };
+    if let Some(other) = these.iter().find(|t| !gpus.iter().any(|g| g.uuid == t.uuid)) {
+        return Err(bad(
+            "mps_gpus",
+            format!("{} is not among the GPUs that `gpus` says are served", other.uuid),
+        ));
+    }
+    for gpu in gpus.iter_mut() {
+        gpu.mps = these.iter().any(|t| t.uuid == gpu.uuid);
+    }
+    Ok(Some(mps::Settings {
+        program,
+        driver: driver.into(),
+        folder: config.runtime_dir.join("mps"),
+        shared: wanted.shared,
+    }))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,6 +240,7 @@ mod tests {
             multiprocessors: 1,
             context_bytes: 0,
             compute_mode: 0,
+            mps: false,
         }
     }
 

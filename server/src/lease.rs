@@ -46,6 +46,9 @@ pub struct Gpu {
     /// `CUcomputemode`: 0 lets several programs use it.
     #[serde(default)]
     pub compute_mode: u32,
+    /// Whether leases share it by MPS, as the configuration says.
+    #[serde(default)]
+    pub mps: bool,
 }
 
 impl Gpu {
@@ -168,8 +171,12 @@ pub struct Request {
     pub encrypted: bool,
     /// Share of each GPU's multiprocessors that programs may use at most.
     pub sm_percent: u32,
+    /// The same as a number of multiprocessors, instead; 0: `sm_percent` says it.
+    pub sm_count: u32,
     /// Nobody else on its GPUs.
     pub exclusive: bool,
+    /// Under MPS, or not; `None`: as its GPUs are shared.
+    pub mps: Option<bool>,
     /// Among those who wait.
     pub priority: Priority,
     /// Renewed without end, as leases from boot are.
@@ -180,6 +187,32 @@ pub struct Request {
     pub hold: bool,
     /// What the client may have.
     pub limits: Effective,
+}
+
+impl Request {
+    /// Share of a GPU's multiprocessors, in percent: the smallest whole one that has as many as asked for.
+    fn percent_of(&self, gpu: &Gpu) -> u32 {
+        match (self.sm_count, gpu.multiprocessors) {
+            (0, _) => self.sm_percent,
+            (_, 0) => 100,
+            (count, all) => count.saturating_mul(100).div_ceil(all).clamp(1, 100),
+        }
+    }
+
+    fn limits_multiprocessors(&self) -> bool {
+        self.sm_count != 0 || self.sm_percent < 100
+    }
+
+    /// What kinds of GPUs can serve it, the first one rather: shared by MPS, or not, or either. A lease is on GPUs of one kind.
+    fn kinds(&self) -> &'static [Option<bool>] {
+        match self.mps {
+            Some(false) => &[None],
+            Some(true) => &[Some(true)],
+            None if self.exclusive => &[None],
+            None if self.limits_multiprocessors() => &[Some(true)],
+            None => &[Some(true), Some(false)],
+        }
+    }
 }
 
 /// A part of one GPU.
@@ -243,6 +276,9 @@ pub struct Lease {
     /// Not to be lent while it has no programs.
     #[serde(default)]
     pub hold: bool,
+    /// Its programs share their GPUs by MPS.
+    #[serde(default)]
+    pub mps: bool,
 }
 
 // The key stays out of logs.
@@ -388,7 +424,8 @@ impl Table {
             let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
                 table.gpu(&s.gpu).is_some_and(|g| {
-                    aside || s.limit_bytes <= table.capacity(g).saturating_sub(table.used(&s.gpu))
+                    (g.mps || !lease.mps)
+                        && (aside || s.limit_bytes <= table.capacity(g).saturating_sub(table.used(&s.gpu)))
                 })
             });
             if fits {
@@ -557,7 +594,6 @@ impl Table {
             request_id: request.request_id.clone(),
             ticket_key: clock::bytes(random),
             fencing_token: self.fencing_token,
-            shares,
             ttl,
             boot_id: request.boot_id.clone(),
             encrypted: request.encrypted,
@@ -572,6 +608,10 @@ impl Table {
             until_unix,
             on_idle: request.on_idle,
             hold: request.hold,
+            mps: request.mps != Some(false)
+                && !request.exclusive
+                && shares.iter().all(|s| self.gpu(&s.gpu).is_some_and(|g| g.mps)),
+            shares,
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
         Ok((lease, true))
@@ -662,10 +702,6 @@ impl Table {
                         return refuse(entry.exceeded(why, "release a lease or ask for fewer GPUs"));
                     }
                 }
-                "sm_percent" if u64::from(request.sm_percent) > most => {
-                    let why = format!("{} % of the multiprocessors asked for", request.sm_percent);
-                    return refuse(entry.exceeded(why, "ask for sm_percent within it"));
-                }
                 "max_persistent" if request.persistent => {
                     let held = self.counted(request, entry).filter(|l| l.persistent).count();
                     if held as u64 >= most {
@@ -690,6 +726,15 @@ impl Table {
                 return Err(entry.exceeded(why, "ask for less memory"));
             }
         }
+        let percent = request.percent_of(gpu);
+        for entry in request.limits.entries("sm_percent") {
+            if let Bound::Number(most) = entry.bound
+                && u64::from(percent) > most
+            {
+                let why = format!("{percent} % of the multiprocessors asked for");
+                return Err(entry.exceeded(why, "ask for sm_percent within it"));
+            }
+        }
         let name = gpu.name.to_lowercase();
         match request.limits.not_listed("models", |m| name.contains(&m.to_lowercase())) {
             Some(entry) => {
@@ -711,6 +756,18 @@ impl Table {
             let given = request.sm_percent;
             return Err(AllocateError::Invalid(format!("sm_percent: {given} is not between 1 and 100")));
         }
+        if request.limits_multiprocessors() && request.kinds() == [None] {
+            return Err(AllocateError::Invalid(
+                "a part of the multiprocessors is only to be had with sharing = \"mps\"; leave sm_percent and sm_count out".into(),
+            ));
+        }
+        if request.kinds() == [Some(true)] && !self.gpus.iter().any(|g| g.mps) {
+            return Err(AllocateError::NeverFits(
+                "no GPU of this server is shared by MPS, which sharing = \"mps\" and a part of the multiprocessors (sm_percent, \
+                 sm_count) need: leave them out, or use another server"
+                    .into(),
+            ));
+        }
         match request.devices.iter().find(|d| self.gpu(d).is_none()) {
             Some(unknown) => Err(AllocateError::NeverFits(format!("this server has no GPU {unknown}"))),
             None => Ok(()),
@@ -727,6 +784,7 @@ impl Table {
             .iter()
             .filter(|g| request.devices.is_empty() || request.devices.contains(&g.uuid))
             .filter(|g| g.name.to_lowercase().contains(&model))
+            .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.mps)))
             .filter(|g| {
                 // A program needs its context and something beside it.
                 (g.context_bytes.max(1)..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes))
@@ -739,7 +797,9 @@ impl Table {
             })
             .collect();
         let wanted = wanted(request);
-        if suitable.len() >= wanted {
+        let of =
+            |kind: &Option<bool>| suitable.iter().filter(|g| kind.is_none_or(|mps| mps == g.mps)).count();
+        if request.kinds().iter().any(|kind| of(kind) >= wanted) {
             return Ok(suitable);
         }
         if let Some(limit) = limit {
@@ -1023,9 +1083,14 @@ impl<'a> Occupied<'a> {
     }
 
     fn best(&self, request: &Request, suitable: &[&Gpu]) -> Option<Vec<Share>> {
+        request.kinds().iter().find_map(|kind| self.best_of(request, suitable, *kind))
+    }
+
+    fn best_of(&self, request: &Request, suitable: &[&Gpu], kind: Option<bool>) -> Option<Vec<Share>> {
         let wanted = wanted(request);
         let mut candidates: Vec<(usize, u64, &Gpu)> = suitable
             .iter()
+            .filter(|g| kind.is_none_or(|mps| mps == g.mps))
             .filter_map(|g| {
                 let left = self.fits(request, g)?;
                 let rank = request.sticky.iter().position(|s| *s == g.uuid).unwrap_or(usize::MAX);
@@ -1044,7 +1109,7 @@ impl<'a> Occupied<'a> {
         let share = |g: &Gpu| Share {
             gpu: g.uuid.clone(),
             limit_bytes: request.memory.of(g.memory_bytes),
-            sm_percent: request.sm_percent,
+            sm_percent: request.percent_of(g),
         };
         Some(candidates.into_iter().map(|(_, _, g)| share(g)).collect())
     }
@@ -1080,6 +1145,7 @@ mod tests {
             multiprocessors: 132,
             context_bytes: 0,
             compute_mode: 0,
+            mps: false,
         }
     }
 
@@ -1111,6 +1177,8 @@ mod tests {
             encrypted: true,
             sm_percent: 100,
             exclusive: false,
+            sm_count: 0,
+            mps: None,
             priority: Priority::Normal,
             persistent: false,
             on_idle: OnIdle::Unset,

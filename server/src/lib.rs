@@ -5,6 +5,7 @@
 //! * [`limits`]: what a client or a user may have.
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
 //! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
+//! * [`mps`]: NVIDIA's Multi-Process Service, one control daemon for what shares a fault.
 //! * [`data`]: the acceptor that hands data connections to workers.
 //! * [`accounting`]: who used what for how long.
 //! * [`gpu_lock`]: one server per GPU on a host.
@@ -28,6 +29,7 @@ pub mod idle;
 pub mod lease;
 pub mod limits;
 pub mod monitor;
+pub mod mps;
 pub mod net;
 pub mod pool;
 pub mod quiet;

@@ -92,7 +92,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
         end = stop.wait() => return Ok(end),
     };
-    let gpus = discovery::choose(&config.gpus, probe.devices).map_err(as_config)?;
+    let mut gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
+    let mps = discovery::share_by_mps(&config, &driver, &probe.devices, &mut gpus).map_err(as_config)?;
     info!(
         "driver version {}, CUDA {}.{}",
         probe.driver_version.as_deref().unwrap_or("unknown"),
@@ -130,6 +131,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
         isolation: config.isolation,
+        mps,
     };
     let registry = Arc::new(LocalRegistry::open(
         &config.state_dir,

@@ -119,6 +119,12 @@ pub enum Verb {
         #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
         times: u32,
     },
+    /// List MPS domains: states, servers, clients, faults
+    Mps {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// List requests that wait for GPUs
     Queue {
         /// Print JSON
@@ -418,6 +424,14 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         Verb::Park { lease, json } => parked(out, &server, &Ask::Park { lease: lease.clone() }, *json),
         Verb::Unpark { lease, json } => parked(out, &server, &Ask::Unpark { lease: lease.clone() }, *json),
         Verb::Top { every, times } => top(out, &server, every, *times),
+        Verb::Mps { json } => {
+            let value = must_run(&server, &Ask::Mps)?;
+            if *json {
+                show::json(out, "domains", value)
+            } else {
+                show::mps(out, serde_json::from_value(value)?)
+            }
+        }
         Verb::Queue { json } => {
             let value = must_run(&server, &Ask::Queue)?;
             if *json {
@@ -644,6 +658,7 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::Gpus { json }
         | Verb::Park { json, .. }
         | Verb::Unpark { json, .. }
+        | Verb::Mps { json }
         | Verb::Queue { json }
         | Verb::Off { json, .. }
         | Verb::On { json, .. }
@@ -853,6 +868,13 @@ fn check_config(
     explain: bool,
     json: bool,
 ) -> anyhow::Result<()> {
+    if let Some(mps) = &config.mps {
+        let key = if mps.control.is_some() { "mps_control" } else { "sharing" };
+        // Where the driver is not known yet, its folder is not looked into.
+        let driver = crate::discovery::find_driver(config.driver.as_deref()).unwrap_or_default();
+        crate::mps::control::find(mps.control.as_deref(), &driver)
+            .map_err(|m| ConfigError::new(config.origin(key), format!("{key}: {m}")))?;
+    }
     let mut warnings = config.warnings.clone();
     warnings.push(
         "registry = \"local\": this server alone decides about its GPUs, and limits count on it alone"

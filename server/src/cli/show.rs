@@ -130,7 +130,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
 pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table =
-        table(&["LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "WARM", "IDLE", "LEFT", "SINCE"]);
+        table(&["LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "SMS", "WARM", "IDLE", "LEFT", "SINCE"]);
     for r in rows {
         for (i, d) in r.devices.into_iter().enumerate() {
             let first = |text: String| if i == 0 { text } else { String::new() };
@@ -144,6 +144,7 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
                 }),
                 d.uuid,
                 mib(d.limit_bytes),
+                format!("{} %{}", d.sm_percent, if r.mps { ", mps" } else { "" }),
                 first(r.warm.to_string()),
                 first(span(r.idle_usec)),
                 first(span(r.left_usec)),
@@ -174,6 +175,45 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
         ]);
     }
     print(out, &table, n, "no GPUs")
+}
+
+/// `gpuserver mps`
+pub fn mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow::Result<()> {
+    let n = domains.len();
+    let mut table = table(&[
+        "DOMAIN",
+        "GPUS",
+        "STATE",
+        "DAEMON",
+        "SERVERS",
+        "CLIENTS",
+        "LEASES",
+        "RESTARTS",
+        "LAST FAULT",
+    ]);
+    for d in domains {
+        let servers: Vec<_> = d.servers.iter().map(|s| format!("{} ({})", s.pid, s.state)).collect();
+        let clients: usize = d.servers.iter().map(|s| s.clients.len()).sum();
+        let or_dash = |list: Vec<String>| if list.is_empty() { "-".into() } else { list.join(" ") };
+        table.add_row([
+            d.client,
+            d.gpus.join(" "),
+            if d.reason.is_empty() { d.state } else { format!("{}: {}", d.state, d.reason) },
+            dash(d.daemon_pid),
+            or_dash(servers),
+            clients.to_string(),
+            or_dash(d.leases),
+            d.restarts.to_string(),
+            d.faults.last().map_or_else(
+                || "-".into(),
+                |f| {
+                    let whose: Vec<_> = f.culprits.iter().map(|pid| format!(" of process {pid}")).collect();
+                    format!("{}{}: {}", date(f.unix), whose.concat(), f.why)
+                },
+            ),
+        ]);
+    }
+    print(out, &table, n, "no MPS domains: no lease shares its GPUs by MPS")
 }
 
 /// `gpuserver queue`

@@ -17,7 +17,7 @@ impl Pool {
     /// When measures are taken against a lease: as the server's limits say, and as it asks for.
     pub fn timeouts(&self, lease: &Lease) -> Timeouts {
         let mut limits = self.limits_of(&lease.client, &lease.user).idle().asked(lease.on_idle, lease.hold);
-        if self.parking().never().is_some() {
+        if lease.mps || self.parking().never().is_some() {
             limits.park = Duration::ZERO;
         }
         limits

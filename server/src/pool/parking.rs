@@ -137,6 +137,9 @@ impl Pool {
         let parking = self.parking();
         let Some(standing) = self.registry().get(lease).await else { return Err(ParkError::NoLease) };
         let serving = self.supervisor().serving(lease);
+        if standing.lease.mps && !serving.is_empty() {
+            return Err(ParkError::Never("the driver cannot move the memory of programs under MPS".into()));
+        }
         if let Some(never) = parking.never()
             && !serving.is_empty()
         {

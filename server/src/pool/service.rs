@@ -768,15 +768,22 @@ impl PoolService for Service {
             &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
         )?;
         pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
-        if !matches!(wish.sharing.as_str(), "" | "time-slice" | "exclusive") {
-            return Err(Status::failed_precondition(format!(
-                "sharing {:?} is not served here, only \"time-slice\" and \"exclusive\"; leave `sharing` out of the lease",
-                wish.sharing
-            )));
+        let mps = match wish.sharing.as_str() {
+            "" => None,
+            "mps" => Some(true),
+            "time-slice" | "exclusive" => Some(false),
+            other => {
+                return Err(Status::invalid_argument(format!(
+                    "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
+                )));
+            }
+        };
+        if wish.sm_count != 0 && !matches!(wish.sm_percent, 0 | 100) {
+            return Err(Status::invalid_argument("sm_percent and sm_count say the same: leave one out"));
         }
-        if !matches!(wish.sm_percent, 0 | 100) || wish.sm_count != 0 {
+        if pool.facts.config.exclusive && mps == Some(true) {
             return Err(Status::failed_precondition(
-                "sm_percent below 100 is not served here (a time-sliced GPU cannot limit multiprocessors); leave it out",
+                "sharing \"mps\" is not served here: this server's GPUs are not shared; leave `sharing` out of the lease",
             ));
         }
         let priority = match wish.priority.as_str() {
@@ -817,6 +824,8 @@ impl PoolService for Service {
             boot_id: wish.boot_id,
             encrypted,
             sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
+            sm_count: wish.sm_count,
+            mps,
             exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
             priority,
             persistent: wish.persistent,
@@ -942,7 +951,7 @@ impl PoolService for Service {
                 TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),
                 TakeError::Away => Status::unavailable(text),
-                TakeError::TooMany(_) => Status::resource_exhausted(text),
+                TakeError::TooMany(_) | TakeError::Mps(_) => Status::resource_exhausted(text),
                 TakeError::Environment(_) => Status::invalid_argument(text),
                 TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
             }

@@ -27,9 +27,11 @@ use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded};
+use crate::mps::{Mps, Seat};
 use crate::quiet::Quiet;
 
 pub mod channel;
+mod mps;
 pub mod park;
 pub mod quota;
 pub mod spawn;
@@ -86,6 +88,8 @@ pub struct Options {
     pub resume_grace: Duration,
     /// Whether workers give up what they do not need.
     pub isolation: Isolation,
+    /// How MPS is used, if it is.
+    pub mps: Option<crate::mps::Settings>,
 }
 
 /// What a worker is doing.
@@ -191,6 +195,9 @@ pub enum TakeError {
     /// Workers do not start.
     #[error("no worker starts on this server: {0}")]
     NotStarting(String),
+    /// Its MPS server serves as many as it can.
+    #[error("{0}")]
+    Mps(String),
     /// The stock did not fill in time.
     #[error("no worker got ready within {} s; see the server's journal", TAKE_LIMIT.as_secs())]
     TooSlow,
@@ -268,6 +275,8 @@ struct Worker {
     /// Its client wants something of it though it is paused.
     wanted: bool,
     isolation: String,
+    /// Its place in an MPS domain.
+    seat: Option<Arc<Seat>>,
     since: Moment,
     ended_because: Option<String>,
     commands: mpsc::Sender<Command>,
@@ -335,6 +344,7 @@ impl State {
 struct Inner {
     options: Options,
     spawner: Spawner,
+    mps: Option<Mps>,
     accounting: Accounting,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
@@ -360,10 +370,14 @@ impl Supervisor {
         random: Arc<dyn Random>,
     ) -> io::Result<Self> {
         let stock = Mutex::new((options.warm_workers, options.idle_exit));
-        Ok(Self(Arc::new(Inner {
+        let spawner = Spawner::new()?;
+        let mps = options.mps.clone().map(|settings| Mps::new(settings, spawner.clone(), clock.clone()));
+        let (mps, happened) = mps.unzip();
+        let this = Self(Arc::new(Inner {
             options,
             stock,
-            spawner: Spawner::new()?,
+            spawner,
+            mps,
             accounting,
             clock,
             random,
@@ -372,7 +386,16 @@ impl Supervisor {
             wants: Notify::new(),
             events: broadcast::channel(1024).0,
             refusals: Quiet::default(),
-        })))
+        }));
+        if let Some(happened) = happened {
+            tokio::spawn(this.clone().serve_mps(happened));
+        }
+        Ok(this)
+    }
+
+    /// MPS, where it is used.
+    pub fn mps(&self) -> Option<&Mps> {
+        self.0.mps.as_ref()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -405,6 +428,9 @@ impl Supervisor {
             if state.closing || state.leases.contains_key(&lease.id) {
                 return;
             }
+            if let Some(mps) = self.mps().filter(|_| lease.mps) {
+                mps.join(lease, &devices);
+            }
             let stock = Stock::new(self.stock().0, self.0.clock.now());
             let (ledger, unused) = (Ledger::new(devices), self.0.clock.now());
             let entry = LeaseState {
@@ -433,6 +459,9 @@ impl Supervisor {
         let mut state = self.state();
         if let Some(gone) = state.leases.remove(lease) {
             gone.changed.notify_waiters();
+        }
+        if let Some(mps) = self.mps() {
+            mps.leave(lease);
         }
         for (id, worker) in state.workers.iter_mut().filter(|(_, w)| w.lease == lease) {
             stop(id, worker, reason);
@@ -521,6 +550,7 @@ impl Supervisor {
     /// How many of `count` workers the lease's client and user may take now.
     fn room(&self, lease: &str, count: usize) -> Result<usize, TakeError> {
         let state = self.state();
+        self.room_under_mps(&state, lease)?;
         let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active));
         match state.within(lease, "workers", count as u64, "programs", serves) {
             Ok(()) => Ok(count),
@@ -764,17 +794,23 @@ impl Supervisor {
             {
                 let mut state = self.state();
                 state.closing = true;
-                for (_, lease) in state.leases.drain() {
+                for (id, lease) in state.leases.drain() {
                     lease.changed.notify_waiters();
+                    if let Some(mps) = self.mps() {
+                        mps.leave(&id);
+                    }
                 }
                 if state.workers.is_empty() {
-                    return;
+                    break;
                 }
                 for (id, worker) in &mut state.workers {
                     stop(id, worker, reason);
                 }
             }
             empty.await;
+        }
+        if let Some(mps) = self.mps() {
+            mps.close().await;
         }
     }
 
@@ -810,7 +846,9 @@ impl Supervisor {
             devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
             module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
-            warm: true,
+            // Under MPS a context takes one of the server's places.
+            warm: !entry.lease.mps,
+            mps: entry.lease.mps,
             resume_grace_s: options.resume_grace.as_secs() as u32,
             staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
             isolation: options.isolation,
@@ -839,6 +877,7 @@ impl Supervisor {
             pausing: None,
             wanted: false,
             isolation: "off".into(),
+            seat: None,
             since: self.0.clock.now(),
             ended_because: None,
             commands,
@@ -873,6 +912,12 @@ impl Supervisor {
         // The driver shows the worker its lease's GPUs only, in the lease's order.
         let gpus = self.state().workers.get(id).map(|w| w.gpus.join(",")).unwrap_or_default();
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
+        if start.mps {
+            match self.sit_down(id, &start).await {
+                Ok(more) => variables.extend(more),
+                Err(e) => return e,
+            }
+        }
         variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
         let (mut child, fd) = match self.0.spawner.start(program, variables).await {
             Ok(started) => started,
@@ -892,6 +937,7 @@ impl Supervisor {
         let end = match end {
             Ok(status) => describe(status),
             Err(reason) => {
+                self.end_gpu_work(id).await;
                 kill(group);
                 self.reaped(id, &mut child).await;
                 reason
@@ -963,6 +1009,7 @@ impl Supervisor {
                 }
                 Some(command) = stops.recv() => match command {
                     Command::Stop { reason } => {
+                        self.end_gpu_work(id).await;
                         let _ = send(&ToWorker::Stop { reason }, None).await;
                         limit = Some((Instant::now() + STOP_GRACE, ""));
                     }
@@ -1084,6 +1131,10 @@ impl Supervisor {
                     let _ = self.0.events.send(event);
                 }
             }
+            FromWorker::Ended { reason } if worker.seat.is_some() && worker.process.is_some() => {
+                // It waits for the end of its GPU work.
+                stop(id, worker, &printable(&reason));
+            }
             FromWorker::Failed { reason } | FromWorker::Ended { reason } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
@@ -1164,6 +1215,9 @@ impl Supervisor {
         };
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
+        if let Some(seat) = worker.seat.as_ref().filter(|_| !told && worker.process.is_some()) {
+            seat.suspect();
+        }
         let reason = match worker.ended_because {
             Some(reason) if told => reason,
             Some(reason) => format!("{reason} ({end})"),

@@ -62,16 +62,12 @@ pub fn stack_can_be_unlimited() -> bool {
         || nix::unistd::geteuid().is_root()
 }
 
-struct Order {
-    program: PathBuf,
-    environment: Vec<(OsString, OsString)>,
-    reply: oneshot::Sender<io::Result<(Child, OwnedFd)>>,
-}
+type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that starts all workers. The kernel ends a worker when the *thread* that started it ends, so that it must
+/// A thread that starts all workers and daemons. The kernel ends them when the *thread* that started them ends, so that it must
 /// not be one of a pool.
 #[derive(Debug, Clone)]
-pub struct Spawner(mpsc::Sender<Order>);
+pub struct Spawner(mpsc::Sender<Job>);
 
 impl Spawner {
     /// Starts the thread; needs a runtime.
@@ -88,12 +84,12 @@ impl Spawner {
             held.push(file);
         }
         let _ = HELD.set(held);
-        let (sender, orders) = mpsc::channel::<Order>();
+        let (sender, orders) = mpsc::channel::<Job>();
         let runtime = tokio::runtime::Handle::current();
         thread::Builder::new().name("spawner".into()).spawn(move || {
             let _guard = runtime.enter();
-            for order in orders {
-                let _ = order.reply.send(start(&order.program, &order.environment));
+            for job in orders {
+                job();
             }
         })?;
         Ok(Self(sender))
@@ -105,9 +101,27 @@ impl Spawner {
         program: &Path,
         environment: Vec<(OsString, OsString)>,
     ) -> io::Result<(Child, OwnedFd)> {
+        let program = program.to_path_buf();
+        self.on_thread(move || start(&program, &environment)).await
+    }
+
+    /// Starts a program that the kernel ends with the server.
+    pub async fn start_bound(&self, mut command: Command) -> io::Result<Child> {
+        let parent = nix::unistd::getpid();
+        // SAFETY: as in `start`.
+        unsafe {
+            command.pre_exec(move || end_with(parent));
+        }
+        self.on_thread(move || command.spawn()).await
+    }
+
+    async fn on_thread<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
         let (reply, answer) = oneshot::channel();
         let gone = || io::Error::other("the thread that starts workers is gone");
-        self.0.send(Order { program: program.into(), environment, reply }).map_err(|_| gone())?;
+        self.0.send(Box::new(move || drop(reply.send(job())))).map_err(|_| gone())?;
         answer.await.map_err(|_| gone())?
     }
 }
@@ -130,11 +144,7 @@ fn start(program: &Path, environment: &[(OsString, OsString)]) -> io::Result<(Ch
     unsafe {
         command.pre_exec(move || {
             if LIFETIME == Lifetime::EndsWithServer {
-                nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
-                if nix::unistd::getppid() != parent {
-                    // The server ended before the request: nobody would end this worker.
-                    return Err(io::Error::from(nix::errno::Errno::ESRCH));
-                }
+                end_with(parent)?;
             }
             if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
                 // Goes on: the worker says so if it matters to a program.
@@ -147,6 +157,16 @@ fn start(program: &Path, environment: &[(OsString, OsString)]) -> io::Result<(Ch
     let child = command.spawn()?;
     drop(theirs);
     Ok((child, ours))
+}
+
+/// Between fork and exec: the kernel ends this process with the thread that started it.
+fn end_with(parent: nix::unistd::Pid) -> io::Result<()> {
+    nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+    if nix::unistd::getppid() != parent {
+        // The server ended before the request: nobody would end this process.
+        return Err(io::Error::from(nix::errno::Errno::ESRCH));
+    }
+    Ok(())
 }
 
 /// Makes `fd` the descriptor that a worker expects, open across exec.

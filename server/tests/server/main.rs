@@ -134,7 +134,18 @@ async fn requests_that_cannot_be_served_say_why() {
     let mut vm = server.client("vm-1").await;
     let base = vm.request();
     let cases = [
-        (AllocateRequest { sharing: "mps".into(), ..base.clone() }, Code::FailedPrecondition, "exclusive"),
+        (
+            AllocateRequest { sharing: "mps".into(), ..base.clone() },
+            Code::FailedPrecondition,
+            "shared by MPS",
+        ),
+        (AllocateRequest { sharing: "often".into(), ..base.clone() }, Code::InvalidArgument, "exclusive"),
+        (AllocateRequest { sm_count: 10, ..base.clone() }, Code::FailedPrecondition, "sm_count"),
+        (
+            AllocateRequest { sm_count: 10, sharing: "time-slice".into(), ..base.clone() },
+            Code::InvalidArgument,
+            "sharing = \"mps\"",
+        ),
         (AllocateRequest { sm_percent: 50, ..base.clone() }, Code::FailedPrecondition, "sm_percent"),
         (AllocateRequest { priority: "urgent".into(), ..base.clone() }, Code::InvalidArgument, "urgent"),
         (
@@ -519,7 +530,11 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     for (driver, more, text) in [
         ("libcuda.so.1", "warm_wokers = 1", ":7: unknown key `warm_wokers`; did you mean `warm_workers`?"),
         ("libcuda.so.1", "gpus = [5]", ":7: gpus: there is no GPU 5; there are 0 = GPU-"),
-        ("libcuda.so.1", "sharing = \"mps\"", "does not serve it yet"),
+        (
+            "libcuda.so.1",
+            "sharing = \"mps\"\nmps_control = \"/nowhere\"",
+            "mps_control: /nowhere is not a program",
+        ),
         ("missing.so", "", "missing.so"),
     ] {
         server.configure(driver, more);

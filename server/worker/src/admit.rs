@@ -146,7 +146,12 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
 fn warm(driver: &Driver, start: &Start) -> Result<Contexts, String> {
     // SAFETY: cuInit takes only flags, which must be 0.
     check(unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
-    Contexts::warm(driver, &start.devices)
+    let contexts = Contexts::warm(driver, &start.devices)?;
+    // The driver goes on without MPS, and without its limits, where it does not find the daemon.
+    if start.mps && !contexts.under_mps(driver) {
+        return Err("the MPS daemon of this GPU does not answer: the program is not started without it; start it again".into());
+    }
+    Ok(contexts)
 }
 
 /// A key and certificate that live as long as this worker.
@@ -168,7 +173,7 @@ fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error
 impl Worker {
     fn end(&self, reason: &str) -> ! {
         if let Some(session) = self.session.get() {
-            session.end(reason)
+            session.stop(reason)
         }
         self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
         // SAFETY: ends the process without running the driver's exit handlers.

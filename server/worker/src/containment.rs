@@ -64,7 +64,10 @@ fn files_only(start: &Start) -> Result<(), String> {
     let target = std::fs::canonicalize(&start.driver).ok();
     let target = target.as_deref().and_then(Path::parent);
     let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
+    // Where an MPS daemon listens, if there is one.
+    let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
     let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
+    let write = write.chain(pipes.as_deref());
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))
@@ -197,6 +200,7 @@ mod tests {
             require_tls: true,
             module_cache: None,
             warm: true,
+            mps: false,
             resume_grace_s: 0,
             staging_bytes: 0,
             isolation: gpusession_proto::supervise::Isolation::Require,

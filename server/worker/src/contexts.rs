@@ -54,6 +54,17 @@ impl Contexts {
         Ok(Self { devices, limits, primary, created: Table::new(kind::CTX) })
     }
 
+    /// Whether contexts on all devices are shared by MPS.
+    pub fn under_mps(&self, driver: &Driver) -> bool {
+        const MPS_ENABLED: i32 = 133;
+        self.devices.iter().all(|device| {
+            let mut enabled = 0;
+            // SAFETY: the out pointer is valid.
+            let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut enabled, MPS_ENABLED, *device) };
+            got == 0 && enabled == 1
+        })
+    }
+
     /// The driver's ordinal of a client's device.
     pub fn device(&self, ordinal: u64) -> Result<i32, Status> {
         self.devices.get(ordinal as usize).copied().ok_or(101)

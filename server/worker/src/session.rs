@@ -1,8 +1,8 @@
 //! What one admitted client process has on this worker.
 
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gpusession_link::transport::Transport;
 use gpusession_proto::frame::{HEADER, Header, Writer, op};
@@ -77,7 +77,14 @@ pub struct Session {
     last_late: AtomicI32,
     sending: Mutex<()>,
     ending: OnceLock<()>,
+    /// Under MPS: whether the supervisor has ended its GPU work.
+    awaits_stop: AtomicBool,
 }
+
+/// How long a client has to hear why its worker ends.
+const HEAR: Duration = Duration::from_secs(1);
+/// Under MPS, how long the supervisor has to end the worker's GPU work.
+const STOP_LIMIT: Duration = Duration::from_millis(1500);
 
 impl Session {
     /// A session for a client that was just admitted.
@@ -118,6 +125,7 @@ impl Session {
             last_late: AtomicI32::new(0),
             sending: Mutex::new(()),
             ending: OnceLock::new(),
+            awaits_stop: AtomicBool::new(start.mps),
         }
     }
 
@@ -191,11 +199,19 @@ impl Session {
         }
     }
 
+    /// Ends the worker at the supervisor's word.
+    pub fn stop(&self, reason: &str) -> ! {
+        self.awaits_stop.store(false, Ordering::Relaxed);
+        self.end(reason)
+    }
+
     /// Ends the worker: the client and the supervisor are told why. Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
         // A client that does not read must not keep its worker: it gets this long to hear why.
-        let patience = std::thread::Builder::new().name("end".into()).spawn(|| {
-            std::thread::sleep(Duration::from_secs(1));
+        let patience =
+            HEAR + if self.awaits_stop.load(Ordering::Relaxed) { STOP_LIMIT } else { Duration::ZERO };
+        let patience = std::thread::Builder::new().name("end".into()).spawn(move || {
+            std::thread::sleep(patience);
             // SAFETY: as below.
             unsafe { libc::_exit(0) }
         });
@@ -208,6 +224,11 @@ impl Session {
             self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
             self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
         });
+        // A client of MPS that ends in the middle of its work takes others with it.
+        let told = Instant::now();
+        while self.awaits_stop.load(Ordering::Relaxed) && told.elapsed() < STOP_LIMIT {
+            std::thread::sleep(Duration::from_millis(2));
+        }
         // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
         unsafe { libc::_exit(0) }
     }

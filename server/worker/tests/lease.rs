@@ -62,6 +62,7 @@ fn lease() -> Lease {
         until_unix: 0,
         on_idle: Default::default(),
         hold: false,
+        mps: false,
     }
 }
 
@@ -123,6 +124,7 @@ fn four_processes_share_one_limit() {
         idle_exit: Duration::ZERO,
         resume_grace: Duration::ZERO,
         isolation: gpusession_proto::supervise::Isolation::Try,
+        mps: None,
     };
     let clock = Arc::new(Moved::default());
     let supervisor = Supervisor::new(options, accounting.clone(), clock.clone(), Arc::new(SystemRandom))

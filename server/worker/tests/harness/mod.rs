@@ -97,11 +97,12 @@ pub struct Options {
     pub memory_bytes: u64,
     pub context_bytes: u64,
     pub warm: bool,
+    pub mps: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { require_tls: false, memory_bytes: u64::MAX, context_bytes: 0, warm: true }
+        Self { require_tls: false, memory_bytes: u64::MAX, context_bytes: 0, warm: true, mps: false }
     }
 }
 
@@ -230,6 +231,7 @@ impl Worker {
             require_tls: options.require_tls,
             module_cache: None,
             warm: options.warm,
+            mps: options.mps,
             resume_grace_s: 0,
             staging_bytes: gpusession_proto::supervise::STAGING,
             isolation: Isolation::Try,

@@ -1,0 +1,200 @@
+//! NVIDIA's `nvidia-cuda-mps-control`: where it is, what it is asked, and what its answers mean. Answers are bounded, and what is
+//! not understood is an error, never a good state.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::process::Command;
+use tokio::time::timeout;
+
+/// Longest answer that is read, in bytes.
+const MAX_ANSWER: u64 = 64 << 10;
+/// How long a question may take where nothing else is said.
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+/// The program's name.
+pub const PROGRAM: &str = "nvidia-cuda-mps-control";
+/// Where it is looked for beside `$PATH`.
+const FOLDERS: &[&str] = &["/usr/bin", "/usr/local/nvidia/bin", "/usr/local/bin", "/opt/bin"];
+
+/// Finds the program: the one that is named, or the first of its name in the driver's folder, `$PATH` and the usual places.
+pub fn find(named: Option<&Path>, driver: &Path) -> Result<PathBuf, String> {
+    let runs = |path: &Path| {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+    };
+    if let Some(path) = named {
+        return match runs(path) {
+            true => Ok(path.into()),
+            false => Err(format!("{} is not a program; name NVIDIA's {PROGRAM}", path.display())),
+        };
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = driver.parent().map(Path::to_path_buf).into_iter();
+    let folders = folders.chain(std::env::split_paths(&path)).chain(FOLDERS.iter().map(PathBuf::from));
+    folders.filter(|f| f.is_absolute()).map(|f| f.join(PROGRAM)).find(|p| runs(p)).ok_or_else(|| {
+        format!(
+            "{PROGRAM} is not installed (packages: nvidia-compute-utils, nvidia-driver-cuda); install it, name it with \
+             `mps_control`, or share GPUs by \"time-slice\""
+        )
+    })
+}
+
+/// What an MPS server says that it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerState {
+    /// It makes its contexts.
+    Initializing,
+    /// It serves.
+    Active,
+    /// A fatal fault of a client: all its clients have to end.
+    Fault,
+}
+
+impl ServerState {
+    /// As listings show it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Initializing => "initializing",
+            Self::Active => "active",
+            Self::Fault => "fault",
+        }
+    }
+
+    /// The answer to `get_server_status`.
+    pub fn parse(answer: &str) -> Result<Self, String> {
+        let mut states = answer.split(|c: char| !c.is_ascii_alphabetic()).filter_map(|word| match word {
+            "INITIALIZING" => Some(Self::Initializing),
+            "ACTIVE" => Some(Self::Active),
+            "FAULT" => Some(Self::Fault),
+            _ => None,
+        });
+        match (states.next(), states.next()) {
+            (Some(state), None) => Ok(state),
+            _ => Err(format!("{:?} is not a state of an MPS server", shown(answer))),
+        }
+    }
+}
+
+/// The answer to `get_server_list` and `get_client_list`: one process id a line.
+pub fn pids(answer: &str) -> Result<Vec<u32>, String> {
+    let lines = answer.lines().map(str::trim).filter(|l| !l.is_empty());
+    let pid = |line: &str| line.parse::<u32>().ok().filter(|pid| *pid > 1);
+    lines.map(|l| pid(l).ok_or_else(|| format!("{:?} is not a process id", shown(l)))).collect()
+}
+
+fn shown(text: &str) -> String {
+    text.trim().chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+/// One control daemon's interface.
+#[derive(Debug, Clone)]
+pub struct Control {
+    /// The program.
+    pub program: PathBuf,
+    /// Its whole environment; the pipe directory in it says which daemon is meant.
+    pub environment: Vec<(OsString, OsString)>,
+}
+
+impl Control {
+    /// Asks the daemon one thing.
+    pub async fn ask(&self, question: &str, limit: Duration) -> Result<String, String> {
+        let failed = |e: std::io::Error| format!("{}: {e}", self.program.display());
+        let mut child = Command::new(&self.program)
+            .env_clear()
+            .envs(self.environment.iter().map(|(k, v)| (k, v)))
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(failed)?;
+        let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err("no pipes".into());
+        };
+        let talk = async {
+            // One that ended already is told by its answer.
+            let _ = input.write_all(format!("{question}\n").as_bytes()).await;
+            drop(input);
+            let mut answer = Vec::new();
+            output.take(MAX_ANSWER).read_to_end(&mut answer).await.map_err(failed)?;
+            let status = child.wait().await.map_err(failed)?;
+            let answer = String::from_utf8_lossy(&answer).into_owned();
+            if !status.success() || answer.contains("Cannot find MPS control daemon") {
+                return Err(format!("{question}: {status}: {}", shown(&answer)));
+            }
+            Ok(answer)
+        };
+        timeout(limit, talk)
+            .await
+            .map_err(|_| format!("{question}: no answer within {} ms", limit.as_millis()))?
+    }
+
+    /// Its servers.
+    pub async fn servers(&self) -> Result<Vec<u32>, String> {
+        pids(&self.ask("get_server_list", ANSWER_LIMIT).await?)
+    }
+
+    /// What a server is.
+    pub async fn state(&self, server: u32) -> Result<ServerState, String> {
+        ServerState::parse(&self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT).await?)
+    }
+
+    /// A server's clients.
+    pub async fn clients(&self, server: u32) -> Result<Vec<u32>, String> {
+        pids(&self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_understood_or_errors() {
+        assert_eq!(pids("\n").unwrap(), Vec::<u32>::new());
+        assert_eq!(pids("4711\n4712\n").unwrap(), [4711, 4712]);
+        for bad in ["0", "1", "-5", "Server 12", "99999999999", "12 13"] {
+            assert!(pids(bad).is_err(), "{bad}");
+        }
+        assert_eq!(ServerState::parse("ACTIVE\n"), Ok(ServerState::Active));
+        assert_eq!(ServerState::parse("Server 12: INITIALIZING"), Ok(ServerState::Initializing));
+        assert_eq!(ServerState::parse("FAULT"), Ok(ServerState::Fault));
+        for bad in ["", "INACTIVE", "Server 7 not found", "ACTIVE FAULT"] {
+            assert!(ServerState::parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_program_is_there_or_the_error_says_what_to_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let driver = folder.path().join("libcuda.so.1");
+        let named = folder.path().join("other");
+        assert!(find(Some(&named), &driver).unwrap_err().contains("is not a program"));
+        let path = folder.path().join(PROGRAM);
+        std::fs::write(&path, "#!/bin/sh\n").unwrap();
+        assert!(find(Some(&path), &driver).is_err(), "it cannot be run");
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(find(None, &driver).unwrap(), path);
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_does_not_answer_is_left() {
+        let environment = vec![("PATH".into(), "/usr/bin:/bin".into())];
+        let of = |program: &str| Control { program: program.into(), environment: environment.clone() };
+        assert_eq!(of("/bin/cat").ask("ps", ANSWER_LIMIT).await.unwrap(), "ps\n");
+        let folder = tempfile::tempdir().unwrap();
+        let hangs = folder.path().join("hangs");
+        std::fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&hangs, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let hangs = Control { program: hangs, environment: environment.clone() };
+        let e = hangs.ask("ps", Duration::from_millis(50)).await.unwrap_err();
+        assert!(e.contains("no answer within 50 ms"), "{e}");
+        assert!(of("/bin/false").ask("ps", ANSWER_LIMIT).await.is_err());
+    }
+}

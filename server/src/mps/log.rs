@@ -1,0 +1,145 @@
+//! What MPS daemons and servers write into their logs: goes to the journal, and tells of faults before anything else does.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// Longest line that is kept, in bytes.
+const MAX_LINE: usize = 1024;
+/// Bytes read at a time.
+const MAX_READ: u64 = 64 << 10;
+/// A log that is longer is begun anew: it lies in memory below /run.
+const MAX_LOG: u64 = 4 << 20;
+
+/// What a line says that has consequences.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Said {
+    /// A client's GPU work failed fatally; whose, if it says so.
+    Fault(Option<u32>),
+    /// A server ended, not in an orderly way.
+    ServerDied,
+    /// Something else that is of interest.
+    Info,
+    /// The daily round of connections.
+    Chatter,
+}
+
+/// Reads one line's meaning.
+pub fn read(line: &str) -> Said {
+    let text = line.split_once("] ").map_or(line, |(_, text)| text);
+    let lower = text.to_ascii_lowercase();
+    if lower.contains("fatal") && (lower.contains("gpu") || lower.contains("exception")) {
+        return Said::Fault(culprit(text));
+    }
+    if let Some((_, status)) = lower.split_once("exited with status ") {
+        return if status.trim() == "0" { Said::Info } else { Said::ServerDied };
+    }
+    const CHATTER: &[&str] =
+        &["accepting connection", "valid credentials", "new client", "new ui", "worker", "status of client"];
+    if CHATTER.iter().any(|c| lower.contains(c)) { Said::Chatter } else { Said::Info }
+}
+
+/// `Client {4711, 1} encountered a fatal GPU error.`, also `client 4711`.
+fn culprit(text: &str) -> Option<u32> {
+    let at = text.to_ascii_lowercase().find("client ")? + "client ".len();
+    let rest = text.get(at..)?.trim_start_matches(['{', '(', ' ']).trim_start_matches("process ");
+    let digits: &str = &rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len())];
+    digits.parse().ok().filter(|pid| *pid > 1)
+}
+
+/// New lines of a file that others write.
+#[derive(Debug)]
+pub struct Tail {
+    path: PathBuf,
+    at: u64,
+    rest: Vec<u8>,
+}
+
+impl Tail {
+    /// From the beginning of a file that may be yet to come.
+    pub fn new(path: PathBuf) -> Self {
+        Self { path, at: 0, rest: Vec::new() }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whole lines that were added since the last time, as far as one reading goes.
+    pub fn lines(&mut self) -> Vec<String> {
+        let mut new = Vec::new();
+        let read = || -> std::io::Result<u64> {
+            let mut file = File::open(&self.path)?;
+            let len = file.metadata()?.len();
+            if len < self.at {
+                self.at = 0;
+            }
+            file.seek(SeekFrom::Start(self.at))?;
+            file.take(MAX_READ).read_to_end(&mut new)?;
+            Ok(len)
+        };
+        let Ok(len) = { read }() else { return Vec::new() };
+        self.at += new.len() as u64;
+        if self.at >= len
+            && len > MAX_LOG
+            && let Ok(file) = File::options().write(true).open(&self.path)
+            && file.set_len(0).is_ok()
+        {
+            self.at = 0;
+        }
+        let mut out = Vec::new();
+        for byte in new {
+            match byte {
+                b'\n' => {
+                    let line = String::from_utf8_lossy(&std::mem::take(&mut self.rest)).into_owned();
+                    out.extend(Some(line).filter(|l| !l.trim().is_empty()));
+                }
+                _ if self.rest.len() >= MAX_LINE => {}
+                // Zeros are the hole that a shortened file leaves.
+                byte if byte < b' ' && byte != b'\t' => {}
+                byte => self.rest.push(byte),
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_have_consequences() {
+        let at = |text: &str| read(&format!("[2026-11-21 14:50:00.123 Server  4700] {text}"));
+        assert_eq!(at("Client {4711, 1} encountered a fatal GPU error."), Said::Fault(Some(4711)));
+        assert_eq!(at("Server is handling a fatal GPU error."), Said::Fault(None));
+        assert_eq!(at("Fatal GPU exception; client process 4711"), Said::Fault(Some(4711)));
+        assert_eq!(at("Server 4700 exited with status 0"), Said::Info);
+        assert_eq!(at("Server 4700 exited with status 139"), Said::ServerDied);
+        assert_eq!(at("Starting new server 4700 for user 998"), Said::Info);
+        assert_eq!(at("NEW CLIENT 4711 from user 998: Server already exists"), Said::Chatter);
+        assert_eq!(read("Status of client {4711, 1} is ACTIVE"), Said::Chatter);
+    }
+
+    #[test]
+    fn a_log_is_followed() {
+        use std::io::Write;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("server.log");
+        let mut tail = Tail::new(path.clone());
+        assert!(tail.lines().is_empty());
+        let mut file = File::options().create(true).append(true).open(&path).unwrap();
+        write!(file, "one\ntw").unwrap();
+        assert_eq!(tail.lines(), ["one"]);
+        write!(file, "o\n\n{}\n", "x".repeat(5000)).unwrap();
+        assert_eq!(tail.lines(), ["two".to_string(), "x".repeat(MAX_LINE)]);
+        for _ in 0..MAX_LOG / 1000 + 100 {
+            writeln!(file, "{}", "y".repeat(999)).unwrap();
+        }
+        while !tail.lines().is_empty() {}
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 0);
+        writeln!(file, "three").unwrap();
+        assert_eq!(tail.lines(), ["three"]);
+    }
+}

@@ -1,0 +1,887 @@
+//! NVIDIA's Multi-Process Service: kernels of several workers on one GPU at the same time, each with a share of the multiprocessors.
+//!
+//! A *domain* is what shares a fault: the leases of one client on the same GPUs (of all clients, where `mps_domain` says so). Each has
+//! a control daemon of its own, in folders that nobody else can read; it is started when the domain's first lease comes, again when it
+//! dies, and ended after the last lease and worker. No lease is in two domains. What has to happen to workers is told over a
+//! channel; see `supervise::mps`.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::supervise::DeviceLimit;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
+use tokio::process::{Child, Command};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{debug, info, warn};
+
+use self::control::{ANSWER_LIMIT, Control, ServerState};
+use self::log::{Said, Tail};
+use crate::clock::Clock;
+use crate::lease::{Lease, Priority};
+use crate::supervise::spawn::{Spawner, clean_environment};
+
+pub mod control;
+mod log;
+
+/// Programs that one MPS server serves, as the driver limits them (48 before driver 570, 60 since).
+pub const MAX_CLIENTS: usize = 48;
+/// A daemon that does not answer by then has failed.
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// How long a worker waits for its domain's daemon.
+const SEAT_LIMIT: Duration = Duration::from_secs(45);
+/// How often logs are read.
+const LOOK: Duration = Duration::from_millis(200);
+/// How often a domain with workers is asked whether it is well. A crashed worker makes it at once.
+const CHECK: Duration = Duration::from_secs(5);
+const CHECK_SUSPECT: Duration = Duration::from_secs(1);
+/// The most that ending a client's GPU work may take before its worker is ended all the same.
+const TERMINATE_LIMIT: Duration = Duration::from_secs(1);
+/// The most that workers may take to end after a fault.
+const FAULT_LIMIT: Duration = Duration::from_secs(10);
+/// How long a daemon may take to quit.
+const QUIT_LIMIT: Duration = Duration::from_secs(5);
+/// Pause before a daemon is started again, at first and at most.
+const PAUSE_MIN: Duration = Duration::from_millis(250);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Faults that are remembered per domain.
+const MAX_FAULTS: usize = 16;
+/// Lines of a log that go to the journal at a time.
+const MAX_LINES: usize = 50;
+/// The longest name that a daemon gives a socket in its folder.
+const LONGEST_SOCKET: &str = "4294967295/p/control_privileged";
+
+/// How this server uses MPS.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// `nvidia-cuda-mps-control`.
+    pub program: PathBuf,
+    /// The driver library.
+    pub driver: PathBuf,
+    /// Where the daemons' folders are made.
+    pub folder: PathBuf,
+    /// All clients share a domain.
+    pub shared: bool,
+}
+
+/// Whether the sockets of daemons below a folder have addresses that are short enough.
+pub fn check_folder(folder: &Path) -> Result<(), String> {
+    // A socket's address has 108 bytes, the last one a zero.
+    let len = folder.as_os_str().len() + 1 + LONGEST_SOCKET.len();
+    match len {
+        0..=107 => Ok(()),
+        _ => Err(format!("MPS makes sockets below {}, and their names would be too long", folder.display())),
+    }
+}
+
+/// What shares a fault.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Key {
+    /// Whose: a client; all of them where it is empty.
+    client: String,
+    /// Sorted.
+    gpus: Vec<String>,
+}
+
+/// What happened to a generation of a domain's daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Happened {
+    /// A fatal fault: all workers with a seat there have to end.
+    Fault {
+        /// The number of the seats.
+        generation: u32,
+        /// Processes whose fault it is, as far as MPS says.
+        culprits: Vec<u32>,
+        /// What it said.
+        why: String,
+    },
+    /// The daemon is gone: those that use the GPU go on, those that do not yet cannot begin.
+    Gone {
+        /// The number of the seats.
+        generation: u32,
+    },
+}
+
+/// A fault as listings show it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct FaultView {
+    /// When, in seconds since 1970.
+    pub unix: u64,
+    /// What MPS said.
+    pub why: String,
+    /// Worker processes whose fault it was; empty: MPS did not say.
+    pub culprits: Vec<u32>,
+}
+
+/// An MPS server as listings show it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ServerView {
+    /// Its process.
+    pub pid: u32,
+    /// initializing, active, fault, or why it is not known.
+    pub state: String,
+    /// Processes that are its clients.
+    pub clients: Vec<u32>,
+}
+
+/// A domain as listings show it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DomainView {
+    /// The client whose it is; `*`: of all.
+    pub client: String,
+    /// Its GPUs.
+    pub gpus: Vec<String>,
+    /// starting, initializing, active, fault, failed.
+    pub state: String,
+    /// Why it failed, if it did.
+    pub reason: String,
+    /// Process of the control daemon.
+    pub daemon_pid: Option<u32>,
+    /// How often the daemon was started after the first time.
+    pub restarts: u32,
+    /// Its leases.
+    pub leases: Vec<String>,
+    /// MPS servers.
+    pub servers: Vec<ServerView>,
+    /// The latest faults, oldest first.
+    pub faults: Vec<FaultView>,
+}
+
+/// One life of a daemon.
+#[derive(Debug)]
+struct Generation {
+    number: u32,
+    folder: PathBuf,
+    control: Control,
+    alive: AtomicBool,
+}
+
+impl Generation {
+    fn pipe(&self) -> PathBuf {
+        self.folder.join("p")
+    }
+
+    fn logs(&self) -> PathBuf {
+        self.folder.join("l")
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Phase {
+    Starting,
+    Up(Arc<Generation>, Option<u32>),
+    Fault,
+    Failed(String),
+}
+
+#[derive(Debug)]
+struct Inner {
+    phase: Phase,
+    /// Leases, and the most of the multiprocessors that each may use.
+    leases: BTreeMap<String, u32>,
+    /// Workers by generation.
+    seats: BTreeMap<u32, usize>,
+    faults: VecDeque<FaultView>,
+    starts: u32,
+}
+
+#[derive(Debug)]
+struct Domain {
+    key: Key,
+    inner: Mutex<Inner>,
+    changed: Notify,
+    suspect: Notify,
+}
+
+impl Domain {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, phase: Phase) {
+        self.inner().phase = phase;
+        self.changed.notify_waiters();
+    }
+
+    fn name(&self) -> &str {
+        if self.key.client.is_empty() { "*" } else { &self.key.client }
+    }
+
+    /// The most of the multiprocessors that a lease of the domain may use.
+    fn percent(&self) -> u32 {
+        self.inner().leases.values().copied().max().unwrap_or(100)
+    }
+
+    fn seated(&self, generation: u32) -> usize {
+        self.inner().seats.get(&generation).copied().unwrap_or(0)
+    }
+}
+
+/// A worker's place in a domain: as long as there is one, its daemon stays.
+#[derive(Debug)]
+pub struct Seat {
+    domain: Arc<Domain>,
+    generation: Arc<Generation>,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut inner = self.domain.inner();
+        if let Some(n) = inner.seats.get_mut(&self.generation.number) {
+            *n -= 1;
+            if *n == 0 {
+                inner.seats.remove(&self.generation.number);
+            }
+        }
+        drop(inner);
+        self.domain.changed.notify_waiters();
+    }
+}
+
+impl Seat {
+    /// Which life of the daemon it belongs to.
+    pub fn generation(&self) -> u32 {
+        self.generation.number
+    }
+
+    /// Where the daemon listens.
+    pub fn pipe_directory(&self) -> PathBuf {
+        self.generation.pipe()
+    }
+
+    /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Takes at most a
+    /// second, whatever the daemon does.
+    pub async fn terminate(&self, pid: u32) {
+        if !self.generation.alive.load(Ordering::Relaxed) {
+            return;
+        }
+        let control = &self.generation.control;
+        let ends = async {
+            for server in control.servers().await? {
+                let answer =
+                    control.ask(&format!("terminate_client {server} {pid}"), TERMINATE_LIMIT).await?;
+                debug!("terminate_client {server} {pid}: {}", answer.trim());
+            }
+            Ok::<(), String>(())
+        };
+        match timeout(TERMINATE_LIMIT, ends).await {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => debug!("process {pid} ends without MPS: {e}"),
+            Err(_) => warn!("MPS of {} did not end process {pid}'s GPU work in time", self.domain.name()),
+        }
+    }
+
+    /// The worker crashed: its domain is asked at once whether it is well.
+    pub fn suspect(&self) {
+        self.domain.suspect.notify_one();
+    }
+}
+
+/// What a worker of a lease is started with, beside its seat.
+pub fn variables(devices: &[DeviceLimit], priority: Priority) -> Vec<(OsString, OsString)> {
+    let mut out: Vec<(OsString, OsString)> = Vec::new();
+    // One number for all of a process's GPUs.
+    if let Some(percent) = devices.iter().map(|d| d.sm_percent).min().filter(|p| *p < 100) {
+        out.push(("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), percent.to_string().into()));
+    }
+    let limited = devices.iter().enumerate().filter(|(_, d)| d.memory_bytes != u64::MAX);
+    let limits: Vec<_> = limited.map(|(i, d)| format!("{i}={}M", d.memory_bytes >> 20)).collect();
+    if !limits.is_empty() {
+        out.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), limits.join(",").into()));
+    }
+    if priority == Priority::BelowNormal {
+        out.push(("CUDA_MPS_CLIENT_PRIORITY".into(), "1".into()));
+    }
+    out
+}
+
+enum End {
+    Unneeded,
+    Died(String),
+    Fault { culprits: Vec<u32>, why: String },
+}
+
+struct Shared {
+    settings: Settings,
+    spawner: Spawner,
+    clock: Arc<dyn Clock>,
+    domains: Mutex<HashMap<Key, Arc<Domain>>>,
+    numbers: AtomicU32,
+    happened: mpsc::UnboundedSender<Happened>,
+    closed: Notify,
+}
+
+/// All domains of this server. Cheap to clone.
+#[derive(Clone)]
+pub struct Mps(Arc<Shared>);
+
+impl Mps {
+    /// Ends what an earlier run of this server left behind.
+    pub fn new(
+        settings: Settings,
+        spawner: Spawner,
+        clock: Arc<dyn Clock>,
+    ) -> (Self, mpsc::UnboundedReceiver<Happened>) {
+        for entry in std::fs::read_dir(&settings.folder).into_iter().flatten().flatten() {
+            clean(&entry.path());
+        }
+        let (happened, told) = mpsc::unbounded_channel();
+        let shared = Shared {
+            settings,
+            spawner,
+            clock,
+            domains: Mutex::default(),
+            numbers: AtomicU32::new(0),
+            happened,
+            closed: Notify::new(),
+        };
+        (Self(Arc::new(shared)), told)
+    }
+
+    fn domains(&self) -> MutexGuard<'_, HashMap<Key, Arc<Domain>>> {
+        self.0.domains.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A lease comes to its domain, whose daemon is started if it is the first.
+    pub fn join(&self, lease: &Lease, devices: &[DeviceLimit]) {
+        let mut gpus: Vec<String> = lease.shares.iter().map(|s| s.gpu.clone()).collect();
+        gpus.sort();
+        let client = if self.0.settings.shared { String::new() } else { lease.client.clone() };
+        let key = Key { client, gpus };
+        let percent = devices.iter().map(|d| d.sm_percent).min().unwrap_or(100);
+        let mut domains = self.domains();
+        let domain = domains.entry(key.clone()).or_insert_with(|| {
+            let inner = Inner {
+                phase: Phase::Starting,
+                leases: BTreeMap::new(),
+                seats: BTreeMap::new(),
+                faults: VecDeque::new(),
+                starts: 0,
+            };
+            let domain = Arc::new(Domain {
+                key,
+                inner: Mutex::new(inner),
+                changed: Notify::new(),
+                suspect: Notify::new(),
+            });
+            tokio::spawn(self.clone().run(domain.clone()));
+            domain
+        });
+        domain.inner().leases.insert(lease.id.clone(), percent);
+        domain.changed.notify_waiters();
+    }
+
+    /// A lease has ended.
+    pub fn leave(&self, lease: &str) {
+        for domain in self.domains().values() {
+            if domain.inner().leases.remove(lease).is_some() {
+                domain.changed.notify_waiters();
+            }
+        }
+    }
+
+    /// A seat for a worker of a lease, once the daemon is there.
+    pub async fn seat(&self, lease: &str) -> Result<Seat, String> {
+        let domain = self.domains().values().find(|d| d.inner().leases.contains_key(lease)).cloned();
+        let domain = domain.ok_or("the lease has ended")?;
+        let seated = async {
+            loop {
+                let mut changed = std::pin::pin!(domain.changed.notified());
+                changed.as_mut().enable();
+                {
+                    let mut inner = domain.inner();
+                    if !inner.leases.contains_key(lease) {
+                        return Err("the lease has ended".to_string());
+                    }
+                    match &inner.phase {
+                        Phase::Up(generation, _) => {
+                            let generation = generation.clone();
+                            *inner.seats.entry(generation.number).or_default() += 1;
+                            return Ok(Seat { domain: domain.clone(), generation });
+                        }
+                        Phase::Failed(why) => return Err(format!("MPS: {why}")),
+                        Phase::Starting | Phase::Fault => {}
+                    }
+                }
+                changed.await;
+            }
+        };
+        timeout(SEAT_LIMIT, seated)
+            .await
+            .map_err(|_| format!("MPS did not get ready within {} s", SEAT_LIMIT.as_secs()))?
+    }
+
+    /// Whether a lease's domain has room for one more program; `seats` counts those of its leases.
+    pub fn leases_beside(&self, lease: &str) -> Vec<String> {
+        let domains = self.domains();
+        let mine = domains.values().map(|d| d.inner()).find(|i| i.leases.contains_key(lease));
+        mine.map(|inner| inner.leases.keys().cloned().collect()).unwrap_or_default()
+    }
+
+    /// All domains.
+    pub async fn views(&self) -> Vec<DomainView> {
+        let mut domains: Vec<_> = self.domains().values().cloned().collect();
+        domains.sort_by(|a, b| a.key.cmp(&b.key));
+        let mut out = Vec::new();
+        for domain in domains {
+            out.push(view(&domain).await);
+        }
+        out
+    }
+
+    /// Returns when the last domain is gone; leases and workers have to be first.
+    pub async fn close(&self) {
+        let empty = async {
+            loop {
+                let mut closed = std::pin::pin!(self.0.closed.notified());
+                closed.as_mut().enable();
+                if self.domains().is_empty() {
+                    return;
+                }
+                closed.await;
+            }
+        };
+        if timeout(QUIT_LIMIT + Duration::from_secs(1), empty).await.is_err() {
+            warn!("MPS daemons did not quit in time");
+        }
+    }
+
+    /// The life of a domain.
+    async fn run(self, domain: Arc<Domain>) {
+        let mut pause = PAUSE_MIN;
+        loop {
+            let begun = Instant::now();
+            let generation = match self.start(&domain).await {
+                Ok((generation, child)) => {
+                    Ok((generation.clone(), self.attend(&domain, &generation, child).await))
+                }
+                Err(e) => Err(e),
+            };
+            match generation {
+                Ok((_, End::Unneeded)) => break,
+                Ok((_, End::Fault { .. })) => continue,
+                Ok((generation, End::Died(why))) => {
+                    warn!("MPS of {}: {why}; it is started again", domain.name());
+                    domain.set(Phase::Starting);
+                    let number = generation.number;
+                    let _ = self.0.happened.send(Happened::Gone { generation: number });
+                    // Programs that use its server go on; what is left of it ends after the last one.
+                    let domain = domain.clone();
+                    tokio::spawn(async move {
+                        until(&domain, || domain.seated(number) == 0).await;
+                        clean(&generation.folder);
+                    });
+                }
+                Err(why) => {
+                    warn!("MPS of {}: {why}; next try in {} ms", domain.name(), pause.as_millis());
+                    domain.set(Phase::Failed(why));
+                }
+            }
+            if begun.elapsed() > PAUSE_MAX {
+                pause = PAUSE_MIN;
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(PAUSE_MAX);
+            until(&domain, || {
+                let inner = domain.inner();
+                !inner.leases.is_empty() || inner.seats.is_empty()
+            })
+            .await;
+            if self.forget(&domain) {
+                break;
+            }
+        }
+        self.0.closed.notify_waiters();
+    }
+
+    /// Takes a domain out that nobody needs. Whoever comes later makes a new one.
+    fn forget(&self, domain: &Domain) -> bool {
+        let mut domains = self.domains();
+        let inner = domain.inner();
+        let unneeded = inner.leases.is_empty() && inner.seats.is_empty();
+        drop(inner);
+        if unneeded {
+            domains.remove(&domain.key);
+        }
+        unneeded
+    }
+
+    /// Starts a daemon and waits until it answers.
+    async fn start(&self, domain: &Domain) -> Result<(Arc<Generation>, Child), String> {
+        let settings = &self.0.settings;
+        let number = self.0.numbers.fetch_add(1, Ordering::Relaxed);
+        let folder = settings.folder.join(number.to_string());
+        let mut environment = clean_environment(&settings.driver);
+        if let Some((_, path)) = environment.iter_mut().find(|(name, _)| name == "PATH") {
+            // The daemon starts its servers by name.
+            let mut folders =
+                settings.program.parent().map(Path::as_os_str).unwrap_or_default().to_os_string();
+            folders.push(":");
+            folders.push(&path);
+            *path = folders;
+        }
+        environment.extend([
+            ("CUDA_MPS_PIPE_DIRECTORY".into(), folder.join("p").into()),
+            ("CUDA_MPS_LOG_DIRECTORY".into(), folder.join("l").into()),
+            ("CUDA_VISIBLE_DEVICES".into(), domain.key.gpus.join(",").into()),
+        ]);
+        let control = Control { program: settings.program.clone(), environment };
+        let generation = Arc::new(Generation { number, folder, control, alive: AtomicBool::new(true) });
+        domain.inner().starts += 1;
+        let mut child = None;
+        match self.start_daemon(&generation, &mut child).await {
+            Ok(()) => {}
+            Err(e) => {
+                generation.alive.store(false, Ordering::Relaxed);
+                drop(child);
+                clean(&generation.folder);
+                return Err(e);
+            }
+        }
+        let child = child.ok_or("no process")?;
+        apply(domain, &generation).await;
+        // The first program need not wait for it.
+        let uid = nix::unistd::geteuid();
+        if let Err(e) = generation.control.ask(&format!("start_server -uid {uid}"), START_LIMIT).await {
+            warn!("MPS of {}: {e}", domain.name());
+        }
+        info!(
+            "MPS of {} on {}: daemon {} in {}",
+            domain.name(),
+            domain.key.gpus.join(", "),
+            child.id().unwrap_or(0),
+            generation.folder.display()
+        );
+        domain.set(Phase::Up(generation.clone(), child.id()));
+        Ok((generation, child))
+    }
+
+    async fn start_daemon(&self, generation: &Generation, child: &mut Option<Child>) -> Result<(), String> {
+        let program = &self.0.settings.program;
+        let failed = |what: &Path, e: std::io::Error| format!("{}: {e}", what.display());
+        // Left by a run that could not be cleaned up after.
+        clean(&generation.folder);
+        for folder in [generation.pipe(), generation.logs()] {
+            let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
+            made.map_err(|e| failed(&folder, e))?;
+        }
+        let said = generation.logs().join("daemon.out");
+        let output = File::create(&said).map_err(|e| failed(&said, e))?;
+        let errors = output.try_clone().map_err(|e| failed(&said, e))?;
+        let mut command = Command::new(program);
+        command
+            .arg("-f")
+            .env_clear()
+            .envs(generation.control.environment.iter().map(|(k, v)| (k, v)))
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors)
+            .process_group(0)
+            .kill_on_drop(true);
+        let daemon = child.insert(self.0.spawner.start_bound(command).await.map_err(|e| failed(program, e))?);
+        let end = Instant::now() + START_LIMIT;
+        loop {
+            if let Ok(Some(status)) = daemon.try_wait() {
+                let said = std::fs::read_to_string(&said).unwrap_or_default();
+                let last = said.lines().last().unwrap_or("it said nothing");
+                return Err(format!("{} ended: {status}: {last}", program.display()));
+            }
+            match generation.control.ask("get_server_list", Duration::from_secs(1)).await {
+                Ok(_) => return Ok(()),
+                Err(e) if Instant::now() > end => {
+                    return Err(format!(
+                        "the daemon did not get ready within {} s: {e}",
+                        START_LIMIT.as_secs()
+                    ));
+                }
+                Err(_) => sleep(Duration::from_millis(50)).await,
+            }
+        }
+    }
+
+    /// A daemon from when it is ready to its end, which is complete when this returns, but for what a daemon that died has left.
+    async fn attend(&self, domain: &Domain, generation: &Generation, mut child: Child) -> End {
+        let end = self.watch(domain, generation, &mut child).await;
+        match &end {
+            End::Unneeded => {
+                let asked = generation.control.ask("quit -t 2", QUIT_LIMIT).await;
+                if let Err(e) = asked.or_else(|e| {
+                    if child.try_wait().is_ok_and(|s| s.is_some()) { Ok(String::new()) } else { Err(e) }
+                }) {
+                    warn!("MPS of {}: {e}; it is killed", domain.name());
+                }
+                let _ = timeout(QUIT_LIMIT, child.wait()).await;
+                info!("MPS of {}: its last lease has ended, and so has it", domain.name());
+            }
+            End::Died(_) => generation.alive.store(false, Ordering::Relaxed),
+            End::Fault { culprits, why } => {
+                {
+                    let mut inner = domain.inner();
+                    if inner.faults.len() == MAX_FAULTS {
+                        inner.faults.pop_front();
+                    }
+                    let fault =
+                        FaultView { unix: self.0.clock.unix(), why: why.clone(), culprits: culprits.clone() };
+                    inner.faults.push_back(fault);
+                }
+                domain.set(Phase::Fault);
+                warn!("MPS of {}: {why}; its programs end, then it is started again", domain.name());
+                let number = generation.number;
+                let told =
+                    Happened::Fault { generation: number, culprits: culprits.clone(), why: why.clone() };
+                let _ = self.0.happened.send(told);
+                let ended = until(domain, || domain.seated(number) == 0);
+                if timeout(FAULT_LIMIT, ended).await.is_err() {
+                    warn!("MPS of {}: programs do not end after its fault", domain.name());
+                }
+            }
+        }
+        generation.alive.store(false, Ordering::Relaxed);
+        let _ = child.start_kill();
+        let _ = timeout(QUIT_LIMIT, child.wait()).await;
+        if !matches!(end, End::Died(_)) {
+            clean(&generation.folder);
+        }
+        end
+    }
+
+    async fn watch(&self, domain: &Domain, generation: &Generation, child: &mut Child) -> End {
+        let mut logs =
+            ["control.log", "server.log", "daemon.out"].map(|f| Tail::new(generation.logs().join(f)));
+        let mut percent = domain.percent();
+        let (mut check_at, mut missed) = (Instant::now() + CHECK, 0);
+        loop {
+            let mut suspected = false;
+            tokio::select! {
+                status = child.wait() => {
+                    let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
+                    return End::Died(format!("its control daemon ended: {status}"));
+                }
+                () = domain.suspect.notified() => suspected = true,
+                () = domain.changed.notified() => {}
+                () = sleep(LOOK) => {}
+            }
+            if let Some((mut culprits, why)) = read_logs(domain, &mut logs) {
+                if culprits.is_empty() {
+                    // Whose it is may stand in the next line.
+                    sleep(LOOK).await;
+                    culprits.extend(read_logs(domain, &mut logs).into_iter().flat_map(|(c, _)| c));
+                }
+                return End::Fault { culprits, why };
+            }
+            if self.forget(domain) {
+                return End::Unneeded;
+            }
+            let now_percent = domain.percent();
+            if now_percent != percent {
+                percent = now_percent;
+                apply(domain, generation).await;
+            }
+            if suspected || Instant::now() >= check_at && domain.seated(generation.number) > 0 {
+                check_at = Instant::now() + if suspected { CHECK_SUSPECT } else { CHECK };
+                match state(&generation.control).await {
+                    Ok(ServerState::Fault) => {
+                        let why = "its server is in the state FAULT".into();
+                        return End::Fault { culprits: Vec::new(), why };
+                    }
+                    Ok(_) => missed = 0,
+                    Err(e) => {
+                        missed += 1;
+                        warn!("MPS of {}: {e}", domain.name());
+                        if missed == 3 {
+                            let _ = child.start_kill();
+                            return End::Died("its control daemon does not answer".into());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The worst state of a daemon's servers.
+async fn state(control: &Control) -> Result<ServerState, String> {
+    let mut worst = ServerState::Active;
+    for server in control.servers().await? {
+        match control.state(server).await {
+            Ok(ServerState::Fault) => return Ok(ServerState::Fault),
+            Ok(ServerState::Initializing) => worst = ServerState::Initializing,
+            Ok(ServerState::Active) => {}
+            // It may have ended since.
+            Err(e) if control.servers().await?.contains(&server) => return Err(e),
+            Err(_) => {}
+        }
+    }
+    Ok(worst)
+}
+
+/// Tells a daemon and its servers what share of the multiprocessors their clients have at most, so that one without its variable has
+/// no more. Each worker's own share is in its environment.
+async fn apply(domain: &Domain, generation: &Generation) {
+    let percent = domain.percent();
+    let control = &generation.control;
+    let applied = async {
+        control.ask(&format!("set_default_active_thread_percentage {percent}"), ANSWER_LIMIT).await?;
+        for server in control.servers().await? {
+            control.ask(&format!("set_active_thread_percentage {server} {percent}"), ANSWER_LIMIT).await?;
+        }
+        Ok::<(), String>(())
+    };
+    if let Err(e) = applied.await {
+        warn!("MPS of {}: {e}", domain.name());
+    }
+}
+
+/// Logs go to the journal. A fault's culprits and what was said, if there was one.
+fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
+    let mut fault: Option<(Vec<u32>, String)> = None;
+    for log in logs {
+        let mut left = MAX_LINES;
+        for line in log.lines() {
+            let said = log::read(&line);
+            let (name, text) = (domain.name(), line.split_once("] ").map_or(line.as_str(), |(_, text)| text));
+            if left > 0 {
+                left -= 1;
+                match &said {
+                    Said::Chatter => debug!("MPS of {name}: {line}"),
+                    Said::Info => info!("MPS of {name}: {line}"),
+                    Said::Fault(_) | Said::ServerDied => warn!("MPS of {name}: {line}"),
+                }
+            }
+            let culprit = match said {
+                Said::Fault(culprit) => culprit,
+                Said::ServerDied => None,
+                Said::Info | Said::Chatter => continue,
+            };
+            let fault = fault.get_or_insert_with(|| (Vec::new(), text.trim().to_string()));
+            fault.0.extend(culprit.filter(|c| !fault.0.contains(c)));
+        }
+        if left == 0 {
+            info!("MPS of {}: more lines in {}", domain.name(), log.path().display());
+        }
+    }
+    fault
+}
+
+async fn view(domain: &Domain) -> DomainView {
+    let (phase, leases, faults, starts) = {
+        let inner = domain.inner();
+        let leases = inner.leases.keys().cloned().collect();
+        (inner.phase.clone(), leases, inner.faults.iter().cloned().collect(), inner.starts)
+    };
+    let mut servers = Vec::new();
+    let mut view_state = match &phase {
+        Phase::Starting => "starting",
+        Phase::Fault => "fault",
+        Phase::Failed(_) => "failed",
+        Phase::Up(..) => "active",
+    };
+    if let Phase::Up(generation, _) = &phase {
+        let control = &generation.control;
+        for pid in control.servers().await.unwrap_or_default() {
+            let state = control.state(pid).await;
+            view_state = match state {
+                Ok(ServerState::Active) => view_state,
+                Ok(state) => state.as_str(),
+                Err(_) => view_state,
+            };
+            let state = state.map_or_else(|e| e, |s| s.as_str().into());
+            servers.push(ServerView { pid, state, clients: control.clients(pid).await.unwrap_or_default() });
+        }
+    }
+    DomainView {
+        client: domain.name().into(),
+        gpus: domain.key.gpus.clone(),
+        state: view_state.into(),
+        reason: if let Phase::Failed(why) = &phase { why.clone() } else { String::new() },
+        daemon_pid: if let Phase::Up(_, pid) = &phase { *pid } else { None },
+        restarts: starts.saturating_sub(1),
+        leases,
+        servers,
+        faults,
+    }
+}
+
+/// Waits until something is so of a domain.
+async fn until(domain: &Domain, so: impl Fn() -> bool) {
+    loop {
+        let mut changed = std::pin::pin!(domain.changed.notified());
+        changed.as_mut().enable();
+        if so() {
+            return;
+        }
+        changed.await;
+    }
+}
+
+/// Ends what is left of a daemon, and removes its folder.
+fn clean(folder: &Path) {
+    for pid in left_behind(&folder.join("p")) {
+        info!("MPS: process {pid}, left behind in {}, is ended", folder.display());
+        let _ = kill(pid, Signal::SIGKILL);
+    }
+    match std::fs::remove_dir_all(folder) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => warn!("{}: {e}", folder.display()),
+        _ => {}
+    }
+}
+
+/// Processes of MPS whose pipe directory is this one. A server does not end with its daemon.
+fn left_behind(pipe: &Path) -> Vec<Pid> {
+    use std::os::unix::ffi::OsStrExt;
+    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_bytes()].concat();
+    let of = |entry: std::fs::DirEntry| {
+        let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
+        let comm = std::fs::read_to_string(entry.path().join("comm")).ok()?;
+        let mps = comm.starts_with("nvidia-cuda-mps");
+        let environment = std::fs::read(entry.path().join("environ")).ok().filter(|_| mps)?;
+        environment.split(|b| *b == 0).any(|v| v == wanted).then(|| Pid::from_raw(pid))
+    };
+    std::fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_of_a_worker() {
+        let device = |memory_bytes, sm_percent| DeviceLimit {
+            uuid: [0; 16],
+            memory_bytes,
+            sm_percent,
+            context_bytes: 0,
+        };
+        assert!(variables(&[device(u64::MAX, 100)], Priority::Normal).is_empty());
+        let limited = variables(
+            &[device(4 << 30, 30), device(u64::MAX, 100), device(1 << 30, 25)],
+            Priority::BelowNormal,
+        );
+        let limited: Vec<_> =
+            limited.iter().map(|(k, v)| (k.to_str().unwrap(), v.to_str().unwrap())).collect();
+        assert_eq!(
+            limited,
+            [
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25"),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=4096M,2=1024M"),
+                ("CUDA_MPS_CLIENT_PRIORITY", "1"),
+            ]
+        );
+    }
+
+    #[test]
+    fn sockets_have_short_names() {
+        check_folder(Path::new("/run/gpuserver/mps")).unwrap();
+        assert!(check_folder(&Path::new("/").join("x".repeat(90))).unwrap_err().contains("too long"));
+    }
+}

@@ -1,0 +1,152 @@
+//! Workers under MPS: their places in domains, the end of their GPU work before their own, and what a fault does to them.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::supervise::Start;
+use tokio::sync::mpsc;
+use tracing::{info, warn};
+
+use super::{Phase, State, Supervisor, TakeError, Worker, WorkerId, hex, stop};
+use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
+
+/// How long programs may learn from the driver of a fault before their workers are ended.
+const FAULT_GRACE: Duration = Duration::from_secs(1);
+
+impl Supervisor {
+    /// Gives a worker that is about to start its place in the domain of its lease, and says what variables it has to have for it.
+    pub(super) async fn sit_down(
+        &self,
+        id: &WorkerId,
+        start: &Start,
+    ) -> Result<Vec<(OsString, OsString)>, String> {
+        let mps = self.mps().ok_or("this server does not share GPUs by MPS any longer")?;
+        let seat = Arc::new(mps.seat(&start.lease).await?);
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        let priority = leases.get(&start.lease).map(|l| l.lease.priority).unwrap_or_default();
+        let mut variables = mps::variables(&start.devices, priority);
+        variables.push(("CUDA_MPS_PIPE_DIRECTORY".into(), seat.pipe_directory().into()));
+        let worker = workers.get_mut(id).filter(|w| w.phase != Phase::Ending);
+        worker.ok_or("it was told to end")?.seat = Some(seat);
+        Ok(variables)
+    }
+
+    /// Before a worker ends that uses the GPU under MPS.
+    pub(super) async fn end_gpu_work(&self, id: &WorkerId) {
+        let seat = {
+            let state = self.state();
+            let worker = state.workers.get(id).filter(|w| w.given);
+            worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
+        };
+        if let Some((seat, pid)) = seat {
+            seat.terminate(pid).await;
+        }
+    }
+
+    /// Whether the MPS server of a lease's domain serves one program more. Workers of the stock have no context and do not count.
+    pub(super) fn room_under_mps(&self, state: &State, lease: &str) -> Result<(), TakeError> {
+        let Some(mps) = self.mps().filter(|_| state.leases.get(lease).is_some_and(|l| l.lease.mps)) else {
+            return Ok(());
+        };
+        let domain = mps.leases_beside(lease);
+        let uses = |w: &&Worker| w.given && domain.contains(&w.lease);
+        let n = state.workers.values().filter(uses).count();
+        match n {
+            0..MAX_CLIENTS => Ok(()),
+            _ => Err(TakeError::Mps(format!(
+                "{n} programs use the GPU by MPS, the most that one MPS server serves; end one, or ask for a lease with \
+                 sharing = \"time-slice\""
+            ))),
+        }
+    }
+
+    /// Does to workers what happened to their domains, until there are none any more.
+    pub(super) async fn serve_mps(self, mut happened: mpsc::UnboundedReceiver<Happened>) {
+        while let Some(happened) = happened.recv().await {
+            match happened {
+                Happened::Gone { generation } => {
+                    self.end_seats(generation, |worker| {
+                        let idle = worker.process.is_none();
+                        idle.then(|| "its MPS daemon ended".to_string())
+                    });
+                }
+                Happened::Fault { generation, culprits, why } => {
+                    self.attribute(generation, &culprits, &why);
+                    let this = self.clone();
+                    // The other domains need not wait for it.
+                    tokio::spawn(async move {
+                        tokio::time::sleep(FAULT_GRACE).await;
+                        this.end_seats(generation, |worker| {
+                            Some(match worker.pid {
+                                _ if worker.process.is_none() => "its MPS server failed".into(),
+                                Some(pid) if culprits.contains(&pid) => {
+                                    format!("a fatal fault of its own on the GPU, under MPS: {why}")
+                                }
+                                _ if culprits.is_empty() => {
+                                    format!("a fatal fault on the GPU by a program of its MPS domain: {why}")
+                                }
+                                _ => "fault by another client of its MPS domain".into(),
+                            })
+                        });
+                    });
+                }
+            }
+        }
+    }
+
+    /// Who did it goes to the journal: it knows both sides.
+    fn attribute(&self, generation: u32, culprits: &[u32], why: &str) {
+        let state = self.state();
+        let seated = |w: &&Worker| w.seat.as_ref().is_some_and(|s| s.generation() == generation);
+        let affected = state.workers.values().filter(seated).filter(|w| w.process.is_some()).count();
+        let theirs = |w: &&Worker| w.pid.is_some_and(|pid| culprits.contains(&pid));
+        for worker in state.workers.values().filter(seated).filter(theirs) {
+            let program = worker.process.as_ref().map_or("?", |p| p.program.as_str());
+            warn!(
+                gpusession_lease = worker.lease,
+                gpusession_client = worker.client,
+                "MPS: a fault of {program} of {} ends {affected} programs: {why}",
+                worker.client
+            );
+        }
+        if culprits.is_empty() {
+            warn!("MPS: a fault ends {affected} programs, and MPS does not say whose it was: {why}");
+        }
+    }
+
+    /// Ends workers with seats at one life of a daemon, where there is a reason.
+    fn end_seats(&self, generation: u32, reason: impl Fn(&Worker) -> Option<String>) {
+        let mut touched = Vec::new();
+        {
+            let mut state = self.state();
+            let State { workers, leases, .. } = &mut *state;
+            for (id, worker) in workers.iter_mut() {
+                if worker.phase == Phase::Ending
+                    || worker.seat.as_deref().is_none_or(|s: &Seat| s.generation() != generation)
+                {
+                    continue;
+                }
+                let Some(reason) = reason(worker) else { continue };
+                if let Some(lease) = leases.get_mut(&worker.lease) {
+                    match worker.phase {
+                        Phase::Starting if worker.stocked => lease.stock.give_up(),
+                        _ => lease.stock.forget(id),
+                    }
+                }
+                info!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    "worker {} ends: {reason}",
+                    hex(id)
+                );
+                stop(id, worker, &reason);
+                touched.push(worker.lease.clone());
+            }
+        }
+        for lease in touched {
+            self.refill(&lease);
+        }
+    }
+}

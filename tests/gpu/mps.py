@@ -1,0 +1,290 @@
+"""`./run mps`: programs share the card by NVIDIA's MPS: their share of the multiprocessors, their memory, what a fault reaches, what a
+killed daemon changes, and how much more two of them get done than by time-slicing."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import time
+
+import parking
+
+# Fills any card, and a fifth of a large one.
+MANY, FEW = 4096, 26
+
+
+class Mps(parking.Parking):
+    """All parts."""
+
+    def __init__(self, args, server, runner, here):
+        super().__init__(args, server, here)
+        self.runner, self.lines = runner, list(args.server_config)
+        # Each program has its own.
+        args.lease = "each"
+
+    def configure(self, *lines):
+        """Start the server again with more lines of configuration."""
+        self.server.stop()
+        self.args.server_config[:] = [*self.lines, *lines]
+        self.server.write_configuration()
+        self.server.start()
+
+    def domains(self):
+        """`gpuserver mps`."""
+        return json.loads(self.server.tool("mps", "--json"))["domains"]
+
+    def worker_of(self, lease):
+        """Process and environment of the worker that serves a lease's only program."""
+        workers = json.loads(self.server.tool("ps", "--json"))["workers"]
+        pid = next(row["pid"] for row in workers if row["lease"] == lease and row["state"] == "active")
+        entries = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return pid, dict(entry.split("=", 1) for entry in entries if entry.startswith("CUDA_MPS"))
+
+    def other_client(self):
+        """A second client of the pool: the environment in which `gpusession run` is it."""
+        home = self.args.out / "config-2"
+        env = {**os.environ, "XDG_CONFIG_HOME": str(home)}
+        if not home.exists():
+            home.mkdir(parents=True)
+            token = json.loads(self.server.tool("token", "create", "--json"))["token"]
+            token = token["token"] if isinstance(token, dict) else token
+            address = f"127.0.0.1:{self.args.port}"
+            self.server.call(["./bin/gpusession", "join", token, "--server", address, "--user", "--name", "other"], env)
+        return env
+
+    def program(self, *lease, other=False):
+        """A program with a lease of its own; it, and what it says of the card."""
+        env = self.other_client() if other else self.server.client_environment()
+        before, self.server.client_environment = self.server.client_environment, lambda: env
+        try:
+            program = self.start(["mps_program.py"], lease=lease)
+        finally:
+            self.server.client_environment = before
+        words = program.expect("ready").split()
+        return program, int(words[1]), int(words[2])
+
+    def ask(self, program, line, word):
+        """One line said, the first number of the answer."""
+        program.say(line)
+        return program.expect(word).split()[1:]
+
+    def rates(self, programs, blocks, seconds=4):
+        """Launches per second of several programs at the same time."""
+        for program in programs:
+            program.say(f"busy {seconds} {blocks}")
+        return [float(program.expect("did").split()[1]) for program in programs]
+
+    def limits(self):
+        """25 % of multiprocessors and memory."""
+        whole, all_sms, _ = self.program()
+        full = self.rates([whole], MANY)[0]
+        whole.end()
+        self.wait_for_no_lease()
+        begun = time.monotonic()
+        part, sms, mib = self.program("--sm-percent", "25", "--memory", "25%")
+        self.note("start of a program, with lease and daemon", round(time.monotonic() - begun, 2), "s")
+        quarter = self.rates([part], MANY)[0]
+        self.note("multiprocessors seen, whole / 25 %", f"{all_sms} / {sms}", "")
+        self.note("throughput, whole / 25 %", f"{full} / {quarter}", f"launches/s, {quarter / full:.3f}")
+        self.check("a quarter is seen", abs(sms / all_sms - 0.25) < 0.03)
+        self.check("a quarter is measured", abs(quarter / full - 0.25) < 0.04)
+        lease = self.only_lease()
+        limit = self.leases()[0]["devices"][0]["limit_bytes"] >> 20
+        self.check("memory seen is the lease's", mib == limit)
+        self.check("half of it can be had", self.ask(part, f"alloc {limit // 2}", "alloc") == ["0"])
+        self.check("as much again cannot: out of memory", self.ask(part, f"alloc {limit // 2}", "alloc") == ["2"])
+        self.check("and it goes on", self.ask(part, "check", "state") == ["0"])
+        _, variables = self.worker_of(lease)
+        self.note("variables of the worker", {k[9:]: v for k, v in variables.items() if "PIPE" not in k}, "")
+        env = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+        native = parking.Program([*self.native, self.args.python, "mps_program.py"], env, self.log, self.here)
+        self.programs.append(native)
+        words = native.expect("ready").split()
+        self.note("the driver's own answer under these", f"{words[1]} multiprocessors, {words[2]} MiB", "")
+        self.check("the driver alone refuses more too", self.ask(native, f"alloc {limit + 64}", "alloc") == ["2"])
+        native.end()
+        return part, sms
+
+    def killed_daemon(self, part, sms):
+        """The control daemon is killed: programs go on or end, limits hold for what comes."""
+        old = self.domains()[0]
+        os.kill(old["daemon_pid"], signal.SIGKILL)
+        begun = time.monotonic()
+        self.check("a new one is there", self.until(lambda: self.domains()[0]["daemon_pid"] not in (None, old["daemon_pid"])))
+        self.note("time until it is", round(time.monotonic() - begun, 2), "s")
+        code = self.ask(part, "check", "state")[0]
+        self.note("program that ran meanwhile", "goes on" if code == "0" else f"error {code}", "")
+        again, seen, _ = self.program("--sm-percent", "25", "--memory", "25%")
+        self.check("limits hold for a new one", seen == sms)
+        self.note("servers", [(s["pid"], s["state"], s["clients"]) for s in self.domains()[0]["servers"]], "")
+        part.end()
+        again.end()
+        self.wait_for_no_lease()
+        alive = [s["pid"] for s in old["servers"] if os.path.exists(f"/proc/{s['pid']}")]
+        self.check("the old server ends after its last program", self.until(lambda: not any(os.path.exists(f"/proc/{p}") for p in alive)))
+
+    def died(self, program, limit=15):
+        """Seconds until a program's next calls fail or it has ended, and with what; None: it goes on."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < limit:
+            try:
+                code = self.ask(program, "check", "state")[0]
+            except (RuntimeError, OSError) as error:
+                return time.monotonic() - begun, str(error)
+            if code != "0":
+                return time.monotonic() - begun, f"error {code}"
+            time.sleep(0.1)
+        return None
+
+    def fault(self, other):
+        """One program faults beside another one, of the same client or of another one."""
+        victim, _, _ = self.program("--memory", "25%")
+        culprit, _, _ = self.program("--memory", "25%", other=other)
+        pid, _ = self.worker_of(next(row["lease"] for row in self.leases() if (row["client"] == "other") == other))
+        before = len(self.domains())
+        name = "two domains" if other else "one domain"
+        self.note(f"{name}: domains", before, "")
+        begun = time.monotonic()
+        code = self.ask(culprit, "fault", "fault")[0]
+        self.note(f"{name}: the culprit is told", f"error {code}", "")
+        reached = self.died(victim, 8 if other else 15)
+        self.note(f"{name}: the other program", "goes on" if reached is None else f"{reached[1]} after {reached[0]:.1f} s", "")
+        self.check(f"{name}: as documented", (reached is None) == other)
+        self.until(lambda: any(d["faults"] for d in self.domains()), 5)
+        faults = [f for d in self.domains() for f in d["faults"]]
+        self.note(f"{name}: faults shown", faults, "")
+        self.check(f"{name}: the fault is shown", bool(faults))
+        self.note(f"{name}: one of them was worker", pid, "")
+        fresh, _, _ = self.program("--memory", "25%", other=other)
+        self.check(f"{name}: service resumes", self.ask(fresh, "check", "state") == ["0"])
+        self.note(f"{name}: from the fault to the next program", round(time.monotonic() - begun, 1), "s")
+        for program in (fresh, culprit, victim):
+            self.finish(program)
+        self.wait_for_no_lease()
+
+    def finish(self, program):
+        """End a program that may have ended."""
+        try:
+            program.end()
+        except OSError:
+            program.process.kill()
+            program.process.wait()
+
+    def killed_client(self):
+        """A client is killed in the middle of its work: the other one of its domain does not notice."""
+        other, _, _ = self.program("--memory", "25%")
+        victim, _, _ = self.program("--memory", "25%")
+        other.say(f"busy 6 {MANY}")
+        victim.say(f"busy 60 {MANY}")
+        time.sleep(2)
+        used = self.used()
+        os.killpg(victim.process.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        self.check("its worker is gone within 2 s", self.until(lambda: len(self.leases()) < 2 or self.active() < 2, 2))
+        self.note("time until it is", round(time.monotonic() - begun, 2), "s")
+        self.note("card before / after", f"{used} / {self.used()}", "MiB")
+        self.check("the other one's work goes on", other.expect("did").split()[2] == "0")
+        self.check("no fault is shown", not any(d["faults"] for d in self.domains()))
+        other.end()
+        victim.process.wait()
+        self.wait_for_no_lease()
+
+    def active(self):
+        """Programs that are served."""
+        return sum(row["state"] == "active" for row in json.loads(self.server.tool("ps", "--json"))["workers"])
+
+    def throughput(self, sharing):
+        """One program alone, two together; kernels that fill the card and kernels that do not."""
+        first, _, _ = self.program("--memory", "25%")
+        second, _, _ = self.program("--memory", "25%")
+        row = {}
+        for name, blocks in (("large", MANY), ("small", FEW)):
+            alone = self.rates([first], blocks)[0]
+            both = self.rates([first, second], blocks)
+            row[name] = (alone, *both)
+            self.note(f"{sharing}, {name} kernels: one / two of them", f"{alone} / {both}", f"launches/s, {sum(both) / alone:.2f} x")
+        first.end()
+        second.end()
+        self.wait_for_no_lease()
+        return row
+
+    def training(self, sharing):
+        """GPT-2 training, two at the same time."""
+        command = [self.args.python, "train_gpt2.py", "--steps", "20"]
+        steps = {}
+        for count in (1, 2):
+            folder = self.args.out / f"rendezvous-{sharing}-{count}"
+            folder.mkdir(exist_ok=True)
+            env = {**self.server.client_environment(), "RENDEZVOUS": f"{folder}:{count}", "HF_HUB_OFFLINE": "1"}
+            prefix = self.server.prefix()
+            at = prefix.index("--")
+            full = [*prefix[:at], "--memory", "40%", *prefix[at:], *command]
+            running = [self.runner.start("client", f"gpt2-{sharing}-{count}", full, env) for _ in range(count)]
+            results = [self.runner.finish(one, 300) for one in running]
+            taken = [value[0] for r in results for name, value in r.measurements().items() if name.endswith("_step")]
+            steps[count] = taken
+            self.wait_for_no_lease()
+        if len(steps[1]) == 1 and len(steps[2]) == 2:
+            gain = sum(steps[1][0] / s for s in steps[2])
+            self.note(f"{sharing}, GPT-2 training step: one / two of them", f"{steps[1][0]:.1f} / {steps[2]}", f"ms, {gain:.2f} x")
+        else:
+            self.check(f"{sharing}: GPT-2 training", False)
+
+    def run(self):
+        """Everything; whether it was as it has to be."""
+        if not self.card or not self.has_mps():
+            print("  (no card here that MPS works on: only the programs themselves are tried, time-sliced)", flush=True)
+            self.throughput("time-slice")
+            return {"figures": self.rows, "failed": self.bad}
+        parts = {
+            "limits": self.part_limits,
+            "faults": self.part_faults,
+            "throughput": self.part_throughput,
+            "isolation": self.part_isolation,
+        }
+        for name, part in parts.items():
+            if self.args.only and name not in self.args.only:
+                continue
+            print(name, flush=True)
+            try:
+                part()
+            except (RuntimeError, OSError, StopIteration, IndexError) as error:
+                self.check(f"{name}: {error!r}", False)
+                self.stop()
+        return {"figures": self.rows, "failed": self.bad}
+
+    def has_mps(self):
+        """Whether NVIDIA's program is there, or the configuration names it."""
+        return bool(shutil.which("nvidia-cuda-mps-control")) or any("mps_control" in line for line in self.lines)
+
+    def part_limits(self):
+        """See `limits` and `killed_daemon`."""
+        self.configure('sharing = "mps"')
+        self.killed_daemon(*self.limits())
+
+    def part_faults(self):
+        """See `killed_client` and `fault`."""
+        self.configure('sharing = "mps"')
+        self.killed_client()
+        self.fault(other=True)
+        self.configure('sharing = "mps"')
+        self.fault(other=False)
+
+    def part_throughput(self):
+        """The table."""
+        for sharing in ("time-slice", "mps"):
+            self.configure(f'sharing = "{sharing}"')
+            self.throughput(sharing)
+            if not self.args.no_torch:
+                self.training(sharing)
+
+    def part_isolation(self):
+        """Workers that give up what they do not need."""
+        self.configure('sharing = "mps"', 'isolation = "try"')
+        program, sms, _ = self.program("--sm-percent", "50")
+        self.check("a program runs", float(self.rates([program], FEW, 1)[0]) > 0)
+        workers = json.loads(self.server.tool("ps", "--json"))["workers"]
+        self.note("isolation", next(row["isolation"] for row in workers if row["state"] == "active"), f"{sms} multiprocessors")
+        program.end()
+        self.wait_for_no_lease()

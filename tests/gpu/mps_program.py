@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""A program that computes, allocates and fails on request: the driver API through ctypes, without PyTorch.
+
+    start             prints `ready SMS MIB`: multiprocessors and memory as the driver says
+    line `busy S B`   launches kernels of B blocks for S seconds, then `did LAUNCHES_PER_SECOND CODE`
+    line `alloc MIB`  takes device memory, prints `alloc CODE`
+    line `fault`      writes to an address that is not there, prints `fault CODE`
+    line `check`      waits for the GPU, prints `state CODE`
+    end of stdin      ends
+"""
+
+import ctypes
+import sys
+import time
+
+MULTIPROCESSORS = 16
+THREADS = 256
+ITERATIONS = 200000
+
+PTX = b"""
+.version 6.4
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u32 count, .param .u64 out)
+{
+    .reg .pred %p<2>; .reg .f32 %f<4>; .reg .b32 %r<4>; .reg .b64 %rd<3>;
+    ld.param.u32 %r1, [count];
+    ld.param.u64 %rd1, [out];
+    cvta.to.global.u64 %rd2, %rd1;
+    mov.f32 %f1, 0f3F800000;
+    mov.f32 %f2, 0f3F7FFFFF;
+    mov.u32 %r2, 0;
+L:
+    fma.rn.f32 %f1, %f1, %f2, %f2;
+    add.s32 %r2, %r2, 1;
+    setp.lt.u32 %p1, %r2, %r1;
+    @%p1 bra L;
+    st.global.f32 [%rd2], %f1;
+    ret;
+}
+"""
+
+
+class Program:
+    """The driver, one context, one kernel."""
+
+    def __init__(self):
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.must("cuInit", 0)
+        context, module, total = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        self.kernel, self.out = ctypes.c_void_p(), ctypes.c_uint64()
+        self.must("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.must("cuCtxSetCurrent", context)
+        self.must("cuDeviceTotalMem_v2", ctypes.byref(total), 0)
+        self.must("cuModuleLoadData", ctypes.byref(module), PTX)
+        self.must("cuModuleGetFunction", ctypes.byref(self.kernel), module, b"spin")
+        self.must("cuMemAlloc_v2", ctypes.byref(self.out), ctypes.c_size_t(4096))
+        count = ctypes.c_int()
+        self.must("cuDeviceGetAttribute", ctypes.byref(count), MULTIPROCESSORS, 0)
+        print("ready", count.value, total.value >> 20, flush=True)
+
+    def call(self, name, *arguments):
+        """A driver call; its result."""
+        return getattr(self.cuda, name)(*arguments)
+
+    def must(self, name, *arguments):
+        """One that has to succeed."""
+        code = self.call(name, *arguments)
+        if code != 0:
+            print(f"{name}: error {code}", flush=True)
+            sys.exit(1)
+
+    def launch(self, blocks, count, address):
+        """One kernel; its result."""
+        count, address = ctypes.c_uint32(count), ctypes.c_uint64(address)
+        values = (ctypes.c_void_p * 2)(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in (count, address)))
+        return self.call("cuLaunchKernel", self.kernel, blocks, 1, 1, THREADS, 1, 1, 0, None, values, None)
+
+    def busy(self, seconds, blocks):
+        """Launches for so long, a few in flight."""
+        begun, done, code = time.monotonic(), 0, 0
+        while code == 0 and time.monotonic() - begun < seconds:
+            for _ in range(4):
+                code = code or self.launch(blocks, ITERATIONS, self.out.value)
+            code = code or self.call("cuCtxSynchronize")
+            done += 4
+        print("did", round(done / (time.monotonic() - begun), 2), code, flush=True)
+
+    def say(self, words):
+        """One line of stdin."""
+        if words[0] == "busy":
+            self.busy(float(words[1]), int(words[2]))
+        elif words[0] == "alloc":
+            address = ctypes.c_uint64()
+            print("alloc", self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(int(words[1]) << 20)), flush=True)
+        elif words[0] == "fault":
+            code = self.launch(1, 1, 16)
+            print("fault", code or self.call("cuCtxSynchronize"), flush=True)
+        elif words[0] == "check":
+            print("state", self.call("cuCtxSynchronize"), flush=True)
+
+
+def main():
+    """See above."""
+    program = Program()
+    for line in sys.stdin:
+        program.say(line.split())
+
+
+if __name__ == "__main__":
+    main()
