@@ -697,8 +697,9 @@ impl Mps {
                     Ok(_) => missed = 0,
                     Err(e) => {
                         missed += 1;
+                        check_at = Instant::now() + CHECK_SUSPECT;
                         warn!("MPS of {}: {e}", domain.name());
-                        if missed == 3 {
+                        if missed == 2 {
                             let _ = child.start_kill();
                             return End::Died("its control daemon does not answer".into());
                         }

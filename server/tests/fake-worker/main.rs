@@ -103,6 +103,7 @@ fn serve() {
                     "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
                     "lane": preface.lane.get(), "epoch": preface.epoch.get(), "require_tls": s.require_tls,
                     "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
+                    "warm": s.warm, "mps": s.mps,
                     "blocking": flags & nix::libc::O_NONBLOCK == 0,
                     "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
                     "environment": std::env::vars().collect::<std::collections::BTreeMap<_, _>>(),

@@ -29,9 +29,10 @@ pub struct Server {
     pub data: String,
 }
 
-fn fake_worker() -> PathBuf {
+/// A program that stands in for another one.
+pub fn example(name: &str) -> PathBuf {
     let exe = std::env::current_exe().expect("the test has a path");
-    let path = exe.ancestors().nth(2).expect("it is below the target folder").join("examples/fake-worker");
+    let path = exe.ancestors().nth(2).expect("it is below the target folder").join("examples").join(name);
     assert!(path.exists(), "{} is missing: `cargo build -p gpuserver --examples` makes it", path.display());
     path
 }
@@ -101,7 +102,7 @@ impl Server {
         command
             .args(words)
             .env("GPUSERVER_CONF", self.path("gpuserver.toml"))
-            .env("GPUSERVER_WORKER", fake_worker())
+            .env("GPUSERVER_WORKER", example("fake-worker"))
             .env("SECRET_OF_THE_SERVER", "x")
             .env_remove("NOTIFY_SOCKET");
         command

@@ -1,6 +1,7 @@
 //! A real server process, real clients over mutual TLS, and workers without a driver.
 
 mod common;
+mod mps;
 mod sharing;
 
 use std::collections::HashMap;

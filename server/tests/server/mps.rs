@@ -1,0 +1,352 @@
+//! GPUs shared by MPS, with a control daemon that has no GPU: domains, limits, faults, ends.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use gpusession_proto::control::{AllocateRequest, Lease, ProcessEndedRequest, ReleaseRequest};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tonic::Code;
+
+use crate::common::{Client, Server, alive, eventually, example};
+
+const SHARING: &str = "sharing = \"mps\"\npark_after = 0\nwarn_after = 0";
+
+struct Site {
+    server: Server,
+}
+
+impl Site {
+    async fn start(more: &str) -> Self {
+        let mut server = Server::prepare("libcuda.so.1", "").await;
+        let control = server.path("nvidia-cuda-mps-control");
+        std::fs::copy(example("fake-mps"), &control).unwrap();
+        // The folder of the driver is looked into, which is where this one is.
+        server.configure("libcuda.so.1", &format!("{SHARING}\n{more}"));
+        server.run().await;
+        Self { server }
+    }
+
+    fn domains(&self) -> Vec<Value> {
+        self.server.json(&["mps"])["domains"].as_array().unwrap().clone()
+    }
+
+    /// The domain of a client, once it is active.
+    async fn active(&self, client: &str) -> Value {
+        let found = || self.domains().into_iter().find(|d| d["client"] == client && d["state"] == "active");
+        eventually("the domain is active", async || found().is_some()).await;
+        found().unwrap()
+    }
+
+    fn commands(&self) -> Vec<String> {
+        let text = std::fs::read_to_string(self.server.path("commands")).unwrap_or_default();
+        text.lines().map(String::from).collect()
+    }
+
+    fn asked(&self, command: &str) -> usize {
+        self.commands().iter().filter(|c| c.starts_with(command)).count()
+    }
+
+    /// Says something to the daemon that a worker was started with.
+    fn say(&self, worker: &Value, line: &str) {
+        let mut child = Command::new(self.server.path("nvidia-cuda-mps-control"))
+            .env(
+                "CUDA_MPS_PIPE_DIRECTORY",
+                worker["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap(),
+            )
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success());
+    }
+
+    /// A program of a lease: what its worker says, and what keeps it there.
+    async fn program(&self, client: &mut Client, lease: &Lease) -> Program {
+        let worker = client.take(&lease.id).await.unwrap();
+        let (lane, said) = self.server.adopt(&worker.id, 0, true);
+        let pid = said["pid"].as_u64().unwrap() as u32;
+        eventually("it is served", async || {
+            self.server.workers().iter().any(|w| w["pid"] == pid && w["state"] == "active")
+        })
+        .await;
+        Program { id: worker.id, pid, said, _lane: lane }
+    }
+
+    fn reasons(&self) -> Vec<(u64, String)> {
+        let rows = self.server.json(&["accounting", "--kind", "process"]);
+        let of = |r: &Value| (r["end_unix"].as_u64().unwrap(), r["reason"].as_str().unwrap().to_string());
+        rows["records"].as_array().unwrap().iter().map(of).collect()
+    }
+}
+
+struct Program {
+    id: Vec<u8>,
+    pid: u32,
+    said: Value,
+    _lane: std::net::TcpStream,
+}
+
+/// A lease of half a GPU, unless the wish is another.
+async fn lease(client: &mut Client, wish: impl FnOnce(AllocateRequest) -> AllocateRequest) -> Lease {
+    let half = AllocateRequest { memory_percent: 50.0, ..client.request() };
+    client.pool.allocate(wish(half)).await.unwrap().into_inner()
+}
+
+fn as_it_is(wish: AllocateRequest) -> AllocateRequest {
+    wish
+}
+
+#[tokio::test]
+async fn a_lease_under_mps_from_start_to_end() {
+    let site = Site::start("").await;
+    let mut vm = site.server.client("vm-1").await;
+    let wish = |half| AllocateRequest { sm_percent: 25, priority: "below-normal".into(), ..half };
+    let granted = lease(&mut vm, wish).await;
+    assert_eq!(granted.devices[0].sm_percent, 25);
+    let program = site.program(&mut vm, &granted).await;
+    let of = |name: &str| program.said["environment"][name].as_str().unwrap_or_default().to_string();
+    assert_eq!(of("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), "25");
+    assert_eq!(of("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), "0=8192M");
+    assert_eq!(of("CUDA_MPS_CLIENT_PRIORITY"), "1");
+    assert_eq!((&program.said["warm"], &program.said["mps"]), (&false.into(), &true.into()));
+    let pipe = std::path::PathBuf::from(of("CUDA_MPS_PIPE_DIRECTORY"));
+    assert!(pipe.starts_with(site.server.path("run")), "{pipe:?}");
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&pipe).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o700);
+
+    let domain = site.active("vm-1").await;
+    assert_eq!(domain["gpus"], serde_json::json!([granted.devices[0].uuid]));
+    assert_eq!(domain["leases"], serde_json::json!([granted.id]));
+    let daemon = domain["daemon_pid"].as_u64().unwrap() as u32;
+    let server = domain["servers"][0]["pid"].as_u64().unwrap() as u32;
+    let environment = std::fs::read_to_string(format!("/proc/{daemon}/environ")).unwrap();
+    assert!(
+        environment.contains(&format!("CUDA_VISIBLE_DEVICES={}", granted.devices[0].uuid)),
+        "{environment}"
+    );
+    assert!(!environment.contains("SECRET"), "{environment}");
+    assert_eq!(site.asked("set_default_active_thread_percentage 25"), 1, "{:?}", site.commands());
+    let row = &site.server.json(&["leases"])["leases"][0];
+    assert_eq!((&row["mps"], &row["devices"][0]["sm_percent"]), (&true.into(), &25.into()));
+    let parked = site.server.verb(&["park", &granted.id]);
+    assert!(String::from_utf8_lossy(&parked.stderr).contains("under MPS"), "{parked:?}");
+
+    // Its GPU work ends before it does.
+    let ended = ProcessEndedRequest { lease: granted.id.clone(), worker: program.id.clone() };
+    vm.pool.process_ended(ended).await.unwrap();
+    eventually("the worker is gone", async || !alive(program.pid)).await;
+    let terminate = format!("terminate_client {server} {} (alive)", program.pid);
+    assert_eq!(site.asked(&terminate), 1, "{:?}", site.commands());
+    assert_eq!(site.asked("terminate_client"), 1, "no other worker had work: {:?}", site.commands());
+
+    // So does the work of one that is killed, and of one whose lease ends.
+    let second = site.program(&mut vm, &granted).await;
+    assert!(site.server.verb(&["kill", &data_encoding::HEXLOWER.encode(&second.id)]).status.success());
+    let third = site.program(&mut vm, &granted).await;
+    vm.pool.release(ReleaseRequest { lease: granted.id }).await.unwrap();
+    for program in [second, third] {
+        eventually("the worker is gone", async || !alive(program.pid)).await;
+        assert_eq!(site.asked(&format!("terminate_client {server} {} (alive)", program.pid)), 1);
+    }
+    // And with the last lease the domain.
+    eventually("nothing is left", async || {
+        site.domains().is_empty() && !alive(daemon) && !alive(server) && !pipe.exists()
+    })
+    .await;
+    assert_eq!(site.asked("quit"), 1, "{:?}", site.commands());
+}
+
+#[tokio::test]
+async fn requests_and_what_they_get() {
+    let site = Site::start("mps_gpus = [0]").await;
+    let mut vm = site.server.client("vm-1").await;
+    let base = vm.request();
+    let sliced = AllocateRequest { sharing: "time-slice".into(), memory_percent: 50.0, ..base.clone() };
+    let cases = [
+        (AllocateRequest { sm_percent: 50, ..sliced.clone() }, Code::InvalidArgument, "sharing = \"mps\""),
+        (AllocateRequest { sm_percent: 50, sm_count: 3, ..base.clone() }, Code::InvalidArgument, "the same"),
+        (
+            AllocateRequest { sm_percent: 50, gpus: 2, ..base.clone() },
+            Code::FailedPrecondition,
+            "this server has 1",
+        ),
+        (AllocateRequest { gpus: 2, ..base.clone() }, Code::FailedPrecondition, "this server has 2"),
+    ];
+    for (wish, code, text) in cases {
+        let status = vm.pool.allocate(wish).await.unwrap_err();
+        assert!(status.code() == code && status.message().contains(text), "{status}");
+    }
+    // 10 of 132 are 8 %.
+    let few = lease(&mut vm, |half| AllocateRequest { sm_count: 10, ..half }).await;
+    assert_eq!(
+        (few.devices[0].sm_percent, few.devices[0].uuid.as_str()),
+        (8, "GPU-00000000-0000-0000-0000-000000000000")
+    );
+    // One without MPS may be on the same GPU, or on both.
+    let plain = lease(&mut vm, |_| sliced.clone()).await;
+    assert_eq!(plain.devices[0].uuid, few.devices[0].uuid);
+    let program = site.program(&mut vm, &plain).await;
+    assert!(!program.said["environment"].to_string().contains("MPS"), "{}", program.said);
+    assert_eq!((&program.said["warm"], &program.said["mps"]), (&true.into(), &false.into()));
+    // Which the other GPU is.
+    let other = lease(&mut vm, |_| AllocateRequest { memory_percent: 100.0, ..base }).await;
+    assert_ne!(other.devices[0].uuid, few.devices[0].uuid);
+    let rows = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
+    assert_eq!(rows.iter().filter(|r| r["mps"] == true).count(), 1, "{rows:?}");
+}
+
+#[tokio::test]
+async fn a_fault_ends_its_domain_and_nothing_else() {
+    let site = Site::start("warm_workers = 1").await;
+    let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
+    let wish = |half| AllocateRequest { memory_percent: 25.0, ..half };
+    let (first, second) = (lease(&mut a, wish).await, lease(&mut a, wish).await);
+    let elsewhere = lease(&mut b, wish).await;
+    assert_eq!(first.devices[0].uuid, elsewhere.devices[0].uuid, "on the same GPU");
+    let culprit = site.program(&mut a, &first).await;
+    let victim = site.program(&mut a, &second).await;
+    let stranger = site.program(&mut b, &elsewhere).await;
+    let pipe = |p: &Program| p.said["environment"]["CUDA_MPS_PIPE_DIRECTORY"].to_string();
+    assert_eq!(pipe(&culprit), pipe(&victim), "leases of one client share a domain");
+    assert_ne!(pipe(&culprit), pipe(&stranger), "leases of two do not");
+
+    let begun = Instant::now();
+    site.say(&culprit.said, &format!("fake_fault {}", culprit.pid));
+    eventually("both ended", async || !alive(culprit.pid) && !alive(victim.pid)).await;
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    eventually("they are told", async || site.reasons().len() == 2).await;
+    let reasons: Vec<String> = site.reasons().into_iter().map(|(_, why)| why).collect();
+    assert!(reasons.iter().any(|r| r.starts_with("a fatal fault of its own")), "{reasons:?}");
+    assert!(reasons.iter().any(|r| r.starts_with("fault by another client")), "{reasons:?}");
+
+    // Who comes now waits for the new daemon.
+    let again = site.program(&mut a, &second).await;
+    assert_ne!(pipe(&again), pipe(&victim));
+    let domain = site.active("vm-a").await;
+    assert_eq!(
+        (&domain["restarts"], &domain["faults"][0]["culprits"]),
+        (&1.into(), &serde_json::json!([culprit.pid]))
+    );
+    let other = site.active("vm-b").await;
+    assert!(alive(stranger.pid) && other["restarts"] == 0 && other["faults"].as_array().unwrap().is_empty());
+    let table = String::from_utf8(site.server.verb(&["mps"]).stdout).unwrap();
+    assert!(table.contains(&format!("of process {}: ", culprit.pid)) && table.contains("vm-b"), "{table}");
+}
+
+#[tokio::test]
+async fn a_daemon_that_dies_is_started_again_with_its_limits() {
+    let site = Site::start("warm_workers = 1").await;
+    let mut vm = site.server.client("vm-1").await;
+    let granted = lease(&mut vm, |half| AllocateRequest { sm_percent: 40, ..half }).await;
+    let runs = site.program(&mut vm, &granted).await;
+    let before = site.active("vm-1").await;
+    let daemon = before["daemon_pid"].as_i64().unwrap() as i32;
+    let server = before["servers"][0]["pid"].as_u64().unwrap() as u32;
+    kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+    eventually("there is a new one", async || {
+        site.domains().iter().any(|d| d["state"] == "active" && d["daemon_pid"] != daemon)
+    })
+    .await;
+    assert_eq!(site.asked("set_default_active_thread_percentage 40"), 2, "{:?}", site.commands());
+    let next = site.program(&mut vm, &granted).await;
+    let of = |p: &Program, name: &str| p.said["environment"][name].as_str().unwrap().to_string();
+    assert_eq!(of(&next, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), "40");
+    assert_ne!(of(&next, "CUDA_MPS_PIPE_DIRECTORY"), of(&runs, "CUDA_MPS_PIPE_DIRECTORY"));
+    assert!(alive(runs.pid) && alive(server), "what runs has its server");
+    let ended = ProcessEndedRequest { lease: granted.id.clone(), worker: runs.id.clone() };
+    vm.pool.process_ended(ended).await.unwrap();
+    eventually("the old server ends after its last program", async || !alive(server)).await;
+    assert!(alive(next.pid));
+    // One that does not answer is ended, too.
+    let second = site.active("vm-1").await["daemon_pid"].as_u64().unwrap() as u32;
+    let mut deaf = Command::new(site.server.path("nvidia-cuda-mps-control"))
+        .env("CUDA_MPS_PIPE_DIRECTORY", of(&next, "CUDA_MPS_PIPE_DIRECTORY"))
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    deaf.stdin.take().unwrap().write_all(b"fake_deaf\n").unwrap();
+    eventually("it is ended", async || !alive(second)).await;
+    let _ = deaf.wait();
+}
+
+#[tokio::test]
+async fn a_crash_makes_its_domain_suspect() {
+    let site = Site::start("warm_workers = 1").await;
+    let mut vm = site.server.client("vm-1").await;
+    let granted = lease(&mut vm, as_it_is).await;
+    let (crashes, other) = (site.program(&mut vm, &granted).await, site.program(&mut vm, &granted).await);
+    let before = site.asked("get_server_status");
+    let begun = Instant::now();
+    kill(Pid::from_raw(crashes.pid as i32), Signal::SIGKILL).unwrap();
+    // Asked by itself it would be within 5 s; `gpuserver mps` would ask, too.
+    eventually("MPS is asked whether it is well", async || site.asked("get_server_status") > before).await;
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    assert!(alive(other.pid));
+}
+
+#[tokio::test]
+async fn nothing_is_left_of_a_server_that_was_killed() {
+    let mut site = Site::start("warm_workers = 1").await;
+    let mut vm = site.server.client("vm-1").await;
+    let granted = lease(&mut vm, as_it_is).await;
+    let domain = site.active("vm-1").await;
+    let daemon = domain["daemon_pid"].as_u64().unwrap() as u32;
+    let server = domain["servers"][0]["pid"].as_u64().unwrap() as u32;
+    site.server.signal(Signal::SIGKILL);
+    eventually("the daemon ends with its server", async || !alive(daemon)).await;
+    assert!(alive(server), "MPS servers do not");
+    site.server.run().await;
+    eventually("the next one ends it", async || !alive(server)).await;
+    // The lease is still there, and its domain again.
+    assert_eq!(site.active("vm-1").await["leases"], serde_json::json!([granted.id]));
+    let ended = site.active("vm-1").await["daemon_pid"].as_u64().unwrap() as u32;
+    assert_eq!(site.server.signal(Signal::SIGTERM).code(), Some(0));
+    assert!(!alive(ended), "a server that stops ends its daemons");
+}
+
+#[tokio::test]
+async fn no_more_programs_than_a_server_of_mps_serves() {
+    let site = Site::start("mps_domain = \"server\"").await;
+    let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
+    let (mine, yours) = (lease(&mut a, as_it_is).await, lease(&mut b, as_it_is).await);
+    eventually("one domain has both", async || {
+        let domains = site.domains();
+        domains.len() == 1
+            && domains[0]["client"] == "*"
+            && domains[0]["leases"].as_array().unwrap().len() == 2
+    })
+    .await;
+    for _ in 0..24 {
+        a.take(&mine.id).await.unwrap();
+        b.take(&yours.id).await.unwrap();
+    }
+    let status = a.take(&mine.id).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().starts_with("48 programs use the GPU by MPS"), "{status}");
+}
+
+#[tokio::test]
+async fn the_configuration_says_what_excludes_what() {
+    let server = Server::prepare("libcuda.so.1", "").await;
+    let control = server.path("nvidia-cuda-mps-control");
+    std::fs::copy(example("fake-mps"), control).unwrap();
+    let checked = |more: &str| {
+        server.configure("libcuda.so.1", more);
+        let done = server.verb(&["check-config"]);
+        (done.status.code(), String::from_utf8_lossy(&[done.stdout, done.stderr].concat()).into_owned())
+    };
+    let (code, said) = checked("sharing = \"mps\"");
+    assert!(code == Some(0) && said.contains("cannot park programs under MPS"), "{said}");
+    let (code, said) = checked("mps_domain = \"server\"");
+    assert!(code == Some(0) && said.contains("mean nothing without"), "{said}");
+    let (code, said) = checked("sharing = \"mps\"\nmps_control = \"/nowhere\"");
+    assert!(code == Some(1) && said.contains("/nowhere is not a program"), "{said}");
+    let (code, said) = checked(&format!("{SHARING}\nmps_gpus = [7]"));
+    assert!(code == Some(0), "{said}");
+    let done = server.verb(&["serve"]);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&done.stderr).contains("mps_gpus: there is no GPU 7"), "{done:?}");
+}
