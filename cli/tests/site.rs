@@ -1,5 +1,5 @@
-//! A whole site of real programs: server, daemon and command line, over mutual TLS. Workers are the server's test double,
-//! since no CUDA call is made here.
+//! A whole site of real programs: server, daemon and command line, over mutual TLS. Workers are the server's test double
+//! where no GPU matters, since no CUDA call is made here.
 
 #[path = "../../gpusessiond/tests/common/mod.rs"]
 mod common;
@@ -24,6 +24,16 @@ fn helper_process() {
     common::helper_main();
 }
 
+/// Another process of the simulated machine; its name in the environment.
+#[test]
+fn fault_process() {
+    if let Ok(fault) = std::env::var("SITE_FAULT") {
+        let numbers: Vec<u64> = fault.split(' ').map(|n| n.parse().unwrap()).collect();
+        let [gpu, event, data] = numbers.try_into().unwrap();
+        assert_eq!(simgpu::nvml::simgpuReportFault(gpu as u32, event, data), 0);
+    }
+}
+
 /// When the newest source below a folder was changed.
 fn newest(folder: &Path) -> SystemTime {
     let mut last = SystemTime::UNIX_EPOCH;
@@ -44,33 +54,50 @@ fn newest(folder: &Path) -> SystemTime {
     last
 }
 
-/// Folder of the other packages' programs, built unless they are newer than their sources.
+/// Folder of other packages' files, built unless they are newer than these folders' sources.
+fn built(files: &[&str], folders: &[&str], arguments: &[&str]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_BIN_EXE_gpusession")).parent().unwrap().to_owned();
+    let profile = match folder.file_name().and_then(|n| n.to_str()) {
+        Some("debug") => "dev".to_owned(),
+        name => name.unwrap_or_default().to_owned(),
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let sources = folders.iter().map(|package| newest(&root.join(package)));
+    let there = files.iter().map(|name| std::fs::metadata(folder.join(name)).and_then(|m| m.modified()).ok());
+    if there.min().flatten() > sources.max() {
+        return folder;
+    }
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    let status = Command::new(cargo)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(["build", "--quiet", "--profile", &profile])
+        .args(arguments)
+        .env("CARGO_TARGET_DIR", folder.parent().unwrap())
+        .status()
+        .unwrap();
+    assert!(status.success(), "the programs of the site do not build");
+    folder
+}
+
+/// Folder of the other packages' programs.
 fn programs() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let folder = Path::new(env!("CARGO_BIN_EXE_gpusession")).parent().unwrap().to_owned();
-        let profile = match folder.file_name().and_then(|n| n.to_str()) {
-            Some("debug") => "dev".to_owned(),
-            name => name.unwrap_or_default().to_owned(),
-        };
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        let sources = ["server", "gpusessiond", "proto"].map(|package| newest(&root.join(package)));
-        let programs = ["gpuserver", "gpusessiond", "examples/fake-worker"]
-            .map(|name| std::fs::metadata(folder.join(name)).and_then(|m| m.modified()).ok());
-        if programs.iter().min().copied().flatten() > sources.iter().max().copied() {
-            return folder;
-        }
-        let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
-        let status = Command::new(cargo)
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .args(["build", "--quiet", "--profile", &profile])
-            .args(["-p", "gpuserver", "-p", "gpusessiond", "--bins", "--example", "fake-worker"])
-            .env("CARGO_TARGET_DIR", folder.parent().unwrap())
-            .status()
-            .unwrap();
-        assert!(status.success(), "the programs of the site do not build");
-        folder
+        built(
+            &["gpuserver", "gpusessiond", "examples/fake-worker"],
+            &["server", "gpusessiond", "proto"],
+            &["-p", "gpuserver", "-p", "gpusessiond", "--bins", "--example", "fake-worker"],
+        )
     })
+}
+
+/// Folder of the worker and the simulated driver.
+fn simulated() -> PathBuf {
+    built(
+        &["gpuserver-worker", "libsimgpu.so"],
+        &["server/worker", "simgpu", "proto"],
+        &["-p", "gpuserver-worker", "-p", "simgpu", "--bins", "--lib"],
+    )
 }
 
 /// A child that does not outlive its test.
@@ -103,6 +130,10 @@ struct Site {
     folder: tempfile::TempDir,
     bus: PrivateBus,
     address: String,
+    /// Of the server: the driver, the program of its workers, and variables.
+    driver: PathBuf,
+    worker: PathBuf,
+    variables: Vec<(&'static str, String)>,
 }
 
 impl Site {
@@ -113,10 +144,47 @@ impl Site {
             std::fs::create_dir(folder.path().join(sub)).unwrap();
         }
         std::fs::write(folder.path().join("lib/libcuda.so.1"), "").unwrap();
-        let site = Self { folder, bus: PrivateBus::start(), address: String::new() };
+        let site = Self {
+            folder,
+            bus: PrivateBus::start(),
+            address: String::new(),
+            // Any shared library that is not ours; the test double loads none.
+            driver: "/lib/x86_64-linux-gnu/libc.so.6".into(),
+            worker: programs().join("examples/fake-worker"),
+            variables: Vec::new(),
+        };
         site.server_listens("127.0.0.1:0", "0");
         site.gpuserver(&["pool", "init"]);
         site
+    }
+
+    /// The same with real workers on two simulated GPUs.
+    fn with_simulated_gpus() -> Self {
+        let mut site = Self::new();
+        let built = simulated();
+        std::fs::create_dir(site.path("sim")).unwrap();
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            std::os::unix::fs::symlink(built.join("libsimgpu.so"), site.path("sim").join(name)).unwrap();
+        }
+        site.driver = site.path("sim/libcuda.so.1");
+        site.worker = built.join("gpuserver-worker");
+        let machine = format!("site-{}", std::process::id());
+        site.variables = vec![("SIMGPU_DEVICES", "2".into()), ("SIMGPU_MACHINE", machine)];
+        site.server_listens("127.0.0.1:0", "0");
+        site
+    }
+
+    /// Lets a simulated GPU fail, as NVML events say it.
+    fn fault(&self, gpu: u32, event: u64, data: u64) {
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["fault_process", "--exact", "--quiet"])
+            .env("SITE_FAULT", format!("{gpu} {event} {data}"))
+            .envs(self.variables.iter().map(|(k, v)| (k, v)))
+            .env_remove("XDG_RUNTIME_DIR")
+            .stdout(Stdio::null())
+            .status()
+            .unwrap();
+        assert!(status.success());
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -128,8 +196,7 @@ impl Site {
         let text = format!(
             "name = \"gpu-a\"\nlisten = \"{control}\"\ndata_ports = \"{data}\"\ndriver = \"{}\"\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
              drain_timeout = 0\nlimits.gpus = 16\nlimits.max_persistent = 16\n",
-            // Any shared library that is not ours; the test double loads none.
-            "/lib/x86_64-linux-gnu/libc.so.6",
+            self.driver.display(),
             path("server"),
             path("server-run")
         );
@@ -140,7 +207,8 @@ impl Site {
         let mut command = Command::new(programs().join("gpuserver"));
         command
             .env("GPUSERVER_CONF", self.path("gpuserver.toml"))
-            .env("GPUSERVER_WORKER", programs().join("examples/fake-worker"))
+            .env("GPUSERVER_WORKER", &self.worker)
+            .envs(self.variables.iter().map(|(k, v)| (k, v)))
             .stdin(Stdio::null());
         command
     }
@@ -274,6 +342,103 @@ fn a_machine_joins_leases_and_survives_restarts_of_both_ends() {
 
     assert_eq!(daemon.stop(), 0);
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
+    assert_eq!(server.stop(), 0);
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        for (name, value) in &self.variables {
+            if *name == "SIMGPU_MACHINE" {
+                let _ = std::fs::remove_file(format!("/dev/shm/simgpu-{}-{value}", nix::unistd::getuid()));
+            }
+        }
+    }
+}
+
+/// Signals of a bus, as text.
+struct Heard {
+    _monitor: Running,
+    path: PathBuf,
+}
+
+impl Heard {
+    fn on(bus: &PrivateBus) -> Self {
+        let path = bus.folder().join("heard");
+        let file = std::fs::File::create(&path).unwrap();
+        let child = Command::new("dbus-monitor")
+            .args(["--address", &bus.address(), "type=signal"])
+            .stdout(file)
+            .spawn()
+            .expect("dbus-monitor is installed");
+        Self { _monitor: Running(child), path }
+    }
+
+    fn text(&self) -> String {
+        std::fs::read_to_string(&self.path).unwrap()
+    }
+}
+
+const ECC: u64 = 2;
+const XID: u64 = 8;
+
+#[test]
+fn a_gpu_that_fails_is_taken_out_and_its_leases_go_elsewhere() {
+    let mut site = Site::with_simulated_gpus();
+    let server = site.start_server();
+    let heard = Heard::on(&site.bus);
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n", &site.token());
+    let daemon = site.start_daemon();
+    let lease = site.lease();
+    let gpus = |site: &Site| -> Vec<serde_json::Value> {
+        let all: serde_json::Value =
+            serde_json::from_str(&site.gpuserver(&["gpus", "--json"])).expect("JSON");
+        all["gpus"].as_array().unwrap().clone()
+    };
+    let holder = gpus(&site).iter().position(|g| g["state"] == "leased").unwrap();
+    let workers = |site: &Site, lease: &str| site.gpuserver(&["ps", "--json"]).matches(lease).count();
+    site.until("a worker", |site| (workers(site, &lease) > 0).then_some(()));
+    let state = |site: &Site, gpu: usize| {
+        let gpu = gpus(site)[gpu].clone();
+        (gpu["state"].as_str().unwrap().to_owned(), gpu["reason"].as_str().unwrap_or_default().to_owned())
+    };
+
+    // A program's own fault is nobody else's business; with it the monitor listens.
+    site.fault(holder as u32, XID, 31);
+    assert_eq!(state(&site, holder).0, "leased");
+    // The monitor may not listen yet.
+    let reason = site.until("the GPU is out", |site| {
+        site.fault(holder as u32, XID, 79);
+        let (state, reason) = state(site, holder);
+        (state == "broken").then_some(reason)
+    });
+    assert_eq!(reason, "Xid 79: it has fallen off the bus");
+    // Its lease ends, and its workers; the client hears why and has the other GPU.
+    let next = site.described("a lease on the other GPU", |d| {
+        d["gpus_leased"] == 1 && d["leases"][0]["id"] != lease.as_str()
+    });
+    let next = next["leases"][0]["id"].as_str().unwrap().to_owned();
+    assert_eq!(state(&site, 1 - holder).0, "leased");
+    site.until("its workers are gone", |site| (workers(site, &lease) == 0).then_some(()));
+    site.until("the signal", |_| {
+        let text = heard.text();
+        (text.contains("failed: Xid 79: it has fallen off the bus") && text.contains(&lease)).then_some(())
+    });
+    let records = site.gpuserver(&["accounting", "--kind", "lease"]);
+    assert!(records.contains("failed: Xid 79"), "{records}");
+
+    // Once it is mended it is leased again; and memory errors count, too.
+    let uuid = gpus(&site)[holder]["uuid"].as_str().unwrap().to_owned();
+    assert!(site.gpuserver(&["on", &uuid]).contains("is free"));
+    site.fault(1 - holder as u32, ECC, 0);
+    site.until("the other one is out", |site| {
+        (state(site, 1 - holder) == ("broken".into(), "NVML reported an uncorrectable ECC error".into()))
+            .then_some(())
+    });
+    site.described("a lease on the first GPU", |d| {
+        d["gpus_leased"] == 1 && d["leases"][0]["id"] != next.as_str()
+    });
+    assert_eq!(state(&site, holder).0, "leased");
+    assert_eq!(daemon.stop(), 0);
     assert_eq!(server.stop(), 0);
 }
 

@@ -45,6 +45,19 @@ fn name(uuid: &[u8; 16]) -> String {
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
+/// A card failed: it is leased no more, and the leases on it end, so that their clients get other GPUs.
+async fn failed(pool: &Pool, gpu: &str, why: String) {
+    let reason = format!("GPU {gpu} failed: {why}");
+    if !pool.withdraw(gpu, Some(Withdrawn::Broken(why))).await {
+        return;
+    }
+    for standing in pool.registry().leases().await {
+        if standing.lease.shares.iter().any(|s| s.gpu == gpu) {
+            pool.end_lease(&standing.lease.id, &reason).await;
+        }
+    }
+}
+
 /// Watches until it is cancelled.
 pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     let mut events = pool.supervisor().events();
@@ -63,7 +76,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
             },
             fault = faults.recv() => match fault {
                 Ok(fault) => match unfit(&fault.fault) {
-                    Some(why) => drop(pool.withdraw(&name(&fault.gpu), Some(Withdrawn::Broken(why))).await),
+                    Some(why) => failed(&pool, &name(&fault.gpu), why).await,
                     None => warn!("{}: event {} ({})", name(&fault.gpu), fault.fault.event, fault.fault.data),
                 },
                 Err(RecvError::Lagged(n)) => warn!("{n} faults of GPUs went by unread"),

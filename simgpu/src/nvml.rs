@@ -5,7 +5,7 @@
 
 use crate::device::{pci_id, uuid};
 use crate::driver::config;
-use crate::usage::Usage;
+use crate::usage::{ECC, Fault, Usage, XID};
 use std::ffi::{CStr, c_char};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -170,7 +170,8 @@ pub struct EventData {
 
 struct EventSet {
     seen: usize,
-    devices: Vec<u32>,
+    /// Devices, and which events of each.
+    devices: Vec<(u32, u64)>,
 }
 
 unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
@@ -182,13 +183,13 @@ unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
     let set = unsafe { &mut *(set as *mut EventSet) };
     let end = Instant::now() + Duration::from_millis(u64::from(timeout_ms));
     loop {
-        while let Some((ordinal, code)) = USAGE.xid(set.seen) {
+        while let Some(fault) = USAGE.event(set.seen) {
             set.seen += 1;
-            if set.devices.contains(&ordinal) {
+            if set.devices.iter().any(|(d, types)| *d == fault.device && types & fault.event != 0) {
                 let found = EventData {
-                    device: handle(ordinal)?,
-                    event: 8,
-                    data: code,
+                    device: handle(fault.device)?,
+                    event: fault.event,
+                    data: fault.data,
                     gpu_instance: !0,
                     compute_instance: !0,
                 };
@@ -377,7 +378,7 @@ nvml! {
     }
     fn nvmlDeviceGetSupportedEventTypes(h: usize, to: *mut u64) {
         device(h)?;
-        out(to, 8)
+        out(to, ECC | XID)
     }
 
     fn nvmlDeviceGetMigMode(h: usize, current: *mut u32, pending: *mut u32) {
@@ -391,11 +392,12 @@ nvml! {
         out(pending, 1)
     }
     fn nvmlDeviceGetTotalEccErrors(h: usize, kind: u32, counter: u32, to: *mut u64) {
-        device(h)?;
+        const UNCORRECTED: u32 = 1;
+        let ordinal = device(h)?;
         if kind > 1 || counter > 1 {
             return Err(INVALID_ARGUMENT);
         }
-        out(to, 0)
+        out(to, if kind == UNCORRECTED { USAGE.ecc_errors(ordinal) } else { 0 })
     }
     fn nvmlDeviceGetBrand(h: usize, to: *mut u32) {
         device(h)?;
@@ -513,7 +515,7 @@ nvml! {
         if to.is_null() {
             return Err(INVALID_ARGUMENT);
         }
-        let set = Box::new(EventSet { seen: USAGE.xids(), devices: Vec::new() });
+        let set = Box::new(EventSet { seen: USAGE.events(), devices: Vec::new() });
         out(to, Box::into_raw(set) as usize)
     }
     fn nvmlEventSetFree(set: usize) {
@@ -529,11 +531,10 @@ nvml! {
         if set == 0 {
             return Err(INVALID_ARGUMENT);
         }
-        // Critical faults are the only events that a simulated card has.
-        if types & !8 != 0 {
+        if types & !(ECC | XID) != 0 {
             return Err(NOT_SUPPORTED);
         }
-        (*(set as *mut EventSet)).devices.push(ordinal);
+        (*(set as *mut EventSet)).devices.push((ordinal, types));
         Ok(())
     }
     fn nvmlEventSetWait(set: usize, data: *mut EventData, timeout_ms: u32) { wait(set, data, timeout_ms) }
@@ -576,6 +577,20 @@ pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
     text.as_ptr()
 }
 
+/// Lets a card of the simulated machine fail, for tests of what is done about it: `event` is NVML's
+/// `nvmlEventTypeDoubleBitEccError` (2) or `nvmlEventTypeXidCriticalError` (8), `data` the code of an Xid. Returns an NVML status.
+#[allow(non_snake_case)]
+#[unsafe(no_mangle)]
+pub extern "C" fn simgpuReportFault(device: u32, event: u64, data: u64) -> u32 {
+    guard(|| {
+        if device >= config().devices || ![ECC, XID].contains(&event) {
+            return Err(INVALID_ARGUMENT);
+        }
+        USAGE.report(Fault { device, event, data });
+        Ok(())
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -598,6 +613,20 @@ mod tests {
             USAGE.report_xid(0, 31);
             assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 1000), 0);
             assert_eq!((data.device, data.event, data.data), (h, 8, 31));
+            // Those that were not asked for do not show; they are counted.
+            assert_eq!(simgpuReportFault(0, 2, 0), 0);
+            assert_eq!(
+                (simgpuReportFault(7, 8, 79), simgpuReportFault(0, 1, 0)),
+                (INVALID_ARGUMENT, INVALID_ARGUMENT)
+            );
+            assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 10), TIMEOUT);
+            let mut errors = 0u64;
+            assert_eq!((nvmlDeviceGetTotalEccErrors(h, 1, 0, &raw mut errors), errors), (0, 1));
+            assert_eq!((nvmlDeviceGetTotalEccErrors(h, 0, 0, &raw mut errors), errors), (0, 0));
+            assert_eq!(nvmlDeviceRegisterEvents(h, 2, set), 0);
+            assert_eq!(simgpuReportFault(0, 2, 0), 0);
+            assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 1000), 0);
+            assert_eq!((data.event, data.data), (2, 0));
             assert_eq!(nvmlEventSetFree(set), 0);
             assert_eq!(nvmlShutdown(), 0);
         }

@@ -21,6 +21,21 @@ const MAIL: usize = ENTRIES * WORDS + 1 + FAULTS;
 const MAIL_WORDS: usize = 4;
 const ALL_WORDS: usize = MAIL + ENTRIES * MAIL_WORDS;
 
+/// `nvmlEventTypeDoubleBitEccError`, `nvmlEventTypeXidCriticalError`
+pub const ECC: u64 = 2;
+pub const XID: u64 = 8;
+
+/// Something that went wrong on a device, as NVML reports it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// Its ordinal.
+    pub device: u32,
+    /// [`ECC`] or [`XID`].
+    pub event: u64,
+    /// The code of an Xid.
+    pub data: u64,
+}
+
 /// The shared file, mapped; without it only this process counts. Devices are those of the machine, whichever the
 /// process sees.
 pub struct Usage {
@@ -98,25 +113,39 @@ impl Usage {
     }
 
     /// How many faults the machine has had.
-    pub fn xids(&self) -> usize {
+    pub fn events(&self) -> usize {
         self.fault(0).load(Ordering::SeqCst) as usize
     }
 
-    /// Device and code of a fault by its number, if it has happened.
-    pub fn xid(&self, number: usize) -> Option<(u32, u64)> {
-        (number < self.xids()).then(|| {
+    /// A fault by its number, if it has happened.
+    pub fn event(&self, number: usize) -> Option<Fault> {
+        (number < self.events()).then(|| {
             let word = self.fault(1 + number % FAULTS).load(Ordering::SeqCst);
-            ((word >> 32) as u32, word & 0xffff_ffff)
+            Fault { device: (word >> 48) as u32, event: (word >> 32) & 0xffff, data: word & 0xffff_ffff }
         })
     }
 
     /// Makes a fault known to everyone who waits for one.
-    pub fn report_xid(&self, device: u32, code: u32) {
+    pub fn report(&self, fault: Fault) {
         self.locked(|| {
-            let n = self.xids();
-            self.fault(1 + n % FAULTS).store((u64::from(device) << 32) | u64::from(code), Ordering::SeqCst);
+            let n = self.events();
+            let word =
+                u64::from(fault.device) << 48 | (fault.event & 0xffff) << 32 | fault.data & 0xffff_ffff;
+            self.fault(1 + n % FAULTS).store(word, Ordering::SeqCst);
             self.fault(0).store(n as u64 + 1, Ordering::SeqCst);
         });
+    }
+
+    /// A fault of a program, or of the card: `nvmlEventTypeXidCriticalError`.
+    pub fn report_xid(&self, device: u32, code: u32) {
+        self.report(Fault { device, event: XID, data: u64::from(code) });
+    }
+
+    /// Uncorrectable errors of a device's memory, among the last faults.
+    pub fn ecc_errors(&self, device: u32) -> u64 {
+        let last = self.events();
+        let events = (last.saturating_sub(FAULTS)..last).filter_map(|n| self.event(n));
+        events.filter(|f| f.device == device && f.event == ECC).count() as u64
     }
 
     /// Processes with memory on a device, and how much.
