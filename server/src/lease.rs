@@ -279,6 +279,9 @@ pub struct Lease {
     /// Its programs share their GPUs by MPS.
     #[serde(default)]
     pub mps: bool,
+    /// Its client has named its GPUs.
+    #[serde(default)]
+    pub pinned: bool,
 }
 
 // The key stays out of logs.
@@ -612,6 +615,7 @@ impl Table {
                 && !request.exclusive
                 && shares.iter().all(|s| self.gpu(&s.gpu).is_some_and(|g| g.mps)),
             shares,
+            pinned: !request.devices.is_empty(),
         };
         self.held.insert(lease.id.clone(), Held { lease: lease.clone(), deadline: now + ttl });
         Ok((lease, true))
@@ -828,7 +832,7 @@ impl Table {
     /// is reserved for others, and what those ahead in the queue wait for, is taken.
     fn choose(&self, request: &Request) -> Result<Vec<Share>, AllocateError> {
         let suitable = self.suitable(request)?;
-        let mut occupied = Occupied::of_leases(self);
+        let mut occupied = Occupied::of(self, self.holding(u64::MAX));
         occupied.reserve(&request.client);
         let ahead = self.queue();
         let me = ahead.iter().position(|w| Self::same(w, &request.client, &request.request_id));
@@ -893,19 +897,28 @@ impl Table {
         {
             return Vec::new();
         }
+        self.enough(candidates, |table| table.choose(request).is_ok())
+    }
+
+    /// The same for a lease that wants its parts back.
+    pub fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String> {
+        self.enough(candidates, |table| table.clone().take_back(id, may_move).is_ok())
+    }
+
+    fn enough(&self, candidates: &[String], fits: impl Fn(&Self) -> bool) -> Vec<String> {
         let mut trial = self.clone();
         let mut out = Vec::new();
         for id in candidates.iter().filter(|id| !self.is_aside(id)) {
             trial.set_aside(id);
             out.push(id.clone());
-            if trial.choose(request).is_err() {
+            if !fits(&trial) {
                 continue;
             }
             // Those that turn out not to be in the way keep theirs.
             out.retain(|id| {
                 let mut without = trial.clone();
                 without.aside.remove(id);
-                let needed = without.choose(request).is_err();
+                let needed = !fits(&without);
                 if !needed {
                     trial = without;
                 }
@@ -926,9 +939,11 @@ impl Table {
     }
 
     /// A lease that was set aside wants its parts back: `Ok` once it has them, else the number of leases that are before it.
-    /// Nobody who comes later is served before it.
-    pub fn take_back(&mut self, id: &str) -> Result<(), usize> {
-        let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(()) };
+    /// Nobody who comes later is served before it. One that `may_move` gets other GPUs of the same kind where its own are taken
+    /// (`true` then), with another fencing token.
+    pub fn take_back(&mut self, id: &str, may_move: bool) -> Result<bool, usize> {
+        let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(false) };
+        let may_move = may_move && !held.lease.pinned;
         let turn = *turn.get_or_insert_with(|| {
             self.turns += 1;
             self.turns
@@ -941,19 +956,55 @@ impl Table {
                 || others().flat_map(|l| &l.shares).filter(|o| o.gpu == s.gpu).map(|o| o.limit_bytes).sum();
             let left = |g: &Gpu| self.capacity(g).saturating_sub(used());
             let alone = if alone { others().next().is_none() } else { !others().any(|l| l.exclusive) };
-            alone && self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
+            let fit = !may_move || !self.withdrawn.contains_key(&s.gpu);
+            alone && fit && self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
         };
         if shares.iter().all(room) {
             self.aside.remove(id);
-            return Ok(());
+            return Ok(false);
         }
-        let same = |other: &Held| other.lease.shares.iter().any(|o| shares.iter().any(|s| s.gpu == o.gpu));
+        if may_move && let Some(shares) = self.elsewhere(&held.lease, turn) {
+            self.aside.remove(id);
+            self.fencing_token += 1;
+            if let Some(held) = self.held.get_mut(id) {
+                held.lease.fencing_token = self.fencing_token;
+                held.lease.shares = shares;
+            }
+            return Ok(true);
+        }
+        let same = |other: &Held| {
+            may_move || other.lease.shares.iter().any(|o| shares.iter().any(|s| s.gpu == o.gpu))
+        };
         Err(self
             .aside
             .iter()
             .filter(|(_, t)| t.is_some_and(|t| t < turn))
             .filter(|(other, _)| self.held.get(*other).is_some_and(same))
             .count())
+    }
+
+    /// GPUs of the same kind as a lease's, with room for it now; its own where they have.
+    fn elsewhere(&self, lease: &Lease, turn: u64) -> Option<Vec<Share>> {
+        let mut occupied = Occupied::of(self, self.holding(turn).filter(|l| l.id != lease.id));
+        occupied.reserve(&lease.client);
+        let mut out: Vec<Share> = Vec::with_capacity(lease.shares.len());
+        for share in &lease.shares {
+            let old = self.gpu(&share.gpu)?;
+            let (_, _, gpu) = self
+                .gpus
+                .iter()
+                .filter(|g| (&g.name, g.memory_bytes, g.mps) == (&old.name, old.memory_bytes, old.mps))
+                .filter(|g| {
+                    !out.iter().any(|o| o.gpu == g.uuid) && !occupied.closed.contains(g.uuid.as_str())
+                })
+                .filter(|g| !lease.exclusive || !occupied.used.contains_key(g.uuid.as_str()))
+                .filter_map(|g| {
+                    Some((g.uuid != old.uuid, occupied.left(g).checked_sub(share.limit_bytes)?, g))
+                })
+                .min_by_key(|(other, left, _)| (*other, *left))?;
+            out.push(Share { gpu: gpu.uuid.clone(), ..share.clone() });
+        }
+        Some(out)
     }
 
     /// Takes back nothing any more, for want of anybody who waits.
@@ -1028,10 +1079,11 @@ fn wanted(request: &Request) -> usize {
 }
 
 impl<'a> Occupied<'a> {
-    fn of_leases(table: &'a Table) -> Self {
+    /// By these leases.
+    fn of(table: &'a Table, leases: impl Iterator<Item = &'a Lease>) -> Self {
         let mut used = BTreeMap::new();
         let mut closed = BTreeSet::new();
-        for lease in table.holding(u64::MAX) {
+        for lease in leases {
             for share in &lease.shares {
                 *used.entry(share.gpu.as_str()).or_insert(0) += share.limit_bytes;
                 if lease.exclusive {
@@ -1494,19 +1546,63 @@ mod tests {
         let b = get(&mut table, "b", 50.0).unwrap();
         let c = get(&mut table, "c", 50.0).unwrap();
         assert!(table.set_aside(&b));
-        assert_eq!(table.take_back(&a), Err(0), "c is in the way");
-        assert_eq!(table.take_back(&b), Err(1), "a asked first, though there is room for b");
+        assert_eq!(table.take_back(&a, false), Err(0), "c is in the way");
+        assert_eq!(table.take_back(&b, false), Err(1), "a asked first, though there is room for b");
         assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
         // A restart of the server: they are still aside, and nobody waits.
         let (mut again, lost) =
             Table::new(table.gpus().to_vec(), Rules::default(), table.save(), Duration::ZERO);
         assert!(lost.is_empty() && again.is_aside(&a));
-        assert_eq!(again.take_back(&b), Ok(()));
+        assert_eq!(again.take_back(&b, false), Ok(false));
         table.stay_aside(&a);
-        assert_eq!(table.take_back(&b), Ok(()));
+        assert_eq!(table.take_back(&b, false), Ok(false));
         table.remove(None, &b);
         table.remove(None, &c);
-        assert_eq!((table.take_back(&a), table.is_aside(&a)), (Ok(()), false));
+        assert_eq!((table.take_back(&a, false), table.is_aside(&a)), (Ok(false), false));
+    }
+
+    #[test]
+    fn what_has_no_programs_comes_back_on_another_gpu_of_its_kind() {
+        // Even numbers are one kind, odd ones another.
+        let mut table = table(6);
+        let random = Counting::default();
+        let on = |n: u32| gpu(n, 0).uuid;
+        let get = |table: &mut Table, client: &str, n: u32, pinned: bool| {
+            let wish = Request { devices: vec![on(n)], ..request(client, 1, 100.0) };
+            let mut lease = table.allocate(&wish, Duration::ZERO, 0, &random).unwrap().0;
+            assert!(lease.pinned);
+            lease.pinned = pinned;
+            table.held.get_mut(&lease.id).unwrap().lease.pinned = pinned;
+            lease
+        };
+        let (a, b) = (get(&mut table, "a", 0, false), get(&mut table, "b", 2, true));
+        assert!(table.set_aside(&a.id) && table.set_aside(&b.id));
+        let takers = [get(&mut table, "c", 0, false), get(&mut table, "d", 2, false)];
+        assert_eq!(table.take_back(&a.id, false), Err(0), "its programs' memory is bound to the GPU");
+        table.stay_aside(&a.id);
+        assert_eq!(table.take_back(&b.id, true), Err(0), "its client wants this one");
+        table.stay_aside(&b.id);
+        assert_eq!(table.take_back(&a.id, true), Ok(true));
+        let (moved, _) = table.get(&a.id, Duration::ZERO).unwrap();
+        assert_eq!((&moved.shares[0].gpu, moved.shares[0].limit_bytes), (&on(4), a.shares[0].limit_bytes));
+        assert!(moved.fencing_token > takers[1].fencing_token);
+        // Its own before others, and none that was taken out.
+        assert!(table.set_aside(&a.id));
+        assert_eq!(table.take_back(&a.id, true), Ok(false));
+        assert!(table.set_aside(&a.id));
+        table.withdraw(&on(4), Some(Withdrawn::Off("a fan is loud".into())));
+        assert_eq!(table.take_back(&a.id, true), Err(0));
+        table.remove(None, &takers[0].id);
+        assert_eq!(table.take_back(&a.id, true), Ok(true));
+        assert_eq!(table.get(&a.id, Duration::ZERO).unwrap().0.shares[0].gpu, on(0));
+        // Who lends so that it comes back: one of its kind, wherever that is.
+        table.withdraw(&on(4), None);
+        let e = get(&mut table, "e", 4, false);
+        let t4 = get(&mut table, "f", 1, false);
+        table.set_aside(&a.id);
+        let g = get(&mut table, "g", 0, false);
+        let candidates = [t4.id, e.id.clone(), g.id];
+        assert_eq!(table.lenders_back(&a.id, true, &candidates), [e.id]);
     }
 
     #[test]

@@ -547,6 +547,17 @@ impl Machine {
         if let Some(state) = LeaseState::of_server(&renewed.state) {
             self.set_state(now, slot, state);
         }
+        self.set_devices(slot, renewed.devices);
+    }
+
+    /// A lease whose GPUs were lent has others now, of the same kind.
+    fn set_devices(&mut self, slot: Slot, devices: Vec<control::Device>) {
+        let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
+        let uuids = |devices: &[control::Device]| devices.iter().map(|d| d.uuid.clone()).collect::<Vec<_>>();
+        if devices.len() == held.lease.devices.len() && uuids(&devices) != uuids(&held.lease.devices) {
+            held.lease.devices = devices;
+            self.tell(Change::Changed { slot });
+        }
     }
 
     /// A lease with a time to live gets another one with its next renewal.
@@ -588,6 +599,7 @@ impl Machine {
                 if let Some(state) = LeaseState::of_server(&change.state) {
                     self.set_state(now, slot, state);
                 }
+                self.set_devices(slot, change.devices);
             }
             Some(Event::WorkersReady(ready)) => {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
@@ -1294,6 +1306,40 @@ mod tests {
 
     const fn s(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_lease_that_was_lent_may_have_other_gpus() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("l", 1)]);
+        let slot = *m.slots.keys().next().expect("one");
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        actions(&mut m);
+        let device = |uuid: &str| control::Device { uuid: uuid.into(), ..Default::default() };
+        let state = |devices| control::PoolEvent {
+            lease: "l1".into(),
+            event: Some(control::pool_event::Event::State(control::StateChange {
+                state: "active".into(),
+                devices,
+                ..Default::default()
+            })),
+        };
+        let uuid = |m: &Machine| m.slots[&slot].held().expect("held").lease.devices[0].uuid.clone();
+        m.event(s(1), 0, state(vec![]));
+        assert_eq!((uuid(&m), told(&actions(&mut m))), ("GPU-l1".into(), vec![]));
+        m.event(s(1), 0, state(vec![device("GPU-other")]));
+        assert_eq!((uuid(&m), told(&actions(&mut m))), ("GPU-other".into(), vec![Change::Changed { slot }]));
+        // An event that was missed is made up for by the next heartbeat.
+        let renewed = control::RenewedLease {
+            id: "l1".into(),
+            state: "active".into(),
+            devices: vec![device("GPU-third")],
+            ..Default::default()
+        };
+        m.renewed(s(2), 0, &["l1".into()], Ok(vec![renewed]));
+        assert_eq!(uuid(&m), "GPU-third");
+        m.event(s(3), 0, state(vec![device("a"), device("b")]));
+        assert_eq!(uuid(&m), "GPU-third", "not as many as it has");
     }
 
     #[test]

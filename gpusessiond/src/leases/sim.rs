@@ -177,7 +177,14 @@ impl PoolServer for SimServer {
                 .map(|id| {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
                     let reason = if lost { "no such lease".into() } else { String::new() };
-                    control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state: "active".into() }
+                    control::RenewedLease {
+                        id,
+                        lost,
+                        reason,
+                        ttl_usec: 600_000_000,
+                        state: "active".into(),
+                        devices: Vec::new(),
+                    }
                 })
                 .collect())
         })

@@ -134,16 +134,12 @@ impl Pool {
         self.registry().allocate(request).await
     }
 
-    /// A lease waits for its GPUs: others on them that nobody uses lend theirs.
+    /// A lease waits for its GPUs, or others of their kind: leases that nobody uses lend theirs.
     pub async fn lend_to(&self, lease: &str) {
         let Some(wants) = self.registry().get(lease).await else { return };
-        for other in self.unused().await {
-            let Some(holds) = self.registry().get(&other).await else { continue };
-            let shares = &holds.lease.shares;
-            if wants.lease.shares.iter().any(|w| shares.iter().any(|h| h.gpu == w.gpu)) {
-                let _ = self.park(&other, &format!("unused, and {} waits", wants.lease.client)).await;
-                return;
-            }
+        let may_move = self.parking().may_move(lease);
+        for lender in self.registry().lenders_back(lease, may_move, &self.unused().await).await {
+            let _ = self.park(&lender, &format!("unused, and {} waits", wants.lease.client)).await;
         }
     }
 }

@@ -99,6 +99,11 @@ impl Parking {
         })
     }
 
+    /// Whether a lease that is away has no programs, whose memory would be bound to its GPUs.
+    pub fn may_move(&self, lease: &str) -> bool {
+        self.away().get(lease).is_some_and(|a| a.parkers.is_empty())
+    }
+
     /// Asks or tells the idle clock of a lease.
     pub fn clock<T>(&self, lease: &str, what: impl FnOnce(&mut Clock) -> T) -> T {
         let mut clocks = self.clocks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -310,7 +315,8 @@ impl Pool {
         if !matches!(parking.away().get(lease).map(|a| a.stage), Some(Stage::Waiting { .. })) {
             return;
         }
-        let told = self.registry().take_back(lease).await.err();
+        let taken = self.registry().take_back(lease, parking.may_move(lease)).await;
+        let told = taken.err();
         let parkers = {
             let mut away = parking.away();
             let Some(entry) = away.get_mut(lease) else { return };
@@ -325,6 +331,9 @@ impl Pool {
             entry.stage = Stage::Returning;
             std::mem::take(&mut entry.parkers)
         };
+        if taken == Ok(true) {
+            self.moved(lease).await;
+        }
         // Others need not wait for it.
         let (pool, lease) = (self.clone(), lease.to_string());
         tokio::spawn(async move { pool.move_in(&lease, parkers).await });
@@ -364,7 +373,13 @@ impl Pool {
             begun.elapsed().as_millis()
         );
         if let Some(standing) = self.registry().get(lease).await {
-            self.tell_state(&standing.lease.client, lease, "active", "its GPUs are back");
+            let change = wire::StateChange {
+                state: "active".into(),
+                reason: "its GPUs are back".into(),
+                devices: self.devices_of(&standing.lease).await,
+            };
+            let event = PoolEvent { lease: lease.into(), event: Some(Event::State(change)) };
+            self.tell(&standing.lease.client, event);
         }
         parking.changed.notify_waiters();
     }
@@ -411,7 +426,7 @@ impl Pool {
     }
 
     fn tell_state(&self, client: &str, lease: &str, state: &str, reason: &str) {
-        let change = wire::StateChange { state: state.into(), reason: reason.into() };
+        let change = wire::StateChange { state: state.into(), reason: reason.into(), devices: Vec::new() };
         self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 

@@ -34,7 +34,7 @@ use crate::limits::{Effective, Exceeded, Rates};
 use crate::monitor::Monitor;
 use crate::net::host_port;
 use crate::quiet::Quiet;
-use crate::registry::{GpuUse, Registry};
+use crate::registry::{GpuUse, Registry, Standing};
 use crate::store::{self, StoreError};
 use crate::supervise::{Event, Supervisor, TakeError, WorkerId, hex};
 
@@ -571,17 +571,33 @@ impl Pool {
         vec![host_port(&ip.to_string(), port)]
     }
 
+    /// A lease's GPUs as its client is told of them.
+    pub(super) async fn devices_of(&self, lease: &Lease) -> Vec<wire::Device> {
+        devices(lease, &self.registry.gpus().await)
+    }
+
+    /// A lease that was lent came back on other GPUs.
+    pub(super) async fn moved(&self, lease: &str) {
+        let Some(Standing { lease, .. }) = self.registry.get(lease).await else { return };
+        let shares: Vec<_> = lease.shares.iter().map(|s| s.gpu.as_str()).collect();
+        info!(
+            gpusession_lease = lease.id,
+            gpusession_client = lease.client,
+            "lease {} of {} has other GPUs of the same kind now: {}",
+            lease.id,
+            lease.client,
+            shares.join(", ")
+        );
+        let gpus = self.registry.gpus().await;
+        self.supervisor.set_devices(&lease, limits(&lease, &gpus));
+    }
+
     fn describe_lease(&self, lease: &Lease, gpus: &[GpuUse], reached: Option<SocketAddr>) -> wire::Lease {
         wire::Lease {
             id: lease.id.clone(),
             ticket_key: lease.ticket_key.to_vec(),
             fencing_token: lease.fencing_token,
-            devices: lease
-                .shares
-                .iter()
-                .filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
-                .map(|(share, gpu)| device(&gpu.gpu, Some(share), "leased", gpu))
-                .collect(),
+            devices: devices(lease, gpus),
             ttl_usec: micros(lease.ttl),
             server: self.facts.config.name.clone(),
             data_addresses: self.data_addresses(reached),
@@ -596,6 +612,15 @@ impl Pool {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn devices(lease: &Lease, gpus: &[GpuUse]) -> Vec<wire::Device> {
+    lease
+        .shares
+        .iter()
+        .filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
+        .map(|(share, gpu)| device(&gpu.gpu, Some(share), "leased", gpu))
+        .collect()
 }
 
 pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUse) -> wire::Device {
@@ -883,11 +908,14 @@ impl PoolService for Service {
         bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
         pool.present(&client, &wish.boot_id, "").await?;
         let mut leases = Vec::with_capacity(wish.leases.len());
+        let gpus = pool.registry.gpus().await;
         for id in wish.leases {
             leases.push(match pool.registry.renew(&client, &id).await {
                 Some(ttl) => {
                     let (state, _) = pool.lease_state(&id);
+                    let standing = pool.registry.get(&id).await;
                     wire::RenewedLease {
+                        devices: standing.map(|s| devices(&s.lease, &gpus)).unwrap_or_default(),
                         id,
                         lost: false,
                         reason: String::new(),
@@ -903,6 +931,7 @@ impl PoolService for Service {
                         .into(),
                     ttl_usec: 0,
                     state: String::new(),
+                    devices: Vec::new(),
                 },
             });
         }

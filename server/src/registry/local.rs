@@ -94,10 +94,14 @@ impl Registry for LocalRegistry {
         there
     }
 
-    async fn take_back(&self, id: &str) -> Result<(), usize> {
+    async fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String> {
+        self.table().lenders_back(id, may_move, candidates)
+    }
+
+    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, usize> {
         let mut table = self.table();
         let was = table.is_aside(id);
-        let taken = table.take_back(id);
+        let taken = table.take_back(id, may_move);
         if was && taken.is_ok() {
             self.store_change(&table);
         }

@@ -57,8 +57,11 @@ pub trait Registry: Send + Sync {
     async fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String>;
     /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
     async fn set_aside(&self, id: &str) -> bool;
-    /// `Ok` once a lease that was set aside has its parts again, else the number of leases that are before it.
-    async fn take_back(&self, id: &str) -> Result<(), usize>;
+    /// The same for a lease that was set aside and wants its parts back.
+    async fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String>;
+    /// `Ok` once a lease that was set aside has its parts again (`true`: on other GPUs, which it gets only if it `may_move`), else the
+    /// number of leases that are before it.
+    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, usize>;
     /// It does not want them any more.
     async fn stay_aside(&self, id: &str);
     /// Whether a lease holds no part of a GPU now.

@@ -5,14 +5,16 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use gpusession_proto::supervise::ToWorker;
+use gpusession_proto::supervise::{DeviceLimit, ToWorker};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
+use super::quota::Ledger;
 use super::{Command as ToTask, Phase, Supervisor, WorkerId, spawn, stop};
 use crate::clock::Moment;
+use crate::lease::Lease;
 
 /// How long a worker may take to say whether it is quiet.
 const PAUSE_LIMIT: Duration = Duration::from_secs(5);
@@ -187,6 +189,14 @@ impl Supervisor {
             worker.phase = Phase::Parked;
         }
         Ok(parker)
+    }
+
+    /// A lease that is away has other GPUs from now on. Its workers have ended, or are about to.
+    pub fn set_devices(&self, lease: &Lease, devices: Vec<DeviceLimit>) {
+        if let Some(entry) = self.state().leases.get_mut(&lease.id).filter(|entry| entry.away) {
+            entry.lease = lease.clone();
+            entry.ledger = Ledger::new(devices);
+        }
     }
 
     /// A lease's GPUs are given to others: its workers that serve nobody end, and none is started. Or it has them again.

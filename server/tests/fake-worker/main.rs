@@ -3,6 +3,7 @@
 //!
 //! * `...no-driver...`: the probe works, workers say `Failed`.
 //! * `...crash...`: workers end as soon as they are started.
+//! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
@@ -27,12 +28,12 @@ fn main() {
             eprintln!("cuInit: CUDA_ERROR_NO_DEVICE (100)");
             std::process::exit(1);
         }
-        let devices: Vec<_> = (0..2)
+        let devices: Vec<_> = (0..if driver.contains("many") { 80 } else { 2 })
             .map(|i| {
                 serde_json::json!({
-                    "uuid": format!("GPU-00000000-0000-0000-0000-00000000000{i}"), "name": "Fake GPU",
+                    "uuid": format!("GPU-00000000-0000-0000-0000-{i:012}"), "name": "Fake GPU",
                     "memory_bytes": 16_u64 << 30, "compute_major": 9, "compute_minor": 0,
-                    "pci_address": format!("0000:0{i}:00.0"), "multiprocessors": 132,
+                    "pci_address": format!("0000:{i:02x}:00.0"), "multiprocessors": 132,
                     "compute_mode": if driver.contains("alone") && i == 0 { 3 } else { 0 }
                 })
             })

@@ -228,6 +228,90 @@ async fn who_comes_first_is_served_first() {
 }
 
 #[tokio::test]
+async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
+    let more = "warm_workers = 0\nlend_after = 0\nlimits.gpus = 128\nlimits.max_persistent = 128";
+    let server = Server::start_with("many-libcuda.so.1", more).await;
+    // A client has 64 leases at most.
+    let mut vms = [server.client("vm-0").await, server.client("vm-1").await];
+    let mut last = server.client("vm-81").await;
+    let boot = |client: &Client, n: usize| AllocateRequest {
+        request_id: format!("boot-{n}"),
+        persistent: true,
+        ..client.request()
+    };
+    let mut held = Vec::new();
+    for n in 0..80 {
+        let client = &mut vms[n % 2];
+        let wish = boot(client, n);
+        held.push(client.pool.allocate(wish).await.unwrap().into_inner());
+    }
+    let gpus: std::collections::BTreeSet<_> = held.iter().map(|l| l.devices[0].uuid.clone()).collect();
+    assert_eq!(gpus.len(), 80);
+    let wish = boot(&last, 81);
+    let status = last.pool.allocate(wish.clone()).await.unwrap_err();
+    assert_eq!((status.code(), details(&status).position), (Code::ResourceExhausted, 1));
+    server.set("lend_after", "1s");
+    // Nobody's programs run: after a while the one that was unused longest lends its GPU.
+    let mut lease = None;
+    eventually("one lends", async || {
+        lease = last.pool.allocate(wish.clone()).await.ok().map(|l| l.into_inner());
+        lease.is_some()
+    })
+    .await;
+    let taken = lease.expect("a lease").devices[0].uuid.clone();
+    let lent = |server: &Server| -> Vec<String> {
+        let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
+        assert_eq!(leases.len(), 81, "nobody lost a lease");
+        let lent = leases.iter().filter(|l| l["state"] == "lent");
+        lent.map(|l| l["lease"].as_str().unwrap().to_string()).collect()
+    };
+    let lender = lent(&server);
+    let index = held.iter().position(|l| lender == [l.id.as_str()]).expect("one of the first");
+    assert_eq!(held[index].devices[0].uuid, taken);
+
+    // Its next program gets a GPU at once: not the same, which is taken, but another that nobody uses.
+    let client = &mut vms[index % 2];
+    let mut watch = client.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let take =
+        control::TakeWorkersRequest { lease: lender[0].clone(), count: 1, waiting: 1, ..Default::default() };
+    let worker = client.pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    let told = loop {
+        match watch.message().await.unwrap().expect("the stream goes on") {
+            control::PoolEvent { lease, event: Some(Event::State(change)) }
+                if lease == lender[0] && change.state == "active" =>
+            {
+                break change.devices;
+            }
+            _ => {}
+        }
+    };
+    let now = client.pool.renew(renew(&[&lender[0]])).await.unwrap().into_inner().leases[0].devices.clone();
+    assert_eq!(
+        (now.len(), &now[0].uuid, now[0].limit_bytes),
+        (1, &told[0].uuid, held[index].devices[0].limit_bytes)
+    );
+    assert_eq!(said["environment"]["CUDA_VISIBLE_DEVICES"], now[0].uuid.as_str(), "the worker is there, too");
+    assert!(now[0].uuid != taken && gpus.contains(&now[0].uuid));
+    let second = lent(&server);
+    assert!(second.len() == 1 && second != lender, "another one lends now: {second:?}");
+
+    // When the last one is gone, everybody has a GPU again.
+    let of_last = server.json(&["leases"])["leases"].as_array().unwrap().clone();
+    let of_last =
+        of_last.iter().find(|l| l["client"] == "vm-81").unwrap()["lease"].as_str().unwrap().to_string();
+    last.pool.release(ReleaseRequest { lease: of_last }).await.unwrap();
+    assert!(server.verb(&["unpark", &second[0]]).status.success());
+    eventually("none lends", async || {
+        let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
+        leases.len() == 80 && leases.iter().all(|l| l["state"] == "idle" || l["state"] == "active")
+    })
+    .await;
+    let uses = server.json(&["gpus"])["gpus"].as_array().unwrap().clone();
+    assert!(uses.iter().all(|g| g["leases"].as_array().unwrap().len() == 1), "one each");
+}
+
+#[tokio::test]
 async fn gpus_and_the_server_are_taken_out() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;

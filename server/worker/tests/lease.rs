@@ -63,6 +63,7 @@ fn lease() -> Lease {
         on_idle: Default::default(),
         hold: false,
         mps: false,
+        pinned: false,
     }
 }
 
