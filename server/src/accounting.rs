@@ -1,9 +1,10 @@
 //! Who used which GPU for how long: a record for each lease and each program that has ended, in an embedded database.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use serde::{Deserialize, Serialize};
@@ -102,8 +103,20 @@ enum Order {
     Flush(mpsc::Sender<()>),
 }
 
+/// What has ended since the server started.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Leases.
+    pub leases: u64,
+    /// Programs.
+    pub programs: u64,
+    /// Time of GPU work of these programs.
+    pub gpu_busy: Duration,
+}
+
 struct Inner {
     path: PathBuf,
+    totals: Mutex<BTreeMap<String, Totals>>,
     database: Arc<Database>,
     orders: Mutex<Option<mpsc::Sender<Order>>>,
     writer: Mutex<Option<JoinHandle<()>>>,
@@ -134,6 +147,7 @@ impl Accounting {
             .map_err(|e| fail(redb::Error::Io(e)))?;
         Ok(Self(Arc::new(Inner {
             path,
+            totals: Mutex::default(),
             database,
             orders: Mutex::new(Some(orders)),
             writer: Mutex::new(Some(writer)),
@@ -148,7 +162,23 @@ impl Accounting {
 
     /// Writes a record soon.
     pub fn add(&self, record: Record) {
+        {
+            let mut totals = self.0.totals.lock().unwrap_or_else(PoisonError::into_inner);
+            let of_client = totals.entry(record.client.clone()).or_default();
+            match record.kind {
+                Kind::Lease => of_client.leases += 1,
+                Kind::Process => {
+                    of_client.programs += 1;
+                    of_client.gpu_busy += Duration::from_micros(record.gpu_busy_usec);
+                }
+            }
+        }
         self.order(Order::Add(Box::new(record)));
+    }
+
+    /// What has ended since the server started, by client.
+    pub fn totals(&self) -> BTreeMap<String, Totals> {
+        self.0.totals.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Forgets what ended before a time, in seconds since 1970.

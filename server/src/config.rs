@@ -69,6 +69,11 @@ pub const KEYS: &[Key] = &[
         help: "port for programs' data; of a range \"FIRST-LAST\" the first free one serves all workers",
     },
     Key {
+        name: "metrics_listen",
+        default: "off",
+        help: "address for Prometheus (GET /metrics, without encryption or password), such as \"127.0.0.1:7603\"; \"off\": none",
+    },
+    Key {
         name: "gpus",
         default: "all",
         help: "\"all\", or a list of indices and UUIDs; one that does not exist stops the server",
@@ -281,6 +286,8 @@ pub struct Config {
     pub advertise: Vec<Advertised>,
     /// First and last port that the data plane may listen on; zero is any.
     pub data_ports: (u16, u16),
+    /// Where Prometheus asks.
+    pub metrics_listen: Option<SocketAddr>,
     /// Which GPUs are served.
     pub gpus: Gpus,
     /// The driver library, where one is named.
@@ -863,6 +870,17 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
             if a == b { a.to_string() } else { format!("{a}-{b}") }
         },
     )?;
+    let metrics_listen = reader.key(
+        "metrics_listen",
+        || (None, Origin::Default),
+        |v| match text(v)? {
+            "off" => Ok(None),
+            address => address.parse().map(Some).map_err(|_| {
+                "an address and a port like \"127.0.0.1:7603\" are wanted, or \"off\"".to_string()
+            }),
+        },
+        |a| a.map_or_else(|| "off".into(), |a: SocketAddr| a.to_string()),
+    )?;
     let gpus = reader.key("gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
     let driver = reader.key(
         "driver",
@@ -1026,6 +1044,11 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         ));
     }
 
+    if let Some(address) = metrics_listen.filter(|a| !a.ip().is_loopback()) {
+        warnings.push(format!(
+            "metrics_listen = {address}: whoever reaches it reads names of clients and servers; let only Prometheus do so"
+        ));
+    }
     if encryption && !trusted_networks.is_empty() {
         warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
     }
@@ -1065,6 +1088,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         listen,
         advertise,
         data_ports,
+        metrics_listen,
         gpus,
         driver,
         encryption,
@@ -1304,6 +1328,8 @@ mod tests {
         assert!(message("warm_workers = 65").contains("0 to 64"));
         assert!(message("driver = \"libcuda.so.1\"").contains("absolute"));
         assert!(message("trusted_networks = [\"10.0.0.0/99\"]").contains("not a network"));
+        assert!(message("metrics_listen = \"7603\"").contains("127.0.0.1:7603"));
+        assert!(parse("metrics_listen = \"0.0.0.0:7603\"").unwrap().warnings[0].contains("Prometheus"));
         assert!(message("data_ports = \"9-8\"").contains("ends before"));
         assert!(message("name = \"${NOPE}\"").contains("NOPE is not set"));
         assert!(message("name = \"a b\"").contains("t.toml:1: name = \"a b\": "));

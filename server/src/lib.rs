@@ -11,6 +11,7 @@
 //! * [`gpu_lock`]: one server per GPU on a host.
 //! * [`health`]: what takes a GPU out of what is leased.
 //! * [`discovery`]: which GPUs the driver shows.
+//! * [`metrics`]: what Prometheus reads.
 //! * [`admin`], [`cli`]: administration over a local socket.
 //! * [`serve`]: all of it as one process.
 #![deny(missing_docs)]
@@ -22,12 +23,14 @@ pub mod clock;
 pub mod config;
 pub mod data;
 pub mod discovery;
+pub mod fatal;
 pub mod gpu_lock;
 pub mod guard;
 pub mod health;
 pub mod idle;
 pub mod lease;
 pub mod limits;
+pub mod metrics;
 pub mod monitor;
 pub mod mps;
 pub mod net;

@@ -8,13 +8,14 @@ use gpuserver::admin::Refusal;
 use gpuserver::cli::{self, Cli, Verb};
 use gpuserver::config::ConfigError;
 use gpuserver::discovery::DiscoveryError;
+use gpuserver::fatal;
 use gpuserver::serve::{self, End};
 use serde_json::json;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// Exit codes, as in the manual: configuration or usage, forced quit, internal error.
+/// Exit codes, as in the manual: configuration or usage, forced quit, internal error. After a fatal signal it ends by that.
 const CONFIGURATION: u8 = 1;
 const FORCED: u8 = 2;
 const INTERNAL: u8 = 3;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     let config = cli::load_config(cli)?;
     log();
+    fatal::install();
     // A panic ends the connection or worker whose task it is; the server ends only if it cannot go on without the task.
     std::panic::set_hook(Box::new(|info| tracing::error!("internal error: {info}")));
     let runtime =

@@ -29,7 +29,7 @@ use crate::pool::service::{Facts, Pool, Service};
 use crate::quiet::Quiet;
 use crate::registry::local::LocalRegistry;
 use crate::supervise::{Options, Supervisor, spawn};
-use crate::{admin, data, gpu_lock, health, store};
+use crate::{admin, data, gpu_lock, health, metrics, store};
 
 /// TLS handshakes in progress, and the time that each may take.
 const MAX_HANDSHAKES: usize = 256;
@@ -120,6 +120,13 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let data = data::bind(config.listen.ip(), config.data_ports).await.map_err(|e| {
         in_use(&config, "data_ports", SocketAddr::new(config.listen.ip(), config.data_ports.0), e)
     })?;
+    let metrics = match config.metrics_listen {
+        Some(address) => {
+            let bound = metrics::bind(address).await;
+            Some(bound.map_err(|e| in_use(&config, "metrics_listen", address, e))?)
+        }
+        None => None,
+    };
     let admin_path = config.admin_socket();
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
 
@@ -170,6 +177,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(health::watch(pool.clone(), monitor));
     tasks.spawn(pool.clone().serve_parking());
+    if let Some(metrics) = metrics {
+        info!("metrics on http://{}/metrics", metrics.local_addr()?);
+        tasks.spawn(metrics::serve(metrics, pool.clone()));
+    }
     let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
 
     let status = status(&pool).await;

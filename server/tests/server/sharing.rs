@@ -134,6 +134,63 @@ async fn every_limit_refuses_by_name() {
 }
 
 #[tokio::test]
+async fn limits_change_while_clients_ask() {
+    let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;
+    let stays = server.client("vm-0").await.allocate(50.0).await.unwrap();
+    // Clients that lease and give back as fast as they can, whatever happens.
+    let over = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let mut asking = Vec::new();
+    for n in 1..=3 {
+        let (mut vm, over) = (server.client(&format!("vm-{n}")).await, over.clone());
+        asking.push(tokio::spawn(async move {
+            let (mut granted, mut refused) = (0, 0);
+            while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                match vm.allocate(30.0).await {
+                    Ok(lease) => {
+                        granted += 1;
+                        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+                    }
+                    // The rates of 100 requests a second are exceeded as well.
+                    Err(status) if details(&status).limit == "memory" => refused += 1,
+                    Err(status) => {
+                        assert_eq!(details(&status).limit, "requests_per_s", "{status}");
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
+                }
+            }
+            (granted, refused)
+        }));
+    }
+    let mut judge = server.client("vm-9").await;
+    for round in 0..5 {
+        server.set("limits.memory", "25%");
+        // From the moment on at which the command has ended.
+        refused_by(judge.allocate(30.0).await, "memory", "4915 MiB of GPU-");
+        let fits = judge.allocate(10.0).await.unwrap();
+        server.set("limits.memory", "75%");
+        let more = judge.allocate(30.0).await.unwrap_or_else(|e| panic!("round {round}: {e}"));
+        for lease in [fits, more] {
+            judge.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        }
+    }
+    over.store(true, std::sync::atomic::Ordering::SeqCst);
+    for client in asking {
+        let (granted, refused) = client.await.expect("no request failed for another reason");
+        assert!(granted > 0 && refused > 0, "{granted} granted, {refused} refused");
+    }
+    // What is held stays as it is, and nothing was lost count of.
+    let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
+    assert_eq!((leases.len(), &leases[0]["lease"]), (1, &stays.id.as_str().into()), "{leases:?}");
+    let leased: u64 = server.json(&["gpus"])["gpus"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|g| g["leased_bytes"].as_u64().unwrap())
+        .sum();
+    assert_eq!(leased, stays.devices[0].limit_bytes);
+}
+
+#[tokio::test]
 async fn layers_and_users() {
     let more = "limits.gpus = 1\nlimits.max_persistent = 5\nlimits.group.lab.clients = [\"vm-*\"]\n\
                 limits.group.lab.gpus = 2\nlimits.user.alice.gpus = 1\nusers.scope = \"site\"";
@@ -541,6 +598,82 @@ async fn what_was_used_is_on_record() {
     let table = server.verb(&["accounting"]);
     assert!(String::from_utf8_lossy(&table.stdout).contains("vectorAdd (pid 42, uid 1000)"), "{table:?}");
     assert_eq!(server.verb(&["accounting", "--since", "soon"]).status.code(), Some(1));
+}
+
+fn http(address: &str, request: &str) -> String {
+    let mut socket = std::net::TcpStream::connect(address).unwrap();
+    std::io::Write::write_all(&mut socket, request.as_bytes()).unwrap();
+    String::from_utf8(rest(&mut socket)).unwrap()
+}
+
+#[tokio::test]
+async fn prometheus_reads_what_is_leased() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = format!("127.0.0.1:{port}");
+    let server = Server::start_with("libcuda.so.1", &format!("metrics_listen = \"{address}\"")).await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(50.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    server.adopt(&worker.id, 0, true);
+    server.verb(&["off", "1"]);
+    let get =
+        |path: &str| http(&address, &format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"));
+    eventually("the program is there", async || {
+        get("/metrics").contains("gpusession_programs{server=\"s1\",client=\"vm-1\"} 1\n")
+    })
+    .await;
+    let (first, second) =
+        ("GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001");
+    let text = get("/metrics");
+    assert!(text.starts_with("HTTP/1.1 200 OK\r\n") && text.contains("text/plain; version=0.0.4"), "{text}");
+    for line in [
+        "# TYPE gpusession_gpu_leased_bytes gauge".to_string(),
+        format!("gpusession_gpu_memory_bytes{{server=\"s1\",gpu=\"{first}\"}} 17179869184"),
+        format!("gpusession_gpu_leased_bytes{{server=\"s1\",gpu=\"{first}\"}} 8589934592"),
+        format!("gpusession_gpu_state{{server=\"s1\",gpu=\"{second}\",state=\"off\"}} 1"),
+        "gpusession_leases{server=\"s1\",client=\"vm-1\",state=\"active\"} 1".into(),
+        "gpusession_waiting_requests{server=\"s1\"} 0".into(),
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is not in {text}");
+    }
+    assert!(!text.contains("vectorAdd") && !text.contains("_ended_total{"), "no program by its name: {text}");
+    vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+    eventually("the ends are counted", async || {
+        let text = get("/metrics");
+        ["leases", "programs"].iter().all(|what| {
+            text.contains(&format!("gpusession_{what}_ended_total{{server=\"s1\",client=\"vm-1\"}} 1\n"))
+        })
+    })
+    .await;
+    assert!(get("/").starts_with("HTTP/1.1 404 "));
+    assert!(
+        http(&address, "POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            .starts_with("HTTP/1.1 405 ")
+    );
+    assert!(http(&address, "\u{16}\u{3}\u{1}nonsense\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    // It is a port of one server.
+    let other = Server::prepare("libcuda.so.1", &format!("metrics_listen = \"{address}\"")).await;
+    let output = other.verb(&["serve"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("metrics_listen: cannot listen on"),
+        "{output:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_fatal_signal_is_reported_and_ends_the_server() {
+    use std::os::unix::process::ExitStatusExt;
+    let server = Server::prepare("libcuda.so.1", "").await;
+    for (signal, name) in [(Signal::SIGSEGV, "SIGSEGV"), (Signal::SIGABRT, "SIGABRT")] {
+        let mut child = server.command(&["serve"]).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        eventually("it runs", async || server.verb(&["status"]).status.success()).await;
+        kill(nix::unistd::Pid::from_raw(child.id() as i32), signal).unwrap();
+        let mut said = String::new();
+        std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
+        assert!(said.contains(&format!("gpuserver: fatal signal {name}")), "{said}");
+        assert_eq!(child.wait().unwrap().signal(), Some(signal as i32), "by the signal itself");
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,222 @@
+//! What Prometheus reads: `GET /metrics` on `metrics_listen`, in its text format, without any client's user or process.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::readings::uuid_bytes;
+use hyper::body::Incoming;
+use hyper::header::CONTENT_TYPE;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+use tracing::{debug, warn};
+
+use crate::pool::service::Pool;
+
+/// Connections at a time, and how long one may last.
+const MAX_CONNECTIONS: usize = 16;
+const LIMIT: Duration = Duration::from_secs(30);
+const HEADER_LIMIT: Duration = Duration::from_secs(5);
+
+/// A metric: its name, type and what it is.
+struct Metric(&'static str, &'static str, &'static str);
+
+const SERVER: Metric = Metric("gpusession_server_info", "gauge", "The server's version and its driver's");
+const DRAINING: Metric = Metric("gpusession_server_draining", "gauge", "1 while no new leases are made");
+const GPU_STATE: Metric = Metric("gpusession_gpu_state", "gauge", "1 for the state that the GPU is in");
+const GPU_MEMORY: Metric = Metric("gpusession_gpu_memory_bytes", "gauge", "Device memory of the card");
+const GPU_LEASED: Metric = Metric("gpusession_gpu_leased_bytes", "gauge", "Device memory promised to leases");
+const GPU_USED: Metric = Metric("gpusession_gpu_used_bytes", "gauge", "Device memory in use, by NVML");
+const GPU_BUSY: Metric = Metric(
+    "gpusession_gpu_utilization_ratio",
+    "gauge",
+    "Part of the last moment with a kernel running, by NVML",
+);
+const GPU_HEAT: Metric = Metric("gpusession_gpu_temperature_celsius", "gauge", "Of the card, by NVML");
+const GPU_POWER: Metric = Metric("gpusession_gpu_power_watts", "gauge", "Of the card, by NVML");
+const LEASES: Metric = Metric("gpusession_leases", "gauge", "Leases by client and state");
+const WAITING: Metric = Metric("gpusession_waiting_requests", "gauge", "Requests that wait for GPUs");
+const PROGRAMS: Metric = Metric("gpusession_programs", "gauge", "Programs that run, by client");
+const WORKERS: Metric = Metric("gpusession_workers", "gauge", "Worker processes by state");
+const PARKED: Metric = Metric("gpusession_parked_bytes", "gauge", "Host memory that parked programs take");
+const ENDED_LEASES: Metric =
+    Metric("gpusession_leases_ended_total", "counter", "Leases that have ended since the server started");
+const ENDED_PROGRAMS: Metric =
+    Metric("gpusession_programs_ended_total", "counter", "Programs that have ended since the server started");
+const BUSY: Metric = Metric(
+    "gpusession_programs_gpu_busy_seconds_total",
+    "counter",
+    "Time of GPU work of programs that have ended",
+);
+
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    /// A metric's samples: labels beside the server's, and the value. Nothing where there is none.
+    fn add<'a>(
+        &mut self,
+        server: &str,
+        Metric(name, kind, help): Metric,
+        samples: impl IntoIterator<Item = (Vec<(&'a str, String)>, f64)>,
+    ) {
+        let mut first = true;
+        for (labels, value) in samples {
+            if std::mem::take(&mut first) {
+                let _ = writeln!(self.0, "# HELP {name} {help}.\n# TYPE {name} {kind}");
+            }
+            let _ = write!(self.0, "{name}{{server=\"{}\"", escaped(server));
+            for (label, text) in labels {
+                let _ = write!(self.0, ",{label}=\"{}\"", escaped(&text));
+            }
+            let _ = writeln!(self.0, "}} {value}");
+        }
+    }
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// All metrics.
+async fn text(pool: &Pool) -> String {
+    let mut out = Text::default();
+    let facts = pool.facts();
+    let server = facts.config.name.as_str();
+    let of_gpu = |uuid: &str| vec![("gpu", uuid.to_string())];
+    let version = [("version", env!("CARGO_PKG_VERSION").into()), ("driver", facts.driver_version.clone())];
+    out.add(server, SERVER, [(version.to_vec(), 1.0)]);
+    let draining = pool.registry().draining().await.is_some();
+    out.add(server, DRAINING, [(vec![], f64::from(u8::from(draining)))]);
+
+    let gpus = pool.registry().gpus().await;
+    let state = |g: &crate::registry::GpuUse| {
+        let mut labels = of_gpu(&g.gpu.uuid);
+        labels.push(("state", g.state().into()));
+        (labels, 1.0)
+    };
+    out.add(server, GPU_STATE, gpus.iter().map(state));
+    out.add(server, GPU_MEMORY, gpus.iter().map(|g| (of_gpu(&g.gpu.uuid), g.gpu.memory_bytes as f64)));
+    out.add(server, GPU_LEASED, gpus.iter().map(|g| (of_gpu(&g.gpu.uuid), g.used_bytes as f64)));
+    let latest = pool.monitor().readings().borrow().clone();
+    let readings: Vec<_> = gpus
+        .iter()
+        .filter_map(|g| Some((&g.gpu.uuid, latest.as_ref()?.gpu(&uuid_bytes(&g.gpu.uuid)?)?.clone())))
+        .collect();
+    let mut read = |metric, value: fn(&gpusession_proto::readings::GpuReading) -> Option<f64>| {
+        out.add(server, metric, readings.iter().filter_map(|(uuid, r)| Some((of_gpu(uuid), value(r)?))));
+    };
+    read(GPU_USED, |r| r.memory_used_bytes.map(|n| n as f64));
+    read(GPU_BUSY, |r| r.utilization_percent.map(|n| f64::from(n) / 100.0));
+    read(GPU_HEAT, |r| r.temperature_c.map(f64::from));
+    read(GPU_POWER, |r| r.power_mw.map(|n| f64::from(n) / 1000.0));
+
+    let mut leases: BTreeMap<(String, &str), u32> = BTreeMap::new();
+    for standing in pool.registry().leases().await {
+        let (state, _) = pool.lease_state(&standing.lease.id);
+        *leases.entry((standing.lease.client, state)).or_default() += 1;
+    }
+    let samples = leases
+        .into_iter()
+        .map(|((client, state), n)| (vec![("client", client), ("state", state.to_string())], f64::from(n)));
+    out.add(server, LEASES, samples);
+    out.add(server, WAITING, [(vec![], pool.registry().waiting().await.len() as f64)]);
+    let (mut programs, mut workers) = (BTreeMap::<String, u32>::new(), BTreeMap::<&str, u32>::new());
+    for worker in pool.supervisor().workers() {
+        *workers.entry(worker.phase.as_str()).or_default() += 1;
+        if worker.process.is_some() {
+            *programs.entry(worker.client).or_default() += 1;
+        }
+    }
+    out.add(server, PROGRAMS, programs.into_iter().map(|(c, n)| (vec![("client", c)], f64::from(n))));
+    out.add(server, WORKERS, workers.into_iter().map(|(s, n)| (vec![("state", s.into())], f64::from(n))));
+    out.add(server, PARKED, [(vec![], pool.parking().parked_bytes() as f64)]);
+
+    let totals = pool.accounting().totals();
+    let of_client = |value: fn(&crate::accounting::Totals) -> f64| {
+        totals.iter().map(move |(client, t)| (vec![("client", client.clone())], value(t)))
+    };
+    out.add(server, ENDED_LEASES, of_client(|t| t.leases as f64));
+    out.add(server, ENDED_PROGRAMS, of_client(|t| t.programs as f64));
+    out.add(server, BUSY, of_client(|t| t.gpu_busy.as_secs_f64()));
+    out.0
+}
+
+async fn answer(request: Request<Incoming>, pool: &Pool) -> Result<Response<String>, Infallible> {
+    let (status, body) = match (request.method(), request.uri().path()) {
+        (&Method::GET, "/metrics") => (StatusCode::OK, text(pool).await),
+        (&Method::GET, _) => (StatusCode::NOT_FOUND, "there is only /metrics\n".into()),
+        _ => (StatusCode::METHOD_NOT_ALLOWED, "there is only GET\n".into()),
+    };
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    let kind = hyper::header::HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    Ok(response)
+}
+
+/// Listens for Prometheus.
+pub async fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
+    TcpListener::bind(address).await
+}
+
+/// Serves until it is cancelled.
+pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
+    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else { return };
+        let socket = match listener.accept().await {
+            Ok((socket, _)) => socket,
+            Err(e) => {
+                warn!("metrics: accept: {e}");
+                sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let pool = pool.clone();
+        tokio::spawn(async move {
+            let _slot = slot;
+            let serves = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_LIMIT)
+                .max_buf_size(16 << 10)
+                .serve_connection(
+                    TokioIo::new(socket),
+                    service_fn(|request| {
+                        let pool = pool.clone();
+                        async move { answer(request, &pool).await }
+                    }),
+                );
+            if let Ok(Err(e)) = timeout(LIMIT, serves).await {
+                debug!("metrics: {e}");
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_format() {
+        let mut out = Text::default();
+        let labels = vec![("client", "a\"b\\c\nd".to_string())];
+        out.add("s1", PROGRAMS, [(labels, 2.0), (vec![("client", "x".into())], 0.5)]);
+        out.add("s1", WORKERS, []);
+        assert_eq!(
+            out.0,
+            "# HELP gpusession_programs Programs that run, by client.\n# TYPE gpusession_programs gauge\n\
+             gpusession_programs{server=\"s1\",client=\"a\\\"b\\\\c\\nd\"} 2\n\
+             gpusession_programs{server=\"s1\",client=\"x\"} 0.5\n"
+        );
+    }
+}
