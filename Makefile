@@ -22,7 +22,7 @@ CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpusession-nvml simgpu gpusession-manual
 BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
-SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/libexec/gpuserver-end units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
@@ -159,7 +159,7 @@ $(TOOLS)/bin/cargo-generate-rpm:
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
-	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker
+	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker units/libexec/gpuserver-end
 	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
 	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
 	install -D -m 644 $(RELEASE)/libpam_gpusession.so $(DESTDIR)$(libdir)/security/pam_gpusession.so

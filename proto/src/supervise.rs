@@ -5,6 +5,9 @@
 
 use serde::{Deserialize, Serialize};
 
+/// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
+/// is written to the socket raises it.
+pub const VERSION: u32 = 1;
 /// The descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -46,6 +49,8 @@ pub enum ToWorker {
     },
     /// Others want memory: give back what was granted and is not in use, each device by a [`FromWorker::MemoryReturned`].
     MemoryRecall,
+    /// Another server supervises from now on: a [`FromWorker::MemoryWanted`] without an answer is sent again.
+    TakenOver,
 }
 
 /// What a worker is.
@@ -189,4 +194,67 @@ pub struct Usage {
     pub memory_bytes: u64,
     /// Microseconds since the GPU or a copy of the client's was last seen at work.
     pub idle_usec: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One of each message, with every field different from its neighbours.
+    fn written() -> Vec<u8> {
+        let device = DeviceLimit { uuid: [7; 16], memory_bytes: 1 << 40, sm_percent: 50, context_bytes: 300 };
+        let start = Start {
+            worker: [1; 16],
+            lease: "lease".into(),
+            ticket_key: [2; 32],
+            driver: "/driver".into(),
+            devices: vec![device],
+            require_tls: true,
+            module_cache: Some("/cache".into()),
+            warm: false,
+            mps: true,
+            resume_grace_s: 60,
+            staging_bytes: STAGING,
+            isolation: Isolation::Try,
+        };
+        let to = [
+            ToWorker::Start(start),
+            ToWorker::Adopt { preface: vec![3; 40], peer: "peer".into() },
+            ToWorker::Stop { reason: "reason".into() },
+            ToWorker::Pause,
+            ToWorker::Resume,
+            ToWorker::MemoryGranted { device: 1, serial: 200, bytes: 300, left: 400 },
+            ToWorker::MemoryRecall,
+            ToWorker::TakenOver,
+        ];
+        let usage = Usage {
+            calls: 1,
+            bytes_to_device: 200,
+            bytes_from_device: 300,
+            memory_bytes: 400,
+            idle_usec: 500,
+        };
+        let from = [
+            FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
+            FromWorker::Failed { reason: "failed".into() },
+            FromWorker::Admitted { uid: 1000, pid: 42, program: "program".into(), encrypted: true },
+            FromWorker::Refused { reason: "refused".into() },
+            FromWorker::Usage(usage),
+            FromWorker::Ended { reason: "ended".into() },
+            FromWorker::Paused { quiet: true },
+            FromWorker::Wanted,
+            FromWorker::Contained { lacking: vec!["seccomp".into()] },
+            FromWorker::MemoryWanted { device: 1, serial: 200, bytes: 300 },
+            FromWorker::StagingFull { bytes: 300 },
+            FromWorker::MemoryReturned { device: 1, bytes: 300 },
+        ];
+        let to = to.iter().flat_map(|m| postcard::to_allocvec(m).unwrap());
+        to.chain(from.iter().flat_map(|m| postcard::to_allocvec(m).unwrap())).collect()
+    }
+
+    #[test]
+    fn other_messages_are_another_version() {
+        let hash = blake3::hash(&written()).to_hex();
+        assert_eq!((VERSION, &hash[..16]), (1, "34656436c66e3b43"), "raise VERSION, and write both here");
+    }
 }

@@ -538,7 +538,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 gpus: pool.registry().gpus().await.len(),
                 leases: pool.registry().leases().await.len(),
                 workers: pool.supervisor().workers().len(),
-                programs: pool.supervisor().programs(),
+                programs: pool.supervisor().programs(true),
             }))
         }
         Ask::Ps => show(serde_json::to_value(
@@ -693,7 +693,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
         }
         Ask::Drain { end, reason } => {
             pool.registry().drain((!end).then_some(reason)).await;
-            let programs = pool.supervisor().programs();
+            let programs = pool.supervisor().programs(true);
             Ok(
                 serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().leases().await.len() }),
             )
@@ -702,7 +702,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             let wait = if force { Duration::ZERO } else { pool.config().drain_timeout };
             show(serde_json::to_value(StopView {
                 pid: std::process::id(),
-                programs: pool.supervisor().programs(),
+                programs: pool.supervisor().programs(true),
                 wait_usec: micros(wait),
             }))
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use gpusession_proto::preface::{self, Preface};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 use tracing::{info, warn};
 
@@ -68,14 +68,27 @@ pub async fn bind(host: IpAddr, (first, last): (u16, u16)) -> io::Result<TcpList
     Err(error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
 }
 
-/// Serves the data port until it is cancelled.
-pub async fn serve(listener: TcpListener, supervisor: Supervisor, may_be_clear: MayBeClear) {
+/// Serves the data port until it is closed; what was accepted by then is handed over before this returns.
+pub async fn serve(
+    listener: TcpListener,
+    supervisor: Supervisor,
+    may_be_clear: MayBeClear,
+    mut closed: watch::Receiver<bool>,
+) {
     let slots = Arc::new(Semaphore::new(MAX_PENDING));
     let pending = Arc::new(Pending::default());
     let quiet = Arc::new(Quiet::default());
     loop {
         let Ok(slot) = slots.clone().acquire_owned().await else { return };
-        let (socket, peer) = match listener.accept().await {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = closed.changed() => {
+                drop(slot);
+                let _ = slots.acquire_many(MAX_PENDING as u32).await;
+                return;
+            }
+        };
+        let (socket, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(e) => {
                 // Out of descriptors or memory: others need them first.

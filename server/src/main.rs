@@ -46,7 +46,7 @@ fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     let end = runtime.block_on(serve::serve(config))?;
     runtime.shutdown_timeout(std::time::Duration::from_secs(1));
     Ok(match end {
-        End::Stopped => ExitCode::SUCCESS,
+        End::Stopped | End::HandedOver => ExitCode::SUCCESS,
         End::Forced => ExitCode::from(FORCED),
     })
 }

@@ -1,6 +1,7 @@
 //! The server process: everything put together, from start to stop.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,6 +29,7 @@ use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
 use crate::quiet::Quiet;
 use crate::registry::local::LocalRegistry;
+use crate::supervise::keep::Store;
 use crate::supervise::{Options, Supervisor, spawn};
 use crate::{admin, data, gpu_lock, health, metrics, store};
 
@@ -39,6 +41,11 @@ const MAX_STRANGERS: usize = 64;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker waits for a lost client.
 const RESUME_GRACE: Duration = Duration::from_secs(60);
+/// How long a server that hands over waits for device memory that is on its way.
+const MOVING_LIMIT: Duration = Duration::from_secs(15);
+/// The listening sockets' names in the descriptor store.
+const CONTROL: &str = "control";
+const DATA: &str = "data";
 /// Longest request on the control port.
 const MAX_MESSAGE: usize = 64 << 10;
 
@@ -49,13 +56,18 @@ pub enum End {
     Stopped,
     /// It was told to, at once (SIGQUIT).
     Forced,
+    /// Another server follows (SIGUSR2) and takes up what is in the descriptor store.
+    HandedOver,
 }
 
 /// Runs the server until it is told to stop.
 pub async fn serve(config: Config) -> anyhow::Result<End> {
+    // First: what an earlier server left has descriptors from 3 on.
+    let store = Store::of_this_unit();
+    let mut left = store.left();
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let random: Arc<dyn Random> = Arc::new(SystemRandom);
-    let mut stop = Stop::listen()?;
+    let mut stop = Stop::listen(store.exists())?;
     info!("gpuserver {} starts as {}", env!("CARGO_PKG_VERSION"), config.name);
     for (key, value, origin) in &config.report {
         info!("{key} = {value} ({origin})");
@@ -115,11 +127,22 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         None => None,
     };
 
-    let control =
-        TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?;
-    let data = data::bind(config.listen.ip(), config.data_ports).await.map_err(|e| {
-        in_use(&config, "data_ports", SocketAddr::new(config.listen.ip(), config.data_ports.0), e)
-    })?;
+    let (ip, port, data_ports) = (config.listen.ip(), config.listen.port(), config.data_ports);
+    let control = match left.listener(CONTROL, |a| a.ip() == ip && (a.port() == port || port == 0)) {
+        Some(socket) => socket,
+        None => {
+            TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?
+        }
+    };
+    let in_range = |port: u16| (data_ports.0..=data_ports.1).contains(&port) || data_ports == (0, 0);
+    let data = match left.listener(DATA, |a| a.ip() == ip && in_range(a.port())) {
+        Some(socket) => socket,
+        None => data::bind(ip, data_ports)
+            .await
+            .map_err(|e| in_use(&config, "data_ports", SocketAddr::new(ip, data_ports.0), e))?,
+    };
+    store.keep_listener(CONTROL, control.as_fd());
+    store.keep_listener(DATA, data.as_fd());
     let metrics = match config.metrics_listen {
         Some(address) => {
             let bound = metrics::bind(address).await;
@@ -149,7 +172,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     )?);
     let monitor = Monitor::start(options.program.clone(), driver.clone());
     let accounting = Accounting::open(&config.state_dir)?;
-    let supervisor = Supervisor::new(options, accounting, clock.clone(), random.clone())?;
+    let supervisor =
+        Supervisor::new(options, store.clone(), left.workers, accounting, clock.clone(), random.clone())?;
     let facts = Facts {
         control: control.local_addr()?,
         data: data.local_addr()?,
@@ -170,9 +194,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         Arc::new(move |ip| config.may_be_clear(ip))
     };
     let (closing, closed) = watch::channel(false);
-    // None of them ends by itself.
+    // None of them ends by itself, but the data port's when it is closed.
     let mut tasks = JoinSet::new();
-    tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear));
+    tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear, closed.clone()));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(health::watch(pool.clone(), monitor));
@@ -195,12 +219,27 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     notify(&[sd_notify::NotifyState::Stopping]);
     let end = match end {
-        Ok(End::Stopped) => Ok(drain(&pool, &mut stop).await),
+        Ok(end @ (End::Stopped | End::HandedOver)) => Ok(drain(&pool, &mut stop, end).await),
         end => end,
     };
+    // After an error the unit is started again.
+    if matches!(end, Ok(End::HandedOver)) || end.is_err() && store.exists() {
+        notify(&[sd_notify::NotifyState::Status("leaving programs to the next server")]);
+        pool.settled(MOVING_LIMIT).await;
+        // Who connects from now on waits for the next server.
+        control_task.abort();
+        let _ = closing.send(true);
+        let _ = timeout(Duration::from_secs(1), tasks.join_next()).await;
+        tasks.abort_all();
+        let programs = supervisor.programs(true).len() - supervisor.programs(false).len();
+        supervisor.hand_over().await;
+        let _ = std::fs::remove_file(&admin_path);
+        info!("stopped; {programs} programs go on, the next server takes them up");
+        return end;
+    }
     notify(&[sd_notify::NotifyState::Status("ending workers")]);
     let _ = closing.send(true);
-    for program in supervisor.programs() {
+    for program in supervisor.programs(true) {
         warn!("stopping: {program} loses its GPUs");
     }
     tasks.abort_all();
@@ -241,19 +280,23 @@ async fn check_compute_modes(pool: &Pool) {
     }
 }
 
-/// Makes no new leases and waits for programs that run, as long as the configuration says; tells what it waits for.
-async fn drain(pool: &Pool, stop: &mut Stop) -> End {
+/// Waits for programs that run, or that end with this server though another follows, as long as the configuration says; tells
+/// what it waits for. A server that stops makes no new leases.
+async fn drain(pool: &Pool, stop: &mut Stop, ends: End) -> End {
     let limit = pool.config().drain_timeout;
-    pool.registry().drain(Some("it stops".into())).await;
+    let all = ends == End::Stopped;
+    if all {
+        pool.registry().drain(Some("it stops".into())).await;
+    }
     let end = tokio::time::Instant::now() + limit;
     let mut told = Vec::new();
     loop {
-        let programs = pool.supervisor().programs();
+        let programs = pool.supervisor().programs(all);
         let left = end.saturating_duration_since(tokio::time::Instant::now());
         if programs.is_empty() || left.is_zero() {
-            return End::Stopped;
+            return ends;
         }
-        if told.is_empty() {
+        if all && told.is_empty() {
             pool.warn_all(left, "the GPU server stops").await;
         }
         if programs != told {
@@ -350,7 +393,9 @@ async fn serve_control(
     mut closed: watch::Receiver<bool>,
 ) {
     let (accepted, connections) = mpsc::channel(64);
-    let accepting = tokio::spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
+    // Ends with this.
+    let mut accepting = JoinSet::new();
+    accepting.spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
     let service = Service(pool);
     let served = tonic::transport::Server::builder()
         // As long as a client's connection is there, its watch is: this finds out that it is not.
@@ -364,7 +409,6 @@ async fn serve_control(
             let _ = closed.wait_for(|closed| *closed).await;
         })
         .await;
-    accepting.abort();
     if let Err(e) = served {
         error!("control port: {e}");
     }
@@ -421,17 +465,22 @@ struct Stop {
     term: tokio::signal::unix::Signal,
     int: tokio::signal::unix::Signal,
     quit: tokio::signal::unix::Signal,
+    hand_over: tokio::signal::unix::Signal,
+    /// Whether a next server can take up anything.
+    keeps: bool,
     hup: tokio::signal::unix::Signal,
     /// By an administrator's command, once the server answers.
     asked: Option<watch::Receiver<Option<bool>>>,
 }
 
 impl Stop {
-    fn listen() -> std::io::Result<Self> {
+    fn listen(keeps: bool) -> std::io::Result<Self> {
         Ok(Self {
+            keeps,
             term: signal(SignalKind::terminate())?,
             int: signal(SignalKind::interrupt())?,
             quit: signal(SignalKind::quit())?,
+            hand_over: signal(SignalKind::user_defined2())?,
             hup: signal(SignalKind::hangup())?,
             asked: None,
         })
@@ -440,41 +489,41 @@ impl Stop {
     /// The same, and SIGHUP reads the configuration again.
     async fn wait_and(&mut self, pool: &Pool) -> End {
         loop {
-            tokio::select! {
-                _ = self.term.recv() => return End::Stopped,
-                _ = self.int.recv() => return End::Stopped,
-                _ = self.quit.recv() => return End::Forced,
-                force = asked_to(&mut self.asked, |_| true) => return if force { End::Forced } else { End::Stopped },
-                _ = self.hup.recv() => {
-                    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
-                    let usec = now.map_or(0, |t| t.tv_sec() as i128 * 1_000_000 + i128::from(t.tv_nsec()) / 1000);
-                    notify(&[
-                        sd_notify::NotifyState::Reloading,
-                        sd_notify::NotifyState::Custom(&format!("MONOTONIC_USEC={usec}")),
-                    ]);
-                    match pool.read_again().await {
-                        Ok((holds, waits)) if holds.is_empty() && waits.is_empty() => {
-                            info!("configuration: nothing changed");
-                        }
-                        Ok(_) => {}
-                        Err(e) => error!("{e}; {}", e.hint),
-                    }
-                    notify(&[sd_notify::NotifyState::Ready]);
-                }
+            match self.next().await {
+                Some(end) => return end,
+                None => reload(pool).await,
             }
         }
     }
 
     async fn wait(&mut self) -> End {
         loop {
-            tokio::select! {
-                _ = self.term.recv() => return End::Stopped,
-                _ = self.int.recv() => return End::Stopped,
-                _ = self.quit.recv() => return End::Forced,
-                _ = self.hup.recv() => {
-                    warn!("SIGHUP: the server is still starting");
-                }
+            match self.next().await {
+                Some(end) => return end,
+                None => warn!("SIGHUP: the server is still starting"),
             }
+        }
+    }
+
+    /// The next signal; `None`: SIGHUP.
+    async fn next(&mut self) -> Option<End> {
+        tokio::select! {
+            // systemd sends SIGTERM after it, always.
+            biased;
+            _ = self.hand_over.recv() => {
+                if self.keeps {
+                    return Some(End::HandedOver);
+                }
+                warn!("SIGUSR2: there is no descriptor store that could keep programs for another server");
+                Some(End::Stopped)
+            }
+            _ = self.quit.recv() => Some(End::Forced),
+            _ = self.term.recv() => Some(End::Stopped),
+            _ = self.int.recv() => Some(End::Stopped),
+            force = asked_to(&mut self.asked, |_| true) => {
+                Some(if force { End::Forced } else { End::Stopped })
+            }
+            _ = self.hup.recv() => None,
         }
     }
 
@@ -494,4 +543,21 @@ async fn asked_to(asked: &mut Option<watch::Receiver<Option<bool>>>, wanted: fn(
         return *now == Some(true);
     }
     std::future::pending().await
+}
+
+async fn reload(pool: &Pool) {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    let usec = now.map_or(0, |t| t.tv_sec() as i128 * 1_000_000 + i128::from(t.tv_nsec()) / 1000);
+    notify(&[
+        sd_notify::NotifyState::Reloading,
+        sd_notify::NotifyState::Custom(&format!("MONOTONIC_USEC={usec}")),
+    ]);
+    match pool.read_again().await {
+        Ok((holds, waits)) if holds.is_empty() && waits.is_empty() => {
+            info!("configuration: nothing changed");
+        }
+        Ok(_) => {}
+        Err(e) => error!("{e}; {}", e.hint),
+    }
+    notify(&[sd_notify::NotifyState::Ready]);
 }

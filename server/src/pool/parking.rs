@@ -197,6 +197,7 @@ impl Pool {
         }
         if let Some(failed) = failed {
             for (id, mut parker) in parkers {
+                self.supervisor().moves(&id);
                 if let Err(e) = parker.back().await {
                     self.supervisor().end_worker(&id, None, &format!("its device memory was lost: {e}"));
                 }
@@ -345,6 +346,7 @@ impl Pool {
         let begun = tokio::time::Instant::now();
         let count = parkers.len();
         for (id, mut parker) in parkers {
+            self.supervisor().moves(&id);
             loop {
                 match parker.back().await {
                     Ok(true) => break self.supervisor().resume(&id),
@@ -430,12 +432,60 @@ impl Pool {
         self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 
-    /// Leases that were set aside by an earlier run of this server stay lent: their programs ended with it.
-    pub async fn resume_aside(&self, lease: &str) {
-        if self.registry().is_aside(lease).await {
-            let away = Away { stage: Stage::Away, parkers: Vec::new(), bytes: 0 };
-            self.parking().away().insert(lease.into(), away);
-            self.supervisor().set_away(lease, true);
+    /// A lease that gave its GPUs to others before this server's start is still lent or parked: the memory of programs that
+    /// an earlier server parked is kept on. Where that server had the GPUs back already, it comes back.
+    pub async fn resume_aside(self: &Arc<Self>, lease: &str) {
+        let aside = self.registry().is_aside(lease).await;
+        let parked = self.supervisor().left_parked(lease);
+        if !aside && parked.is_empty() {
+            return;
+        }
+        let bytes = parked.iter().map(|w| w.bytes).sum();
+        let stage = match (aside, parked.is_empty()) {
+            (true, true) => Stage::Away,
+            (true, false) => Stage::Parking,
+            (false, _) => Stage::Returning,
+        };
+        self.parking().away().insert(lease.into(), Away { stage, parkers: Vec::new(), bytes });
+        self.supervisor().set_away(lease, true);
+        if stage == Stage::Away {
+            return;
+        }
+        // Each loads the driver, which takes its time.
+        let (pool, lease) = (self.clone(), lease.to_string());
+        tokio::spawn(async move {
+            let mut parkers = Vec::new();
+            for worker in parked {
+                match pool.supervisor().keep_parked(&worker).await {
+                    Ok(parker) => parkers.push((worker.id, parker)),
+                    Err(e) => {
+                        let why = format!("its parked device memory cannot be reached: {e:?}");
+                        pool.supervisor().end_worker(&worker.id, None, &why);
+                    }
+                }
+            }
+            if !aside {
+                return pool.move_in(&lease, parkers).await;
+            }
+            if let Some(entry) = pool.parking().away().get_mut(&lease) {
+                entry.parkers = parkers;
+                entry.stage = Stage::Away;
+            }
+            pool.parking().due.notify_one();
+        });
+    }
+
+    /// Returns when no device memory is on its way, or after `limit`.
+    pub async fn settled(&self, limit: Duration) {
+        let moving =
+            || self.parking().away().values().any(|a| matches!(a.stage, Stage::Parking | Stage::Returning));
+        let settled = async {
+            while moving() {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        if timeout(limit, settled).await.is_err() {
+            warn!("programs whose device memory is on its way lose their GPUs");
         }
     }
 }

@@ -339,8 +339,8 @@ impl Pool {
         &self.monitor
     }
 
-    /// Begins to keep workers for the leases of an earlier run.
-    pub async fn resume(&self) {
+    /// Begins to keep workers for the leases of an earlier run, and takes up those that it left.
+    pub async fn resume(self: &Arc<Self>) {
         let gpus = self.registry.gpus().await;
         for standing in self.registry.leases().await {
             let Lease { id, client, boot_id, user, .. } = &standing.lease;
@@ -357,6 +357,7 @@ impl Pool {
             self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus), allowed);
             self.resume_aside(id).await;
         }
+        self.supervisor.end_left();
     }
 
     /// Makes a join token.

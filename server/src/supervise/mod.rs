@@ -1,28 +1,32 @@
 //! Worker processes: started warm for each lease, handed to one client process each, ended in time.
 //!
 //! A worker is presumed controlled by its client. Nothing that it says gives it rights; it is ended by its process
-//! group, and the kernel takes its device memory back with it.
+//! group, and the kernel takes its device memory back with it. Where there is a descriptor store ([`keep`]), it outlives the server.
 
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::supervise::{DeviceLimit, FromWorker, Isolation, Start, ToWorker, Usage};
-use nix::sys::signal::{Signal, killpg};
-use nix::unistd::Pid;
-use tokio::process::Child;
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
+use self::channel::Channel;
+use self::keep::{Kept, LeftWorker, Store};
+use self::process::{Process, end_group};
 use self::quota::{Ledger, Say};
+use self::spawn::Spawner;
+use self::stock::Stock;
 pub use self::stock::WorkerId;
-use self::{channel::Channel, spawn::Spawner, stock::Stock};
 use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
@@ -31,8 +35,10 @@ use crate::mps::{Mps, Seat};
 use crate::quiet::Quiet;
 
 pub mod channel;
+pub mod keep;
 mod mps;
 pub mod park;
+pub mod process;
 pub mod quota;
 pub mod spawn;
 pub mod stock;
@@ -52,6 +58,8 @@ const MAX_PER_LEASE: usize = 64;
 /// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
 const MAX_PACKETS: u32 = 1000;
 const MAX_MEMORY_PACKETS: u32 = 20_000;
+/// How long workers may take to get what was meant for them before this server leaves them.
+const LEAVE_LIMIT: Duration = Duration::from_secs(5);
 /// Handed-over sockets that wait for one worker.
 const MAX_QUEUED: usize = 64;
 
@@ -93,7 +101,7 @@ pub struct Options {
 }
 
 /// What a worker is doing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
     /// Loading the driver.
     Starting,
@@ -124,7 +132,7 @@ impl Phase {
 }
 
 /// The process on the client that a worker serves.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ClientProcess {
     /// User id there.
     pub uid: u32,
@@ -244,12 +252,23 @@ pub enum AdoptError {
 }
 
 enum Command {
-    Adopt { socket: std::net::TcpStream, preface: Vec<u8>, peer: SocketAddr },
-    Stop { reason: String },
+    Adopt {
+        socket: std::net::TcpStream,
+        preface: Vec<u8>,
+        peer: SocketAddr,
+    },
+    Stop {
+        reason: String,
+    },
     Tell(ToWorker),
+    /// Send what waits to be sent; the next server goes on.
+    Leave,
 }
 
-struct Worker {
+/// What is known of a worker, and what the next server has to know.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Book {
+    id: WorkerId,
     lease: String,
     client: String,
     gpus: Vec<String>,
@@ -271,16 +290,81 @@ struct Worker {
     user: String,
     /// When its client's GPU work was last seen.
     active: Moment,
-    pausing: Option<oneshot::Sender<bool>>,
     /// Its client wants something of it though it is paused.
     wanted: bool,
+    /// Its device memory is on its way.
+    moving: bool,
     isolation: String,
-    /// Its place in an MPS domain.
-    seat: Option<Arc<Seat>>,
     since: Moment,
     ended_because: Option<String>,
+    /// As [`Ledger::held`] says it.
+    held: Vec<([u8; 16], u64, u64)>,
+}
+
+struct Worker {
+    book: Book,
+    /// `None`: it ends with this server.
+    kept: Option<Kept>,
+    /// Its place in an MPS domain.
+    seat: Option<Arc<Seat>>,
+    pausing: Option<oneshot::Sender<bool>>,
     commands: mpsc::Sender<Command>,
     stop: mpsc::UnboundedSender<Command>,
+}
+
+/// A worker is what is known of it, with the means to reach it.
+impl Deref for Worker {
+    type Target = Book;
+
+    fn deref(&self) -> &Book {
+        &self.book
+    }
+}
+
+impl DerefMut for Worker {
+    fn deref_mut(&mut self) -> &mut Book {
+        &mut self.book
+    }
+}
+
+impl Worker {
+    /// Lets the next server know.
+    fn remember(&mut self, ledger: Option<&Ledger>) {
+        if let Some(ledger) = ledger {
+            self.book.held = ledger.held(&self.book.id);
+        }
+        if let Some(kept) = &self.kept {
+            kept.write(&self.book);
+        }
+    }
+}
+
+/// What the task of a worker listens to.
+struct Queues {
+    commands: mpsc::Receiver<Command>,
+    stops: mpsc::UnboundedReceiver<Command>,
+}
+
+fn queues() -> (mpsc::Sender<Command>, mpsc::UnboundedSender<Command>, Queues) {
+    let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
+    let (stop, stops) = mpsc::unbounded_channel();
+    (commands, stop, Queues { commands: command_queue, stops })
+}
+
+/// Where a worker comes from.
+enum Origin {
+    /// It is to be started with these variables beside the server's own.
+    New(Box<Start>, Vec<(String, String)>),
+    /// An earlier server left it.
+    Left { pid: u32, pidfd: OwnedFd, channel: OwnedFd },
+}
+
+/// How the attention to a worker ended.
+enum End {
+    /// It has ended; how is known of children only.
+    Ended(Option<ExitStatus>),
+    /// The next server attends to it.
+    Left,
 }
 
 struct LeaseState {
@@ -299,6 +383,8 @@ struct LeaseState {
 struct State {
     workers: HashMap<WorkerId, Worker>,
     leases: HashMap<String, LeaseState>,
+    /// Workers of an earlier server whose leases are not there yet.
+    left: Vec<LeftWorker>,
     /// Processes of workers that have ended a moment ago, their GPUs, and when.
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
@@ -306,6 +392,13 @@ struct State {
 }
 
 impl State {
+    fn remember(&mut self, id: &WorkerId) {
+        if let Some(worker) = self.workers.get_mut(id) {
+            let ledger = self.leases.get(&worker.book.lease).map(|l| &l.ledger);
+            worker.remember(ledger);
+        }
+    }
+
     /// Whether a limit of a lease's client and user leaves room for `more`; what room there is beside the refusal.
     fn within(
         &self,
@@ -344,6 +437,7 @@ impl State {
 struct Inner {
     options: Options,
     spawner: Spawner,
+    store: Store,
     mps: Option<Mps>,
     accounting: Accounting,
     clock: Arc<dyn Clock>,
@@ -362,9 +456,12 @@ struct Inner {
 pub struct Supervisor(Arc<Inner>);
 
 impl Supervisor {
-    /// A supervisor without workers; needs a runtime.
+    /// A supervisor of workers that are kept in a store; needs a runtime. Those that an earlier server left there are taken up
+    /// with their leases.
     pub fn new(
         options: Options,
+        store: Store,
+        left: Vec<LeftWorker>,
         accounting: Accounting,
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
@@ -377,11 +474,12 @@ impl Supervisor {
             options,
             stock,
             spawner,
+            store,
             mps,
             accounting,
             clock,
             random,
-            state: Mutex::default(),
+            state: Mutex::new(State { left, ..State::default() }),
             empty: Notify::new(),
             wants: Notify::new(),
             events: broadcast::channel(1024).0,
@@ -421,7 +519,7 @@ impl Supervisor {
         self.0.events.subscribe()
     }
 
-    /// Begins to keep a stock for a lease.
+    /// Begins to keep a stock for a lease, and takes up workers that an earlier server left of it.
     pub fn add_lease(&self, lease: &Lease, devices: Vec<DeviceLimit>, limits: Effective) {
         {
             let mut state = self.state();
@@ -443,8 +541,62 @@ impl Supervisor {
                 changed: Arc::default(),
             };
             state.leases.insert(lease.id.clone(), entry);
+            let of_it = state.left.extract_if(.., |l| l.book.lease == lease.id).collect::<Vec<_>>();
+            for left in of_it {
+                self.take_up(&mut state, left);
+            }
         }
         self.refill(&lease.id);
+    }
+
+    /// Ends what an earlier server left of leases that are no more.
+    pub fn end_left(&self) {
+        let mut state = self.state();
+        for left in std::mem::take(&mut state.left) {
+            self.take_up(&mut state, left);
+        }
+    }
+
+    fn take_up(&self, state: &mut State, left: LeftWorker) {
+        let LeftWorker { book, channel, pidfd, kept } = left;
+        let (id, pid) = (book.id, book.pid.unwrap_or_default());
+        info!(
+            gpusession_worker = hex(&id),
+            gpusession_lease = book.lease,
+            gpusession_client = book.client,
+            "worker {} (process {pid}, {}) of lease {} is taken up",
+            hex(&id),
+            book.phase.as_str(),
+            book.lease
+        );
+        let (commands, stop_sender, queues) = queues();
+        let mut worker =
+            Worker { book, kept: Some(kept), seat: None, pausing: None, commands, stop: stop_sender };
+        worker.stocked = false;
+        let _ = worker.stop.send(Command::Tell(ToWorker::TakenOver));
+        let lease = state.leases.get_mut(&worker.lease);
+        match worker.phase {
+            Phase::Ending => {
+                let reason = worker.ended_because.clone().unwrap_or_default();
+                let _ = worker.stop.send(Command::Stop { reason });
+            }
+            _ if lease.is_none() => stop(&id, &mut worker, "its lease is over"),
+            // Those that serve nobody are replaced by ones of this server's version and configuration.
+            Phase::Starting | Phase::Warm => stop(&id, &mut worker, "the server was restarted"),
+            _ if worker.moving => {
+                stop(&id, &mut worker, "the server ended while the device memory was on its way");
+            }
+            // It may have been paused, in order to be parked.
+            Phase::Active => drop(worker.stop.send(Command::Tell(ToWorker::Resume))),
+            Phase::Taken | Phase::Parked => {}
+        }
+        if let Some(lease) = lease
+            && worker.process.is_some()
+        {
+            lease.ledger.restore(id, &worker.book.held);
+        }
+        state.workers.insert(id, worker);
+        self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
     }
 
     /// Other limits hold for a lease's new work from now on.
@@ -522,7 +674,7 @@ impl Supervisor {
                     if std::mem::take(&mut waiting.counted) {
                         entry.stock.unwait();
                     }
-                    let taken = ids.iter().filter_map(|id| take_one(*id, workers.get_mut(id)?)).collect();
+                    let taken = ids.iter().filter_map(|id| take_one(workers.get_mut(id)?)).collect();
                     drop(state);
                     self.refill(lease);
                     return Ok(taken);
@@ -596,7 +748,7 @@ impl Supervisor {
                     }
                     Some(w) if w.phase == Phase::Warm => {
                         abandoned.kept = true;
-                        return take_one(id, w).map(|t| vec![t]).ok_or(TakeError::NoLease);
+                        return take_one(w).map(|t| vec![t]).ok_or(TakeError::NoLease);
                     }
                     Some(_) => changed,
                 }
@@ -635,6 +787,7 @@ impl Supervisor {
             Ok(()) => {
                 worker.peer = Some(peer);
                 worker.connections += 1;
+                state.remember(id);
                 Ok(())
             }
             Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {
@@ -659,7 +812,8 @@ impl Supervisor {
                 let used = workers.values().any(|w| w.lease == *id && w.process.is_some());
                 let idle = if used { Duration::ZERO } else { idle_exit };
                 surplus.extend(lease.stock.shrink(now, idle, warm_workers));
-                say(workers, lease.ledger.tick(now));
+                let says = lease.ledger.tick(now);
+                say(workers, Some(&lease.ledger), says);
             }
             for id in &surplus {
                 if let Some(worker) = workers.get_mut(id) {
@@ -713,12 +867,13 @@ impl Supervisor {
         out
     }
 
-    /// Programs that run, for people.
-    pub fn programs(&self) -> Vec<String> {
+    /// Programs that run, for people: all of them, or those that end with this server whatever follows.
+    pub fn programs(&self, all: bool) -> Vec<String> {
         let mut out: Vec<String> = self
             .state()
             .workers
             .values()
+            .filter(|w| all || w.kept.is_none())
             .filter_map(|w| {
                 let p = w.process.as_ref()?;
                 Some(format!("{} (pid {} of {})", p.program, p.pid, w.client))
@@ -814,6 +969,40 @@ impl Supervisor {
         }
     }
 
+    /// Leaves every worker to the next server and starts none any more. What was meant for them is sent; those that are not in
+    /// the store end.
+    pub async fn hand_over(&self) {
+        let left = async {
+            loop {
+                let mut empty = Box::pin(self.0.empty.notified());
+                empty.as_mut().enable();
+                {
+                    let mut state = self.state();
+                    if !std::mem::replace(&mut state.closing, true) {
+                        for (id, worker) in &mut state.workers {
+                            match worker.kept {
+                                Some(_) => drop(worker.stop.send(Command::Leave)),
+                                None => stop(id, worker, "the server is restarted"),
+                            }
+                        }
+                    }
+                    if state.workers.is_empty() {
+                        return;
+                    }
+                }
+                empty.await;
+            }
+        };
+        if timeout(LEAVE_LIMIT, left).await.is_err() {
+            debug!("some workers did not take in time what was meant for them");
+        }
+        if let Some(mps) = self.mps() {
+            mps.close().await;
+        }
+        self.0.accounting.flush();
+        self.0.store.settle();
+    }
+
     fn refill(&self, lease: &str) {
         let n = {
             let mut state = self.state();
@@ -853,9 +1042,9 @@ impl Supervisor {
             staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
             isolation: options.isolation,
         };
-        let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
-        let (stop, stops) = mpsc::unbounded_channel();
-        let worker = Worker {
+        let (commands, stop, queues) = queues();
+        let book = Book {
+            id,
             lease: lease.into(),
             client: entry.lease.client.clone(),
             gpus: entry.lease.shares.iter().map(|s| s.gpu.clone()).collect(),
@@ -874,83 +1063,110 @@ impl Supervisor {
             admitted_unix: 0,
             user: entry.lease.user.clone(),
             active: self.0.clock.now(),
-            pausing: None,
             wanted: false,
+            moving: false,
             isolation: "off".into(),
-            seat: None,
             since: self.0.clock.now(),
             ended_because: None,
-            commands,
-            stop,
+            held: Vec::new(),
         };
-        state.workers.insert(id, worker);
+        state.workers.insert(id, Worker { book, kept: None, seat: None, pausing: None, commands, stop });
         drop(state);
+        self.attend_to(id, Origin::New(Box::new(start), environment), queues);
+        Some(id)
+    }
+
+    fn attend_to(&self, id: WorkerId, origin: Origin, queues: Queues) {
         let this = self.clone();
         tokio::spawn(async move {
             let attending = {
                 let this = this.clone();
-                async move { this.run(&id, start, environment, command_queue, stops).await }
+                async move { this.run(&id, origin, queues).await }
             };
             // A task of its own: whatever happens in it, the worker is taken off the books.
-            let end = tokio::spawn(attending).await.unwrap_or_else(|e| format!("internal error: {e}"));
-            this.gone(&id, end);
+            match tokio::spawn(attending).await {
+                Ok(Some(end)) => this.gone(&id, end),
+                Ok(None) => this.leave(&id),
+                Err(e) => {
+                    let pid = this.state().workers.get(&id).and_then(|w| w.pid);
+                    end_group(pid.unwrap_or_default());
+                    this.gone(&id, format!("internal error: {e}"));
+                }
+            }
         });
-        Some(id)
     }
 
-    /// A worker from its start to its end. Returns how it ended, where it was not told to.
-    async fn run(
+    /// A worker from its start to its end. Returns how it ended, where it was not told to; `None`: it goes on without this server.
+    async fn run(&self, id: &WorkerId, origin: Origin, mut queues: Queues) -> Option<String> {
+        let begun = match origin {
+            Origin::New(start, environment) => {
+                let begun = self.begin(id, &start, environment).await;
+                begun.map(|(process, fd)| (process, fd, Some(*start)))
+            }
+            Origin::Left { pid, pidfd, channel } => Process::left(pid, pidfd)
+                .map(|process| (process, channel, None))
+                .map_err(|e| format!("its process: {e}")),
+        };
+        let (mut process, fd, start) = match begun {
+            Ok(begun) => begun,
+            Err(reason) => return Some(reason),
+        };
+        let end = match Channel::new(fd) {
+            Ok(channel) => self.attend(id, start, &mut process, &channel, &mut queues).await,
+            Err(e) => Err(format!("its channel: {e}")),
+        };
+        let end = match end {
+            Ok(End::Left) => return None,
+            Ok(End::Ended(status)) => describe(status),
+            Err(reason) => {
+                self.end_gpu_work(id).await;
+                process.kill();
+                self.reaped(id, &mut process).await;
+                reason
+            }
+        };
+        // Whatever it left behind in its group.
+        process.kill();
+        Some(end)
+    }
+
+    /// Starts the process of a worker.
+    async fn begin(
         &self,
         id: &WorkerId,
-        start: Start,
+        start: &Start,
         environment: Vec<(String, String)>,
-        mut commands: mpsc::Receiver<Command>,
-        mut stops: mpsc::UnboundedReceiver<Command>,
-    ) -> String {
+    ) -> Result<(Process, OwnedFd), String> {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
         // The driver shows the worker its lease's GPUs only, in the lease's order.
         let gpus = self.state().workers.get(id).map(|w| w.gpus.join(",")).unwrap_or_default();
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
         if start.mps {
-            match self.sit_down(id, &start).await {
-                Ok(more) => variables.extend(more),
-                Err(e) => return e,
-            }
+            variables.extend(self.sit_down(id, start).await?);
         }
         variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
-        let (mut child, fd) = match self.0.spawner.start(program, variables).await {
-            Ok(started) => started,
-            Err(e) => return format!("{} cannot be started: {e}", program.display()),
-        };
-        let pid = child.id();
-        if let Some(worker) = self.state().workers.get_mut(id) {
-            worker.pid = pid;
+        let failed = |e: io::Error| format!("{} cannot be started: {e}", program.display());
+        // The MPS daemon ends with this server, and with it what it serves.
+        let outlives = self.0.store.exists() && !start.mps;
+        let (child, fd) = self.0.spawner.start(program, variables, outlives).await.map_err(failed)?;
+        let pid = child.id().unwrap_or_default();
+        let process = Process::started(child).inspect_err(|_| end_group(pid)).map_err(failed)?;
+        let mut state = self.state();
+        let closing = state.closing;
+        if let Some(worker) = state.workers.get_mut(id) {
+            worker.pid = Some(pid);
+            if outlives && !closing {
+                worker.kept = self.0.store.keep(fd.as_fd(), process.pidfd());
+            }
+            worker.remember(None);
         }
-        let group = Pid::from_raw(pid.and_then(|p| i32::try_from(p).ok()).unwrap_or(0));
-        let end = match Channel::new(fd) {
-            Ok(channel) => {
-                self.attend(id, start, &mut child, &channel, group, &mut commands, &mut stops).await
-            }
-            Err(e) => Err(format!("its channel: {e}")),
-        };
-        let end = match end {
-            Ok(status) => describe(status),
-            Err(reason) => {
-                self.end_gpu_work(id).await;
-                kill(group);
-                self.reaped(id, &mut child).await;
-                reason
-            }
-        };
-        // Whatever it left behind in its group.
-        kill(group);
-        end
+        Ok((process, fd))
     }
 
     /// Waits for the end of a process that was killed. One that does not end sits in the driver: its GPUs are not well.
-    async fn reaped(&self, id: &WorkerId, child: &mut Child) {
-        if timeout(REAP_LIMIT, child.wait()).await.is_ok() {
+    async fn reaped(&self, id: &WorkerId, process: &mut Process) {
+        if timeout(REAP_LIMIT, process.wait()).await.is_ok() {
             return;
         }
         let (gpus, pid) = match self.state().workers.get(id) {
@@ -959,20 +1175,19 @@ impl Supervisor {
         };
         let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
         let _ = self.0.events.send(Event::Stuck { gpus, why });
-        let _ = child.wait().await;
+        let _ = process.wait().await;
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parts of one worker's life, used here only")]
+    /// `start` is for a worker of this server.
     async fn attend(
         &self,
         id: &WorkerId,
-        start: Start,
-        child: &mut Child,
+        start: Option<Start>,
+        process: &mut Process,
         channel: &Channel,
-        group: Pid,
-        commands: &mut mpsc::Receiver<Command>,
-        stops: &mut mpsc::UnboundedReceiver<Command>,
-    ) -> Result<ExitStatus, String> {
+        queues: &mut Queues,
+    ) -> Result<End, String> {
+        let Queues { commands, stops } = queues;
         let stuck = |e: Option<io::Error>| match e {
             Some(e) => format!("its channel: {e}"),
             None => "it does not read its channel".to_string(),
@@ -988,8 +1203,11 @@ impl Supervisor {
             Err(_) => Err(stuck(None)),
         };
         // A worker that ended already is told by its exit status, not by its closed channel.
-        let _ = send(&ToWorker::Start(start), None).await;
-        let mut limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
+        let mut limit = None;
+        if let Some(start) = start {
+            let _ = send(&ToWorker::Start(start), None).await;
+            limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
+        }
         let mut channel_open = true;
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
@@ -998,14 +1216,14 @@ impl Supervisor {
             let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
             tokio::select! {
                 biased;
-                status = child.wait() => {
+                status = process.wait() => {
                     // What it said last says more than its exit status.
                     while channel_open
                         && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
                     {
                         self.heard(id, message);
                     }
-                    return status.map_err(|e| e.to_string());
+                    return status.map(End::Ended).map_err(|e| e.to_string());
                 }
                 Some(command) = stops.recv() => match command {
                     Command::Stop { reason } => {
@@ -1014,6 +1232,12 @@ impl Supervisor {
                         limit = Some((Instant::now() + STOP_GRACE, ""));
                     }
                     Command::Tell(message) => send(&message, None).await?,
+                    Command::Leave => {
+                        while let Ok(Command::Adopt { socket, preface, peer }) = commands.try_recv() {
+                            send(&adopt(preface, peer), Some(socket.as_fd())).await?;
+                        }
+                        return Ok(End::Left);
+                    }
                     Command::Adopt { .. } => {}
                 },
                 () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
@@ -1022,13 +1246,12 @@ impl Supervisor {
                     if !why.is_empty() {
                         return Err(why.into());
                     }
-                    debug!(pid = group.as_raw(), "worker {} did not end in time: killed", hex(id));
-                    kill(group);
+                    debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
+                    process.kill();
                 }
                 Some(command) = commands.recv() => {
                     if let Command::Adopt { socket, preface, peer } = command {
-                        let message = ToWorker::Adopt { preface, peer: peer.to_string() };
-                        send(&message, Some(socket.as_fd())).await?;
+                        send(&adopt(preface, peer), Some(socket.as_fd())).await?;
                     }
                 }
                 // Last: a worker that says much delays nothing of the above.
@@ -1070,17 +1293,22 @@ impl Supervisor {
 
     fn heard(&self, id: &WorkerId, message: FromWorker) {
         let mut state = self.state();
-        let State { workers, leases, .. } = &mut *state;
+        self.hear(&mut state, id, message);
+        state.remember(id);
+    }
+
+    fn hear(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
+        let State { workers, leases, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };
-        let lease = leases.get_mut(&worker.lease);
+        let mut lease = leases.get_mut(&worker.lease);
         let now = self.0.clock.now();
         match message {
             FromWorker::MemoryWanted { device, serial, bytes } => {
                 let says = match lease {
-                    Some(lease) => lease.ledger.ask(*id, device, serial, bytes, now),
+                    Some(ref mut lease) => lease.ledger.ask(*id, device, serial, bytes, now),
                     None => vec![Say::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
                 };
-                say(workers, says);
+                say(workers, lease.map(|l| &l.ledger), says);
             }
             FromWorker::StagingFull { bytes } => {
                 let limit = lease.as_ref().and_then(|l| l.limits.smallest("staging"));
@@ -1101,7 +1329,7 @@ impl Supervisor {
             FromWorker::MemoryReturned { device, bytes } => {
                 if let Some(lease) = lease {
                     let says = lease.ledger.returned(id, device, bytes);
-                    say(workers, says);
+                    say(workers, Some(&lease.ledger), says);
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version } => {
@@ -1202,20 +1430,33 @@ impl Supervisor {
         }
     }
 
+    /// The next server attends to a worker.
+    fn leave(&self, id: &WorkerId) {
+        let mut state = self.state();
+        state.workers.remove(id);
+        if state.workers.is_empty() {
+            self.0.empty.notify_waiters();
+        }
+    }
+
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(worker) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, kept, seat, .. }) = state.workers.remove(id) else { return };
+        if let Some(kept) = kept {
+            self.0.store.forget(kept);
+        }
         let peak_memory_bytes = {
             let State { workers, leases, .. } = &mut *state;
             leases.get_mut(&worker.lease).map_or(worker.usage.memory_bytes, |lease| {
                 let peak = lease.ledger.peak(id);
-                say(workers, lease.ledger.gone(id));
+                let says = lease.ledger.gone(id);
+                say(workers, Some(&lease.ledger), says);
                 peak
             })
         };
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
-        if let Some(seat) = worker.seat.as_ref().filter(|_| !told && worker.process.is_some()) {
+        if let Some(seat) = seat.filter(|_| !told && worker.process.is_some()) {
             seat.suspect();
         }
         let reason = match worker.ended_because {
@@ -1320,8 +1561,12 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-/// Passes on what a ledger says.
-fn say(workers: &HashMap<WorkerId, Worker>, says: Vec<Say>) {
+fn adopt(preface: Vec<u8>, peer: SocketAddr) -> ToWorker {
+    ToWorker::Adopt { preface, peer: peer.to_string() }
+}
+
+/// Passes on what a ledger says. What is granted is written down before it is told.
+fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: Vec<Say>) {
     for say in says {
         let (worker, message) = match say {
             Say::Granted { worker, device, serial, bytes, left } => {
@@ -1329,16 +1574,18 @@ fn say(workers: &HashMap<WorkerId, Worker>, says: Vec<Say>) {
             }
             Say::Recall { worker } => (worker, ToWorker::MemoryRecall),
         };
-        if let Some(worker) = workers.get(&worker) {
+        if let Some(worker) = workers.get_mut(&worker) {
+            worker.remember(ledger);
             let _ = worker.stop.send(Command::Tell(message));
         }
     }
 }
 
-fn take_one(id: WorkerId, worker: &mut Worker) -> Option<Taken> {
+fn take_one(worker: &mut Worker) -> Option<Taken> {
     worker.phase = Phase::Taken;
     worker.given = true;
-    worker.fingerprint.map(|fingerprint| Taken { id, fingerprint })
+    worker.remember(None);
+    worker.fingerprint.map(|fingerprint| Taken { id: worker.id, fingerprint })
 }
 
 fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
@@ -1348,18 +1595,13 @@ fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
     debug!(gpusession_worker = hex(id), "worker {} is told to end: {reason}", hex(id));
     worker.phase = Phase::Ending;
     worker.ended_because = Some(reason.into());
+    worker.remember(None);
     let _ = worker.stop.send(Command::Stop { reason: reason.into() });
 }
 
-fn kill(group: Pid) {
-    // Group 0 would be our own.
-    if group.as_raw() > 1 {
-        let _ = killpg(group, Signal::SIGKILL);
-    }
-}
-
-fn describe(status: ExitStatus) -> String {
+fn describe(status: Option<ExitStatus>) -> String {
     use std::os::unix::process::ExitStatusExt;
+    let Some(status) = status else { return "it ended".into() };
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
         (None, Some(signal)) => match Signal::try_from(signal) {

@@ -54,12 +54,21 @@ fn refusal(line: &str) -> Option<(i32, String)> {
 impl Parker {
     /// Moves the device memory of process `pid` to host memory.
     pub async fn park(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
+        let limit = LOCK_LIMIT.as_millis().to_string();
+        Self::start(program, driver, "--park", &[&pid.to_string(), &limit]).await
+    }
+
+    /// The same for a process that an earlier server parked.
+    pub async fn parked(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
+        Self::start(program, driver, "--parked", &[&pid.to_string()]).await
+    }
+
+    async fn start(program: &Path, driver: &Path, flag: &str, rest: &[&str]) -> Result<Self, NotParked> {
         let failed = |e: std::io::Error| NotParked::Failed(format!("{}: {e}", program.display()));
         let mut child = Command::new(program)
-            .arg("--park")
+            .arg(flag)
             .arg(driver)
-            .arg(pid.to_string())
-            .arg(LOCK_LIMIT.as_millis().to_string())
+            .args(rest)
             .env_clear()
             .envs(spawn::clean_environment(driver))
             .current_dir("/")
@@ -174,9 +183,11 @@ impl Supervisor {
             worker.wanted = false;
             // A program that comes back has worked.
             worker.active = self.0.clock.now();
+            worker.moving = false;
             if worker.phase == Phase::Parked {
                 worker.phase = Phase::Active;
             }
+            worker.remember(None);
             let _ = worker.stop.send(ToTask::Tell(ToWorker::Resume));
         }
     }
@@ -184,9 +195,14 @@ impl Supervisor {
     /// Moves the device memory of a paused worker to host memory.
     pub async fn move_out(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
+        self.moves(&worker.id);
         let parker = Parker::park(&options.program, &options.driver, worker.pid).await?;
-        if let Some(worker) = self.state().workers.get_mut(&worker.id).filter(|w| w.phase == Phase::Active) {
-            worker.phase = Phase::Parked;
+        if let Some(worker) = self.state().workers.get_mut(&worker.id) {
+            worker.moving = false;
+            if worker.phase == Phase::Active {
+                worker.phase = Phase::Parked;
+            }
+            worker.remember(None);
         }
         Ok(parker)
     }
@@ -197,6 +213,31 @@ impl Supervisor {
             entry.lease = lease.clone();
             entry.ledger = Ledger::new(devices);
         }
+    }
+
+    /// The device memory of a worker is on its way from now on, until [`Supervisor::resume`]: should this server end meanwhile,
+    /// the next one cannot know where it is.
+    pub fn moves(&self, id: &WorkerId) {
+        if let Some(worker) = self.state().workers.get_mut(id) {
+            worker.moving = true;
+            worker.remember(None);
+        }
+    }
+
+    /// The workers of a lease whose device memory an earlier server moved to host memory.
+    pub fn left_parked(&self, lease: &str) -> Vec<Serving> {
+        let parked: Vec<WorkerId> = {
+            let state = self.state();
+            let mine = state.workers.iter().filter(|(_, w)| w.lease == lease && w.phase == Phase::Parked);
+            mine.map(|(id, _)| *id).collect()
+        };
+        self.serving(lease).into_iter().filter(|w| parked.contains(&w.id)).collect()
+    }
+
+    /// Keeps the device memory of such a worker from now on.
+    pub async fn keep_parked(&self, worker: &Serving) -> Result<Parker, NotParked> {
+        let options = &self.0.options;
+        Parker::parked(&options.program, &options.driver, worker.pid).await
     }
 
     /// A lease's GPUs are given to others: its workers that serve nobody end, and none is started. Or it has them again.

@@ -84,6 +84,22 @@ impl Ledger {
         self.held.entry(worker).or_insert_with(|| vec![Held::default(); self.devices.len()]);
     }
 
+    /// What a worker has, by GPU: granted, and the most that it had. For [`Ledger::restore`].
+    pub fn held(&self, worker: &WorkerId) -> Vec<([u8; 16], u64, u64)> {
+        let held = self.held.get(worker).into_iter().flatten();
+        self.devices.iter().zip(held).map(|(device, held)| (device.uuid, held.granted, held.peak)).collect()
+    }
+
+    /// A worker that was counted by an earlier server.
+    pub fn restore(&mut self, worker: WorkerId, held: &[([u8; 16], u64, u64)]) {
+        self.admit(worker);
+        for (device, now) in self.devices.iter().zip(self.held.get_mut(&worker).into_iter().flatten()) {
+            if let Some((_, granted, peak)) = held.iter().find(|(uuid, ..)| *uuid == device.uuid) {
+                (now.granted, now.peak) = (*granted, *peak);
+            }
+        }
+    }
+
     fn charged(limit: &DeviceLimit, held: &Held) -> u64 {
         held.granted.saturating_add(limit.context_bytes).max(held.real)
     }
@@ -321,6 +337,20 @@ mod tests {
             10 * MIB,
             "worker 2 has nothing to give back"
         );
+    }
+
+    #[test]
+    fn another_server_counts_on() {
+        let mut l = ledger(1024 * MIB, 100 * MIB);
+        l.admit([1; 16]);
+        l.ask([1; 16], 0, 1, 300 * MIB, T);
+        l.reading(&[1; 16], 0, 500 * MIB);
+        l.reading(&[1; 16], 0, 0);
+        let mut next = ledger(1024 * MIB, 100 * MIB);
+        next.restore([1; 16], &l.held(&[1; 16]));
+        assert_eq!((next.used(0), next.peak(&[1; 16])), (l.used(0), 500 * MIB));
+        assert_eq!(next.used(0), 420 * MIB);
+        assert!(l.held(&[2; 16]).is_empty(), "nobody");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Starts worker processes: what they inherit, and what ends them when this process is gone.
+//! Starts worker processes: what they inherit, and whether they end with this process.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -19,18 +19,6 @@ use super::channel;
 
 /// Variables that the server passes on to every worker, by prefix: they configure our own software.
 const PASSED_ON: &[&str] = &["GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
-
-/// Whether workers live on when the server process is gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lifetime {
-    /// The kernel ends them with the server.
-    EndsWithServer,
-    /// They stay, and a later server finds their sockets in the service manager's descriptor store.
-    OutlivesServer,
-}
-
-/// The one place that decides it.
-pub const LIFETIME: Lifetime = Lifetime::EndsWithServer;
 
 /// Finds the worker's program: `$GPUSERVER_WORKER`, beside this program, or where packages put it.
 pub fn worker_program() -> PathBuf {
@@ -64,8 +52,8 @@ pub fn stack_can_be_unlimited() -> bool {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that starts all workers and daemons. The kernel ends them when the *thread* that started them ends, so that it must
-/// not be one of a pool.
+/// A thread that starts all workers and daemons. The kernel ends those that do not outlive the server when the *thread* that
+/// started them ends, so that it must not be one of a pool.
 #[derive(Debug, Clone)]
 pub struct Spawner(mpsc::Sender<Job>);
 
@@ -95,14 +83,16 @@ impl Spawner {
         Ok(Self(sender))
     }
 
-    /// Starts a worker with these variables and no others. Returns the process and our end of its channel.
+    /// Starts a worker with these variables and no others, which lives on when this process is gone or does not. Returns the
+    /// process and our end of its channel.
     pub async fn start(
         &self,
         program: &Path,
         environment: Vec<(OsString, OsString)>,
+        outlives: bool,
     ) -> io::Result<(Child, OwnedFd)> {
         let program = program.to_path_buf();
-        self.on_thread(move || start(&program, &environment)).await
+        self.on_thread(move || start(&program, &environment, outlives)).await
     }
 
     /// Starts a program that the kernel ends with the server.
@@ -126,7 +116,11 @@ impl Spawner {
     }
 }
 
-fn start(program: &Path, environment: &[(OsString, OsString)]) -> io::Result<(Child, OwnedFd)> {
+fn start(
+    program: &Path,
+    environment: &[(OsString, OsString)],
+    outlives: bool,
+) -> io::Result<(Child, OwnedFd)> {
     let (ours, theirs) = channel::pair()?;
     let mut command = Command::new(program);
     command
@@ -136,14 +130,14 @@ fn start(program: &Path, environment: &[(OsString, OsString)]) -> io::Result<(Ch
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .process_group(0)
-        .kill_on_drop(true);
+        .kill_on_drop(!outlives);
     let parent = nix::unistd::getpid();
     let theirs_raw = theirs.as_raw_fd();
     // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe, and allocates
     // nothing: `io::Error::from` of an errno stores the number.
     unsafe {
         command.pre_exec(move || {
-            if LIFETIME == Lifetime::EndsWithServer {
+            if !outlives {
                 end_with(parent)?;
             }
             if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {

@@ -127,7 +127,7 @@ fn serve() {
                 lanes.push(lane);
             }
             ToWorker::Pause | ToWorker::Resume => {}
-            ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall => {}
+            ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
             ToWorker::Stop { .. } => {
                 if !start.as_ref().is_some_and(|s| s.driver.contains("deaf")) {
                     return;

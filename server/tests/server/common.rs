@@ -141,6 +141,16 @@ impl Server {
                 break;
             }
         }
+        self.look();
+    }
+
+    /// A process that has said that it is ready.
+    pub fn runs(&mut self, child: Child) {
+        self.process = Some(child);
+        self.look();
+    }
+
+    fn look(&mut self) {
         let status = self.json(&["status"]);
         self.control = status["server"]["control_address"].as_str().expect("text").into();
         self.data = status["server"]["data_address"].as_str().expect("text").into();

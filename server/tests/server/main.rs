@@ -2,6 +2,7 @@
 
 mod common;
 mod mps;
+mod restart;
 mod sharing;
 
 use std::collections::HashMap;

@@ -81,6 +81,7 @@ pub fn run() -> ExitCode {
                 worker.quota.granted(device, serial, bytes, left);
             }
             Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
+            Ok(Some((ToWorker::TakenOver, _))) => worker.quota.ask_again(),
             Ok(Some((ToWorker::Stop { reason }, _))) => worker.end(&reason),
             Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
                 Some(session) => session.replay.pause(session),

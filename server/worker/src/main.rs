@@ -29,7 +29,8 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     match &arguments[..] {
         [_, flag, driver] if flag == "--probe" => probe::run(driver),
-        [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, limit),
+        [_, flag, driver, pid, limit] if flag == "--park" => park::run(driver, pid, Some(limit)),
+        [_, flag, driver, pid] if flag == "--parked" => park::run(driver, pid, None),
         [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
         [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
         [_] => admit::run(),

@@ -24,6 +24,8 @@ struct State {
     answered: u64,
     /// What the last answer granted.
     bytes: u64,
+    /// The last request.
+    request: Option<FromWorker>,
 }
 
 /// See the module.
@@ -86,7 +88,9 @@ impl Quota {
         state.asked += 1;
         let serial = state.asked;
         // Under the lock: what is given back meanwhile is told before or after, never between the numbers and the request.
-        self.supervisor.tell(&FromWorker::MemoryWanted { device: device as u32, serial, bytes });
+        let request = FromWorker::MemoryWanted { device: device as u32, serial, bytes };
+        self.supervisor.tell(&request);
+        state.request = Some(request);
         while state.answered < serial {
             state = self.answer.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -135,6 +139,15 @@ impl Quota {
         state.answered = state.answered.max(serial);
         state.bytes = bytes;
         self.answer.notify_all();
+    }
+
+    /// Another supervisor answers from now on. One that got the request and ended is not to leave a thread waiting; should both
+    /// answer, both grants count.
+    pub fn ask_again(&self) {
+        let state = lock(&self.state);
+        if let Some(request) = state.request.as_ref().filter(|_| state.answered < state.asked) {
+            self.supervisor.tell(request);
+        }
     }
 
     /// Gives back what is not in use.

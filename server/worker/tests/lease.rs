@@ -13,6 +13,7 @@ use gpuserver::accounting::{Accounting, Wanted};
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::lease::{Lease, Priority, Share};
 use gpuserver::limits::Effective;
+use gpuserver::supervise::keep::Store;
 use gpuserver::supervise::{Event, Options, Supervisor, Taken};
 use gpusession_proto::frame::op;
 use gpusession_proto::grant::Endpoint;
@@ -128,8 +129,15 @@ fn four_processes_share_one_limit() {
         mps: None,
     };
     let clock = Arc::new(Moved::default());
-    let supervisor = Supervisor::new(options, accounting.clone(), clock.clone(), Arc::new(SystemRandom))
-        .expect("a supervisor");
+    let supervisor = Supervisor::new(
+        options,
+        Store::default(),
+        Vec::new(),
+        accounting.clone(),
+        clock.clone(),
+        Arc::new(SystemRandom),
+    )
+    .expect("a supervisor");
     let limit = DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
     supervisor.add_lease(&lease(), vec![limit], Effective::default());
     let mut taken = Vec::new();

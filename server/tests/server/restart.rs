@@ -1,0 +1,280 @@
+//! Programs and leases live through a server's end where systemd keeps descriptors for the next one.
+
+use std::io::IoSliceMut;
+use std::net::TcpStream;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::unistd::Pid;
+
+use crate::common::{Client, Server, alive, eventually, rest};
+use crate::{pid, renew};
+
+/// What systemd does for a unit: listens to its notifications, keeps descriptors and passes them on.
+#[derive(Clone)]
+struct Systemd {
+    heard: Arc<Mutex<Heard>>,
+    path: std::path::PathBuf,
+}
+
+#[derive(Default)]
+struct Heard {
+    kept: Vec<(String, OwnedFd)>,
+    ready: u32,
+}
+
+impl Systemd {
+    fn new(server: &Server) -> Self {
+        let path = server.path("systemd");
+        let socket = UnixDatagram::bind(&path).expect("a socket");
+        let this = Self { heard: Arc::default(), path };
+        let heard = this.heard.clone();
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            loop {
+                listen(&socket, &heard);
+            }
+        });
+        this
+    }
+
+    /// Starts a server with what the one before left.
+    async fn run(&self, server: &mut Server) {
+        let before = self.heard.lock().unwrap().ready;
+        let child = {
+            let heard = self.heard.lock().unwrap();
+            let names: Vec<&str> = heard.kept.iter().map(|(name, _)| name.as_str()).collect();
+            let fds: Vec<RawFd> = heard.kept.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+            let serve = server.command(&["serve"]);
+            let mut command = Command::new("/bin/sh");
+            command
+                .args(["-c", "export LISTEN_PID=$$; exec \"$0\" serve"])
+                .arg(serve.get_program())
+                .envs(serve.get_envs().filter_map(|(key, value)| Some((key, value?))))
+                .env("NOTIFY_SOCKET", &self.path)
+                .env("FDSTORE", "64")
+                .env("LISTEN_FDS", names.len().to_string())
+                .env("LISTEN_FDNAMES", names.join(":"))
+                .stdin(Stdio::null());
+            // SAFETY: between fork and exec only fcntl and dup2 are called, which are async-signal-safe, on a list made before.
+            unsafe {
+                command.pre_exec(move || {
+                    // Out of the way of their final numbers first.
+                    let mut above = [0; 64];
+                    for (i, fd) in fds.iter().enumerate() {
+                        above[i] = nix::libc::fcntl(*fd, nix::libc::F_DUPFD_CLOEXEC, 200);
+                    }
+                    for (fd, target) in above[..fds.len()].iter().zip(3..) {
+                        if nix::libc::dup2(*fd, target) < 0 {
+                            return Err(std::io::Error::last_os_error());
+                        }
+                    }
+                    Ok(())
+                })
+            };
+            command.spawn().expect("gpuserver starts")
+        };
+        eventually("gpuserver gets ready", async || self.heard.lock().unwrap().ready > before).await;
+        server.runs(child);
+    }
+
+    /// How many workers are kept.
+    fn workers(&self) -> usize {
+        let heard = self.heard.lock().unwrap();
+        heard.kept.iter().filter(|(name, _)| name.starts_with('w')).count() / 3
+    }
+
+    /// Changes the record of a worker that has this process.
+    fn rewrite(&self, worker: u32, change: impl FnOnce(Vec<u8>) -> Vec<u8>) {
+        let heard = self.heard.lock().unwrap();
+        let text = format!("\"pid\":{worker},");
+        let mut change = Some(change);
+        for (_, fd) in &heard.kept {
+            let file = std::fs::File::from(fd.try_clone().unwrap());
+            let mut bytes = vec![0; 1 << 16];
+            let Ok(n) = file.read_at(&mut bytes, 0) else { continue };
+            if n > 36
+                && String::from_utf8_lossy(&bytes[36..n]).contains(&text)
+                && let Some(change) = change.take()
+            {
+                let len = u32::from_le_bytes(bytes[..4].try_into().unwrap()) as usize;
+                let json = change(bytes[36..36 + len].to_vec());
+                let mut out = (json.len() as u32).to_le_bytes().to_vec();
+                out.extend(blake3::hash(&json).as_bytes());
+                out.extend(json);
+                file.write_all_at(&out, 0).unwrap();
+            }
+        }
+        assert!(change.is_none(), "no record of {worker}");
+    }
+}
+
+fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
+    let mut buffer = [0; 4096];
+    let mut space = nix::cmsg_space!([RawFd; 8]);
+    let mut slices = [IoSliceMut::new(&mut buffer)];
+    let received =
+        recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC).unwrap();
+    let fds: Vec<OwnedFd> = received
+        .cmsgs()
+        .unwrap()
+        .flat_map(|message| match message {
+            ControlMessageOwned::ScmRights(fds) => fds,
+            _ => vec![],
+        })
+        // SAFETY: the kernel has just made these descriptors for this process, and nothing else knows them.
+        .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+        .collect();
+    let length = received.bytes;
+    let said = String::from_utf8_lossy(&buffer[..length]).into_owned();
+    let name = said.lines().find_map(|l| l.strip_prefix("FDNAME=")).unwrap_or_default().to_owned();
+    let has = |line| said.lines().any(|l| l == line);
+    let mut heard = heard.lock().unwrap();
+    if has("FDSTORE=1") {
+        assert!(has("FDPOLL=0"), "{said}");
+        // systemd keeps one of several descriptors of the same socket.
+        if !name.starts_with('w') {
+            heard.kept.retain(|(kept, _)| *kept != name);
+        }
+        heard.kept.extend(fds.into_iter().map(|fd| (name.clone(), fd)));
+    } else if has("FDSTOREREMOVE=1") {
+        heard.kept.retain(|(kept, _)| *kept != name);
+    }
+    heard.ready += u32::from(has("READY=1"));
+}
+
+/// A program that runs: its worker's id, its connection and what the worker says of itself.
+async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, TcpStream, serde_json::Value) {
+    let worker = vm.take(lease).await.unwrap();
+    let (lane, said) = server.adopt(&worker.id, 0, true);
+    eventually("it is counted", async || of(server, &said)["memory_bytes"] == 128 << 20).await;
+    (worker.id, lane, said)
+}
+
+/// The worker of a program as listed.
+fn of(server: &Server, said: &serde_json::Value) -> serde_json::Value {
+    server.workers().into_iter().find(|w| w["worker"] == said["worker"]).unwrap_or_default()
+}
+
+#[tokio::test]
+async fn programs_outlive_the_server() {
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    let systemd = Systemd::new(&server);
+    systemd.run(&mut server).await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let (_id, mut lane, said) = program(&server, &mut vm, &lease.id).await;
+    let granted = vm.take(&lease.id).await.unwrap();
+    let data = server.data.clone();
+    for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
+        let before = of(&server, &said);
+        assert_eq!(server.signal(signal).code(), (signal == Signal::SIGUSR2).then_some(0));
+        // Between two servers: who connects waits.
+        let preface = gpusession_proto::preface::Preface::new(
+            granted.id.as_slice().try_into().unwrap(),
+            if signal == Signal::SIGUSR2 { 0 } else { 1 },
+            1,
+            true,
+        );
+        let mut waits = server.data_connection(zerocopy::IntoBytes::as_bytes(&preface));
+        systemd.run(&mut server).await;
+        assert_eq!(server.data, data);
+        let mut byte = [0];
+        assert_eq!(
+            std::io::Read::read(&mut waits, &mut byte).unwrap(),
+            1,
+            "its connection was not handed over"
+        );
+        assert_eq!(byte, [b'{']);
+        let after = of(&server, &said);
+        for key in ["worker", "pid", "state", "lease", "program", "client_pid", "memory_bytes", "isolation"] {
+            assert_eq!(after[key], before[key], "{key} after {signal}");
+        }
+        assert_eq!(pid(&after["pid"]), pid(&said["pid"]));
+        let mut vm = server.again(&vm).await;
+        let renewed = vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases;
+        assert!(!renewed[0].lost);
+        // New programs get workers of the new server.
+        let fresh = vm.take(&lease.id).await.unwrap();
+        server.adopt(&fresh.id, 0, true);
+        std::mem::forget(waits);
+    }
+    // Its end is noticed though it is no child, and counted.
+    kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
+    assert!(rest(&mut lane).is_empty());
+    eventually("it is off the books", async || of(&server, &said).is_null()).await;
+    let mut records = server.json(&["accounting"]);
+    records = records["records"].take();
+    let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();
+    assert_eq!((&record["program"], &record["calls"]), (&"vectorAdd".into(), &7.into()));
+    // A stop is a stop.
+    let pids: Vec<u32> = server.workers().iter().map(|w| pid(&w["pid"])).collect();
+    assert!(pids.len() >= 3 && systemd.workers() >= 3);
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    assert!(!pids.iter().any(|p| alive(*p)));
+    eventually("nothing is kept", async || systemd.workers() == 0).await;
+}
+
+#[tokio::test]
+async fn what_is_not_understood_is_ended() {
+    let mut server = Server::prepare("deaf-libcuda.so.1", "").await;
+    let systemd = Systemd::new(&server);
+    systemd.run(&mut server).await;
+    let mut vm = server.client("vm-1").await;
+    let mut other = server.client("vm-2").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let lost = other.allocate(100.0).await.unwrap();
+    let (_a, _lane_a, good) = program(&server, &mut vm, &lease.id).await;
+    let (_b, _lane_b, garbled) = program(&server, &mut vm, &lease.id).await;
+    let (_c, _lane_c, newer) = program(&server, &mut vm, &lease.id).await;
+    let (_d, _lane_d, leaseless) = program(&server, &mut other, &lost.id).await;
+    server.signal(Signal::SIGKILL);
+    systemd.rewrite(pid(&garbled["pid"]), |mut json| {
+        json.truncate(20);
+        json
+    });
+    systemd.rewrite(pid(&newer["pid"]), |json| {
+        let mut value: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        value["supervise"] = 99.into();
+        value.to_string().into()
+    });
+    // A set of which one part is missing.
+    let (_e, warm) = {
+        let mut heard = systemd.heard.lock().unwrap();
+        let used: Vec<String> =
+            heard.kept.iter().map(|(n, _)| n.clone()).filter(|n| n.starts_with('w')).collect();
+        let name = used.last().unwrap().clone();
+        let at = heard.kept.iter().position(|(n, _)| *n == name).unwrap();
+        (heard.kept.remove(at), used.len() / 3)
+    };
+    assert!(warm >= 4);
+    assert!(server.verb(&["clients", "revoke", "vm-2"]).status.success());
+    systemd.run(&mut server).await;
+    // They do not listen, and end all the same.
+    for gone in [&garbled, &newer, &leaseless] {
+        eventually("it ended", async || !alive(pid(&gone["pid"]))).await;
+    }
+    assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
+    let pids: Vec<u32> = server.workers().iter().map(|w| pid(&w["pid"])).collect();
+    eventually("what is kept is what there is", async || systemd.workers() == server.workers().len()).await;
+    server.signal(Signal::SIGTERM);
+    assert!(!pids.iter().any(|p| alive(*p)));
+}
+
+#[tokio::test]
+async fn without_a_store_nothing_outlives_the_server() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, said) = server.adopt(&worker.id, 0, true);
+    assert_eq!(server.signal(Signal::SIGUSR2).code(), Some(0));
+    assert!(rest(&mut lane).is_empty());
+    assert!(!alive(pid(&said["pid"])));
+}
