@@ -21,9 +21,9 @@ pub const INLINE_MAX: usize = 64 << 10;
 /// Payload of one [`op::CHUNK`] frame on a bulk lane, in bytes; the last one of a transfer may be shorter.
 pub const CHUNK: usize = 2 << 20;
 /// Lanes for data to the device, numbered from [`FIRST_UP_LANE`].
-pub const UP_LANES: u16 = 4;
+pub const UP_LANES: u16 = 8;
 /// Lanes for data from the device, numbered from [`FIRST_DOWN_LANE`].
-pub const DOWN_LANES: u16 = 4;
+pub const DOWN_LANES: u16 = 8;
 /// See [`UP_LANES`].
 pub const FIRST_UP_LANE: u16 = 1;
 /// See [`DOWN_LANES`].

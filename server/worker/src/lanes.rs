@@ -16,8 +16,8 @@ use crate::driver::{Driver, Status, check, status};
 use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
-/// Slots of one lane: 8 MiB of pinned memory each.
-const SLOTS_PER_LANE: usize = 4;
+/// Slots of one lane: one fills while the device reads the other.
+const SLOTS_PER_LANE: usize = 2;
 
 /// A chunk that has arrived.
 pub struct Chunk {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use gpusession_link::lanes::{HostRange, chunk_header};
 use gpusession_link::tls;
 use gpusession_proto::frame::{
-    CHUNK, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, mirror, op,
+    CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, mirror, op,
 };
 use gpusession_proto::handle;
 use gpusession_proto::preface::{self, Preface};
@@ -743,7 +743,7 @@ fn lanes_without_the_secret_are_refused() {
         let refusal = worker.refusal();
         assert!(refusal.contains(reason), "{refusal}, not {reason}");
     }
-    for number in [9, u16::MAX] {
+    for number in [FIRST_DOWN_LANE + DOWN_LANES, u16::MAX] {
         assert!(lane(&worker, &guest, number).hung_up());
         assert!(worker.refusal().contains("no such lane"));
     }
