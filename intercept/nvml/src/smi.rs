@@ -1,5 +1,5 @@
 //! `nvmlInternalGetExportTable`: an undocumented table of functions that `nvidia-smi` uses beside NVML. What is here was learned by
-//! watching what Debian's `nvidia-smi` (535, 550) calls, and what it prints for which answer. It looks at a slot before it calls it, and
+//! watching what `nvidia-smi` (535, 550, 580) calls, and what it prints for which answer. It looks at a slot before it calls it, and
 //! does without the functions that are missing.
 
 use crate::entry::{device, guard, list, out, string};
@@ -40,15 +40,22 @@ static TABLE: [Slot; SLOTS] = {
     table[23] = Slot { path };
     table[26] = Slot { log };
     table[72] = Slot { watched };
+    table[81] = Slot { log: refused };
     table[213] = Slot { processes };
     table[214] = Slot { processes: none };
     table[215] = Slot { processes: none };
+    table[251] = Slot { log: refused };
     table
 };
 
 /// A line for NVML's log: there is none.
 unsafe extern "C" fn log() -> u32 {
     status::SUCCESS
+}
+
+/// What 580 sets the persistence mode with: the card belongs to its server.
+unsafe extern "C" fn refused() -> u32 {
+    status::NO_PERMISSION
 }
 
 /// How two devices, named by their PCI addresses, are connected: 0 one PCIe switch, then several, a host bridge, a NUMA node, the system.
