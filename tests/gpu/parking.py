@@ -5,8 +5,12 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
+
+from descriptor_store import DescriptorStore
 
 LIMIT = 300
 
@@ -279,6 +283,55 @@ class Parking:
         self.check("and has it", self.state(lease)[0] == "active")
         first.end()
 
+    def restarts(self):
+        """A server follows another one, which was told to leave its programs or was killed: those at work and parked ones go on."""
+        self.server.stop()
+        # The address of a Unix socket has room for about a hundred characters.
+        with tempfile.TemporaryDirectory(prefix="gpu-store-") as folder:
+            store = DescriptorStore(f"{folder}/notify")
+            self.server.popen = store.popen
+            try:
+                self.replace_server(store)
+            finally:
+                self.server.stop()
+                self.server.popen = subprocess.Popen
+                store.close()
+
+    def replace_server(self, store):
+        """With a store that servers leave their programs in."""
+        self.server.start()
+        self.server.release_lease()
+        self.wait_for_no_lease()
+        for how in (signal.SIGUSR2, signal.SIGKILL):
+            program = self.start(["idle_program.py", "0.125"])
+            program.expect("ready")
+            lease = self.only_lease()
+            worker = self.worker()
+            for parked in (False, True):
+                if parked:
+                    self.park(lease)
+                begun = time.monotonic()
+                self.server.process.send_signal(how)
+                self.server.process.wait()
+                self.server.start_server()
+                # Its port answers before it does: the socket is the earlier server's.
+                if not store.ready.wait(60):
+                    raise RuntimeError("the next server does not start")
+                took = time.monotonic() - begun
+                what = f"{'parked' if parked else 'active'}, {how.name}"
+                self.check(f"{what}: the same lease and worker", (self.only_lease(), self.worker()) == (lease, worker))
+                if parked:
+                    self.check(f"{what}: still parked", self.until(lambda: self.state(lease)[0] == "parked"))
+                self.note(f"{what}: the next server is there after", round(took, 2), "s")
+                self.check(f"{what}: the program's memory is intact", self.intact(program) >= 0)
+            program.end()
+            self.wait_for_no_lease()
+
+    def worker(self):
+        """The worker process of the one program that runs."""
+        rows = json.loads(self.server.tool("ps", "--json"))["workers"]
+        return [row["pid"] for row in rows if row["state"] in ("active", "parked")]
+
     def start_shell(self, script):
         """A shell with a lease of its own."""
         env = {**os.environ, **self.server.client_environment(), "PYTHONUNBUFFERED": "1"}
@@ -303,6 +356,10 @@ class Parking:
         total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
         wanted = [1, 16, 64] if self.card else [0.0625]
         self.sizes([gib for gib in wanted if gib < total * 0.9])
+        print("The server is replaced", flush=True)
+        self.restarts()
+        self.server.start()
+        self.server.release_lease()
         print("The clock", flush=True)
         self.clocks()
         return {"figures": self.rows, "failed": self.bad}

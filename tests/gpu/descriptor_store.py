@@ -1,0 +1,68 @@
+"""What systemd does for gpuserver's unit: keeps descriptors of one server and passes them on to the next."""
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+
+SIZE = 300
+
+
+class DescriptorStore:
+    """Starts servers that leave their programs to each other. `path` is where it listens to them."""
+
+    def __init__(self, path):
+        self.path, self.kept = path, []
+        # Whether the last server has said that it serves.
+        self.ready = threading.Event()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        """Until the process ends."""
+        while True:
+            text, fds, _, _ = socket.recv_fds(self.socket, 4096, 8)
+            lines = text.decode(errors="replace").split("\n")
+            name = next((line[7:] for line in lines if line.startswith("FDNAME=")), "")
+            if "FDSTORE=1" in lines:
+                # A listening socket that it has is kept once.
+                if any(kept == name for kept, _ in self.kept) and len(fds) == 1:
+                    self.remove(name)
+                self.kept += [(name, fd) for fd in fds]
+            else:
+                for fd in fds:
+                    os.close(fd)
+            if "READY=1" in lines:
+                self.ready.set()
+            if "FDSTOREREMOVE=1" in lines:
+                self.remove(name)
+
+    def remove(self, name):
+        """Drops what has this name."""
+        for _, fd in [entry for entry in self.kept if entry[0] == name]:
+            os.close(fd)
+        self.kept = [entry for entry in self.kept if entry[0] != name]
+
+    def close(self):
+        """The unit is stopped: nothing is kept."""
+        for name in {name for name, _ in self.kept}:
+            self.remove(name)
+
+    def popen(self, command, env, **options):
+        """`subprocess.Popen` with what was kept."""
+        self.ready.clear()
+        names, fds = [name for name, _ in self.kept], [fd for _, fd in self.kept]
+
+        def place():
+            import fcntl
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3 + len(fds) + 64) for fd in fds]
+            for target, fd in enumerate(high, 3):
+                os.dup2(fd, target)
+
+        environment = {**env, "NOTIFY_SOCKET": str(self.path), "FDSTORE": str(SIZE),
+                       "LISTEN_FDS": str(len(fds)), "LISTEN_FDNAMES": ":".join(names)}
+        shell = ["sh", "-c", 'export LISTEN_PID=$$; exec "$@"', "sh", *command]
+        return subprocess.Popen(shell, env=environment, close_fds=False, preexec_fn=place, **options)
