@@ -338,6 +338,10 @@ fn a_machine_joins_leases_and_survives_restarts_of_both_ends() {
     assert_eq!(server.stop(), 0);
     site.described("that it is gone", |d| !d["servers"][0]["trouble"].is_null());
     let server = site.start_server();
+    // What it gives back while the server is not there yet would end for want of renewals only.
+    site.described("the server once more", |d| {
+        d["servers"][0]["state"] == "online" && d["servers"][0]["trouble"].is_null()
+    });
     site.lease();
 
     assert_eq!(daemon.stop(), 0);

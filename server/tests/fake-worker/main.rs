@@ -5,6 +5,7 @@
 //! * `...crash...`: workers end as soon as they are started.
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
+//! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
 //! A handed-over connection gets one line: the worker's id, the lanes's preface and some facts about the process.
@@ -103,7 +104,7 @@ fn serve() {
                 let facts = serde_json::json!({
                     "worker": data_encoding::HEXLOWER.encode(&s.worker), "lease": s.lease, "pid": std::process::id(),
                     "lane": preface.lane.get(), "epoch": preface.epoch.get(), "require_tls": s.require_tls,
-                    "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
+                    "staging": s.staging_bytes, "limits": s.devices.iter().map(|d| d.memory_bytes).collect::<Vec<_>>(),
                     "warm": s.warm, "mps": s.mps,
                     "blocking": flags & nix::libc::O_NONBLOCK == 0,
                     "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
@@ -123,6 +124,9 @@ fn serve() {
                     memory_bytes: 0,
                     idle_usec: 0,
                 }));
+                if s.driver.contains("greedy") {
+                    tell(&FromWorker::StagingFull { bytes: 300 << 20 });
+                }
                 tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }

@@ -123,6 +123,16 @@ impl Server {
 
     /// Starts the process and waits until it says that it is ready.
     pub async fn run(&mut self) {
+        self.run_with(Stdio::inherit()).await;
+    }
+
+    /// The same, with what it logs in a file.
+    pub async fn run_into(&mut self, file: &str) {
+        let file = std::fs::File::create(self.path(file)).expect("a file");
+        self.run_with(file.into()).await;
+    }
+
+    async fn run_with(&mut self, log: Stdio) {
         let socket_path = self.path("notify");
         let _ = std::fs::remove_file(&socket_path);
         let socket = UnixDatagram::bind(&socket_path).expect("a socket");
@@ -131,6 +141,7 @@ impl Server {
             .command(&["serve"])
             .env("NOTIFY_SOCKET", &socket_path)
             .stdin(Stdio::null())
+            .stderr(log)
             .spawn()
             .expect("gpuserver starts");
         self.process = Some(child);

@@ -134,6 +134,25 @@ async fn every_limit_refuses_by_name() {
 }
 
 #[tokio::test]
+async fn who_wants_too_much_mapped_host_memory_is_named() {
+    let mut server = Server::prepare("greedy-libcuda.so.1", "limits.client.vm-1.staging = \"64MiB\"").await;
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    assert_eq!(said["staging"], 64 << 20, "the worker keeps to it");
+    let wanted = "limit staging = 64MiB of client vm-1 (";
+    eventually("the journal names it", async || {
+        let text = std::fs::read_to_string(server.path("journal")).unwrap();
+        text.lines().any(|l| l.contains(wanted) && l.contains("300 MiB of mapped host memory asked for"))
+    })
+    .await;
+    // The program has been told, and goes on.
+    assert!(server.workers().iter().any(|w| w["state"] == "active"));
+}
+
+#[tokio::test]
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;
     let stays = server.client("vm-0").await.allocate(50.0).await.unwrap();
