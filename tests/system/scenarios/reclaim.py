@@ -1,0 +1,114 @@
+"""How soon device memory is free again, whatever ends a program: measured on the server, from the cause to the worker's end."""
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from harness import Failed, expect
+
+ORDER = 45
+# Hosts of the lab have one kernel, and its boot id with it: that another boot of a machine ends what the last one left is a test of
+# the server's.
+# Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
+BOUND, SILENT = 2, 62
+# Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
+ENDINGS = r"""
+#include <stdlib.h>
+#include <unistd.h>
+int pause(void) {
+    const char *end = getenv("END");
+    if (*end == 'f' && fork() == 0) for (;;) sleep(1000);
+    while (access("/tmp/end", F_OK)) usleep(1000);
+    if (*end == 'a') abort();
+    exit(0);
+}
+"""
+
+
+class Program:
+    """killVictim with 256 MiB of device memory, and its worker on a server."""
+
+    def __init__(self, site, ending=None):
+        self.client = site.client
+        self.client.ok("rm -f /tmp/end")
+        preload = f"END={ending} LD_PRELOAD=/usr/local/lib/endings.so " if ending else ""
+        self.client.start("victim", f"{preload}killVictim 256", user="alice")
+        self.client.until("grep -q READY /run/victim.out", 20, what="killVictim")
+        self.pid = int(self.client.ok("pgrep -o -x killVictim"))
+        for self.server in site.servers:
+            rows = json.loads(self.server.run("gpuserver ps --json 2>/dev/null").out or "{}").get("workers", [])
+            mine = [r for r in rows if r["client_pid"] == self.pid and r["program"] == "killVictim"]
+            if mine:
+                break
+        else:
+            raise Failed("no server has its worker")
+        if mine[0]["memory_bytes"] < 256 << 20:
+            raise Failed(f"its memory is not counted: {mine[0]}")
+        # Ends, with the time of day, when the worker is gone and its memory with it. All hosts have one kernel and one clock.
+        self.server.start("watch", f"while kill -0 {mine[0]['pid']} 2>/dev/null; do sleep 0.002; done; date +%s.%N")
+
+    def reclaimed(self, begin, bound):
+        """Seconds from `begin` until the worker was gone."""
+        end = self.server.until("grep . /run/watch.out", bound + 30, what="the worker's end")
+        took = float(end) - begin
+        if took > bound:
+            raise Failed(f"{took:.2f} s, more than {bound} s")
+        return f"{took:.2f} s"
+
+
+def run(site, check):
+    client = site.client
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "endings.c")
+        source.write_text(ENDINGS)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", source.with_suffix(".so"), source], check=True)
+        client.push([source.with_suffix(".so")], "/usr/local/lib")
+
+    def now_and(command):
+        """Runs a command on the client; when."""
+        return float(client.ok(f"date +%s.%N; {command}").split()[0])
+
+    causes = {
+        "exit": ("exit", lambda p: now_and("touch /tmp/end")),
+        "abort": ("abort", lambda p: now_and("touch /tmp/end")),
+        "kill -9": (None, lambda p: now_and(f"kill -9 {p.pid}")),
+        "a fork that outlives its parent": ("fork", lambda p: now_and(f"kill -9 {p.pid}")),
+    }
+    for name, (ending, cause) in causes.items():
+        with check(f"{name}: within {BOUND} s") as note:
+            program = Program(site, ending)
+            note(program.reclaimed(cause(program), BOUND))
+            client.run("pkill -9 -x killVictim; systemctl stop victim")
+    with check(f"the server is stopped and waits for nobody: within {BOUND} s") as note:
+        program = Program(site)
+        server = program.server
+        begin = float(server.ok("date +%s.%N; gpuserver stop --force").split()[0])
+        note(program.reclaimed(begin, BOUND))
+        shown = server.ok("systemctl show -p ExecMainStatus -p NRestarts gpuserver")
+        expect(shown, "ExecMainStatus=2", "forced")
+        expect(shown, "NRestarts=0", "and not started again")
+        server.ok("systemctl reset-failed gpuserver; systemctl start gpuserver")
+        client.until("vectorAdd", 60, user="alice")
+    with check(f"the client falls silent, its cable cut: within {SILENT} s") as note:
+        program = Program(site)
+        client.lab("cut", "--silent")
+        note(program.reclaimed(time.time(), SILENT))
+    with check("it has GPUs again when the network is back"):
+        client.lab("heal")
+        client.ok("pkill -9 -x killVictim; systemctl stop victim || true")
+        client.until("vectorAdd", 60, user="alice")
+    with check(f"power loss of the client, without a word, and it stays off: within {SILENT} s") as note:
+        program = Program(site)
+        client.lab("kill")
+        note(program.reclaimed(time.time(), SILENT))
+        client.lab("start")
+        client.until("vectorAdd", 60, user="alice")
+    with check("nothing is left on the servers"):
+        for server in site.servers:
+            if server.run("systemctl is-active gpuserver").code:
+                continue
+            rows = json.loads(server.ok("gpuserver ps --json"))["workers"]
+            used = [r for r in rows if r["program"]]
+            if used:
+                raise Failed(f"{server.name}: {used}")
