@@ -253,7 +253,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
             return Ok(End::Forced);
         }
     }
-    let _ = timeout(Duration::from_secs(1), control_task).await;
+    if !matches!(end, Ok(End::Forced)) {
+        let _ = timeout(Duration::from_secs(1), control_task).await;
+    }
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
     end
