@@ -114,7 +114,7 @@ struct Run {
     #[arg(long)]
     new: bool,
     /// Use the lease of a file written by `gpusession request`
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "model", "servers"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "sharing", "model", "servers"])]
     lease: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
@@ -406,7 +406,11 @@ async fn run_program(run: Run) -> Result<i32> {
         None => Vec::new(),
     };
     let have: u32 = session.iter().map(|l| l.gpus).sum();
-    if run.wanted.memory.is_some() || run.wanted.sm_percent.is_some() || run.wanted.model.is_some() {
+    if run.wanted.memory.is_some()
+        || run.wanted.sm_percent.is_some()
+        || run.wanted.sharing.is_some()
+        || run.wanted.model.is_some()
+    {
         return Err(Failure::new(code::NO_LEASE, "this session's lease has its limits already")
             .hint("--new leases other GPUs with limits of their own"));
     }
@@ -448,6 +452,7 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
                 gpus: Some(file.gpus),
                 memory: None,
                 sm_percent: None,
+                sharing: None,
                 model: None,
                 servers: vec![],
             }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use gpusessiond::access::Gate;
 use gpusessiond::client::Remote;
-use gpusessiond::config::Config;
+use gpusessiond::config::{Config, Sharing};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, Here};
@@ -41,6 +41,9 @@ pub struct Wanted {
     /// Share of each GPU's multiprocessors, in percent
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub sm_percent: Option<u32>,
+    /// How the GPUs are shared: time-slice, mps or exclusive
+    #[arg(long, value_name = "HOW")]
+    pub sharing: Option<Sharing>,
     /// GPU model, as `gpusession list` shows it
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
@@ -59,6 +62,7 @@ impl Wanted {
             gpus: self.gpus.unwrap_or(1),
             memory: self.memory.unwrap_or_default(),
             sm_percent: self.sm_percent.unwrap_or(100),
+            sharing: self.sharing,
             model: self.model.clone().unwrap_or_default(),
             user: user.unwrap_or_default(),
             who: "gpusession".into(),

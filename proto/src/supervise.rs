@@ -15,6 +15,10 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// [`Start::staging_bytes`] where nothing else is said.
 pub const STAGING: u64 = 256 << 20;
 
+/// Variables of NVIDIA's MPS by which a program limits itself.
+pub const MPS_VARIABLES: &[&str] =
+    &["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY"];
+
 /// From the supervisor to the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToWorker {

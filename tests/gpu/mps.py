@@ -237,7 +237,10 @@ class Mps(parking.Parking):
         """Everything; whether it was as it has to be."""
         if not self.card or not self.has_mps():
             print("  (no card here that MPS works on: only the programs themselves are tried, time-sliced)", flush=True)
-            self.throughput("time-slice")
+            program, sms, _ = self.program("--memory", "25%")
+            self.check("a program runs", sms > 0 and self.rates([program], 1, 0.01)[0] > 0)
+            self.check("what is not there is a fault", self.ask(program, "fault", "fault") != ["0"])
+            program.end()
             return {"figures": self.rows, "failed": self.bad}
         parts = {
             "limits": self.part_limits,

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use gpusession_link::{Link, Lost, Reply, grant};
 use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::handle;
+use gpusession_proto::supervise::MPS_VARIABLES;
 
 use crate::entry::{
     DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, Result, UNKNOWN,
@@ -215,9 +216,15 @@ fn c_stderr() -> *mut libc::FILE {
     unsafe { stderr }
 }
 
+/// What the program's environment says of MPS: it acts where the GPU is, within what the lease has.
+fn limits() -> Vec<(String, String)> {
+    let set = |name: &&str| Some((name.to_string(), std::env::var(name).ok().filter(|v| v.len() <= 256)?));
+    MPS_VARIABLES.iter().filter_map(|name| set(name)).collect()
+}
+
 impl Client {
     fn connect() -> Result<Self> {
-        let grant = grant::ask(Vec::new()).map_err(|refused| {
+        let grant = grant::ask(limits()).map_err(|refused| {
             trace::why(&refused.reason);
             refused.denial.cuda_error()
         })?;

@@ -109,6 +109,13 @@ pub enum Happened {
         /// The number of the seats.
         generation: u32,
     },
+    /// A process of MPS was killed and does not end.
+    Stuck {
+        /// Its GPUs.
+        gpus: Vec<String>,
+        /// Which.
+        why: String,
+    },
 }
 
 /// A fault as listings show it.
@@ -286,22 +293,52 @@ impl Seat {
     }
 }
 
-/// What a worker of a lease is started with, beside its seat.
-pub fn variables(devices: &[DeviceLimit], priority: Priority) -> Vec<(OsString, OsString)> {
+/// What a worker of a lease is started with, beside its seat. What the program's own environment says makes it less, never more;
+/// what the driver would not understand is nothing.
+pub fn variables(
+    devices: &[DeviceLimit],
+    priority: Priority,
+    own: &[(String, String)],
+) -> Vec<(OsString, OsString)> {
+    let own = |name: &str| own.iter().find(|(n, _)| n == name).map_or("", |(_, value)| value.trim());
     let mut out: Vec<(OsString, OsString)> = Vec::new();
     // One number for all of a process's GPUs.
-    if let Some(percent) = devices.iter().map(|d| d.sm_percent).min().filter(|p| *p < 100) {
-        out.push(("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), percent.to_string().into()));
+    let percent = devices.iter().map(|d| f64::from(d.sm_percent)).fold(100.0, f64::min);
+    let name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+    let percent =
+        own(name).parse().ok().filter(|p| (0.1..=100.0).contains(p)).unwrap_or(percent).min(percent);
+    if percent < 100.0 {
+        out.push((name.into(), percent.to_string().into()));
     }
-    let limited = devices.iter().enumerate().filter(|(_, d)| d.memory_bytes != u64::MAX);
-    let limits: Vec<_> = limited.map(|(i, d)| format!("{i}={}M", d.memory_bytes >> 20)).collect();
+    let name = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
+    let wanted = own(name);
+    let mib = |i: usize, device: &DeviceLimit| {
+        let parts = wanted.split(',').filter_map(|part| part.split_once('='));
+        let size =
+            parts.filter(|(index, _)| index.trim() == i.to_string()).find_map(|(_, size)| megabytes(size));
+        let most = (device.memory_bytes != u64::MAX).then_some(device.memory_bytes >> 20);
+        size.into_iter().chain(most).min()
+    };
+    let limits = devices.iter().enumerate().filter_map(|(i, d)| Some(format!("{i}={}M", mib(i, d)?)));
+    let limits: Vec<_> = limits.collect();
     if !limits.is_empty() {
-        out.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), limits.join(",").into()));
+        out.push((name.into(), limits.join(",").into()));
     }
-    if priority == Priority::BelowNormal {
-        out.push(("CUDA_MPS_CLIENT_PRIORITY".into(), "1".into()));
+    let name = "CUDA_MPS_CLIENT_PRIORITY";
+    if priority == Priority::BelowNormal || own(name) == "1" {
+        out.push((name.into(), "1".into()));
     }
     out
+}
+
+/// A size as the driver reads it, `4G` or `512M`.
+fn megabytes(text: &str) -> Option<u64> {
+    let text = text.trim().to_ascii_uppercase();
+    let text = text.strip_suffix('B').unwrap_or(&text);
+    match text.strip_suffix('G') {
+        Some(gib) => gib.parse::<u64>().ok()?.checked_mul(1024),
+        None => text.strip_suffix('M')?.parse().ok(),
+    }
 }
 
 enum End {
@@ -475,10 +512,10 @@ impl Mps {
                     let number = generation.number;
                     let _ = self.0.happened.send(Happened::Gone { generation: number });
                     // Programs that use its server go on; what is left of it ends after the last one.
-                    let domain = domain.clone();
+                    let (this, domain) = (self.clone(), domain.clone());
                     tokio::spawn(async move {
                         until(&domain, || domain.seated(number) == 0).await;
-                        clean(&generation.folder);
+                        this.clear(&domain, &generation.folder).await;
                     });
                 }
                 Err(why) => {
@@ -543,7 +580,7 @@ impl Mps {
             Err(e) => {
                 generation.alive.store(false, Ordering::Relaxed);
                 drop(child);
-                clean(&generation.folder);
+                self.clear(domain, &generation.folder).await;
                 return Err(e);
             }
         }
@@ -650,9 +687,28 @@ impl Mps {
         let _ = child.start_kill();
         let _ = timeout(QUIT_LIMIT, child.wait()).await;
         if !matches!(end, End::Died(_)) {
-            clean(&generation.folder);
+            self.clear(domain, &generation.folder).await;
         }
         end
+    }
+
+    /// Ends what is left of a daemon. What does not end sits in the driver: its GPUs are not well.
+    async fn clear(&self, domain: &Domain, folder: &Path) {
+        let pipe = folder.join("p");
+        clean(folder);
+        let end = Instant::now() + QUIT_LIMIT;
+        loop {
+            match left_behind(&pipe).first() {
+                None => return,
+                Some(pid) if Instant::now() > end => {
+                    let why =
+                        format!("process {pid} of MPS was killed and does not end: it waits for the driver");
+                    let _ = self.0.happened.send(Happened::Stuck { gpus: domain.key.gpus.clone(), why });
+                    return;
+                }
+                Some(_) => sleep(Duration::from_millis(50)).await,
+            }
+        }
     }
 
     async fn watch(&self, domain: &Domain, generation: &Generation, child: &mut Child) -> End {
@@ -863,11 +919,9 @@ mod tests {
             sm_percent,
             context_bytes: 0,
         };
-        assert!(variables(&[device(u64::MAX, 100)], Priority::Normal).is_empty());
-        let limited = variables(
-            &[device(4 << 30, 30), device(u64::MAX, 100), device(1 << 30, 25)],
-            Priority::BelowNormal,
-        );
+        assert!(variables(&[device(u64::MAX, 100)], Priority::Normal, &[]).is_empty());
+        let devices = [device(4 << 30, 30), device(u64::MAX, 100), device(1 << 30, 25)];
+        let limited = variables(&devices, Priority::BelowNormal, &[]);
         let limited: Vec<_> =
             limited.iter().map(|(k, v)| (k.to_str().unwrap(), v.to_str().unwrap())).collect();
         assert_eq!(
@@ -878,6 +932,26 @@ mod tests {
                 ("CUDA_MPS_CLIENT_PRIORITY", "1"),
             ]
         );
+    }
+
+    #[test]
+    fn a_program_may_only_tighten_its_limits() {
+        let device = DeviceLimit { uuid: [0; 16], memory_bytes: 4 << 30, sm_percent: 50, context_bytes: 0 };
+        let of = |percent: &str, memory: &str, priority: &str| {
+            let own = [
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory),
+                ("CUDA_MPS_CLIENT_PRIORITY", priority),
+            ];
+            let own = own.map(|(name, value)| (name.to_string(), value.to_string()));
+            let variables = variables(std::slice::from_ref(&device), Priority::Normal, &own);
+            variables.into_iter().map(|(_, value)| value.into_string().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(of("12.5", "0=1G", "1"), ["12.5", "0=1024M", "1"]);
+        assert_eq!(of("90", "0=8GB,1=1M", "0"), ["50", "0=4096M"]);
+        for bad in ["", "-1", "0", "NaN", "1e9", "many"] {
+            assert_eq!(of(bad, bad, bad), ["50", "0=4096M"], "{bad}");
+        }
     }
 
     #[test]

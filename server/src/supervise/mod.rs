@@ -13,7 +13,9 @@ use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use gpusession_proto::supervise::{DeviceLimit, FromWorker, Isolation, Start, ToWorker, Usage};
+use gpusession_proto::supervise::{
+    DeviceLimit, FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage,
+};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
@@ -645,8 +647,15 @@ impl Supervisor {
         count: usize,
         environment: Vec<(String, String)>,
     ) -> Result<Vec<Taken>, TakeError> {
+        let mut environment = environment;
+        if !self.state().leases.get(lease).is_some_and(|l| l.lease.mps) {
+            // Without MPS they mean nothing, as on a local card.
+            environment.retain(|(name, _)| !MPS_VARIABLES.contains(&name.as_str()));
+        }
         if let Some((bad, _)) = environment.iter().find(|(name, value)| {
-            !DRIVER_ENVIRONMENT.contains(&name.as_str()) || value.contains('\0') || value.len() > 256
+            !DRIVER_ENVIRONMENT.iter().chain(MPS_VARIABLES).any(|n| n == name)
+                || value.contains('\0')
+                || value.len() > 256
         }) {
             return Err(TakeError::Environment(bad.clone()));
         }
@@ -1142,8 +1151,10 @@ impl Supervisor {
         // The driver shows the worker its lease's GPUs only, in the lease's order.
         let gpus = self.state().workers.get(id).map(|w| w.gpus.join(",")).unwrap_or_default();
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
+        let (own, environment): (Vec<_>, Vec<_>) =
+            environment.into_iter().partition(|(name, _)| MPS_VARIABLES.contains(&name.as_str()));
         if start.mps {
-            variables.extend(self.sit_down(id, start).await?);
+            variables.extend(self.sit_down(id, start, &own).await?);
         }
         variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
         let failed = |e: io::Error| format!("{} cannot be started: {e}", program.display());

@@ -20,13 +20,14 @@ impl Supervisor {
         &self,
         id: &WorkerId,
         start: &Start,
+        own: &[(String, String)],
     ) -> Result<Vec<(OsString, OsString)>, String> {
         let mps = self.mps().ok_or("this server does not share GPUs by MPS any longer")?;
         let seat = Arc::new(mps.seat(&start.lease).await?);
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
         let priority = leases.get(&start.lease).map(|l| l.lease.priority).unwrap_or_default();
-        let mut variables = mps::variables(&start.devices, priority);
+        let mut variables = mps::variables(&start.devices, priority, own);
         variables.push(("CUDA_MPS_PIPE_DIRECTORY".into(), seat.pipe_directory().into()));
         let worker = workers.get_mut(id).filter(|w| w.phase != Phase::Ending);
         worker.ok_or("it was told to end")?.seat = Some(seat);
@@ -66,6 +67,9 @@ impl Supervisor {
     pub(super) async fn serve_mps(self, mut happened: mpsc::UnboundedReceiver<Happened>) {
         while let Some(happened) = happened.recv().await {
             match happened {
+                Happened::Stuck { gpus, why } => {
+                    let _ = self.0.events.send(super::Event::Stuck { gpus, why });
+                }
                 Happened::Gone { generation } => {
                     self.end_seats(generation, |worker| {
                         let idle = worker.process.is_none();

@@ -21,7 +21,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use crate::activity::Activity;
 use crate::containment;
 use crate::contexts::Contexts;
-use crate::driver::{Driver, check};
+use crate::driver::{Driver, check, check_connected};
 use crate::lanes::Lanes;
 use crate::output::Output;
 use crate::quota::Quota;
@@ -146,7 +146,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
 
 fn warm(driver: &Driver, start: &Start) -> Result<Contexts, String> {
     // SAFETY: cuInit takes only flags, which must be 0.
-    check(unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
+    check_connected(|| unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
     let contexts = Contexts::warm(driver, &start.devices)?;
     // The driver goes on without MPS, and without its limits, where it does not find the daemon.
     if start.mps && !contexts.under_mps(driver) {

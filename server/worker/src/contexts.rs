@@ -6,7 +6,7 @@ use gpusession_proto::frame::Writer;
 use gpusession_proto::handle;
 use gpusession_proto::supervise::DeviceLimit;
 
-use crate::driver::{Driver, Handle, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, check_connected, status};
 use crate::execute::Executor;
 use crate::handles::{Object, Table, kind};
 
@@ -45,7 +45,7 @@ impl Contexts {
             let ordinal = found.ok_or("a GPU of the lease is not there any more")?;
             let mut ctx = std::ptr::null_mut();
             // SAFETY: the out pointer is valid.
-            check(unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, ordinal) })
+            check_connected(|| unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, ordinal) })
                 .map_err(say("cuDevicePrimaryCtxRetain"))?;
             devices.push(ordinal);
             primary.push(Object(ctx));

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use libloading::Library;
 
@@ -20,6 +21,7 @@ pub mod status {
     pub const NOT_READY: i32 = 600;
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_SUPPORTED: i32 = 801;
+    pub const MPS_SERVER_NOT_READY: i32 = 807;
 }
 
 /// What our own libraries export: loading one as the driver would forward calls to ourselves.
@@ -28,6 +30,22 @@ pub const MARKER: &[u8] = b"gpusession_marker\0";
 /// `Ok` where the driver says success.
 pub fn check(status: Status) -> Result<(), Status> {
     if status == 0 { Ok(()) } else { Err(status) }
+}
+
+/// How long an MPS server that is not ready is waited for: it starts, or ends another client's work.
+const MPS_PATIENCE: Duration = Duration::from_secs(8);
+
+/// The same of a call that connects to an MPS server, which is made again while that one is not ready.
+pub fn check_connected(mut call: impl FnMut() -> Status) -> Result<(), Status> {
+    let begun = Instant::now();
+    loop {
+        match call() {
+            status::MPS_SERVER_NOT_READY if begun.elapsed() < MPS_PATIENCE => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            status => return check(status),
+        }
+    }
 }
 
 unsafe extern "C" fn missing() -> Status {
