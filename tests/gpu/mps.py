@@ -37,7 +37,9 @@ class Mps(parking.Parking):
     def worker_of(self, lease):
         """Process and environment of the worker that serves a lease's only program."""
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
-        pid = next(row["pid"] for row in workers if row["lease"] == lease and row["state"] == "active")
+        pid = next((row["pid"] for row in workers if row["lease"] == lease and row["state"] == "active"), None)
+        if pid is None:
+            raise RuntimeError(f"no program of lease {lease} is served: {workers}")
         entries = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         return pid, dict(entry.split("=", 1) for entry in entries if entry.startswith("CUDA_MPS"))
 
@@ -141,26 +143,27 @@ class Mps(parking.Parking):
         """One program faults beside another one, of the same client or of another one."""
         victim, _, _ = self.program("--memory", "25%")
         culprit, _, _ = self.program("--memory", "25%", other=other)
-        mine = {row["lease"] for row in self.leases() if (row["client"] == "other") == other}
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
-        pids = [row["pid"] for row in workers if row["lease"] in mine and row["state"] == "active"]
+        pids = [(row["pid"], row["client"]) for row in workers if row["state"] == "active"]
         before = len(self.domains())
         name = "two domains" if other else "one domain"
         self.note(f"{name}: domains", before, "")
         begun = time.monotonic()
         code = self.ask(culprit, "fault", "fault")[0]
         self.note(f"{name}: the culprit is told", f"error {code}", "")
-        reached = self.died(victim, 8 if other else 15)
+        if not other:
+            states = [self.died(victim, 8)]
+        fresh, _, _ = self.program("--memory", "20%", other=other)
+        self.check(f"{name}: service resumes", self.ask(fresh, "check", "state") == ["0"])
+        self.note(f"{name}: from the fault to the next program", round(time.monotonic() - begun, 1), "s")
+        reached = self.died(victim, 8) if other else states[0]
         self.note(f"{name}: the other program", "goes on" if reached is None else f"{reached[1]} after {reached[0]:.1f} s", "")
         self.check(f"{name}: as documented", (reached is None) == other)
         self.until(lambda: any(d["faults"] for d in self.domains()), 5)
         faults = [f for d in self.domains() for f in d["faults"]]
         self.note(f"{name}: faults shown", faults, "")
         self.check(f"{name}: the fault is shown", bool(faults))
-        self.note(f"{name}: one of the workers", pids, "")
-        fresh, _, _ = self.program("--memory", "25%", other=other)
-        self.check(f"{name}: service resumes", self.ask(fresh, "check", "state") == ["0"])
-        self.note(f"{name}: from the fault to the next program", round(time.monotonic() - begun, 1), "s")
+        self.note(f"{name}: the programs' workers", pids, "")
         for program in (fresh, culprit, victim):
             self.finish(program)
         self.wait_for_no_lease()
@@ -176,25 +179,26 @@ class Mps(parking.Parking):
     def killed_client(self):
         """A client is killed in the middle of its work: the other one of its domain does not notice."""
         other, _, _ = self.program("--memory", "25%")
+        leases = {row["lease"] for row in self.leases()}
         victim, _, _ = self.program("--memory", "25%")
+        lease = next(row["lease"] for row in self.leases() if row["lease"] not in leases)
+        pid, _ = self.worker_of(lease)
         other.say(f"busy 6 {MANY}")
         victim.say(f"busy 60 {MANY}")
         time.sleep(2)
         used = self.used()
-        os.killpg(victim.process.pid, signal.SIGKILL)
+        run = victim.process.pid
+        for child in pathlib.Path(f"/proc/{run}/task/{run}/children").read_text().split() or [run]:
+            os.kill(int(child), signal.SIGKILL)
         begun = time.monotonic()
-        self.check("its worker is gone within 2 s", self.until(lambda: len(self.leases()) < 2 or self.active() < 2, 2))
+        self.check("its worker is gone within 2 s", self.until(lambda: not os.path.exists(f"/proc/{pid}"), 2))
         self.note("time until it is", round(time.monotonic() - begun, 2), "s")
         self.note("card before / after", f"{used} / {self.used()}", "MiB")
         self.check("the other one's work goes on", other.expect("did").split()[2] == "0")
         self.check("no fault is shown", not any(d["faults"] for d in self.domains()))
         other.end()
         victim.process.wait()
-        self.wait_for_no_lease()
-
-    def active(self):
-        """Programs that are served."""
-        return sum(row["state"] == "active" for row in json.loads(self.server.tool("ps", "--json"))["workers"])
+        self.wait_for_no_lease(90)
 
     def throughput(self, sharing):
         """One program alone, two together; kernels that fill the card and kernels that do not."""
@@ -273,7 +277,6 @@ class Mps(parking.Parking):
         self.configure('sharing = "mps"')
         self.killed_client()
         self.fault(other=True)
-        self.configure('sharing = "mps"')
         self.fault(other=False)
 
     def part_throughput(self):

@@ -132,9 +132,9 @@ class Parking:
         if not good:
             self.bad.append(what)
 
-    def wait_for_no_lease(self):
+    def wait_for_no_lease(self, limit=20):
         """Until the last client's lease is gone."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + limit
         while self.leases() and time.monotonic() < end:
             time.sleep(0.1)
 

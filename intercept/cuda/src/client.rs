@@ -219,7 +219,7 @@ fn c_stderr() -> *mut libc::FILE {
 /// What the program's environment says of MPS: it acts where the GPU is, within what the lease has.
 fn limits() -> Vec<(String, String)> {
     let set = |name: &&str| Some((name.to_string(), std::env::var(name).ok().filter(|v| v.len() <= 256)?));
-    MPS_VARIABLES.iter().filter_map(|name| set(name)).collect()
+    MPS_VARIABLES.iter().filter_map(set).collect()
 }
 
 impl Client {

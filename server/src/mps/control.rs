@@ -4,10 +4,12 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
+use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 /// Longest answer that is read, in bytes.
@@ -96,11 +98,24 @@ pub struct Control {
     pub program: PathBuf,
     /// Its whole environment; the pipe directory in it says which daemon is meant.
     pub environment: Vec<(OsString, OsString)>,
+    /// The daemon talks to one at a time, and refuses a second.
+    turn: Arc<Mutex<()>>,
 }
 
 impl Control {
+    /// Of the daemon that listens where the environment says.
+    pub fn new(program: PathBuf, environment: Vec<(OsString, OsString)>) -> Self {
+        Self { program, environment, turn: Arc::default() }
+    }
+
     /// Asks the daemon one thing.
     pub async fn ask(&self, question: &str, limit: Duration) -> Result<String, String> {
+        let late = || format!("{question}: no answer within {} ms", limit.as_millis());
+        timeout(limit, self.ask_in_turn(question)).await.map_err(|_| late())?
+    }
+
+    async fn ask_in_turn(&self, question: &str) -> Result<String, String> {
+        let _turn = self.turn.lock().await;
         let failed = |e: std::io::Error| format!("{}: {e}", self.program.display());
         let mut child = Command::new(&self.program)
             .env_clear()
@@ -115,22 +130,17 @@ impl Control {
         let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             return Err("no pipes".into());
         };
-        let talk = async {
-            // One that ended already is told by its answer.
-            let _ = input.write_all(format!("{question}\n").as_bytes()).await;
-            drop(input);
-            let mut answer = Vec::new();
-            output.take(MAX_ANSWER).read_to_end(&mut answer).await.map_err(failed)?;
-            let status = child.wait().await.map_err(failed)?;
-            let answer = String::from_utf8_lossy(&answer).into_owned();
-            if !status.success() || answer.contains("Cannot find MPS control daemon") {
-                return Err(format!("{question}: {status}: {}", shown(&answer)));
-            }
-            Ok(answer)
-        };
-        timeout(limit, talk)
-            .await
-            .map_err(|_| format!("{question}: no answer within {} ms", limit.as_millis()))?
+        // One that ended already is told by its answer.
+        let _ = input.write_all(format!("{question}\n").as_bytes()).await;
+        drop(input);
+        let mut answer = Vec::new();
+        output.take(MAX_ANSWER).read_to_end(&mut answer).await.map_err(failed)?;
+        let status = child.wait().await.map_err(failed)?;
+        let answer = String::from_utf8_lossy(&answer).into_owned();
+        if !status.success() || answer.contains("Cannot find MPS control daemon") {
+            return Err(format!("{question}: {status}: {}", shown(&answer)));
+        }
+        Ok(answer)
     }
 
     /// Its servers.
@@ -185,14 +195,14 @@ mod tests {
     #[tokio::test]
     async fn a_daemon_that_does_not_answer_is_left() {
         let environment = vec![("PATH".into(), "/usr/bin:/bin".into())];
-        let of = |program: &str| Control { program: program.into(), environment: environment.clone() };
+        let of = |program: &str| Control::new(program.into(), environment.clone());
         assert_eq!(of("/bin/cat").ask("ps", ANSWER_LIMIT).await.unwrap(), "ps\n");
         let folder = tempfile::tempdir().unwrap();
         let hangs = folder.path().join("hangs");
         std::fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(&hangs, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let hangs = Control { program: hangs, environment: environment.clone() };
+        let hangs = Control::new(hangs, environment.clone());
         let e = hangs.ask("ps", Duration::from_millis(50)).await.unwrap_err();
         assert!(e.contains("no answer within 50 ms"), "{e}");
         assert!(of("/bin/false").ask("ps", ANSWER_LIMIT).await.is_err());

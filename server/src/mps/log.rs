@@ -20,7 +20,7 @@ pub enum Said {
     ServerDied,
     /// Something else that is of interest.
     Info,
-    /// The daily round of connections.
+    /// Questions, answers, connections.
     Chatter,
 }
 
@@ -34,15 +34,14 @@ pub fn read(line: &str) -> Said {
     if let Some((_, status)) = lower.split_once("exited with status ") {
         return if status.trim() == "0" { Said::Info } else { Said::ServerDied };
     }
-    const CHATTER: &[&str] =
-        &["accepting connection", "valid credentials", "new client", "new ui", "worker", "status of client"];
-    if CHATTER.iter().any(|c| lower.contains(c)) { Said::Chatter } else { Said::Info }
+    const NEWS: &[&str] = &["starting", "new server", "has started", "sticky error", "torn down"];
+    if NEWS.iter().any(|n| lower.contains(n)) { Said::Info } else { Said::Chatter }
 }
 
-/// `Client {4711, 1} encountered a fatal GPU error.`, also `client 4711`.
+/// `Client {PID: 4711, Context: 1} encountered a fatal GPU error.` (driver 580), `Client {4711, 1}` before.
 fn culprit(text: &str) -> Option<u32> {
     let at = text.to_ascii_lowercase().find("client ")? + "client ".len();
-    let rest = text.get(at..)?.trim_start_matches(['{', '(', ' ']).trim_start_matches("process ");
+    let rest = text.get(at..)?.trim_start_matches(['{', '(', ' ']).trim_start_matches("PID: ");
     let digits: &str = &rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len())];
     digits.parse().ok().filter(|pid| *pid > 1)
 }
@@ -114,11 +113,22 @@ mod tests {
         let at = |text: &str| read(&format!("[2026-11-21 14:50:00.123 Server  4700] {text}"));
         assert_eq!(at("Client {4711, 1} encountered a fatal GPU error."), Said::Fault(Some(4711)));
         assert_eq!(at("Server is handling a fatal GPU error."), Said::Fault(None));
-        assert_eq!(at("Fatal GPU exception; client process 4711"), Said::Fault(Some(4711)));
+        assert_eq!(
+            at("Client {PID: 1120, Context: 1} encountered a fatal GPU error."),
+            Said::Fault(Some(1120)),
+            "as driver 580 says it"
+        );
         assert_eq!(at("Server 4700 exited with status 0"), Said::Info);
         assert_eq!(at("Server 4700 exited with status 139"), Said::ServerDied);
         assert_eq!(at("Starting new server 4700 for user 998"), Said::Info);
         assert_eq!(at("NEW CLIENT 4711 from user 998: Server already exists"), Said::Chatter);
+        assert_eq!(at("Cmd:get_server_list"), Said::Chatter);
+        assert_eq!(
+            at(
+                "Server failed to recevie command with status 806, assuming client {PID: 9, Context ID: 1} exit"
+            ),
+            Said::Chatter
+        );
         assert_eq!(read("Status of client {4711, 1} is ACTIVE"), Said::Chatter);
     }
 

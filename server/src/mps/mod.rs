@@ -104,10 +104,12 @@ pub enum Happened {
         /// What it said.
         why: String,
     },
-    /// The daemon is gone: those that use the GPU go on, those that do not yet cannot begin.
+    /// The daemon is gone: those that do not use the GPU yet cannot begin; those that do go on as long as its server does.
     Gone {
         /// The number of the seats.
         generation: u32,
+        /// So is the server.
+        server: bool,
     },
     /// A process of MPS was killed and does not end.
     Stuck {
@@ -510,11 +512,19 @@ impl Mps {
                     warn!("MPS of {}: {why}; it is started again", domain.name());
                     domain.set(Phase::Starting);
                     let number = generation.number;
-                    let _ = self.0.happened.send(Happened::Gone { generation: number });
+                    let _ = self.0.happened.send(Happened::Gone { generation: number, server: false });
                     // Programs that use its server go on; what is left of it ends after the last one.
                     let (this, domain) = (self.clone(), domain.clone());
                     tokio::spawn(async move {
-                        until(&domain, || domain.seated(number) == 0).await;
+                        let pipe = generation.pipe();
+                        while domain.seated(number) > 0 {
+                            sleep(LOOK).await;
+                            if left_behind(&pipe).is_empty() {
+                                let gone = Happened::Gone { generation: number, server: true };
+                                let _ = this.0.happened.send(gone);
+                                until(&domain, || domain.seated(number) == 0).await;
+                            }
+                        }
                         this.clear(&domain, &generation.folder).await;
                     });
                 }
@@ -571,7 +581,7 @@ impl Mps {
             ("CUDA_MPS_LOG_DIRECTORY".into(), folder.join("l").into()),
             ("CUDA_VISIBLE_DEVICES".into(), domain.key.gpus.join(",").into()),
         ]);
-        let control = Control { program: settings.program.clone(), environment };
+        let control = Control::new(settings.program.clone(), environment);
         let generation = Arc::new(Generation { number, folder, control, alive: AtomicBool::new(true) });
         domain.inner().starts += 1;
         let mut child = None;
@@ -662,6 +672,8 @@ impl Mps {
             }
             End::Died(_) => generation.alive.store(false, Ordering::Relaxed),
             End::Fault { culprits, why } => {
+                // It has ended all work itself.
+                generation.alive.store(false, Ordering::Relaxed);
                 {
                     let mut inner = domain.inner();
                     if inner.faults.len() == MAX_FAULTS {
@@ -755,7 +767,7 @@ impl Mps {
                         missed += 1;
                         check_at = Instant::now() + CHECK_SUSPECT;
                         warn!("MPS of {}: {e}", domain.name());
-                        if missed == 2 {
+                        if missed == 4 {
                             let _ = child.start_kill();
                             return End::Died("its control daemon does not answer".into());
                         }

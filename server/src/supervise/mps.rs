@@ -38,7 +38,7 @@ impl Supervisor {
     pub(super) async fn end_gpu_work(&self, id: &WorkerId) {
         let seat = {
             let state = self.state();
-            let worker = state.workers.get(id).filter(|w| w.given);
+            let worker = state.workers.get(id).filter(|w| w.process.is_some());
             worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
         };
         if let Some((seat, pid)) = seat {
@@ -70,10 +70,10 @@ impl Supervisor {
                 Happened::Stuck { gpus, why } => {
                     let _ = self.0.events.send(super::Event::Stuck { gpus, why });
                 }
-                Happened::Gone { generation } => {
+                Happened::Gone { generation, server } => {
                     self.end_seats(generation, |worker| {
-                        let idle = worker.process.is_none();
-                        idle.then(|| "its MPS daemon ended".to_string())
+                        let ends = server || worker.process.is_none();
+                        ends.then(|| "its MPS daemon died, and what it served with it".to_string())
                     });
                 }
                 Happened::Fault { generation, culprits, why } => {

@@ -26,6 +26,13 @@ fn main() {
                 println!("Cannot find MPS control daemon process");
                 std::process::exit(1);
             };
+            // The real daemon talks to one at a time.
+            let turn = append(&socket.with_file_name("turn"));
+            if turn.try_lock().is_err() {
+                println!("An instance of this daemon is already in use");
+                std::process::exit(1);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
             let mut said = Vec::new();
             std::io::stdin().read_to_end(&mut said).unwrap();
             daemon.write_all(&said).unwrap();

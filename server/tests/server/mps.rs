@@ -49,18 +49,12 @@ impl Site {
         self.commands().iter().filter(|c| c.starts_with(command)).count()
     }
 
-    /// Says something to the daemon that a worker was started with.
-    fn say(&self, worker: &Value, line: &str) {
-        let mut child = Command::new(self.server.path("nvidia-cuda-mps-control"))
-            .env(
-                "CUDA_MPS_PIPE_DIRECTORY",
-                worker["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap(),
-            )
-            .stdin(Stdio::piped())
-            .spawn()
-            .unwrap();
-        child.stdin.take().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
-        assert!(child.wait().unwrap().success());
+    /// Says something to the daemon that a worker was started with, which may talk to somebody else.
+    async fn say(&self, worker: &Value, line: &str) {
+        eventually("the daemon listens", async || {
+            ask(&self.server.path("nvidia-cuda-mps-control"), worker, line)
+        })
+        .await;
     }
 
     /// A program of a lease: what its worker says, and what keeps it there.
@@ -80,6 +74,17 @@ impl Site {
         let of = |r: &Value| (r["end_unix"].as_u64().unwrap(), r["reason"].as_str().unwrap().to_string());
         rows["records"].as_array().unwrap().iter().map(of).collect()
     }
+}
+
+/// Says something to the daemon that a worker was started with; `false`: it talks to somebody else, or is gone.
+fn ask(control: &std::path::Path, worker: &Value, line: &str) -> bool {
+    let mut child = Command::new(control)
+        .env("CUDA_MPS_PIPE_DIRECTORY", worker["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap())
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let _ = child.stdin.take().unwrap().write_all(format!("{line}\n").as_bytes());
+    child.wait().unwrap().success()
 }
 
 struct Program {
@@ -145,9 +150,9 @@ async fn a_lease_under_mps_from_start_to_end() {
     // So does the work of one that is killed, and of one whose lease ends.
     let second = site.program(&mut vm, &granted).await;
     assert!(site.server.verb(&["kill", &data_encoding::HEXLOWER.encode(&second.id)]).status.success());
-    let third = site.program(&mut vm, &granted).await;
+    let (third, fourth) = (site.program(&mut vm, &granted).await, site.program(&mut vm, &granted).await);
     vm.pool.release(ReleaseRequest { lease: granted.id }).await.unwrap();
-    for program in [second, third] {
+    for program in [second, third, fourth] {
         eventually("the worker is gone", async || !alive(program.pid)).await;
         assert_eq!(site.asked(&format!("terminate_client {server} {} (alive)", program.pid)), 1);
     }
@@ -214,7 +219,7 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     assert_ne!(pipe(&culprit), pipe(&stranger), "leases of two do not");
 
     let begun = Instant::now();
-    site.say(&culprit.said, &format!("fake_fault {}", culprit.pid));
+    site.say(&culprit.said, &format!("fake_fault {}", culprit.pid)).await;
     eventually("both ended", async || !alive(culprit.pid) && !alive(victim.pid)).await;
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     eventually("they are told", async || site.reasons().len() == 2).await;
@@ -262,14 +267,16 @@ async fn a_daemon_that_dies_is_started_again_with_its_limits() {
     assert!(alive(next.pid));
     // One that does not answer is ended, too.
     let second = site.active("vm-1").await["daemon_pid"].as_u64().unwrap() as u32;
-    let mut deaf = Command::new(site.server.path("nvidia-cuda-mps-control"))
-        .env("CUDA_MPS_PIPE_DIRECTORY", of(&next, "CUDA_MPS_PIPE_DIRECTORY"))
-        .stdin(Stdio::piped())
-        .spawn()
-        .unwrap();
-    deaf.stdin.take().unwrap().write_all(b"fake_deaf\n").unwrap();
-    eventually("it is ended", async || !alive(second)).await;
-    let _ = deaf.wait();
+    // Its answer never comes.
+    let deaf = {
+        let (folder, said) = (site.server.path("nvidia-cuda-mps-control"), next.said.clone());
+        std::thread::spawn(move || {
+            // Once it is deaf it ends in the middle of the talk.
+            let pipe = said["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap().to_string();
+            while !ask(&folder, &said, "fake_deaf") && std::path::Path::new(&pipe).exists() {}
+        })
+    };
+    eventually("it is ended", async || !alive(second) && deaf.is_finished()).await;
 }
 
 #[tokio::test]
