@@ -243,22 +243,23 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         warn!("stopping: {program} loses its GPUs");
     }
     tasks.abort_all();
-    tokio::select! {
+    let forced = tokio::select! {
         biased;
-        () = async {}, if matches!(end, Ok(End::Forced)) => {}
-        () = supervisor.close("the server stops") => {}
+        () = async {}, if matches!(end, Ok(End::Forced)) => true,
+        () = supervisor.close("the server stops") => false,
         () = stop.forced() => {
             warn!("forced to quit");
-            let _ = std::fs::remove_file(&admin_path);
-            return Ok(End::Forced);
+            true
         }
-    }
-    if !matches!(end, Ok(End::Forced)) {
+    };
+    if forced {
+        supervisor.kill_all();
+    } else {
         let _ = timeout(Duration::from_secs(1), control_task).await;
     }
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
-    end
+    if forced { Ok(End::Forced) } else { end }
 }
 
 /// A GPU in a compute mode that lets one program alone use it cannot be shared, nor have warm workers.

@@ -978,6 +978,13 @@ impl Supervisor {
         }
     }
 
+    /// Kills every worker, those too that would outlive this server.
+    pub fn kill_all(&self) {
+        let mut state = self.state();
+        state.closing = true;
+        state.workers.values().filter_map(|w| w.pid).for_each(end_group);
+    }
+
     /// Leaves every worker to the next server and starts none any more. What was meant for them is sent; those that are not in
     /// the store end.
     pub async fn hand_over(&self) {

@@ -263,8 +263,9 @@ async fn what_is_not_understood_is_ended() {
     assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
     let pids: Vec<u32> = server.workers().iter().map(|w| pid(&w["pid"])).collect();
     eventually("what is kept is what there is", async || systemd.workers() == server.workers().len()).await;
-    server.signal(Signal::SIGTERM);
-    assert!(!pids.iter().any(|p| alive(*p)));
+    // Nor do they listen to an end by force.
+    assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));
+    eventually("they ended", async || !pids.iter().any(|p| alive(*p))).await;
 }
 
 #[tokio::test]
