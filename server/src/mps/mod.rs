@@ -270,23 +270,33 @@ impl Seat {
     /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Takes at most a
     /// second, whatever the daemon does.
     pub async fn terminate(&self, pid: u32) {
-        if !self.generation.alive.load(Ordering::Relaxed) {
-            return;
-        }
-        let control = &self.generation.control;
+        let mut last = String::new();
         let ends = async {
-            for server in control.servers().await? {
-                let answer =
-                    control.ask(&format!("terminate_client {server} {pid}"), TERMINATE_LIMIT).await?;
-                debug!("terminate_client {server} {pid}: {}", answer.trim());
+            while self.generation.alive.load(Ordering::Relaxed) {
+                match self.try_to_terminate(pid).await {
+                    Ok(()) => return,
+                    Err(e) => last = e,
+                }
+                sleep(Duration::from_millis(20)).await;
             }
-            Ok::<(), String>(())
         };
-        match timeout(TERMINATE_LIMIT, ends).await {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => debug!("process {pid} ends without MPS: {e}"),
-            Err(_) => warn!("MPS of {} did not end process {pid}'s GPU work in time", self.domain.name()),
+        if timeout(TERMINATE_LIMIT, ends).await.is_err() {
+            warn!("MPS of {} did not end process {pid}'s GPU work in time: {last}", self.domain.name());
         }
+    }
+
+    async fn try_to_terminate(&self, pid: u32) -> Result<(), String> {
+        // CUDA_SUCCESS, and CUDA_ERROR_INVALID_CONTEXT: it has no work.
+        const DONE: [&str; 2] = ["0", "201"];
+        let control = &self.generation.control;
+        for server in control.servers().await? {
+            let question = format!("terminate_client {server} {pid}");
+            let answer = control.ask(&question, TERMINATE_LIMIT).await?;
+            if !DONE.contains(&answer.trim()) {
+                return Err(format!("{question}: {}", answer.trim()));
+            }
+        }
+        Ok(())
     }
 
     /// The worker crashed: its domain is asked at once whether it is well.

@@ -82,6 +82,7 @@ fn daemon(socket: &Path) {
             let answer = match words.as_slice() {
                 ["get_server_list"] => server.as_ref().map_or(String::new(), |s| s.id().to_string()),
                 ["get_server_status", _] => state.into(),
+                ["terminate_client", ..] => "0".into(),
                 ["start_server", "-uid", _] => {
                     start(&mut server);
                     String::new()

@@ -4,7 +4,9 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use gpusession_proto::control::{AllocateRequest, Lease, ProcessEndedRequest, ReleaseRequest};
+use gpusession_proto::control::{
+    AllocateRequest, Lease, ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest,
+};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -196,7 +198,17 @@ async fn requests_and_what_they_get() {
     let program = site.program(&mut vm, &plain).await;
     assert!(!program.said["environment"].to_string().contains("MPS"), "{}", program.said);
     assert_eq!((&program.said["warm"], &program.said["mps"]), (&true.into(), &false.into()));
-    // Which the other GPU is.
+    // What a program's own variables ask for: less under MPS, nothing without.
+    for (lease, percent) in [(&few, Some("5")), (&plain, None)] {
+        let name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+        let environment = [(name.to_string(), "5".to_string())].into();
+        let wish =
+            TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment, ..Default::default() };
+        let worker = vm.pool.take_workers(wish).await.unwrap().into_inner().workers.remove(0);
+        let (_lane, said) = site.server.adopt(&worker.id, 0, true);
+        assert_eq!(said["environment"][name].as_str(), percent, "{said}");
+    }
+    // A lease that says nothing is on GPUs of one kind.
     let other = lease(&mut vm, |_| AllocateRequest { memory_percent: 100.0, ..base }).await;
     assert_ne!(other.devices[0].uuid, few.devices[0].uuid);
     let rows = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
