@@ -190,7 +190,10 @@ pub fn request() -> Request {
 pub fn ask(path: &Path, request: &Request) -> std::io::Result<(Reply, UnixStream)> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;
-    stream.write_all(&message::encode(request))?;
+    match stream.write_all(&message::encode(request)) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => {}
+        written => written?,
+    }
     Ok((read_reply(&mut stream)?, stream))
 }
 

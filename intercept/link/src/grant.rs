@@ -136,7 +136,11 @@ fn exchange(
     };
     let exchange = (|| {
         stream.set_read_timeout(Some(patience))?;
-        stream.write_all(&message::encode(&request))?;
+        match stream.write_all(&message::encode(&request)) {
+            // A daemon without a place for this user answers before it is asked, and closes.
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
+            written => written?,
+        }
         let mut prefix = [0; 4];
         stream.read_exact(&mut prefix)?;
         let mut body = vec![0; message::body_len(prefix).map_err(io::Error::other)?];
