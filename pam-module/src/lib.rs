@@ -34,8 +34,9 @@ pub trait Pam {
     fn rhost(&self) -> Option<String>;
     /// The uid of a user.
     fn uid_of(&self, user: &str) -> Option<u32>;
-    /// Whether the session has a variable already: in PAM's list, or in this process (`su` keeps its user's).
-    fn is_set(&self, name: &str) -> bool;
+    /// Whether the session has a variable already: in PAM's list, or with another value in this process. `su` keeps its user's,
+    /// `su -l` does not, so that one with the same value is set again.
+    fn is_set(&self, name: &str, value: &str) -> bool;
     /// Whether PAM's list has a variable.
     fn in_list(&self, name: &str) -> bool;
     /// Adds `NAME=VALUE` to PAM's list; whether that worked.
@@ -87,7 +88,7 @@ pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     let reply = Reply::parse(&packet).map_err(|Malformed(what)| Trouble::new(what))?;
     for (name, value) in &reply.environment {
         // The session's id is ours, and another one in an outer session's environment is stale here.
-        if *name == "GPUSESSION_ID" || !pam.is_set(name) {
+        if *name == "GPUSESSION_ID" || !pam.is_set(name, value) {
             pam.put(name, value);
         }
     }

@@ -35,8 +35,8 @@ impl Pam for Login {
     fn uid_of(&self, _user: &str) -> Option<u32> {
         self.uid
     }
-    fn is_set(&self, name: &str) -> bool {
-        self.in_list(name) || self.process.contains_key(name)
+    fn is_set(&self, name: &str, value: &str) -> bool {
+        self.in_list(name) || self.process.get(name).is_some_and(|set| set != value)
     }
     fn in_list(&self, name: &str) -> bool {
         self.list.contains_key(name)
@@ -102,12 +102,22 @@ fn a_session_gets_what_the_user_has_not_set() {
     let mut session = alice();
     session.process.insert("NCCL_DEBUG".into(), "INFO".into());
     session.process.insert("GPUSESSION_ID".into(), "outer".into());
+    // `su -l` would not keep it.
+    session.process.insert("XLA_FLAGS".into(), "x".into());
     session.list.insert("OMP_NUM_THREADS".into(), "2".into());
-    let environment =
-        [("GPUSESSION_ID", "inner"), ("NCCL_DEBUG", "WARN"), ("OMP_NUM_THREADS", "8"), ("TF_X", "1")];
+    let environment = [
+        ("GPUSESSION_ID", "inner"),
+        ("NCCL_DEBUG", "WARN"),
+        ("OMP_NUM_THREADS", "8"),
+        ("TF_X", "1"),
+        ("XLA_FLAGS", "x"),
+    ];
     assert_eq!(login(&mut session, answer(&environment)), Ok(true));
     let set: Vec<_> = session.list.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
-    assert_eq!(set, [("GPUSESSION_ID", "inner"), ("OMP_NUM_THREADS", "2"), ("TF_X", "1")]);
+    assert_eq!(
+        set,
+        [("GPUSESSION_ID", "inner"), ("OMP_NUM_THREADS", "2"), ("TF_X", "1"), ("XLA_FLAGS", "x")]
+    );
     let mut nobody = alice();
     assert_eq!(login(&mut nobody, answer(&[])), Ok(false));
     assert!(nobody.list.is_empty());

@@ -97,8 +97,8 @@ impl Pam for Login {
         }
     }
 
-    fn is_set(&self, name: &str) -> bool {
-        self.in_list(name) || std::env::var_os(name).is_some()
+    fn is_set(&self, name: &str, value: &str) -> bool {
+        self.in_list(name) || std::env::var_os(name).is_some_and(|set| set != value)
     }
 
     fn in_list(&self, name: &str) -> bool {
