@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tracing::warn;
 
@@ -31,6 +32,14 @@ struct News {
     said: BTreeMap<Slot, String>,
 }
 
+/// What happens, and how much time is left; the server says only why, where that is over.
+pub(crate) fn warning(left: Duration, reason: &str) -> String {
+    if left < Duration::from_secs(1) {
+        return reason.to_owned();
+    }
+    format!("{reason} (in {})", human_duration(left))
+}
+
 fn called(lease: &LeaseView) -> &str {
     if lease.spec.name.is_empty() { &lease.id } else { &lease.spec.name }
 }
@@ -43,8 +52,8 @@ impl News {
             match change {
                 Change::PrepareForLoss { slot, left, reason } => {
                     if let Some(lease) = find(*slot) {
-                        let (name, left) = (called(lease), human_duration(*left));
-                        self.said.insert(*slot, format!("GPU lease {name} ends in {left}: {reason}"));
+                        let name = called(lease);
+                        self.said.insert(*slot, format!("GPU lease {name}: {}", warning(*left, reason)));
                     }
                 }
                 Change::Lost { slot, reason, .. } => {
@@ -155,8 +164,6 @@ fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::config::LeaseConfig;
     use crate::leases::Spec;
@@ -215,7 +222,7 @@ mod tests {
         let warn =
             |slot| Change::PrepareForLoss { slot, left: Duration::from_secs(300), reason: "idle".into() };
         let lines = news.after(&update(vec![warn(1), warn(2), warn(3)], all.clone()));
-        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 ends in 5 min: idle"]);
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1: idle (in 5 min)"]);
         assert_eq!(lines[&1001].len(), 2);
         assert!(!lines.contains_key(&1002), "not logged in");
         let lines = news.after(&update(vec![Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], all));

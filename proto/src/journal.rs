@@ -41,7 +41,7 @@ events! {
     /// A lease of GPUs is idle.
     LeaseIdle = 0x4ce9ee2052f4489a85b0b26cf698af47: "A lease of GPUs is idle",
         "Nothing has run on the lease @GPUSESSION_LEASE@ for a while, and the server will take a measure: @GPUSESSION_REASON@.\n\
-         Any CUDA work ends that. An administrator of the server sets the times in [idle] of gpuserver.toml.";
+         Any CUDA work ends that. An administrator of the server sets the times, warn_after and the others of gpuserver.toml.";
     /// A lease of GPUs was parked.
     LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: "A lease of GPUs was parked",
         "The device memory of the lease @GPUSESSION_LEASE@ was moved to the server's host memory so that others can use the GPU.\n\

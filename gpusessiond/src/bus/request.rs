@@ -90,7 +90,7 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             "IdleTimeoutUSec" => match take::<u64>(&key, value)? {
                 0 => {}
                 _ => {
-                    let why = "IdleTimeoutUSec: only the server's own idle timeout is supported ([idle] of gpuserver.toml)";
+                    let why = "IdleTimeoutUSec: only the server's own idle timeout is supported (park_after and the others of gpuserver.toml)";
                     return Err(BusError::not_supported(why));
                 }
             },

@@ -805,8 +805,8 @@ impl Actor {
                     message_id = Event::LeaseIdle.id(),
                     gpusession_lease = id,
                     gpusession_reason = reason,
-                    "lease {id} ends in {} s: {reason}",
-                    left.as_secs()
+                    "lease {id}: {}",
+                    crate::notice::warning(*left, reason)
                 );
             }
             Change::Lost { id, reason, .. } => {

@@ -1162,7 +1162,7 @@ impl Machine {
             let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
             self.set_state(now, slot, state);
             if let Some(left) = grace {
-                let reason = "its server is drained".to_owned();
+                let reason = "this machine leaves its server".to_owned();
                 self.tell(Change::PrepareForLoss { slot, left, reason });
             }
         }
@@ -1194,7 +1194,7 @@ impl Machine {
             .collect();
         for (slot, server, id, expires) in due {
             self.give_back(now, server, id, expires);
-            self.lose(now, slot, "its server is drained");
+            self.lose(now, slot, "this machine leaves its server");
         }
     }
 

@@ -80,13 +80,13 @@ impl Pool {
     }
 
     fn warn_idle(&self, lease: &Lease, next: Option<Next>, left: Duration, rest: &str) {
-        let soon = show_duration(Duration::from_secs(left.as_secs()));
+        // When, the client's daemon says.
         let reason = match next {
             Some(Next::Park) => format!(
-                "{rest}: in {soon} its programs' device memory is moved to the server's; they go on at their next call"
+                "{rest}: its programs' device memory will be moved to the server's; they go on at their next call"
             ),
             Some(Next::Release) => {
-                format!("{rest}: in {soon} the lease ends, and its programs lose their GPUs")
+                format!("{rest}: the lease will end, and its programs lose their GPUs")
             }
             None => format!("{rest}: others may be waiting for its GPUs"),
         };
