@@ -211,6 +211,16 @@ impl Daemon {
     }
 }
 
+/// Whether the daemon runs; does not start it.
+pub async fn runs() -> bool {
+    let asked = async {
+        let connection = zbus::Connection::system().await?;
+        let bus = zbus::fdo::DBusProxy::new(&connection).await?;
+        zbus::Result::Ok(bus.name_has_owner(zbus::names::BusName::try_from(NAME)?).await?)
+    };
+    asked.await.unwrap_or(false)
+}
+
 fn odd(error: &dyn std::fmt::Display) -> Failure {
     Failure::new(code::FAILED, format!("the daemon's answer makes no sense: {error}"))
         .hint("daemon and command have different versions: restart gpusession.service")

@@ -4,6 +4,7 @@
 mod daemon;
 mod exit;
 mod lease_file;
+mod leave;
 mod run;
 mod setup;
 mod show;
@@ -84,6 +85,15 @@ enum Command {
     Reload,
     /// Make this machine (or, without being root, this user) a client of a pool
     Join(Join),
+    /// Take this machine (or, without being root, this user) out of its pool: removes its identity
+    Leave {
+        /// Keep the addresses of the servers, for an image whose copies join with a token of their own
+        #[arg(long)]
+        for_template: bool,
+        /// Leave as this user even if root
+        #[arg(long)]
+        user: bool,
+    },
     /// Have the loader give our libcuda.so.1 to programs, unless this machine has a driver of its own
     SetupLibs {
         /// Also where this machine has an NVIDIA driver
@@ -224,6 +234,10 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Request(request) => self::request(request, cli.json).await,
         Command::Release { lease } => release(&lease, cli.json).await,
         Command::Join(join) => self::join(join, cli.json).await,
+        Command::Leave { for_template, user } => {
+            let system = nix::unistd::geteuid().is_root() && !user;
+            tell(leave::leave(system, for_template).await?, cli.json)
+        }
         Command::SetupLibs { force, remove, root } => {
             let system = System::new(&root);
             tell(if remove { system.remove_libraries()? } else { system.libraries(force)? }, cli.json)
@@ -569,7 +583,7 @@ async fn join(join: Join, json: bool) -> Result<i32> {
         home.ok_or_else(|| Failure::new(code::CONFIGURATION, "HOME is not set: no place for an identity"))?;
     if home.exists() {
         let message = format!("there is an identity in {} already", home.identity.display());
-        return Err(Failure::new(code::CONFIGURATION, message).hint("remove that folder to join anew"));
+        return Err(Failure::new(code::CONFIGURATION, message).hint("`gpusession leave` removes it"));
     }
     let joined = identity::join_pool(&home, &address, &token, join.name.as_deref())
         .await

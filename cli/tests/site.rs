@@ -497,6 +497,32 @@ fn joining_fails_with_words_that_help() {
 }
 
 #[test]
+fn a_user_who_leaves_has_no_identity_and_can_join_again() {
+    let mut site = Site::new();
+    let server = site.start_server();
+    let join = |site: &Site| {
+        let token = site.token();
+        site.gpusession(&["join", "--user", "--name", "me", &site.address, &token])
+    };
+    let nowhere = site.gpusession(&["leave", "--user"]);
+    assert_eq!(nowhere.status.code(), Some(78), "{}", text(&nowhere.stderr));
+    assert!(join(&site).status.success());
+    let again = join(&site);
+    assert_eq!(again.status.code(), Some(78));
+    assert!(text(&again.stderr).contains("gpusession leave"), "{}", text(&again.stderr));
+    let left = site.gpusession(&["leave", "--user", "--for-template", "--json"]);
+    assert_eq!(serde_json::from_slice::<serde_json::Value>(&left.stdout).unwrap()["left"], true);
+    assert!(site.path("home/.config/gpusession/servers.toml").exists());
+    assert!(!site.path("home/.config/gpusession/identity").exists());
+    site.gpuserver(&["clients", "forget", "me"]);
+    let joined = join(&site);
+    assert!(joined.status.success(), "{}", text(&joined.stderr));
+    assert!(site.gpusession(&["leave", "--user"]).status.success());
+    assert!(!site.path("home/.config/gpusession/servers.toml").exists());
+    server.stop();
+}
+
+#[test]
 fn run_without_a_daemon_leases_and_gives_back() {
     let mut site = Site::new();
     let server = site.start_server();
