@@ -103,7 +103,8 @@ test-system:
 	@.ci/setup system || true
 	@reason=$$(tests/system/run --why-not); if [ -n "$$reason" ]; then \
 		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
-	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && rm -rf target/system && packaging/build deb --fast --out target/system/dist && \
+	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && \
+		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && packaging/build deb --fast --out target/system/dist && \
 		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
 # ---- checking

@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
 _loader = importlib.machinery.SourceFileLoader("lab", str(HERE / "lab"))
 _spec = importlib.util.spec_from_loader("lab", _loader)
 lab = importlib.util.module_from_spec(_spec)
 _loader.exec_module(lab)
 
 # What the packages and the scenarios need beside the lab's own packages.
-EXTRA = "cron,at,csh,fish"
+EXTRA = "cron,at,csh,fish,podman,crun,uidmap"
 CLIENT_PACKAGES = ("gpusession", "gpusession-libs", "libpam-gpusession")
 SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
 
@@ -140,7 +142,7 @@ class Site:
 
     def sim_library(self):
         """A libcuda.so.1 that is not ours to install: the simulated driver, taken out of its package."""
-        folder = HERE.parent.parent / "target/system"
+        folder = ROOT / "target/system"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "libcuda.so.1", "wb") as out:
             tar = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", self.deb("gpusession-libs")], stdout=subprocess.PIPE)
@@ -156,8 +158,8 @@ class Site:
 
     def install_client(self, host):
         host.install([self.deb(p) for p in CLIENT_PACKAGES])
-        programs = [self.programs / p for p in ("vectorAdd", "deviceQuery", "killVictim", "longRun")]
-        host.push(programs, "/usr/local/bin")
+        programs = [self.programs / p for p in ("vectorAdd", "deviceQuery", "memFree", "longRun")]
+        host.push([*programs, ROOT / "tests/gpu/idle_program.py"], "/usr/local/bin")
 
     def down(self):
         self.ready = False

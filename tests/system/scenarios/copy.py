@@ -17,4 +17,14 @@ def run(site, check):
         copy.fails("ssh alice@copy vectorAdd")
     with check("the machine that it was copied from still has its own"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("without its identity, and with a token, the copy is a machine of its own"):
+        expect(copy.fails("gpusession leave --for-template"), "the daemon is running")
+        copy.ok("systemctl stop gpusession && gpusession leave --for-template && test ! -e /var/lib/gpusession/identity")
+        copy.write("/etc/credstore/gpusession.token", site.servers[0].ok("gpuserver token create --name 'copy' 2>/dev/null"), "600")
+        copy.write("/etc/gpusession/conf.d/lease.toml", '[[lease]]\nmemory = "20%"\n')
+        copy.ok("systemctl start gpusession")
+        copy.until("gpusession status | grep -q 'is ready'", 20)
+        expect(copy.ok("ssh alice@copy vectorAdd"), "sums right")
+        expect(site.servers[0].ok("gpuserver clients"), "copy")
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     copy.lab("down")

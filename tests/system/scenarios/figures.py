@@ -1,6 +1,46 @@
 """The control plane's figures, beside their goals: nothing here fails for being slow."""
 ORDER = 80
 
+# A login's time in our module alone: a PAM stack with nothing else in it, in the middle of many.
+PAM = r"""
+import ctypes, statistics, sys, time
+pam = ctypes.CDLL("libpam.so.0")
+talk = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 19)
+class Conversation(ctypes.Structure):
+    _fields_ = [("talk", type(talk)), ("data", ctypes.c_void_p)]
+conversation, took = Conversation(talk, None), []
+for _ in range(int(sys.argv[1])):
+    handle = ctypes.c_void_p()
+    assert not pam.pam_start(b"figures", b"alice", ctypes.byref(conversation), ctypes.byref(handle))
+    begin = time.monotonic()
+    assert not pam.pam_open_session(handle, 0)
+    took.append(time.monotonic() - begin)
+    pam.pam_close_session(handle, 0)
+    pam.pam_end(handle, 0)
+print(f"{statistics.median(took) * 1000:.1f} ms, at most {max(took) * 1000:.1f} ms")
+"""
+# From connecting to the daemon's socket until its answer has been read, as the kernel saw it.
+GRANT = r"""
+import re, statistics, subprocess
+took = []
+for _ in range(11):
+    trace = subprocess.run(["strace", "-f", "-ttt", "-T", "-e", "trace=connect,read,recvfrom,close", "vectorAdd"], capture_output=True, text=True).stderr
+    begin = fd = end = None
+    for line in trace.splitlines():
+        if not (when := re.match(r"(?:\[pid +\d+\] )?(\d+\.\d+) \w+\(", line)):
+            continue
+        when = float(when.group(1))
+        if "connect(" in line and "grant.sock" in line:
+            begin, fd = when, re.search(r"connect\((\d+)", line).group(1)
+        elif begin and end is None and re.search(rf"(read|recvfrom)\({fd},.*= [1-9]", line):
+            last = when + float(re.search(r"<([\d.]+)>$", line).group(1))
+        elif begin and end is None and "connect(" in line:
+            end = last
+    took.append(end - begin)
+print(f"{statistics.median(took) * 1000:.1f} ms, at most {max(took) * 1000:.1f} ms, under strace")
+"""
+SWITCHES = "awk '/^(non)?voluntary_ctxt/ { n += $2 } END { print n }' /proc/$(systemctl show -P MainPID gpusession)/task/*/status"
+
 
 def run(site, check):
     client = site.client
@@ -14,8 +54,42 @@ def run(site, check):
         started, lease = int(client.ok(start)), int(client.ok(granted))
         network = int(client.ok(up) or 0)
         note(f"{(lease - max(started, network)) / 1000:.0f} ms after the network is up and the daemon started")
+
+    client.write("/etc/pam.d/figures", "session optional pam_gpusession.so\nsession required pam_permit.so\n")
+    client.write("/root/pam.py", PAM)
+    with check("a login's time in PAM, daemon up (goal: 20 ms)") as note:
+        note(client.ok("python3 /root/pam.py 51"))
+    with check("the same, daemon hung (goal: 550 ms)") as note:
+        client.ok("systemctl kill -s STOP gpusession")
+        try:
+            note(client.ok("python3 /root/pam.py 5"))
+        finally:
+            client.ok("systemctl kill -s CONT gpusession")
+    with check("the same, daemon absent (goal: 10 ms)") as note:
+        client.ok("systemctl stop gpusession.service gpusession.socket")
+        try:
+            note(client.ok("python3 /root/pam.py 51"))
+        finally:
+            client.ok("systemctl start gpusession.socket gpusession.service")
+    client.until("gpusession status | grep -q 'is ready'", 20)
+    with check("a grant, from the socket to the ticket (goal: 2 ms at the daemon)") as note:
+        client.write("/root/grant.py", GRANT)
+        note(client.ok("su -l alice -c 'vectorAdd && python3 -' </root/grant.py").splitlines()[-1])
+    with check("a program from start to end on a warm worker") as note:
+        note(client.ok("su -l alice -c 'vectorAdd >/dev/null; time -p vectorAdd' 2>&1 | awk '/^real/ { print $2 \" s\" }'"))
+    with check("device memory free again after kill -9 (goal: 2 s)") as note:
+        before = client.ok("su -l alice -c memFree")
+        client.start("holder", "python3 /usr/local/bin/idle_program.py 0.5 </dev/zero", user="alice")
+        client.until(f"test $(su -l alice -c memFree) -lt {before}", 20)
+        free = ("import os, subprocess, time; pid = int(subprocess.check_output(['pgrep', '-f', '^python3 .*idle_program'])); begin = time.monotonic(); "
+                f"os.kill(pid, 9)\nwhile subprocess.check_output(['su', '-l', 'alice', '-c', 'memFree']).strip() != b'{before}': pass\n"
+                "print(f'{(time.monotonic() - begin) * 1000:.0f} ms, what asks for it included')")
+        client.write("/root/free.py", free)
+        note(client.ok("python3 /root/free.py"))
     with check("memory of the daemon at rest (goal: 15 MB)") as note:
         pid = client.ok("systemctl show -P MainPID gpusession")
         note(client.ok(f"awk '/^(RssAnon|VmRSS)/ {{ printf \"%s %.1f MB  \", $1, $2 / 1000 }}' /proc/{pid}/status"))
-    with check("a program from start to end on a warm worker") as note:
-        note(client.ok("su -l alice -c 'vectorAdd >/dev/null; time -p vectorAdd' 2>&1 | awk '/^real/ { print $2 \" s\" }'"))
+    with check("wake-ups of the daemon at rest (goal: none besides the heartbeat of 2 s)") as note:
+        first = int(client.ok(SWITCHES))
+        client.ok("sleep 10")
+        note(f"{(int(client.ok(SWITCHES)) - first) / 10:.1f} a second")

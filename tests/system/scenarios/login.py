@@ -1,65 +1,133 @@
 """Every way to start a program: each has the machine's GPUs, and nobody has typed anything."""
-from harness import expect
+from harness import Failed, expect
 
 ORDER = 20
-PROGRAM = "/usr/local/bin/vectorAdd"
+PROBE = "/usr/local/bin/probe"
 RIGHT = "sums right"
+# What a program sees of its session and of [environment], and whether it has a GPU.
+PROBE_TEXT = """#!/bin/sh
+echo "session=${GPUSESSION_ID:-none} setting=${NCCL_DEBUG:-none} user=$(id -un)"
+exec /usr/local/bin/vectorAdd
+"""
+PASSWORD = "echo secret | ssh alice@client"
 
-CONSOLE = r"""
+# The table of docs/user-guide.md: how a program is started, as whom it runs, whether the session has a GPUSESSION_ID and what
+# [environment] sets (`both`), only the latter (`setting`), or neither (`none`).
+ROWS = [
+    ("ssh with a command", f"ssh alice@client {PROBE}", "alice", "both"),
+    *((f"ssh with a terminal, in {shell}", f"ssh -tt alice@client {shell} -c {PROBE} </dev/null", "alice", "both")
+      for shell in ("sh", "bash", "zsh", "csh", "fish")),
+    *((f"a login shell, {shell} -l", f"ssh alice@client {shell} -l -c {PROBE}", "alice", "both") for shell in ("bash", "zsh", "fish")),
+    ("su", f"su alice -c {PROBE}", "alice", "both"),
+    ("su -l", f"su -l alice -c {PROBE}", "alice", "both"),
+    ("su -l to another user, in a session", f"{PASSWORD} su -l bob -c {PROBE}", "bob", "both"),
+    ("sudo", f"{PASSWORD} sudo -S {PROBE}", "root", "none"),
+    ("sudo -i", f"{PASSWORD} sudo -S -i {PROBE}", "root", "none"),
+    ("sudo -u", f"sudo -u bob {PROBE}", "bob", "none"),
+    ("sudo -i -u", f"sudo -i -u bob {PROBE}", "bob", "both"),
+    ("a system unit", f"systemd-run --quiet --wait --pipe {PROBE}", "root", "none"),
+    ("a system unit with User=", f"systemd-run --quiet --wait --pipe -p User=alice {PROBE}", "alice", "none"),
+    ("systemd-run --user", f"ssh alice@client systemd-run --user --quiet --wait --pipe {PROBE}", "alice", "setting"),
+    ("a user unit", "ssh alice@client 'systemctl --user daemon-reload; systemctl --user start gpu; cat /tmp/unit.out'", "alice", "setting"),
+]
+
+CONSOLE = rf"""
 set timeout 20
 spawn login alice
 expect "assword:" ; send "secret\r"
-expect -re {\$ $} ; send "vectorAdd; exit\r"
-expect { "sums right" { expect eof; exit 0 } timeout { exit 1 } eof { exit 1 } }
+expect -re {{\$ $}} ; send "{PROBE}; exit\r"
+expect {{
+    "{RIGHT}" {{ expect eof; exit 0 }}
+    timeout {{ exit 1 }}
+    eof {{ exit 1 }}
+}}
 """
 
 UNIT = f"""[Service]
 Type=oneshot
-ExecStart={PROGRAM}
+ExecStart={PROBE}
+StandardOutput=truncate:/tmp/unit.out
 """
+
+
+def session(seen):
+    """GPUSESSION_ID of a probe; None if there was none."""
+    for word in seen.split():
+        if word.startswith("session="):
+            return None if word == "session=none" else word.removeprefix("session=")
+    raise Failed(f"no probe in {seen!r}")
+
+
+def right(seen, user, given):
+    expect(seen, RIGHT)
+    expect(seen, f"user={user}")
+    expect(seen, "setting=none" if given == "none" else "setting=WARN")
+    if (session(seen) is not None) != (given == "both"):
+        raise Failed(f"GPUSESSION_ID is {session(seen)}:\n{seen}")
 
 
 def run(site, check):
     client = site.client
-    runs = lambda how, **options: expect(client.ok(how, **options), RIGHT)  # noqa: E731
+    client.write(PROBE, PROBE_TEXT, "755")
+    client.write("/home/alice/.config/systemd/user/gpu.service", UNIT)
+    client.ok("chown -R alice: /home/alice/.config")
+    # Both take a while to begin, and are looked at below.
+    client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n")
+    client.ok("systemctl start cron atd")
+    client.ok(f"su -l alice -c 'echo \"{PROBE} >/tmp/at.out 2>&1\" | at now 2>&1'")
 
-    with check("ssh with a command"):
-        runs(f"ssh alice@client {PROGRAM}")
-    with check("ssh with a terminal, in bash, csh and fish"):
-        for shell in ("bash", "csh", "fish"):
-            runs(f"ssh -tt alice@client {shell} -l -c {PROGRAM} </dev/null")
+    for what, how, user, given in ROWS:
+        with check(what):
+            right(client.ok(how), user, given)
     with check("login on a console"):
         client.write("/root/console.exp", CONSOLE)
-        runs("expect /root/console.exp")
-    with check("su and su -l"):
-        runs(f"su alice -c {PROGRAM}")
-        runs(f"su -l alice -c {PROGRAM}")
-    with check("sudo and sudo -i"):
-        runs(f"sudo -u alice {PROGRAM}")
-        runs(f"sudo -i -u alice {PROGRAM}")
-        runs(f"echo secret | ssh alice@client sudo -S {PROGRAM}")
-    with check("at"):
-        client.ok(f"systemctl start atd; su -l alice -c 'echo \"{PROGRAM} >/tmp/at.out 2>&1\" | at now 2>&1'")
-        client.until(f"grep '{RIGHT}' /tmp/at.out", 30)
-    with check("a system unit, also one with User="):
-        client.ok(f"systemd-run --quiet --wait --pipe {PROGRAM}")
-        client.ok(f"systemd-run --quiet --wait --pipe -p User=alice {PROGRAM}")
-    with check("systemd-run --user and a user unit"):
-        client.write("/home/alice/.config/systemd/user/gpu.service", UNIT)
-        client.ok("chown -R alice: /home/alice/.config")
-        runs(f"ssh alice@client systemd-run --user --quiet --wait --pipe {PROGRAM}")
-        client.ok("ssh alice@client 'systemctl --user daemon-reload; systemctl --user start gpu'")
-    with check("cron"):
-        client.write("/etc/cron.d/gpu", f"* * * * * alice {PROGRAM} >/tmp/cron.out 2>&1\n")
-        client.ok("systemctl start cron")
-        client.until(f"grep '{RIGHT}' /tmp/cron.out", 90)
-        client.ok("rm /etc/cron.d/gpu")
-    with check("a session has GPUSESSION_ID and nothing of ours in LD_*"):
+        right(client.ok("expect /root/console.exp"), "alice", "both")
+    with check("su to oneself, in a session, stays in it"):
+        seen = client.ok(f"{PASSWORD} '{PROBE}; su -l alice -c {PROBE}'")
+        ids = {session(line) for line in seen.splitlines() if "session=" in line}
+        if seen.count("session=") != 2 or len(ids) != 1:
+            raise Failed(seen)
+    with check("what a user has set stays"):
+        expect(client.ok(f"ssh alice@client 'env NCCL_DEBUG=INFO {PROBE}'"), "setting=INFO")
+        client.ok("echo 'NCCL_DEBUG=TRACE' >>/etc/environment")
+        expect(client.ok(f"ssh alice@client {PROBE}"), "setting=TRACE")
+        client.ok("sed -i /NCCL_DEBUG/d /etc/environment")
+    with check("nothing of ours is in LD_*"):
         seen = client.ok("ssh alice@client env")
-        expect(seen, "GPUSESSION_ID=")
         if "LD_" in seen:
-            raise AssertionError(seen)
-    with check("GPUSESSION_DISABLE=1 turns it off for a shell"):
-        expect(client.fails(f"ssh alice@client 'export GPUSESSION_DISABLE=1; {PROGRAM}'"), "cudaErrorNoDevice")
+            raise Failed(seen)
+    with check("GPUSESSION_DISABLE=1 turns it off for a shell, without a message"):
+        seen = client.fails("ssh alice@client 'export GPUSESSION_DISABLE=1; vectorAdd'")
+        expect(seen, "cudaErrorNoDevice")
+        if "gpusession" in seen:
+            raise Failed(seen)
     with check("nothing in alice's dotfiles is ours"):
         client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd")
+    with check("podman, with the specification for containers"):
+        client.write("/root/box", BOX, "755")
+        client.ok("mkdir -p /etc/cdi && gpusession cdi >/etc/cdi/gpusession.json && /root/box")
+        expect(client.ok(f"{PODMAN} --device gpusession.org/gpu=all --rootfs /srv/box vectorAdd"), RIGHT)
+        client.fails(f"{PODMAN} --rootfs /srv/box vectorAdd")
+    with check("podman without root"):
+        client.ok("cp -r /srv/box /home/alice/box && chown -R alice: /home/alice/box")
+        expect(client.ok(f"ssh alice@client {PODMAN} --device gpusession.org/gpu=all --rootfs /home/alice/box vectorAdd"), RIGHT)
+    with check("at, which keeps the variables of the shell that it is typed in"):
+        right(client.until(f"grep '{RIGHT}' /tmp/at.out && cat /tmp/at.out", 30), "alice", "both")
+    with check("cron"):
+        right(client.until(f"grep '{RIGHT}' /tmp/cron.out && cat /tmp/cron.out", 90), "alice", "none")
+        client.ok("rm /etc/cron.d/gpu")
+
+
+# A root file system with a C library and a program, and nothing of ours.
+BOX = """#!/bin/bash
+set -eu
+printf '[storage]\\ndriver="vfs"\\nrunroot="/run/containers/storage"\\ngraphroot="/var/lib/containers/storage"\\n' >/etc/containers/storage.conf
+lib=/srv/box/usr/lib/x86_64-linux-gnu
+mkdir -p $lib /srv/box/usr/lib64 /srv/box/usr/bin /srv/box/{etc,proc,sys,dev,tmp,run}
+for l in lib lib64 bin; do ln -sfn usr/$l /srv/box/$l; done
+cp -L /lib64/ld-linux-x86-64.so.2 /srv/box/usr/lib64/
+cp -L /lib/x86_64-linux-gnu/{libc,libm}.so.6 /lib/x86_64-linux-gnu/{libgcc_s,libpthread,libdl,librt}.so.[0-9] /lib/x86_64-linux-gnu/libstdc++.so.6 $lib/
+cp /usr/local/bin/vectorAdd /srv/box/usr/bin/
+"""
+# The hosts of the lab have no cgroups to give away, and no network for containers.
+PODMAN = "podman --cgroup-manager cgroupfs run --rm --network host --cgroups disabled"

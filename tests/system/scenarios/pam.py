@@ -1,5 +1,5 @@
-"""Logins succeed whatever the daemon does: absent, hung, deaf, garbled, dripping, or answering too much."""
-from harness import expect
+"""Logins succeed whatever the daemon does: absent, hung, deaf, garbled, dripping, or answering too much; and if the module panics."""
+from harness import TARGET, expect
 
 ORDER = 70
 # Stands in for the daemon on pam.sock: accepts, and answers in one of several wrong ways.
@@ -78,6 +78,14 @@ def run(site, check):
             client.until("test -e /run/fake.ready", 10)
             login(note)
             client.ok("systemctl stop fake; rm -f /run/gpusession/pam.sock")
+    with check("a login with a module that panics") as note:
+        module = "/usr/lib/x86_64-linux-gnu/security/pam_gpusession.so"
+        client.push([TARGET / "pam/examples/libpam_panicking.so"], "/root")
+        client.ok(f"cp {module} /root/module.so && install -m 644 /root/libpam_panicking.so {module}")
+        try:
+            login(note)
+        finally:
+            client.ok(f"install -m 644 /root/module.so {module}")
     with check("with the daemon back, logins have GPUs"):
         client.ok("systemctl start gpusession.socket gpusession.service")
         client.until("gpusession status | grep -q 'is ready'", 20)

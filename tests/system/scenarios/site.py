@@ -8,6 +8,9 @@ CLIENT = """
 name = "everyone"
 gpus = 2
 memory = "50%"
+
+[environment]
+NCCL_DEBUG = "WARN"
 """
 
 

@@ -1,0 +1,78 @@
+"""Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
+from harness import Failed, expect
+from scenarios.policy import lease
+
+ORDER = 35
+# The machine has its lease as before; alice's sessions have their own before that.
+LEASES = """
+[[lease]]
+name = "session"
+class = "session"
+for_user = "alice"
+memory = "20%"
+
+[[lease]]
+name = "bobs"
+for_user = "bob"
+memory = "20%"
+"""
+# A person at the console: nothing but a prompt, and the lease is asked for.
+CONSOLE = r"""
+set timeout 20
+spawn login alice
+expect "assword:" ; send "secret\r"
+expect -re {\$ $} ; send "until test \$(session-leases) = 1; do :; done; echo lea''sed; exit\r"
+expect {
+    "leased" { expect eof; exit 0 }
+    timeout { exit 1 }
+    eof { exit 1 }
+}
+"""
+# How many leases of sessions there are.
+COUNT = "/usr/local/bin/session-leases"
+COUNT_TEXT = """#!/bin/sh
+gpusession list --json | grep -o '"name": *"session"' | wc -l
+"""
+GRANTS = "journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"
+
+
+def run(site, check):
+    client = site.client
+    client.write(COUNT, COUNT_TEXT, "755")
+    client.write("/etc/gpusession/conf.d/sessions.toml", LEASES)
+    client.ok("systemctl reload gpusession")
+    client.until("gpusession status | grep -q 'bobs .*ready'", 20)
+    with check("scp and sftp of a user with session leases lease nothing"):
+        before = client.ok(GRANTS)
+        client.ok("echo x >/tmp/file && scp -q /tmp/file alice@client:/tmp/copy && scp -q alice@client:/tmp/copy /tmp/back")
+        client.ok("echo 'get /tmp/copy /tmp/got' | sftp -q -b - alice@client && cmp /tmp/file /tmp/got")
+        assert client.ok(GRANTS) == before, "a lease was granted"
+    with check("a login by ssh leases with its first CUDA call, once, and gives back at logout"):
+        seen = client.ok(f"ssh alice@client '{COUNT}; vectorAdd; vectorAdd; {COUNT}; gpusession list'")
+        lines = seen.splitlines()
+        expect(seen, "sums right")
+        assert lines[0] == "0" and lines[3] == "1", seen
+        client.until(f"test $({COUNT}) = 0", 20, "the lease goes with the session")
+    with check("a login on a console leases at once"):
+        client.write("/root/console.exp", CONSOLE)
+        client.ok("expect /root/console.exp")
+        client.until(f"test $({COUNT}) = 0", 20)
+    with check("two sessions have two leases, and a session that is killed gives its own back"):
+        for unit in ("one", "two"):
+            client.start(unit, "ssh -tt alice@client 'vectorAdd; exec sleep 1000' </dev/zero")
+        client.until(f"test $({COUNT}) = 2", 20)
+        client.ok("systemctl kill -s KILL one two; pkill -KILL -u alice sleep")
+        client.until(f"test $({COUNT}) = 0", 20)
+    with check("bob has his own lease, and alice can neither use nor release it"):
+        bobs = lease(client, "bobs")
+        expect(client.ok("ssh bob@client 'gpusession run -- printenv GPUSESSION_ID; gpusession env; vectorAdd'"), "sums right")
+        seen = client.fails(f"ssh alice@client 'GPUSESSION_LEASE={bobs} GPUSESSION_TRACE=why vectorAdd'")
+        expect(seen, "cudaErrorNoDevice")
+        result = client.run(f"su -l alice -c 'gpusession release {bobs}'")
+        assert result.code == 77, result
+        assert lease(client, "bobs") == bobs
+    with check("bob releases his own"):
+        client.ok(f"su -l bob -c 'gpusession release {bobs}'")
+        if bobs in client.ok("gpusession list"):
+            raise Failed("still there")
+    client.ok("rm /etc/gpusession/conf.d/sessions.toml && systemctl reload gpusession")

@@ -1,0 +1,67 @@
+"""More clients than GPUs: leases wait in the order in which they asked, everyone can see their place, and each gets its turn."""
+from harness import Host, expect
+from scenarios.policy import lease
+
+ORDER = 45
+LEASES = """
+[[lease]]
+name = "first"
+memory = "80%"
+
+[[lease]]
+name = "second"
+memory = "80%"
+"""
+# alice at a prompt of a machine that waits.
+PROMPT = """
+set timeout 20
+spawn ssh -tt alice@client2
+expect {
+    -re {GPU lease [a-z]+ waits, position 1 of 2} { }
+    timeout { exit 1 }
+    eof { exit 1 }
+}
+expect -re {\\$ $} ; send "exit\\r"
+expect eof
+"""
+# A machine's leases ask at the same time: which of them is the first is open.
+PLACES = ("gpusession list --json | python3 -c \"import json, sys; print(*sorted(f\\\"{l['position']}/{l['waiting']}\\\" "
+          "for l in json.load(sys.stdin)['leases']))\"")
+
+
+def run(site, check):
+    client, other = site.client, Host("client2")
+    site.boot("client2")
+    with check("a second machine, whose leases do not fit beside the first one's, waits in order"):
+        site.install_client(other)
+        token = site.servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
+        other.write("/etc/gpusession/conf.d/lease.toml", LEASES)
+        other.ok(f"gpusession join gpu1 {token}")
+        other.ok("systemctl enable --now gpusession")
+        other.until(f"{PLACES} | grep -q '1/2 2/2'", 30)
+        expect(other.ok("gpusession status"), "waiting, position 1 of 2")
+    with check("D-Bus, the journal and systemctl status say so too"):
+        seen = "".join(other.ok(f"busctl get-property org.gpusession1 /org/gpusession1/lease/{name} org.gpusession1.Lease QueuePosition WaitsFor")
+                       for name in ("first", "second"))
+        assert all(text in seen for text in ("(uu) 1 2", "(uu) 2 2", "GPU(s) are wanted")), seen
+        expect(other.ok("journalctl -b -t gpusessiond MESSAGE_ID=3c5bcca2e10b4c509583dce6a9babeb1 -o cat --no-pager"), "lease first waits: position")
+        expect(other.ok("systemctl status gpusession --no-pager"), "waiting: position")
+        expect(site.servers[0].ok("journalctl -b -t gpuserver MESSAGE_ID=1b2f23ff354d44fb8b9cec6cfd471c07 -o cat --no-pager"), "client2")
+    with check("alice reads it at her prompt there, once"):
+        other.write("/root/prompt.exp", PROMPT)
+        seen = other.ok("expect /root/prompt.exp")
+        assert seen.count("position 1 of 2") == 1, seen
+    with check("her programs are told to try again"):
+        expect(other.fails("ssh alice@client2 vectorAdd"), "cudaErrorSystemNotReady")
+    with check("GPUs that the first machine gives back go to those who have waited longest"):
+        before = lease(client, "everyone")
+        client.ok("gpusession release " + before)
+        other.until("gpusession status | grep -q 'is ready: 2 GPU'", 60)
+        expect(other.ok("ssh alice@client2 vectorAdd"), "sums right")
+    with check("and the first machine, which asks again, waits behind them"):
+        client.ok("systemctl reload gpusession")
+        client.until(f"{PLACES} | grep -q 1/1", 30)
+        other.ok("systemctl stop gpusession")
+        client.until("gpusession status | grep -q 'is ready'", 60)
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    other.lab("down")
