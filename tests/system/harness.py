@@ -158,7 +158,7 @@ class Site:
 
     def install_client(self, host):
         host.install([self.deb(p) for p in CLIENT_PACKAGES])
-        programs = [self.programs / p for p in ("vectorAdd", "deviceQuery", "memFree", "longRun")]
+        programs = [self.programs / p for p in ("vectorAdd", "deviceQuery", "killVictim", "memFree", "longRun")]
         host.push([*programs, ROOT / "tests/gpu/idle_program.py"], "/usr/local/bin")
 
     def down(self):

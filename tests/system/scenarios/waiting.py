@@ -2,7 +2,7 @@
 from harness import Host, expect
 from scenarios.policy import lease
 
-ORDER = 45
+ORDER = 44
 LEASES = """
 [[lease]]
 name = "first"
