@@ -47,6 +47,9 @@ impl Settings {
     pub async fn apply(&self) {
         let config = self.get();
         self.gate.set(config.access.clone());
+        if config.transport != Config::default().transport {
+            warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
+        }
         self.leases.configure(specs(&config).await).await;
     }
 
