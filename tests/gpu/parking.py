@@ -257,7 +257,7 @@ class Parking:
         lease = self.only_lease()
         self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked"))
         log = (self.args.out / "server.log").read_text()
-        self.check("warned before", "in 1s its programs" in log or "in 2s its programs" in log)
+        self.check("warned before", "device memory will be moved" in log)
         self.check("goes on", self.intact(program) >= 0)
         begun, seen = time.monotonic(), set()
         while time.monotonic() - begun < 7:
