@@ -3,14 +3,17 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
-use gpusession_link::{Link, Lost, Reply, grant};
+use gpusession_link::grant::{self, Grant};
+use gpusession_link::{Link, Lost, Reply};
 use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::handle;
 use gpusession_proto::supervise::MPS_VARIABLES;
 
 use crate::entry::{
-    DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, Result, UNKNOWN,
+    DEVICE_UNAVAILABLE, INVALID_CONTEXT, INVALID_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, Result,
+    SYSTEM_NOT_READY, UNKNOWN,
 };
 use crate::window::{self, Window};
 use crate::{thread, trace};
@@ -222,8 +225,16 @@ fn limits() -> Vec<(String, String)> {
     MPS_VARIABLES.iter().filter_map(set).collect()
 }
 
-impl Client {
-    fn connect() -> Result<Self> {
+/// How often a worker is asked for, and for how long after the first time. One may end between the grant and the greeting (with
+/// its MPS server, say), and the next one serves.
+const ATTEMPTS: u32 = 3;
+const ATTEMPTS_FOR: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// A worker that has answered the greeting, and the address windows that it was offered.
+fn open() -> Result<(Grant, Vec<u64>, Arc<Link>, Reply)> {
+    let begun = Instant::now();
+    for attempt in 1.. {
         let grant = grant::ask(limits()).map_err(|refused| {
             trace::why(&refused.reason);
             refused.denial.cuda_error()
@@ -240,10 +251,22 @@ impl Client {
                 w.word(*base);
             }
         });
-        let (link, reply) = opened.map_err(|lost| {
-            trace::why(&lost.0);
-            802
-        })?;
+        match opened {
+            Ok((link, reply)) => return Ok((grant, windows, link, reply)),
+            Err(lost) => trace::why(&lost.0),
+        }
+        windows.into_iter().for_each(window::withdraw);
+        if attempt == ATTEMPTS || begun.elapsed() > ATTEMPTS_FOR {
+            break;
+        }
+        std::thread::sleep(PAUSE * attempt);
+    }
+    Err(SYSTEM_NOT_READY)
+}
+
+impl Client {
+    fn connect() -> Result<Self> {
+        let (grant, windows, link, reply) = open()?;
         let _ = grant.keep();
         if reply.status != 0 {
             return Err(reply.status);
@@ -256,7 +279,7 @@ impl Client {
         }
         if base == 0 {
             trace::why("the server could not reserve any of the offered address windows");
-            return Err(802);
+            return Err(SYSTEM_NOT_READY);
         }
         let driver_version = r.word().map_err(malformed)? as i32;
         let count = r.word().map_err(malformed)?;

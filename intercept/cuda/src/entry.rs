@@ -25,6 +25,7 @@ mod codes {
     pub const HOST_MEMORY_NOT_REGISTERED: i32 = 713;
     pub const NOT_PERMITTED: i32 = 800;
     pub const NOT_SUPPORTED: i32 = 801;
+    pub const SYSTEM_NOT_READY: i32 = 802;
     pub const STREAM_CAPTURE_UNSUPPORTED: i32 = 900;
     pub const STREAM_CAPTURE_INVALIDATED: i32 = 901;
     pub const STREAM_CAPTURE_UNMATCHED: i32 = 903;

@@ -78,6 +78,10 @@ impl Supervisor {
                 }
                 Happened::Fault { generation, culprits, why } => {
                     self.attribute(generation, &culprits, &why);
+                    // None of them could serve a program any more: who asks now waits for the next daemon's.
+                    self.end_seats(generation, |worker| {
+                        (!worker.given).then(|| "its MPS server failed".into())
+                    });
                     let this = self.clone();
                     // The other domains need not wait for it.
                     tokio::spawn(async move {

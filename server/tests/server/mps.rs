@@ -221,7 +221,7 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
     let wish = |half| AllocateRequest { memory_percent: 25.0, ..half };
     let (first, second) = (lease(&mut a, wish).await, lease(&mut a, wish).await);
-    let elsewhere = lease(&mut b, wish).await;
+    let (third, elsewhere) = (lease(&mut a, wish).await, lease(&mut b, wish).await);
     assert_eq!(first.devices[0].uuid, elsewhere.devices[0].uuid, "on the same GPU");
     let culprit = site.program(&mut a, &first).await;
     let victim = site.program(&mut a, &second).await;
@@ -231,7 +231,14 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     assert_ne!(pipe(&culprit), pipe(&stranger), "leases of two do not");
 
     let begun = Instant::now();
+    let stocked = || site.server.workers().iter().any(|w| w["lease"] == third.id && w["state"] == "warm");
+    eventually("a worker waits for a program", async || stocked()).await;
     site.say(&culprit.said, &format!("fake_fault {}", culprit.pid)).await;
+    // Whoever comes while it is torn down does not get a worker of it.
+    let noticed = || site.domains().iter().any(|d| !d["faults"].as_array().unwrap().is_empty());
+    eventually("the fault is noticed", async || noticed()).await;
+    let newcomer = site.program(&mut a, &third).await;
+    assert_ne!(pipe(&newcomer), pipe(&victim));
     eventually("both ended", async || !alive(culprit.pid) && !alive(victim.pid)).await;
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     eventually("they are told", async || site.reasons().len() == 2).await;

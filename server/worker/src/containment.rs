@@ -7,8 +7,8 @@ use std::path::Path;
 
 use gpusession_proto::supervise::Start;
 use landlock::{
-    ABI, Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
-    path_beneath_rules,
+    ABI, Access, AccessFs, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, path_beneath_rules,
 };
 use nix::sys::resource::{Resource, setrlimit};
 use seccompiler::{
@@ -32,8 +32,9 @@ const READ: &[&str] = &[
     "/etc/passwd",
     "/etc/group",
 ];
-/// Read and written: the GPUs.
-const WRITE: &[&str] = &["/dev"];
+/// Read and written: the GPUs, and this process's own threads, whose names NVIDIA's driver sets (a failure there fails `cuInit`).
+const WRITE: &[&str] = &["/dev", OWN_THREADS];
+const OWN_THREADS: &str = "/proc/self/task";
 /// Open files, and bytes of one that is written.
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
@@ -53,6 +54,8 @@ pub fn before_driver(start: &Start) -> Result<(), String> {
 
 fn files_only(start: &Start) -> Result<(), String> {
     let abi = ABI::V3;
+    // A rule holds for an inode, and /proc makes another one of a folder that nobody holds open.
+    std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
     let said = |e: landlock::RulesetError| e.to_string();
     let own = std::env::current_exe().ok();
     let read = READ
@@ -214,6 +217,13 @@ mod tests {
                 assert_eq!(denied.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
                 assert!(std::fs::write("/tmp/containment-test", "x").is_err());
                 assert!(std::fs::read("/proc/self/stat").is_ok() && std::fs::read("/dev/null").is_ok());
+                // As the driver does it.
+                let name = |thread: i32| std::fs::write(format!("/proc/self/task/{thread}/comm"), "named");
+                name(nix::unistd::gettid().as_raw()).unwrap();
+                let other = move || name(nix::unistd::gettid().as_raw());
+                std::thread::spawn(other).join().unwrap().unwrap();
+                assert!(std::fs::write("/proc/self/oom_score_adj", "0").is_err());
+                assert!(name(1).is_err(), "another process");
             }
             Err(e) => assert!(e.starts_with("landlock: "), "{e}"),
         }

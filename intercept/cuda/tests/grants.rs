@@ -1,0 +1,112 @@
+//! What `cuInit` does with what the daemon answers.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use gpusession_proto::grant::{Denial, Endpoint, Reply, Request};
+use gpusession_proto::message;
+use libloading::Library;
+
+/// The library that was built together with this test.
+fn library() -> Library {
+    let test = std::env::current_exe().unwrap();
+    let path: PathBuf = test
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join("libgpusession_cuda.so"))
+        .find(|path| path.exists())
+        .expect("libgpusession_cuda.so beside the test");
+    // SAFETY: the library has no initialisers.
+    unsafe { Library::new(path) }.unwrap()
+}
+
+/// Only in a process of its own: `cuInit` has one outcome.
+#[test]
+#[ignore = "started by the tests below"]
+fn init() {
+    type Init = unsafe extern "C" fn(u32) -> i32;
+    // SAFETY: the type is CUDA's.
+    let status = unsafe { library().get::<Init>(b"cuInit").unwrap()(0) };
+    println!("cuInit: {status}");
+}
+
+fn started(socket: &std::path::Path) -> Output {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "--nocapture", "init"])
+        .env("GPUSESSION_SOCKET", socket)
+        .env("GPUSESSION_TRACE", "why")
+        .env_remove("GPUSESSION_TRACE_FILE")
+        .output()
+        .unwrap()
+}
+
+fn answer(mut stream: UnixStream, reply: &Reply) -> UnixStream {
+    let mut prefix = [0; 4];
+    stream.read_exact(&mut prefix).unwrap();
+    let mut body = vec![0; message::body_len(prefix).unwrap()];
+    stream.read_exact(&mut body).unwrap();
+    message::decode::<Request>(&body).unwrap();
+    stream.write_all(&message::encode(reply)).unwrap();
+    stream
+}
+
+/// A worker whose port nobody listens at any more.
+fn gone() -> Reply {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    Reply::Granted(vec![Endpoint {
+        server: "gpu1".into(),
+        addresses: vec![format!("127.0.0.1:{port}")],
+        worker: [1; 16],
+        fingerprint: None,
+        ticket: vec![0; 64],
+        lease: "lease".into(),
+        devices: 1,
+    }])
+}
+
+fn after(answers: Vec<Reply>) -> (Output, usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("grant.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (told, ended) = std::sync::mpsc::channel();
+    let daemon = std::thread::spawn(move || {
+        let (mut asked, mut open) = (0, Vec::new());
+        while ended.try_recv().is_err() {
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false).unwrap();
+                    open.push(answer(stream, &answers[asked.min(answers.len() - 1)]));
+                    asked += 1;
+                }
+                Err(_) => std::thread::sleep(std::time::Duration::from_millis(5)),
+            }
+        }
+        asked
+    });
+    let output = started(&socket);
+    told.send(()).unwrap();
+    (output, daemon.join().unwrap())
+}
+
+#[test]
+fn a_worker_that_is_gone_is_not_the_end() {
+    let denied = Reply::Denied { denial: Denial::Quota, reason: "no more than 2 programs".into() };
+    let (output, asked) = after(vec![gone(), gone(), denied]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("cuInit: 46"), "{output:?}");
+    assert_eq!(asked, 3);
+    let why = String::from_utf8_lossy(&output.stderr);
+    assert!(why.contains("gpu1") && why.contains("no more than 2 programs"), "{why}");
+}
+
+#[test]
+fn workers_that_are_always_gone_are_an_error() {
+    let (output, asked) = after(vec![gone()]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("cuInit: 802"), "{output:?}");
+    assert_eq!(asked, 3);
+}
