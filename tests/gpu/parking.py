@@ -99,6 +99,14 @@ class Parking:
         done = subprocess.run([*self.native, self.args.python, "-c", code], capture_output=True, text=True, check=True, timeout=30)
         return int(done.stdout)
 
+    def settled(self):
+        """The same once it does not change any more: workers that wait for programs are still ending."""
+        last, now = None, self.used()
+        while now != last:
+            time.sleep(0.3)
+            last, now = now, self.used()
+        return now
+
     def leases(self):
         """`gpuserver leases`."""
         return json.loads(self.server.tool("leases", "--json"))["leases"]
@@ -152,7 +160,7 @@ class Parking:
         active = self.used()
         self.note("card, program connected and idle", active, "MiB")
         self.note("time to park", round(self.park(lease), 2), "s")
-        self.note("card, program parked", self.used(), "MiB")
+        self.note("card, program parked", self.settled(), "MiB")
         self.note("card, before any of them", free, "MiB")
         self.check("parked", self.state(lease) == ("parked", 0))
         other = self.start(["idle_program.py", str(other_gib)])
@@ -192,7 +200,7 @@ class Parking:
             before = self.used()
             lease = self.only_lease()
             parked = self.park(lease)
-            after = self.used()
+            after = self.settled()
             returned = self.intact(remote)
             remote.end()
             self.wait_for_no_lease()
@@ -352,16 +360,16 @@ class Parking:
         if not self.args.no_torch:
             print("PyTorch training, parked in the middle", flush=True)
             self.training()
-        print("Times", flush=True)
-        total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
-        wanted = [1, 16, 64] if self.card else [0.0625]
-        self.sizes([gib for gib in wanted if gib < total * 0.9])
         print("The server is replaced", flush=True)
         self.restarts()
         self.server.start()
         self.server.release_lease()
         print("The clock", flush=True)
         self.clocks()
+        print("Times", flush=True)
+        total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
+        wanted = [1, 16, 64] if self.card else [0.0625]
+        self.sizes([gib for gib in wanted if gib < total * 0.9])
         return {"figures": self.rows, "failed": self.bad}
 
     def stop(self):

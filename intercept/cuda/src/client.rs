@@ -125,9 +125,10 @@ extern "C" fn print_summary() {
             "gpusession: {} frames to {}, {} waits for the server",
             client.link.position(),
             client.link.server,
-            waits.iter().map(|(_, count)| u64::from(*count)).sum::<u64>()
+            waits.iter().map(|(_, count, _)| u64::from(*count)).sum::<u64>()
         ));
-        let waits: Vec<_> = waits.iter().map(|(name, count)| format!("{count} {name}")).collect();
+        let one = |(name, count, time): &(_, _, Duration)| format!("{count} {name} {} ms", time.as_millis());
+        let waits: Vec<_> = waits.iter().map(one).collect();
         trace::print(&format!("gpusession: waits: {}", waits.join(", ")));
     }
 }
@@ -405,8 +406,9 @@ impl Client {
         if sure {
             return self.post(op, body);
         }
-        let seq = self.link.begin_call(op, thread::caller(), body).map_err(unavailable)?;
-        let reply = self.link.finish_call(seq).map_err(unavailable)?;
+        let begun = self.link.begin_call(op, thread::caller(), body).map_err(unavailable)?;
+        let seq = begun.seq;
+        let reply = self.link.finish_call(begun).map_err(unavailable)?;
         self.told(reply.status)?;
         Ok(seq)
     }

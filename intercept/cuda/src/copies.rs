@@ -124,9 +124,10 @@ pub fn from_device(
         stream.worked(seq);
         return client.late();
     }
-    let seq = client.link.begin_call(op::COPY_FROM_DEVICE, thread::caller(), body).map_err(unavailable)?;
+    let begun = client.link.begin_call(op::COPY_FROM_DEVICE, thread::caller(), body).map_err(unavailable)?;
+    let seq = begun.seq;
     stream.worked(seq);
-    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status != 0 {
         if bulk {
             down.cancel(seq);

@@ -11,6 +11,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use crate::client;
 use crate::entry::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::md2::hmac_md2;
+use crate::streams::{self, Default};
 use crate::{thread, trace};
 
 const fn id(name: u128) -> [u8; 16] {
@@ -47,14 +48,25 @@ unsafe impl Send for Tables {}
 // SAFETY: as above.
 unsafe impl Sync for Tables {}
 
-/// For slots that nothing has been seen to call.
-extern "C" fn nothing() -> i32 {
-    trace::missing("a private slot");
-    NOT_SUPPORTED
+/// The slots of a table, each of which answers NOT_SUPPORTED and is counted under its name.
+macro_rules! unknown {
+    ($table:literal: $($slot:literal)*) => { [$({
+        extern "C" fn slot() -> i32 {
+            trace::missing(concat!("slot ", $slot, " of the private table ", $table));
+            NOT_SUPPORTED
+        }
+        slot as extern "C" fn() -> i32 as Slot
+    }),*] };
+    ($table:literal) => { unknown!($table:
+        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39
+        40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70 71 72 73 74 75
+        76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98
+    ) };
 }
 
-fn sized<const N: usize>(used: &[(usize, Slot)]) -> [Slot; N] {
-    let mut table = [nothing as extern "C" fn() -> i32 as Slot; N];
+/// The first `N` slots, but for those that are used; the size comes first.
+fn sized<const N: usize>(unknown: [Slot; 99], used: &[(usize, Slot)]) -> [Slot; N] {
+    let mut table = std::array::from_fn(|slot| unknown[slot]);
     table[0] = (N * size_of::<Slot>()) as Slot;
     for (index, function) in used {
         table[*index] = *function;
@@ -65,35 +77,54 @@ fn sized<const N: usize>(used: &[(usize, Slot)]) -> [Slot; N] {
 fn tables() -> &'static Tables {
     static TABLES: OnceLock<Tables> = OnceLock::new();
     TABLES.get_or_init(|| Tables {
-        cudart: sized(&[
-            (1, cudart_load as *const c_void),
-            (2, cudart_primary as *const c_void),
-            (6, cudart_load_wrapper as *const c_void),
-            (7, cudart_unused as *const c_void),
-            (8, cudart_load_header as *const c_void),
-            (10, std::ptr::null()),
-            (12, cudart_load_compilers as *const c_void),
-        ]),
-        hooks: sized(&[
-            (1, hooks_unused as *const c_void),
-            (2, hooks_large as *const c_void),
-            (3, hooks_unused as *const c_void),
-            (4, hooks_unused as *const c_void),
-            (5, hooks_unused as *const c_void),
-            (6, hooks_small as *const c_void),
-        ]),
-        tls: sized(&[(2, tls_context as *const c_void)]),
+        cudart: sized(
+            unknown!("CUDART_INTERFACE"),
+            &[
+                (1, cudart_load as *const c_void),
+                (2, cudart_primary as *const c_void),
+                (6, cudart_load_wrapper as *const c_void),
+                (7, cudart_unused as *const c_void),
+                (8, cudart_load_header as *const c_void),
+                (10, std::ptr::null()),
+                (12, cudart_load_compilers as *const c_void),
+            ],
+        ),
+        hooks: sized(
+            unknown!("TOOLS_RUNTIME_CALLBACK_HOOKS"),
+            &[
+                (1, hooks_unused as *const c_void),
+                (2, hooks_large as *const c_void),
+                (3, hooks_unused as *const c_void),
+                (4, hooks_unused as *const c_void),
+                (5, hooks_unused as *const c_void),
+                (6, hooks_small as *const c_void),
+            ],
+        ),
+        tls: sized(unknown!("TOOLS_TLS"), &[(2, tls_context as *const c_void)]),
         storage: [
             storage_put as *const c_void,
             storage_delete as *const c_void,
             storage_get as *const c_void,
             std::ptr::null(),
         ],
-        checks: sized(&[(2, checks_flags as *const c_void), (3, checks_zero as *const c_void)]),
-        integrity: sized(&[(1, integrity_check as *const c_void)]),
-        context: sized(&[(4, tools_context_id as *const c_void)]),
-        module: sized(&[(7, tools_functions as *const c_void)]),
-        tpc: sized(&[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)]),
+        checks: sized(
+            unknown!("CONTEXT_CHECKS"),
+            &[(2, checks_flags as *const c_void), (3, checks_zero as *const c_void)],
+        ),
+        integrity: sized(unknown!("INTEGRITY_CHECK"), &[(1, integrity_check as *const c_void)]),
+        context: sized(
+            unknown!("TOOLS_CONTEXT"),
+            &[
+                (4, tools_context_id as *const c_void),
+                (39, tools_stream_id as *const c_void),
+                (51, tools_stream as *const c_void),
+            ],
+        ),
+        module: sized(unknown!("TOOLS_MODULE"), &[(7, tools_functions as *const c_void)]),
+        tpc: sized(
+            unknown!("TPC_TOPOLOGY"),
+            &[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)],
+        ),
     })
 }
 
@@ -335,6 +366,34 @@ pub fn context_id(ctx: u64) -> u64 {
 
 extern "C" fn tools_context_id(ctx: *mut c_void, out: *mut u64) -> i32 {
     guard("tools_context_id", || give(out, if ctx.is_null() { 0 } else { context_id(ctx as u64) }))
+}
+
+// --- What the driver itself calls a stream, and a number for that: cuBLAS asks for its triangular solver, and so cuSOLVER.
+
+/// The default streams have no handle of their own in the public interface, and here their reserved ones.
+extern "C" fn tools_stream(
+    _ctx: *mut c_void,
+    stream: *mut c_void,
+    out: *mut *mut c_void,
+    per_thread: i32,
+) -> i32 {
+    guard("tools_stream", || {
+        let (default, its_handle) = match per_thread {
+            0 => (Default::Legacy, streams::LEGACY),
+            _ => (Default::PerThread, streams::PER_THREAD),
+        };
+        streams::find(client::get()?, stream, default)?;
+        give(out, if stream.is_null() { its_handle as *mut c_void } else { stream })
+    })
+}
+
+extern "C" fn tools_stream_id(_ctx: *mut c_void, stream: *mut c_void, out: *mut u64) -> i32 {
+    guard("tools_stream_id", || {
+        if stream.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        give(out, streams::find(client::get()?, stream, Default::Legacy)?.id)
+    })
 }
 
 // --- Where the multiprocessors are: cublasLt asks on Hopper.

@@ -24,9 +24,10 @@ pub enum Default {
     PerThread,
 }
 
-/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`
-const LEGACY: u64 = 1;
-const PER_THREAD: u64 = 2;
+/// `CU_STREAM_LEGACY`
+pub const LEGACY: u64 = 1;
+/// `CU_STREAM_PER_THREAD`
+pub const PER_THREAD: u64 = 2;
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
 

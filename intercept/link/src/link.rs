@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -30,6 +30,23 @@ const GATHER: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A hint of how many bytes one read takes from the socket.
 const READ: usize = 256 << 10;
+
+/// A call whose frame is on its way.
+#[derive(Debug, Clone, Copy)]
+pub struct Begun {
+    /// Position of its frame in the log.
+    pub seq: u64,
+    op: u16,
+    at: Instant,
+}
+
+/// What threads have waited for the worker, of one operation.
+#[derive(Debug, Default)]
+struct Waits {
+    count: AtomicU32,
+    /// Microseconds from the frame to the end of the wait.
+    usec: AtomicU64,
+}
 
 /// The worker is gone, for this reason; every later call says the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,7 +125,7 @@ pub struct Link {
     lost: OnceLock<Lost>,
     late_error: AtomicI32,
     /// How often a thread has waited for the answer to each operation.
-    waits: [AtomicU32; op::COUNT],
+    waits: [Waits; op::COUNT],
     events: Box<dyn Events>,
     lane_secret: OnceLock<[u8; 32]>,
     lanes: OnceLock<Result<Lanes, Lost>>,
@@ -153,7 +170,7 @@ impl Link {
             incoming: Mutex::default(),
             lost: OnceLock::new(),
             late_error: AtomicI32::new(0),
-            waits: [const { AtomicU32::new(0) }; op::COUNT],
+            waits: std::array::from_fn(|_| Waits::default()),
             events,
             lane_secret: OnceLock::new(),
             lanes: OnceLock::new(),
@@ -196,8 +213,8 @@ impl Link {
 
     /// Appends a frame and waits for its reply.
     pub fn call(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply, Lost> {
-        let seq = self.begin_call(op, caller, body)?;
-        self.finish_call(seq)
+        let begun = self.begin_call(op, caller, body)?;
+        self.finish_call(begun)
     }
 
     /// First half of a call: when it returns, the frame is on its way.
@@ -206,29 +223,35 @@ impl Link {
         op: u16,
         caller: Caller,
         body: impl FnOnce(&mut Writer<'_>),
-    ) -> Result<u64, Lost> {
+    ) -> Result<Begun, Lost> {
         self.check()?;
-        if let Some(count) = self.waits.get(usize::from(op)) {
-            count.fetch_add(1, Ordering::Relaxed);
-        }
+        let at = Instant::now();
         let (seq, _) = self.append(op, WAIT, caller, body);
         self.flush()?;
-        Ok(seq)
+        Ok(Begun { seq, op, at })
     }
 
     /// Second half of a call.
-    pub fn finish_call(&self, seq: u64) -> Result<Reply, Lost> {
-        self.wait_reply(seq)
+    pub fn finish_call(&self, begun: Begun) -> Result<Reply, Lost> {
+        let reply = self.wait_reply(begun.seq);
+        if let Some(waits) = self.waits.get(usize::from(begun.op)) {
+            waits.count.fetch_add(1, Ordering::Relaxed);
+            waits.usec.fetch_add(begun.at.elapsed().as_micros() as u64, Ordering::Relaxed);
+        }
+        reply
     }
 
-    /// How often a thread has waited for the worker, by operation, the most frequent first.
-    pub fn waits(&self) -> Vec<(&'static str, u32)> {
+    /// How often and how long threads have waited for the worker, by operation, the longest first.
+    pub fn waits(&self) -> Vec<(&'static str, u32, Duration)> {
         let mut waits: Vec<_> = (0..)
             .zip(&self.waits)
-            .map(|(operation, count)| (op::name(operation), count.load(Ordering::Relaxed)))
-            .filter(|(_, count)| *count > 0)
+            .map(|(operation, waits)| {
+                let usec = waits.usec.load(Ordering::Relaxed);
+                (op::name(operation), waits.count.load(Ordering::Relaxed), Duration::from_micros(usec))
+            })
+            .filter(|(_, count, _)| *count > 0)
             .collect();
-        waits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+        waits.sort_by_key(|(_, _, time)| std::cmp::Reverse(*time));
         waits
     }
 

@@ -44,6 +44,8 @@ struct Worker {
     quota: Arc<Quota>,
     contexts: Mutex<Option<Contexts>>,
     session: OnceLock<Arc<Session>>,
+    /// What this host does not let it give up.
+    lacking: Vec<String>,
 }
 
 /// Serves the supervisor until it says stop, or the client has ended.
@@ -107,8 +109,9 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         Err(e) => return Err(format!("supervision socket: {e}")),
     };
     let mut lacking = Vec::new();
-    let contained = start.isolation != Isolation::Off;
-    if contained && let Err(e) = containment::before_driver(&start) {
+    if start.isolation != Isolation::Off
+        && let Err(e) = containment::before_driver(&start)
+    {
         lacking.push(e);
     }
     let output = Output::redirect().map_err(|e| format!("redirecting the output: {e}"))?;
@@ -117,19 +120,10 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     // SAFETY: the out pointer is valid; this call works before cuInit.
     check(unsafe { (driver.call.cuDriverGetVersion)(&mut cuda_version) })
         .map_err(|s| format!("cuDriverGetVersion: CUDA error {s}"))?;
-    let contexts = if start.warm { Some(warm(driver, &start)?) } else { None };
-    if contained && let Err(e) = containment::before_client() {
-        lacking.push(e);
-    }
-    if start.isolation == Isolation::Require && !lacking.is_empty() {
-        return Err(format!(
-            "isolation = \"require\", and this host does not allow it: {}; \"try\" goes on without",
-            lacking.join("; ")
-        ));
-    }
-    if contained {
-        supervisor.tell(&FromWorker::Contained { lacking });
-    }
+    let contexts = match start.warm {
+        true => Some(warm(driver, &start, supervisor, lacking.clone())?),
+        false => None,
+    };
     let (tls, fingerprint) = identity().map_err(|e| format!("making a certificate: {e}"))?;
     supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {
@@ -141,10 +135,17 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         output: Arc::new(output),
         contexts: Mutex::new(contexts),
         session: OnceLock::new(),
+        lacking,
     }))
 }
 
-fn warm(driver: &Driver, start: &Start) -> Result<Contexts, String> {
+/// Makes the contexts. The driver has then done what the worker need not do again, and gives that up.
+fn warm(
+    driver: &Driver,
+    start: &Start,
+    supervisor: &Supervisor,
+    mut lacking: Vec<String>,
+) -> Result<Contexts, String> {
     // SAFETY: cuInit takes only flags, which must be 0.
     check_connected(|| unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
     let contexts = Contexts::warm(driver, &start.devices)?;
@@ -152,6 +153,17 @@ fn warm(driver: &Driver, start: &Start) -> Result<Contexts, String> {
     if start.mps && !contexts.under_mps(driver) {
         return Err("the MPS daemon of this GPU does not answer: the program is not started without it; start it again".into());
     }
+    if start.isolation == Isolation::Off {
+        return Ok(contexts);
+    }
+    lacking.extend(containment::before_client().err());
+    if start.isolation == Isolation::Require && !lacking.is_empty() {
+        return Err(format!(
+            "isolation = \"require\", and this host does not allow it: {}; \"try\" goes on without",
+            lacking.join("; ")
+        ));
+    }
+    supervisor.tell(&FromWorker::Contained { lacking });
     Ok(contexts)
 }
 
@@ -257,7 +269,8 @@ impl Worker {
             }
             match contexts.take() {
                 Some(contexts) => contexts,
-                None => warm(self.driver, &self.start).map_err(|e| refuse(&transport, e))?,
+                None => warm(self.driver, &self.start, &self.supervisor, self.lacking.clone())
+                    .map_err(|e| refuse(&transport, e))?,
             }
         };
         let mut secret = [0; 32];

@@ -37,14 +37,14 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
 /// A copy to the device on the lanes.
 fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
     let lanes = client.link.lanes().expect("lanes");
-    let seq = client.link.begin_call(op::COPY_TO_DEVICE, CALLER, |w| {
+    let begun = client.link.begin_call(op::COPY_TO_DEVICE, CALLER, |w| {
         [target, bytes.len() as u64, 0, 0].into_iter().for_each(|word| w.word(word));
     });
-    let seq = seq.expect("the worker is there");
+    let begun = begun.expect("the worker is there");
     // SAFETY: `bytes` outlives the transfer, which is waited for.
-    let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
+    let sent = lanes.send(begun.seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
     assert!(sent.wait(), "the bytes went out");
-    assert_eq!(client.link.finish_call(seq).expect("the worker is there").status, 0);
+    assert_eq!(client.link.finish_call(begun).expect("the worker is there").status, 0);
 }
 
 /// A copy from the device on the lanes.
@@ -52,14 +52,14 @@ fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
     client.link.lanes().expect("lanes");
     let mut bytes = vec![0u8; len];
     let target = bytes.as_mut_ptr() as usize;
-    let seq = client.link.begin_call(op::COPY_FROM_DEVICE, CALLER, |w| {
+    let begun = client.link.begin_call(op::COPY_FROM_DEVICE, CALLER, |w| {
         // SAFETY: `bytes` outlives the transfer, which is waited for.
         client.link.down.expect(w.seq(), unsafe { HostRange::new(target, len) }, 0, false);
         [source, len as u64, 0, 1].into_iter().for_each(|word| w.word(word));
     });
-    let seq = seq.expect("the worker is there");
-    assert_eq!(client.link.finish_call(seq).expect("the worker is there").status, 0);
-    assert_eq!(client.link.down.wait(seq), 0);
+    let begun = begun.expect("the worker is there");
+    assert_eq!(client.link.finish_call(begun).expect("the worker is there").status, 0);
+    assert_eq!(client.link.down.wait(begun.seq), 0);
     bytes
 }
 
@@ -971,10 +971,10 @@ fn the_client_is_told_why_it_was_stopped() {
             w.bytes(item.as_bytes());
         });
         assert_eq!(waits.expect("the worker is there").status, 0);
-        let seq = client.link.begin_call(op::STREAM_SYNC, CALLER, |w| w.word(stream(1)));
-        let seq = seq.expect("the worker is there");
+        let begun = client.link.begin_call(op::STREAM_SYNC, CALLER, |w| w.word(stream(1)));
+        let begun = begun.expect("the worker is there");
         worker.tell(&ToWorker::Stop { reason: reason.into() });
-        let lost = client.link.finish_call(seq).expect_err("the end");
+        let lost = client.link.finish_call(begun).expect_err("the end");
         assert!(lost.0.ends_with(reason), "{lost}");
         assert_eq!(*client.heard.0.lock().expect("a list"), [lost.0]);
         assert_eq!(worker.ended(), reason);

@@ -45,8 +45,9 @@ fn synchronize(client: &Client, ctx: u64) -> Result {
     client.device_of(ctx)?;
     streams::context_sync_allowed(ctx)?;
     let caller = gpusession_link::link::Caller { thread: thread::id(), ctx };
-    let seq = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(client::unavailable)?;
-    let reply = client.link.finish_call(seq).map_err(client::unavailable)?;
+    let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(client::unavailable)?;
+    let seq = begun.seq;
+    let reply = client.link.finish_call(begun).map_err(client::unavailable)?;
     client.link.settle(seq, None);
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         streams::context_synced(seq);

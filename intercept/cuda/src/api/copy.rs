@@ -497,7 +497,7 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
             }
             let down = &client.link.down;
             let target = packed.as_mut_ptr() as usize;
-            let seq = client
+            let begun = client
                 .link
                 .begin_call(op::COPY_BOX, thread::caller(), |w| {
                     body(w);
@@ -512,8 +512,9 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
                     }
                 })
                 .map_err(unavailable)?;
+            let seq = begun.seq;
             stream.worked(seq);
-            let reply = client.link.finish_call(seq).map_err(unavailable)?;
+            let reply = client.link.finish_call(begun).map_err(unavailable)?;
             if reply.status != 0 {
                 if bulk {
                     down.cancel(seq);

@@ -46,9 +46,9 @@ fn ask(operation: u16, event: *mut c_void) -> Result {
         // What is known to have happened needs no answer; its data has landed.
         return client.late();
     };
-    let seq =
+    let begun =
         client.link.begin_call(operation, thread::caller(), |w| w.word(event.handle)).map_err(unavailable)?;
-    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
         client.link.settle(recorded, Some(stream.handle));
         for (stream, covered) in event.covers() {

@@ -187,9 +187,10 @@ fn launch(
         stream.worked(seq);
         return client.late();
     }
-    let seq =
+    let begun =
         client.link.begin_call(op::LAUNCH, crate::thread::caller(), body).map_err(client::unavailable)?;
-    let reply = client.link.finish_call(seq).map_err(client::unavailable)?;
+    let seq = begun.seq;
+    let reply = client.link.finish_call(begun).map_err(client::unavailable)?;
     failed?;
     stream.worked(seq);
     client.told(reply.status)?;

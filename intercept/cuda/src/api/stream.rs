@@ -34,11 +34,12 @@ fn synchronize(client: &Client, stream: &Stream) -> Result {
         client.post(op::STREAM_SYNC, |w| w.word(stream.handle))?;
         return client.late();
     }
-    let seq = client
+    let begun = client
         .link
         .begin_call(op::STREAM_SYNC, thread::caller(), |w| w.word(stream.handle))
         .map_err(unavailable)?;
-    let reply = client.link.finish_call(seq).map_err(unavailable)?;
+    let seq = begun.seq;
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
         stream.settle(client, seq);
         stream.synced(seq);
@@ -186,11 +187,12 @@ driver! {
         if stream.idle() {
             return client.late();
         }
-        let seq = client
+        let begun = client
             .link
             .begin_call(op::STREAM_QUERY, thread::caller(), |w| w.word(stream.handle))
             .map_err(unavailable)?;
-        let reply = client.link.finish_call(seq).map_err(unavailable)?;
+        let seq = begun.seq;
+        let reply = client.link.finish_call(begun).map_err(unavailable)?;
         if reply.status == 0 {
             stream.settle(client, seq);
             stream.synced(seq);
