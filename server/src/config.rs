@@ -16,7 +16,9 @@ use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 
 use crate::lease::{Memory, Reserve, Rules};
-use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
+use crate::limits::{
+    self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope, parse_size,
+};
 
 /// The configuration file that is read when none is named.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
@@ -176,6 +178,11 @@ pub const KEYS: &[Key] = &[
         default: "/run/lock/gpusession with NVIDIA's driver, else none",
         help: "where servers of this host say which GPUs are theirs; \"none\": nowhere",
     },
+    Key {
+        name: "cache_max",
+        default: "8GiB",
+        help: "disk space for modules and for what the driver compiles from PTX, which the next program then loads faster; 0 is none",
+    },
     Key { name: "accounting_keep", default: "90d", help: "how long accounting records are kept; 0 for ever" },
     Key {
         name: "users.scope",
@@ -324,6 +331,8 @@ pub struct Config {
     pub lock_dir: Option<PathBuf>,
     /// How long accounting records are kept; zero for ever.
     pub accounting_keep: Duration,
+    /// Bytes on disk that workers may keep.
+    pub cache_max: u64,
     /// What clients and users may have.
     pub limits: Limits,
     /// What every key came to: name, value as text, origin.
@@ -766,23 +775,20 @@ fn part_of_memory(value: &Value) -> Result<Memory, String> {
                 let percent = percent.trim().parse::<f64>().ok().filter(|p| (0.0..=100.0).contains(p));
                 percent.map(Memory::Percent)
             }
-            None => {
-                let unit = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
-                let (digits, unit) = text.split_at(unit);
-                let shift = match unit {
-                    "" => Some(0),
-                    "KiB" => Some(10),
-                    "MiB" => Some(20),
-                    "GiB" => Some(30),
-                    _ => None,
-                };
-                let bytes = digits.trim().parse::<u64>().ok();
-                bytes.zip(shift).and_then(|(b, s)| b.checked_mul(1 << s)).map(Memory::Bytes)
-            }
+            None => parse_size(text).ok().map(Memory::Bytes),
         },
         _ => None,
     };
     parsed.ok_or_else(|| bad.into())
+}
+
+/// "8GiB", or a number of bytes.
+fn size(value: &Value) -> Result<u64, String> {
+    match value {
+        Value::Integer(bytes) => u64::try_from(*bytes).map_err(|_| "a size is not negative".into()),
+        Value::String(text) => parse_size(text),
+        _ => Err("a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into()),
+    }
 }
 
 /// Durations as systemd writes them, as far as they have whole numbers: `90`, `90s`, `10min`, `1h 30min`.
@@ -1015,6 +1021,12 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         |v| if text(v)? == "none" { Ok(None) } else { absolute(v).map(Some) },
         |d| d.as_ref().map_or_else(|| "none".into(), |p| p.display().to_string()),
     )?;
+    let cache_max = reader.key(
+        "cache_max",
+        || (8 << 30, Origin::Default),
+        size,
+        |bytes| Bound::Size(*bytes).to_string(),
+    )?;
     let accounting_keep = reader.key(
         "accounting_keep",
         || (Duration::from_secs(90 * 86400), Origin::Default),
@@ -1107,6 +1119,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         drain_timeout,
         lock_dir,
         accounting_keep,
+        cache_max,
         limits,
         report,
         warnings,

@@ -18,6 +18,7 @@
 
 pub mod accounting;
 pub mod admin;
+pub mod cache;
 pub mod cli;
 pub mod clock;
 pub mod config;

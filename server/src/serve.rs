@@ -2,7 +2,6 @@
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,8 +18,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
 use crate::accounting::Accounting;
+use crate::cache::{Cache, TRIM_EVERY};
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
-use crate::config::{Config, ConfigError, Origin};
+use crate::config::{Config, ConfigError};
 use crate::discovery::{self, DiscoveryError};
 use crate::guard::{Guarded, is_stranger};
 use crate::lease::Withdrawn;
@@ -153,10 +153,11 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let admin_path = config.admin_socket();
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
 
+    let cache = Cache::open(&config);
     let options = Options {
         program: worker,
         driver: driver.clone(),
-        module_cache: module_cache(&config),
+        cache: cache.clone(),
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
@@ -199,6 +200,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear, closed.clone()));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
+    if let Some(cache) = cache {
+        tasks.spawn(keep_small(cache));
+    }
     tasks.spawn(health::watch(pool.clone(), monitor));
     tasks.spawn(pool.clone().serve_parking());
     if let Some(metrics) = metrics {
@@ -333,23 +337,6 @@ fn notify(states: &[sd_notify::NotifyState<'_>]) {
     }
 }
 
-/// The folder that workers keep modules in; without one they go on.
-fn module_cache(config: &Config) -> Option<PathBuf> {
-    use std::os::unix::fs::DirBuilderExt;
-    let folder = match std::env::var_os("CACHE_DIRECTORY") {
-        Some(folder) if !folder.is_empty() => PathBuf::from(folder).join("modules"),
-        _ if config.origin("state_dir") == Origin::Default => "/var/cache/gpuserver/modules".into(),
-        _ => config.state_dir.join("modules"),
-    };
-    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-        Ok(()) => Some(folder),
-        Err(e) => {
-            warn!("{}: {e}; workers keep no modules", folder.display());
-            None
-        }
-    }
-}
-
 /// What `systemctl status` shows.
 async fn status(pool: &Pool) -> String {
     let gpus = pool.registry().gpus().await;
@@ -386,6 +373,15 @@ async fn housekeeping(pool: Arc<Pool>) {
         }
         let pause = pool.registry().next_expiry().await.unwrap_or(Duration::MAX);
         tokio::time::sleep(pause.clamp(Duration::from_millis(20), Duration::from_millis(500))).await;
+    }
+}
+
+/// Files are looked at beside everything else.
+async fn keep_small(cache: Cache) {
+    loop {
+        let cache = cache.clone();
+        let _ = tokio::task::spawn_blocking(move || cache.trim()).await;
+        tokio::time::sleep(TRIM_EVERY).await;
     }
 }
 

@@ -254,12 +254,8 @@ class Parking:
 
     def clocks(self):
         """The idle clock: warned, parked, at work again; a program that waits for its GPU is not idle; lending."""
-        self.server.stop()
-        self.args.server_config += ['warn_after = "2s"', 'park_after = "4s"', 'lend_after = "2s"']
-        self.server.write_configuration()
-        self.server.start()
-        self.server.release_lease()
-        self.wait_for_no_lease()
+        before = list(self.args.server_config)
+        self.configured([*before, 'warn_after = "2s"', 'park_after = "4s"', 'lend_after = "2s"'])
         program = self.start(["idle_program.py", "0.125"])
         program.expect("ready")
         lease = self.only_lease()
@@ -290,6 +286,16 @@ class Parking:
         first.expect("ready")
         self.check("and has it", self.state(lease)[0] == "active")
         first.end()
+        self.configured(before)
+
+    def configured(self, lines):
+        """The server starts again with these lines of configuration, without a lease."""
+        self.server.stop()
+        self.args.server_config[:] = lines
+        self.server.write_configuration()
+        self.server.start()
+        self.server.release_lease()
+        self.wait_for_no_lease()
 
     def restarts(self):
         """A server follows another one, which was told to leave its programs or was killed: those at work and parked ones go on."""

@@ -30,6 +30,7 @@ use self::spawn::Spawner;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
 use crate::accounting::{Accounting, Kind, Record};
+use crate::cache::Cache;
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded};
@@ -69,6 +70,7 @@ const MAX_QUEUED: usize = 64;
 /// side of the wire.
 pub const DRIVER_ENVIRONMENT: &[&str] = &[
     "CUDA_AUTO_BOOST",
+    "CUDA_CACHE_DISABLE",
     "CUDA_DEVICE_DEFAULT_PERSISTING_L2_CACHE_PERCENTAGE_LIMIT",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_DISABLE_JIT",
@@ -88,8 +90,8 @@ pub struct Options {
     pub program: PathBuf,
     /// The driver library that it loads.
     pub driver: PathBuf,
-    /// Folder of the module cache.
-    pub module_cache: Option<PathBuf>,
+    /// What workers keep on disk, if they do.
+    pub cache: Option<Cache>,
     /// Ready workers per lease.
     pub warm_workers: u32,
     /// After so long without use a lease keeps one.
@@ -1050,7 +1052,7 @@ impl Supervisor {
             driver: options.driver.display().to_string(),
             devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
-            module_cache: options.module_cache.as_ref().map(|p| p.display().to_string()),
+            module_cache: options.cache.as_ref().map(|c| c.images().display().to_string()),
             // Under MPS a context takes one of the server's places.
             warm: !entry.lease.mps,
             mps: entry.lease.mps,
@@ -1156,8 +1158,16 @@ impl Supervisor {
         let program = &self.0.options.program;
         let mut variables = spawn::clean_environment(&self.0.options.driver);
         // The driver shows the worker its lease's GPUs only, in the lease's order.
-        let gpus = self.state().workers.get(id).map(|w| w.gpus.join(",")).unwrap_or_default();
+        let (gpus, client) = {
+            let state = self.state();
+            let worker = state.workers.get(id).ok_or("it was told to end")?;
+            (worker.gpus.join(","), worker.client.clone())
+        };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
+        match self.0.options.cache.as_ref().and_then(|cache| cache.compiled(&client)) {
+            Some(folder) => variables.push(("CUDA_CACHE_PATH".into(), folder.into())),
+            None => variables.push(("CUDA_CACHE_DISABLE".into(), "1".into())),
+        }
         let (own, environment): (Vec<_>, Vec<_>) =
             environment.into_iter().partition(|(name, _)| MPS_VARIABLES.contains(&name.as_str()));
         if start.mps {

@@ -63,10 +63,19 @@ async fn join_allocate_use_release() {
     }
     let names: Vec<_> = said["environment"].as_object().unwrap().keys().cloned().collect();
     assert!(
-        names.iter().all(|n| ["CUDA_VISIBLE_DEVICES", "LANG", "LD_LIBRARY_PATH", "PATH", "RUST_BACKTRACE"]
-            .contains(&n.as_str())),
+        names.iter().all(|n| [
+            "CUDA_CACHE_PATH",
+            "CUDA_VISIBLE_DEVICES",
+            "LANG",
+            "LD_LIBRARY_PATH",
+            "PATH",
+            "RUST_BACKTRACE"
+        ]
+        .contains(&n.as_str())),
         "{names:?}"
     );
+    let compiled = std::path::Path::new(said["environment"]["CUDA_CACHE_PATH"].as_str().unwrap());
+    assert!(compiled.is_dir() && compiled.starts_with(server.path("state")), "{said}");
     assert_eq!(said["environment"]["CUDA_VISIBLE_DEVICES"], lease.devices[0].uuid);
     let (_second_lane, said_again) = server.adopt(&worker.id, 3, true);
     assert_eq!((&said_again["pid"], &said_again["lane"]), (&said["pid"], &3.into()));

@@ -70,7 +70,8 @@ fn files_only(start: &Start) -> Result<(), String> {
     // Where an MPS daemon listens, if there is one.
     let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
     let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
-    let write = write.chain(pipes.as_deref());
+    let compiled = std::env::var("CUDA_CACHE_PATH").ok();
+    let write = write.chain(pipes.as_deref()).chain(compiled.as_deref());
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))

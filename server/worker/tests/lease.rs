@@ -121,7 +121,7 @@ fn four_processes_share_one_limit() {
     let options = Options {
         program: env!("CARGO_BIN_EXE_gpuserver-worker").into(),
         driver: machine.driver(),
-        module_cache: None,
+        cache: None,
         warm_workers: 4,
         idle_exit: Duration::ZERO,
         resume_grace: Duration::ZERO,

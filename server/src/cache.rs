@@ -1,0 +1,180 @@
+//! What workers keep on disk so that the next program starts sooner, all of which may be deleted at any time: images by
+//! their content, which no worker believes unless it has the hash, and what the driver compiled from PTX, which it
+//! believes, so that each client has a folder of its own.
+
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use tracing::{debug, warn};
+
+use crate::config::{Config, Origin};
+
+/// How often it is made small.
+pub const TRIM_EVERY: Duration = Duration::from_secs(600);
+/// A file or folder that was used so lately is left: a worker may be writing it.
+const FRESH: Duration = Duration::from_secs(60);
+
+/// The folder, and how much it may hold.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    folder: PathBuf,
+    max: u64,
+}
+
+impl Cache {
+    /// Makes the folders. Without them workers go on, more slowly.
+    pub fn open(config: &Config) -> Option<Self> {
+        let folder = match std::env::var_os("CACHE_DIRECTORY") {
+            Some(folder) if !folder.is_empty() => PathBuf::from(folder),
+            _ if config.origin("state_dir") == Origin::Default => "/var/cache/gpuserver".into(),
+            _ => config.state_dir.join("cache"),
+        };
+        Self::at(folder, config.cache_max)
+    }
+
+    fn at(folder: PathBuf, max: u64) -> Option<Self> {
+        let cache = Self { folder, max };
+        if max == 0 {
+            cache.trim();
+            return None;
+        }
+        match made(&cache.images()).and_then(|()| made(&cache.folder.join("compiled"))) {
+            Ok(()) => Some(cache),
+            Err(e) => {
+                warn!("{}: {e}; workers keep no images", cache.folder.display());
+                None
+            }
+        }
+    }
+
+    /// Images (cubins, fatbins, PTX) by content, of all clients.
+    pub fn images(&self) -> PathBuf {
+        self.folder.join("modules")
+    }
+
+    /// The driver's own cache (`CUDA_CACHE_PATH`) for workers of one client.
+    pub fn compiled(&self, client: &str) -> Option<PathBuf> {
+        let name = blake3::hash(client.as_bytes()).to_hex();
+        let folder = self.folder.join("compiled").join(&name[..32]);
+        made(&folder).inspect_err(|e| warn!("{}: {e}", folder.display())).ok()?;
+        Some(folder)
+    }
+
+    /// Deletes what was not used for longest until the rest is small enough: images one by one, a client's folder whole.
+    pub fn trim(&self) {
+        let mut kept = entries(&self.images());
+        kept.extend(entries(&self.folder.join("compiled")));
+        kept.sort_by_key(|entry| entry.used);
+        let mut total: u64 = kept.iter().map(|entry| entry.bytes).sum();
+        let now = SystemTime::now();
+        for entry in kept {
+            if total <= self.max || now.duration_since(entry.used).is_ok_and(|age| age < FRESH) {
+                return;
+            }
+            let gone = match entry.path.is_dir() {
+                true => std::fs::remove_dir_all(&entry.path),
+                false => std::fs::remove_file(&entry.path),
+            };
+            match gone {
+                Ok(()) => total -= entry.bytes,
+                Err(e) => warn!("{}: {e}", entry.path.display()),
+            }
+            debug!("{}: {} bytes, not used for longest, deleted", entry.path.display(), entry.bytes);
+        }
+    }
+}
+
+/// A folder that nobody else reads.
+fn made(folder: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
+}
+
+struct Entry {
+    path: PathBuf,
+    bytes: u64,
+    used: SystemTime,
+}
+
+fn entries(folder: &Path) -> Vec<Entry> {
+    let all = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    all.map(|entry| measured(entry.path())).collect()
+}
+
+/// Its size with all that is in it, and when one of its files was used last.
+fn measured(path: PathBuf) -> Entry {
+    let (mut bytes, mut used) = (0, SystemTime::UNIX_EPOCH);
+    let mut left = vec![path.clone()];
+    while let Some(path) = left.pop() {
+        let Ok(facts) = path.symlink_metadata() else { continue };
+        if facts.is_dir() {
+            left.extend(std::fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()));
+        } else {
+            bytes += facts.len();
+        }
+        // Most file systems note a read at least once a day.
+        let read = if facts.is_dir() { Err(io::Error::other("")) } else { facts.accessed() };
+        used = [facts.modified(), read].into_iter().flatten().fold(used, SystemTime::max);
+    }
+    Entry { path, bytes, used }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &Path, bytes: usize, age: u64) {
+        std::fs::write(path, vec![1; bytes]).unwrap();
+        let then = SystemTime::now() - Duration::from_secs(age);
+        let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
+        std::fs::File::open(path).unwrap().set_times(times).unwrap();
+    }
+
+    #[test]
+    fn what_was_not_used_for_longest_goes_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 250).unwrap();
+        let images = cache.images();
+        for (name, age) in [("old", 9000), ("older", 9999), ("new", 1000)] {
+            file(&images.join(name), 100, age);
+        }
+        cache.trim();
+        let left = || {
+            let mut names: Vec<_> =
+                std::fs::read_dir(&images).unwrap().map(|e| e.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(left(), ["new", "old"]);
+        // What is in use just now is never taken.
+        file(&images.join("now"), 1000, 0);
+        cache.trim();
+        assert_eq!(left(), ["now"]);
+    }
+
+    #[test]
+    fn each_client_has_a_folder_that_goes_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().into(), 250).unwrap();
+        let (a, b) = (cache.compiled("vm-a").unwrap(), cache.compiled("../../etc").unwrap());
+        assert_eq!(cache.compiled("vm-a"), Some(a.clone()));
+        assert!(a != b && b.starts_with(folder.path().join("compiled")));
+        file(&a.join("index"), 200, 5000);
+        file(&b.join("index"), 200, 500);
+        for path in [&a, &b] {
+            let old = SystemTime::now() - Duration::from_secs(500);
+            std::fs::File::open(path)
+                .unwrap()
+                .set_times(std::fs::FileTimes::new().set_modified(old))
+                .unwrap();
+        }
+        file(&a.join("index"), 200, 600);
+        let old = SystemTime::now() - Duration::from_secs(700);
+        std::fs::File::open(&a).unwrap().set_times(std::fs::FileTimes::new().set_modified(old)).unwrap();
+        cache.trim();
+        assert!(!a.exists() && b.exists());
+        assert_eq!(Cache::at(folder.path().into(), 0).map(|c| c.max), None);
+        assert!(!b.exists(), "none is kept");
+    }
+}
