@@ -215,25 +215,29 @@ class Mps(parking.Parking):
         self.wait_for_no_lease()
         return row
 
-    def training(self, sharing):
-        """GPT-2 training, two at the same time."""
+    def train(self, count, name, lease=None):
+        """GPT-2 training by several programs at the same time: milliseconds per step of each. Without a lease, on the card itself."""
         command = [self.args.python, "train_gpt2.py", "--steps", "20"]
-        steps = {}
-        for count in (1, 2):
-            folder = self.args.out / f"rendezvous-{sharing}-{count}"
-            folder.mkdir(exist_ok=True)
-            env = {**self.server.client_environment(), "RENDEZVOUS": f"{folder}:{count}", "HF_HUB_OFFLINE": "1"}
+        folder = self.args.out / f"rendezvous-{name}-{count}"
+        folder.mkdir(exist_ok=True)
+        env, side = {"RENDEZVOUS": f"{folder}:{count}", "HF_HUB_OFFLINE": "1"}, "native"
+        if lease:
             prefix = self.server.prefix()
             at = prefix.index("--")
-            full = [*prefix[:at], "--memory", "40%", *prefix[at:], *command]
-            running = [self.runner.start("client", f"gpt2-{sharing}-{count}", full, env) for _ in range(count)]
-            results = [self.runner.finish(one, 300) for one in running]
-            taken = [value[0] for r in results for name, value in r.measurements().items() if name.endswith("_step")]
-            steps[count] = taken
+            command = [*prefix[:at], *lease, *prefix[at:], *command]
+            env, side = {**self.server.client_environment(), **env}, "client"
+        running = [self.runner.start(side, f"gpt2-{name}-{count}", command, env) for _ in range(count)]
+        results = [self.runner.finish(one, 300) for one in running]
+        if lease:
             self.wait_for_no_lease()
-        if len(steps[1]) == 1 and len(steps[2]) == 2:
-            gain = sum(steps[1][0] / s for s in steps[2])
-            self.note(f"{sharing}, GPT-2 training step: one / two of them", f"{steps[1][0]:.1f} / {steps[2]}", f"ms, {gain:.2f} x")
+        return [value[0] for r in results for name, value in r.measurements().items() if name.endswith("_step")]
+
+    def training(self, sharing):
+        """One and two of them."""
+        one, two = (self.train(count, sharing, ("--memory", "40%")) for count in (1, 2))
+        if (len(one), len(two)) == (1, 2):
+            gain = sum(one[0] / step for step in two)
+            self.note(f"{sharing}, GPT-2 training step: one / two of them", f"{one[0]:.1f} / {two}", f"ms, {gain:.2f} x")
         else:
             self.check(f"{sharing}: GPT-2 training", False)
 

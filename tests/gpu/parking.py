@@ -310,6 +310,7 @@ class Parking:
                 self.server.stop()
                 self.server.popen = subprocess.Popen
                 store.close()
+        self.configured(list(self.args.server_config))
 
     def replace_server(self, store):
         """With a store that servers leave their programs in."""
@@ -354,29 +355,35 @@ class Parking:
         return program
 
     def run(self):
-        """Everything; whether it was as it has to be."""
+        """Everything, or what `--only` names; whether it was as it has to be."""
         self.wait_for_no_lease()
+        parts = {
+            "card": ("An idle program is parked while another client uses the whole card", self.whole_card),
+            "training": ("PyTorch training, parked in the middle", self.training),
+            "restarts": ("The server is replaced", self.restarts),
+            "clock": ("The clock", self.clocks),
+            "times": ("Times", self.times),
+        }
+        for name, (title, part) in parts.items():
+            if (name in self.args.only if self.args.only else name != "training" or not self.args.no_torch):
+                print(title, flush=True)
+                part()
+        return {"figures": self.rows, "failed": self.bad}
+
+    def whole_card(self):
+        """See `full_card`."""
         small = 4 if self.card else 0.125
-        print("An idle program is parked while another client uses the whole card", flush=True)
         first, begun = self.full_card(["idle_program.py", str(small)], "ready", self.big())
         first.expect("intact")
         self.note("other client's end to first call's answer", round(time.monotonic() - begun, 2), "s")
         first.end()
         self.wait_for_no_lease()
-        if not self.args.no_torch:
-            print("PyTorch training, parked in the middle", flush=True)
-            self.training()
-        print("The server is replaced", flush=True)
-        self.restarts()
-        self.server.start()
-        self.server.release_lease()
-        print("The clock", flush=True)
-        self.clocks()
-        print("Times", flush=True)
+
+    def times(self):
+        """Of what fits on the card."""
         total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
         wanted = [1, 16, 64] if self.card else [0.0625]
         self.sizes([gib for gib in wanted if gib < total * 0.9])
-        return {"figures": self.rows, "failed": self.bad}
 
     def stop(self):
         """End what is still running."""
