@@ -7,6 +7,7 @@
 
 mod api;
 mod client;
+mod compile_cache;
 mod copies;
 mod entry;
 mod errors;

@@ -12,7 +12,7 @@ use crate::client;
 use crate::entry::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
-use crate::{thread, trace};
+use crate::{compile_cache, thread, trace};
 
 const fn id(name: u128) -> [u8; 16] {
     name.to_be_bytes()
@@ -28,6 +28,8 @@ const TOOLS_CONTEXT: [u8; 16] = id(0x21318c60_97143248_8ca641ff_7324c8f2);
 const TOOLS_MODULE: [u8; 16] = id(0x6e163fbe_b958444d_835ce182_aff1991e);
 const TPC_TOPOLOGY: [u8; 16] = id(0x1734dc26_800d4745_8726c0f1_e7dd8bca);
 
+const COMPILE_CACHE: [u8; 16] = id(0xda9151d3_3ae6cc41_a5c04f26_d533e328);
+
 /// A slot of a table.
 type Slot = *const c_void;
 
@@ -41,6 +43,7 @@ struct Tables {
     context: [Slot; 93],
     tpc: [Slot; 17],
     module: [Slot; 99],
+    compiled: [Slot; 7],
 }
 
 // SAFETY: the tables are written once and hold addresses of functions.
@@ -121,6 +124,16 @@ fn tables() -> &'static Tables {
             ],
         ),
         module: sized(unknown!("TOOLS_MODULE"), &[(7, tools_functions as *const c_void)]),
+        compiled: sized(
+            unknown!("COMPILE_CACHE"),
+            &[
+                (1, compile_cache::slot_open as *const c_void),
+                (2, compile_cache::slot_close as *const c_void),
+                (3, compile_cache::slot_find as *const c_void),
+                (4, compile_cache::slot_store as *const c_void),
+                (6, compile_cache::slot_free as *const c_void),
+            ],
+        ),
         tpc: sized(
             unknown!("TPC_TOPOLOGY"),
             &[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)],
@@ -140,6 +153,7 @@ pub fn find(id: &[u8; 16]) -> Option<*const c_void> {
         INTEGRITY_CHECK => t.integrity.as_ptr().cast(),
         TOOLS_CONTEXT => t.context.as_ptr().cast(),
         TOOLS_MODULE => t.module.as_ptr().cast(),
+        COMPILE_CACHE => t.compiled.as_ptr().cast(),
         TPC_TOPOLOGY => t.tpc.as_ptr().cast(),
         _ => return None,
     })

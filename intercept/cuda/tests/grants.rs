@@ -1,28 +1,15 @@
 //! What `cuInit` does with what the daemon answers.
 
+mod common;
+
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use common::library;
 use gpusession_proto::grant::{Denial, Endpoint, Reply, Request};
 use gpusession_proto::message;
-use libloading::Library;
-
-/// The library that was built together with this test.
-fn library() -> Library {
-    let test = std::env::current_exe().unwrap();
-    let path: PathBuf = test
-        .ancestors()
-        .skip(1)
-        .take(2)
-        .map(|folder| folder.join("libgpusession_cuda.so"))
-        .find(|path| path.exists())
-        .expect("libgpusession_cuda.so beside the test");
-    // SAFETY: the library has no initialisers.
-    unsafe { Library::new(path) }.unwrap()
-}
 
 /// Only in a process of its own: `cuInit` has one outcome.
 #[test]
