@@ -1,6 +1,7 @@
 //! `gpusession`: see, run on, request and release this machine's GPUs. A library, so that manual pages and completions can be
 //! made from the definition of its command line.
 
+mod cache;
 mod daemon;
 mod exit;
 mod lease_file;
@@ -112,8 +113,19 @@ enum Command {
         #[arg(long)]
         remove: bool,
     },
+    /// What your programs compiled and keep for the next ones (NVRTC, cuDNN)
+    #[command(subcommand)]
+    Cache(Cache),
     /// Print a container device specification: gpusession cdi >/etc/cdi/gpusession.json
     Cdi,
+}
+
+#[derive(Subcommand)]
+enum Cache {
+    /// Where it is, and how much there is
+    Show,
+    /// Delete it; programs then compile again
+    Clear,
 }
 
 #[derive(Args)]
@@ -243,6 +255,8 @@ async fn command(cli: Cli) -> Result<i32> {
             tell(if remove { system.remove_libraries()? } else { system.libraries(force)? }, cli.json)
         }
         Command::SetupPam { remove } => tell(System::new(Path::new("/")).pam(remove)?, cli.json),
+        Command::Cache(Cache::Show) => tell(cache::show()?, cli.json),
+        Command::Cache(Cache::Clear) => tell(cache::clear()?, cli.json),
         Command::Cdi => {
             print(&format!("{:#}", setup::cdi()?));
             Ok(0)

@@ -23,6 +23,7 @@ pub mod readings;
 pub mod status;
 pub mod supervise;
 pub mod ticket;
+pub mod user_cache;
 
 /// What `pam_gpusession.so` tells the client daemon at login, and the answer: a crate of its own, so that the module has
 /// nothing else in it.

@@ -13,12 +13,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
+use gpusession_proto::user_cache;
+
 use crate::entry::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, OUT_OF_MEMORY, bytes, give, guard};
 
 /// Most bytes of all entries in memory.
 const IN_MEMORY: usize = 256 << 20;
-/// Most bytes of all files, unless `CUDA_CACHE_MAXSIZE` says otherwise; the same default as the driver's.
-const ON_DISK: u64 = 1 << 30;
 /// Longest entry, and longest input of the compiler.
 const MAX_BYTES: usize = 256 << 20;
 
@@ -40,8 +40,7 @@ fn open() -> Option<Cache> {
     if std::env::var_os("CUDA_CACHE_DISABLE").is_some_and(|v| v == "1") {
         return None;
     }
-    let size = std::env::var("CUDA_CACHE_MAXSIZE").ok().and_then(|v| v.trim().parse().ok());
-    Some(Cache { folder: folder(), max: size.unwrap_or(ON_DISK), memory: Mutex::default() })
+    Some(Cache { folder: folder(), max: user_cache::max_bytes(), memory: Mutex::default() })
 }
 
 /// A program with more rights than its user keeps nothing where that user could change it.
@@ -50,11 +49,7 @@ fn folder() -> Option<PathBuf> {
     if unsafe { libc::getauxval(libc::AT_SECURE) } != 0 {
         return None;
     }
-    let of = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let base = of("CUDA_CACHE_PATH")
-        .or_else(|| of("XDG_CACHE_HOME"))
-        .or_else(|| Some(of("HOME")?.join(".cache")))?;
-    let folder = base.join("gpusession").join("compiled");
+    let folder = user_cache::folder()?;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).ok()?;
     Some(folder)
 }
@@ -232,10 +227,10 @@ mod tests {
     #[test]
     fn the_next_process_finds_what_this_one_stored() {
         let folder = tempfile::tempdir().unwrap();
-        let first = cache(folder.path(), ON_DISK);
+        let first = cache(folder.path(), user_cache::MAX_BYTES);
         first.store(&[1; 32], b"compiled");
         assert_eq!(first.find(&[1; 32]).as_deref(), Some(&b"compiled"[..]));
-        let second = cache(folder.path(), ON_DISK);
+        let second = cache(folder.path(), user_cache::MAX_BYTES);
         assert_eq!(second.find(&[1; 32]).as_deref(), Some(&b"compiled"[..]));
         assert_eq!(second.find(&[2; 32]), None);
     }
@@ -243,8 +238,8 @@ mod tests {
     #[test]
     fn a_file_that_is_not_whole_is_a_miss() {
         let folder = tempfile::tempdir().unwrap();
-        cache(folder.path(), ON_DISK).store(&[1; 32], b"compiled");
-        let next = cache(folder.path(), ON_DISK);
+        cache(folder.path(), user_cache::MAX_BYTES).store(&[1; 32], b"compiled");
+        let next = cache(folder.path(), user_cache::MAX_BYTES);
         let file = next.file(&[1; 32]).unwrap();
         for bad in [&b""[..], &[0; 31], &[0; 32], &[0; 40]] {
             std::fs::write(&file, bad).unwrap();
