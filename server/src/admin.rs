@@ -242,7 +242,7 @@ pub struct PsRow {
     pub bytes_to_device: u64,
     /// Copied from the device.
     pub bytes_from_device: u64,
-    /// `full`, `off`, or what of a worker's isolation this host does not allow.
+    /// `full`, `off`, `later` (before the worker is ready, under MPS before it has a program), or what this host does not allow.
     pub isolation: String,
     /// Since its last GPU work.
     pub idle_usec: u64,

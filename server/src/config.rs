@@ -119,7 +119,7 @@ pub const KEYS: &[Key] = &[
     Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
     Key {
         name: "isolation",
-        default: "off",
+        default: "try",
         help: "workers give up files, sockets, processes and rare system calls: \"try\" as far as this host allows it, \
                \"require\" or they do not start, \"off\"",
     },
@@ -951,7 +951,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         ToString::to_string,
     )?;
     let isolation =
-        reader.key("isolation", || default("off"), |v| one_of(v, &["off", "try", "require"], &[]), plain)?;
+        reader.key("isolation", || default("try"), |v| one_of(v, &["off", "try", "require"], &[]), plain)?;
     let isolation = match isolation.as_str() {
         "try" => Isolation::Try,
         "require" => Isolation::Require,

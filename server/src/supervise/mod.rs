@@ -29,6 +29,7 @@ use self::quota::{Ledger, Say};
 use self::spawn::Spawner;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
+use self::trial::Trial;
 use crate::accounting::{Accounting, Kind, Record};
 use crate::cache::Cache;
 use crate::clock::{self, Clock, Moment, Random};
@@ -45,6 +46,7 @@ pub mod process;
 pub mod quota;
 pub mod spawn;
 pub mod stock;
+mod trial;
 
 /// A worker that does not end within this after it was told to is killed.
 const STOP_GRACE: Duration = Duration::from_secs(1);
@@ -393,6 +395,7 @@ struct State {
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
     isolation_told: bool,
+    trial: Trial,
 }
 
 impl State {
@@ -1058,7 +1061,7 @@ impl Supervisor {
             mps: entry.lease.mps,
             resume_grace_s: options.resume_grace.as_secs() as u32,
             staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
-            isolation: options.isolation,
+            isolation: state.trial.next(options.isolation),
         };
         let (commands, stop, queues) = queues();
         let book = Book {
@@ -1083,7 +1086,7 @@ impl Supervisor {
             active: self.0.clock.now(),
             wanted: false,
             moving: false,
-            isolation: "off".into(),
+            isolation: if start.isolation == Isolation::Off { "off" } else { "later" }.into(),
             since: self.0.clock.now(),
             ended_because: None,
             held: Vec::new(),
@@ -1326,7 +1329,7 @@ impl Supervisor {
     }
 
     fn hear(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
-        let State { workers, leases, .. } = state;
+        let State { workers, leases, trial, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };
         let mut lease = leases.get_mut(&worker.lease);
         let now = self.0.clock.now();
@@ -1366,6 +1369,15 @@ impl Supervisor {
                 }
                 worker.phase = Phase::Warm;
                 worker.fingerprint = Some(fingerprint);
+                // Under MPS it has not loaded its driver yet.
+                if self.0.options.isolation == Isolation::Try
+                    && lease.as_ref().is_some_and(|l| !l.lease.mps)
+                    && let Some(reason) = trial.ready(worker.isolation != "off")
+                {
+                    warn!(
+                        "isolation = \"try\": workers start only without it here, and go on so; with it they end: {reason}"
+                    );
+                }
                 debug!(
                     gpusession_worker = hex(id),
                     gpusession_lease = worker.lease,
@@ -1492,6 +1504,9 @@ impl Supervisor {
             Some(reason) => format!("{reason} ({end})"),
             None => end,
         };
+        if worker.phase == Phase::Starting && !told {
+            state.trial.failed(worker.isolation != "off", &reason);
+        }
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
         if let Some(pid) = worker.pid {
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());

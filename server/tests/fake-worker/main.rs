@@ -2,6 +2,7 @@
 //! to behave.
 //!
 //! * `...no-driver...`: the probe works, workers say `Failed`.
+//! * `...free...`: workers say `Failed` if they are to be isolated.
 //! * `...crash...`: workers end as soon as they are started.
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
@@ -16,7 +17,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::readings::FromMonitor;
-use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker, Usage, WORKER_FD};
+use gpusession_proto::supervise::{FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
 
@@ -84,9 +85,16 @@ fn serve() {
                 if s.driver.contains("crash") {
                     std::process::exit(7);
                 }
+                if s.driver.contains("free") && s.isolation != Isolation::Off {
+                    tell(&FromWorker::Failed { reason: "cuInit: CUDA error 304".into() });
+                    return;
+                }
                 if s.driver.contains("no-driver") {
                     tell(&FromWorker::Failed { reason: "cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)".into() });
                     return;
+                }
+                if s.isolation != Isolation::Off {
+                    tell(&FromWorker::Contained { lacking: Vec::new() });
                 }
                 tell(&FromWorker::Ready {
                     fingerprint: *blake3::hash(&s.worker).as_bytes(),

@@ -458,6 +458,33 @@ async fn workers_that_do_not_start_are_explained() {
 }
 
 #[tokio::test]
+async fn isolation_is_tried() {
+    let isolation = async |driver: &str, lines: &str| {
+        let mut server = Server::prepare(driver, lines).await;
+        server.run_into("log").await;
+        let mut vm = server.client("vm-1").await;
+        let lease = vm.allocate(100.0).await.unwrap();
+        eventually("a worker is warm", async || server.workers().iter().any(|w| w["state"] == "warm")).await;
+        let worker = vm.take(&lease.id).await;
+        let rows = server.workers();
+        let levels: Vec<_> = rows.iter().map(|w| w["isolation"].as_str().unwrap().to_string()).collect();
+        (worker.is_ok(), levels, std::fs::read_to_string(server.path("log")).unwrap())
+    };
+    let (served, levels, _) = isolation("libcuda.so.1", "").await;
+    assert!(served && levels.contains(&"full".into()), "{levels:?}");
+    let (served, levels, _) = isolation("libcuda.so.1", "isolation = \"off\"").await;
+    assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
+    let (served, levels, log) = isolation("free-libcuda.so.1", "").await;
+    assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
+    assert!(log.contains("workers start only without it here") && log.contains("CUDA error 304"), "{log}");
+
+    let server = Server::start_with("free-libcuda.so.1", "isolation = \"require\"").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    assert!(vm.take(&lease.id).await.unwrap_err().message().contains("CUDA error 304"));
+}
+
+#[tokio::test]
 async fn driver_environment_gets_a_worker_of_its_own() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
