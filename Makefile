@@ -77,7 +77,7 @@ gpu-bundle: build
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
 bench:
-	@if [ -n '$(BENCHES)' ]; then $(CARGO) bench --locked --workspace --bench '*'; \
+	@if [ -n '$(BENCHES)' ]; then $(CARGO) build --locked --release -p gpuserver --example fake-worker && $(CARGO) bench --locked --workspace --bench '*'; \
 	else echo 'bench: nothing to measure without a GPU yet; with one: make gpu-bundle, then ./run bench there'; fi
 
 # ---- testing

@@ -36,7 +36,7 @@ use crate::{admin, data, gpu_lock, health, metrics, store};
 /// TLS handshakes in progress, and the time that each may take.
 const MAX_HANDSHAKES: usize = 256;
 /// Connections of clients, and of peers without a certificate, at a time.
-const MAX_CLIENTS: usize = 4096;
+const MAX_CLIENTS: usize = 16384;
 const MAX_STRANGERS: usize = 64;
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker waits for a lost client.

@@ -45,6 +45,10 @@ const ABSENT: &[Named] = &[
         "fstat64",
         "extern int __fxstat64(int, int, void *);\nint __wrap_fstat64(int fd, void *out) { return __fxstat64(1, fd, out); }",
     ),
+    (
+        "fstatat64",
+        "extern int __fxstatat64(int, int, const char *, void *, int);\nint __wrap_fstatat64(int folder, const char *path, void *out, int flags) { return __fxstatat64(1, folder, path, out, flags); }",
+    ),
     ("gettid", "extern long syscall(long, ...);\nint __wrap_gettid(void) { return (int)syscall(186); }"),
     (
         "lstat64",

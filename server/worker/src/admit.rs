@@ -108,12 +108,10 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         Ok(None) => return Ok(None),
         Err(e) => return Err(format!("supervision socket: {e}")),
     };
-    let mut lacking = Vec::new();
-    if start.isolation != Isolation::Off
-        && let Err(e) = containment::before_driver(&start)
-    {
-        lacking.push(e);
-    }
+    let lacking = match start.isolation {
+        Isolation::Off => Vec::new(),
+        Isolation::Try | Isolation::Require => containment::before_driver(&start),
+    };
     let output = Output::redirect().map_err(|e| format!("redirecting the output: {e}"))?;
     let driver = Driver::load(Path::new(&start.driver))?;
     let mut cuda_version = 0;

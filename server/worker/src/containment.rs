@@ -10,7 +10,7 @@ use landlock::{
     ABI, Access, AccessFs, CompatLevel, Compatible, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetStatus, path_beneath_rules,
 };
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     apply_filter_all_threads,
@@ -39,17 +39,23 @@ const OWN_THREADS: &str = "/proc/self/task";
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
 
-/// Applied to the first thread before the driver starts others: core dumps, limits, files.
-pub fn before_driver(start: &Start) -> Result<(), String> {
+/// Applied to the first thread before the driver starts others: core dumps, limits, files. Returns what this host does not allow.
+pub fn before_driver(start: &Start) -> Vec<String> {
+    let said = |what: &'static str| move |e: String| format!("{what}: {e}");
     // One byte: zero would still start a collector that `core_pattern` names.
-    setrlimit(Resource::RLIMIT_CORE, 1, 1).map_err(|e| format!("core dumps: {e}"))?;
-    setrlimit(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES, MAX_FILE_BYTES)
-        .map_err(|e| format!("file size: {e}"))?;
-    let (_, most) =
-        nix::sys::resource::getrlimit(Resource::RLIMIT_NOFILE).map_err(|e| format!("open files: {e}"))?;
-    let files = most.min(MAX_FILES);
-    setrlimit(Resource::RLIMIT_NOFILE, files, files).map_err(|e| format!("open files: {e}"))?;
-    files_only(start).map_err(|e| format!("landlock: {e}"))
+    let parts = [
+        at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
+        at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
+        at_most(Resource::RLIMIT_NOFILE, MAX_FILES).map_err(said("open files")),
+        files_only(start).map_err(said("landlock")),
+    ];
+    parts.into_iter().filter_map(Result::err).collect()
+}
+
+/// What is less already stays.
+fn at_most(resource: Resource, limit: u64) -> Result<(), String> {
+    let (_, most) = getrlimit(resource).map_err(|e| e.to_string())?;
+    setrlimit(resource, most.min(limit), most.min(limit)).map_err(|e| e.to_string())
 }
 
 fn files_only(start: &Start) -> Result<(), String> {
@@ -212,8 +218,8 @@ mod tests {
         let files = before_driver(&start);
         let calls = before_client();
         // A kernel without Landlock says so.
-        match &files {
-            Ok(()) => {
+        match files.as_slice() {
+            [] => {
                 let denied = std::fs::read_dir("/root").or_else(|_| std::fs::read_dir("/home"));
                 assert_eq!(denied.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
                 assert!(std::fs::write("/tmp/containment-test", "x").is_err());
@@ -226,7 +232,7 @@ mod tests {
                 assert!(std::fs::write("/proc/self/oom_score_adj", "0").is_err());
                 assert!(name(1).is_err(), "another process");
             }
-            Err(e) => assert!(e.starts_with("landlock: "), "{e}"),
+            lacking => assert!(lacking.len() == 1 && lacking[0].starts_with("landlock: "), "{lacking:?}"),
         }
         calls.unwrap();
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());

@@ -1,4 +1,6 @@
 """From bare hosts to a program on a leased GPU: install, join by token, boot leases, login."""
+import json
+
 from harness import expect
 
 ORDER = 10
@@ -41,6 +43,11 @@ def run(site, check):
         client.until("gpusession status | grep -q 'is ready'", 20)
     with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("the server's workers give up what they do not need"):
+        rows = json.loads(servers[0].ok("gpuserver ps --json"))["workers"]
+        levels = {row["isolation"] for row in rows if row["state"] in ("warm", "active")}
+        if levels != {"full"}:
+            raise AssertionError(levels)
     with check("so does a shell of hers that is older than the installation"):
         client.ok("touch /tmp/go")
         expect(client.until("cat /run/older.out; grep -q status /run/older.out", 20), "sums right")

@@ -1,0 +1,139 @@
+//! What a server costs that many clients hold leases of: memory and CPU time while each keeps its connection, watches for events, and
+//! renews its lease every two seconds.
+//!
+//!     cargo bench -p gpuserver --bench clients [-- CLIENTS [SECONDS]]      (default 10000, 20)
+//!
+//! Clients share this process; a server of 80 GPUs without a driver, with its normal defaults but for limits, is the other one.
+
+#[allow(dead_code, reason = "the tests use the rest")]
+#[path = "../tests/server/common.rs"]
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Client, Server};
+use gpusession_proto::control::pool_client::PoolClient;
+use gpusession_proto::control::{AllocateRequest, RenewRequest, WatchRequest};
+use tokio::task::JoinSet;
+use tonic::transport::Identity;
+
+/// How often a daemon renews.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+/// Clients that join at the same time.
+const AT_ONCE: usize = 16;
+
+/// CPU time of a process in all its threads, and its resident memory in bytes.
+fn used(pid: u32) -> (Duration, u64) {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it runs");
+    let fields: Vec<u64> = stat
+        .rsplit_once(')')
+        .map_or("", |(_, rest)| rest)
+        .split_whitespace()
+        .map(|f| f.parse().unwrap_or(0))
+        .collect();
+    // utime and stime, in ticks of 10 ms; rss in pages.
+    (Duration::from_millis((fields[11] + fields[12]) * 10), fields[21] * 4096)
+}
+
+async fn client(server: &Server, token: &str, i: usize) -> (Client, String) {
+    let name = format!("vm-{i}");
+    let (certificate, key) =
+        server.enrol(token, &name, &format!("machine of {name}")).await.expect("it joins");
+    let identity = Identity::from_pem(certificate, key);
+    let channel = server.connect(Some(identity.clone())).await.expect("a connection");
+    let mut client = Client { name, identity, pool: PoolClient::new(channel) };
+    let request = AllocateRequest { memory_bytes: 100 << 20, ..client.request() };
+    let lease = client.pool.allocate(request).await.expect("a lease").into_inner().id;
+    (client, lease)
+}
+
+/// As a daemon does it, each at its own time.
+async fn hold(
+    mut client: Client,
+    lease: String,
+    i: usize,
+    late: std::sync::Arc<std::sync::atomic::AtomicU64>,
+) {
+    let mut watch = client.pool.clone();
+    let events = tokio::spawn(async move {
+        let events = watch.watch(WatchRequest { boot_id: "b1".into() }).await;
+        let mut events = events.expect("a stream").into_inner();
+        while let Ok(Some(_)) = events.message().await {}
+    });
+    tokio::time::sleep(HEARTBEAT.mul_f64((i % 1000) as f64 / 1000.0)).await;
+    loop {
+        let begun = Instant::now();
+        let request = RenewRequest { leases: vec![lease.clone()], boot_id: "b1".into() };
+        let renewed = client.pool.renew(request).await.expect("renewed").into_inner();
+        assert!(!renewed.leases[0].lost, "{renewed:?}");
+        late.fetch_max(begun.elapsed().as_micros() as u64, std::sync::atomic::Ordering::Relaxed);
+        assert!(!events.is_finished(), "the stream of events ended");
+        tokio::time::sleep(HEARTBEAT.saturating_sub(begun.elapsed())).await;
+    }
+}
+
+fn main() {
+    let mut numbers = std::env::args().skip(1).filter_map(|word| word.parse::<usize>().ok());
+    let count = numbers.next().unwrap_or(10_000);
+    let seconds = numbers.next().unwrap_or(20) as u64;
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).expect("a limit");
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).expect("a limit");
+    if most < count as u64 + 100 {
+        println!(
+            "clients: not measured: {most} open files are allowed, {count} clients need more (ulimit -Hn)"
+        );
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let more = "warm_workers = 0\nlimits.gpus = 1\nlimits.max_persistent = 1\nlimits.requests_per_s = 100000\npark_after = 0\nwarn_after = 0\nlend_after = 0";
+        let mut server = Server::prepare("many-libcuda.so.1", more).await;
+        server.run_into("log").await;
+        let pid = server.json(&["status"])["server"]["pid"].as_u64().expect("a process") as u32;
+        let (_, empty) = used(pid);
+        let token = server.token(&["--uses", &count.to_string()]);
+        let (late, begun) = (std::sync::Arc::default(), Instant::now());
+        let server = std::sync::Arc::new(server);
+        let mut clients = JoinSet::new();
+        let places = std::sync::Arc::new(tokio::sync::Semaphore::new(AT_ONCE));
+        let mut joining = JoinSet::new();
+        for i in 0..count {
+            let place = places.clone().acquire_owned().await.expect("open");
+            let (server, token) = (server.clone(), token.clone());
+            joining.spawn(async move {
+                let joined = client(&server, &token, i).await;
+                drop(place);
+                (joined, i)
+            });
+            while let Some(done) = joining.try_join_next() {
+                let ((client, lease), i) = done.expect("no panic");
+                clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late)));
+            }
+        }
+        while let Some(done) = joining.join_next().await {
+            let ((client, lease), i) = done.expect("no panic");
+            clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late)));
+        }
+        let joined = begun.elapsed();
+        tokio::time::sleep(HEARTBEAT * 2).await;
+        late.store(0, std::sync::atomic::Ordering::Relaxed);
+        let ((before, _), begun) = (used(pid), Instant::now());
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs(seconds)) => {}
+            ended = clients.join_next() => panic!("a client ended: {ended:?}"),
+        }
+        let ((after, resident), wall) = (used(pid), begun.elapsed());
+        let percent = (after - before).as_secs_f64() / wall.as_secs_f64() * 100.0;
+        println!(
+            "{count} clients with a lease each: {} MB resident ({} MB without clients), {percent:.1} % of a core, \
+             {:.0} us for a renewal, the slowest {} ms; they joined in {:.0} s",
+            resident / 1_000_000,
+            empty / 1_000_000,
+            percent / 100.0 * 1e6 / (count as f64 / HEARTBEAT.as_secs_f64()),
+            late.load(std::sync::atomic::Ordering::Relaxed) / 1000,
+            joined.as_secs_f64(),
+        );
+        clients.shutdown().await;
+    });
+}
