@@ -536,7 +536,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 cuda_version: facts.cuda_version,
                 authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
                 gpus: pool.registry().gpus().await.len(),
-                leases: pool.registry().leases().await.len(),
+                leases: pool.registry().count().await,
                 workers: pool.supervisor().workers().len(),
                 programs: pool.supervisor().programs(true),
             }))
@@ -588,20 +588,20 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 .registry()
                 .gpus()
                 .await
-                .into_iter()
+                .iter()
                 .enumerate()
                 .map(|(index, g)| GpuRow {
                     index,
                     state: g.state().into(),
                     reason: g.withdrawn.as_ref().map(|w| w.reason().to_string()),
                     context_bytes: g.gpu.context_bytes,
-                    uuid: g.gpu.uuid,
-                    name: g.gpu.name,
-                    pci_address: g.gpu.pci_address,
+                    uuid: g.gpu.uuid.clone(),
+                    name: g.gpu.name.clone(),
+                    pci_address: g.gpu.pci_address.clone(),
                     memory_bytes: g.gpu.memory_bytes,
                     leased_bytes: g.used_bytes,
                     compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
-                    leases: g.leases,
+                    leases: g.leases.clone(),
                 })
                 .collect();
             show(serde_json::to_value(rows))
@@ -695,7 +695,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             pool.registry().drain((!end).then_some(reason)).await;
             let programs = pool.supervisor().programs(true);
             Ok(
-                serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().leases().await.len() }),
+                serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().count().await }),
             )
         }
         Ask::Stop { force } => {

@@ -1,6 +1,6 @@
 //! Who holds which part of which GPU, and who waits for one: a table without I/O, clocks or randomness of its own.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -423,15 +423,21 @@ impl Table {
         };
         table.withdrawn.retain(|uuid, _| table.gpus.iter().any(|g| g.uuid == *uuid));
         let mut lost = Vec::new();
+        let mut used: HashMap<String, u64> = HashMap::new();
         for lease in saved.leases {
             let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
                 table.gpu(&s.gpu).is_some_and(|g| {
                     (g.mps || !lease.mps)
-                        && (aside || s.limit_bytes <= table.capacity(g).saturating_sub(table.used(&s.gpu)))
+                        && (aside
+                            || s.limit_bytes
+                                <= table.capacity(g).saturating_sub(used.get(&s.gpu).copied().unwrap_or(0)))
                 })
             });
             if fits {
+                for share in lease.shares.iter().filter(|_| !aside) {
+                    *used.entry(share.gpu.clone()).or_default() += share.limit_bytes;
+                }
                 let deadline = now + lease.ttl;
                 table.held.insert(lease.id.clone(), Held { lease, deadline });
             } else {
@@ -516,9 +522,13 @@ impl Table {
         self.held.values().map(|h| &h.lease).filter(counts)
     }
 
-    /// Device memory of a GPU that leases hold, or wait to get back.
-    pub fn used(&self, uuid: &str) -> u64 {
-        self.holding(u64::MAX).flat_map(|l| &l.shares).filter(|s| s.gpu == uuid).map(|s| s.limit_bytes).sum()
+    /// Device memory of each GPU that leases hold, or wait to get back; none where it is nothing.
+    pub fn used(&self) -> HashMap<&str, u64> {
+        let mut used = HashMap::new();
+        for share in self.holding(u64::MAX).flat_map(|l| &l.shares) {
+            *used.entry(share.gpu.as_str()).or_default() += share.limit_bytes;
+        }
+        used
     }
 
     /// A lease and the time it has left.
@@ -1669,7 +1679,7 @@ mod tests {
                     }
                 }
                 for g in t.gpus() {
-                    prop_assert!(t.used(&g.uuid) <= g.memory_bytes);
+                    prop_assert!(t.used().get(g.uuid.as_str()).is_none_or(|used| *used <= g.memory_bytes));
                 }
             }
         }

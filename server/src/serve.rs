@@ -269,7 +269,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
 /// A GPU in a compute mode that lets one program alone use it cannot be shared, nor have warm workers.
 async fn check_compute_modes(pool: &Pool) {
     const WHY: &str = "compute mode";
-    for gpu in pool.registry().gpus().await {
+    for gpu in pool.registry().gpus().await.iter() {
         let uuid = &gpu.gpu.uuid;
         if gpu.gpu.compute_mode != 0 {
             let reason = format!(
@@ -341,7 +341,7 @@ fn notify(states: &[sd_notify::NotifyState<'_>]) {
 async fn status(pool: &Pool) -> String {
     let gpus = pool.registry().gpus().await;
     let leased = gpus.iter().filter(|g| !g.leases.is_empty()).count();
-    let leases = pool.registry().leases().await.len();
+    let leases = pool.registry().count().await;
     let programs = pool.supervisor().workers().iter().filter(|w| w.process.is_some()).count();
     format!("{leased} of {} GPUs leased ({leases} leases), {programs} programs", gpus.len())
 }

@@ -413,7 +413,7 @@ impl Pool {
     async fn forget_ended(&self) {
         let leases: Vec<String> = self.parking().away().keys().cloned().collect();
         for lease in leases {
-            let gone = self.registry().get(&lease).await.is_none();
+            let gone = !self.registry().holds(&lease).await;
             let mut away = self.parking().away();
             let Some(entry) = away.get_mut(&lease) else { continue };
             if gone && matches!(entry.stage, Stage::Away | Stage::Waiting { .. }) {

@@ -437,7 +437,7 @@ impl Pool {
         self.ended(&old, "it was renewed for as long as the limit lease_ttl allows");
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
-            if self.registry.get(&lease).await.is_none() {
+            if !self.registry.holds(&lease).await {
                 self.supervisor.end_lease(&lease, "the lease ended");
             }
         }

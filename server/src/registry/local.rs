@@ -1,5 +1,7 @@
 //! The registry of a server that alone decides about its GPUs: the lease table in memory, a copy of it in a file.
 
+use std::collections::HashMap;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,6 +17,8 @@ use crate::store::{self, StoreError};
 /// See the module.
 pub struct LocalRegistry {
     table: Mutex<Table>,
+    /// [`Registry::gpus`] until the table changes: asked for with every heartbeat of every client.
+    gpus: Mutex<Option<Arc<[GpuUse]>>>,
     file: PathBuf,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
@@ -39,12 +43,24 @@ impl LocalRegistry {
                 lease.id
             );
         }
-        Ok(Self { table: Mutex::new(table), file, clock, random })
+        Ok(Self { table: Mutex::new(table), gpus: Mutex::default(), file, clock, random })
     }
 
     // The table is consistent between any two of its methods, also after a panic elsewhere.
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn locked(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To read.
+    fn table(&self) -> impl Deref<Target = Table> {
+        Reading(self.locked())
+    }
+
+    /// To change what [`Registry::gpus`] says.
+    fn change(&self) -> MutexGuard<'_, Table> {
+        let table = self.locked();
+        *self.gpus.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        table
     }
 
     /// Stores an end, or that a lease was set aside or came back. It is true already: should the file keep a lease that ended,
@@ -56,10 +72,21 @@ impl LocalRegistry {
     }
 }
 
+/// Cannot be changed through.
+struct Reading<'a>(MutexGuard<'a, Table>);
+
+impl Deref for Reading<'_> {
+    type Target = Table;
+
+    fn deref(&self) -> &Table {
+        &self.0
+    }
+}
+
 #[async_trait]
 impl Registry for LocalRegistry {
     async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError> {
-        let mut table = self.table();
+        let mut table = self.change();
         let (lease, fresh) =
             table.allocate(request, self.clock.now(), self.clock.unix(), self.random.as_ref())?;
         if fresh && let Err(e) = store::write(&self.file, &table.save()) {
@@ -71,11 +98,11 @@ impl Registry for LocalRegistry {
     }
 
     async fn renew(&self, client: &str, id: &str) -> Option<Duration> {
-        self.table().renew(client, id, self.clock.now())
+        self.locked().renew(client, id, self.clock.now())
     }
 
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {
-        let mut table = self.table();
+        let mut table = self.change();
         let lease = table.remove(client, id)?;
         self.store_change(&table);
         Some(lease)
@@ -86,7 +113,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn set_aside(&self, id: &str) -> bool {
-        let mut table = self.table();
+        let mut table = self.change();
         let there = table.set_aside(id);
         if there {
             self.store_change(&table);
@@ -99,7 +126,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, usize> {
-        let mut table = self.table();
+        let mut table = self.change();
         let was = table.is_aside(id);
         let taken = table.take_back(id, may_move);
         if was && taken.is_ok() {
@@ -109,7 +136,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn stay_aside(&self, id: &str) {
-        self.table().stay_aside(id);
+        self.change().stay_aside(id);
     }
 
     async fn is_aside(&self, id: &str) -> bool {
@@ -117,7 +144,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease> {
-        let mut table = self.table();
+        let mut table = self.change();
         let ended = table.remove_where(|l| l.client == client && keep_boot != Some(l.boot_id.as_str()));
         if !ended.is_empty() {
             self.store_change(&table);
@@ -126,7 +153,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn expire(&self) -> Vec<Lease> {
-        let mut table = self.table();
+        let mut table = self.change();
         let ended = table.expire(self.clock.now(), self.clock.unix());
         if !ended.is_empty() {
             self.store_change(&table);
@@ -148,26 +175,36 @@ impl Registry for LocalRegistry {
         table.leases(self.clock.now()).map(|(lease, left)| Standing { lease: lease.clone(), left }).collect()
     }
 
-    async fn gpus(&self) -> Vec<GpuUse> {
+    async fn holds(&self, id: &str) -> bool {
+        self.table().get(id, self.clock.now()).is_some()
+    }
+
+    async fn count(&self) -> usize {
+        self.table().leases(self.clock.now()).count()
+    }
+
+    async fn gpus(&self) -> Arc<[GpuUse]> {
         let table = self.table();
-        let now = self.clock.now();
-        let holders = |uuid: &str| {
-            table
-                .leases(now)
-                .filter(|(l, _)| l.shares.iter().any(|s| s.gpu == uuid))
-                .map(|(l, _)| l.id.clone())
-                .collect()
+        let mut known = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*known {
+            return known.clone();
+        }
+        let mut holders: HashMap<&str, Vec<String>> = HashMap::new();
+        for (lease, _) in table.leases(self.clock.now()) {
+            for share in &lease.shares {
+                holders.entry(&share.gpu).or_default().push(lease.id.clone());
+            }
+        }
+        let used = table.used();
+        let facts = |g: &Gpu| GpuUse {
+            gpu: g.clone(),
+            used_bytes: used.get(g.uuid.as_str()).copied().unwrap_or(0),
+            leases: holders.remove(g.uuid.as_str()).unwrap_or_default(),
+            withdrawn: table.withdrawn(&g.uuid).cloned(),
         };
-        table
-            .gpus()
-            .iter()
-            .map(|g| GpuUse {
-                gpu: g.clone(),
-                used_bytes: table.used(&g.uuid),
-                leases: holders(&g.uuid),
-                withdrawn: table.withdrawn(&g.uuid).cloned(),
-            })
-            .collect()
+        let gpus: Arc<[GpuUse]> = table.gpus().iter().map(facts).collect();
+        *known = Some(gpus.clone());
+        gpus
     }
 
     async fn waiting(&self) -> Vec<WaitingView> {
@@ -175,7 +212,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
-        let mut table = self.table();
+        let mut table = self.change();
         let there = table.withdraw(uuid, why);
         if there {
             self.store_change(&table);
@@ -184,7 +221,7 @@ impl Registry for LocalRegistry {
     }
 
     async fn drain(&self, why: Option<String>) {
-        self.table().drain(why);
+        self.change().drain(why);
     }
 
     async fn draining(&self) -> Option<String> {
@@ -192,6 +229,6 @@ impl Registry for LocalRegistry {
     }
 
     async fn set_rules(&self, rules: Rules) {
-        self.table().set_rules(rules);
+        self.change().set_rules(rules);
     }
 }

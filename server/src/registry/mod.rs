@@ -1,5 +1,6 @@
 //! Who decides about leases: one contract, several implementations.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -76,8 +77,12 @@ pub trait Registry: Send + Sync {
     async fn get(&self, id: &str) -> Option<Standing>;
     /// All leases.
     async fn leases(&self) -> Vec<Standing>;
+    /// Whether there is such a lease.
+    async fn holds(&self, id: &str) -> bool;
+    /// How many there are.
+    async fn count(&self) -> usize;
     /// All GPUs.
-    async fn gpus(&self) -> Vec<GpuUse>;
+    async fn gpus(&self) -> Arc<[GpuUse]>;
     /// Who waits, in the order in which they are served.
     async fn waiting(&self) -> Vec<WaitingView>;
     /// Takes a GPU out of what is leased, or puts it back; leases on it stay. Says whether there is such a GPU.
