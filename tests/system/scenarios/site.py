@@ -11,6 +11,7 @@ memory = "50%"
 
 [environment]
 NCCL_DEBUG = "WARN"
+HF_HOME = "/srv/models"
 """
 
 
