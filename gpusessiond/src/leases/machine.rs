@@ -1549,6 +1549,30 @@ mod tests {
     }
 
     #[test]
+    fn leases_from_boot_wait_in_the_order_of_the_file() {
+        let mut m = machine(1);
+        let at = |order, name| Spec { order, ..configured(name, 1) };
+        let of_sessions = Spec { class: Class::Session, ..at(2, "mine") };
+        m.configure(s(0), vec![at(0, "a"), at(1, "b"), of_sessions, at(3, "c")]);
+        m.session_opened(s(0), session(0));
+        m.demand(s(0), session(0).uid, None, true, Some(&session(0).id));
+        m.want(s(0), Spec::requested("request".into(), 1000));
+        let orders: Vec<(String, u32)> = actions(&mut m)
+            .into_iter()
+            .filter_map(|a| {
+                if let Action::Allocate { request, .. } = a {
+                    Some((request.request_id.split('/').nth(2).unwrap().to_owned(), request.order))
+                } else {
+                    None
+                }
+            })
+            .collect();
+        // All at once; what users ask for stands where it arrives.
+        let expected = [("a", 1), ("b", 2), ("c", 4), ("s0", 0), ("0", 0)];
+        assert_eq!(orders, expected.map(|(name, order)| (name.to_owned(), order)));
+    }
+
+    #[test]
     fn a_server_is_chosen_by_the_name_it_tells() {
         let mut m = machine(2);
         let mut spec = configured("a", 1);

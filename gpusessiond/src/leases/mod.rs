@@ -230,6 +230,9 @@ impl Spec {
             sm_count: 0,
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
+            // Leases from boot are asked for at once, and wait as the file has them. Those of users wait from when they
+            // came.
+            order: if self.class == Class::Boot && !self.once { self.order.saturating_add(1) } else { 0 },
         }
     }
 }
