@@ -20,6 +20,8 @@ pub type Time = Duration;
 
 /// How often a server that holds leases hears from this client.
 pub const HEARTBEAT: Duration = Duration::from_secs(2);
+/// A heartbeat that is due this soon goes along with whatever has woken the daemon.
+const TOGETHER: Duration = Duration::from_millis(250);
 /// How often a server without leases of ours is asked whether it is there.
 pub const HEARTBEAT_IDLE: Duration = Duration::from_secs(30);
 /// Silence after which a server is suspect.
@@ -839,7 +841,7 @@ impl Machine {
         }
         for server in 0..self.servers.len() {
             let health = &mut self.servers[server];
-            if health.in_flight || health.next > now {
+            if health.in_flight || health.next > now + TOGETHER {
                 continue;
             }
             health.in_flight = true;
@@ -1438,6 +1440,29 @@ mod tests {
         m.tick(s(1100));
         assert!(m.slot(slot).is_none());
         assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
+    }
+
+    #[test]
+    fn heartbeats_of_several_servers_go_together() {
+        let mut m = machine(2);
+        m.tick(s(0));
+        let (a, b) = (m.want(s(0), configured("a", 1)), m.want(s(0), configured("b", 1)));
+        m.allocated(s(0), a, Ok((0, lease("la", 1))));
+        m.allocated(s(0), b, Ok((1, lease("lb", 1))));
+        let asked = |m: &mut Machine| {
+            let server = |a: &Action| if let Action::Renew { server, .. } = a { Some(*server) } else { None };
+            actions(m).iter().filter_map(server).collect::<Vec<_>>()
+        };
+        assert_eq!(asked(&mut m), [0, 1]);
+        // The second one's answer takes longer.
+        m.renewed(Duration::from_millis(1), 0, &[], Ok(vec![]));
+        m.renewed(Duration::from_millis(200), 1, &[], Ok(vec![]));
+        let due = m.deadline().unwrap();
+        assert_eq!(due, Duration::from_millis(2001));
+        m.tick(due - TOGETHER - Duration::from_millis(1));
+        assert_eq!(asked(&mut m), Vec::<usize>::new());
+        m.tick(due);
+        assert_eq!(asked(&mut m), [0, 1]);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! [`machine`] decides, [`engine`] does what it says; everything else (D-Bus, grant socket, command line) sees only
 //! [`Leases`].
 
+mod alarm;
 pub mod engine;
 pub mod machine;
 mod readings;
