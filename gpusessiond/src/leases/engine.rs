@@ -584,6 +584,8 @@ impl Actor {
                 about.devices = description.devices.len() as u32;
                 about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
                 about.state = description.state;
+                let free = about.free;
+                self.machine.described(now, server, free);
                 self.described = true;
             }
         }
