@@ -576,6 +576,33 @@ mod tests {
         assert_eq!(error, "0.toml: environment: the variables are longer than 16384 bytes together");
     }
 
+    const MANUAL: &str = include_str!("../../docs/man/gpusession.toml.5");
+
+    #[test]
+    fn the_manual_has_every_key() {
+        for table in ["", "[client]\n", "[access]\n", "[[lease]]\n", "[transport]\n"] {
+            let error = load(&[&format!("{table}zzzzzzzzzzzzzzzzzzzzzzzz = 1\n")]).unwrap_err();
+            let keys = error.rsplit(": ").next().unwrap();
+            for key in keys.split(", ") {
+                let headed =
+                    [format!("[{key}]"), format!("B {key}"), format!("BR {key}"), format!("\" {key}")];
+                assert!(headed.iter().any(|h| MANUAL.contains(h)), "{table}{key} is not in the manual");
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_manual_says_is_refused_is_refused() {
+        let (_, refused) = MANUAL.split_once("Refused are").unwrap();
+        let (refused, _) = refused.split_once("All others").unwrap();
+        let variable = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_' || c == '*';
+        let names: Vec<_> = refused.split(|c| !variable(c)).filter(|word| word.len() > 1).collect();
+        assert!(names.len() > 40);
+        for name in names {
+            assert!(login::check(&name.replace('*', "X"), "").is_err(), "{name}");
+        }
+    }
+
     #[test]
     fn servers_file_round_trips() {
         let servers = Servers { servers: vec![ServerEntry { address: "gpu1:7601".into() }] };
