@@ -383,8 +383,8 @@ impl Config {
             }
         }
         for (key, value) in file.environment.unwrap_or_default() {
-            if key.starts_with("GPUSESSION_") {
-                return invalid(format!("environment: `{key}` cannot be set here"));
+            if key == "GPUSESSION_ID" {
+                return invalid(format!("environment: `{key}`: each session gets its own; remove it"));
             }
             if let Err(error) = login::check(&key, &value) {
                 return invalid(format!("environment: `{key}`: {error}"));
@@ -525,8 +525,24 @@ mod tests {
             ("[[lease]]\ngpus = 0\n", "0.toml: [[lease]]: gpus = 0 is not between 1 and 64"),
             (
                 "[environment]\nLD_PRELOAD = \"x\"\n",
-                "0.toml: environment: `LD_PRELOAD`: not a variable that may be set at login",
+                "0.toml: environment: `LD_PRELOAD`: belongs to the loader, the shell or the login, and is never \
+                 set at login; set it where the program is started",
             ),
+            (
+                "[environment]\nGPUSESSION_ID = \"x\"\n",
+                "0.toml: environment: `GPUSESSION_ID`: each session gets its own; remove it",
+            ),
+            (
+                "[environment]\n\"A B\" = \"x\"\n",
+                "0.toml: environment: `A B`: not the name of a variable: at most 64 letters, digits and _, no digit in \
+                 front",
+            ),
+            (
+                "[environment]\nA = \"$HOME\"\n",
+                "0.toml: environment: `A`: the value may have letters, digits and plain signs of ASCII only: no quote, \
+                 backslash, dollar sign or control character",
+            ),
+            ("[environment]\nA = 1\n", "0.toml:2:5: invalid type: integer `1`, expected a string"),
             ("[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n", "0.toml: a second [[lease]] is called `x`"),
         ];
         for (text, expected) in cases {
@@ -537,6 +553,54 @@ mod tests {
         let error = load(&["[client]\nzzzzzzzzzz = 1\n"]).unwrap_err();
         assert!(error.contains("unknown key `zzzzzzzzzz`, known here: name"), "{error}");
         assert!(load(&["[[lease]\n"]).unwrap_err().starts_with("0.toml:1:"));
+    }
+
+    #[test]
+    fn any_other_variable_may_be_set_at_login() {
+        let config = load(&[
+            "[environment]\nHF_HOME = \"/srv/models\"\nhttp_proxy = \"http://proxy:3128\"\nPYTHONPATH = \"\"\n",
+            "[environment]\nHF_HOME = \"/srv/others\"\n",
+        ]);
+        let environment: Vec<_> = config.unwrap().environment.into_iter().collect();
+        let expected = [("HF_HOME", "/srv/others"), ("PYTHONPATH", ""), ("http_proxy", "http://proxy:3128")];
+        assert_eq!(environment, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        // Beside the session's id, as many as the module takes.
+        let many = |n: usize, value: &str| {
+            let lines: String = (0..n).map(|i| format!("X{i} = \"{value}\"\n")).collect();
+            load(&[&format!("[environment]\n{lines}")])
+        };
+        assert!(many(63, "").is_ok());
+        let error = many(64, "").unwrap_err();
+        assert_eq!(error, "0.toml: environment: more than 64 variables, GPUSESSION_ID among them");
+        let error = many(16, &"x".repeat(1024)).unwrap_err();
+        assert_eq!(error, "0.toml: environment: the variables are longer than 16384 bytes together");
+    }
+
+    const MANUAL: &str = include_str!("../../docs/man/gpusession.toml.5");
+
+    #[test]
+    fn the_manual_has_every_key() {
+        for table in ["", "[client]\n", "[access]\n", "[[lease]]\n", "[transport]\n"] {
+            let error = load(&[&format!("{table}zzzzzzzzzzzzzzzzzzzzzzzz = 1\n")]).unwrap_err();
+            let keys = error.rsplit(": ").next().unwrap();
+            for key in keys.split(", ") {
+                let headed =
+                    [format!("[{key}]"), format!("B {key}"), format!("BR {key}"), format!("\" {key}")];
+                assert!(headed.iter().any(|h| MANUAL.contains(h)), "{table}{key} is not in the manual");
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_manual_says_is_refused_is_refused() {
+        let (_, refused) = MANUAL.split_once("Refused are").unwrap();
+        let (refused, _) = refused.split_once("All others").unwrap();
+        let variable = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_' || c == '*';
+        let names: Vec<_> = refused.split(|c| !variable(c)).filter(|word| word.len() > 1).collect();
+        assert!(names.len() > 40);
+        for name in names {
+            assert!(login::check(&name.replace('*', "X"), "").is_err(), "{name}");
+        }
     }
 
     #[test]

@@ -111,16 +111,43 @@ fn a_session_gets_what_the_user_has_not_set() {
         ("OMP_NUM_THREADS", "8"),
         ("TF_X", "1"),
         ("XLA_FLAGS", "x"),
+        ("http_proxy", "http://proxy:3128"),
     ];
     assert_eq!(login(&mut session, answer(&environment)), Ok(true));
     let set: Vec<_> = session.list.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
     assert_eq!(
         set,
-        [("GPUSESSION_ID", "inner"), ("OMP_NUM_THREADS", "2"), ("TF_X", "1"), ("XLA_FLAGS", "x")]
+        [
+            ("GPUSESSION_ID", "inner"),
+            ("OMP_NUM_THREADS", "2"),
+            ("TF_X", "1"),
+            ("XLA_FLAGS", "x"),
+            ("http_proxy", "http://proxy:3128")
+        ]
     );
     let mut nobody = alice();
     assert_eq!(login(&mut nobody, answer(&[])), Ok(false));
     assert!(nobody.list.is_empty());
+}
+
+#[test]
+fn one_variable_that_is_not_set_at_login_makes_an_answer_worthless() {
+    let good = answer(&[("GPUSESSION_ID", "inner"), ("ABCDEFGHIJ", "x")]);
+    for name in [
+        &b"LD_PRELOAD"[..],
+        b"SSH_CLIENT",
+        b"CDPATH\0\0\0\0",
+        b"A=B\nC=D\nE=",
+        b"1BCDEFGHIJ",
+        b"ABCDEFGHI\xff",
+    ] {
+        let at = good.windows(10).position(|window| window == b"ABCDEFGHIJ").unwrap();
+        let mut evil = good.clone();
+        evil[at..at + 10].copy_from_slice(name);
+        let mut session = alice();
+        assert!(login(&mut session, evil).is_err(), "{}", String::from_utf8_lossy(name));
+        assert!(session.list.is_empty());
+    }
 }
 
 #[test]

@@ -185,6 +185,8 @@ pub struct Request {
     pub on_idle: OnIdle,
     /// Not to be lent while it has no programs.
     pub hold: bool,
+    /// Place among the client's requests that wait, from 1; 0: as it arrived.
+    pub order: u32,
     /// What the client may have.
     pub limits: Effective,
 }
@@ -662,8 +664,23 @@ impl Table {
                 self.waiting.push(Waiting { request: request.clone(), arrived: self.arrivals, asked: now });
             }
         }
+        self.put_in_order(&request.client, request.priority);
         let place = self.queue().iter().position(|w| Self::same(w, &request.client, &request.request_id));
         place.and_then(|p| u32::try_from(p + 1).ok()).unwrap_or(0)
+    }
+
+    /// A client's requests share the places at which they arrived in the order that the client gives them.
+    fn put_in_order(&mut self, client: &str, priority: Priority) {
+        let mine = |w: &&mut Waiting| {
+            w.request.order > 0 && w.request.client == client && w.request.priority == priority
+        };
+        let mut mine: Vec<&mut Waiting> = self.waiting.iter_mut().filter(mine).collect();
+        let mut places: Vec<u64> = mine.iter().map(|w| w.arrived).collect();
+        places.sort_unstable();
+        mine.sort_by_key(|w| (w.request.order, w.arrived));
+        for (waiting, place) in mine.into_iter().zip(places) {
+            waiting.arrived = place;
+        }
     }
 
     /// A request is not wanted any more.
@@ -1245,6 +1262,7 @@ mod tests {
             persistent: false,
             on_idle: OnIdle::Unset,
             hold: false,
+            order: 0,
             limits: Effective::default(),
         }
     }
@@ -1385,6 +1403,30 @@ mod tests {
         assert_eq!(t.waiting(Duration::from_secs(33)).len(), 1);
         allocate(&mut t, &named("vm-83", 1, 100.0), 33 + PATIENCE.as_secs(), &r).unwrap();
         assert!(t.waiting(Duration::from_secs(33) + PATIENCE).is_empty());
+    }
+
+    #[test]
+    fn a_clients_requests_wait_in_its_own_order() {
+        let (mut t, r) = (table(3), Counting::default());
+        let all = allocate(&mut t, &request("x", 3, 100.0), 0, &r).unwrap();
+        let of = |client: &str, order: u32| Request {
+            request_id: format!("r{order}"),
+            order,
+            ..request(client, order.max(1), 100.0)
+        };
+        let arriving = [of("a", 3), of("b", 2), of("a", 1), of("a", 0), of("b", 1), of("a", 2)];
+        for wish in &arriving {
+            waits(allocate(&mut t, wish, 0, &r));
+        }
+        let queue: Vec<_> =
+            t.queue().into_iter().map(|w| (w.request.client.clone(), w.request.order)).collect();
+        // The places that each has are as they were; the one without an order keeps its own.
+        let expected = [("a", 1), ("b", 1), ("a", 2), ("a", 0), ("b", 2), ("a", 3)];
+        assert_eq!(queue, expected.map(|(client, order)| (client.to_owned(), order)));
+        assert_eq!(waits(allocate(&mut t, &of("b", 2), 1, &r)), (5, 6));
+        t.remove(None, &all.id);
+        waits(allocate(&mut t, &of("a", 2), 2, &r));
+        allocate(&mut t, &of("a", 1), 2, &r).unwrap();
     }
 
     #[test]

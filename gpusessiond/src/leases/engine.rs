@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
+use super::alarm::Alarm;
 use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time};
 use super::readings::{self, Place};
 use super::{
@@ -403,6 +404,7 @@ impl Actor {
     }
 
     async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Message>) {
+        let alarm = Alarm::new();
         self.machine.tick(self.now());
         self.work();
         loop {
@@ -410,18 +412,12 @@ impl Actor {
             let deadline =
                 self.machine.deadline().map(|at| self.origin + at.saturating_sub(self.here.uptime));
             let deadline = deadline.into_iter().chain(alive).min();
-            let sleep = async {
-                match deadline {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 message = inbox.recv() => match message {
                     Some(message) => self.handle(message),
                     None => return,
                 },
-                () = sleep => {}
+                () = alarm.at(deadline) => {}
             }
             // What is already there is handled before the world is told once.
             while let Ok(message) = inbox.try_recv() {
@@ -588,6 +584,8 @@ impl Actor {
                 about.devices = description.devices.len() as u32;
                 about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
                 about.state = description.state;
+                let free = about.free;
+                self.machine.described(now, server, free);
                 self.described = true;
             }
         }

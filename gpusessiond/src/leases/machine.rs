@@ -11,15 +11,18 @@ use gpusession_proto::control;
 use serde::{Deserialize, Serialize};
 
 use super::{Change, LeaseState, Owner, Spec};
-use crate::config::Class;
+use crate::config::{Class, Sharing};
 use crate::login::Session;
 use crate::pool::{PoolError, Trouble};
+use crate::values::Memory;
 
 /// A point on the caller's monotonic clock.
 pub type Time = Duration;
 
 /// How often a server that holds leases hears from this client.
 pub const HEARTBEAT: Duration = Duration::from_secs(2);
+/// A heartbeat that is due this soon goes along with whatever has woken the daemon.
+const TOGETHER: Duration = Duration::from_millis(250);
 /// How often a server without leases of ours is asked whether it is there.
 pub const HEARTBEAT_IDLE: Duration = Duration::from_secs(30);
 /// Silence after which a server is suspect.
@@ -34,6 +37,8 @@ const RETRY_MAX: Duration = Duration::from_secs(30);
 const TAKE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// How long a lease of class `user` is kept for a user who has neither a session nor a process.
 pub const USER_LINGER: Duration = Duration::from_secs(30);
+/// How long a lease lets those before it in the file go first.
+const TURN: Duration = Duration::from_secs(1);
 /// How long only the server that held a lease before this daemon's start is asked for it.
 const RECOVERY: Duration = OFFLINE;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
@@ -154,6 +159,8 @@ pub struct Wanted {
     /// Processes that use it.
     pub processes: usize,
     attempt: u32,
+    /// Until when it lets others go first.
+    turn: Option<Time>,
     /// GPUs of the lease before this one.
     sticky: Vec<String>,
     last_server: Option<usize>,
@@ -217,6 +224,8 @@ pub struct Health {
     pub asked: Option<Time>,
     /// Why the last call failed.
     pub trouble: Option<PoolError>,
+    /// GPUs that nobody had when it was last asked.
+    free: u32,
     in_flight: bool,
     next: Time,
     /// Nothing is asked of it, and what it holds for us is given back then.
@@ -327,6 +336,21 @@ impl Machine {
         self.releasing.len()
     }
 
+    /// A server has said how many of its GPUs nobody has.
+    pub fn described(&mut self, now: Time, server: usize, free: u32) {
+        self.servers[server].free = free;
+        self.next_turn(now);
+    }
+
+    /// Those that let others go first look again whether they still have to.
+    fn next_turn(&mut self, now: Time) {
+        for wanted in self.slots.values_mut().filter(|w| w.turn.is_some()) {
+            if let Phase::Waiting { retry } = &mut wanted.phase {
+                *retry = now;
+            }
+        }
+    }
+
     /// Learns another name of a server.
     pub fn name_server(&mut self, server: usize, name: &str) {
         let names = &mut self.names[server];
@@ -353,6 +377,7 @@ impl Machine {
             since: now,
             processes: 0,
             attempt: 0,
+            turn: None,
             sticky,
             last_server: None,
             recovery,
@@ -394,6 +419,7 @@ impl Machine {
 
     /// Answers [`Action::Allocate`].
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
+        self.next_turn(now);
         let Some(wanted) = self.slots.get_mut(&slot).filter(|w| matches!(w.phase, Phase::Allocating)) else {
             if let Ok((server, lease)) = result {
                 let expires = now + Duration::from_micros(lease.ttl_usec);
@@ -839,7 +865,7 @@ impl Machine {
         }
         for server in 0..self.servers.len() {
             let health = &mut self.servers[server];
-            if health.in_flight || health.next > now {
+            if health.in_flight || health.next > now + TOGETHER {
                 continue;
             }
             health.in_flight = true;
@@ -867,22 +893,22 @@ impl Machine {
             wanted.phase = Phase::Waiting { retry: now + pause };
             return;
         }
-        let may = |i: &usize| self.servers[*i].drained.is_none();
-        let called = |i: &usize, name: &str| self.names[*i].iter().any(|n| n == name);
-        let mut servers: Vec<usize> = match &wanted.recovery {
-            Some(old) => (0..self.names.len()).filter(|i| called(i, &old.server)).collect(),
-            None => (0..self.names.len())
-                .filter(|i| {
-                    wanted.spec.servers.is_empty() || wanted.spec.servers.iter().any(|n| called(i, n))
-                })
-                .filter(may)
-                .collect(),
-        };
+        // A server that hangs holds the others up for this long only.
+        let until = wanted.turn.take().unwrap_or(now + TURN);
+        if now < until && self.others_first(slot) {
+            if let Some(wanted) = self.slots.get_mut(&slot) {
+                wanted.turn = Some(until);
+                wanted.phase = Phase::Waiting { retry: until };
+            }
+            return;
+        }
+        let Some(wanted) = self.slots.get(&slot) else { return };
+        let mut servers = self.servers_for(wanted);
         if servers.is_empty() {
             let message = match (&wanted.recovery, wanted.spec.servers.first()) {
                 (Some(old), _) => format!("{}, which holds lease {}, does not answer", old.server, old.id),
                 (None, Some(name)) => format!("no server of the pool is called {name}"),
-                _ if (0..self.names.len()).any(|i| !may(&i)) => "every server is drained".into(),
+                _ if self.servers.iter().any(|s| s.drained.is_some()) => "every server is drained".into(),
                 _ => self.notice.clone(),
             };
             // Names are learned from the servers themselves, so this may pass.
@@ -901,8 +927,62 @@ impl Machine {
             _ => format!("{}/{}/{generation}", self.boot_id, wanted.spec.key),
         };
         let request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
-        wanted.phase = Phase::Allocating;
+        if let Some(wanted) = self.slots.get_mut(&slot) {
+            wanted.phase = Phase::Allocating;
+        }
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
+    }
+
+    /// The servers that may be asked for a lease.
+    fn servers_for(&self, wanted: &Wanted) -> Vec<usize> {
+        let called = |i: &usize, name: &str| self.names[*i].iter().any(|n| n == name);
+        let all = 0..self.names.len();
+        match &wanted.recovery {
+            Some(old) => all.filter(|i| called(i, &old.server)).collect(),
+            None => all
+                .filter(|i| {
+                    wanted.spec.servers.is_empty() || wanted.spec.servers.iter().any(|n| called(i, n))
+                })
+                .filter(|i| self.servers[*i].drained.is_none())
+                .collect(),
+        }
+    }
+
+    /// Whether leases before this one in the file are being asked for, and there may not be GPUs for all: it would take theirs.
+    /// Who waits already has a place in the servers' queues, in the file's order.
+    fn others_first(&self, slot: Slot) -> bool {
+        let new = |w: &Wanted| {
+            let waits = w.trouble.as_ref().is_some_and(|e| e.trouble == Trouble::NoCapacity);
+            w.spec.class == Class::Boot
+                && !w.spec.once
+                && w.recovery.is_none()
+                && w.held().is_none()
+                && !waits
+        };
+        let Some(wanted) = self.slots.get(&slot).filter(|w| new(w)) else { return false };
+        let servers = self.servers_for(wanted);
+        let rivals = || {
+            let shares = |w: &Wanted| self.servers_for(w).iter().any(|i| servers.contains(i));
+            self.slots.values().filter(move |w| new(w) && shares(w))
+        };
+        let before = |w: &Wanted| matches!(w.phase, Phase::Allocating) && w.spec.order < wanted.spec.order;
+        if !rivals().any(before) {
+            return false;
+        }
+        let free = || servers.iter().map(|i| self.servers[*i].free);
+        let all: u32 = rivals().map(|w| w.spec.gpus).sum();
+        let room = if rivals().all(|w| w.spec.gpus == 1) {
+            let part = |w: &Wanted| match w.spec.memory {
+                Memory::Percent(percent) if w.spec.sharing != Some(Sharing::Exclusive) => percent,
+                _ => 100.0,
+            };
+            let largest = rivals().map(part).fold(1.0, f64::max);
+            free().sum::<u32>() * (100.0 / largest) as u32 >= all
+        } else {
+            // GPUs of one lease are one server's.
+            free().any(|free| free >= all)
+        };
+        !room
     }
 
     fn allocated_nowhere(&mut self, now: Time, slot: Slot, error: PoolError) {
@@ -1441,6 +1521,29 @@ mod tests {
     }
 
     #[test]
+    fn heartbeats_of_several_servers_go_together() {
+        let mut m = machine(2);
+        m.tick(s(0));
+        let (a, b) = (m.want(s(0), configured("a", 1)), m.want(s(0), configured("b", 1)));
+        m.allocated(s(0), a, Ok((0, lease("la", 1))));
+        m.allocated(s(0), b, Ok((1, lease("lb", 1))));
+        let asked = |m: &mut Machine| {
+            let server = |a: &Action| if let Action::Renew { server, .. } = a { Some(*server) } else { None };
+            actions(m).iter().filter_map(server).collect::<Vec<_>>()
+        };
+        assert_eq!(asked(&mut m), [0, 1]);
+        // The second one's answer takes longer.
+        m.renewed(Duration::from_millis(1), 0, &[], Ok(vec![]));
+        m.renewed(Duration::from_millis(200), 1, &[], Ok(vec![]));
+        let due = m.deadline().unwrap();
+        assert_eq!(due, Duration::from_millis(2001));
+        m.tick(due - TOGETHER - Duration::from_millis(1));
+        assert_eq!(asked(&mut m), Vec::<usize>::new());
+        m.tick(due);
+        assert_eq!(asked(&mut m), [0, 1]);
+    }
+
+    #[test]
     fn heartbeats_are_fast_while_leases_are_held_and_slow_otherwise() {
         let mut m = machine(1);
         m.tick(s(0));
@@ -1546,6 +1649,110 @@ mod tests {
         assert_eq!(m.slot(a).unwrap().held().unwrap().stock.len(), 1);
         m.workers(s(0), b, "lb", Ok(lease("lb", 2).workers));
         assert_eq!(m.take(s(0), &[a, b]).unwrap().len(), 2);
+    }
+
+    /// The names of the leases that are asked for, and their order at the server.
+    fn asked(m: &mut Machine) -> Vec<(String, u32)> {
+        let asked = actions(m).into_iter().filter_map(|a| match a {
+            Action::Allocate { slot, request, .. } => Some((m.slot(slot)?.spec.name.clone(), request.order)),
+            _ => None,
+        });
+        asked.collect()
+    }
+
+    /// Leases of a GPU each as the file has them, with the servers that they name.
+    fn file(leases: &[(&str, &[&str])]) -> Vec<Spec> {
+        let specs = (0..).zip(leases).map(|(order, (name, servers))| Spec {
+            order,
+            servers: servers.iter().map(|s| (*s).to_owned()).collect(),
+            ..configured(name, 1)
+        });
+        specs.collect()
+    }
+
+    #[test]
+    fn leases_from_boot_are_asked_for_at_once_where_there_is_room() {
+        let mut m = machine(1);
+        let mut leases = file(&[("a", &[]), ("b", &[]), ("mine", &[]), ("c", &[])]);
+        leases[2].class = Class::Session;
+        m.configure(s(0), leases);
+        assert_eq!(asked(&mut m), [("a".into(), 1)], "nobody knows yet whether there is");
+        // What users ask for goes by when it comes.
+        m.session_opened(s(0), session(0));
+        m.demand(s(0), session(0).uid, None, true, Some(&session(0).id));
+        m.want(s(0), Spec { name: "once".into(), ..Spec::requested("request".into(), 1000) });
+        assert_eq!(asked(&mut m), [("mine".into(), 0), ("once".into(), 0)]);
+        m.described(s(0), 0, 2);
+        m.tick(s(0));
+        assert!(asked(&mut m).is_empty());
+        m.described(s(0), 0, 3);
+        m.tick(s(0));
+        assert_eq!(asked(&mut m), [("b".into(), 2), ("c".into(), 4)]);
+    }
+
+    #[test]
+    fn where_there_is_no_room_for_all_the_first_in_the_file_gets_it() {
+        let mut m = machine(2);
+        m.configure(s(0), file(&[("a", &[]), ("b", &["s1:7601"]), ("c", &[])]));
+        for (server, free) in [(0, 1), (1, 1)] {
+            m.described(s(0), server, free);
+        }
+        m.tick(s(0));
+        let mut order = Vec::new();
+        for slot in 1..=3 {
+            order.extend(asked(&mut m));
+            m.allocated(s(0), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+            m.tick(s(0));
+        }
+        assert_eq!(order, [("a".into(), 1), ("b".into(), 2), ("c".into(), 3)]);
+        // From now on they have their places, and nobody waits for anybody.
+        m.tick(s(10));
+        assert_eq!(asked(&mut m).len(), 3);
+    }
+
+    #[test]
+    fn leases_of_different_servers_do_not_wait_for_each_other() {
+        let mut m = machine(2);
+        m.configure(s(0), file(&[("a", &["s0:7601"]), ("b", &["s1:7601"]), ("c", &["s0:7601"])]));
+        assert_eq!(asked(&mut m), [("a".into(), 1), ("b".into(), 2)]);
+        // A server that hangs holds nobody up for long.
+        m.tick(TURN / 2);
+        assert!(asked(&mut m).is_empty());
+        assert_eq!(m.deadline(), Some(TURN));
+        m.tick(TURN);
+        assert_eq!(asked(&mut m), [("c".into(), 3)]);
+    }
+
+    #[test]
+    fn a_free_gpu_has_room_for_several_parts() {
+        let mut m = machine(1);
+        let mut leases = file(&[("a", &[]), ("b", &[]), ("c", &[]), ("d", &[])]);
+        for spec in &mut leases {
+            spec.memory = Memory::Percent(40.0);
+        }
+        m.configure(s(0), leases);
+        asked(&mut m);
+        for (free, expected) in [(1, 0), (2, 3)] {
+            m.described(s(0), 0, free);
+            m.tick(s(0));
+            assert_eq!(asked(&mut m).len(), expected, "{free} free");
+        }
+    }
+
+    #[test]
+    fn gpus_of_one_lease_are_one_servers() {
+        let mut m = machine(2);
+        let mut leases = file(&[("a", &[]), ("b", &[])]);
+        leases[0].gpus = 2;
+        m.configure(s(0), leases);
+        assert_eq!(asked(&mut m), [("a".into(), 1)]);
+        for (free, expected) in [(2, 0), (3, 1)] {
+            for server in 0..2 {
+                m.described(s(0), server, free);
+            }
+            m.tick(s(0));
+            assert_eq!(asked(&mut m).len(), expected, "{free} free on each");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! [`machine`] decides, [`engine`] does what it says; everything else (D-Bus, grant socket, command line) sees only
 //! [`Leases`].
 
+mod alarm;
 pub mod engine;
 pub mod machine;
 mod readings;
@@ -230,6 +231,9 @@ impl Spec {
             sm_count: 0,
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
+            // Leases from boot are asked for at once, and wait as the file has them. Those of users wait from when they
+            // came.
+            order: if self.class == Class::Boot && !self.once { self.order.saturating_add(1) } else { 0 },
         }
     }
 }

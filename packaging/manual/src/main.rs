@@ -32,7 +32,7 @@ fn programs() -> [Program; 3] {
         Program {
             command: gpusessiond::arguments::Arguments::command(),
             section: "8",
-            see_also: r"\fBgpusession\fR(1), \fBsystemd.exec\fR(5) on credentials",
+            see_also: r"\fBgpusession\fR(1), \fBgpusession.toml\fR(5), \fBsystemd.exec\fR(5) on credentials",
             typed: false,
         },
         Program {

@@ -40,30 +40,49 @@ pub const MAX_NAME: usize = 64;
 /// Longest value of a variable, in bytes.
 pub const MAX_VALUE: usize = 1024;
 
-/// Names of variables that may be set at login, by their beginning. Whoever controls the daemon must not be able to run
-/// code in a login by a variable, so that this is a list of what GPU software reads, not of what is forbidden.
-const SETTABLE: &[&str] = &[
-    "CUBLAS_",
-    "CUDA_",
-    "CUDNN_",
-    "CUPY_",
-    "GPUSESSION_",
-    "JAX_",
-    "MKL_",
-    "NCCL_",
-    "NUMBA_",
-    "NVIDIA_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTORCH_",
-    "TF_",
-    "TORCH_",
-    "TRITON_",
-    "UCX_",
-    "XLA_",
+/// Names that are not set at login, by their beginning: the loader's (`LD_`), a shell's, and what says who is logged in, where
+/// from and how: PAM's list would win over what sshd and the user's terminal say of it.
+const FOREIGN_BEGINNINGS: &[&str] = &["BASH_", "DBUS_", "LC_", "LD_", "SSH_", "SUDO_", "XDG_"];
+/// The others of the C library, the shells and the login.
+const FOREIGN: &[&str] = &[
+    "BASHOPTS",
+    "CDPATH",
+    "DISPLAY",
+    "ENV",
+    "EUID",
+    "FPATH",
+    "GCONV_PATH",
+    "GETCONF_DIR",
+    "GLIBC_TUNABLES",
+    "GLOBIGNORE",
+    "HOME",
+    "IFS",
+    "KRB5CCNAME",
+    "LANG",
+    "LANGUAGE",
+    "LOCPATH",
+    "LOGNAME",
+    "MAIL",
+    "OLDPWD",
+    "PATH",
+    "PPID",
+    "PROMPT",
+    "PROMPT_COMMAND",
+    "PS0",
+    "PS1",
+    "PS2",
+    "PS3",
+    "PS4",
+    "PWD",
+    "SHELL",
+    "SHELLOPTS",
+    "SHLVL",
+    "TERM",
+    "UID",
+    "USER",
+    "XAUTHORITY",
+    "ZDOTDIR",
 ];
-/// Parts of such names that make software load or run something.
-const NOT_SETTABLE: &[&str] = &["INJECTION", "PLUGIN", "PATH", "DIR", "FILE", "LIB", "COMPILER", "TOOL"];
 
 /// What `pam_gpusession.so` tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -225,7 +244,7 @@ impl<'a> Reply<'a> {
     /// The packet; an error where [`check`] or a bound refuses the environment.
     pub fn encode(&self) -> Result<Vec<u8>, Malformed> {
         if self.environment.len() > MAX_VARIABLES {
-            return Err(Malformed("too many variables"));
+            return Err(Malformed("more than 64 variables, GPUSESSION_ID among them"));
         }
         let mut out = begin(self.environment.len() as u16);
         for (name, value) in &self.environment {
@@ -235,7 +254,11 @@ impl<'a> Reply<'a> {
             out.extend_from_slice(name.as_bytes());
             out.extend_from_slice(value.as_bytes());
         }
-        if out.len() > MAX_REPLY { Err(Malformed("the variables are too long together")) } else { Ok(out) }
+        if out.len() > MAX_REPLY {
+            Err(Malformed("the variables are longer than 16384 bytes together"))
+        } else {
+            Ok(out)
+        }
     }
 
     /// Reads a packet. One variable that may not be set makes all of it worthless.
@@ -246,7 +269,7 @@ impl<'a> Reply<'a> {
         let mut reader = Reader::begin(packet)?;
         let count = usize::from(reader.u16()?);
         if count > MAX_VARIABLES {
-            return Err(Malformed("too many variables"));
+            return Err(Malformed("more than 64 variables, GPUSESSION_ID among them"));
         }
         let mut environment: Vec<(&str, &str)> = Vec::with_capacity(count);
         for _ in 0..count {
@@ -264,28 +287,35 @@ impl<'a> Reply<'a> {
     }
 }
 
-/// Whether a variable may be set at login: its name is one that GPU software reads and that makes nothing load other
-/// code, and its value is a bounded line that needs
-/// no quoting.
+/// Whether a variable may be set at login: its name is not one by which the loader, a shell or the login itself is steered,
+/// and its value is a bounded line that needs no quoting. What other software makes of a variable is for the administrator to
+/// know, who writes it into a file of root's.
 pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
     let bytes = name.as_bytes();
     let word = bytes.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'_');
     if !(1..=MAX_NAME).contains(&bytes.len()) || !word || bytes[0].is_ascii_digit() {
-        return Err(Malformed("not the name of a variable"));
+        return Err(Malformed(
+            "not the name of a variable: at most 64 letters, digits and _, no digit in front",
+        ));
     }
     if name == "CUDA_VISIBLE_DEVICES" {
-        return Err(Malformed("CUDA_VISIBLE_DEVICES belongs to the user"));
+        return Err(Malformed("belongs to the user; what a lease has is for the server to say"));
     }
-    // By bytes: searching text would be a tenth of what the module has of its own.
-    let has = |part: &&str| bytes.windows(part.len()).any(|window| window == part.as_bytes());
-    if !SETTABLE.iter().any(|begin| name.starts_with(begin)) || NOT_SETTABLE.iter().any(has) {
-        return Err(Malformed("not a variable that may be set at login"));
+    if name.starts_with("GPUSESSION_") && name != "GPUSESSION_ID" {
+        return Err(Malformed("belongs to the user, who sets it for a program or a shell"));
+    }
+    if FOREIGN.contains(&name) || FOREIGN_BEGINNINGS.iter().any(|begin| name.starts_with(begin)) {
+        return Err(Malformed(
+            "belongs to the loader, the shell or the login, and is never set at login; set it where the program is started",
+        ));
+    }
+    if value.len() > MAX_VALUE {
+        return Err(Malformed("the value is longer than 1024 bytes"));
     }
     // Shells and systemd read what else there is in their own way.
-    if value.len() > MAX_VALUE || !value.bytes().all(|b| matches!(b, b' '..=b'~') && !b"\"'`$\\".contains(&b))
-    {
+    if !value.bytes().all(|b| matches!(b, b' '..=b'~') && !b"\"'`$\\".contains(&b)) {
         return Err(Malformed(
-            "a value is too long, or has other characters than letters, digits and plain signs",
+            "the value may have letters, digits and plain signs of ASCII only: no quote, backslash, dollar sign or control character",
         ));
     }
     Ok(())
@@ -337,32 +367,60 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_code_is_refused() {
-        for name in [
+    fn what_steers_the_loader_a_shell_or_the_login_is_refused() {
+        let long = "A".repeat(MAX_NAME + 1);
+        let no_names = ["", "1A", "CUDA_ X", "CUDA_X=Y", "BASH_FUNC_ls%%", "É", "A\n", "A\0", long.as_str()];
+        let of_the_user = ["CUDA_VISIBLE_DEVICES", "GPUSESSION_SOCKET", "GPUSESSION_DISABLE"];
+        let beginnings = [
             "LD_PRELOAD",
             "LD_LIBRARY_PATH",
-            "PATH",
+            "LD_",
             "BASH_ENV",
-            "ENV",
-            "IFS",
-            "PYTHONPATH",
-            "CUDA_VISIBLE_DEVICES",
-            "CUDA_INJECTION64_PATH",
-            "NCCL_NET_PLUGIN",
-            "NCCL_CONF_FILE",
-            "HOME",
-            "",
-            "1A",
-            "CUDA_ X",
-            "CUDA_X=Y",
-        ] {
+            "LC_ALL",
+            "SSH_AUTH_SOCK",
+            "XDG_RUNTIME_DIR",
+        ];
+        for name in no_names.iter().chain(&of_the_user).chain(&beginnings).chain(FOREIGN) {
             assert!(check(name, "x").is_err(), "{name}");
         }
-        assert!(check("NCCL_SHM_DISABLE", "1").is_ok());
-        for value in ["1\n", "$(id)", "`id`", "a'b", "a\"b", "a\\b", "é"] {
+        for name in [
+            "GPUSESSION_ID",
+            "NCCL_NET_PLUGIN",
+            "HF_HOME",
+            "http_proxy",
+            "PYTHONPATH",
+            "_X",
+            "LDX",
+            &long[1..],
+        ] {
+            assert_eq!(check(name, "x"), Ok(()), "{name}");
+        }
+        for value in ["1\n", "1\0", "\x1b[31m", "$(id)", "`id`", "a'b", "a\"b", "a\\b", "é"] {
             assert!(check("NCCL_SHM_DISABLE", value).is_err(), "{value}");
         }
         assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE + 1)).is_err());
+        assert!(check("NCCL_SHM_DISABLE", &"1".repeat(MAX_VALUE)).is_ok());
+    }
+
+    #[test]
+    fn replies_are_bounded() {
+        let names: Vec<String> = (0..=MAX_VARIABLES).map(|i| format!("X{i}")).collect();
+        let reply = |n: usize, value: &'static str| Reply {
+            environment: names[..n].iter().map(|name| (name.as_str(), value)).collect(),
+        };
+        assert!(reply(MAX_VARIABLES, "").encode().is_ok());
+        assert!(reply(MAX_VARIABLES + 1, "").encode().is_err());
+        let long: &'static str = "1".repeat(MAX_VALUE).leak();
+        assert!(reply(15, long).encode().is_ok());
+        assert!(reply(16, long).encode().is_err());
+        // What this encoder would not write.
+        let one = Reply { environment: vec![("X", "y")] }.encode().unwrap();
+        let variable = &one[8..];
+        let many = [&one[..6], &65u16.to_le_bytes(), &variable.repeat(65)].concat();
+        let twice = [&one[..6], &2u16.to_le_bytes(), &variable.repeat(2)].concat();
+        for packet in [many, twice] {
+            assert!(Reply::parse(&packet).is_err());
+        }
     }
 
     /// Every prefix, every changed byte and every extension of good packets is refused or means something within bounds.

@@ -857,6 +857,7 @@ impl PoolService for Service {
             persistent: wish.persistent,
             on_idle,
             hold: wish.hold,
+            order: wish.order,
             limits: allowed.clone(),
         };
         let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {

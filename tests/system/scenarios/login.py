@@ -6,7 +6,7 @@ PROBE = "/usr/local/bin/probe"
 RIGHT = "sums right"
 # What a program sees of its session and of [environment], and whether it has a GPU.
 PROBE_TEXT = """#!/bin/sh
-echo "session=${GPUSESSION_ID:-none} setting=${NCCL_DEBUG:-none} user=$(id -un)"
+echo "session=${GPUSESSION_ID:-none} setting=${NCCL_DEBUG:-none} models=${HF_HOME:-none} user=$(id -un)"
 exec /usr/local/bin/vectorAdd
 """
 PASSWORD = "echo secret | ssh alice@client"
@@ -62,6 +62,7 @@ def right(seen, user, given):
     expect(seen, RIGHT)
     expect(seen, f"user={user}")
     expect(seen, "setting=none" if given == "none" else "setting=WARN")
+    expect(seen, "models=none" if given == "none" else "models=/srv/models")
     if (session(seen) is not None) != (given == "both"):
         raise Failed(f"GPUSESSION_ID is {session(seen)}:\n{seen}")
 

@@ -13,6 +13,7 @@ memory = "50%"
 
 [environment]
 NCCL_DEBUG = "WARN"
+HF_HOME = "/srv/models"
 """
 
 

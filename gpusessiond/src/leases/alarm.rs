@@ -1,0 +1,91 @@
+//! Wakes the lease manager when something is due.
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd, RawFd};
+use std::time::Duration;
+
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::Instant;
+
+struct Timer(TimerFd);
+
+impl AsRawFd for Timer {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+/// A timer of the kernel's. For a deadline some seconds ahead the runtime's own wakes the process up to three times: where each
+/// of the coarser slots that it is in begins, only to sort it into a finer one.
+pub struct Alarm(Option<AsyncFd<Timer>>);
+
+impl Alarm {
+    /// On the current runtime; with the runtime's timers where the kernel has none for us.
+    pub fn new() -> Self {
+        let flags = TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC;
+        let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).ok().map(Timer);
+        // SAFETY: a Timer gives the same open descriptor for as long as the AsyncFd owns it.
+        Self(timer.and_then(|t| unsafe { AsyncFd::register_with_interest(t, Interest::READABLE) }.ok()))
+    }
+
+    /// Returns at this time; never where there is none. It can be given up, and asked again with another time.
+    pub async fn at(&self, time: Option<Instant>) {
+        let Some(time) = time else { return std::future::pending().await };
+        let left = time.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        if self.rings(left).await.is_err() {
+            tokio::time::sleep_until(time).await;
+        }
+    }
+
+    async fn rings(&self, left: Duration) -> io::Result<()> {
+        let timer = self.0.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        // What an earlier time has left to be read goes with this.
+        timer.get_ref().0.set(Expiration::OneShot(TimeSpec::from(left)), TimerSetTimeFlags::empty())?;
+        loop {
+            let mut ready = timer.readable().await?;
+            if let Ok(rung) = ready.try_io(|timer| Ok(timer.get_ref().0.wait()?)) {
+                return rung;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(ms: u64) -> Option<Instant> {
+        Some(Instant::now() + Duration::from_millis(ms))
+    }
+
+    #[tokio::test]
+    async fn it_can_be_given_up() {
+        for alarm in [Alarm::new(), Alarm(None)] {
+            alarm.at(after(0)).await;
+            for time in [after(3_600_000), None] {
+                let soon = tokio::time::timeout(Duration::from_millis(5), alarm.at(time));
+                assert!(soon.await.is_err());
+            }
+            alarm.at(after(1)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn one_that_has_rung_unheard_does_not_count_for_the_next() {
+        let alarm = Alarm::new();
+        assert!(alarm.0.is_some());
+        let unheard = tokio::time::timeout(Duration::ZERO, alarm.at(after(20)));
+        assert!(unheard.await.is_err());
+        std::thread::sleep(Duration::from_millis(30));
+        tokio::task::yield_now().await;
+        let time = after(50);
+        alarm.at(time).await;
+        assert!(Some(Instant::now()) >= time);
+    }
+}
