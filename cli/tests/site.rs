@@ -754,7 +754,9 @@ fn programs_and_leases_outlive_the_daemon() {
     // A lease of a program's own, which lasts as long as the program.
     let mut holder = Command::new(env!("CARGO_BIN_EXE_gpusession"));
     site.environment(&mut holder);
-    let holder = holder.args(["run", "--new", "-m", "25%", "--", "sleep", "600"]).spawn().unwrap();
+    // It ends with the pipe, whatever becomes of the one in between.
+    holder.args(["run", "--new", "-m", "25%", "--", "cat"]).stdin(Stdio::piped());
+    let holder = holder.spawn().unwrap();
     let helper = Helper::start(&site.path("run/grant.sock"));
     assert!(helper.granted);
     let described = site.described("both", |d| {
