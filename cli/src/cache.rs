@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use gpusession_proto::user_cache;
+use gpusessiond::values::human_bytes;
 use serde_json::json;
 
 use crate::exit::{Failure, Result, code};
@@ -21,17 +22,19 @@ fn files(folder: &std::path::Path) -> Vec<(PathBuf, u64)> {
         .collect()
 }
 
-fn mib(bytes: u64) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
 /// How much there is.
 pub fn show() -> Result<Outcome> {
     let folder = folder()?;
     let files = files(&folder);
     let (bytes, max) = (files.iter().map(|(_, bytes)| bytes).sum(), user_cache::max_bytes());
     Ok(Outcome {
-        text: format!("{}: {} files, {} of at most {}", folder.display(), files.len(), mib(bytes), mib(max)),
+        text: format!(
+            "{}: {} files, {} of at most {}",
+            folder.display(),
+            files.len(),
+            human_bytes(bytes),
+            human_bytes(max)
+        ),
         json: json!({ "schema": 1, "folder": folder, "files": files.len(), "bytes": bytes, "max_bytes": max }),
     })
 }
@@ -46,7 +49,7 @@ pub fn clear() -> Result<Outcome> {
         (count, bytes) = (count + 1, bytes + len);
     }
     Ok(Outcome {
-        text: format!("{}: {count} files deleted, {}", folder.display(), mib(bytes)),
+        text: format!("{}: {count} files deleted, {}", folder.display(), human_bytes(bytes)),
         json: json!({ "schema": 1, "folder": folder, "files_deleted": count, "bytes_deleted": bytes }),
     })
 }

@@ -1,7 +1,7 @@
 //! What a server costs that many clients hold leases of: memory and CPU time while each keeps its connection, watches for events, and
 //! renews its lease every two seconds.
 //!
-//!     cargo bench -p gpuserver --bench clients [-- CLIENTS [SECONDS]]      (default 10000, 20)
+//!     cargo bench -p gpuserver --bench clients [-- CLIENTS [SECONDS]]      (default 4000, 20; joining takes a minute then, and longer the more there are)
 //!
 //! Clients share this process; a server of 80 GPUs without a driver, with its normal defaults but for limits, is the other one.
 
@@ -74,7 +74,7 @@ async fn hold(
 
 fn main() {
     let mut numbers = std::env::args().skip(1).filter_map(|word| word.parse::<usize>().ok());
-    let count = numbers.next().unwrap_or(10_000);
+    let count = numbers.next().unwrap_or(4000);
     let seconds = numbers.next().unwrap_or(20) as u64;
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).expect("a limit");

@@ -113,9 +113,9 @@ fn measured(path: PathBuf) -> Entry {
         } else {
             bytes += facts.len();
         }
-        // Most file systems note a read at least once a day.
-        let read = if facts.is_dir() { Err(io::Error::other("")) } else { facts.accessed() };
-        used = [facts.modified(), read].into_iter().flatten().fold(used, SystemTime::max);
+        // Most file systems note a read at least once a day; looking into a folder is none.
+        let read = facts.accessed().ok().filter(|_| !facts.is_dir());
+        used = facts.modified().ok().into_iter().chain(read).fold(used, SystemTime::max);
     }
     Entry { path, bytes, used }
 }
@@ -124,11 +124,15 @@ fn measured(path: PathBuf) -> Entry {
 mod tests {
     use super::*;
 
-    fn file(path: &Path, bytes: usize, age: u64) {
-        std::fs::write(path, vec![1; bytes]).unwrap();
+    fn aged(path: &Path, age: u64) {
         let then = SystemTime::now() - Duration::from_secs(age);
         let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
         std::fs::File::open(path).unwrap().set_times(times).unwrap();
+    }
+
+    fn file(path: &Path, bytes: usize, age: u64) {
+        std::fs::write(path, vec![1; bytes]).unwrap();
+        aged(path, age);
     }
 
     #[test]
@@ -160,18 +164,10 @@ mod tests {
         let (a, b) = (cache.compiled("vm-a").unwrap(), cache.compiled("../../etc").unwrap());
         assert_eq!(cache.compiled("vm-a"), Some(a.clone()));
         assert!(a != b && b.starts_with(folder.path().join("compiled")));
-        file(&a.join("index"), 200, 5000);
-        file(&b.join("index"), 200, 500);
-        for path in [&a, &b] {
-            let old = SystemTime::now() - Duration::from_secs(500);
-            std::fs::File::open(path)
-                .unwrap()
-                .set_times(std::fs::FileTimes::new().set_modified(old))
-                .unwrap();
+        for (folder, age) in [(&a, 5000), (&b, 500)] {
+            file(&folder.join("index"), 200, age);
+            aged(folder, age);
         }
-        file(&a.join("index"), 200, 600);
-        let old = SystemTime::now() - Duration::from_secs(700);
-        std::fs::File::open(&a).unwrap().set_times(std::fs::FileTimes::new().set_modified(old)).unwrap();
         cache.trim();
         assert!(!a.exists() && b.exists());
         assert_eq!(Cache::at(folder.path().into(), 0).map(|c| c.max), None);

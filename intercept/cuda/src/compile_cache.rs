@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
+use gpusession_link::grant;
 use gpusession_proto::user_cache;
 
 use crate::entry::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, OUT_OF_MEMORY, bytes, give, guard};
@@ -45,8 +46,7 @@ fn open() -> Option<Cache> {
 
 /// A program with more rights than its user keeps nothing where that user could change it.
 fn folder() -> Option<PathBuf> {
-    // SAFETY: getauxval reads the process's auxiliary vector and has no preconditions.
-    if unsafe { libc::getauxval(libc::AT_SECURE) } != 0 {
+    if grant::privileged() {
         return None;
     }
     let folder = user_cache::folder()?;

@@ -27,7 +27,6 @@ const INTEGRITY_CHECK: [u8; 16] = id(0xd4082055_bde6704b_8d34ba12_3c66e1f2);
 const TOOLS_CONTEXT: [u8; 16] = id(0x21318c60_97143248_8ca641ff_7324c8f2);
 const TOOLS_MODULE: [u8; 16] = id(0x6e163fbe_b958444d_835ce182_aff1991e);
 const TPC_TOPOLOGY: [u8; 16] = id(0x1734dc26_800d4745_8726c0f1_e7dd8bca);
-
 const COMPILE_CACHE: [u8; 16] = id(0xda9151d3_3ae6cc41_a5c04f26_d533e328);
 
 /// A slot of a table.

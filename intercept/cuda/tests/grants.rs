@@ -6,6 +6,8 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::library;
 use gpusession_proto::grant::{Denial, Endpoint, Reply, Request};
@@ -59,24 +61,25 @@ fn after(answers: Vec<Reply>) -> (Output, usize) {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("grant.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let (told, ended) = std::sync::mpsc::channel();
-    let daemon = std::thread::spawn(move || {
-        let (mut asked, mut open) = (0, Vec::new());
-        while ended.try_recv().is_err() {
-            match listener.accept() {
-                Ok((stream, _)) => {
-                    stream.set_nonblocking(false).unwrap();
-                    open.push(answer(stream, &answers[asked.min(answers.len() - 1)]));
-                    asked += 1;
+    let ended = Arc::new(AtomicBool::new(false));
+    let daemon = std::thread::spawn({
+        let ended = ended.clone();
+        move || {
+            let mut open = Vec::new();
+            for stream in listener.incoming() {
+                if ended.load(Ordering::Relaxed) {
+                    break;
                 }
-                Err(_) => std::thread::sleep(std::time::Duration::from_millis(5)),
+                let reply = &answers[open.len().min(answers.len() - 1)];
+                open.push(answer(stream.unwrap(), reply));
             }
+            open.len()
         }
-        asked
     });
     let output = started(&socket);
-    told.send(()).unwrap();
+    ended.store(true, Ordering::Relaxed);
+    // Wakes it.
+    UnixStream::connect(&socket).unwrap();
     (output, daemon.join().unwrap())
 }
 

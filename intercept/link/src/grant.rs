@@ -54,7 +54,7 @@ impl Refused {
 }
 
 /// Whether the program runs with more rights than its user: then nothing in the environment is believed.
-fn privileged() -> bool {
+pub fn privileged() -> bool {
     // SAFETY: getauxval reads the process's auxiliary vector and has no preconditions.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }

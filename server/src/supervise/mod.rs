@@ -314,6 +314,9 @@ struct Worker {
     /// Its place in an MPS domain.
     seat: Option<Arc<Seat>>,
     pausing: Option<oneshot::Sender<bool>>,
+    /// Whether it is isolated, if its start shows whether isolation works here: not where a client's own variables may be what fails,
+    /// nor under MPS, where it loads its driver later.
+    trial: Option<bool>,
     commands: mpsc::Sender<Command>,
     stop: mpsc::UnboundedSender<Command>,
 }
@@ -577,8 +580,15 @@ impl Supervisor {
             book.lease
         );
         let (commands, stop_sender, queues) = queues();
-        let mut worker =
-            Worker { book, kept: Some(kept), seat: None, pausing: None, commands, stop: stop_sender };
+        let mut worker = Worker {
+            book,
+            kept: Some(kept),
+            seat: None,
+            pausing: None,
+            trial: None,
+            commands,
+            stop: stop_sender,
+        };
         worker.stocked = false;
         let _ = worker.stop.send(Command::Tell(ToWorker::TakenOver));
         let lease = state.leases.get_mut(&worker.lease);
@@ -1091,7 +1101,11 @@ impl Supervisor {
             ended_because: None,
             held: Vec::new(),
         };
-        state.workers.insert(id, Worker { book, kept: None, seat: None, pausing: None, commands, stop });
+        let trial = (options.isolation == Isolation::Try && start.warm && environment.is_empty())
+            .then_some(start.isolation != Isolation::Off);
+        state
+            .workers
+            .insert(id, Worker { book, kept: None, seat: None, pausing: None, trial, commands, stop });
         drop(state);
         self.attend_to(id, Origin::New(Box::new(start), environment), queues);
         Some(id)
@@ -1369,10 +1383,8 @@ impl Supervisor {
                 }
                 worker.phase = Phase::Warm;
                 worker.fingerprint = Some(fingerprint);
-                // Under MPS it has not loaded its driver yet.
-                if self.0.options.isolation == Isolation::Try
-                    && lease.as_ref().is_some_and(|l| !l.lease.mps)
-                    && let Some(reason) = trial.ready(worker.isolation != "off")
+                if let Some(isolated) = worker.trial
+                    && let Some(reason) = trial.ready(isolated)
                 {
                     warn!(
                         "isolation = \"try\": workers start only without it here, and go on so; with it they end: {reason}"
@@ -1481,7 +1493,7 @@ impl Supervisor {
 
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(Worker { book: worker, kept, seat, .. }) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, kept, seat, trial, .. }) = state.workers.remove(id) else { return };
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
@@ -1504,8 +1516,10 @@ impl Supervisor {
             Some(reason) => format!("{reason} ({end})"),
             None => end,
         };
-        if worker.phase == Phase::Starting && !told {
-            state.trial.failed(worker.isolation != "off", &reason);
+        if let Some(isolated) =
+            trial.filter(|_| worker.phase == Phase::Starting && !told && worker.pid.is_some())
+        {
+            state.trial.failed(isolated, &reason);
         }
         let (worker_id, lease_id) = (hex(id), worker.lease.clone());
         if let Some(pid) = worker.pid {

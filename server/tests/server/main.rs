@@ -478,6 +478,18 @@ async fn isolation_is_tried() {
     assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
     assert!(log.contains("workers start only without it here") && log.contains("CUDA error 304"), "{log}");
 
+    // A client's own variables prove nothing about this host.
+    let server = Server::start_with("free-libcuda.so.1", "warm_workers = 0").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let environment = HashMap::from([("CUDA_MODULE_LOADING".to_string(), "EAGER".to_string())]);
+    let request = TakeWorkersRequest { lease: lease.id.clone(), count: 1, environment, ..Default::default() };
+    for _ in 0..3 {
+        assert!(vm.pool.take_workers(request.clone()).await.is_err());
+    }
+    assert!(vm.take(&lease.id).await.unwrap_err().message().contains("CUDA error 304"));
+    eventually("one without isolation is tried", async || vm.take(&lease.id).await.is_ok()).await;
+
     let server = Server::start_with("free-libcuda.so.1", "isolation = \"require\"").await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
