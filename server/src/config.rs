@@ -371,6 +371,15 @@ pub struct Surroundings<'a> {
     pub nvidia_driver: bool,
 }
 
+/// What the instance that `gpuserver-NAME.toml` configures adds to the names of its folders: `-NAME`; nothing for any other file.
+fn instance(file: &Path) -> String {
+    let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+    stem.strip_prefix("gpuserver")
+        .filter(|rest| rest.len() > 1 && rest.starts_with('-'))
+        .unwrap_or_default()
+        .into()
+}
+
 #[derive(Debug, Clone)]
 enum Value {
     String(String),
@@ -421,8 +430,7 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
             .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
         read_text(&mut raw, &path, &text, around.env)?;
     }
-    let config = check(raw, warnings, around)?;
-    Ok(Config { file: file.into(), ..config })
+    check(raw, warnings, file, around)
 }
 
 /// Where the administration socket of a server is whose files cannot be used now: as far as they still say so, else where it is
@@ -431,7 +439,7 @@ pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) ->
     let of_environment = env("RUNTIME_DIRECTORY").filter(|d| !d.is_empty());
     let mut folder = of_environment
         .and_then(|list| list.split(':').next().map(PathBuf::from))
-        .unwrap_or_else(|| PathBuf::from("/run/gpuserver"));
+        .unwrap_or_else(|| format!("/run/gpuserver{}", instance(file)).into());
     let files = std::iter::once(file.to_path_buf()).chain(drop_ins(file));
     for text in files.filter_map(|path| std::fs::read_to_string(path).ok()) {
         // Line by line: what is wrong with another one does not matter.
@@ -459,7 +467,7 @@ fn drop_ins(file: &Path) -> Vec<PathBuf> {
 pub fn from_text(name: &Path, text: &str, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
     let mut raw = Raw::default();
     read_text(&mut raw, name, text, around.env)?;
-    check(raw, Vec::new(), around)
+    check(raw, Vec::new(), name, around)
 }
 
 fn line_of(text: &str, offset: usize) -> usize {
@@ -816,16 +824,22 @@ fn name_from_host(host: &str) -> Option<String> {
     is_name(&name).then_some(name)
 }
 
-fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
+fn check(
+    raw: Raw,
+    mut warnings: Vec<String>,
+    file: &Path,
+    around: &Surroundings<'_>,
+) -> Result<Config, ConfigError> {
     let mut reader = Reader { raw: &raw, report: Vec::new() };
     let plain = |s: &String| s.clone();
     let default = |s: &str| (s.to_string(), Origin::Default);
-    // A directory that systemd made for us: the first one of a colon-separated list.
+    // A directory that systemd made for us: the first one of a colon-separated list. Else where systemd would make it for this
+    // instance, so that verbs find the server whose configuration they are given.
     let directory = |variable: &'static str, otherwise: &str| match (around.env)(variable) {
         Some(v) if !v.is_empty() => {
             (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
         }
-        _ => (PathBuf::from(otherwise), Origin::Default),
+        _ => (PathBuf::from(format!("{otherwise}{}", instance(file))), Origin::Default),
     };
 
     let name = reader.key(
@@ -1110,7 +1124,7 @@ fn check(raw: Raw, mut warnings: Vec<String>, around: &Surroundings<'_>) -> Resu
         isolation,
         parked_max,
         return_limit,
-        file: PathBuf::new(),
+        file: file.into(),
         state_dir,
         runtime_dir,
         exclusive: sharing == "exclusive",
@@ -1283,6 +1297,26 @@ mod tests {
 
     fn message(text: &str) -> String {
         parse(text).expect_err(text).to_string()
+    }
+
+    #[test]
+    fn an_instance_has_folders_of_its_own() {
+        let around =
+            Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: false };
+        for (file, state, runtime) in [
+            ("/etc/gpusession/gpuserver.toml", "/var/lib/gpuserver", "/run/gpuserver"),
+            ("/etc/gpusession/gpuserver-a.toml", "/var/lib/gpuserver-a", "/run/gpuserver-a"),
+            ("/tmp/gpuserver-.toml", "/var/lib/gpuserver", "/run/gpuserver"),
+            ("/tmp/gpuservers.toml", "/var/lib/gpuserver", "/run/gpuserver"),
+        ] {
+            let file = Path::new(file);
+            let config = from_text(file, "", &around).unwrap();
+            assert_eq!(
+                (config.state_dir.as_path(), config.runtime_dir.as_path()),
+                (Path::new(state), Path::new(runtime))
+            );
+            assert_eq!(admin_socket_beside(file, &|_| None), Path::new(runtime).join("admin.sock"));
+        }
     }
 
     #[test]

@@ -154,7 +154,7 @@ class Site:
         host.write("/etc/systemd/system/gpuserver.service.d/simulated.conf",
                    f"[Service]\nEnvironment=SIMGPU_DEVICES={devices}\n")
         host.install([self.deb("gpuserver"), self.deb("gpusession-libs")])
-        host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{SIM}"\n[limits]\ngpus = {2 * devices}\n')
+        host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{SIM}"\nlock_dir = "/run/lock/gpusession"\n[limits]\ngpus = {2 * devices}\n')
 
     def install_client(self, host):
         host.install([self.deb(p) for p in CLIENT_PACKAGES])
