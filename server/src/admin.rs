@@ -456,6 +456,12 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
 }
 
 async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
+    // Workers run as the server's user, and a client may have taken one over.
+    let asks = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok());
+    if let Some(pid) = asks.filter(|pid| pool.supervisor().is_worker(*pid)) {
+        warn!("admin.sock: worker {pid} asked, which no worker has a reason to: refused");
+        return Ok(());
+    }
     let mut prefix = [0; 4];
     timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
     let len = u32::from_le_bytes(prefix) as usize;

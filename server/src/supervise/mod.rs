@@ -727,7 +727,7 @@ impl Supervisor {
     fn room(&self, lease: &str, count: usize) -> Result<usize, TakeError> {
         let state = self.state();
         self.room_under_mps(&state, lease)?;
-        let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active));
+        let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active | Phase::Parked));
         match state.within(lease, "workers", count as u64, "programs", serves) {
             Ok(()) => Ok(count),
             Err((_, left @ 1..)) => Ok(left as usize),
@@ -765,7 +765,7 @@ impl Supervisor {
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
                 match state.workers.get_mut(&id) {
-                    None => return Err(TakeError::NotStarting("see the server's journal".into())),
+                    None => return Err(TakeError::NotStarting("it ended before it was ready".into())),
                     Some(w) if w.phase == Phase::Ending => {
                         let reason = w.ended_because.clone().unwrap_or_default();
                         return Err(TakeError::NotStarting(reason));
@@ -849,6 +849,11 @@ impl Supervisor {
         for lease in leases {
             self.refill(&lease);
         }
+    }
+
+    /// Whether this process is one of the workers.
+    pub fn is_worker(&self, pid: u32) -> bool {
+        self.state().workers.values().any(|w| w.pid == Some(pid))
     }
 
     /// All workers.

@@ -58,6 +58,7 @@ async fn join_allocate_use_release() {
         (&said["blocking"], &said["require_tls"], &said["epoch"]),
         (&true.into(), &true.into(), &1.into())
     );
+    assert_eq!(said["admin"], 0, "a worker is no administrator");
     if nix::unistd::geteuid().is_root() {
         assert_eq!(said["stack_unlimited"], true);
     }

@@ -154,7 +154,7 @@ fn warm(
     if start.isolation == Isolation::Off {
         return Ok(contexts);
     }
-    lacking.extend(containment::before_client().err());
+    lacking.extend(containment::before_client(start.mps).err());
     if start.isolation == Isolation::Require && !lacking.is_empty() {
         return Err(format!(
             "isolation = \"require\", and this host does not allow it: {}; \"try\" goes on without",

@@ -96,8 +96,8 @@ fn files_only(start: &Start) -> Result<(), String> {
 }
 
 /// Applied to all threads once the driver is warm: system calls.
-pub fn before_client() -> Result<(), String> {
-    calls_only().map_err(|e| format!("seccomp: {e}"))
+pub fn before_client(mps: bool) -> Result<(), String> {
+    calls_only(mps).map_err(|e| format!("seccomp: {e}"))
 }
 
 /// Answered with EPERM: whatever reaches other processes, starts programs, or widens what this one may do.
@@ -109,7 +109,9 @@ const NEVER: &[i64] = &[
     libc::SYS_pidfd_getfd,
     libc::SYS_pidfd_send_signal,
     libc::SYS_kill,
+    libc::SYS_tkill,
     libc::SYS_rt_sigqueueinfo,
+    libc::SYS_rt_tgsigqueueinfo,
     libc::SYS_execve,
     libc::SYS_execveat,
     libc::SYS_listen,
@@ -159,7 +161,17 @@ const NEVER: &[i64] = &[
     libc::SYS_vfork,
 ];
 
-fn calls_only() -> Result<(), String> {
+/// Allowed for this process only, which their first argument names (0 is the caller): `abort` signals itself, drivers ask about
+/// their limits and place their pages.
+const OWN_PROCESS: &[i64] =
+    &[libc::SYS_tgkill, libc::SYS_prlimit64, libc::SYS_migrate_pages, libc::SYS_move_pages];
+/// Commands of `fcntl` and `ioctl` that make the kernel send a signal, any signal, to a process that is named.
+const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
+const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
+
+/// With `mps` the driver makes connections of its own to NVIDIA's daemon, for as long as the program runs; the server answers no
+/// worker on its administration socket.
+fn calls_only(mps: bool) -> Result<(), String> {
     let said = |e: seccompiler::BackendError| e.to_string();
     let arch = std::env::consts::ARCH.try_into().map_err(said)?;
     let install = |rules: BTreeMap<i64, Vec<SeccompRule>>, errno: i32| {
@@ -168,16 +180,30 @@ fn calls_only() -> Result<(), String> {
         let program: BpfProgram = filter.try_into().map_err(said)?;
         apply_filter_all_threads(&program).map_err(|e| e.to_string())
     };
-    let when = |argument: u8, operator: SeccompCmpOp, value: u64| {
-        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
-            .and_then(|c| SeccompRule::new(vec![c]))
-            .map_err(said)
+    let condition = |argument: u8, operator: SeccompCmpOp, value: u64| {
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value).map_err(said)
     };
+    let rule = |conditions| SeccompRule::new(conditions).map_err(said);
+    let when = |argument, operator, value| rule(vec![condition(argument, operator, value)?]);
     // The newer call hides its flags from filters: the C library falls back to the older one.
     install(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
-    // Sockets of this host only: those of the network are handed over. Threads, but no processes.
-    rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
+    // The connections of a client are handed over; nobody else on this host is spoken to.
+    if mps {
+        rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
+    } else {
+        rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
+    }
+    let own = u64::from(std::process::id());
+    for call in OWN_PROCESS {
+        let other = vec![condition(0, SeccompCmpOp::Ne, 0)?, condition(0, SeccompCmpOp::Ne, own)?];
+        rules.insert(*call, vec![rule(other)?]);
+    }
+    for (call, commands) in [(libc::SYS_fcntl, FCNTL_SIGNALS), (libc::SYS_ioctl, IOCTL_SIGNALS)] {
+        let any = commands.iter().map(|command| when(1, SeccompCmpOp::Eq, *command as u64));
+        rules.insert(call, any.collect::<Result<_, _>>()?);
+    }
+    // Threads, but no processes.
     let thread = libc::CLONE_THREAD as u64;
     rules.insert(libc::SYS_clone, vec![when(0, SeccompCmpOp::MaskedEq(thread), 0)?]);
     install(rules, libc::EPERM)
@@ -216,7 +242,7 @@ mod tests {
             isolation: gpusession_proto::supervise::Isolation::Require,
         };
         let files = before_driver(&start);
-        let calls = before_client();
+        let calls = before_client(false);
         // A kernel without Landlock says so.
         match files.as_slice() {
             [] => {
@@ -236,13 +262,28 @@ mod tests {
         }
         calls.unwrap();
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
-        assert!(std::os::unix::net::UnixDatagram::unbound().is_ok());
+        assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
+        assert!(std::os::unix::net::UnixStream::pair().is_ok());
         assert!(std::process::Command::new("/bin/true").spawn().is_err());
         std::thread::spawn(|| {}).join().unwrap();
         // SAFETY: plain system calls without memory.
         unsafe {
-            assert_eq!(libc::kill(libc::getppid(), 0), -1);
-            assert_eq!(libc::fork(), -1);
+            let denied = |result: i64, what: &str| {
+                let error = std::io::Error::last_os_error().raw_os_error();
+                assert!(result == -1 && error == Some(libc::EPERM), "{what}: {result} {error:?}");
+            };
+            let (own, parent) = (libc::getpid(), libc::getppid());
+            denied(libc::kill(parent, 0).into(), "kill");
+            denied(libc::syscall(libc::SYS_tkill, parent, 0), "tkill");
+            denied(libc::syscall(libc::SYS_tgkill, parent, parent, 0), "tgkill");
+            assert_eq!(libc::syscall(libc::SYS_tgkill, own, libc::gettid(), 0), 0, "its own thread");
+            let null = std::ptr::null::<libc::rlimit>();
+            let limit = |pid| libc::prlimit(pid, libc::RLIMIT_NOFILE, null, null.cast_mut());
+            denied(limit(parent).into(), "prlimit");
+            assert_eq!((limit(0), limit(own)), (0, 0));
+            denied(libc::fcntl(0, libc::F_SETOWN, parent).into(), "fcntl");
+            denied(libc::ioctl(0, 0x8901, &parent).into(), "ioctl");
+            denied(libc::fork().into(), "fork");
         }
         println!("contained");
         std::process::exit(0);
