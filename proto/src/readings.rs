@@ -21,7 +21,7 @@ pub struct Query {
 }
 
 /// The answer to a [`Query`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     /// `nvmlReturn_t`.
     pub status: u32,
@@ -125,6 +125,8 @@ pub enum FromMonitor {
         /// As in [`Fault`].
         data: u64,
     },
+    /// At most once: NVML tells of no faults of these GPUs (all, if none is named).
+    Unwatched(Vec<[u8; 16]>),
 }
 
 /// What the server itself wants to know of a GPU. What the card or its NVML does not say is `None`.

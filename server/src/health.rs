@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use gpusession_proto::readings::Fault;
+use gpusession_proto::readings::{Fault, GpuReading, uuid_text};
 use tokio::sync::broadcast::error::RecvError;
 use tracing::warn;
 
 use crate::lease::Withdrawn;
-use crate::monitor::Monitor;
+use crate::monitor::{Monitor, Readings};
 use crate::pool::service::Pool;
 use crate::supervise::Event;
 
@@ -40,11 +40,6 @@ fn unfit(fault: &Fault) -> Option<String> {
     }
 }
 
-fn name(uuid: &[u8; 16]) -> String {
-    let hex = data_encoding::HEXLOWER.encode(uuid);
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
 /// A card failed: it is leased no more, and the leases on it end, so that their clients get other GPUs.
 async fn failed(pool: &Pool, gpu: &str, why: String) {
     let reason = format!("GPU {gpu} failed: {why}");
@@ -58,11 +53,63 @@ async fn failed(pool: &Pool, gpu: &str, why: String) {
     }
 }
 
+/// Why no programs can share a GPU, nor workers wait on it: its `nvmlComputeMode_t`.
+fn alone(uuid: &str, mode: u32) -> Option<String> {
+    let mode = match mode {
+        0 => return None,
+        2 => "PROHIBITED",
+        3 => "EXCLUSIVE_PROCESS",
+        _ => "EXCLUSIVE",
+    };
+    Some(format!(
+        "{COMPUTE_MODE} {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` mends it"
+    ))
+}
+const COMPUTE_MODE: &str = "compute mode";
+
+/// Takes a GPU out whose compute mode lets one program alone use it, and puts it back once the mode is mended.
+async fn compute_mode(pool: &Pool, uuid: &str, mode: u32) {
+    let gpus = pool.registry().gpus().await;
+    let Some(gpu) = gpus.iter().find(|gpu| gpu.gpu.uuid == uuid) else { return };
+    match (alone(uuid, mode), &gpu.withdrawn) {
+        (Some(why), None) => pool.withdraw(uuid, Some(Withdrawn::Broken(why))).await,
+        (None, Some(Withdrawn::Broken(why))) if why.starts_with(COMPUTE_MODE) => {
+            pool.withdraw(uuid, None).await
+        }
+        _ => return,
+    };
+}
+
+/// Looks at the compute modes that the driver reported at the start.
+pub async fn check_compute_modes(pool: &Pool) {
+    for gpu in pool.registry().gpus().await.iter() {
+        compute_mode(pool, &gpu.gpu.uuid, gpu.gpu.compute_mode).await;
+    }
+}
+
+/// What a card says of itself, against what it said before.
+async fn look(pool: &Pool, before: Option<&GpuReading>, now: &GpuReading) {
+    let uuid = uuid_text(&now.uuid);
+    if let Some(mode) = now.compute_mode
+        && before.is_none_or(|before| before.compute_mode != now.compute_mode)
+    {
+        compute_mode(pool, &uuid, mode).await;
+    }
+    // Not every card and driver reports such an error as an event.
+    let errors = |reading: Option<&GpuReading>| reading.and_then(|r| r.uncorrected_ecc);
+    if let (Some(before), Some(now)) = (errors(before), errors(Some(now)))
+        && now > before
+    {
+        failed(pool, &uuid, format!("its count of uncorrected ECC errors went from {before} to {now}")).await;
+    }
+}
+
 /// Watches until it is cancelled.
 pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     let mut events = pool.supervisor().events();
     let mut faults = monitor.events();
     let mut readings = monitor.readings();
+    let mut seen: Option<Arc<Readings>> = None;
     loop {
         tokio::select! {
             event = events.recv() => match event {
@@ -76,8 +123,8 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
             },
             fault = faults.recv() => match fault {
                 Ok(fault) => match unfit(&fault.fault) {
-                    Some(why) => failed(&pool, &name(&fault.gpu), why).await,
-                    None => warn!("{}: event {} ({})", name(&fault.gpu), fault.fault.event, fault.fault.data),
+                    Some(why) => failed(&pool, &uuid_text(&fault.gpu), why).await,
+                    None => warn!("{}: event {} ({})", uuid_text(&fault.gpu), fault.fault.event, fault.fault.data),
                 },
                 Err(RecvError::Lagged(n)) => warn!("{n} faults of GPUs went by unread"),
                 Err(RecvError::Closed) => return,
@@ -89,6 +136,10 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                 let latest = readings.borrow_and_update().clone();
                 if let Some(latest) = latest {
                     pool.supervisor().reconcile(&latest.memory_of_processes());
+                    for gpu in &latest.gpus {
+                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu).await;
+                    }
+                    seen = Some(latest);
                 }
             }
         }
@@ -107,6 +158,5 @@ mod tests {
         // An illegal address is a program's fault.
         assert_eq!(unfit(&fault(XID, 31)), None);
         assert_eq!(unfit(&fault(1, 0)), None);
-        assert_eq!(name(&[0x12; 16]), "GPU-12121212-1212-1212-1212-121212121212");
     }
 }

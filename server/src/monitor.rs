@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::message;
-use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, ToMonitor};
+use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, ToMonitor, uuid_text};
 use serde::Serialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -277,6 +277,13 @@ async fn receive(
                 faults.push(fault);
                 drop(faults);
                 let _ = shared.events.send(fault);
+            }
+            FromMonitor::Unwatched(gpus) => {
+                let which: Vec<_> = gpus.iter().map(uuid_text).collect();
+                let which = if which.is_empty() { "any GPU".into() } else { which.join(", ") };
+                warn!(
+                    "NVML reports no faults (Xid) of {which}; its count of uncorrected ECC errors is watched"
+                );
             }
             message => {
                 if answers.send(message).await.is_err() {

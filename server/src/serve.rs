@@ -23,7 +23,6 @@ use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::discovery::{self, DiscoveryError};
 use crate::guard::{Guarded, is_stranger};
-use crate::lease::Withdrawn;
 use crate::monitor::Monitor;
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
@@ -187,7 +186,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
-    check_compute_modes(&pool).await;
+    health::check_compute_modes(&pool).await;
     pool.resume().await;
 
     let may_be_clear: data::MayBeClear = {
@@ -264,27 +263,6 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let _ = std::fs::remove_file(&admin_path);
     info!("stopped");
     if forced { Ok(End::Forced) } else { end }
-}
-
-/// A GPU in a compute mode that lets one program alone use it cannot be shared, nor have warm workers.
-async fn check_compute_modes(pool: &Pool) {
-    const WHY: &str = "compute mode";
-    for gpu in pool.registry().gpus().await.iter() {
-        let uuid = &gpu.gpu.uuid;
-        if gpu.gpu.compute_mode != 0 {
-            let reason = format!(
-                "{WHY} {} lets not several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` mends it, then restart",
-                match gpu.gpu.compute_mode {
-                    2 => "PROHIBITED",
-                    3 => "EXCLUSIVE_PROCESS",
-                    _ => "EXCLUSIVE",
-                }
-            );
-            pool.withdraw(uuid, Some(Withdrawn::Broken(reason))).await;
-        } else if matches!(&gpu.withdrawn, Some(Withdrawn::Broken(why)) if why.starts_with(WHY)) {
-            pool.withdraw(uuid, None).await;
-        }
-    }
 }
 
 /// Waits for programs that run, or that end with this server though another follows, as long as the configuration says; tells

@@ -951,6 +951,24 @@ impl Supervisor {
             !left && passed < REAP_LIMIT * 3
         });
         let State { workers, leases, .. } = &mut *state;
+        // The driver lets a worker that has been taken over use any GPU of the host.
+        for (id, worker) in workers.iter_mut().filter(|(_, w)| w.phase != Phase::Ending) {
+            let Some(lease) = leases.get(&worker.lease) else { continue };
+            let stranger = |gpu: &[u8; 16]| lease.ledger.devices().iter().all(|d| d.uuid != *gpu);
+            let found = readings
+                .iter()
+                .find(|(pid, gpu, bytes)| Some(*pid) == worker.pid && *bytes > 0 && stranger(gpu));
+            if let Some((_, gpu, _)) = found {
+                let gpu = gpusession_proto::readings::uuid_text(gpu);
+                warn!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    "worker {} has memory of {gpu}, which its lease does not have: ended",
+                    hex(id)
+                );
+                stop(id, worker, "its process uses a GPU that its lease does not have");
+            }
+        }
         let offenders: Vec<_> = leases
             .values()
             .flat_map(|l| l.ledger.offenders())

@@ -9,14 +9,17 @@
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
+//! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
+//!
 //! A handed-over connection gets one line: the worker's id, the lanes's preface and some facts about the process.
 
 use std::io::{IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use gpusession_proto::message;
 use gpusession_proto::preface::{LEN, Preface};
-use gpusession_proto::readings::FromMonitor;
+use gpusession_proto::readings::{Answer, FromMonitor, ToMonitor};
 use gpusession_proto::supervise::{FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
@@ -47,11 +50,34 @@ fn main() {
         return;
     }
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
-        let failed = FromMonitor::Failed("a worker without a driver has no NVML".into());
-        let _ = std::io::stdout().write_all(&gpusession_proto::message::encode(&failed));
-        return;
+        return monitor(&args[2]);
     }
     serve();
+}
+
+/// Answers what the file `readings.json` beside the "driver" says, anew each time.
+fn monitor(driver: &str) {
+    let say = |message: &FromMonitor| {
+        let mut out = std::io::stdout();
+        out.write_all(&message::encode(message)).and_then(|()| out.flush()).unwrap();
+    };
+    let file = std::path::Path::new(driver).with_file_name("readings.json");
+    if !file.exists() {
+        return say(&FromMonitor::Failed("a worker without a driver has no NVML".into()));
+    }
+    say(&FromMonitor::Ready { driver_version: "0.0".into(), nvml_version: "0.0".into() });
+    let mut prefix = [0; 4];
+    while std::io::stdin().read_exact(&mut prefix).is_ok() {
+        let mut body = vec![0; message::body_len(prefix).unwrap()];
+        std::io::stdin().read_exact(&mut body).unwrap();
+        say(&match message::decode(&body).unwrap() {
+            ToMonitor::Read => {
+                let text = std::fs::read_to_string(&file).unwrap();
+                FromMonitor::Gpus(serde_json::from_str(&text).unwrap())
+            }
+            ToMonitor::Ask(queries) => FromMonitor::Answers(vec![Answer::default(); queries.len()]),
+        });
+    }
 }
 
 fn tell(message: &FromWorker) {

@@ -40,8 +40,10 @@ pub fn run(driver: &str) -> ExitCode {
         nvml_version: versions("nvmlSystemGetNVMLVersion"),
     });
     let events = nvml.clone();
-    // Without it there are no faults to see; readings go on.
-    let _ = std::thread::Builder::new().name("events".into()).spawn(move || watch(&events));
+    // Readings go on without.
+    if std::thread::Builder::new().name("events".into()).spawn(move || watch(&events)).is_err() {
+        tell(&FromMonitor::Unwatched(Vec::new()));
+    }
     let mut kept: HashMap<Query, (Instant, Answer)> = HashMap::new();
     while let Some(request) = receive(&mut input) {
         match request {
@@ -76,7 +78,7 @@ fn read(nvml: &Nvml, uuid: [u8; 16], device: usize) -> GpuReading {
     GpuReading {
         uuid,
         memory_used_bytes: nvml.number::<[u64; 3]>("nvmlDeviceGetMemoryInfo", device, &[]).map(|m| m[2]),
-        processes: nvml.processes(device).unwrap_or_default(),
+        processes: nvml.processes(device),
         utilization_percent: nvml
             .number::<[u32; 2]>("nvmlDeviceGetUtilizationRates", device, &[])
             .map(|u| u[0]),
@@ -101,9 +103,11 @@ fn watch(nvml: &Nvml) {
     const TIMEOUT: u32 = 10;
     let mut set = 0usize;
     if nvml.call("nvmlEventSetCreate", &[&raw mut set as usize]) != 0 {
+        tell(&FromMonitor::Unwatched(Vec::new()));
         return;
     }
     let mut watched = HashMap::new();
+    let mut unwatched = Vec::new();
     for (uuid, device) in nvml.devices() {
         let mut types = 0u64;
         if nvml.call("nvmlDeviceGetSupportedEventTypes", &[device, &raw mut types as usize]) == 0
@@ -111,7 +115,12 @@ fn watch(nvml: &Nvml) {
             && nvml.call("nvmlDeviceRegisterEvents", &[device, (types & EVENTS) as usize, set]) == 0
         {
             watched.insert(device, uuid);
+        } else {
+            unwatched.push(uuid);
         }
+    }
+    if !unwatched.is_empty() {
+        tell(&FromMonitor::Unwatched(unwatched));
     }
     while !watched.is_empty() {
         let mut event = Event::default();

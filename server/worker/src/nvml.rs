@@ -109,8 +109,23 @@ impl Nvml {
         (self.call(name, &arguments) == 0).then_some(value)
     }
 
-    /// Compute processes of a device: process id, bytes of memory where NVML knows.
-    pub fn processes(&self, device: usize) -> Option<Vec<(u32, Option<u64>)>> {
+    /// Compute processes of a device, those under MPS too, which NVML lists apart: process id, bytes of memory where NVML knows.
+    pub fn processes(&self, device: usize) -> Vec<(u32, Option<u64>)> {
+        let mut all: Vec<(u32, Option<u64>)> = Vec::new();
+        for list in ["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"]
+        {
+            for (pid, bytes) in self.listed(list, device).unwrap_or_default() {
+                match all.iter_mut().find(|(known, _)| *known == pid) {
+                    Some((_, known)) => *known = (*known).max(bytes),
+                    None => all.push((pid, bytes)),
+                }
+            }
+        }
+        all.truncate(MAX_PROCESSES);
+        all
+    }
+
+    fn listed(&self, list: &str, device: usize) -> Option<Vec<(u32, Option<u64>)>> {
         #[repr(C)]
         #[derive(Clone, Copy, Default)]
         struct Info {
@@ -121,14 +136,11 @@ impl Nvml {
         }
         let mut infos = vec![Info::default(); 1024];
         let mut count = infos.len() as u32;
-        let done = self.call(
-            "nvmlDeviceGetComputeRunningProcesses_v3",
-            &[device, &raw mut count as usize, infos.as_mut_ptr() as usize],
-        );
+        let done = self.call(list, &[device, &raw mut count as usize, infos.as_mut_ptr() as usize]);
         if done != 0 {
             return None;
         }
-        infos.truncate((count as usize).min(MAX_PROCESSES));
+        infos.truncate(count as usize);
         Some(infos.iter().map(|i| (i.pid, Some(i.used).filter(|u| *u != u64::MAX))).collect())
     }
 

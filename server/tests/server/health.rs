@@ -1,0 +1,111 @@
+//! What the driver says of the cards and of processes on them, and what the server makes of it.
+
+use gpusession_proto::control::ReleaseRequest;
+use gpusession_proto::readings::{GpuReading, uuid_bytes};
+use tonic::Code;
+
+use crate::common::{Server, alive, eventually, rest};
+
+const GPUS: [&str; 2] =
+    ["GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"];
+
+/// Both cards of the server.
+struct Cards(Vec<GpuReading>);
+
+impl Cards {
+    /// Before the server starts.
+    fn of(server: &Server) -> Self {
+        let card = |uuid: &str| GpuReading {
+            uuid: uuid_bytes(uuid).unwrap(),
+            compute_mode: Some(0),
+            uncorrected_ecc: Some(3),
+            ..Default::default()
+        };
+        let cards = Self(GPUS.map(card).into());
+        cards.say(server);
+        cards
+    }
+
+    fn card(&mut self, uuid: &str) -> &mut GpuReading {
+        let uuid = uuid_bytes(uuid).unwrap();
+        self.0.iter_mut().find(|card| card.uuid == uuid).unwrap()
+    }
+
+    fn say(&self, server: &Server) {
+        let whole = server.path("readings.new");
+        std::fs::write(&whole, serde_json::to_string(&self.0).unwrap()).unwrap();
+        std::fs::rename(whole, server.path("readings.json")).unwrap();
+    }
+}
+
+fn state(server: &Server, uuid: &str) -> (String, String) {
+    let gpus = server.json(&["gpus"])["gpus"].as_array().unwrap().clone();
+    let gpu = gpus.iter().find(|gpu| gpu["uuid"] == uuid).unwrap();
+    (gpu["state"].as_str().unwrap().into(), gpu["reason"].as_str().unwrap_or_default().into())
+}
+
+#[tokio::test]
+async fn a_process_has_no_more_than_its_lease() {
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    let mut cards = Cards::of(&server);
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    let own = lease.devices[0].uuid.clone();
+    let other = *GPUS.iter().find(|gpu| **gpu != own).unwrap();
+    for (gpu, bytes, why) in [
+        (own.as_str(), 12u64 << 30, "more device memory than its lease"),
+        (other, 1 << 20, "uses a GPU that its lease does not have"),
+    ] {
+        let worker = vm.take(&lease.id).await.unwrap();
+        let (mut lane, said) = server.adopt(&worker.id, 0, true);
+        let pid = said["pid"].as_u64().unwrap() as u32;
+        // What it was granted, and other people's processes, are nothing to look at.
+        cards.card(&own).processes = vec![(pid, Some(100 << 20)), (1, Some(1 << 40)), (pid + 1, None)];
+        cards.say(&server);
+        tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+        assert!(alive(pid));
+        cards.card(&own).processes.clear();
+        cards.card(gpu).processes.push((pid, Some(bytes)));
+        cards.say(&server);
+        eventually(why, async || !alive(pid)).await;
+        assert!(rest(&mut lane).is_empty());
+        eventually("the journal says why", async || {
+            std::fs::read_to_string(server.path("journal")).unwrap().lines().any(|l| l.contains(why))
+        })
+        .await;
+        cards.card(gpu).processes.clear();
+        cards.say(&server);
+    }
+    assert_eq!(state(&server, &own).0, "leased", "that was the program's fault, not the card's");
+}
+
+#[tokio::test]
+async fn a_card_that_fails_is_taken_out() {
+    let mut server = Server::prepare("libcuda.so.1", "warm_workers = 0").await;
+    let mut cards = Cards::of(&server);
+    server.run().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    let bad = lease.devices[0].uuid.clone();
+    let good = *GPUS.iter().find(|gpu| **gpu != bad).unwrap();
+
+    // Somebody changes the compute mode, and changes it back.
+    cards.card(good).compute_mode = Some(3);
+    cards.say(&server);
+    eventually("the mode is seen", async || state(&server, good).0 == "broken").await;
+    assert!(state(&server, good).1.contains("EXCLUSIVE_PROCESS"), "{:?}", state(&server, good));
+    cards.card(good).compute_mode = Some(0);
+    cards.say(&server);
+    eventually("it is mended", async || state(&server, good).0 == "free").await;
+
+    cards.card(&bad).uncorrected_ecc = Some(4);
+    cards.say(&server);
+    eventually("the error is counted", async || state(&server, &bad).0 == "broken").await;
+    assert!(state(&server, &bad).1.contains("from 3 to 4"), "{:?}", state(&server, &bad));
+    let gone = vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await;
+    assert!(gone.is_ok() || gone.is_err_and(|status| status.code() == Code::NotFound));
+    assert_eq!(vm.allocate(10.0).await.unwrap().devices[0].uuid, good);
+    assert!(server.verb(&["on", &bad]).status.success());
+    assert_eq!(state(&server, &bad).0, "free", "an administrator knows better");
+}
