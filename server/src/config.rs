@@ -984,7 +984,7 @@ fn check(
         let time = reader.key(name, default, duration, |d| show_duration(*d))?;
         let origin = reader.report.last().map_or(Origin::Default, |(.., origin)| origin.clone());
         let bound = Bound::Time(time);
-        idle.push(Entry { name, layer: Layer::Default, bound, origin: origin.to_string() });
+        idle.push(Entry { name, layer: Layer::Default, bound, origin: origin.to_string(), of_user: false });
     }
     let parked_max = reader.key(
         "parked_max",
@@ -1200,7 +1200,13 @@ fn check_limits(
             return Err(bad("a number from 1 to 100 is wanted".into()));
         }
         report.push((key, bound.to_string(), origin.clone()));
-        out.entries.push(Entry { name: limit.name, layer: layer.clone(), bound, origin: origin.to_string() });
+        out.entries.push(Entry {
+            name: limit.name,
+            layer: layer.clone(),
+            bound,
+            origin: origin.to_string(),
+            of_user: false,
+        });
     }
     for (name, group) in &groups {
         if group.clients.is_empty() && group.users.is_empty() {

@@ -706,7 +706,7 @@ impl Table {
 
     /// What a limit counts: leases of the client, or of its user on this client or everywhere.
     fn counted<'a>(&'a self, request: &'a Request, entry: &Entry) -> impl Iterator<Item = &'a Lease> {
-        let (of_user, site) = (entry.of_user(), request.limits.scope == Scope::Site);
+        let (of_user, site) = (entry.of_user, request.limits.scope == Scope::Site);
         self.held.values().map(|h| &h.lease).filter(move |l| match of_user {
             false => l.client == request.client,
             true => l.user == request.user && (site || l.client == request.client),
@@ -1521,6 +1521,7 @@ mod tests {
             layer: layer.clone(),
             bound: bound.clone(),
             origin: "f.toml:3".into(),
+            of_user: false,
         });
         crate::limits::Limits { entries: entries.collect(), ..Default::default() }.of("a", "")
     }

@@ -213,6 +213,8 @@ pub struct Entry {
     pub bound: Bound,
     /// Where it is written.
     pub origin: String,
+    /// Whether it counts what a user has, not what a client has. Known once it is known for whom it holds.
+    pub of_user: bool,
 }
 
 /// Who belongs to a group.
@@ -257,23 +259,31 @@ pub fn fits(pattern: &str, name: &str) -> bool {
 }
 
 impl Limits {
+    fn group(&self, name: &str) -> Option<&Group> {
+        self.groups.iter().find(|(n, _)| n == name).map(|(_, group)| group)
+    }
+
     /// The limits that hold for a client on behalf of a user (empty: the client's own).
     pub fn of(&self, client: &str, user: &str) -> Effective {
-        let applies = |layer: &Layer| match layer {
-            Layer::Default => false,
-            Layer::Client(name) => name == client,
-            Layer::User(name) => name == user && !user.is_empty(),
-            Layer::Group(name) => self.groups.iter().any(|(n, g)| {
-                n == name
-                    && (g.clients.iter().any(|p| fits(p, client))
-                        || !user.is_empty() && g.users.iter().any(|u| u == user))
-            }),
+        let is_user = |name: &String| name == user && !user.is_empty();
+        // A group's limits hold for each of its members: for a client that is one, and for a user who is one.
+        let holds = |layer: &Layer, of_user: bool| match (layer, of_user) {
+            (Layer::Client(name), false) => name == client,
+            (Layer::User(name), true) => is_user(name),
+            (Layer::Group(name), false) => {
+                self.group(name).is_some_and(|g| g.clients.iter().any(|p| fits(p, client)))
+            }
+            (Layer::Group(name), true) => self.group(name).is_some_and(|g| g.users.iter().any(is_user)),
+            _ => false,
         };
         let mut out = Vec::new();
         for limit in LIMITS {
             let of_name = || self.entries.iter().filter(|e| e.name == limit.name);
             let before = out.len();
-            out.extend(of_name().filter(|e| applies(&e.layer)).cloned());
+            for of_user in [false, true] {
+                let held = of_name().filter(|e| holds(&e.layer, of_user));
+                out.extend(held.map(|e| Entry { of_user, ..e.clone() }));
+            }
             if out.len() > before {
                 continue;
             }
@@ -285,6 +295,7 @@ impl Limits {
                     // Checked by a test.
                     bound: Bound::parse(limit.kind, limit.default).unwrap_or(Bound::Number(0)),
                     origin: "default".into(),
+                    of_user: false,
                 }),
             }
         }
@@ -313,14 +324,9 @@ pub struct Exceeded {
 impl Entry {
     /// Refuses: `why` says what is too much, `remedy` what to do.
     pub fn exceeded(&self, why: impl Into<String>, remedy: &str) -> Exceeded {
-        let Self { name, bound, layer, origin } = self;
+        let Self { name, bound, layer, origin, .. } = self;
         let why = why.into();
         Exceeded { name, text: format!("limit {name} = {bound} of {layer} ({origin}): {why}; {remedy}") }
-    }
-
-    /// Whether it counts what a user has, not what a client has.
-    pub fn of_user(&self) -> bool {
-        matches!(self.layer, Layer::User(_))
     }
 }
 
@@ -393,7 +399,7 @@ mod tests {
     use super::*;
 
     fn entry(name: &'static str, layer: Layer, bound: Bound) -> Entry {
-        Entry { name, layer, bound, origin: "t.toml:1".into() }
+        Entry { name, layer, bound, origin: "t.toml:1".into(), of_user: false }
     }
 
     fn number(limits: &Limits, name: &str, client: &str, user: &str) -> u64 {

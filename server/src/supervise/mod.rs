@@ -422,7 +422,7 @@ impl State {
         for limit in entry.limits.entries(name) {
             let crate::limits::Bound::Number(most) = limit.bound else { continue };
             let site = entry.limits.scope == crate::limits::Scope::Site;
-            let counts = |other: &Lease| match limit.of_user() {
+            let counts = |other: &Lease| match limit.of_user {
                 false => other.client == entry.lease.client,
                 true => other.user == entry.lease.user && (site || other.client == entry.lease.client),
             };

@@ -230,6 +230,23 @@ async fn layers_and_users() {
 }
 
 #[tokio::test]
+async fn a_group_limits_each_of_its_members() {
+    let more = "limits.gpus = 3\nlimits.group.students.users = [\"bob\", \"carol\"]\nlimits.group.students.gpus = 1\n\
+                users.scope = \"site\"";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let of =
+        |c: &Client, user: &str| AllocateRequest { user: user.into(), memory_percent: 10.0, ..c.request() };
+    a.pool.allocate(of(&a, "alice")).await.unwrap();
+    a.pool.allocate(of(&a, "bob")).await.unwrap();
+    refused_by(a.pool.allocate(of(&a, "bob")).await, "gpus", "of group students");
+    refused_by(b.pool.allocate(of(&b, "bob")).await, "gpus", "of group students");
+    a.pool.allocate(of(&a, "carol")).await.unwrap();
+    server.set("users.scope", "client");
+    b.pool.allocate(of(&b, "bob")).await.unwrap();
+}
+
+#[tokio::test]
 async fn idle_times_are_those_of_client_user_and_lease() {
     // Nobody else's leases are touched.
     let more =
