@@ -4,6 +4,8 @@
     idle_program.py GIB      takes so much memory, writes a pattern, prints `ready`
     line `check` on stdin    reads it back and prints `intact SECONDS` (of the first call and of all)
     line `spin N`            N launches' worth of fills, then `spun SECONDS`
+    line `kernel SECONDS`    one kernel that takes so long, which is waited for, then `kernel SECONDS`
+    line `fail`              prints `failed CODE` once a call fails, and `failed CODE` of the next one, and ends
     end of stdin             ends
 """
 
@@ -12,6 +14,25 @@ import sys
 import time
 
 BLOCK = 1 << 28
+# Until so many nanoseconds have passed.
+SPIN = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u64 time)
+{
+    .reg .u64 %rd<4>;
+    .reg .pred %p;
+    ld.param.u64 %rd1, [time];
+    mov.u64 %rd2, %globaltimer;
+    add.u64 %rd1, %rd1, %rd2;
+again:
+    mov.u64 %rd3, %globaltimer;
+    setp.lt.u64 %p, %rd3, %rd1;
+    @%p bra again;
+    ret;
+}
+"""
 
 
 def main():
@@ -58,6 +79,23 @@ def main():
                 call("cuMemsetD32_v2", ctypes.c_uint64(address), ctypes.c_uint32(0x1D1E0000), ctypes.c_size_t(length // 4))
             call("cuCtxSynchronize")
             print(f"spun {time.monotonic() - begun:.3f}", flush=True)
+        elif words[0] == "kernel":
+            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+            call("cuModuleLoadData", ctypes.byref(module), SPIN)
+            call("cuModuleGetFunction", ctypes.byref(kernel), module, b"spin")
+            length = ctypes.c_uint64(int(float(words[1]) * 1e9))
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(length))
+            call("cuLaunchKernel", kernel, *[ctypes.c_uint(n) for n in (1, 1, 1, 1, 1, 1, 0)], None, arguments, None)
+            call("cuCtxSynchronize")
+            print(f"kernel {time.monotonic() - begun:.3f}", flush=True)
+        elif words[0] == "fail":
+            codes = []
+            while len(codes) < 2:
+                if code := cuda.cuCtxSynchronize():
+                    codes.append(code)
+                    print(f"failed {code}", flush=True)
+                time.sleep(0.05)
+            sys.exit(0)
 
 
 if __name__ == "__main__":

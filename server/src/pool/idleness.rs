@@ -17,7 +17,7 @@ impl Pool {
     /// When measures are taken against a lease: as the server's limits say, and as it asks for.
     pub fn timeouts(&self, lease: &Lease) -> Timeouts {
         let mut limits = self.limits_of(&lease.client, &lease.user).idle().asked(lease.on_idle, lease.hold);
-        if lease.mps || self.parking().never().is_some() {
+        if lease.mps || self.parking().never(&lease.id).is_some() {
             limits.park = Duration::ZERO;
         }
         limits
@@ -40,6 +40,9 @@ impl Pool {
         self.parking().keep_clocks(|lease| standing.iter().any(|s| s.lease.id == *lease));
         for lease in standing.into_iter().map(|s| s.lease) {
             let Some(seen) = self.seen(&lease.id) else { continue };
+            if seen.processes == 0 {
+                self.parking().may_again(&lease.id);
+            }
             let limits = self.timeouts(&lease);
             let act = self.parking().clock(&lease.id, |clock| clock.tick(seen, &limits, now));
             let idle = now.saturating_sub(seen.active);

@@ -2,7 +2,7 @@
 //! memory, and lent ones, which have no programs. Both come back by themselves when somebody wants them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::control::pool_event::Event;
@@ -34,8 +34,8 @@ pub enum ParkError {
     /// Its programs are at work.
     #[error("a program of the lease uses its GPU now; it can be parked when its work is done")]
     Busy,
-    /// This server cannot.
-    #[error("this server cannot park: {0}")]
+    /// The driver cannot, as long as the lease has these programs.
+    #[error("its programs cannot be parked: {0}")]
     Never(String),
     /// Host memory.
     #[error("no room in host memory for {wanted} MiB: parked_max leaves {left} MiB")]
@@ -77,13 +77,18 @@ pub struct Parking {
     due: Notify,
     /// A lease came back, or is not to.
     changed: Notify,
-    never: OnceLock<String>,
+    /// Leases with programs that the driver cannot park, and why.
+    never: Mutex<HashMap<String, String>>,
     clocks: Mutex<HashMap<String, Clock>>,
 }
 
 impl Parking {
     fn away(&self) -> MutexGuard<'_, HashMap<String, Away>> {
         self.away.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn nevers(&self) -> MutexGuard<'_, HashMap<String, String>> {
+        self.never.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What a lease is, if it does not simply hold its GPUs: its state's name, and its place among those that wait.
@@ -113,6 +118,7 @@ impl Parking {
     /// Forgets the clocks of leases that ended.
     pub fn keep_clocks(&self, there: impl Fn(&String) -> bool) {
         self.clocks.lock().unwrap_or_else(PoisonError::into_inner).retain(|lease, _| there(lease));
+        self.nevers().retain(|lease, _| there(lease));
     }
 
     /// Device memory that is in host memory now.
@@ -120,9 +126,14 @@ impl Parking {
         self.away().values().map(|a| a.bytes).sum()
     }
 
-    /// Why this server never parks, once it has found out.
-    pub fn never(&self) -> Option<&str> {
-        self.never.get().map(String::as_str)
+    /// Why the programs that a lease has now cannot be parked, once the driver has said so.
+    pub fn never(&self, lease: &str) -> Option<String> {
+        self.nevers().get(lease).cloned()
+    }
+
+    /// A lease has other programs, or none.
+    pub fn may_again(&self, lease: &str) {
+        self.nevers().remove(lease);
     }
 }
 
@@ -143,12 +154,12 @@ impl Pool {
         let Some(standing) = self.registry().get(lease).await else { return Err(ParkError::NoLease) };
         let serving = self.supervisor().serving(lease);
         if standing.lease.mps && !serving.is_empty() {
-            return Err(ParkError::Never("the driver cannot move the memory of programs under MPS".into()));
+            return Err(ParkError::Never("NVIDIA's driver moves no memory of programs under MPS".into()));
         }
-        if let Some(never) = parking.never()
+        if let Some(never) = parking.never(lease)
             && !serving.is_empty()
         {
-            return Err(ParkError::Never(never.into()));
+            return Err(ParkError::Never(never));
         }
         let bytes: u64 = serving.iter().map(|w| w.bytes).sum();
         {
@@ -209,9 +220,11 @@ impl Pool {
             return Err(match failed {
                 NotParked::Busy => ParkError::Busy,
                 NotParked::Never(text) => {
-                    if parking.never.set(text.clone()).is_ok() {
-                        warn!("this server cannot park idle programs: {text}; they are warned only");
-                    }
+                    warn!(
+                        gpusession_lease = lease,
+                        "the driver cannot park the programs of lease {lease}: {text}; they are warned only"
+                    );
+                    parking.nevers().insert(lease.into(), text.clone());
                     ParkError::Never(text)
                 }
                 NotParked::Failed(text) => ParkError::Failed(text),

@@ -1,4 +1,4 @@
-"""A lease that nobody works on: whoever it concerns is warned, it is parked, and comes back without its program noticing."""
+"""A lease that nobody works on: whoever it concerns is warned, it is parked or released, and what cannot be parked goes on."""
 from harness import expect
 from scenarios.policy import lease
 
@@ -6,6 +6,13 @@ ORDER = 46
 IDLE = """
 warn_after = "2s"
 park_after = "6s"
+"""
+RELEASED = """
+warn_after = "1s"
+release_after = "3s"
+"""
+CANNOT = """[Service]
+Environment=SIMGPU_CHECKPOINT=0
 """
 HOLDER = "python3 /usr/local/bin/idle_program.py 0.25 </tmp/holder"
 # alice at a prompt, who presses Enter now and then.
@@ -53,5 +60,32 @@ def run(site, check):
         client.until("grep intact /run/holder.out", 30)
         client.until("gpusession list --json | grep -q '\"state\": *\"active\"'", 20)
         assert lease(client, "everyone") == name
-    server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
-    client.ok("systemctl stop pipe signals; true")
+    with check("a program that waits for a kernel is not idle, however long that takes"):
+        parked = client.ok("journalctl -b -t gpusessiond MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | wc -l")
+        client.ok("echo kernel 8 >/tmp/holder")
+        expect(client.until("grep kernel /run/holder.out", 30), "kernel 8")
+        assert client.ok("journalctl -b -t gpusessiond MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | wc -l") == parked
+    client.ok("systemctl stop holder")
+    with check("where the driver cannot park, a program is warned only, and who asks for it hears why"):
+        server.write("/etc/systemd/system/gpuserver.service.d/cannot.conf", CANNOT)
+        server.ok("systemctl daemon-reload && systemctl restart gpuserver")
+        client.start("holder", HOLDER, user="alice")
+        client.until("grep ready /run/holder.out", 20)
+        server.until("journalctl -b -t gpuserver -o cat --no-pager | grep 'the driver cannot park the programs of lease'", 20)
+        expect(server.fails(f"gpuserver park {lease(client, 'everyone')}"), "cannot be parked")
+        expect(client.ok("gpusession list --json"), '"active"')
+        client.ok("echo check >/tmp/holder")
+        client.until("grep intact /run/holder.out", 10)
+    with check("where idle leases are released, a program is told and the next one has a new lease"):
+        server.write("/etc/gpusession/gpuserver.d/idle.toml", RELEASED)
+        server.ok("systemctl reload gpuserver")
+        before = lease(client, "everyone")
+        client.ok("echo fail >/tmp/holder")
+        seen = client.until("test $(grep -c failed /run/holder.out) = 2 && cat /run/holder.out", 20)
+        assert seen.count("failed 46") == 2, seen
+        client.until("journalctl -b -t gpusessiond -o cat --no-pager | grep 'no GPU work for'", 10)
+        server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+        expect(client.until("ssh alice@client vectorAdd", 30), "sums right")
+        assert lease(client, "everyone") != before
+    server.ok("rm /etc/systemd/system/gpuserver.service.d/cannot.conf && systemctl daemon-reload && systemctl restart gpuserver")
+    client.ok("systemctl stop holder pipe signals; true")
