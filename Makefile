@@ -157,6 +157,9 @@ $(TOOLS)/bin/cargo-generate-rpm:
 
 # ---- installing
 
+# Pages for administrators and users of either kind of machine; each has all of them, so that links lead somewhere.
+PAGES := user-guide.md admin-guide.md sharing.md idle-and-parking.md isolation.md troubleshooting.md
+
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
@@ -181,10 +184,14 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/man/man5 docs/man/*.5
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/man/man8 docs/man/*.8
 	install -d $(DESTDIR)$(prefix)/share/gpusession
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
-	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md docs/user-guide.md docs/troubleshooting.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs $(addprefix docs/,$(PAGES) coverage.md coverage-nvml.md)
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
+	sed -i 's,(\.\./docs/,(docs/,' $(DESTDIR)$(prefix)/share/doc/gpuserver/README.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver/docs $(addprefix docs/,$(PAGES))
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	$(RELEASE)/gpusession-manual $(DESTDIR)$(prefix)
