@@ -35,6 +35,9 @@ def run(site, check):
         servers[0].ok("systemctl start gpuserver && systemctl is-active gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
         servers[0].until("gpuserver status", 20)
         expect(servers[0].ok("gpuserver gpus"), "simulated GPU")
+    with check("a value that is set while the server runs is kept in a file of its own"):
+        expect(servers[0].ok("gpuserver config set warm_workers 3 && gpuserver config get warm_workers --origin"), "90-runtime.toml")
+        servers[0].ok("gpuserver config unset warm_workers")
     with check("the client joins by a token from a credential when it starts"):
         token = servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
         client.write("/etc/credstore/gpusession.token", token, "600")
