@@ -100,11 +100,13 @@ test-conformance: build programs
 
 # Needs root and systemd-nspawn. REQUIRE_SYSTEM=1: it is an error if this machine cannot run it.
 test-system:
-	@.ci/setup system || true
+	@.ci/setup system package || true
 	@reason=$$(tests/system/run --why-not); if [ -n "$$reason" ]; then \
 		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
 	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && \
-		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && packaging/build deb --fast --out target/system/dist && \
+		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && \
+		packaging/build deb --fast --out target/system/dist && packaging/build rpm --fast --out target/system/rpms && \
+		packaging/check target/system/dist/*.deb target/system/rpms/*.rpm && \
 		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
 # ---- checking
