@@ -100,11 +100,13 @@ test-conformance: build programs
 
 # Needs root and systemd-nspawn. REQUIRE_SYSTEM=1: it is an error if this machine cannot run it.
 test-system:
-	@.ci/setup system || true
+	@.ci/setup system package || true
 	@reason=$$(tests/system/run --why-not); if [ -n "$$reason" ]; then \
 		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
 	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && \
-		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && packaging/build deb --fast --out target/system/dist && \
+		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && \
+		packaging/build deb --fast --out target/system/dist && packaging/build rpm --fast --out target/system/rpms && \
+		packaging/check target/system/dist/*.deb target/system/rpms/*.rpm && \
 		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
 # ---- checking
@@ -157,6 +159,9 @@ $(TOOLS)/bin/cargo-generate-rpm:
 
 # ---- installing
 
+# Pages for administrators and users of either kind of machine; each has all of them, so that links lead somewhere.
+PAGES := user-guide.md admin-guide.md sharing.md idle-and-parking.md isolation.md troubleshooting.md
+
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
@@ -181,10 +186,14 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/system-services units/dbus-1/system-services/*.service
 	install -D -m 644 -t $(DESTDIR)$(dbusdir)/interfaces units/dbus-1/interfaces/*.xml
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/man/man5 docs/man/*.5
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/man/man8 docs/man/*.8
 	install -d $(DESTDIR)$(prefix)/share/gpusession
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
-	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md docs/user-guide.md docs/troubleshooting.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs $(addprefix docs/,$(PAGES) coverage.md coverage-nvml.md)
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
+	sed -i 's,(\.\./docs/,(docs/,' $(DESTDIR)$(prefix)/share/doc/gpuserver/README.md
+	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver/docs $(addprefix docs/,$(PAGES))
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	$(RELEASE)/gpusession-manual $(DESTDIR)$(prefix)

@@ -1471,6 +1471,76 @@ mod tests {
         assert!(edit_runtime(&text, "limits.memory.x", Some("1")).unwrap_err().contains("not a table"));
     }
 
+    const MANUAL: &str = include_str!("../../docs/man/gpuserver.toml.5");
+    const SHIPPED: &str = include_str!("../../packaging/etc/gpuserver.toml");
+    /// Keys whose default is not one value.
+    const FOUND: &[&str] =
+        &["name", "advertise", "driver", "lock_dir", "mps_control", "state_dir", "runtime_dir"];
+
+    /// A default as the file has it.
+    fn written(default: &str) -> String {
+        let bare = default.ends_with(']') || default.bytes().all(|b| b.is_ascii_digit());
+        if bare { default.into() } else { format!("\"{default}\"") }
+    }
+
+    #[test]
+    fn the_manual_has_every_key_with_its_default() {
+        let manual = MANUAL.replace("\\(dq", "\"").replace("\\-", "-");
+        let mut names = vec!["client"];
+        for key in KEYS {
+            let name = key.name.rsplit('.').next().unwrap();
+            let live = if is_live(key.name) { " +" } else { "" };
+            let heading = if FOUND.contains(&key.name) {
+                format!(".B {name}\n")
+            } else {
+                format!(".BR {name} \" = {}{live}\"\n", written(key.default))
+            };
+            assert!(manual.contains(&heading), "{heading}");
+            names.push(name);
+        }
+        for limit in LIMITS {
+            let heading = if IDLE_TIMES.contains(&limit.name) {
+                limit.name.into()
+            } else {
+                format!(".BR {} \" = {}\"\n", limit.name, written(limit.default))
+            };
+            assert!(manual.contains(&heading), "{heading}");
+            names.push(limit.name);
+        }
+        for heading in manual.lines().filter(|l| l.starts_with(".BR ") && l.contains(" = ")) {
+            let name = heading.split(' ').nth(1).unwrap();
+            assert!(names.contains(&name), "{heading}: there is no such key");
+        }
+    }
+
+    #[test]
+    fn the_shipped_file_has_every_key_with_its_default() {
+        let mut text = String::new();
+        for line in SHIPPED.lines().filter(|l| !l.is_empty()) {
+            let comment = line.strip_prefix('#').expect("something is not commented out");
+            // Words have a space in front, keys have none.
+            if !comment.starts_with(' ') {
+                text += comment;
+                text.push('\n');
+            }
+        }
+        let (shipped, without) = (parse(&text).unwrap(), parse("").unwrap());
+        let value =
+            |of: &Config, key: &str| of.report.iter().find(|(k, ..)| k == key).map(|(_, v, _)| v.clone());
+        for key in KEYS {
+            assert!(matches!(shipped.origin(key.name), Origin::File(..)), "{} is missing", key.name);
+            if !FOUND.contains(&key.name) {
+                assert_eq!(value(&shipped, key.name), value(&without, key.name), "{}", key.name);
+            }
+        }
+        for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+            let key = format!("limits.{}", limit.name);
+            assert!(matches!(shipped.origin(&key), Origin::File(..)), "{key} is missing");
+            let bound = Bound::parse(limit.kind, &value(&shipped, &key).unwrap());
+            assert_eq!(bound, Bound::parse(limit.kind, limit.default), "{key}");
+        }
+    }
+
     #[test]
     fn variables() {
         let env = |n: &str| (n == "A").then(|| "1".to_string());

@@ -26,19 +26,19 @@ fn programs() -> [Program; 3] {
         Program {
             command: gpusession::arguments(),
             section: "1",
-            see_also: r"\fBgpusessiond\fR(8), \fBgpuserver\fR(8)",
+            see_also: r"\fBgpusession.toml\fR(5), \fBgpusessiond\fR(8), \fBgpuserver\fR(8)",
             typed: true,
         },
         Program {
             command: gpusessiond::arguments::Arguments::command(),
             section: "8",
-            see_also: r"\fBgpusession\fR(1), \fBgpusession.toml\fR(5), \fBsystemd.exec\fR(5) on credentials",
+            see_also: r"\fBgpusession\fR(1), \fBgpusession.toml\fR(5), \fBpam_gpusession\fR(8), \fBsystemd.exec\fR(5) on credentials",
             typed: false,
         },
         Program {
             command: gpuserver::cli::Cli::command(),
             section: "8",
-            see_also: r"\fBgpusession\fR(1), \fBgpusessiond\fR(8)",
+            see_also: r"\fBgpuserver.toml\fR(5), \fBgpusession\fR(1), \fBgpusessiond\fR(8)",
             typed: true,
         },
     ]

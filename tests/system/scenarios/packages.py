@@ -39,7 +39,7 @@ def run(site, check):
             host.ok("grep -q pam_gpusession /etc/pam.d/common-session")
         with check(f"{name}: units are well-formed, manual pages and completions are there"):
             host.ok("systemd-analyze verify gpusession.service gpuserver.service 2>&1 | grep -v '^$' | { ! grep -i gpus; }")
-            host.ok("ls /usr/share/man/man1/gpusession.1.gz /usr/share/bash-completion/completions/gpusession")
+            host.ok("cd /usr/share/man && ls man1/gpusession.1.gz man5/gpuserver.toml.5.gz man8/pam_gpusession.8.gz ../bash-completion/completions/gpusession")
         with check(f"{name}: an upgrade keeps configuration and replaces mapped libraries by rename"):
             host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
             inode = host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1")
