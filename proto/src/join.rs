@@ -33,6 +33,11 @@ pub fn client(name: &str) -> String {
     format!("{name}.client.{DOMAIN}")
 }
 
+/// The client whose certificate has this DNS name.
+pub fn client_of(dns_name: &str) -> Option<&str> {
+    dns_name.strip_suffix(DOMAIN)?.strip_suffix(".client.").filter(|name| is_name(name))
+}
+
 /// Whether `name` can name a server or a client: labels of a-z, 0-9 and `-`, separated by dots, 64 bytes at most.
 pub fn is_name(name: &str) -> bool {
     let label = |l: &str| {

@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -277,6 +277,16 @@ pub enum PoolVerb {
         #[arg(long)]
         json: bool,
     },
+    /// Print the authority, its key too, for `pool import` on another server of the pool
+    Export,
+    /// Take over the authority of a pool from what `pool export` printed there
+    Import {
+        /// The file; - for standard input
+        file: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// `gpuserver token`
@@ -371,7 +381,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.verb {
         Verb::Serve => anyhow::bail!("serve is not run here"),
         Verb::CheckConfig { explain, json } => check_config(out, cli, server.config()?, *explain, *json),
-        Verb::Pool { verb: PoolVerb::Init { json } } => pool_init(out, server.config()?, *json),
+        Verb::Pool { verb } => pool(out, server.config()?, verb),
         Verb::Token { verb: TokenVerb::Create { name, uses, ttl, json } } => {
             let ask = Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() };
             let made = match running(&server, &ask)? {
@@ -647,9 +657,9 @@ fn address(config: &Config) -> String {
 /// Whether `--json` was given, for errors.
 pub fn wants_json(cli: &Cli) -> bool {
     match &cli.verb {
-        Verb::Serve | Verb::Top { .. } => false,
+        Verb::Serve | Verb::Top { .. } | Verb::Pool { verb: PoolVerb::Export } => false,
         Verb::CheckConfig { json, .. }
-        | Verb::Pool { verb: PoolVerb::Init { json } }
+        | Verb::Pool { verb: PoolVerb::Init { json } | PoolVerb::Import { json, .. } }
         | Verb::Token { verb: TokenVerb::Create { json, .. } }
         | Verb::Clients { json, .. }
         | Verb::Status { json }
@@ -772,9 +782,33 @@ fn offline(config: &Config) -> anyhow::Result<store::Lock> {
     })
 }
 
-fn pool_init(out: &mut dyn Write, config: &Config, json: bool) -> anyhow::Result<()> {
-    let _lock = offline(config)?;
-    let authority = Authority::init(&config.state_dir, &config.name, &SystemRandom)?;
+/// An authority's files are small; what is longer is something else.
+const MAX_EXPORTED: u64 = 64 << 10;
+
+fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
+    let (authority, json) = match verb {
+        PoolVerb::Export => {
+            write!(out, "{}", Authority::open(&config.state_dir)?.export())?;
+            return Ok(());
+        }
+        PoolVerb::Init { json } => {
+            let _lock = offline(config)?;
+            (Authority::init(&config.state_dir, &config.name, &SystemRandom)?, *json)
+        }
+        PoolVerb::Import { file, json } => {
+            let mut text = String::new();
+            let source: Box<dyn Read> = match file.as_os_str() == "-" {
+                true => Box::new(std::io::stdin()),
+                false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
+            };
+            source
+                .take(MAX_EXPORTED)
+                .read_to_string(&mut text)
+                .with_context(|| file.display().to_string())?;
+            let _lock = offline(config)?;
+            (Authority::import(&config.state_dir, &text)?, *json)
+        }
+    };
     let fingerprint = data_encoding::HEXLOWER.encode(&authority.fingerprint());
     let folder = config.state_dir.join("ca");
     if json {
@@ -782,7 +816,11 @@ fn pool_init(out: &mut dyn Write, config: &Config, json: bool) -> anyhow::Result
     }
     writeln!(out, "The pool's authority is in {}: keep a copy, and keep it secret.", folder.display())?;
     writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
-    writeln!(out, "Next: start the server, then `gpuserver token create` lets a client join.")?;
+    if matches!(verb, PoolVerb::Import { .. }) {
+        writeln!(out, "Next: start the server, and name it in servers.toml of the pool's clients.")?;
+    } else {
+        writeln!(out, "Next: start the server, then `gpuserver token create` lets a client join.")?;
+    }
     Ok(())
 }
 
@@ -837,7 +875,7 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let mut clients = Clients::new(store::read(&path)?);
     let (name, found) = match ask {
         Ask::Revoke { name } => (name, clients.revoke(name)),
-        Ask::Forget { name } => (name, clients.forget(name)),
+        Ask::Forget { name } => (name, clients.forget(name, SystemClock.unix())),
         _ => {
             let rows: Vec<_> = clients
                 .list(SystemClock.now())

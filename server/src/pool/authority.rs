@@ -8,7 +8,7 @@ use std::time::Duration;
 use gpusession_proto::join;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
-    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SerialNumber,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SerialNumber,
 };
 use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject;
@@ -51,6 +51,9 @@ pub enum AuthorityError {
     /// TLS could not be set up.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
+    /// What was given is no authority.
+    #[error("this is not what `gpuserver pool export` prints: {0}")]
+    Import(String),
     /// The request of a joining client is not one.
     #[error("the certificate request cannot be used: {0}")]
     Request(String),
@@ -62,6 +65,27 @@ pub fn fingerprint(der: &[u8]) -> [u8; 32] {
     let mut out = [0; 32];
     out.copy_from_slice(digest.as_ref());
     out
+}
+
+/// Whom a certificate of this pool is for: TLS has verified it. `None` for those of servers.
+pub fn holder(der: &[u8]) -> Option<Holder> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
+    let names = certificate.subject_alternative_name().ok()??;
+    let client = names.value.general_names.iter().find_map(|name| match name {
+        x509_parser::extensions::GeneralName::DNSName(name) => join::client_of(name),
+        _ => None,
+    })?;
+    let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
+    Some(Holder { client: client.into(), issued_unix: begins + SKEW.as_secs() })
+}
+
+/// See [`holder`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Its name in the pool.
+    pub client: String,
+    /// Seconds since 1970.
+    pub issued_unix: u64,
 }
 
 /// Signs the certificates of a pool's servers and clients.
@@ -102,6 +126,17 @@ fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
 impl Authority {
     /// Makes the authority of a new pool.
     pub fn init(state_dir: &Path, pool: &str, random: &dyn Random) -> Result<Self, AuthorityError> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        named(&mut params, &format!("gpusession pool {pool}"), random);
+        validity(&mut params, AUTHORITY_YEARS);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let certificate = params.self_signed(&key)?;
+        Self::keep(state_dir, &certificate.pem(), &key.serialize_pem())
+    }
+
+    fn keep(state_dir: &Path, pem: &str, key_pem: &str) -> Result<Self, AuthorityError> {
         let folder = folder(state_dir);
         if folder.join("authority.key").exists() {
             return Err(AuthorityError::Exists(folder));
@@ -112,17 +147,30 @@ impl Authority {
             .mode(0o700)
             .create(&folder)
             .map_err(|error| StoreError::Io { path: folder.clone(), error })?;
-        let key = KeyPair::generate()?;
-        let mut params = CertificateParams::default();
-        named(&mut params, &format!("gpusession pool {pool}"), random);
-        validity(&mut params, AUTHORITY_YEARS);
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let certificate = params.self_signed(&key)?;
-        store::write_bytes(&folder.join("authority.pem"), certificate.pem().as_bytes(), 0o644)?;
+        store::write_bytes(&folder.join("authority.pem"), pem.as_bytes(), 0o644)?;
         // Last: it says that the authority is complete.
-        store::write_bytes(&folder.join("authority.key"), key.serialize_pem().as_bytes(), 0o600)?;
+        store::write_bytes(&folder.join("authority.key"), key_pem.as_bytes(), 0o600)?;
         Self::open(state_dir)
+    }
+
+    /// Certificate and key, for [`Authority::import`] on another server of the pool.
+    pub fn export(&self) -> String {
+        format!("{}{}", self.pem, self.issuer.key().serialize_pem())
+    }
+
+    /// Takes over the authority that another server of the pool exported.
+    pub fn import(state_dir: &Path, exported: &str) -> Result<Self, AuthorityError> {
+        let not = |what: String| AuthorityError::Import(what);
+        let der = CertificateDer::from_pem_slice(exported.as_bytes()).map_err(|e| not(e.to_string()))?;
+        let begin =
+            exported.find("-----BEGIN PRIVATE KEY-----").ok_or_else(|| not("it has no key".into()))?;
+        let (pem, key_pem) = exported.split_at(begin);
+        let key = KeyPair::from_pem(key_pem).map_err(|e| not(e.to_string()))?;
+        let (_, certificate) = x509_parser::parse_x509_certificate(&der).map_err(|e| not(e.to_string()))?;
+        if certificate.public_key().raw != key.subject_public_key_info() || !certificate.is_ca() {
+            return Err(not("its certificate and key are not those of one authority".into()));
+        }
+        Self::keep(state_dir, pem, key_pem)
     }
 
     /// Opens the authority of an existing pool.
@@ -240,10 +288,31 @@ mod tests {
         assert!(text.contains("vm-1.client.gpusession.internal"));
         assert!(!text.contains(&join::any_server()), "a wish in the request was granted");
         assert_eq!(issued.fingerprint, fingerprint(&der));
+        let whose = holder(&der).unwrap();
+        assert_eq!(whose.client, "vm-1");
+        assert!(whose.issued_unix.abs_diff(clock::Clock::unix(&clock::SystemClock)) < 60, "{whose:?}");
+        assert_eq!(holder(&again.der), None);
+        assert_eq!(holder(b"garbage"), None);
         assert!(matches!(
             again.issue_client("garbage", "vm-1", &SystemRandom),
             Err(AuthorityError::Request(_))
         ));
         again.server_tls("gpu1", &SystemRandom).unwrap();
+    }
+
+    #[test]
+    fn another_server_takes_it_over() {
+        let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let made = Authority::init(first.path(), "lab", &SystemRandom).unwrap();
+        let exported = made.export();
+        let other = Authority::init(second.path(), "other", &SystemRandom).unwrap();
+        assert!(matches!(Authority::import(second.path(), &exported), Err(AuthorityError::Exists(_))));
+        let third = tempfile::tempdir().unwrap();
+        let mixed = format!("{}{}", made.pem(), other.issuer.key().serialize_pem());
+        for bad in ["", "garbage", made.pem(), &exported[10..], mixed.as_str()] {
+            assert!(matches!(Authority::import(third.path(), bad), Err(AuthorityError::Import(_))), "{bad}");
+        }
+        let taken = Authority::import(third.path(), &exported).unwrap();
+        assert_eq!((taken.fingerprint(), taken.export()), (made.fingerprint(), exported));
     }
 }

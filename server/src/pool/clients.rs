@@ -1,10 +1,13 @@
 //! The clients of a pool: which certificate each has, and which machine and boot is behind it.
+//!
+//! A client joins with one server of the pool; the others learn of it from its certificate, at its first call.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::authority::Holder;
 use crate::clock::Moment;
 
 /// A client without an open [`Watch`](gpusession_proto::control) that said nothing for so long is taken for gone.
@@ -15,11 +18,11 @@ pub const SUSPECT: Duration = Duration::from_secs(10);
 pub struct ClientRecord {
     /// SHA-256 of its certificate, in hex.
     pub certificate: String,
-    /// Of the machine that joined, hashed by it.
+    /// Of the machine that joined, hashed by it; empty where it joined with another server.
     pub machine_id: String,
     /// Refused from then on.
     pub revoked: bool,
-    /// Seconds since 1970.
+    /// When its certificate was issued, in seconds since 1970.
     pub joined_unix: u64,
 }
 
@@ -27,6 +30,8 @@ pub struct ClientRecord {
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Saved {
     clients: BTreeMap<String, ClientRecord>,
+    #[serde(default)]
+    forgotten: BTreeMap<String, u64>,
 }
 
 /// Which machine uses an identity now.
@@ -85,6 +90,8 @@ pub struct ClientView {
 #[derive(Debug, Default)]
 pub struct Clients {
     records: BTreeMap<String, ClientRecord>,
+    /// Until when, in seconds since 1970, certificates were issued that are worth nothing any longer.
+    forgotten: BTreeMap<String, u64>,
     by_certificate: HashMap<String, String>,
     presence: HashMap<String, Presence>,
 }
@@ -109,12 +116,12 @@ impl Clients {
     pub fn new(saved: Saved) -> Self {
         let by_certificate =
             saved.clients.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
-        Self { records: saved.clients, by_certificate, presence: HashMap::new() }
+        Self { records: saved.clients, forgotten: saved.forgotten, by_certificate, presence: HashMap::new() }
     }
 
     /// What has to survive a restart.
     pub fn save(&self) -> Saved {
-        Saved { clients: self.records.clone() }
+        Saved { clients: self.records.clone(), forgotten: self.forgotten.clone() }
     }
 
     /// Whose certificate it is.
@@ -126,6 +133,25 @@ impl Clients {
             Some(_) => Ok(name.clone()),
             None => Err(Refusal::Unknown),
         }
+    }
+
+    /// A certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: its holder joined
+    /// with another server. Certificates that a later one has replaced, or that were forgotten here, stay worth nothing.
+    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, now: Moment) -> Result<(), Refusal> {
+        let Holder { client, issued_unix } = holder;
+        let known = self.records.get(client);
+        if known.is_some_and(|record| record.revoked) {
+            return Err(Refusal::Revoked(client.clone()));
+        }
+        let newest = known.map(|record| record.joined_unix).max(self.forgotten.get(client).copied());
+        if newest.is_some_and(|newest| *issued_unix <= newest) {
+            return Err(Refusal::Unknown);
+        }
+        if self.presence.get(client).is_some_and(|p| p.alive(now)) {
+            return Err(Refusal::SecondMachine(client.clone()));
+        }
+        self.join(client, certificate, "", *issued_unix);
+        Ok(())
     }
 
     /// Whether a machine may join as `name`.
@@ -244,11 +270,12 @@ impl Clients {
     }
 
     /// Removes a client: its certificate is worth nothing, and its name can join again.
-    pub fn forget(&mut self, name: &str) -> bool {
+    pub fn forget(&mut self, name: &str, unix: u64) -> bool {
         self.presence.remove(name);
         match self.records.remove(name) {
             Some(record) => {
                 self.by_certificate.remove(&record.certificate);
+                self.forgotten.insert(name.into(), unix.max(record.joined_unix));
                 true
             }
             None => false,
@@ -297,9 +324,36 @@ mod tests {
         let mut clients = Clients::new(clients.save());
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Revoked("vm-1".into())));
         assert!(matches!(clients.may_join("vm-1", "m1", T), Err(Refusal::Revoked(_))));
-        assert!(clients.forget("vm-1"));
+        assert!(clients.forget("vm-1", 7));
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
         assert_eq!(clients.may_join("vm-1", "m2", T), Ok(()));
+    }
+
+    #[test]
+    fn who_joined_with_another_server() {
+        let vm = |name: &str, issued_unix| Holder { client: name.into(), issued_unix };
+        let mut clients = joined();
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), T), Ok(()));
+        assert_eq!(clients.identify(&[9; 32]), Ok("vm-9".into()));
+        // Of one name the newest certificate counts.
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5), T), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6), T), Ok(()));
+        assert_eq!(clients.identify(&[9; 32]), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), T), Err(Refusal::Unknown));
+        clients.seen("vm-9", "b1", "m1", T).unwrap();
+        let second = Err(Refusal::SecondMachine("vm-9".into()));
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), second, "while the other one is alive");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T + SUSPECT), Ok(()));
+        assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1"));
+        let mut clients = Clients::new(clients.save());
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), Err(Refusal::Unknown), "forgotten");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), T), Ok(()), "joined anew");
+        let revoked = Err(Refusal::Revoked("vm-1".into()));
+        assert_eq!(
+            clients.introduce(&[6; 32], &vm("vm-1", 99), T),
+            revoked,
+            "until an administrator forgets it"
+        );
     }
 
     #[test]

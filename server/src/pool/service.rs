@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
 
-use super::authority::{Authority, AuthorityError, fingerprint};
+use super::authority::{Authority, AuthorityError, fingerprint, holder};
 use super::clients::{ClientView, Clients, Refusal, Seen};
 use super::parking::{ParkError, Parking};
 use super::readings;
@@ -403,7 +403,7 @@ impl Pool {
     pub async fn forget(&self, name: &str) -> Result<Option<usize>, StoreError> {
         {
             let mut clients = locked(&self.clients);
-            if !clients.forget(name) {
+            if !clients.forget(name, self.clock.unix()) {
                 return Ok(None);
             }
             store::write(&self.files.clients, &clients.save())?;
@@ -495,6 +495,23 @@ impl Pool {
         }
     }
 
+    /// The client that has a certificate of the pool, whichever server of the pool it joined with.
+    fn identify(&self, certificate: &[u8]) -> Result<String, Refusal> {
+        let mut clients = locked(&self.clients);
+        let print = fingerprint(certificate);
+        let known = clients.identify(&print);
+        let (Err(Refusal::Unknown), Some(holder)) = (&known, holder(certificate)) else { return known };
+        clients.introduce(&print, &holder, self.clock.now())?;
+        info!(
+            gpusession_client = holder.client,
+            "client {} is new here: another server of the pool let it join", holder.client
+        );
+        if let Err(e) = store::write(&self.files.clients, &clients.save()) {
+            error!("{e}: client {} is known until this server ends", holder.client);
+        }
+        Ok(holder.client)
+    }
+
     /// The client behind a call.
     fn client<T>(&self, request: &Request<T>) -> Result<String, Status> {
         let certificates = request.peer_certs();
@@ -503,7 +520,7 @@ impl Pool {
                 "this call needs a client certificate of the pool; get one with `gpusession join`",
             ));
         };
-        let client = locked(&self.clients).identify(&fingerprint(certificate)).map_err(refused)?;
+        let client = self.identify(certificate).map_err(refused)?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
             && !locked(&self.rates).allow(&client, most, self.clock.now())

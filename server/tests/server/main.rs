@@ -656,3 +656,39 @@ async fn many_workers_leave_nothing_behind() {
         }
     }
 }
+
+#[tokio::test]
+async fn a_pool_of_two_servers() {
+    let first = Server::start().await;
+    let mut second = Server::prepare("libcuda.so.1", "").await;
+    let exported = first.verb(&["pool", "export"]);
+    assert!(exported.status.success(), "{exported:?}");
+    let file = second.path("authority");
+    std::fs::write(&file, &exported.stdout).unwrap();
+    let import = |server: &Server| server.verb(&["pool", "import", file.to_str().unwrap()]);
+    let refused = import(&second);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(1) && said.contains("never replaced"), "{said}");
+    std::fs::remove_dir_all(second.path("state/ca")).unwrap();
+    assert!(import(&second).status.success());
+    second.run().await;
+
+    // It joins with the first; the second learns of it at its first call, and remembers.
+    let mut vm = first.client("vm-1").await;
+    vm.allocate(10.0).await.unwrap();
+    let mut there = second.again(&vm).await;
+    there.allocate(10.0).await.unwrap();
+    assert_eq!(second.json(&["clients"])["clients"][0]["name"], "vm-1");
+    assert_eq!(second.signal(Signal::SIGTERM).code(), Some(0));
+    second.run().await;
+    let mut there = second.again(&vm).await;
+    there.allocate(10.0).await.unwrap();
+
+    // Each server refuses by itself.
+    assert!(second.verb(&["clients", "revoke", "vm-1"]).status.success());
+    let status = there.allocate(10.0).await.unwrap_err();
+    assert!(status.message().contains("revoked"), "{status}");
+    assert!(second.verb(&["clients", "forget", "vm-1"]).status.success());
+    assert_eq!(there.allocate(10.0).await.unwrap_err().code(), Code::Unauthenticated);
+    vm.allocate(10.0).await.unwrap();
+}

@@ -35,8 +35,10 @@ def run(site, check):
         servers[0].ok("systemctl start gpuserver && systemctl is-active gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
         servers[0].until("gpuserver status", 20)
         expect(servers[0].ok("gpuserver gpus"), "simulated GPU")
-    with check("the other one locks its GPUs, as a server with NVIDIA's driver does"):
-        servers[1].ok("gpuserver pool init && systemctl start gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
+    with check("the other one takes over its authority, and locks its GPUs, as a server with NVIDIA's driver does"):
+        servers[1].write("/root/authority", servers[0].ok("gpuserver pool export"), "600")
+        servers[1].ok("gpuserver pool import /root/authority && rm /root/authority")
+        servers[1].ok("systemctl start gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
         servers[1].until("gpuserver status", 20)
         expect(servers[1].ok("ls /run/lock/gpusession"), "GPU-")
         servers[1].ok("systemctl stop gpuserver")

@@ -1,0 +1,41 @@
+"""Two servers of one pool: a client that joined with one of them uses both, and a lease moves when its server is lost."""
+from harness import expect
+from scenarios.policy import lease
+
+ORDER = 48
+BOTH = '''[[server]]
+address = "gpu1"
+[[server]]
+address = "gpu2"
+'''
+ONE = '[[server]]\naddress = "gpu1"\n'
+
+
+def run(site, check):
+    client, (first, second) = site.client, site.servers
+    with check("a second server of the pool is named, and knows the client without another join"):
+        before = lease(client, "everyone")
+        second.ok("systemctl start gpuserver")
+        client.write("/etc/gpusession/servers.toml", BOTH)
+        client.ok("systemctl reload gpusession")
+        client.until("busctl tree org.gpusession1 | grep -c /server/ | grep -qx 2 && second=1; "
+                     "gpusession status --json | grep -q gpu2", 20)
+        assert lease(client, "everyone") == before, "nothing moves that need not"
+        second.until("gpuserver clients | grep client", 20)
+    with check("its server stops: the lease is had again on the other one, and a program runs there"):
+        first.ok("systemctl stop gpuserver")
+        client.until("gpusession status | grep -q 'is ready'", 40)
+        assert lease(client, "everyone") != before
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+        expect(second.ok("gpuserver accounting"), "vectorAdd")
+    with check("a client that one server has revoked goes to the other one"):
+        first.ok("systemctl start gpuserver")
+        first.until("gpuserver status", 20)
+        second.ok("gpuserver clients revoke client")
+        client.until("gpusession status | grep -q 'is ready'", 40)
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+        first.until("gpuserver leases | grep client", 10)
+    second.ok("systemctl stop gpuserver")
+    client.write("/etc/gpusession/servers.toml", ONE)
+    client.ok("systemctl reload gpusession")
+    client.until("gpusession status | grep -q 'is ready'", 40)
