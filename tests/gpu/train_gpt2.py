@@ -16,7 +16,7 @@ def train(steps, deterministic=False, batch=8, length=1024, warm_up=3):
     if deterministic:
         common.deterministic()
     torch.manual_seed(1234)
-    config = GPT2Config(attn_implementation="sdpa", use_cache=False)
+    config = GPT2Config(attn_implementation="sdpa")
     model = GPT2LMHeadModel(config).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     generator = torch.Generator().manual_seed(99)
