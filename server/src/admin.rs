@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_proto::join::JoinToken;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
@@ -20,6 +21,7 @@ use crate::lease::Withdrawn;
 use crate::limits::LIMITS;
 use crate::pool::parking::ParkError;
 use crate::pool::service::{Pool, find_worker};
+use crate::pool::tokens::{TokenRecord, Tokens};
 use crate::supervise::{WorkerView, hex};
 
 /// Bytes of a request, and of an answer.
@@ -130,6 +132,13 @@ pub enum Ask {
         uses: u32,
         /// How long it is good.
         ttl: String,
+    },
+    /// The join tokens.
+    Tokens,
+    /// Make a join token worthless.
+    TokenRevoke {
+        /// Its id, or how that begins.
+        id: String,
     },
 }
 
@@ -393,17 +402,67 @@ pub struct ClientRow {
     pub certificate_sha256: String,
 }
 
+/// A row of `gpuserver token list`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TokenRow {
+    /// Names it, and is no secret.
+    pub id: String,
+    /// Names it is for.
+    pub name_pattern: String,
+    /// Clients that can still join with it.
+    pub uses_left: u32,
+    /// Seconds since 1970.
+    pub created_unix: u64,
+    /// Seconds since 1970.
+    pub expires_unix: u64,
+}
+
+/// The rows of `gpuserver token list`.
+pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
+    let row = |(id, record): (&str, &TokenRecord)| TokenRow {
+        id: id.into(),
+        name_pattern: record.pattern.clone(),
+        uses_left: record.uses_left,
+        created_unix: record.created_unix,
+        expires_unix: record.expires_unix,
+    };
+    tokens.list().into_iter().map(row).collect()
+}
+
+/// There is no token, or not one, whose id begins like that.
+pub fn no_token(id: &str) -> Refusal {
+    Refusal::new(
+        "no-such-token",
+        format!("no token's id, or more than one, begins with {id:?}; `gpuserver token list`"),
+    )
+}
+
 /// What `gpuserver token create` made.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TokenView {
     /// The token itself.
     pub token: String,
+    /// Names it, and is no secret.
+    pub id: String,
     /// Names it is for.
     pub name_pattern: String,
     /// Clients that can join with it.
     pub uses: u32,
     /// Seconds since 1970.
     pub expires_unix: u64,
+}
+
+impl TokenView {
+    /// Of a token that was just made.
+    pub fn new(token: &JoinToken, record: TokenRecord) -> Self {
+        Self {
+            token: token.to_text(),
+            id: data_encoding::HEXLOWER.encode(&token.id),
+            name_pattern: record.pattern,
+            uses: record.uses_left,
+            expires_unix: record.expires_unix,
+        }
+    }
 }
 
 fn micros(duration: Duration) -> u64 {
@@ -773,12 +832,12 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl = token_ttl(&ttl)?;
             let (token, record) = pool.create_token(&pattern, uses, ttl).map_err(|e| internal(&e))?;
-            show(serde_json::to_value(TokenView {
-                token: token.to_text(),
-                name_pattern: record.pattern,
-                uses: record.uses_left,
-                expires_unix: record.expires_unix,
-            }))
+            show(serde_json::to_value(TokenView::new(&token, record)))
+        }
+        Ask::Tokens => show(serde_json::to_value(pool.tokens(token_rows))),
+        Ask::TokenRevoke { id } => {
+            let revoked = pool.revoke_token(&id).map_err(|e| internal(&e))?.ok_or_else(|| no_token(&id))?;
+            Ok(serde_json::json!({ "id": revoked }))
         }
     }
 }

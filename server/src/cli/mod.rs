@@ -55,7 +55,7 @@ pub enum Verb {
         #[command(subcommand)]
         verb: PoolVerb,
     },
-    /// Let new clients join
+    /// Let new clients join: make tokens, list them, take them back
     Token {
         /// Which part
         #[command(subcommand)]
@@ -118,6 +118,9 @@ pub enum Verb {
         /// Look so often, then end; 0 is for ever
         #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
         times: u32,
+        /// Print JSON, one line for each look
+        #[arg(long)]
+        json: bool,
     },
     /// List MPS domains: states, servers, clients, faults
     Mps {
@@ -307,6 +310,20 @@ pub enum TokenVerb {
         #[arg(long)]
         json: bool,
     },
+    /// List the tokens: never the secret, which is not kept
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make a token worthless; clients that joined with it stay
+    Revoke {
+        /// Its id, or how that begins
+        id: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// `gpuserver clients`
@@ -382,22 +399,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         Verb::Serve => anyhow::bail!("serve is not run here"),
         Verb::CheckConfig { explain, json } => check_config(out, cli, server.config()?, *explain, *json),
         Verb::Pool { verb } => pool(out, server.config()?, verb),
-        Verb::Token { verb: TokenVerb::Create { name, uses, ttl, json } } => {
-            let ask = Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() };
-            let made = match running(&server, &ask)? {
-                Some(value) => value,
-                None => token_offline(server.config()?, name, *uses, ttl)?,
-            };
-            if *json {
-                show::json(out, "token", made)
-            } else {
-                show::token(
-                    out,
-                    &serde_json::from_value(made)?,
-                    &server.config().map_or_else(|_| "HOST".into(), address),
-                )
-            }
-        }
+        Verb::Token { verb } => token(out, &server, verb),
         Verb::Clients { verb, json } => clients(out, &server, verb.as_ref(), *json),
         Verb::Status { json } => {
             let value = must_run(&server, &Ask::Status)?;
@@ -433,7 +435,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         }
         Verb::Park { lease, json } => parked(out, &server, &Ask::Park { lease: lease.clone() }, *json),
         Verb::Unpark { lease, json } => parked(out, &server, &Ask::Unpark { lease: lease.clone() }, *json),
-        Verb::Top { every, times } => top(out, &server, every, *times),
+        Verb::Top { every, times, json } => top(out, &server, every, *times, *json),
         Verb::Mps { json } => {
             let value = must_run(&server, &Ask::Mps)?;
             if *json {
@@ -570,7 +572,7 @@ fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<
     Ok(())
 }
 
-fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32) -> anyhow::Result<()> {
+fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32, json: bool) -> anyhow::Result<()> {
     let every = config::parse_duration(every)
         .filter(|d| !d.is_zero())
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
@@ -578,10 +580,15 @@ fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32) -> anyhow:
     for look in 1.. {
         let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
         let calls = rows.iter().map(|r| (r.worker.clone(), r.calls)).collect();
-        if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
-            write!(out, "\x1b[H\x1b[2J")?;
+        let rows = show::busiest(rows, &before, every.as_secs_f64());
+        if json {
+            writeln!(out, "{}", json!({ "schema": 1, "top": rows }))?;
+        } else {
+            if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+                write!(out, "\x1b[H\x1b[2J")?;
+            }
+            show::top(out, rows)?;
         }
-        show::top(out, rows, &before, every.as_secs_f64())?;
         out.flush()?;
         before = calls;
         if look == times {
@@ -657,13 +664,16 @@ fn address(config: &Config) -> String {
 /// Whether `--json` was given, for errors.
 pub fn wants_json(cli: &Cli) -> bool {
     match &cli.verb {
-        Verb::Serve | Verb::Top { .. } | Verb::Pool { verb: PoolVerb::Export } => false,
+        Verb::Serve | Verb::Pool { verb: PoolVerb::Export } => false,
         Verb::CheckConfig { json, .. }
         | Verb::Pool { verb: PoolVerb::Init { json } | PoolVerb::Import { json, .. } }
-        | Verb::Token { verb: TokenVerb::Create { json, .. } }
+        | Verb::Token {
+            verb: TokenVerb::Create { json, .. } | TokenVerb::List { json } | TokenVerb::Revoke { json, .. },
+        }
         | Verb::Clients { json, .. }
         | Verb::Status { json }
         | Verb::Ps { json }
+        | Verb::Top { json, .. }
         | Verb::Leases { json }
         | Verb::Gpus { json }
         | Verb::Park { json, .. }
@@ -824,21 +834,51 @@ fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result
     Ok(())
 }
 
-fn token_offline(config: &Config, pattern: &str, uses: u32, ttl: &str) -> anyhow::Result<Value> {
-    let ttl: Duration = admin::token_ttl(ttl)?;
-    let authority = Authority::open(&config.state_dir)?;
+fn token(out: &mut dyn Write, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
+    let (ask, json) = match verb {
+        TokenVerb::Create { name, uses, ttl, json } => {
+            (Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() }, *json)
+        }
+        TokenVerb::List { json } => (Ask::Tokens, *json),
+        TokenVerb::Revoke { id, json } => (Ask::TokenRevoke { id: id.clone() }, *json),
+    };
+    let value = match running(server, &ask)? {
+        Some(value) => value,
+        None => token_offline(server.config()?, &ask)?,
+    };
+    match verb {
+        TokenVerb::List { .. } if json => show::json(out, "tokens", value),
+        _ if json => show::json(out, "token", value),
+        TokenVerb::Create { .. } => {
+            let address = server.config().map_or_else(|_| "HOST".into(), address);
+            show::token(out, &serde_json::from_value(value)?, &address)
+        }
+        TokenVerb::List { .. } => show::tokens(out, serde_json::from_value(value)?),
+        TokenVerb::Revoke { .. } => {
+            writeln!(out, "token {} lets nobody join any more", value["id"].as_str().unwrap_or_default())?;
+            Ok(())
+        }
+    }
+}
+
+/// Without a server.
+fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
-    let files = Files::below(&config.state_dir);
-    let mut tokens: Tokens = store::read(&files.tokens)?;
-    let (token, record) =
-        tokens.create(authority.fingerprint(), pattern, uses, ttl, SystemClock.unix(), &SystemRandom);
-    store::write(&files.tokens, &tokens)?;
-    Ok(serde_json::to_value(admin::TokenView {
-        token: token.to_text(),
-        name_pattern: record.pattern,
-        uses: record.uses_left,
-        expires_unix: record.expires_unix,
-    })?)
+    let path = Files::below(&config.state_dir).tokens;
+    let mut tokens: Tokens = store::read(&path)?;
+    let made = match ask {
+        Ask::TokenCreate { pattern, uses, ttl } => {
+            let ttl: Duration = admin::token_ttl(ttl)?;
+            let authority = Authority::open(&config.state_dir)?.fingerprint();
+            let (token, record) =
+                tokens.create(authority, pattern, *uses, ttl, SystemClock.unix(), &SystemRandom);
+            serde_json::to_value(admin::TokenView::new(&token, record))?
+        }
+        Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| admin::no_token(id))? }),
+        _ => return Ok(serde_json::to_value(admin::token_rows(&tokens))?),
+    };
+    store::write(&path, &tokens)?;
+    Ok(made)
 }
 
 fn clients(

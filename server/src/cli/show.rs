@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 
 use crate::admin::{
-    ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView, TokenView,
+    ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView, TokenRow, TokenView,
 };
 
 /// A table without lines.
@@ -288,35 +288,59 @@ pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) 
     print(out, &table, n, "nothing ended in that time")
 }
 
-/// `gpuserver top`
-pub fn top(
-    out: &mut dyn Write,
-    mut rows: Vec<PsRow>,
+/// A row of `gpuserver top`.
+#[derive(Debug, serde::Serialize)]
+pub struct TopRow {
+    #[serde(flatten)]
+    row: PsRow,
+    /// Since the look before; none at the first one.
+    calls_per_second: Option<u64>,
+}
+
+/// Workers that serve programs, the busiest first; `before` has what they had called at the look before.
+pub fn busiest(
+    rows: Vec<PsRow>,
     before: &std::collections::HashMap<String, u64>,
     seconds: f64,
-) -> anyhow::Result<()> {
-    rows.retain(|r| r.program.is_some());
+) -> Vec<TopRow> {
     let rate =
-        |r: &PsRow| before.get(&r.worker).map(|b| (r.calls.saturating_sub(*b) as f64 / seconds) as u64);
-    rows.sort_by_key(|r| std::cmp::Reverse((rate(r), r.memory_bytes)));
+        |row: &PsRow| Some((row.calls.saturating_sub(*before.get(&row.worker)?) as f64 / seconds) as u64);
+    let serving = rows.into_iter().filter(|row| row.program.is_some());
+    let mut rows: Vec<_> = serving.map(|row| TopRow { calls_per_second: rate(&row), row }).collect();
+    rows.sort_by_key(|top| std::cmp::Reverse((top.calls_per_second, top.row.memory_bytes)));
+    rows
+}
+
+/// `gpuserver top`
+pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table =
         table(&["PROGRAM", "CLIENT", "UID", "LEASE", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU"]);
-    for r in rows {
-        let rate = rate(&r);
+    for TopRow { row, calls_per_second } in rows {
         table.add_row([
-            r.program.unwrap_or_default(),
-            r.client,
-            dash(r.uid),
-            r.lease,
-            dash(rate),
-            mib(r.memory_bytes),
-            span(r.idle_usec),
-            mib(r.bytes_to_device),
-            mib(r.bytes_from_device),
+            row.program.unwrap_or_default(),
+            row.client,
+            dash(row.uid),
+            row.lease,
+            dash(calls_per_second),
+            mib(row.memory_bytes),
+            span(row.idle_usec),
+            mib(row.bytes_to_device),
+            mib(row.bytes_from_device),
         ]);
     }
     print(out, &table, n, "no programs")
+}
+
+/// `gpuserver token list`
+pub fn tokens(out: &mut dyn Write, rows: Vec<TokenRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["ID", "NAMES", "USES LEFT", "MADE", "GOOD UNTIL"]);
+    for row in rows {
+        let (made, until) = (date(row.created_unix), date(row.expires_unix));
+        table.add_row([row.id, row.name_pattern, row.uses_left.to_string(), made, until]);
+    }
+    print(out, &table, n, "no tokens: `gpuserver token create` makes one")
 }
 
 /// `gpuserver clients`

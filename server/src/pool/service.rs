@@ -360,6 +360,21 @@ impl Pool {
         self.supervisor.end_left();
     }
 
+    /// Looks at the join tokens.
+    pub fn tokens<T>(&self, look: impl FnOnce(&Tokens) -> T) -> T {
+        look(&locked(&self.tokens))
+    }
+
+    /// Makes a join token worthless; its whole id, if there is one that begins like that.
+    pub fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
+        let mut tokens = locked(&self.tokens);
+        let revoked = tokens.revoke(id);
+        if revoked.is_some() {
+            store::write(&self.files.tokens, &*tokens)?;
+        }
+        Ok(revoked)
+    }
+
     /// Makes a join token.
     pub fn create_token(
         &self,

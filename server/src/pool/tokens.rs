@@ -85,6 +85,22 @@ impl Tokens {
         (token, record)
     }
 
+    /// All that are remembered, the newest last: id and record.
+    pub fn list(&self) -> Vec<(&str, &TokenRecord)> {
+        let mut all: Vec<_> = self.tokens.iter().map(|(id, record)| (id.as_str(), record)).collect();
+        all.sort_by_key(|(_, record)| record.created_unix);
+        all
+    }
+
+    /// Forgets a token, of which its id or the beginning of it is known: nobody joins with it any more. `None` where no token, or
+    /// more than one, begins like that.
+    pub fn revoke(&mut self, prefix: &str) -> Option<String> {
+        let mut fit = self.tokens.keys().filter(|id| !prefix.is_empty() && id.starts_with(prefix));
+        let (Some(id), None) = (fit.next().cloned(), fit.next()) else { return None };
+        self.tokens.remove(&id);
+        Some(id)
+    }
+
     /// Looks whether `name` may join with `token`, without using it.
     pub fn check(&self, token: &JoinToken, name: &str, unix: u64) -> Result<(), TokenError> {
         let record =

@@ -267,6 +267,17 @@ async fn join_tokens() {
     let used_up = server.enrol(&token, "vm-3", "m3").await.unwrap_err();
     assert_eq!(used_up.code(), Code::PermissionDenied);
     assert!(used_up.message().contains("used up"), "{used_up}");
+    let listed = server.json(&["token", "list"])["tokens"].clone();
+    let row =
+        |name: &str| listed.as_array().unwrap().iter().find(|t| t["name_pattern"] == name).unwrap().clone();
+    assert_eq!(row("vm-*")["uses_left"], 0);
+    assert!(!listed.to_string().contains(&token) && row("vm-*").get("hash").is_none(), "{listed}");
+    let other = server.token(&["--name", "db-*"]);
+    let listed = server.json(&["token", "list"])["tokens"].clone();
+    let id = listed.as_array().unwrap().iter().find(|t| t["name_pattern"] == "db-*").unwrap()["id"].clone();
+    assert_eq!(server.verb(&["token", "revoke", ""]).status.code(), Some(1), "it would be all of them");
+    assert_eq!(server.json(&["token", "revoke", &id.as_str().unwrap()[..8]])["token"]["id"], id);
+    assert_eq!(server.enrol(&other, "db-1", "m5").await.unwrap_err().code(), Code::PermissionDenied);
     let forged: String = token[..token.len() - 4].chars().chain("AAAA".chars()).collect();
     let unknown = server.enrol(&forged, "vm-3", "m3").await.unwrap_err();
     assert!(unknown.message().contains("not one of this pool"), "{unknown}");

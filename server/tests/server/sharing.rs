@@ -604,6 +604,14 @@ async fn what_was_used_is_on_record() {
     .await;
     let top = server.verb(&["top", "-n", "1"]);
     assert!(String::from_utf8_lossy(&top.stdout).contains("vectorAdd"), "{top:?}");
+    let looks = server.verb(&["top", "-n", "2", "--every", "100ms", "--json"]).stdout;
+    let looks: Vec<serde_json::Value> =
+        String::from_utf8(looks).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(looks.len(), 2);
+    assert_eq!(
+        (&looks[0]["top"][0]["calls"], &looks[1]["top"][0]["calls_per_second"]),
+        (&7.into(), &0.into())
+    );
     vm.pool.process_ended(ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id }).await.unwrap();
     let records = |server: &Server, words: &[&str]| {
         server.json(&[&["accounting"], words].concat())["records"].as_array().unwrap().clone()
