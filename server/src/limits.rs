@@ -55,6 +55,12 @@ pub const LIMITS: &[Limit] = &[
         "memory of the server for host memory that one program's device code can see",
     ),
     limit(
+        "host_memory",
+        Kind::Size,
+        "8GiB",
+        "memory of the server that one program's worker has, beside that and what is parked",
+    ),
+    limit(
         "lease_ttl",
         Kind::Time,
         "24h",

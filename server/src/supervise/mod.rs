@@ -39,6 +39,7 @@ use crate::mps::{Mps, Seat};
 use crate::quiet::Quiet;
 
 pub mod channel;
+mod host_memory;
 pub mod keep;
 mod mps;
 pub mod park;
@@ -826,6 +827,7 @@ impl Supervisor {
 
     /// What is due by time alone: pauses after failures that are over, stocks of idle leases.
     pub fn tick(&self) {
+        self.bound_host_memory();
         let now = self.0.clock.now();
         let (warm_workers, idle_exit) = self.stock();
         let mut surplus = Vec::new();

@@ -7,6 +7,7 @@
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
+//! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
@@ -89,6 +90,7 @@ fn serve() {
     let mut start = None;
     // Kept open, as a worker keeps its clients.
     let mut lanes: Vec<TcpStream> = Vec::new();
+    let mut eaten: Vec<u8> = Vec::new();
     loop {
         let mut packet = vec![0; MAX_PACKET];
         let mut space = nix::cmsg_space!([i32; 1]);
@@ -158,13 +160,16 @@ fn serve() {
                     memory_bytes: 0,
                     idle_usec: 0,
                 }));
+                if s.driver.contains("hungry") {
+                    eaten = std::hint::black_box(vec![1; 64 << 20]);
+                }
                 if s.driver.contains("greedy") {
                     tell(&FromWorker::StagingFull { bytes: 300 << 20 });
                 }
                 tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }
-            ToWorker::Pause | ToWorker::Resume => {}
+            ToWorker::Pause | ToWorker::Resume => eaten.truncate(0),
             ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
             ToWorker::Stop { .. } => {
                 if !start.as_ref().is_some_and(|s| s.driver.contains("deaf")) {

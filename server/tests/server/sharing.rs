@@ -153,6 +153,31 @@ async fn who_wants_too_much_mapped_host_memory_is_named() {
 }
 
 #[tokio::test]
+async fn a_worker_has_no_more_of_the_servers_memory_than_its_limit() {
+    let limits = "limits.host_memory = \"128MiB\"\nlimits.staging = \"1MiB\"\nlimits.client.vm-1.host_memory = \"32MiB\"";
+    let mut server = Server::prepare("hungry-libcuda.so.1", limits).await;
+    server.run_into("journal").await;
+    let (mut hungry, mut other) = (server.client("vm-1").await, server.client("vm-2").await);
+    let mut lanes = Vec::new();
+    for vm in [&mut hungry, &mut other] {
+        let lease = vm.allocate(10.0).await.unwrap();
+        lanes.push(server.adopt(&vm.take(&lease.id).await.unwrap().id, 0, true).0);
+    }
+    assert!(rest(&mut lanes[0]).is_empty(), "ended");
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    let wanted = "limit host_memory = 32MiB of client vm-1 (";
+    assert!(
+        journal.lines().any(|l| l.contains(wanted) && l.contains("MiB of the server's memory")),
+        "{journal}"
+    );
+    assert_eq!(
+        server.workers().iter().filter(|w| w["state"] == "active").count(),
+        1,
+        "the other one goes on"
+    );
+}
+
+#[tokio::test]
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;
     let stays = server.client("vm-0").await.allocate(50.0).await.unwrap();

@@ -1,0 +1,62 @@
+//! What workers take of the host's own memory. No resource limit of the kernel's counts what matters: drivers reserve more
+//! addresses than any machine has memory. So it is looked at, about every second.
+
+use tracing::warn;
+
+use super::{Phase, State, Supervisor, hex, stop};
+
+/// Memory of a process that no file is behind, in bytes.
+fn taken(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let kib = |key: &str| -> Option<u64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    Some((kib("RssAnon:")? + kib("RssShmem:")?) << 10)
+}
+
+impl Supervisor {
+    /// Ends workers that have more than their client's limits let them.
+    pub(super) fn bound_host_memory(&self) {
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        for (id, worker) in workers.iter_mut() {
+            let Some(lease) = leases.get(&worker.lease) else { continue };
+            let Some((limit, bytes)) = lease.limits.smallest("host_memory") else { continue };
+            let serves = matches!(worker.phase, Phase::Active | Phase::Parked);
+            let Some(has) = worker.pid.filter(|_| serves).and_then(taken) else { continue };
+            let staging = lease.limits.smallest("staging").map_or(0, |(_, bytes)| bytes);
+            // Device memory on its way, or here for a while.
+            let parked = match worker.moving || worker.phase == Phase::Parked {
+                true => lease.ledger.held(id).iter().map(|(_, granted, _)| granted).sum(),
+                false => 0,
+            };
+            if has <= bytes.saturating_add(staging).saturating_add(parked) {
+                continue;
+            }
+            let why = format!("its worker has {} MiB of the server's memory", has >> 20);
+            let exceeded = limit.exceeded(why, "an administrator can raise it");
+            warn!(
+                gpusession_worker = hex(id),
+                gpusession_lease = worker.lease,
+                gpusession_client = worker.client,
+                "worker {}: {exceeded}",
+                hex(id)
+            );
+            stop(id, worker, &exceeded.to_string());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn memory_of_this_process() {
+        let before = super::taken(std::process::id()).unwrap();
+        let filled = std::hint::black_box(vec![1u8; 64 << 20]);
+        let after = super::taken(std::process::id()).unwrap();
+        assert!(after >= before + (60 << 20), "{before} {after}");
+        drop(filled);
+        assert_eq!(super::taken(u32::MAX), None);
+    }
+}
