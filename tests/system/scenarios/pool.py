@@ -18,21 +18,21 @@ def run(site, check):
         second.ok("systemctl start gpuserver")
         client.write("/etc/gpusession/servers.toml", BOTH)
         client.ok("systemctl reload gpusession")
-        client.until("busctl tree org.gpusession1 | grep -c /server/ | grep -qx 2 && second=1; "
-                     "gpusession status --json | grep -q gpu2", 20)
+        client.until("gpusession status --json | grep -q gpu2", 20)
         assert lease(client, "everyone") == before, "nothing moves that need not"
         second.until("gpuserver clients | grep client", 20)
-    with check("its server stops: the lease is had again on the other one, and a program runs there"):
+    with check("its server is gone for a minute: the lease is had again on the other one, and a program runs there"):
         first.ok("systemctl stop gpuserver")
-        client.until("gpusession status | grep -q 'is ready'", 40)
-        assert lease(client, "everyone") != before
+        client.until(f"! gpusession list --json | grep -q {before} && gpusession status | grep -q 'is ready'", 90)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
         expect(second.ok("gpuserver accounting"), "vectorAdd")
     with check("a client that one server has revoked goes to the other one"):
         first.ok("systemctl start gpuserver")
         first.until("gpuserver status", 20)
+        before = lease(client, "everyone")
         second.ok("gpuserver clients revoke client")
-        client.until("gpusession status | grep -q 'is ready'", 40)
+        client.until(f"! gpusession list --json | grep -q {before} && " +
+                     "gpusession status | grep -q 'is ready'", 40)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
         first.until("gpuserver leases | grep client", 10)
     second.ok("systemctl stop gpuserver")
