@@ -11,7 +11,7 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 
-use super::authority::{Call, Deed};
+use super::authority::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::publisher::DeviceEntry;
 use super::{PUBLISH_WAIT, Shared, device_path, lease_path, request, server_path};
@@ -95,10 +95,9 @@ impl Manager {
         snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
     }
 
-    /// The deeds that a request is.
-    fn deeds(request: &request::Request, uid: u32, owner: u32) -> impl Iterator<Item = Deed> {
-        let other = owner != uid || request.uid.is_some_and(|other| other != uid);
-        other.then_some(Deed::CreateLeaseForOther).into_iter().chain([Deed::CreateLease])
+    /// What it is to ask for a lease that will be this user's.
+    fn deed(caller: u32, owner: u32) -> Deed {
+        if owner == caller { Deed::CreateLease } else { Deed::CreateLeaseForOther }
     }
 
     /// Whose lease a request makes: the session's user's, else the one that it names, else the caller's.
@@ -122,31 +121,6 @@ impl Manager {
     async fn published(&self, test: impl FnMut(&Arc<Snapshot>) -> bool) {
         let mut published = self.shared.published.subscribe();
         let _ = tokio::time::timeout(PUBLISH_WAIT, published.wait_for(test)).await;
-    }
-}
-
-/// One lease in the making counts against its owner.
-struct Creating<'a> {
-    shared: &'a Shared,
-    uid: u32,
-}
-
-impl<'a> Creating<'a> {
-    fn new(shared: &'a Shared, uid: u32) -> Self {
-        *shared.creating.lock().unwrap_or_else(|e| e.into_inner()).entry(uid).or_default() += 1;
-        Self { shared, uid }
-    }
-}
-
-impl Drop for Creating<'_> {
-    fn drop(&mut self) {
-        let mut creating = self.shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(count) = creating.get_mut(&self.uid) {
-            *count -= 1;
-            if *count == 0 {
-                creating.remove(&self.uid);
-            }
-        }
     }
 }
 
@@ -243,9 +217,8 @@ impl Manager {
             return Err(BusError::invalid_args("a persistent lease needs TTLUSec"));
         }
         let owner = self.owner(&mut request, uid)?;
-        for deed in Self::deeds(&request, uid, owner) {
-            call.may(deed).await?;
-        }
+        call.may(Self::deed(uid, owner)).await?;
+        let creating = Creating::begin(&self.shared, uid, owner)?;
         if persistent && uid != 0 && self.persistent(owner) >= MAX_PERSISTENT {
             return Err(BusError::quota_exceeded(format!(
                 "at most {MAX_PERSISTENT} persistent leases of one user"
@@ -255,10 +228,8 @@ impl Manager {
         spec.persistent = persistent;
         spec.user = self.shared.settings.gate().person(owner).await.name.unwrap_or_default();
         let key = spec.key.clone();
-        let view = {
-            let _creating = Creating::new(&self.shared, owner);
-            self.shared.leases.create(spec).await?
-        };
+        let view = self.shared.leases.create(spec).await?;
+        drop(creating);
         let (sender, receiver) = pipe::pipe().map_err(|e| BusError::failed(e.to_string()))?;
         let fd = sender.into_blocking_fd().map_err(|e| BusError::failed(e.to_string()))?;
         if !persistent {
@@ -284,13 +255,9 @@ impl Manager {
         let call = Call::begin(&self.shared, connection, &header).await?;
         let mut request = request::read(request, String::new(), call.uid)?;
         let owner = self.owner(&mut request, call.uid)?;
-        let mut answer = "yes";
-        for deed in Self::deeds(&request, call.uid, owner) {
-            match call.could(deed).await {
-                "no" => return Ok("no".into()),
-                "challenge" => answer = "challenge",
-                _ => {}
-            }
+        let answer = call.could(Self::deed(call.uid, owner)).await;
+        if answer == "no" || Creating::begin(&self.shared, call.uid, owner).is_err() {
+            return Ok("no".into());
         }
         let snapshot = self.shared.snapshot();
         let fits = snapshot.servers.iter().any(|s| s.state == "online" && s.free >= request.spec.gpus);
