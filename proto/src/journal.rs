@@ -42,6 +42,14 @@ events! {
     LeaseIdle = 0x4ce9ee2052f4489a85b0b26cf698af47: "A lease of GPUs is idle",
         "Nothing has run on the lease @GPUSESSION_LEASE@ for a while, and the server will take a measure: @GPUSESSION_REASON@.\n\
          Any CUDA work ends that. An administrator of the server sets the times, warn_after and the others of gpuserver.toml.";
+    /// A lease of GPUs is about to end.
+    LeaseEnds = 0x17829b7dd98440379937ec7d812333f1: "A lease of GPUs is about to end",
+        "The lease @GPUSESSION_LEASE@ will end: @GPUSESSION_REASON@. Programs on it should save their work: they lose their GPUs then.\n\
+         A configured lease is asked for anew afterwards, unless the daemon itself stops.";
+    /// A limit refuses GPUs.
+    LimitRefuses = 0x5177d173d2ef49f288aba01572469454: "A limit refuses GPUs",
+        "What is asked for is beyond a limit of this client or user: @GPUSESSION_REASON@. It does not pass by itself: ask for less, or raise the\n\
+         limit on the server (`gpuserver limits` shows which hold).";
     /// A lease of GPUs was parked.
     LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: "A lease of GPUs was parked",
         "The device memory of the lease @GPUSESSION_LEASE@ was moved to the server's host memory so that others can use the GPU.\n\
