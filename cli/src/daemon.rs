@@ -250,6 +250,9 @@ fn of_bus(error: zbus::Error) -> Failure {
         "org.gpusession1.Error.ServerUnreachable" | "org.gpusession1.Error.NotReady" => {
             (code::UNREACHABLE, "`gpusession status` says which server does not answer")
         }
+        "org.freedesktop.DBus.Error.NotSupported" => {
+            (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
+        }
         "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
         "org.freedesktop.DBus.Error.InvalidFileContent" => {
