@@ -111,9 +111,9 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
         polkit.addRule(function(action, subject) {
             if (action.id == "org.gpusession1.manage-pool" && subject.user == "daemon") return polkit.Result.YES;
             if (action.id == "org.gpusession1.create-lease") {
-                if (subject.user == "games" || subject.user == "man") return polkit.Result.NO;
+                if (subject.user == "games" || subject.user == "lp") return polkit.Result.NO;
             }
-            if (action.id == "org.gpusession1.create-lease-for-other" && subject.user == "man") return polkit.Result.YES;
+            if (action.id == "org.gpusession1.create-lease-for-other" && subject.user == "lp") return polkit.Result.YES;
         });"#;
     let _polkit = Polkit::start(&bus, DAEMON, rules).await;
     let lease = engine.snapshot().borrow().leases[0].id.clone();
@@ -140,11 +140,11 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
         ["CreateLease", "a{sv}t", "2", "TTLUSec", "t", "60000000", "UID", "u", games.as_str(), "1"];
     let refused = call(&bus, "daemon", &for_other).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
-    let created = call(&bus, "man", &for_other).await;
+    let created = call(&bus, "lp", &for_other).await;
     assert!(created.status.success(), "{}", said(&created));
     let owner = engine.snapshot().borrow().leases.last().map(|l| l.uid.to_string());
     assert_eq!(owner, Some(games.clone()));
-    let again = call(&bus, "man", &for_other).await;
+    let again = call(&bus, "lp", &for_other).await;
     assert!(said(&again).contains(&format!("uid {games} holds 1 lease(s) already")), "{}", said(&again));
     for (user, answer) in [("daemon", "yes"), ("games", "no")] {
         let could = call(&bus, user, &["CanCreateLease", "a{sv}", "0"]).await;

@@ -62,7 +62,7 @@ pub async fn until(engine: &Engine, mut test: impl FnMut(&Snapshot) -> bool) {
 }
 
 /// The user that the daemon is where it must not be root.
-pub const DAEMON: &str = "nobody";
+pub const DAEMON: &str = "mail";
 
 /// A system bus of the test's own, with the packaged policy.
 pub struct PrivateBus {
@@ -72,13 +72,25 @@ pub struct PrivateBus {
 
 impl PrivateBus {
     pub fn start() -> Self {
+        Self::start_with("")
+    }
+
+    /// The same, with a program that the bus starts when somebody wants the daemon.
+    pub fn start_with(exec: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        let services = folder.path().join("services");
+        std::fs::create_dir(&services).unwrap();
+        if !exec.is_empty() {
+            let text = format!("[D-BUS Service]\nName=org.gpusession1\nExec={exec}\nUser=root\n");
+            std::fs::write(services.join("org.gpusession1.service"), text).unwrap();
+        }
         let policy =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/system.d/org.gpusession1.conf");
         let configuration = folder.path().join("bus.conf");
         let uid = nix::unistd::getuid();
         let text = format!(
             r#"<busconfig><type>system</type><listen>unix:path={}</listen><auth>EXTERNAL</auth>
+            <servicedir>{}</servicedir>
             <policy context="default"><allow user="*"/><deny own="*"/><deny send_type="method_call"/>
             <allow send_type="signal"/><allow send_requested_reply="true" send_type="method_return"/>
             <allow send_requested_reply="true" send_type="error"/><allow receive_type="method_call"/>
@@ -91,6 +103,7 @@ impl PrivateBus {
             <policy user="{DAEMON}"><allow own="org.gpusession1"/></policy>
             <policy user="polkitd"><allow own="org.freedesktop.PolicyKit1"/></policy></busconfig>"#,
             folder.path().join("bus.sock").display(),
+            services.display(),
             policy.display(),
         );
         std::fs::write(&configuration, text).unwrap();
