@@ -54,4 +54,10 @@ def run(site, check):
         client.until("gpusession list --json | grep -q '\"state\": *\"active\"'", 20)
         assert lease(client, "everyone") == name
     server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+    with check("its owner's word makes it idle, and active again"):
+        path = client.ok("busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager GetLease s " + name).split('"')[1]
+        hint = f"busctl call org.gpusession1 {path} org.gpusession1.Lease SetIdleHint b"
+        for word, state in (("true", "idle"), ("false", "active")):
+            client.ok(f"{hint} {word}")
+            client.until(f"gpusession list --json | grep -q '\"state\": *\"{state}\"'", 10)
     client.ok("systemctl stop pipe signals; true")
