@@ -16,6 +16,7 @@ use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 
 use super::Shared;
 use super::error::{BusError, Result};
+use crate::leases::LeaseView;
 
 /// Calls of one user that are worked on at the same time; root may have more, to see what is wrong. The bus has a limit of
 /// its own for each connection, 128 in most configurations.
@@ -217,31 +218,36 @@ pub struct Creating<'a> {
 impl<'a> Creating<'a> {
     /// Reserves one of the leases that a user may hold beside the configured ones. Only root goes beyond `extra_leases`.
     pub fn begin(shared: &'a Shared, caller: u32, owner: u32) -> Result<Self> {
-        let allowed = shared.settings.gate().extra_leases(owner);
-        let held = shared
-            .leases
-            .snapshot()
-            .borrow()
-            .leases
-            .iter()
-            .filter(|l| l.spec.once && l.uid == owner && !l.devices.is_empty())
-            .count();
         let mut creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        let count = creating.get(&owner).copied().unwrap_or(0);
-        if caller != 0 && held + count >= allowed {
-            return Err(if allowed == 0 {
-                BusError::access_denied(
-                    "users of this machine hold no leases of their own ([access] extra_leases = 0)",
-                )
-            } else {
-                BusError::quota_exceeded(format!(
-                    "uid {owner} holds {allowed} lease(s) already ([access] extra_leases = {allowed})"
-                ))
-            });
-        }
-        creating.insert(owner, count + 1);
+        let under_way = creating.get(&owner).copied().unwrap_or(0);
+        may_hold_more(shared, caller, owner, under_way)?;
+        creating.insert(owner, under_way + 1);
         Ok(Self { shared, owner })
     }
+
+    /// Whether [`Creating::begin`] would.
+    pub fn could(shared: &Shared, caller: u32, owner: u32) -> bool {
+        let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
+        may_hold_more(shared, caller, owner, creating.get(&owner).copied().unwrap_or(0)).is_ok()
+    }
+}
+
+fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> Result<()> {
+    let allowed = shared.settings.gate().extra_leases(owner);
+    let leases = shared.leases.snapshot();
+    let held = |l: &&LeaseView| l.spec.once && l.uid == owner && !l.devices.is_empty();
+    if caller == 0 || leases.borrow().leases.iter().filter(held).count() + under_way < allowed {
+        return Ok(());
+    }
+    Err(if allowed == 0 {
+        BusError::access_denied(
+            "users of this machine hold no leases of their own ([access] extra_leases = 0)",
+        )
+    } else {
+        BusError::quota_exceeded(format!(
+            "uid {owner} holds {allowed} lease(s) already ([access] extra_leases = {allowed})"
+        ))
+    })
 }
 
 impl Drop for Creating<'_> {

@@ -323,7 +323,7 @@ impl Manager {
         let mut request = request::read(request, String::new(), call.uid)?;
         let owner = self.owner(&mut request, call.uid)?;
         let answer = call.could(Self::deed(call.uid, owner)).await;
-        if answer == "no" || Creating::begin(&self.shared, call.uid, owner).is_err() {
+        if answer == "no" || !Creating::could(&self.shared, call.uid, owner) {
             return Ok("no".into());
         }
         Ok(if self.has_room(&request.spec).await { answer } else { "busy" }.into())

@@ -33,10 +33,10 @@ impl Pool {
         }
     }
 
-    /// A lease's owner calls it idle from now on, or no longer; what it is then.
+    /// A lease's owner calls it idle from now on, or no longer; what it is then. One whose GPUs are away cannot be idler.
     pub fn hint_idle(&self, client: &str, lease: &str, idle: bool) -> &'static str {
-        let now = self.now();
-        self.parking().clock(lease, |clock| clock.set_hint(idle.then_some(now)));
+        let since = (idle && self.parking().state(lease).is_none()).then(|| self.now());
+        self.parking().clock(lease, |clock| clock.set_hint(since));
         let (state, _) = self.lease_state(lease);
         self.tell_state(client, lease, state, if idle { "its owner calls it idle" } else { "" });
         state

@@ -392,6 +392,12 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     // Its next program gets a GPU at once: not the same, which is taken, but another that nobody uses.
     let client = &mut vms[index % 2];
     let mut watch = client.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let hint = control::IdleHintRequest { lease: lender[0].clone(), idle: true };
+    assert_eq!(
+        client.pool.idle_hint(hint).await.unwrap().into_inner().state,
+        "lent",
+        "and not idle when it is back"
+    );
     let take =
         control::TakeWorkersRequest { lease: lender[0].clone(), count: 1, waiting: 1, ..Default::default() };
     let worker = client.pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
@@ -412,6 +418,10 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
         token > held[index].fencing_token && token == renewed.fencing_token,
         "another GPU, another token"
     );
+    eventually("it serves its program", async || {
+        client.pool.renew(renew(&[&lender[0]])).await.unwrap().into_inner().leases[0].state == "active"
+    })
+    .await;
     let now = renewed.devices;
     assert_eq!(
         (now.len(), &now[0].uuid, now[0].limit_bytes),
