@@ -810,6 +810,9 @@ impl Machine {
                 held.take_attempt += 1;
                 held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
                 if error.trouble == Trouble::NoSuchLease {
+                    // A server that is stopping says so as well, and has the lease again when it comes back.
+                    let (server, expires) = (held.server, held.expires);
+                    self.give_back(now, server, lease.to_owned(), expires);
                     self.lose(now, slot, &error.message);
                 } else {
                     self.slots.entry(slot).and_modify(|w| w.trouble = Some(error));
@@ -2181,6 +2184,22 @@ mod tests {
         let todo = actions(&mut m);
         assert!(todo.contains(&Action::Release { server: 0, lease: "l1".into() }));
         assert_eq!(request(&todo).0, [1]);
+    }
+
+    #[test]
+    fn a_lease_that_a_stopping_server_denies_is_given_back() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        actions(&mut m);
+        m.workers(s(1), slot, "l1", Err(PoolError::new(Trouble::NoSuchLease, "no such lease")));
+        let release = Action::Release { server: 0, lease: "l1".into() };
+        let todo = actions(&mut m);
+        assert!(todo.contains(&release) && told(&todo).iter().any(|c| matches!(c, Change::Lost { .. })));
+        // It is not there yet.
+        m.released(s(2), 0, "l1", Err(unreachable()));
+        m.tick(s(10));
+        assert!(actions(&mut m).contains(&release));
     }
 
     #[test]
