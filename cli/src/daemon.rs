@@ -11,36 +11,38 @@ use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
 use crate::exit::{Failure, Result, code};
 
+// No call starts a daemon that root has stopped: that is for `Daemon::connect` to judge.
 #[proxy(
     interface = "org.gpusession1.Manager",
     default_service = "org.gpusession1",
     default_path = "/org/gpusession1"
 )]
 trait Manager {
+    #[zbus(no_autostart)]
     fn describe(&self) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth)]
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn create_lease(
         &self,
         request: HashMap<&str, Variant<'_>>,
         flags: u64,
     ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
-    #[zbus(allow_interactive_auth)]
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn release_lease(&self, id: &str) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn reload(&self) -> zbus::Result<()>;
-    #[zbus(name = "GetLeaseByPIDFD")]
+    #[zbus(name = "GetLeaseByPIDFD", no_autostart)]
     fn get_lease_by_pidfd(&self, pidfd: zbus::wire::Fd<'_>) -> zbus::Result<Vec<OwnedObjectPath>>;
+    #[zbus(no_autostart)]
     fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
-    #[zbus(property)]
-    fn boot_allocation_complete(&self) -> zbus::Result<bool>;
 }
 
 #[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
 trait Lease {
-    #[zbus(allow_interactive_auth)]
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn park(&self) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth)]
+    #[zbus(allow_interactive_auth, no_autostart)]
     fn unpark(&self) -> zbus::Result<()>;
+    #[zbus(no_autostart)]
     fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
 }
 
@@ -50,6 +52,7 @@ pub struct Described {
     pub version: String,
     pub state: String,
     pub leases_on_demand: bool,
+    pub boot_allocation_complete: bool,
     pub gpus_wanted: u32,
     pub gpus_leased: u32,
     pub leases: Vec<DescribedLease>,
@@ -106,12 +109,21 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Connects to the system bus; whether the daemon is there shows at the first call.
+    /// Connects to the system bus; whether the daemon is there shows at the first call. One that is about to come is waited
+    /// for, and one that is to come when it is asked for is started.
     pub async fn connect() -> Result<Self> {
         let connection = zbus::Connection::system().await.map_err(|e| {
             Failure::new(code::UNREACHABLE, format!("no system bus: {e}"))
                 .hint("the daemon is reached over D-Bus; `gpusession run --server HOST` needs neither")
         })?;
+        // A stop by root closes the sockets; they stay while the daemon starts anew, or waits for the first program.
+        if gpusessiond::places::grant_socket().exists()
+            && let Ok(bus) = zbus::fdo::DBusProxy::new(&connection).await
+            && let Ok(name) = zbus::names::WellKnownName::try_from(NAME)
+        {
+            // Why it does not start, the journal says; that it is not there, the first call.
+            let _ = bus.start_service_by_name(name, 0).await;
+        }
         let manager = ManagerProxy::builder(&connection)
             .destination(NAME)
             .path(PATH)
@@ -159,11 +171,6 @@ impl Daemon {
         let (id, _path, fd) =
             self.manager.create_lease(request, u64::from(persistent)).await.map_err(of_bus)?;
         Ok(Created { id, fd })
-    }
-
-    /// `BootAllocationComplete`.
-    pub async fn boot_allocation_complete(&self) -> Result<bool> {
-        self.manager.boot_allocation_complete().await.map_err(of_bus)
     }
 
     /// `ReleaseLease`.
@@ -249,6 +256,9 @@ fn of_bus(error: zbus::Error) -> Failure {
         ),
         "org.gpusession1.Error.ServerUnreachable" | "org.gpusession1.Error.NotReady" => {
             (code::UNREACHABLE, "`gpusession status` says which server does not answer")
+        }
+        "org.freedesktop.DBus.Error.NotSupported" => {
+            (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
         }
         "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),

@@ -73,7 +73,9 @@ impl Failure {
             Trouble::Quota => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
             }
-            Trouble::Unreachable => (code::UNREACHABLE, "is the address right, and gpuserver running there?"),
+            Trouble::NotReady | Trouble::Unreachable => {
+                (code::UNREACHABLE, "is the address right, and gpuserver running there?")
+            }
             Trouble::Refused => {
                 (code::NOT_ALLOWED, "this client's identity is not accepted: join again with a new token")
             }

@@ -279,7 +279,7 @@ async fn ready() -> Result<Daemon> {
     loop {
         let asked = async {
             let daemon = Daemon::connect().await?;
-            Ok((daemon.boot_allocation_complete().await?, daemon))
+            Ok((daemon.describe().await?.boot_allocation_complete, daemon))
         };
         match asked.await {
             Ok((true, daemon)) => return Ok(daemon),

@@ -121,6 +121,28 @@ async fn without_a_daemon_every_command_says_what_to_do() {
 }
 
 #[tokio::test]
+async fn a_daemon_that_was_stopped_is_not_started() {
+    let folder = folder();
+    let started = folder.path().join("started");
+    let bus = PrivateBus::start_with(&format!("/bin/sh -c 'touch {}; false'", started.display()));
+    for arguments in
+        [&["status"][..], &["list"], &["env"], &["reload"], &["park"], &["request"], &["release", "a"]]
+    {
+        let answer = command(folder.path(), &bus.address(), arguments, &[]).await;
+        assert_eq!(answer.code, 69, "{arguments:?}: {}", answer.err);
+        assert!(answer.err.contains("the daemon is not running"), "{}", answer.err);
+        assert!(!started.exists(), "{arguments:?} starts it");
+    }
+    // Where its socket listens it is to come.
+    let socket = folder.path().join("grant.sock");
+    let _listens = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let there = [("GPUSESSION_SOCKET", socket.to_str().unwrap())];
+    let answer = command(folder.path(), &bus.address(), &["status"], &there).await;
+    assert_eq!(answer.code, 69, "{}", answer.err);
+    assert!(started.exists());
+}
+
+#[tokio::test]
 async fn the_cache_is_shown_and_cleared() {
     let folder = folder();
     let kept = folder.path().join("cache/gpusession/compiled");

@@ -198,6 +198,11 @@ impl PoolServer for Remote {
         reply.await.map(|_| ())
     }
 
+    async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError> {
+        let request = control::IdleHintRequest { lease, idle };
+        self.call(CALL, async |mut c| c.idle_hint(request).await).await.map(|_| ())
+    }
+
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
         self.call(CALL, async |mut c| c.readings(request).await).await
     }

@@ -15,6 +15,7 @@ use std::time::Duration;
 use gpusession_proto::grant::{Denial, Reply, Request, VERSION, Want};
 use gpusession_proto::journal::Event;
 use gpusession_proto::message;
+use gpusession_proto::quiet::Quiet;
 use gpusession_proto::readings::MAX_QUERIES;
 use nix::sys::socket::{getsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
@@ -62,6 +63,8 @@ pub struct Server {
     connections: Arc<Mutex<HashMap<u32, usize>>>,
     sessions: Option<Arc<Sessions>>,
     store: Option<Store>,
+    /// Whoever talks nonsense does not fill the journal.
+    quiet: Quiet,
 }
 
 /// A user's place among the connections; given back when dropped.
@@ -116,7 +119,16 @@ impl Server {
     /// A server that grants out of `leases` to whom `gate` lets; a first CUDA call waits up to `wait`.
     pub fn new(leases: Arc<dyn Leases>, gate: Arc<Gate>, wait: Duration, limits: Limits) -> Self {
         let wait = RwLock::new(wait);
-        Self { leases, gate, wait, limits, connections: Arc::default(), sessions: None, store: None }
+        Self {
+            leases,
+            gate,
+            wait,
+            limits,
+            connections: Arc::default(),
+            sessions: None,
+            store: None,
+            quiet: Quiet::default(),
+        }
     }
 
     /// Knows the login sessions that callers may belong to.
@@ -223,6 +235,16 @@ impl Server {
                     // A library of another version writes something else: it gets an answer that it can show.
                     let reason =
                         format!("the library and the daemon do not speak the same protocol: {error}");
+                    if let Some(more) = self.quiet.may() {
+                        warn!(
+                            message_id = Event::ProtocolMismatch.id(),
+                            gpusession_user = peer.uid,
+                            gpusession_reason = reason,
+                            "no GPU for process {} of uid {}: {reason}{more}",
+                            peer.pid,
+                            peer.uid
+                        );
+                    }
                     let denied = Reply::Denied { denial: Denial::ProtocolMismatch, reason };
                     let _ = self.answer(&mut stream, &denied).await;
                 }
@@ -285,7 +307,8 @@ impl Server {
                 let event = match denial {
                     Denial::NoDevice => Event::AccessDenied,
                     Denial::ProtocolMismatch => Event::ProtocolMismatch,
-                    Denial::NotReady | Denial::Quota => Event::LeaseWaits,
+                    Denial::Quota => Event::LimitRefuses,
+                    Denial::NotReady => Event::LeaseWaits,
                 };
                 info!(
                     message_id = event.id(),

@@ -50,7 +50,7 @@ impl News {
         let find = |slot: Slot| update.snapshot.leases.iter().find(|l| l.slot == slot);
         for change in &update.changes {
             match change {
-                Change::PrepareForLoss { slot, left, reason } => {
+                Change::PrepareForLoss { slot, left, reason, .. } => {
                     if let Some(lease) = find(*slot) {
                         let name = called(lease);
                         self.said.insert(*slot, format!("GPU lease {name}: {}", warning(*left, reason)));
@@ -188,6 +188,7 @@ mod tests {
             retry_in: None,
             stock: 0,
             processes: 0,
+            idle_timeout_usec: 0,
             idle_since_usec: (0, 0),
             leader: 0,
         }
@@ -219,8 +220,8 @@ mod tests {
         let nobodys = lease(3, 1002, LeaseState::Active);
         let all = vec![everyones.clone(), anothers, nobodys];
         assert!(news.after(&update(vec![], all.clone())).is_empty());
-        let warn =
-            |slot| Change::PrepareForLoss { slot, left: Duration::from_secs(300), reason: "idle".into() };
+        let left = Duration::from_secs(300);
+        let warn = |slot| Change::PrepareForLoss { slot, left, reason: "idle".into(), idle: true };
         let lines = news.after(&update(vec![warn(1), warn(2), warn(3)], all.clone()));
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1: idle (in 5 min)"]);
         assert_eq!(lines[&1001].len(), 2);

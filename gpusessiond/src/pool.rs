@@ -15,6 +15,8 @@ pub enum Trouble {
     Quota,
     /// No GPU of the server would ever do.
     NeverFits,
+    /// No server is known yet.
+    NotReady,
     /// No answer.
     Unreachable,
     /// The server does not take this client: no valid identity, revoked, or not entitled.
@@ -34,6 +36,7 @@ impl Trouble {
             Self::NoCapacity => "no-capacity",
             Self::Quota => "limit",
             Self::NeverFits => "never-fits",
+            Self::NotReady => "not-ready",
             Self::Unreachable => "unreachable",
             Self::Refused => "not-accepted",
             Self::Protocol => "protocol",
@@ -44,7 +47,7 @@ impl Trouble {
 
     /// Whether the same call may succeed later without anybody changing anything.
     pub fn may_pass(self) -> bool {
-        matches!(self, Self::NoCapacity | Self::Unreachable)
+        matches!(self, Self::NoCapacity | Self::NotReady | Self::Unreachable)
     }
 }
 
@@ -103,6 +106,8 @@ pub trait PoolServer: Send + Sync {
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError>;
     /// Moves a lease's device memory to the server's host memory, or asks for it back.
     async fn park(&self, lease: String, park: bool) -> Result<(), PoolError>;
+    /// The lease's owner calls it idle from now on, or no longer.
+    async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError>;
     /// What the server's NVML says of a lease's GPUs.
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError>;
     /// The server and its GPUs.

@@ -7,12 +7,13 @@ use std::os::fd::FromRawFd as _;
 use std::time::Duration;
 
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
-use gpusession_proto::control::{Loss, PoolEvent, Warning, pool_event::Event};
+use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::Config;
-use gpusessiond::leases::sim::SimServer;
-use gpusessiond::leases::{LeaseState, Leases as _};
+use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
+use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Wish};
 use gpusessiond::pool::{PoolError, Trouble};
+use gpusessiond::values::path_element;
 use tokio_stream::StreamExt as _;
 use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
 
@@ -46,6 +47,11 @@ async fn create(
 ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)> {
     let request: HashMap<&str, &Variant<'_>> = request.iter().map(|(k, v)| (*k, v)).collect();
     manager.call("CreateLease", &(request, flags)).await
+}
+
+async fn can_create(manager: &Proxy<'_>, request: &[(&str, Variant<'_>)]) -> String {
+    let request: HashMap<&str, &Variant<'_>> = request.iter().map(|(k, v)| (*k, v)).collect();
+    manager.call("CanCreateLease", &(request,)).await.unwrap()
 }
 
 fn error_name<T: std::fmt::Debug>(result: zbus::Result<T>) -> String {
@@ -230,11 +236,25 @@ async fn a_lease_lasts_as_long_as_its_descriptor() {
     let copy = std::os::fd::OwnedFd::from(fd).try_clone().unwrap();
     let (_second, _, second_fd) = create(&manager, &request, 0).await.unwrap();
     assert_eq!(error_name(create(&manager, &request, 0).await), "org.gpusession1.Error.NoCapacity");
-    let answer: String =
-        manager.call("CanCreateLease", &(HashMap::<&str, Variant<'_>>::new(),)).await.unwrap();
-    assert!(["yes", "busy"].contains(&answer.as_str()), "{answer}");
+    assert_eq!(can_create(&manager, &[]).await, "busy");
     drop(copy);
     tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    for (key, value, answer) in [
+        ("Count", Variant::from(1u32), "yes"),
+        ("Count", 2u32.into(), "busy"),
+        ("MemoryBytes", (1u64 << 30).into(), "yes"),
+        ("MemoryBytes", (1u64 << 31).into(), "busy"),
+        ("Model", "simulated".into(), "yes"),
+        ("Model", "T4".into(), "busy"),
+        ("Sharing", "exclusive".into(), "yes"),
+        ("Devices", vec![sim.uuid(0)].into(), "yes"),
+        ("Devices", vec!["GPU-0"].into(), "busy"),
+        ("Servers", vec!["gpu-a"].into(), "yes"),
+        ("Servers", vec!["gpu-b"].into(), "busy"),
+    ] {
+        let shown = format!("{key} = {value:?}");
+        assert_eq!(can_create(&manager, &[(key, value)]).await, answer, "{shown}");
+    }
     drop(second_fd);
     until(&engine, |s| s.leases.is_empty()).await;
 
@@ -305,7 +325,11 @@ async fn a_loss_is_announced_told_and_made_good() {
         }
     };
     let event = |event| PoolEvent { lease: id.clone(), event: Some(event) };
-    sim.send(event(Event::PrepareForLoss(Warning { left_usec: 1_000_000, reason: "idle".into() })));
+    sim.send(event(Event::PrepareForLoss(Warning {
+        left_usec: 1_000_000,
+        reason: "idle".into(),
+        idle: true,
+    })));
     next_signals(&mut stream, "PrepareForLeaseLoss").await;
     sim.with(|s| s.leases.clear());
     sim.send(event(Event::Lost(Loss { reason: "idle".into() })));
@@ -324,6 +348,247 @@ async fn a_loss_is_announced_told_and_made_good() {
     };
     assert_eq!(tokio::time::timeout(PATIENCE, again).await.unwrap().len(), 1);
     assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), [sim.uuid(0)]);
+}
+
+/// Waits until a property is told to have changed into this.
+async fn changed<T>(stream: &mut MessageStream, name: &str, into: T)
+where
+    T: TryFrom<OwnedVariant> + PartialEq,
+{
+    let wait = async {
+        while let Some(Ok(message)) = stream.next().await {
+            if message.header().member().is_none_or(|m| m.as_str() != "PropertiesChanged") {
+                continue;
+            }
+            let body = message.body();
+            let (_, changed, _): (String, HashMap<String, OwnedVariant>, Vec<String>) =
+                body.deserialize().unwrap();
+            let value = changed.get(name).and_then(|v| T::try_from(v.try_clone().unwrap()).ok());
+            if value.is_some_and(|v| v == into) {
+                return true;
+            }
+        }
+        false
+    };
+    let told = tokio::time::timeout(PATIENCE, wait).await;
+    assert!(told.is_ok_and(|told| told), "no news of {name}");
+}
+
+#[tokio::test]
+async fn other_gpus_and_their_health_are_told() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 1;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let mut stream = signals(&connection).await;
+    let (id, path, _fd) = create(&manager, &[], 0).await.unwrap();
+    let seen = next_signals(&mut stream, "LeaseNew").await;
+    assert!(seen.contains(&"DeviceNew".to_owned()), "{seen:?}");
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    let token: u64 = lease.get_property("FencingToken").await.unwrap();
+    // As when it was lent and came back.
+    let device = |gpu: u32, state: &str, free: u64| Device {
+        uuid: sim.uuid(gpu),
+        state: state.into(),
+        memory_free_bytes: free,
+        limit_bytes: 1 << 20,
+        ..Default::default()
+    };
+    let back = StateChange {
+        state: "active".into(),
+        devices: vec![device(1, "leased", 7)],
+        fencing_token: token + 5,
+        ..Default::default()
+    };
+    sim.send(PoolEvent { lease: id.clone(), event: Some(Event::State(back)) });
+    let mut others = signals(&connection).await;
+    let now = OwnedObjectPath::try_from(format!("{PATH}/device/{}", path_element(&sim.uuid(1)))).unwrap();
+    changed(&mut stream, "Devices", vec![now.clone()]).await;
+    changed(&mut stream, "MemoryLimitBytes", 1u64 << 20).await;
+    changed(&mut stream, "FencingToken", token + 5).await;
+    let seen = next_signals(&mut others, "DeviceRemoved").await;
+    assert!(seen.contains(&"DeviceNew".to_owned()), "the new one is there before the old one goes: {seen:?}");
+    assert_eq!(
+        lease.get_property::<Vec<OwnedObjectPath>>("Devices").await.unwrap(),
+        std::slice::from_ref(&now)
+    );
+    // Heartbeats bring news of the GPU; this one is asked for.
+    let gpu = proxy(&connection, now.as_str(), "org.gpusession1.Device").await;
+    assert_eq!(gpu.get_property::<String>("Health").await.unwrap(), "ok");
+    assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 7);
+    sim.with(|s| s.renewed.devices = vec![device(1, "leased", 6)]);
+    let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    until(&engine, |s| s.leases[0].devices[0].device.memory_free_bytes != 7).await;
+    assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 6, "told nobody, and true");
+    sim.with(|s| s.renewed.devices = vec![device(1, "broken", 6)]);
+    let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    changed(&mut stream, "State", "broken".to_owned()).await;
+    changed(&mut stream, "Health", "broken".to_owned()).await;
+}
+
+#[tokio::test]
+async fn idleness_is_asked_for_said_and_shown() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 4));
+    let engine = engine(&[&sim]);
+    let mut config = Config::default();
+    config.access.extra_leases = 3;
+    let _api = serve(&bus, &engine, &config).await;
+    until(&engine, held).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let mut fds = Vec::new();
+    let mut last = None;
+    for (asked, holds) in [(0, IDLE_TIMEOUT), (IDLE_TIMEOUT * 2, IDLE_TIMEOUT), (60_000_000, 60_000_000)] {
+        let (_, path, fd) = create(&manager, &[("IdleTimeoutUSec", asked.into())], 0).await.unwrap();
+        let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+        assert_eq!(lease.get_property::<u64>("IdleTimeoutUSec").await.unwrap(), holds, "asked for {asked}");
+        fds.push(fd);
+        last = Some(lease);
+    }
+    assert_eq!(manager.get_property::<u64>("DefaultIdleTimeoutUSec").await.unwrap(), IDLE_TIMEOUT);
+    assert_eq!(manager.get_property::<u64>("LeaseTTLUSec").await.unwrap(), 60_000_000);
+    let lease = last.unwrap();
+    let mut stream = signals(&connection).await;
+    let _: () = lease.call("SetIdleHint", &(true,)).await.unwrap();
+    assert_eq!(sim.with(|s| s.idle.len()), 1);
+    let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    changed(&mut stream, "State", "idle".to_owned()).await;
+    assert!(lease.get_property::<u64>("IdleSinceHint").await.unwrap() > 0);
+    let _: () = lease.call("SetIdleHint", &(false,)).await.unwrap();
+    assert!(sim.with(|s| s.idle.is_empty()));
+    let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    changed(&mut stream, "IdleSinceHint", 0u64).await;
+    // Another limit of the server.
+    sim.with(|s| s.idle_timeouts.values_mut().for_each(|usec| *usec = 5_000_000));
+    let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+    changed(&mut stream, "IdleTimeoutUSec", 5_000_000u64).await;
+}
+
+#[tokio::test]
+async fn each_trouble_has_its_error() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    let engine = engine(&[]);
+    let mut config = Config::default();
+    config.access.extra_leases = 1;
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    engine.notice("no identity yet");
+    assert_eq!(error_name(create(&manager, &[], 0).await), "org.gpusession1.Error.NotReady");
+    engine.connect(vec![std::sync::Arc::new(sim.clone())]);
+    until(&engine, |s| s.servers.iter().any(|s| s.state == "online")).await;
+    for (trouble, name) in [
+        (Trouble::NoCapacity, "org.gpusession1.Error.NoCapacity"),
+        (Trouble::NeverFits, "org.freedesktop.DBus.Error.NotSupported"),
+        (Trouble::Quota, "org.gpusession1.Error.QuotaExceeded"),
+        (Trouble::Unreachable, "org.gpusession1.Error.ServerUnreachable"),
+        (Trouble::Protocol, "org.gpusession1.Error.ProtocolMismatch"),
+        (Trouble::Invalid, "org.freedesktop.DBus.Error.InvalidArgs"),
+    ] {
+        sim.with(|s| s.failing = Some(PoolError::new(trouble, "as the test wants it")));
+        assert_eq!(error_name(create(&manager, &[], 0).await), name, "{trouble:?}");
+        let server = proxy(&connection, "/org/gpusession1/server/gpu_2da", "org.gpusession1.Server").await;
+        assert_eq!(error_name(server.call::<_, _, ()>("Reconnect", &()).await), name, "{trouble:?}");
+    }
+    sim.with(|s| s.failing = None);
+    let (id, path, _fd) = create(&manager, &[], 0).await.unwrap();
+    let over = create(&manager, &[], 0).await;
+    if nix::unistd::getuid().is_root() {
+        assert_eq!(error_name(over), "org.gpusession1.Error.NoCapacity", "nothing binds root");
+    } else {
+        assert_eq!(error_name(over), "org.gpusession1.Error.QuotaExceeded");
+    }
+    // The server has forgotten it.
+    sim.with(|s| s.leases.clear());
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    let lost = lease.call::<_, _, u64>("Renew", &(0u64,)).await;
+    assert_eq!(error_name(lost), "org.gpusession1.Error.LeaseLost");
+    until(&engine, |s| s.leases.is_empty()).await;
+    let gone = async {
+        while manager.get_property::<u64>("NCurrentLeases").await.unwrap() > 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, gone).await.unwrap();
+    let gone = manager.call::<_, _, ()>("RenewLease", &(&id, 0u64)).await;
+    assert_eq!(error_name(gone), "org.gpusession1.Error.NoSuchLease");
+}
+
+#[tokio::test]
+async fn servers_come_go_and_are_left() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    // Until it has told its name it is called by its address.
+    sim.with(|s| (s.name, s.hanging) = (Some("named".into()), true));
+    let engine = engine(&[]);
+    let config = Config::default();
+    let _api = serve(&bus, &engine, &config).await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let mut stream = signals(&connection).await;
+    engine.connect(vec![std::sync::Arc::new(sim.clone())]);
+    assert_eq!(next_signals(&mut stream, "ServerNew").await, ["ServerNew"]);
+    sim.with(|s| s.hanging = false);
+    next_signals(&mut stream, "ServerRemoved").await;
+    next_signals(&mut stream, "ServerNew").await;
+    let path: OwnedObjectPath = manager.call("GetServer", &("named",)).await.unwrap();
+    let server = proxy(&connection, path.as_str(), "org.gpusession1.Server").await;
+    let _: () = server.call("Reconnect", &()).await.unwrap();
+    if !nix::unistd::getuid().is_root() {
+        let refused = server.call::<_, _, ()>("Drain", &(true,)).await;
+        assert_eq!(error_name(refused), "org.freedesktop.DBus.Error.AccessDenied");
+        return;
+    }
+    for (drain, state) in [(true, "draining"), (false, "online")] {
+        let _: () = server.call("Drain", &(drain,)).await.unwrap();
+        until(&engine, |s| s.servers[0].state == state).await;
+    }
+    // A lease goes by its own object, too.
+    let (id, path, fd) = create(&manager, &[], 0).await.unwrap();
+    let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    let _: () = lease.call("Release", &()).await.unwrap();
+    let seen = next_signals(&mut stream, "DeviceRemoved").await;
+    let order: Vec<&str> = ["LeaseNew", "Released", "LeaseRemoved", "DeviceRemoved"].to_vec();
+    let seen: Vec<&str> = seen.iter().map(String::as_str).filter(|s| order.contains(s)).collect();
+    assert_eq!(seen, order);
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
+    drop(fd);
+}
+
+#[tokio::test]
+async fn a_sessions_own_lease_is_found_and_released_with_it() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
+    let engine = engine(&[&sim]);
+    let mut config = config(&[1]);
+    config.leases[0].class = gpusessiond::config::Class::Session;
+    let _api = serve(&bus, &engine, &config).await;
+    common::settings(&engine, &config, std::path::Path::new("/nonexistent")).apply().await;
+    let connection = bus.connect().await;
+    let manager = manager(&connection).await;
+    let uid = nix::unistd::getuid().as_raw();
+    engine.session_opened(session("abcdefghijkl", uid));
+    let caller = Caller { uid, pid: 0, user: None, access: true, session: Some("abcdefghijkl".into()) };
+    let path = async {
+        // Its first CUDA call.
+        while !matches!(engine.grant(caller.clone(), Wish::default()).await, Answer::Granted(..)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        loop {
+            let mine: Vec<OwnedObjectPath> = manager.call("GetLeaseBySession", &("c7",)).await.unwrap();
+            let id = engine.snapshot().borrow().leases[0].id.clone();
+            if mine.iter().any(|p| p.as_str().ends_with(&id)) {
+                return mine;
+            }
+        }
+    };
+    let mine = tokio::time::timeout(PATIENCE, path).await.unwrap();
+    assert_eq!(mine.len(), 1);
+    let id = engine.snapshot().borrow().leases[0].id.clone();
+    let _: () = manager.call("ReleaseSession", &("abcdefghijkl",)).await.unwrap();
+    assert!(leases(&manager).await.is_empty(), "gone when the reply is there");
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
 }
 
 #[tokio::test]
@@ -460,13 +725,14 @@ async fn a_slow_call_holds_up_nothing_and_nobody_has_too_many() {
     // Calls that were given up by their callers are still being worked on.
     let name = tokio::time::timeout(PATIENCE, refused).await.unwrap();
     assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
-    // What needs no server is answered, and what happens is shown.
-    assert_eq!(leases(&manager).await.len(), 1);
+    // That holds for whatever is called; properties are read, and what happens is shown.
+    let too_many = manager.call::<_, _, OwnedVariant>("ListLeases", &()).await;
+    assert_eq!(error_name(too_many), "org.freedesktop.DBus.Error.LimitsExceeded");
     let mut more = config.clone();
     more.leases.push(gpusessiond::config::LeaseConfig { name: "l2".into(), ..Default::default() });
     want(&engine, &Config { leases: more.leases[1..].to_vec(), ..config }).await;
     let shown = async {
-        while leases(&manager).await.iter().filter(|l| l.2 == "active").count() < 2 {
+        while manager.get_property::<u64>("NCurrentLeases").await.unwrap() < 2 {
             tokio::task::yield_now().await;
         }
     };

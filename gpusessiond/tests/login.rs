@@ -54,7 +54,11 @@ fn open() -> Open {
 fn say(path: &Path, packet: &[u8]) -> Vec<u8> {
     let fd: OwnedFd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
     connect(fd.as_raw_fd(), &UnixAddr::new(path).unwrap()).unwrap();
-    send(fd.as_raw_fd(), packet, MsgFlags::MSG_NOSIGNAL).unwrap();
+    match send(fd.as_raw_fd(), packet, MsgFlags::MSG_NOSIGNAL) {
+        // A stranger is turned away before he has said anything.
+        Err(nix::errno::Errno::EPIPE) => return Vec::new(),
+        sent => sent.unwrap(),
+    };
     let mut stream = UnixStream::from(fd);
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut reply = vec![0; MAX_REPLY + 1];

@@ -48,6 +48,14 @@ events! {
     LeaseIdle = 0x4ce9ee2052f4489a85b0b26cf698af47: BOTH, "A lease of GPUs is idle", "gpuserver.toml(5)",
         "Nothing has run on the lease @GPUSESSION_LEASE@ for a while, and the server will take a measure: @GPUSESSION_REASON@.\n\
          Any CUDA work ends that. An administrator of the server sets the times, warn_after and the others of gpuserver.toml.";
+    /// A lease of GPUs is about to end.
+    LeaseEnds = 0x17829b7dd98440379937ec7d812333f1: CLIENT, "A lease of GPUs is about to end", "gpusession(1)",
+        "The lease @GPUSESSION_LEASE@ will end: @GPUSESSION_REASON@. Programs on it should save their work: they lose their GPUs then.\n\
+         A configured lease is asked for anew afterwards, unless the daemon itself stops.";
+    /// A limit refuses GPUs.
+    LimitRefuses = 0x5177d173d2ef49f288aba01572469454: CLIENT, "A limit refuses GPUs", "gpuserver.toml(5)",
+        "What is asked for is beyond a limit of this client or user: @GPUSESSION_REASON@. It does not pass by itself: ask for less, or raise the\n\
+         limit on the server (`gpuserver limits` shows which hold).";
     /// A lease of GPUs was parked.
     LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: BOTH, "A lease of GPUs was parked", "gpusession-unpark(1)",
         "The device memory of the lease @GPUSESSION_LEASE@ was moved to the server's host memory so that others can use the GPU.\n\
@@ -66,7 +74,7 @@ events! {
     PoolExhausted = 0x1b2f23ff354d44fb8b9cec6cfd471c07: SERVER, "All GPUs are taken", "gpuserver-leases(8)",
         "No GPU of this server is free for @GPUSESSION_CLIENT@: @GPUSESSION_REASON@. `gpuserver leases` shows who holds what.";
     /// Versions do not fit together.
-    ProtocolMismatch = 0x8ea3d210ae18426688c40c4b756bf439: CLIENT, "Versions do not fit together", "gpusession(1)",
+    ProtocolMismatch = 0x8ea3d210ae18426688c40c4b756bf439: BOTH, "Versions do not fit together", "gpusession(1)",
         "Client and server, or library and daemon, do not speak the same version of the protocol: @GPUSESSION_REASON@.\n\
          Update the older one.";
     /// A program got no GPU.

@@ -19,6 +19,7 @@ pub mod join;
 pub mod journal;
 pub mod message;
 pub mod preface;
+pub mod quiet;
 pub mod readings;
 pub mod status;
 pub mod supervise;

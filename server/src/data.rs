@@ -7,6 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use gpusession_proto::journal::Event;
 use gpusession_proto::preface::{self, Preface};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -108,12 +109,25 @@ pub async fn serve(
         let (supervisor, may_be_clear, quiet) = (supervisor.clone(), may_be_clear.clone(), quiet.clone());
         tokio::spawn(async move {
             let _held = (slot, entered);
-            if let Err(refused) = hand_over(socket, peer, &supervisor, &may_be_clear).await
+            if let Err(Refused(event, reason)) = hand_over(socket, peer, &supervisor, &may_be_clear).await
                 && let Some(more) = quiet.may()
             {
-                info!("data connection from {peer} refused: {refused}{more}");
+                info!(
+                    message_id = event.map(Event::id),
+                    gpusession_reason = reason,
+                    "data connection from {peer} refused: {reason}{more}"
+                );
             }
         });
+    }
+}
+
+/// Why a connection is refused, and what the journal calls that.
+struct Refused(Option<Event>, String);
+
+impl From<String> for Refused {
+    fn from(reason: String) -> Self {
+        Self(None, reason)
     }
 }
 
@@ -122,25 +136,25 @@ async fn hand_over(
     peer: SocketAddr,
     supervisor: &Supervisor,
     may_be_clear: &MayBeClear,
-) -> Result<(), String> {
+) -> Result<(), Refused> {
     let mut bytes = [0; preface::LEN];
     match timeout(PREFACE_LIMIT, socket.read_exact(&mut bytes)).await {
         Ok(Ok(_)) => {}
-        Ok(Err(e)) => return Err(format!("it ended inside the preface ({e})")),
-        Err(_) => return Err("no preface in time".into()),
+        Ok(Err(e)) => return Err(format!("it ended inside the preface ({e})").into()),
+        Err(_) => return Err("no preface in time".to_owned().into()),
     }
     let preface = match Preface::parse(&bytes) {
         Ok(preface) => preface,
         Err(e @ preface::BadPreface::Version(_)) => {
             refuse(socket, &e.to_string()).await;
-            return Err(e.to_string());
+            return Err(Refused(Some(Event::ProtocolMismatch), e.to_string()));
         }
-        Err(e) => return Err(e.to_string()),
+        Err(e) => return Err(e.to_string().into()),
     };
     if !preface.tls() && !may_be_clear(peer.ip()) {
         let reason = AdoptError::Clear.to_string();
         refuse(socket, &reason).await;
-        return Err(reason);
+        return Err(reason.into());
     }
     let _ = socket.set_nodelay(true);
     let socket = socket.into_std().map_err(|e| e.to_string())?;
@@ -151,7 +165,7 @@ async fn hand_over(
         let reason = error.to_string();
         socket.set_nonblocking(true).map_err(|e| e.to_string())?;
         refuse(TcpStream::from_std(socket).map_err(|e| e.to_string())?, &reason).await;
-        return Err(format!("{reason} ({})", crate::supervise::hex(&preface.worker)));
+        return Err(format!("{reason} ({})", crate::supervise::hex(&preface.worker)).into());
     }
     Ok(())
 }

@@ -56,13 +56,32 @@ impl OnIdle {
 }
 
 impl Timeouts {
+    /// The first rest after which something is taken away; zero is never.
+    pub fn first(self) -> Duration {
+        [self.park, self.release].into_iter().filter(|d| !d.is_zero()).min().unwrap_or_default()
+    }
+
+    /// Those of a lease that wants the measure that keeps its programs alive, or else the only one there is, no later than
+    /// after this rest; zero: it does not mind. No time gets longer.
+    pub fn within(self, rest: Duration) -> Self {
+        if rest.is_zero() {
+            return self;
+        }
+        let sooner = |after: Duration| if after.is_zero() { rest } else { after.min(rest) };
+        let of = match (self.park.is_zero(), self.release.is_zero()) {
+            (true, false) => Self { release: sooner(self.release), ..self },
+            _ => Self { park: sooner(self.park), ..self },
+        };
+        // As long before it as by the defaults: 25 of 30 minutes.
+        Self { warn: self.warn.min(of.first() * 5 / 6), ..of }
+    }
+
     /// Those of a lease that asks for something of its own; the limit `on_idle` has allowed it.
     pub fn asked(self, on_idle: OnIdle, hold: bool) -> Self {
         let off = Duration::ZERO;
-        let first = [self.park, self.release].into_iter().filter(|d| !d.is_zero()).min().unwrap_or(off);
         let of = match on_idle {
             OnIdle::Unset | OnIdle::Park => self,
-            OnIdle::Release => Self { park: off, release: first, ..self },
+            OnIdle::Release => Self { park: off, release: self.first(), ..self },
             OnIdle::Keep => Self { warn: off, park: off, release: off, ..self },
         };
         if hold { Self { lend: off, ..of } } else { of }
@@ -78,6 +97,15 @@ pub struct Seen {
     pub active: Moment,
     /// Its GPUs are with others, or on their way.
     pub away: bool,
+    /// Since when its owner calls it idle.
+    pub hint: Option<Moment>,
+}
+
+impl Seen {
+    /// How long it rests, as its owner says or its programs show. Only what takes nothing away goes by this.
+    pub fn rest(&self, now: Moment) -> Duration {
+        now.saturating_sub(self.hint.map_or(self.active, |hint| hint.min(self.active)))
+    }
 }
 
 /// What is to be done.
@@ -112,6 +140,7 @@ pub struct Clock {
     warned: Option<Moment>,
     failures: u32,
     not_before: Moment,
+    hint: Option<Moment>,
 }
 
 fn due(after: Duration, idle: Duration) -> bool {
@@ -122,11 +151,11 @@ impl Clock {
     /// What is due now. A warning comes first, and once for each time that the lease was active.
     pub fn tick(&mut self, seen: Seen, limits: &Timeouts, now: Moment) -> Option<Act> {
         if seen.processes == 0 {
-            *self = Self::default();
+            self.restart();
             return None;
         }
         if self.warned.is_some_and(|at| at != seen.active) {
-            *self = Self::default();
+            self.restart();
         }
         let idle = now.saturating_sub(seen.active);
         let parks = (!seen.away && !limits.park.is_zero()).then_some((limits.park, Next::Park));
@@ -140,7 +169,21 @@ impl Clock {
         if due(limits.release, idle) {
             return Some(Act::Release);
         }
-        (!seen.away && due(limits.park, idle) && now >= self.not_before).then_some(Act::Park)
+        (!seen.away && due(limits.park, seen.rest(now)) && now >= self.not_before).then_some(Act::Park)
+    }
+
+    fn restart(&mut self) {
+        *self = Self { hint: self.hint, ..Self::default() };
+    }
+
+    /// Since when the lease's owner calls it idle.
+    pub fn hint(&self) -> Option<Moment> {
+        self.hint
+    }
+
+    /// The owner calls it idle from `since` on, unless it does already; or no longer.
+    pub fn set_hint(&mut self, since: Option<Moment>) {
+        self.hint = since.map(|now| self.hint.unwrap_or(now));
     }
 
     /// Parking did not work now.
@@ -153,7 +196,7 @@ impl Clock {
 
 /// Whether a lease without processes may give its GPUs to a request that waits.
 pub fn may_be_lent(seen: Seen, limits: &Timeouts, now: Moment) -> bool {
-    seen.processes == 0 && !seen.away && due(limits.lend, now.saturating_sub(seen.active))
+    seen.processes == 0 && !seen.away && due(limits.lend, seen.rest(now))
 }
 
 #[cfg(test)]
@@ -171,7 +214,7 @@ mod tests {
     };
 
     fn seen(processes: usize, active: Moment) -> Seen {
-        Seen { processes, active, away: false }
+        Seen { processes, active, away: false, hint: None }
     }
 
     #[test]
@@ -224,6 +267,47 @@ mod tests {
     }
 
     #[test]
+    fn a_time_of_its_own_is_only_ever_sooner() {
+        let times = |t: Timeouts| (t.warn, t.park, t.release);
+        let none = Duration::ZERO;
+        assert_eq!(times(LIMITS.within(none)), times(LIMITS));
+        assert_eq!(times(LIMITS.within(12 * MIN)), (10 * MIN, 12 * MIN, none));
+        assert_eq!(times(LIMITS.within(100 * MIN)), times(LIMITS), "never later");
+        let ends = Timeouts { park: none, release: 120 * MIN, ..LIMITS };
+        assert_eq!(times(ends.within(12 * MIN)), (10 * MIN, none, 12 * MIN), "there is no other measure");
+        let both = Timeouts { release: 120 * MIN, ..LIMITS };
+        assert_eq!(times(both.within(12 * MIN)), (10 * MIN, 12 * MIN, 120 * MIN), "parked sooner, not ended");
+        let never = Timeouts { park: none, ..LIMITS };
+        assert_eq!(times(never.within(12 * MIN)), (10 * MIN, 12 * MIN, none));
+        assert_eq!((never.first(), both.first(), ends.first()), (none, 30 * MIN, 120 * MIN));
+    }
+
+    #[test]
+    fn a_hint_parks_programs_at_work_and_never_ends_them() {
+        let limits = Timeouts { release: 40 * MIN, ..LIMITS };
+        let mut clock = Clock::default();
+        clock.set_hint(Some(10 * MIN));
+        clock.set_hint(Some(20 * MIN));
+        assert_eq!(clock.hint(), Some(10 * MIN), "said twice");
+        // It works all the time.
+        let at = |clock: &Clock, now: Moment| Seen { hint: clock.hint(), ..seen(1, now) };
+        let (now, then) = (39 * MIN, 40 * MIN);
+        assert_eq!(clock.tick(at(&clock, now), &limits, now), None);
+        assert_eq!(clock.tick(at(&clock, then), &limits, then), Some(Act::Park));
+        clock.failed(then);
+        assert_eq!(
+            clock.tick(at(&clock, 100 * MIN), &Timeouts { park: Duration::ZERO, ..limits }, 100 * MIN),
+            None
+        );
+        clock.set_hint(None);
+        assert_eq!(clock.tick(at(&clock, 101 * MIN), &limits, 101 * MIN), None);
+        // A hint is not work: who has been idle for longer stays so.
+        let unused = Seen { hint: Some(9 * MIN), ..seen(0, MIN) };
+        assert!(may_be_lent(unused, &LIMITS, 11 * MIN));
+        assert!(may_be_lent(Seen { hint: Some(MIN), ..seen(0, 9 * MIN) }, &LIMITS, 11 * MIN));
+    }
+
+    #[test]
     fn leases_without_processes_are_lent_only() {
         let mut clock = Clock::default();
         assert_eq!(clock.tick(seen(0, MIN), &LIMITS, 1000 * MIN), None);
@@ -250,7 +334,7 @@ mod tests {
                 if works {
                     active = now;
                 }
-                let seen = Seen { processes, active, away };
+                let seen = Seen { processes, active, away, hint: None };
                 let idle = now - active;
                 if processes == 0 {
                     warned = None;

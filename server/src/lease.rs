@@ -185,6 +185,8 @@ pub struct Request {
     pub on_idle: OnIdle,
     /// Not to be lent while it has no programs.
     pub hold: bool,
+    /// Longest rest before something becomes of it; zero: what the server says.
+    pub idle_timeout: Duration,
     /// Place among the client's requests that wait, from 1; 0: as it arrived.
     pub order: u32,
     /// What the client may have.
@@ -278,6 +280,9 @@ pub struct Lease {
     /// Not to be lent while it has no programs.
     #[serde(default)]
     pub hold: bool,
+    /// Longest rest before something becomes of it; zero: what the server says.
+    #[serde(default)]
+    pub idle_timeout: Duration,
     /// Its programs share their GPUs by MPS.
     #[serde(default)]
     pub mps: bool,
@@ -623,6 +628,7 @@ impl Table {
             until_unix,
             on_idle: request.on_idle,
             hold: request.hold,
+            idle_timeout: request.idle_timeout,
             mps: request.mps != Some(false)
                 && !request.exclusive
                 && shares.iter().all(|s| self.gpu(&s.gpu).is_some_and(|g| g.mps)),
@@ -1261,6 +1267,7 @@ mod tests {
             priority: Priority::Normal,
             persistent: false,
             on_idle: OnIdle::Unset,
+            idle_timeout: Duration::ZERO,
             hold: false,
             order: 0,
             limits: Effective::default(),

@@ -36,7 +36,7 @@ pub mod monitor;
 pub mod mps;
 pub mod net;
 pub mod pool;
-pub mod quiet;
+pub use gpusession_proto::quiet;
 pub mod registry;
 pub mod serve;
 pub mod store;

@@ -1,24 +1,36 @@
 //! Who may do what: one place, so that there is one thing to read and one to extend.
 //!
 //! The caller's uid decides first. What it leaves open is polkit's to say, with the caller's name on the bus as subject
-//! and a password dialog only where the message allows one. Where no polkit runs, the packaged defaults hold.
+//! and a password dialog only where the message allows one. On a machine without polkit the packaged defaults hold; a polkit
+//! that is there and does not decide allows nothing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use tracing::debug;
+use tracing::{debug, warn};
 use zbus::Connection;
+use zbus::DBusError as _;
 use zbus::fdo::DBusProxy;
 use zbus::message::{Flags, Header};
 use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 
 use super::Shared;
 use super::error::{BusError, Result};
+use crate::leases::LeaseView;
 
 /// Calls of one user that are worked on at the same time; root may have more, to see what is wrong. The bus has a limit of
 /// its own for each connection, 128 in most configurations.
 const CALLS: usize = 16;
 const CALLS_OF_ROOT: usize = 64;
+
+/// Errors of the bus, and of systemd on its behalf, that say that this machine has no polkit.
+const NO_POLKIT: [&str; 5] = [
+    "org.freedesktop.DBus.Error.ServiceUnknown",
+    "org.freedesktop.DBus.Error.NameHasNoOwner",
+    "org.freedesktop.DBus.Error.Spawn.ServiceNotFound",
+    "org.freedesktop.systemd1.NoSuchUnit",
+    "org.freedesktop.systemd1.UnitMasked",
+];
 
 /// What a caller wants to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,52 +153,46 @@ impl<'a> Call<'a> {
     }
 
     async fn judge(&self, deed: Deed, interactive: bool) -> Result<Verdict> {
-        if self.uid == 0 {
+        if self.uid == 0 || matches!(deed, Deed::Touch { owner } if owner == self.uid) {
             return Ok(Verdict::Yes);
         }
-        match deed {
-            Deed::Touch { owner } if owner == self.uid => return Ok(Verdict::Yes),
-            Deed::CreateLease => {
-                let allowed = self.shared.settings.gate().extra_leases(self.uid);
-                if held(&self.shared, self.uid) >= allowed {
-                    return Err(BusError::access_denied(if allowed == 0 {
-                        "users of this machine hold no leases of their own ([access] extra_leases = 0)"
-                            .to_owned()
-                    } else {
-                        format!(
-                            "this user holds {allowed} lease(s) already ([access] extra_leases = {allowed})"
-                        )
-                    }));
-                }
-            }
-            _ => {}
-        }
         let (action, default, _) = deed.policy();
-        match self.polkit(action, interactive).await {
-            Ok(verdict) => Ok(verdict),
-            Err(error) => {
-                debug!("polkit does not answer, the packaged default of {action} holds: {error}");
+        let answer = self.polkit(action, interactive).await;
+        let mut said = self.shared.polkit_trouble.lock().unwrap_or_else(|e| e.into_inner());
+        match answer {
+            Ok(verdict) => {
+                said.clear();
+                Ok(verdict)
+            }
+            Err(error) if says_no_polkit(&error) => {
+                debug!("there is no polkit, the packaged default of {action} holds: {error}");
                 Ok(if default { Verdict::Yes } else { Verdict::No })
+            }
+            Err(error) => {
+                let trouble = format!("polkit does not decide on {action}: {error}");
+                // Said once for each reason, however often somebody asks.
+                if *said != trouble {
+                    warn!(gpusession_reason = trouble, "{trouble}: only root may");
+                    said.clone_from(&trouble);
+                }
+                Err(BusError::access_denied(trouble))
             }
         }
     }
 
-    async fn polkit(&self, action: &str, interactive: bool) -> std::result::Result<Verdict, String> {
+    async fn polkit(&self, action: &str, interactive: bool) -> zbus::Result<Verdict> {
         let authority = AuthorityProxy::builder(self.connection)
             .cache_properties(zbus::proxy::CacheProperties::No)
             .build()
-            .await
-            .map_err(|e| e.to_string())?;
-        let subject = Subject::new_for_message_header(self.header).map_err(|e| e.to_string())?;
+            .await?;
+        let subject = Subject::new_for_message_header(self.header)
+            .map_err(|e| zbus::Error::from(zbus::fdo::Error::Failed(e.to_string())))?;
         let flags = if interactive {
             CheckAuthorizationFlags::ALLOW_USER_INTERACTION
         } else {
             CheckAuthorizationFlags::empty()
         };
-        let result = authority
-            .check_authorization(&subject, action, &HashMap::new(), flags, "")
-            .await
-            .map_err(|e| e.to_string())?;
+        let result = authority.check_authorization(&subject, action, &HashMap::new(), flags, "").await?;
         Ok(match (result.is_authorized, result.is_challenge) {
             (true, _) => Verdict::Yes,
             (false, true) => Verdict::Challenge,
@@ -195,15 +201,63 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Leases that a user holds or is about to hold beside the configured ones.
-pub fn held(shared: &Shared, uid: u32) -> usize {
+fn says_no_polkit(error: &zbus::Error) -> bool {
+    match error {
+        zbus::Error::MethodError(name, ..) => NO_POLKIT.contains(&name.as_str()),
+        zbus::Error::FDO(error) => NO_POLKIT.contains(&error.name().as_str()),
+        _ => false,
+    }
+}
+
+/// A lease in the making; it counts against its owner until it is dropped, when the lease is there or is not to be.
+pub struct Creating<'a> {
+    shared: &'a Shared,
+    owner: u32,
+}
+
+impl<'a> Creating<'a> {
+    /// Reserves one of the leases that a user may hold beside the configured ones. Only root goes beyond `extra_leases`.
+    pub fn begin(shared: &'a Shared, caller: u32, owner: u32) -> Result<Self> {
+        let mut creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
+        let under_way = creating.get(&owner).copied().unwrap_or(0);
+        may_hold_more(shared, caller, owner, under_way)?;
+        creating.insert(owner, under_way + 1);
+        Ok(Self { shared, owner })
+    }
+
+    /// Whether [`Creating::begin`] would.
+    pub fn could(shared: &Shared, caller: u32, owner: u32) -> bool {
+        let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
+        may_hold_more(shared, caller, owner, creating.get(&owner).copied().unwrap_or(0)).is_ok()
+    }
+}
+
+fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> Result<()> {
+    let allowed = shared.settings.gate().extra_leases(owner);
     let leases = shared.leases.snapshot();
-    let held = leases
-        .borrow()
-        .leases
-        .iter()
-        .filter(|l| l.spec.once && l.uid == uid && !l.devices.is_empty())
-        .count();
-    let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-    held + creating.get(&uid).copied().unwrap_or(0)
+    let held = |l: &&LeaseView| l.spec.once && l.uid == owner && !l.devices.is_empty();
+    if caller == 0 || leases.borrow().leases.iter().filter(held).count() + under_way < allowed {
+        return Ok(());
+    }
+    Err(if allowed == 0 {
+        BusError::access_denied(
+            "users of this machine hold no leases of their own ([access] extra_leases = 0)",
+        )
+    } else {
+        BusError::quota_exceeded(format!(
+            "uid {owner} holds {allowed} lease(s) already ([access] extra_leases = {allowed})"
+        ))
+    })
+}
+
+impl Drop for Creating<'_> {
+    fn drop(&mut self) {
+        let mut creating = self.shared.creating.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(count) = creating.get_mut(&self.owner) {
+            *count -= 1;
+            if *count == 0 {
+                creating.remove(&self.owner);
+            }
+        }
+    }
 }

@@ -54,6 +54,7 @@ fn lease(l: &LeaseView) -> Value {
         "created_usec": l.created_usec,
         "expires_usec": l.expires_usec,
         "idle_since_usec": l.idle_since_usec.0,
+        "idle_timeout_usec": l.idle_timeout_usec,
         "processes": l.processes,
         "encrypted": l.encrypted,
         "trouble": trouble.map(|t| &t.message),

@@ -55,7 +55,7 @@ errors! {
     invalid_file = "org.freedesktop.DBus.Error.InvalidFileContent",
     /// The caller may not.
     access_denied = "org.freedesktop.DBus.Error.AccessDenied",
-    /// Not in this version.
+    /// Not in this version, or not on the GPUs that there are.
     not_supported = "org.freedesktop.DBus.Error.NotSupported",
     /// Anything else.
     failed = "org.freedesktop.DBus.Error.Failed",
@@ -71,7 +71,10 @@ impl BusError {
 impl From<PoolError> for BusError {
     fn from(error: PoolError) -> Self {
         let make = match error.trouble {
-            Trouble::NoCapacity | Trouble::NeverFits => Self::no_capacity,
+            Trouble::NoCapacity => Self::no_capacity,
+            // Not a matter of time.
+            Trouble::NeverFits => Self::not_supported,
+            Trouble::NotReady => Self::not_ready,
             Trouble::Quota => Self::quota_exceeded,
             Trouble::Unreachable | Trouble::Refused => Self::server_unreachable,
             Trouble::Protocol => Self::protocol_mismatch,

@@ -46,8 +46,10 @@ pub struct Shared {
     pub(crate) published: watch::Sender<Arc<Snapshot>>,
     /// Every configured lease has been held at once since the start.
     pub(crate) boot_complete: Mutex<bool>,
-    /// Leases being created, per user.
+    /// Leases being created, per owner.
     pub(crate) creating: Mutex<HashMap<u32, usize>>,
+    /// Why polkit did not decide when it was last asked; empty if it did.
+    pub(crate) polkit_trouble: Mutex<String>,
 }
 
 impl Shared {
@@ -108,6 +110,7 @@ impl Bus {
             calls: Mutex::default(),
             boot_complete: Mutex::new(false),
             creating: Mutex::default(),
+            polkit_trouble: Mutex::default(),
         });
         objects::resume(&shared, lease_fds);
         let server = connection.object_server();

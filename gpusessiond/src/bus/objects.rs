@@ -11,12 +11,12 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 
-use super::authority::{Call, Deed};
+use super::authority::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::publisher::DeviceEntry;
 use super::{PUBLISH_WAIT, Shared, device_path, lease_path, request, server_path};
 use crate::keep::Kept;
-use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, Owner, ServerView, Slot, Snapshot};
+use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, Owner, ServerView, Slot, Snapshot, Spec};
 use crate::login::Session;
 use crate::pool::Trouble;
 use crate::values::path_element;
@@ -27,6 +27,8 @@ const PERSISTENT: u64 = 1;
 const MAX_PERSISTENT: usize = 2;
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
+/// How long `CanCreateLease` waits for a server.
+const ASK_WAIT: Duration = Duration::from_secs(2);
 /// How long leases of a server are kept that `Server.Drain` leaves.
 const DRAIN_GRACE: Duration = Duration::from_secs(60);
 
@@ -95,10 +97,9 @@ impl Manager {
         snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
     }
 
-    /// The deeds that a request is.
-    fn deeds(request: &request::Request, uid: u32, owner: u32) -> impl Iterator<Item = Deed> {
-        let other = owner != uid || request.uid.is_some_and(|other| other != uid);
-        other.then_some(Deed::CreateLeaseForOther).into_iter().chain([Deed::CreateLease])
+    /// What it is to ask for a lease that will be this user's.
+    fn deed(caller: u32, owner: u32) -> Deed {
+        if owner == caller { Deed::CreateLease } else { Deed::CreateLeaseForOther }
     }
 
     /// Whose lease a request makes: the session's user's, else the one that it names, else the caller's.
@@ -118,6 +119,27 @@ impl Manager {
         Ok(owner)
     }
 
+    /// Whether one of the servers has room for a lease now; they are asked, since others use them too.
+    async fn has_room(&self, spec: &Spec) -> bool {
+        let mut asked = tokio::task::JoinSet::new();
+        for (index, server) in self.shared.snapshot().servers.iter().enumerate() {
+            let named = |name: &String| *name == server.name || *name == server.address;
+            if server.state == "online" && (spec.servers.is_empty() || spec.servers.iter().any(named)) {
+                let (leases, spec) = (self.shared.leases.clone(), spec.clone());
+                asked.spawn(async move {
+                    let answer = tokio::time::timeout(ASK_WAIT, leases.ask(index)).await;
+                    matches!(answer, Ok(Ok((_, said))) if said.state == "online" && spec.fits(&said.devices))
+                });
+            }
+        }
+        while let Some(answer) = asked.join_next().await {
+            if answer.unwrap_or(false) {
+                return true;
+            }
+        }
+        false
+    }
+
     /// Waits until the publisher has shown (or removed) what a reply is about.
     async fn published(&self, test: impl FnMut(&Arc<Snapshot>) -> bool) {
         let mut published = self.shared.published.subscribe();
@@ -125,71 +147,72 @@ impl Manager {
     }
 }
 
-/// One lease in the making counts against its owner.
-struct Creating<'a> {
-    shared: &'a Shared,
-    uid: u32,
-}
-
-impl<'a> Creating<'a> {
-    fn new(shared: &'a Shared, uid: u32) -> Self {
-        *shared.creating.lock().unwrap_or_else(|e| e.into_inner()).entry(uid).or_default() += 1;
-        Self { shared, uid }
-    }
-}
-
-impl Drop for Creating<'_> {
-    fn drop(&mut self) {
-        let mut creating = self.shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(count) = creating.get_mut(&self.uid) {
-            *count -= 1;
-            if *count == 0 {
-                creating.remove(&self.uid);
-            }
-        }
-    }
-}
-
 #[interface(name = "org.gpusession1.Manager", introspection_docs = false)]
 impl Manager {
     /// Leases: id, uid, state, path, expiry in microseconds since the epoch.
     #[zbus(out_args("leases"))]
-    async fn list_leases(&self) -> Vec<(String, u32, String, OwnedObjectPath, u64)> {
+    async fn list_leases(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<(String, u32, String, OwnedObjectPath, u64)>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let snapshot = self.shared.snapshot();
         let shown = snapshot.leases.iter().filter(|l| super::publisher::shown(l));
-        shown
+        Ok(shown
             .map(|l| (l.id.clone(), l.uid, l.state.as_str().into(), lease_path(&l.id), l.expires_usec))
-            .collect()
+            .collect())
     }
 
     #[zbus(out_args("devices"))]
-    async fn list_devices(&self) -> Vec<Row> {
-        super::publisher::devices(&self.shared.snapshot())
-            .into_iter()
+    async fn list_devices(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<Row>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let devices = super::publisher::devices(&self.shared.snapshot()).into_iter();
+        Ok(devices
             .map(|(uuid, entry)| {
                 let path = device_path(&uuid);
                 (uuid, entry.view.device.name.clone(), state_of(&entry.view).into(), path)
             })
-            .collect()
+            .collect())
     }
 
     #[zbus(out_args("servers"))]
-    async fn list_servers(&self) -> Vec<Row> {
+    async fn list_servers(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<Row>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let snapshot = self.shared.snapshot();
-        snapshot
-            .servers
-            .iter()
+        let servers = snapshot.servers.iter();
+        Ok(servers
             .map(|s| (s.name.clone(), s.address.clone(), s.state.clone(), server_path(&s.name)))
-            .collect()
+            .collect())
     }
 
     #[zbus(out_args("path"))]
-    async fn get_lease(&self, id: &str) -> Result<OwnedObjectPath> {
+    async fn get_lease(
+        &self,
+        id: &str,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<OwnedObjectPath> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         Ok(lease_path(&lease(&self.shared.snapshot(), id)?.id))
     }
 
     #[zbus(out_args("path"))]
-    async fn get_device(&self, id: &str) -> Result<OwnedObjectPath> {
+    async fn get_device(
+        &self,
+        id: &str,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<OwnedObjectPath> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let known = super::publisher::devices(&self.shared.snapshot()).contains_key(id);
         if known {
             Ok(device_path(id))
@@ -199,7 +222,13 @@ impl Manager {
     }
 
     #[zbus(out_args("path"))]
-    async fn get_server(&self, id: &str) -> Result<OwnedObjectPath> {
+    async fn get_server(
+        &self,
+        id: &str,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<OwnedObjectPath> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let known = self.shared.snapshot().servers.iter().any(|s| s.name == id);
         if known {
             Ok(server_path(id))
@@ -209,7 +238,13 @@ impl Manager {
     }
 
     #[zbus(name = "GetLeaseByPIDFD", out_args("leases"))]
-    async fn get_lease_by_pidfd(&self, pidfd: OwnedFd) -> Result<Vec<OwnedObjectPath>> {
+    async fn get_lease_by_pidfd(
+        &self,
+        pidfd: OwnedFd,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<OwnedObjectPath>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let (pid, uid) = identify(&pidfd)
             .map_err(|e| BusError::invalid_args(format!("not the pidfd of a process: {e}")))?;
         let session = self.shared.sessions.as_ref().and_then(|s| s.of(uid, pid, None));
@@ -217,7 +252,13 @@ impl Manager {
     }
 
     #[zbus(out_args("leases"))]
-    async fn get_lease_by_session(&self, session: &str) -> Result<Vec<OwnedObjectPath>> {
+    async fn get_lease_by_session(
+        &self,
+        session: &str,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<Vec<OwnedObjectPath>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let session = self.session(session)?;
         Ok(self.leases_of(session.uid, 0, Some(session.id.clone())).await)
     }
@@ -243,9 +284,8 @@ impl Manager {
             return Err(BusError::invalid_args("a persistent lease needs TTLUSec"));
         }
         let owner = self.owner(&mut request, uid)?;
-        for deed in Self::deeds(&request, uid, owner) {
-            call.may(deed).await?;
-        }
+        call.may(Self::deed(uid, owner)).await?;
+        let creating = Creating::begin(&self.shared, uid, owner)?;
         if persistent && uid != 0 && self.persistent(owner) >= MAX_PERSISTENT {
             return Err(BusError::quota_exceeded(format!(
                 "at most {MAX_PERSISTENT} persistent leases of one user"
@@ -255,10 +295,8 @@ impl Manager {
         spec.persistent = persistent;
         spec.user = self.shared.settings.gate().person(owner).await.name.unwrap_or_default();
         let key = spec.key.clone();
-        let view = {
-            let _creating = Creating::new(&self.shared, owner);
-            self.shared.leases.create(spec).await?
-        };
+        let view = self.shared.leases.create(spec).await?;
+        drop(creating);
         let (sender, receiver) = pipe::pipe().map_err(|e| BusError::failed(e.to_string()))?;
         let fd = sender.into_blocking_fd().map_err(|e| BusError::failed(e.to_string()))?;
         if !persistent {
@@ -284,17 +322,11 @@ impl Manager {
         let call = Call::begin(&self.shared, connection, &header).await?;
         let mut request = request::read(request, String::new(), call.uid)?;
         let owner = self.owner(&mut request, call.uid)?;
-        let mut answer = "yes";
-        for deed in Self::deeds(&request, call.uid, owner) {
-            match call.could(deed).await {
-                "no" => return Ok("no".into()),
-                "challenge" => answer = "challenge",
-                _ => {}
-            }
+        let answer = call.could(Self::deed(call.uid, owner)).await;
+        if answer == "no" || !Creating::could(&self.shared, call.uid, owner) {
+            return Ok("no".into());
         }
-        let snapshot = self.shared.snapshot();
-        let fits = snapshot.servers.iter().any(|s| s.state == "online" && s.free >= request.spec.gpus);
-        Ok(if fits { answer } else { "busy" }.into())
+        Ok(if self.has_room(&request.spec).await { answer } else { "busy" }.into())
     }
 
     async fn renew_lease(
@@ -388,8 +420,13 @@ impl Manager {
 
     /// Everything as JSON, for `gpusession status` and bug reports.
     #[zbus(out_args("json"))]
-    async fn describe(&self) -> String {
-        super::describe::describe(&self.shared).to_string()
+    async fn describe(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<String> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
+        Ok(super::describe::describe(&self.shared).to_string())
     }
 
     #[zbus(signal)]
@@ -467,21 +504,26 @@ impl Manager {
         u64::from(self.shared.settings.get().access.extra_leases)
     }
 
-    // 0: the server's own; a lease without TTLUSec is renewed for as long as it is wanted.
-    #[zbus(property(emits_changed_signal = "const"), name = "LeaseTTLUSec")]
-    fn lease_ttl_usec(&self) -> u64 {
-        0
+    // A lease without TTLUSec that nobody renews ends after this time; the daemon renews it for as long as it is wanted.
+    #[zbus(property, name = "LeaseTTLUSec")]
+    pub(super) fn lease_ttl_usec(&self) -> u64 {
+        shortest(&self.shared.snapshot(), |s| s.lease_ttl_usec)
     }
 
-    #[zbus(property(emits_changed_signal = "const"), name = "DefaultIdleTimeoutUSec")]
-    fn default_idle_timeout_usec(&self) -> u64 {
-        0
+    #[zbus(property, name = "DefaultIdleTimeoutUSec")]
+    pub(super) fn default_idle_timeout_usec(&self) -> u64 {
+        shortest(&self.shared.snapshot(), |s| s.idle_timeout_usec)
     }
 
     #[zbus(property)]
     fn boot_allocation_complete(&self) -> bool {
         self.shared.boot_complete()
     }
+}
+
+/// The shortest of the servers' times, of those that have one: 0 where none has.
+pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerView) -> u64) -> u64 {
+    snapshot.servers.iter().map(time).filter(|usec| *usec > 0).min().unwrap_or(0)
 }
 
 /// Pid and effective uid of the process behind a pidfd.
@@ -495,6 +537,7 @@ fn identify(pidfd: &OwnedFd) -> std::io::Result<(u32, u32)> {
     };
     let ended = || std::io::Error::from(std::io::ErrorKind::NotFound);
     let before = pid(&info()?).ok_or_else(ended)?;
+    // This directory's owner is the effective uid, also of a process that must not be dumped.
     let uid = std::fs::metadata(format!("/proc/{before}"))?.uid();
     // A process that ended meanwhile has no pid any more, and its number may be another's.
     if pid(&info()?) == Some(before) { Ok((before, uid)) } else { Err(ended()) }
@@ -590,19 +633,30 @@ impl Lease {
         renew(&self.shared, &view.id, ttl_usec).await
     }
 
-    async fn set_idle_hint(&self, idle: bool) -> Result<()> {
-        Err(BusError::not_supported(format!("the server judges idleness (hint: {idle})")))
+    async fn set_idle_hint(
+        &self,
+        idle: bool,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.idle_hint(view.slot, idle).await?)
     }
 
     #[zbus(out_args("environment"))]
-    async fn get_environment(&self) -> HashMap<String, String> {
+    async fn get_environment(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<HashMap<String, String>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
         let mut environment: HashMap<String, String> =
             self.shared.settings.get().environment.clone().into_iter().collect();
         let view = self.view.get();
         if view.spec.once {
             environment.insert("GPUSESSION_LEASE".into(), view.id.clone());
         }
-        environment
+        Ok(environment)
     }
 
     async fn park(
@@ -654,9 +708,10 @@ impl Lease {
         self.view.get().leader
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    // A lease that was lent may come back on other GPUs.
+    #[zbus(property)]
     fn devices(&self) -> Vec<OwnedObjectPath> {
-        self.view.get().devices.iter().map(|d| device_path(&d.device.uuid)).collect()
+        device_paths(&self.view.get())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -711,20 +766,20 @@ impl Lease {
         self.view.get().idle_since_usec.1
     }
 
-    // 0: the server's.
-    #[zbus(property(emits_changed_signal = "const"), name = "IdleTimeoutUSec")]
+    // 0: never, or its server does not say.
+    #[zbus(property, name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
-        0
+        self.view.get().idle_timeout_usec
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    #[zbus(property)]
     fn fencing_token(&self) -> u64 {
         self.view.get().fencing_token
     }
 
-    #[zbus(property(emits_changed_signal = "const"))]
+    #[zbus(property)]
     fn memory_limit_bytes(&self) -> u64 {
-        self.view.get().devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
+        memory_limit(&self.view.get())
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "SMPercent")]
@@ -770,6 +825,16 @@ impl Lease {
     }
 }
 
+/// The GPUs of a lease.
+pub(super) fn device_paths(view: &LeaseView) -> Vec<OwnedObjectPath> {
+    view.devices.iter().map(|d| device_path(&d.device.uuid)).collect()
+}
+
+/// What a lease may use of each GPU.
+pub(super) fn memory_limit(view: &LeaseView) -> u64 {
+    view.devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
+}
+
 /// Place in a server's queue, and its length.
 pub(super) fn waits_at(view: &LeaseView) -> (u32, u32) {
     view.trouble
@@ -786,6 +851,7 @@ pub(super) fn waits_for(view: &LeaseView) -> &str {
 
 /// `org.gpusession1.Device`.
 pub struct Device {
+    pub(super) shared: Arc<Shared>,
     pub(super) shown: Shown<DeviceEntry>,
 }
 
@@ -824,9 +890,14 @@ impl Device {
         self.shown.get().view.device.memory_bytes
     }
 
+    // With each heartbeat: whoever wants to know asks.
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_free_bytes(&self) -> u64 {
-        self.shown.get().view.device.memory_free_bytes
+        let device = &self.shown.get().view.device;
+        let leases = self.shared.leases.snapshot();
+        let snapshot = leases.borrow();
+        let mut devices = snapshot.leases.iter().flat_map(|l| &l.devices).map(|d| &d.device);
+        devices.find(|d| d.uuid == device.uuid).unwrap_or(device).memory_free_bytes
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -906,7 +977,8 @@ impl Server {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<u64> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        Ok(self.shared.leases.ping(self.index).await?.as_micros() as u64)
+        let (round_trip, _) = self.shared.leases.ask(self.index).await?;
+        Ok(usec(round_trip))
     }
 
     async fn reconnect(
@@ -915,7 +987,7 @@ impl Server {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        self.shared.leases.ping(self.index).await?;
+        self.shared.leases.ask(self.index).await?;
         Ok(())
     }
 

@@ -7,7 +7,10 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::objects::{Device, Lease, Manager, Server, Shown, health_of, state_of, waits_at, waits_for};
+use super::objects::{
+    Device, Lease, Manager, Server, Shown, device_paths, health_of, memory_limit, shortest, state_of,
+    waits_at, waits_for,
+};
 use super::{PATH, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
 
@@ -44,7 +47,32 @@ pub struct Publisher {
     leases: HashMap<String, Slot>,
     devices: BTreeMap<String, DeviceEntry>,
     servers: Vec<String>,
-    manager: Option<(String, u32, u32, usize, bool, u32)>,
+    manager: Option<ManagerView>,
+}
+
+/// What the manager's properties show.
+#[derive(Clone)]
+struct ManagerView {
+    state: &'static str,
+    target: u32,
+    ready: u32,
+    held: usize,
+    boot_complete: bool,
+    extra: u32,
+    lease_ttl: u64,
+    idle_timeout: u64,
+}
+
+/// Sends PropertiesChanged for what two views of an object differ in, by this table of properties.
+macro_rules! announce {
+    ($object:expr, $emitter:expr, $before:expr, $now:expr; $($changed:ident: $of:expr),+ $(,)?) => {
+        $({
+            let of = $of;
+            if of($before) != of($now) {
+                $object.$changed($emitter).await?;
+            }
+        })+
+    };
 }
 
 impl Publisher {
@@ -90,7 +118,7 @@ impl Publisher {
     /// News that a snapshot does not show.
     async fn tell(&mut self, change: Change) -> zbus::Result<()> {
         match change {
-            Change::PrepareForLoss { slot, left, reason } => {
+            Change::PrepareForLoss { slot, left, reason, .. } => {
                 if let Some(id) = self.id_of(slot) {
                     let usec = left.as_micros() as u64;
                     Manager::prepare_for_lease_loss(&self.emitter(PATH)?, &id, usec, &reason).await?;
@@ -195,21 +223,19 @@ impl Publisher {
             if self.leases.get(&view.id) == Some(&view.slot) {
                 let object = self.interface::<Lease>(&path).await?;
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
-                let before = lease.view.set(view.clone());
-                if before.state != view.state {
-                    lease.state_changed(emitter).await?;
-                }
-                if waits_at(&before) != waits_at(view) {
-                    lease.queue_position_changed(emitter).await?;
-                }
-                if waits_for(&before) != waits_for(view) {
-                    lease.waits_for_changed(emitter).await?;
-                }
-                // Both are one point in time, which is told anew only when there is another one.
-                if (before.idle_since_usec.1 == 0) != (view.idle_since_usec.1 == 0) {
-                    lease.idle_since_hint_changed(emitter).await?;
-                    lease.idle_since_hint_monotonic_changed(emitter).await?;
-                }
+                let before = &lease.view.set(view.clone());
+                announce!(lease, emitter, before, view;
+                    state_changed: |l: &LeaseView| l.state,
+                    queue_position_changed: waits_at,
+                    waits_for_changed: |l: &LeaseView| waits_for(l).to_owned(),
+                    // Both are one point in time, which is told anew only when there is another one.
+                    idle_since_hint_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
+                    idle_since_hint_monotonic_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
+                    idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
+                    devices_changed: device_paths,
+                    memory_limit_bytes_changed: memory_limit,
+                    fencing_token_changed: |l: &LeaseView| l.fencing_token,
+                );
             } else {
                 let object = Lease { shared: self.shared.clone(), view: Shown::new(view.clone()) };
                 server.at(path.as_ref(), object).await?;
@@ -228,21 +254,17 @@ impl Publisher {
                 Some(_) => {
                     let object = self.interface::<Device>(&path).await?;
                     let (device, emitter) = (object.get().await, object.signal_emitter());
-                    let before = device.shown.set(entry.clone());
-                    if before.leases != entry.leases {
-                        device.leases_changed(emitter).await?;
-                    }
-                    if state_of(&before.view) != state_of(&entry.view) {
-                        device.state_changed(emitter).await?;
-                    }
-                    if health_of(&before.view) != health_of(&entry.view) {
-                        device.health_changed(emitter).await?;
-                    }
+                    let before = &device.shown.set(entry.clone());
+                    announce!(device, emitter, before, &entry;
+                        leases_changed: |d: &DeviceEntry| d.leases.clone(),
+                        state_changed: |d: &DeviceEntry| state_of(&d.view).to_owned(),
+                        health_changed: |d: &DeviceEntry| health_of(&d.view),
+                    );
                     self.devices.insert(uuid, entry);
                 }
                 None => {
                     self.devices.insert(uuid.clone(), entry.clone());
-                    let object = Device { shown: Shown::new(entry) };
+                    let object = Device { shared: self.shared.clone(), shown: Shown::new(entry) };
                     self.connection.object_server().at(path.as_ref(), object).await?;
                     Manager::device_new(&self.emitter(PATH)?, &uuid, path).await?;
                 }
@@ -267,35 +289,29 @@ impl Publisher {
     async fn show_manager(&mut self) -> zbus::Result<()> {
         let snapshot = self.shared.snapshot();
         let (target, ready) = snapshot.pool();
-        let held = snapshot.leases.iter().filter(|l| l.state != LeaseState::Pending).count();
-        let extra = self.shared.settings.get().access.extra_leases;
-        let state = self.shared.state(&snapshot).to_owned();
-        let now = (state, target, ready, held, self.shared.boot_complete(), extra);
+        let now = ManagerView {
+            state: self.shared.state(&snapshot),
+            target,
+            ready,
+            held: snapshot.leases.iter().filter(|l| l.state != LeaseState::Pending).count(),
+            boot_complete: self.shared.boot_complete(),
+            extra: self.shared.settings.get().access.extra_leases,
+            lease_ttl: shortest(&snapshot, |s| s.lease_ttl_usec),
+            idle_timeout: shortest(&snapshot, |s| s.idle_timeout_usec),
+        };
         let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
-        if before == now {
-            return Ok(());
-        }
         let object = self.connection.object_server().interface::<_, Manager>(PATH).await?;
-        let emitter = object.signal_emitter();
-        let manager = object.get().await;
-        if before.0 != now.0 {
-            manager.state_changed(emitter).await?;
-        }
-        if before.1 != now.1 {
-            manager.pool_target_changed(emitter).await?;
-        }
-        if before.2 != now.2 {
-            manager.pool_ready_changed(emitter).await?;
-        }
-        if before.3 != now.3 {
-            manager.n_current_leases_changed(emitter).await?;
-        }
-        if before.4 != now.4 {
-            manager.boot_allocation_complete_changed(emitter).await?;
-        }
-        if before.5 != now.5 {
-            manager.leases_max_changed(emitter).await?;
-        }
+        let (manager, emitter) = (object.get().await, object.signal_emitter());
+        announce!(manager, emitter, &before, &now;
+            state_changed: |m: &ManagerView| m.state,
+            pool_target_changed: |m: &ManagerView| m.target,
+            pool_ready_changed: |m: &ManagerView| m.ready,
+            n_current_leases_changed: |m: &ManagerView| m.held,
+            boot_allocation_complete_changed: |m: &ManagerView| m.boot_complete,
+            leases_max_changed: |m: &ManagerView| m.extra,
+            lease_t_t_l_u_sec_changed: |m: &ManagerView| m.lease_ttl,
+            default_idle_timeout_u_sec_changed: |m: &ManagerView| m.idle_timeout,
+        );
         Ok(())
     }
 }

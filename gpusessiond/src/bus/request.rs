@@ -88,11 +88,8 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             "UID" => for_uid = Some(take(&key, value)?),
             "Session" => session = Some(text(&key, value)?),
             "IdleTimeoutUSec" => match take::<u64>(&key, value)? {
-                0 => {}
-                _ => {
-                    let why = "IdleTimeoutUSec: only the server's own idle timeout is supported (park_after and the others of gpuserver.toml)";
-                    return Err(BusError::not_supported(why));
-                }
+                0 => spec.idle_timeout = None,
+                usec => spec.idle_timeout = Some(Duration::from_micros(usec)),
             },
             _ => return Err(BusError::invalid_args(format!("unknown key {key}"))),
         }

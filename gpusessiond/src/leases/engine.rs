@@ -172,6 +172,12 @@ impl Engine {
         let _ = self.messages.send(Message::Notice(why.to_owned()));
     }
 
+    /// Who holds a lease, and what it is called there.
+    async fn holder(&self, slot: Slot) -> Result<(Arc<dyn PoolServer>, String), PoolError> {
+        let gone = || PoolError::new(Trouble::NoSuchLease, "the lease is not held");
+        self.call(|reply| Message::Holder(slot, reply)).await.flatten().ok_or_else(gone)
+    }
+
     async fn call<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         self.messages.send(message(reply)).ok()?;
@@ -277,13 +283,16 @@ impl Leases for Engine {
     }
 
     async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError> {
-        let gone = || PoolError::new(Trouble::NoSuchLease, "the lease is not held");
-        let holder = self.call(|reply| Message::Holder(slot, reply)).await.flatten();
-        let (pool, lease) = holder.ok_or_else(gone)?;
+        let (pool, lease) = self.holder(slot).await?;
         pool.park(lease, park).await
     }
 
-    async fn ping(&self, server: usize) -> Result<Duration, PoolError> {
+    async fn idle_hint(&self, slot: Slot, idle: bool) -> Result<(), PoolError> {
+        let (pool, lease) = self.holder(slot).await?;
+        pool.idle_hint(lease, idle).await
+    }
+
+    async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError> {
         let pool = self.call(|reply| Message::Server(server, reply)).await.flatten();
         let Some(pool) = pool else {
             return Err(PoolError::new(Trouble::Invalid, "no such server"));
@@ -291,8 +300,8 @@ impl Leases for Engine {
         let begun = Instant::now();
         let description = pool.describe().await?;
         let rtt = begun.elapsed();
-        let _ = self.messages.send(Message::Described(server, rtt, description));
-        Ok(rtt)
+        let _ = self.messages.send(Message::Described(server, rtt, description.clone()));
+        Ok((rtt, description))
     }
 
     async fn shutdown(&self, limit: Duration) {
@@ -458,7 +467,7 @@ impl Actor {
             Message::Resume(lease, worker, reply) => {
                 let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
                 if let Some(granted) = &granted {
-                    self.machine.process_started(granted.slot);
+                    self.machine.process_resumed(granted.slot, granted.worker);
                 }
                 let _ = reply.send(granted);
             }
@@ -584,6 +593,8 @@ impl Actor {
                 about.devices = description.devices.len() as u32;
                 about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
                 about.state = description.state;
+                about.idle_timeout_usec = description.idle_timeout_usec;
+                about.lease_ttl_usec = description.lease_ttl_usec;
                 let free = about.free;
                 self.machine.described(now, server, free);
                 self.described = true;
@@ -784,6 +795,7 @@ impl Actor {
                     let waiting = error.waiting();
                     let event = match error.trouble {
                         Trouble::Protocol => Event::ProtocolMismatch,
+                        Trouble::Quota => Event::LimitRefuses,
                         _ => Event::LeaseWaits,
                     };
                     info!(
@@ -796,11 +808,11 @@ impl Actor {
                     self.said.insert(*slot, error.message.clone());
                 }
             }
-            Change::PrepareForLoss { slot, left, reason } => {
+            Change::PrepareForLoss { slot, left, reason, idle } => {
                 let held = self.machine.slot(*slot).and_then(|w| w.held());
                 let id = held.map(|h| h.lease.id.as_str()).unwrap_or_default();
                 warn!(
-                    message_id = Event::LeaseIdle.id(),
+                    message_id = if *idle { Event::LeaseIdle } else { Event::LeaseEnds }.id(),
                     gpusession_lease = id,
                     gpusession_reason = reason,
                     "lease {id}: {}",
@@ -863,6 +875,7 @@ impl Actor {
                     },
                     stock: held.map_or(0, |h| h.stock.len()),
                     processes: wanted.processes,
+                    idle_timeout_usec: held.map_or(0, |h| h.lease.idle_timeout_usec),
                     idle_since_usec: held
                         .and_then(|h| h.idle_since)
                         .map_or((0, 0), |at| (at_wall(at), at.as_micros() as u64)),
@@ -1150,13 +1163,16 @@ async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
 
 /// Equal as far as anybody waits for it: clocks move in every snapshot.
 fn same(a: &Snapshot, b: &Snapshot) -> bool {
+    let shown = |d: &DeviceView| (d.device.uuid.clone(), d.device.state.clone());
     a.leases.len() == b.leases.len()
         && a.leases.iter().zip(&b.leases).all(|(a, b)| {
             a.slot == b.slot
                 && a.id == b.id
                 && a.state == b.state
                 && a.trouble == b.trouble
-                && a.devices == b.devices
+                && a.fencing_token == b.fencing_token
+                && a.idle_timeout_usec == b.idle_timeout_usec
+                && a.devices.iter().map(shown).eq(b.devices.iter().map(shown))
                 && a.processes == b.processes
         })
         && a.sessions == b.sessions

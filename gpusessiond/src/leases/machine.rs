@@ -179,6 +179,8 @@ struct Recovery {
     expires: Time,
     /// Workers whose process ended before the lease was found again.
     ended: Vec<Vec<u8>>,
+    /// Workers of the processes that were there at the start.
+    used: Vec<Vec<u8>>,
 }
 
 /// A lease that outlives the daemon.
@@ -573,15 +575,32 @@ impl Machine {
         if let Some(state) = LeaseState::of_server(&renewed.state) {
             self.set_state(now, slot, state);
         }
-        self.set_devices(slot, renewed.devices);
+        self.set_devices(slot, renewed.devices, renewed.fencing_token);
+        if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase)
+            && held.lease.idle_timeout_usec != renewed.idle_timeout_usec
+        {
+            held.lease.idle_timeout_usec = renewed.idle_timeout_usec;
+            self.tell(Change::Changed { slot });
+        }
     }
 
-    /// A lease whose GPUs were lent has others now, of the same kind.
-    fn set_devices(&mut self, slot: Slot, devices: Vec<control::Device>) {
+    /// News of a lease's GPUs. One that was lent may have others now, of the same kind, with another token.
+    fn set_devices(&mut self, slot: Slot, devices: Vec<control::Device>, fencing_token: u64) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
-        let uuids = |devices: &[control::Device]| devices.iter().map(|d| d.uuid.clone()).collect::<Vec<_>>();
-        if devices.len() == held.lease.devices.len() && uuids(&devices) != uuids(&held.lease.devices) {
-            held.lease.devices = devices;
+        let lease = &mut held.lease;
+        if devices.len() != lease.devices.len() {
+            return;
+        }
+        // How much memory is free changes all the time, and is no news.
+        let told = |d: &control::Device| (d.uuid.clone(), d.state.clone());
+        let mut news = !devices.iter().map(told).eq(lease.devices.iter().map(told));
+        lease.devices = devices;
+        // Servers before this field do not say.
+        if fencing_token != 0 && fencing_token != lease.fencing_token {
+            lease.fencing_token = fencing_token;
+            news = true;
+        }
+        if news {
             self.tell(Change::Changed { slot });
         }
     }
@@ -619,13 +638,14 @@ impl Machine {
                 slot,
                 left: Duration::from_micros(warning.left_usec),
                 reason: warning.reason,
+                idle: warning.idle,
             }),
             Some(Event::Lost(loss)) => self.lose(now, slot, &loss.reason),
             Some(Event::State(change)) => {
                 if let Some(state) = LeaseState::of_server(&change.state) {
                     self.set_state(now, slot, state);
                 }
-                self.set_devices(slot, change.devices);
+                self.set_devices(slot, change.devices, change.fencing_token);
             }
             Some(Event::WorkersReady(ready)) => {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
@@ -790,6 +810,9 @@ impl Machine {
                 held.take_attempt += 1;
                 held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
                 if error.trouble == Trouble::NoSuchLease {
+                    // A server that is stopping says so as well, and has the lease again when it comes back.
+                    let (server, expires) = (held.server, held.expires);
+                    self.give_back(now, server, lease.to_owned(), expires);
                     self.lose(now, slot, &error.message);
                 } else {
                     self.slots.entry(slot).and_modify(|w| w.trouble = Some(error));
@@ -905,14 +928,20 @@ impl Machine {
         let Some(wanted) = self.slots.get(&slot) else { return };
         let mut servers = self.servers_for(wanted);
         if servers.is_empty() {
-            let message = match (&wanted.recovery, wanted.spec.servers.first()) {
-                (Some(old), _) => format!("{}, which holds lease {}, does not answer", old.server, old.id),
-                (None, Some(name)) => format!("no server of the pool is called {name}"),
-                _ if self.servers.iter().any(|s| s.drained.is_some()) => "every server is drained".into(),
-                _ => self.notice.clone(),
+            let none = Trouble::Unreachable;
+            let (trouble, message) = match (&wanted.recovery, wanted.spec.servers.first()) {
+                (Some(old), _) => {
+                    (none, format!("{}, which holds lease {}, does not answer", old.server, old.id))
+                }
+                _ if self.servers.is_empty() => (Trouble::NotReady, self.notice.clone()),
+                (None, Some(name)) => (none, format!("no server of the pool is called {name}")),
+                _ if self.servers.iter().any(|s| s.drained.is_some()) => {
+                    (none, "every server is drained".into())
+                }
+                _ => (none, self.notice.clone()),
             };
             // Names are learned from the servers themselves, so this may pass.
-            self.allocated_nowhere(now, slot, PoolError::new(Trouble::Unreachable, message));
+            self.allocated_nowhere(now, slot, PoolError::new(trouble, message));
             return;
         }
         // The server of the last lease first, then those that answer, then the others. Machines with the same list
@@ -926,7 +955,11 @@ impl Machine {
             Some(id) if generation == 0 => id.clone(),
             _ => format!("{}/{}/{generation}", self.boot_id, wanted.spec.key),
         };
-        let request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
+        let mut request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
+        if let Some(old) = &wanted.recovery {
+            // The stock of workers went with the daemon that had taken it.
+            (request.again, request.workers) = (true, old.used.clone());
+        }
         if let Some(wanted) = self.slots.get_mut(&slot) {
             wanted.phase = Phase::Allocating;
         }
@@ -1184,6 +1217,14 @@ impl Machine {
         }
     }
 
+    /// A process of an earlier daemon still uses this worker.
+    pub fn process_resumed(&mut self, slot: Slot, worker: [u8; 16]) {
+        self.process_started(slot);
+        if let Some(old) = self.slots.get_mut(&slot).and_then(|w| w.recovery.as_mut()) {
+            old.used.push(worker.to_vec());
+        }
+    }
+
     /// Which lease a process of an earlier daemon uses.
     pub fn slot_of(&self, lease: &str) -> Option<Slot> {
         let has = |w: &Wanted| {
@@ -1222,7 +1263,8 @@ impl Machine {
             .map(|(slot, w)| (*slot, w.processes))
             .collect();
         for (slot, _) in &used {
-            self.tell(Change::PrepareForLoss { slot: *slot, left, reason: reason.to_owned() });
+            let reason = reason.to_owned();
+            self.tell(Change::PrepareForLoss { slot: *slot, left, reason, idle: false });
         }
         used.iter().map(|(_, processes)| processes).sum()
     }
@@ -1243,7 +1285,7 @@ impl Machine {
             self.set_state(now, slot, state);
             if let Some(left) = grace {
                 let reason = "this machine leaves its server".to_owned();
-                self.tell(Change::PrepareForLoss { slot, left, reason });
+                self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
             }
         }
         for wanted in self.slots.values_mut() {
@@ -1315,7 +1357,8 @@ impl Machine {
         self.preallocated = saved.preallocated;
         for lease in saved.leases {
             let SavedLease { spec, id, server, expires } = lease;
-            let recovery = Recovery { id, server, until: now + RECOVERY, expires, ended: Vec::new() };
+            let recovery =
+                Recovery { id, server, until: now + RECOVERY, expires, ended: Vec::new(), used: Vec::new() };
             self.insert(now, spec, Some(recovery));
         }
         self.tick(now);
@@ -2087,13 +2130,16 @@ mod tests {
         let slot = m.slots().next().unwrap().0;
         let (servers, asked) = request(&actions(&mut m));
         assert_eq!((servers, asked.request_id.as_str()), (vec![1], "boot/configured/a/0"));
+        assert!(asked.again && asked.workers.is_empty(), "what the old daemon had in stock is not wanted");
         assert_eq!(m.slot_of("l1"), Some(slot));
-        m.process_started(slot);
+        m.process_resumed(slot, [9; 16]);
         // Its process ends while the server is starting anew, too.
         m.allocated(s(10), slot, Err(unreachable()));
         m.process_ended(s(11), slot, "l1", vec![9; 16]);
         m.tick(s(13));
-        assert_eq!(request(&actions(&mut m)).0, [1], "no other server is asked");
+        let (servers, asked) = request(&actions(&mut m));
+        assert_eq!(servers, [1], "no other server is asked");
+        assert_eq!(asked.workers, [vec![9; 16]], "its worker is in use");
         m.allocated(s(13), slot, Ok((1, held)));
         let ended = Action::EndWorker { slot, server: 1, lease: "l1".into(), worker: vec![9; 16] };
         assert!(actions(&mut m).contains(&ended));
@@ -2138,6 +2184,22 @@ mod tests {
         let todo = actions(&mut m);
         assert!(todo.contains(&Action::Release { server: 0, lease: "l1".into() }));
         assert_eq!(request(&todo).0, [1]);
+    }
+
+    #[test]
+    fn a_lease_that_a_stopping_server_denies_is_given_back() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        actions(&mut m);
+        m.workers(s(1), slot, "l1", Err(PoolError::new(Trouble::NoSuchLease, "no such lease")));
+        let release = Action::Release { server: 0, lease: "l1".into() };
+        let todo = actions(&mut m);
+        assert!(todo.contains(&release) && told(&todo).iter().any(|c| matches!(c, Change::Lost { .. })));
+        // It is not there yet.
+        m.released(s(2), 0, "l1", Err(unreachable()));
+        m.tick(s(10));
+        assert!(actions(&mut m).contains(&release));
     }
 
     #[test]

@@ -90,6 +90,9 @@ pub struct Spec {
     /// Not to be lent to others while nobody uses it.
     #[serde(default)]
     pub hold: bool,
+    /// Rest after which it may be parked, where the server would wait for longer.
+    #[serde(default)]
+    pub idle_timeout: Option<Duration>,
     /// Program that asked.
     pub who: String,
     /// Its reason.
@@ -123,6 +126,7 @@ impl Spec {
             ttl: None,
             on_idle: lease.on_idle,
             hold: lease.hold,
+            idle_timeout: None,
             who: "gpusessiond".into(),
             why: format!("[[lease]] {}", lease.name),
         }
@@ -195,6 +199,24 @@ impl Spec {
         !self.once || self.ttl.is_none()
     }
 
+    /// Whether these GPUs of a server have room for it now, as far as the server tells.
+    pub fn fits(&self, devices: &[control::Device]) -> bool {
+        let room = |d: &&control::Device| {
+            let wanted = match self.memory {
+                Memory::Bytes(bytes) => bytes,
+                Memory::Percent(percent) => (d.memory_bytes as f64 * percent / 100.0) as u64,
+            };
+            let free = match self.sharing {
+                Some(Sharing::Exclusive) => d.state == "free",
+                _ => matches!(d.state.as_str(), "free" | "leased"),
+            };
+            free && wanted <= d.memory_free_bytes
+                && d.name.to_lowercase().contains(&self.model.to_lowercase())
+                && (self.devices.is_empty() || self.devices.contains(&d.uuid))
+        };
+        devices.iter().filter(room).count() >= self.gpus as usize
+    }
+
     fn request(
         &self,
         id: String,
@@ -231,9 +253,12 @@ impl Spec {
             sm_count: 0,
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
+            idle_timeout_usec: self.idle_timeout.map_or(0, |t| t.as_micros() as u64),
             // Leases from boot are asked for at once, and wait as the file has them. Those of users wait from when they
             // came.
             order: if self.class == Class::Boot && !self.once { self.order.saturating_add(1) } else { 0 },
+            again: false,
+            workers: Vec::new(),
         }
     }
 }
@@ -321,6 +346,8 @@ pub enum Change {
         left: Duration,
         /// Why.
         reason: String,
+        /// Its programs rest: any work of theirs ends that.
+        idle: bool,
     },
     /// The server took it away, or it expired.
     Lost {
@@ -397,6 +424,8 @@ pub struct LeaseView {
     pub processes: usize,
     /// Since when nobody uses it, as the server says: wall-clock and since boot, in microseconds; 0 while in use.
     pub idle_since_usec: (u64, u64),
+    /// Rest after which the server parks it or takes it back, in microseconds; 0: never, or the server does not say.
+    pub idle_timeout_usec: u64,
     /// Leader of the session that it is bound to; 0 if it is bound to none.
     pub leader: u32,
 }
@@ -424,6 +453,11 @@ pub struct ServerView {
     pub devices: u32,
     /// GPUs that nobody has.
     pub free: u32,
+    /// Rest after which it parks or takes back a lease that asks for nothing else, in microseconds; 0: never, or it does
+    /// not say.
+    pub idle_timeout_usec: u64,
+    /// Time that a lease lives without a renewal where it asks for none, in microseconds; 0: it does not say.
+    pub lease_ttl_usec: u64,
 }
 
 /// Everything, at one moment.
@@ -557,8 +591,10 @@ pub trait Leases: Send + Sync {
     async fn warn(&self, left: Duration, reason: &str) -> usize;
     /// Moves a lease's device memory to its server's host memory, or asks for it back.
     async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError>;
-    /// Asks a server how it is; the round trip.
-    async fn ping(&self, server: usize) -> Result<Duration, PoolError>;
+    /// The owner of a lease calls it idle from now on, or no longer.
+    async fn idle_hint(&self, slot: Slot, idle: bool) -> Result<(), PoolError>;
+    /// Asks a server how it is; the round trip and the answer.
+    async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError>;
     /// Releases everything and waits, at most this long, until the servers know.
     async fn shutdown(&self, limit: Duration);
 }

@@ -27,6 +27,12 @@ pub struct SimState {
     pub ended: Vec<[u8; 16]>,
     /// Leases that are parked.
     pub parked: Vec<String>,
+    /// Leases whose owner calls them idle.
+    pub idle: Vec<String>,
+    /// Rest after which each lease is parked, in microseconds.
+    pub idle_timeouts: HashMap<String, u64>,
+    /// What a renewal says of every lease, as far as it is not a matter of the single one.
+    pub renewed: control::RenewedLease,
     /// Leases that were released.
     pub released: Vec<String>,
     /// Every allocation request.
@@ -35,6 +41,8 @@ pub struct SimState {
     pub environments: Vec<HashMap<String, String>>,
     /// Ids of the leases to come; made up when empty.
     pub ids: VecDeque<String>,
+    /// The name that it tells, if not its address.
+    pub name: Option<String>,
     /// `Describe` does not answer while this is set.
     pub hanging: bool,
     /// No worker can be taken while this is set.
@@ -51,6 +59,8 @@ pub struct SimServer {
     calls: Arc<watch::Sender<u64>>,
 }
 
+/// Rest after which a simulated server parks, in microseconds.
+pub const IDLE_TIMEOUT: u64 = 1_800_000_000;
 /// The ticket key of every simulated lease.
 pub const KEY: [u8; 32] = [7; 32];
 
@@ -138,6 +148,11 @@ impl PoolServer for SimServer {
                     id
                 }
             };
+            let idle_timeout_usec = match request.idle_timeout_usec {
+                0 => IDLE_TIMEOUT,
+                usec => usec.min(IDLE_TIMEOUT),
+            };
+            state.idle_timeouts.insert(id.clone(), idle_timeout_usec);
             let workers = if state.no_workers { vec![] } else { vec![worker(state, &id)] };
             Ok(control::Lease {
                 ticket_key: KEY.to_vec(),
@@ -161,6 +176,7 @@ impl PoolServer for SimServer {
                 workers,
                 driver_version: "580.1".into(),
                 cuda_version: 13000,
+                idle_timeout_usec,
                 id,
             })
         })
@@ -172,19 +188,16 @@ impl PoolServer for SimServer {
         _boot_id: String,
     ) -> Result<Vec<control::RenewedLease>, PoolError> {
         self.call(|state| {
+            let (of_all, idle_timeouts) = (&state.renewed, &state.idle_timeouts);
             Ok(leases
                 .into_iter()
                 .map(|id| {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
                     let reason = if lost { "no such lease".into() } else { String::new() };
-                    control::RenewedLease {
-                        id,
-                        lost,
-                        reason,
-                        ttl_usec: 600_000_000,
-                        state: "active".into(),
-                        devices: Vec::new(),
-                    }
+                    let state = if state.idle.contains(&id) { "idle" } else { "active" }.into();
+                    let idle_timeout_usec = idle_timeouts.get(&id).copied().unwrap_or(0);
+                    let renewed = control::RenewedLease { idle_timeout_usec, ..of_all.clone() };
+                    control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state, ..renewed }
                 })
                 .collect())
         })
@@ -236,6 +249,16 @@ impl PoolServer for SimServer {
         })
     }
 
+    async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.idle.retain(|known| *known != lease);
+            if idle {
+                state.idle.push(lease);
+            }
+            Ok(())
+        })
+    }
+
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
         self.call(|state| {
             let lease = state.leases.iter().position(|(id, ..)| *id == request.lease);
@@ -270,17 +293,22 @@ impl PoolServer for SimServer {
         self.call(|state| {
             let free = state.gpus - state.leases.iter().map(|(_, n, _)| n).sum::<u32>();
             Ok(control::ServerDescription {
-                name: self.name.clone(),
+                name: state.name.as_ref().unwrap_or(&self.name).clone(),
                 software: "gpuserver sim".into(),
                 protocol: 1,
                 state: "online".into(),
                 devices: (0..state.gpus)
                     .map(|i| control::Device {
                         uuid: self.uuid(i),
+                        name: "Simulated GPU".into(),
+                        memory_bytes: 1 << 30,
+                        memory_free_bytes: if i < free { 1 << 30 } else { 0 },
                         state: if i < free { "free" } else { "leased" }.into(),
                         ..Default::default()
                     })
                     .collect(),
+                idle_timeout_usec: IDLE_TIMEOUT,
+                lease_ttl_usec: 60_000_000,
                 ..Default::default()
             })
         })

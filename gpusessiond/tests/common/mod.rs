@@ -61,6 +61,9 @@ pub async fn until(engine: &Engine, mut test: impl FnMut(&Snapshot) -> bool) {
     assert!(matches!(waited, Ok(Ok(_))), "does not come: {:?}", engine.snapshot().borrow());
 }
 
+/// The user that the daemon is where it must not be root.
+pub const DAEMON: &str = "mail";
+
 /// A system bus of the test's own, with the packaged policy.
 pub struct PrivateBus {
     child: Child,
@@ -69,13 +72,25 @@ pub struct PrivateBus {
 
 impl PrivateBus {
     pub fn start() -> Self {
+        Self::start_with("")
+    }
+
+    /// The same, with a program that the bus starts when somebody wants the daemon.
+    pub fn start_with(exec: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
+        let services = folder.path().join("services");
+        std::fs::create_dir(&services).unwrap();
+        if !exec.is_empty() {
+            let text = format!("[D-BUS Service]\nName=org.gpusession1\nExec={exec}\nUser=root\n");
+            std::fs::write(services.join("org.gpusession1.service"), text).unwrap();
+        }
         let policy =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/dbus-1/system.d/org.gpusession1.conf");
         let configuration = folder.path().join("bus.conf");
         let uid = nix::unistd::getuid();
         let text = format!(
             r#"<busconfig><type>system</type><listen>unix:path={}</listen><auth>EXTERNAL</auth>
+            <servicedir>{}</servicedir>
             <policy context="default"><allow user="*"/><deny own="*"/><deny send_type="method_call"/>
             <allow send_type="signal"/><allow send_requested_reply="true" send_type="method_return"/>
             <allow send_requested_reply="true" send_type="error"/><allow receive_type="method_call"/>
@@ -85,8 +100,10 @@ impl PrivateBus {
             <allow send_destination="org.freedesktop.PolicyKit1"/></policy>
             <include>{}</include>
             <policy user="{uid}"><allow own="org.gpusession1"/><allow own="org.freedesktop.systemd1"/></policy>
+            <policy user="{DAEMON}"><allow own="org.gpusession1"/></policy>
             <policy user="polkitd"><allow own="org.freedesktop.PolicyKit1"/></policy></busconfig>"#,
             folder.path().join("bus.sock").display(),
+            services.display(),
             policy.display(),
         );
         std::fs::write(&configuration, text).unwrap();
@@ -119,6 +136,23 @@ impl PrivateBus {
     }
 }
 
+impl PrivateBus {
+    /// A connection of [`DAEMON`]'s, made by root.
+    pub async fn connect_as_daemon(&self) -> zbus::Connection {
+        let user = nix::unistd::User::from_name(DAEMON).unwrap().unwrap();
+        let (uid, path) = (user.uid.as_raw(), self.folder.path().join("bus.sock"));
+        let connect = std::thread::spawn(move || {
+            // The bus sees who connects. The C library's wrapper would change all threads.
+            // SAFETY: the call touches no memory, and what it changes is this thread's, which ends.
+            let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
+            assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+            UnixStream::connect(path).unwrap()
+        });
+        let stream = connect.join().unwrap();
+        zbus::connection::Builder::unix_stream(stream).user_id(uid).build().await.unwrap()
+    }
+}
+
 impl Drop for PrivateBus {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -139,6 +173,11 @@ pub fn settings(engine: &Engine, config: &Config, path: &Path) -> Arc<Settings> 
 
 /// The API on a private bus, over settings that may change.
 pub async fn serve_settings(bus: &PrivateBus, engine: &Engine, settings: Arc<Settings>) -> Bus {
+    serve_on(bus.connect().await, engine, settings).await
+}
+
+/// The API on this connection.
+pub async fn serve_on(connection: zbus::Connection, engine: &Engine, settings: Arc<Settings>) -> Bus {
     let parts = Parts {
         leases: Arc::new(engine.clone()),
         settings,
@@ -146,7 +185,7 @@ pub async fn serve_settings(bus: &PrivateBus, engine: &Engine, settings: Arc<Set
         store: None,
         lease_fds: Default::default(),
     };
-    Bus::start(bus.connect().await, parts).await.unwrap()
+    Bus::start(connection, parts).await.unwrap()
 }
 
 /// A grant socket in a folder of its own.

@@ -16,11 +16,26 @@ use crate::lease::{AllocateError, Lease, Request};
 impl Pool {
     /// When measures are taken against a lease: as the server's limits say, and as it asks for.
     pub fn timeouts(&self, lease: &Lease) -> Timeouts {
-        let mut limits = self.limits_of(&lease.client, &lease.user).idle().asked(lease.on_idle, lease.hold);
+        let limits = self.limits_of(&lease.client, &lease.user).idle();
+        let mut limits = limits.asked(lease.on_idle, lease.hold).within(lease.idle_timeout);
         if lease.mps || self.parking().never(&lease.id).is_some() {
             limits.park = Duration::ZERO;
         }
         limits
+    }
+
+    /// When measures are taken against a client's leases that ask for nothing of their own.
+    pub fn default_timeouts(&self, client: &str) -> Timeouts {
+        self.limits_of(client, "").idle()
+    }
+
+    /// A lease's owner calls it idle from now on, or no longer; what it is then. One whose GPUs are away cannot be idler.
+    pub fn hint_idle(&self, client: &str, lease: &str, idle: bool) -> &'static str {
+        let since = (idle && self.parking().state(lease).is_none()).then(|| self.now());
+        self.parking().clock(lease, |clock| clock.set_hint(since));
+        let (state, _) = self.lease_state(lease);
+        self.tell_state(client, lease, state, if idle { "its owner calls it idle" } else { "" });
+        state
     }
 
     /// Since the last GPU work of a lease's programs; without any, since the last one ended or the lease began.
@@ -30,7 +45,8 @@ impl Pool {
 
     fn seen(&self, lease: &str) -> Option<Seen> {
         let (processes, active) = self.supervisor().activity(lease);
-        Some(Seen { processes, active: active?, away: self.parking().state(lease).is_some() })
+        let hint = self.parking().clock(lease, |clock| clock.hint());
+        Some(Seen { processes, active: active?, away: self.parking().state(lease).is_some(), hint })
     }
 
     /// What is due now.
@@ -46,7 +62,7 @@ impl Pool {
             let limits = self.timeouts(&lease);
             let act = self.parking().clock(&lease.id, |clock| clock.tick(seen, &limits, now));
             let idle = now.saturating_sub(seen.active);
-            let rest = format!("no GPU work for {}", show_duration(Duration::from_secs(idle.as_secs())));
+            let mut rest = format!("no GPU work for {}", show_duration(Duration::from_secs(idle.as_secs())));
             match act {
                 None => {}
                 Some(Act::Warn { next, left }) => self.warn_idle(&lease, next, left, &rest),
@@ -64,6 +80,9 @@ impl Pool {
                     .await;
                 }
                 Some(Act::Park) => {
+                    if seen.rest(now) > idle {
+                        rest = "its owner calls it idle".into();
+                    }
                     let pool = self.clone();
                     tokio::spawn(async move {
                         match pool.park(&lease.id, &rest).await {
@@ -103,7 +122,7 @@ impl Pool {
             lease.client
         );
         let left_usec = u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
-        let warning = Event::PrepareForLoss(wire::Warning { left_usec, reason });
+        let warning = Event::PrepareForLoss(wire::Warning { left_usec, reason, idle: true });
         self.tell(&lease.client, PoolEvent { lease: lease.id.clone(), event: Some(warning) });
     }
 

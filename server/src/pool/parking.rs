@@ -233,6 +233,8 @@ impl Pool {
         self.supervisor().set_away(lease, true);
         self.registry().set_aside(lease).await;
         let state = if parkers.is_empty() { "lent" } else { "parked" };
+        // Its next call is work again.
+        parking.clock(lease, |clock| clock.set_hint(None));
         if let Some(entry) = parking.away().get_mut(lease) {
             entry.parkers = parkers;
             entry.stage = Stage::Away;
@@ -392,6 +394,7 @@ impl Pool {
                 state: "active".into(),
                 reason: "its GPUs are back".into(),
                 devices: self.devices_of(&standing.lease).await,
+                fencing_token: standing.lease.fencing_token,
             };
             let event = PoolEvent { lease: lease.into(), event: Some(Event::State(change)) };
             self.tell(&standing.lease.client, event);
@@ -440,8 +443,8 @@ impl Pool {
         }
     }
 
-    fn tell_state(&self, client: &str, lease: &str, state: &str, reason: &str) {
-        let change = wire::StateChange { state: state.into(), reason: reason.into(), devices: Vec::new() };
+    pub(super) fn tell_state(&self, client: &str, lease: &str, state: &str, reason: &str) {
+        let change = wire::StateChange { state: state.into(), reason: reason.into(), ..Default::default() };
         self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 

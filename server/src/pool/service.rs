@@ -29,7 +29,9 @@ use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::{Config, is_live};
 use crate::idle::OnIdle;
-use crate::lease::{AllocateError, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn};
+use crate::lease::{
+    AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn,
+};
 use crate::limits::{Effective, Exceeded, Rates};
 use crate::monitor::Monitor;
 use crate::net::host_port;
@@ -297,7 +299,7 @@ impl Pool {
     /// Tells every client that holds a lease that it will be lost.
     pub async fn warn_all(&self, left: Duration, reason: &str) {
         for standing in self.registry.leases().await {
-            let warning = wire::Warning { left_usec: micros(left), reason: reason.into() };
+            let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
             let event =
                 PoolEvent { lease: standing.lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) };
             let _ = self.notices.send(Notice::Happened { client: standing.lease.client, event });
@@ -552,7 +554,8 @@ impl Pool {
 
     /// What a lease is, and its place among those that wait for their GPUs.
     pub fn lease_state(&self, lease: &str) -> (&'static str, u32) {
-        let serves = || if self.supervisor.activity(lease).0 > 0 { "active" } else { "idle" };
+        let idle = || self.parking.clock(lease, |clock| clock.hint().is_some());
+        let serves = || if self.supervisor.activity(lease).0 > 0 && !idle() { "active" } else { "idle" };
         self.parking.state(lease).unwrap_or_else(|| (serves(), 0))
     }
 
@@ -639,6 +642,7 @@ impl Pool {
             workers: Vec::new(),
             driver_version: self.facts.driver_version.clone(),
             cuda_version: self.facts.cuda_version,
+            idle_timeout_usec: micros(self.timeouts(lease).first()),
         }
     }
 }
@@ -652,7 +656,7 @@ fn devices(lease: &Lease, gpus: &[GpuUse]) -> Vec<wire::Device> {
         .shares
         .iter()
         .filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
-        .map(|(share, gpu)| device(&gpu.gpu, Some(share), "leased", gpu))
+        .map(|(share, gpu)| device(&gpu.gpu, Some(share), gpu.state(), gpu))
         .collect()
 }
 
@@ -859,6 +863,15 @@ impl PoolService for Service {
                 wish.on_idle
             ))
         })?;
+        let idle_timeout = match wish.idle_timeout_usec {
+            0 => Duration::ZERO,
+            _ if on_idle == OnIdle::Keep => {
+                return Err(Status::invalid_argument(
+                    "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
+                ));
+            }
+            usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
+        };
         let allowed = pool.limits_of(&client, &wish.user);
         let encrypted = !peer.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
         let memory = match (wish.memory_bytes, wish.memory_percent) {
@@ -889,14 +902,22 @@ impl PoolService for Service {
             persistent: wish.persistent,
             on_idle,
             hold: wish.hold,
+            idle_timeout,
             order: wish.order,
             limits: allowed.clone(),
         };
+        let known = wish.again.then_some(wish.workers);
         let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
+                // What makes no sense or never fits is the client's to see to.
+                let event = match &e {
+                    AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
+                    AllocateError::Limit(_) => Some(Said::LimitRefuses),
+                    _ => None,
+                };
                 info!(
-                    message_id = Said::PoolExhausted.id(),
+                    message_id = event.map(Said::id),
                     gpusession_client = client,
                     gpusession_reason = text,
                     "no lease for {client}: {text}{more}"
@@ -929,6 +950,9 @@ impl PoolService for Service {
             );
         }
         pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
+        if let Some(known) = known {
+            pool.supervisor.end_unclaimed(&lease.id, &known);
+        }
         Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
     }
 
@@ -948,13 +972,16 @@ impl PoolService for Service {
                 Some(ttl) => {
                     let (state, _) = pool.lease_state(&id);
                     let standing = pool.registry.get(&id).await;
+                    let lease = standing.map(|s| s.lease);
+                    let lease = lease.as_ref();
                     wire::RenewedLease {
-                        devices: standing.map(|s| devices(&s.lease, &gpus)).unwrap_or_default(),
+                        devices: lease.map(|l| devices(l, &gpus)).unwrap_or_default(),
+                        fencing_token: lease.map_or(0, |l| l.fencing_token),
+                        idle_timeout_usec: lease.map_or(0, |l| micros(pool.timeouts(l).first())),
                         id,
-                        lost: false,
-                        reason: String::new(),
                         ttl_usec: micros(ttl),
                         state: state.into(),
+                        ..Default::default()
                     }
                 }
                 None => wire::RenewedLease {
@@ -963,9 +990,7 @@ impl PoolService for Service {
                     reason: "the server has no such lease: it was released, ended by an administrator, or its client was \
                              silent for too long"
                         .into(),
-                    ttl_usec: 0,
-                    state: String::new(),
-                    devices: Vec::new(),
+                    ..Default::default()
                 },
             });
         }
@@ -1079,6 +1104,18 @@ impl PoolService for Service {
         Ok(Response::new(wire::ParkReply { state: state.into(), position }))
     }
 
+    async fn idle_hint(
+        &self,
+        request: Request<wire::IdleHintRequest>,
+    ) -> Result<Response<wire::IdleHintReply>, Status> {
+        let pool = &self.0;
+        let client = pool.client(&request)?;
+        let wish = request.into_inner();
+        let lease = pool.own_lease(&wish.lease, client.clone()).await?;
+        let state = pool.hint_idle(&client, &lease, wish.idle).into();
+        Ok(Response::new(wire::IdleHintReply { state }))
+    }
+
     async fn readings(
         &self,
         request: Request<wire::ReadingsRequest>,
@@ -1099,7 +1136,7 @@ impl PoolService for Service {
         request: Request<wire::DescribeRequest>,
     ) -> Result<Response<wire::ServerDescription>, Status> {
         let pool = &self.0;
-        pool.client(&request)?;
+        let client = pool.client(&request)?;
         let reached = request.local_addr();
         let facts = &pool.facts;
         let devices = pool.registry.gpus().await;
@@ -1112,6 +1149,8 @@ impl PoolService for Service {
             devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
             state: if pool.registry.draining().await.is_some() { "draining" } else { "online" }.into(),
             data_addresses: pool.data_addresses(reached),
+            idle_timeout_usec: micros(pool.default_timeouts(&client).first()),
+            lease_ttl_usec: micros(DEFAULT_TTL),
         }))
     }
 

@@ -654,6 +654,18 @@ impl Supervisor {
         true
     }
 
+    /// Ends the workers of a lease that were taken and serve nobody yet, but for those that are still wanted.
+    pub fn end_unclaimed(&self, lease: &str, wanted: &[Vec<u8>]) {
+        let unclaimed: Vec<WorkerId> = {
+            let state = self.state();
+            let taken = state.workers.iter().filter(|(_, w)| w.lease == lease && w.phase == Phase::Taken);
+            taken.map(|(id, _)| *id).filter(|id| !wanted.iter().any(|w| w == id)).collect()
+        };
+        for id in unclaimed {
+            self.end_worker(&id, Some(lease), "its client's daemon started anew and does not know it");
+        }
+    }
+
     /// Takes ready workers out of the stock: as many as there are, `count` at most; where there are none, waits for one. A
     /// worker with an environment of its own is started for this call.
     pub async fn take(

@@ -115,6 +115,34 @@ async fn join_allocate_use_release() {
 }
 
 #[tokio::test]
+async fn what_a_daemon_had_in_stock_goes_with_it() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let wish = AllocateRequest { request_id: "boot/a".into(), memory_percent: 50.0, ..vm.request() };
+    let lease = vm.pool.allocate(wish.clone()).await.unwrap().into_inner();
+    let (used, granted, spare) = (
+        vm.take(&lease.id).await.unwrap().id,
+        vm.take(&lease.id).await.unwrap().id,
+        vm.take(&lease.id).await.unwrap().id,
+    );
+    let _lane = server.adopt(&used, 0, true);
+    let states = |server: &Server| -> Vec<String> {
+        let hex = |id: &Vec<u8>| data_encoding::HEXLOWER.encode(id);
+        let rows = server.workers();
+        let state = |id| rows.iter().find(|r| r["worker"] == hex(id)).map(|r| r["state"].clone());
+        let word = |id| state(id).map_or("gone".into(), |s| s.as_str().unwrap().to_owned());
+        [&used, &granted, &spare].map(word).to_vec()
+    };
+    eventually("a program", async || states(&server) == ["active", "taken", "taken"]).await;
+    // Only a daemon that has started anew has forgotten what it took.
+    assert_eq!(vm.pool.allocate(wish.clone()).await.unwrap().into_inner().id, lease.id);
+    assert_eq!(states(&server), ["active", "taken", "taken"]);
+    let again = AllocateRequest { again: true, workers: vec![granted.clone()], ..wish };
+    assert_eq!(vm.pool.allocate(again).await.unwrap().into_inner().id, lease.id);
+    eventually("the spare one ends", async || states(&server) == ["active", "taken", "gone"]).await;
+}
+
+#[tokio::test]
 async fn clients_see_only_their_own() {
     let server = Server::start().await;
     let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);

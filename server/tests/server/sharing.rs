@@ -322,6 +322,50 @@ async fn idle_times_are_those_of_client_user_and_lease() {
 }
 
 #[tokio::test]
+async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
+    let more = "limits.gpus = 64\nlimits.client.vm-b.park_after = 0";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let minutes = |n: u64| n * 60_000_000;
+    let default = a.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    assert_eq!((default.idle_timeout_usec, default.lease_ttl_usec), (minutes(30), minutes(1)));
+    assert_eq!(b.pool.describe(DescribeRequest {}).await.unwrap().into_inner().idle_timeout_usec, 0, "never");
+    let base = a.request();
+    let wish = |usec| AllocateRequest { memory_percent: 10.0, idle_timeout_usec: usec, ..base.clone() };
+    for (asked, holds) in [(0, 30), (minutes(45), 30), (minutes(5), 5)] {
+        let lease = a.pool.allocate(wish(asked)).await.unwrap().into_inner();
+        assert_eq!(lease.idle_timeout_usec, minutes(holds), "{asked}");
+    }
+    let keep = AllocateRequest { on_idle: "keep".into(), ..wish(1) };
+    assert_eq!(a.pool.allocate(keep).await.unwrap_err().code(), Code::InvalidArgument);
+
+    let lease = a.pool.allocate(wish(minutes(5))).await.unwrap().into_inner();
+    let worker = a.take(&lease.id).await.unwrap();
+    let _lane = server.adopt(&worker.id, 0, true);
+    let renewed =
+        async |a: &mut Client| a.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases.remove(0);
+    let now = renewed(&mut a).await;
+    assert_eq!((now.state.as_str(), now.idle_timeout_usec), ("active", minutes(5)));
+    assert_eq!(now.fencing_token, lease.fencing_token);
+    let mut watch = a.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    for (idle, state) in [(true, "idle"), (false, "active")] {
+        let hint = control::IdleHintRequest { lease: lease.id.clone(), idle };
+        assert_eq!(b.pool.idle_hint(hint.clone()).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(a.pool.idle_hint(hint).await.unwrap().into_inner().state, state);
+        let told = loop {
+            let event = watch.message().await.unwrap().expect("the stream goes on");
+            if let Some(Event::State(change)) = event.event {
+                break (event.lease, change.state);
+            }
+        };
+        assert_eq!(told, (lease.id.clone(), state.to_owned()));
+        assert_eq!(renewed(&mut a).await.state, state);
+    }
+    server.set("park_after", "2min");
+    assert_eq!(renewed(&mut a).await.idle_timeout_usec, minutes(2), "changes hold at once");
+}
+
+#[tokio::test]
 async fn who_comes_first_is_served_first() {
     let server = Server::start().await;
     let (mut a, mut b, mut c) =
@@ -390,6 +434,12 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     // Its next program gets a GPU at once: not the same, which is taken, but another that nobody uses.
     let client = &mut vms[index % 2];
     let mut watch = client.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let hint = control::IdleHintRequest { lease: lender[0].clone(), idle: true };
+    assert_eq!(
+        client.pool.idle_hint(hint).await.unwrap().into_inner().state,
+        "lent",
+        "and not idle when it is back"
+    );
     let take =
         control::TakeWorkersRequest { lease: lender[0].clone(), count: 1, waiting: 1, ..Default::default() };
     let worker = client.pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
@@ -399,12 +449,22 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
             control::PoolEvent { lease, event: Some(Event::State(change)) }
                 if lease == lender[0] && change.state == "active" =>
             {
-                break change.devices;
+                break (change.devices, change.fencing_token);
             }
             _ => {}
         }
     };
-    let now = client.pool.renew(renew(&[&lender[0]])).await.unwrap().into_inner().leases[0].devices.clone();
+    let renewed = client.pool.renew(renew(&[&lender[0]])).await.unwrap().into_inner().leases.remove(0);
+    let (told, token) = told;
+    assert!(
+        token > held[index].fencing_token && token == renewed.fencing_token,
+        "another GPU, another token"
+    );
+    eventually("it serves its program", async || {
+        client.pool.renew(renew(&[&lender[0]])).await.unwrap().into_inner().leases[0].state == "active"
+    })
+    .await;
+    let now = renewed.devices;
     assert_eq!(
         (now.len(), &now[0].uuid, now[0].limit_bytes),
         (1, &told[0].uuid, held[index].devices[0].limit_bytes)
@@ -446,7 +506,8 @@ async fn gpus_and_the_server_are_taken_out() {
     assert!(said.contains(&format!("{} of vm-1", lease.id)) && said.contains("gpuserver off"), "{said}");
     assert!(server.verb(&["off", &uuid, "--reason", "a fan is loud"]).status.success());
     assert_eq!(state(&server), ("off-pending".into(), "a fan is loud".into()));
-    assert!(!vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases[0].lost);
+    let renewed = vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases.remove(0);
+    assert_eq!((renewed.lost, renewed.devices[0].state.as_str()), (false, "off-pending"), "its client knows");
     vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
     assert_eq!(state(&server).0, "off");
     let wish = AllocateRequest { devices: vec![uuid.clone()], ..vm.request() };

@@ -62,6 +62,7 @@ fn lease() -> Lease {
         persistent: false,
         until_unix: 0,
         on_idle: Default::default(),
+        idle_timeout: Default::default(),
         hold: false,
         mps: false,
         pinned: false,

@@ -65,6 +65,13 @@ def run(site, check):
         client.ok("echo kernel 8 >/tmp/holder")
         expect(client.until("grep kernel /run/holder.out", 30), "kernel 8")
         assert client.ok("journalctl -b -t gpusessiond MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | wc -l") == parked
+    server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+    with check("its owner's word makes it idle, and active again"):
+        path = client.ok("busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager GetLease s " + name).split('"')[1]
+        hint = f"busctl call org.gpusession1 {path} org.gpusession1.Lease SetIdleHint b"
+        for word, state in (("true", "idle"), ("false", "active")):
+            client.ok(f"{hint} {word}")
+            client.until(f"gpusession list --json | grep -q '\"state\": *\"{state}\"'", 10)
     with check("what does not fit into parked_max is not parked, and who asks for it hears how much there is"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'parked_max = "100MiB"\nreturn_limit = "2s"\n')
         server.ok("systemctl restart gpuserver")

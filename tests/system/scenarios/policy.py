@@ -16,6 +16,17 @@ for_user = "root"
 """
 
 
+RULES = "/etc/polkit-1/rules.d/10-gpusession.rules"
+RULE = """
+polkit.addRule(function(action, subject) {
+    if (action.id == "org.gpusession1.manage-pool" && subject.isInGroup("alice")) return polkit.Result.YES;
+    if (action.id == "org.gpusession1.create-lease" && subject.user == "bob") return polkit.Result.NO;
+});
+"""
+MANAGER = "busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager"
+RELOAD, CAN_CREATE = f"{MANAGER} Reload", f"{MANAGER} CanCreateLease a{{sv}} 0"
+
+
 def run(site, check):
     client = site.client
     create = CREATE.format()
@@ -42,6 +53,23 @@ def run(site, check):
         for verb in ("stop", "restart", "reload"):
             client.fails(f"su -l alice -c 'systemctl --no-ask-password {verb} gpusession'")
         client.ok("systemctl is-active gpusession")
+    with check("polkit says who manages the pool and who creates leases: by default an administrator, and everyone"):
+        client.write("/etc/gpusession/conf.d/extra.toml", "[access]\nextra_leases = 1\n")
+        client.ok("systemctl reload gpusession")
+        client.until(f"su -l alice -c '{CAN_CREATE}' | grep -qv no", 20)
+        expect(client.fails(f"su -l alice -c '{RELOAD}'"), "denied")
+        client.ok(f"su -l bob -c '{CAN_CREATE}' | grep -E 'yes|busy'")
+    with check("a rule in rules.d is obeyed, and for as long as it is there"):
+        client.write(RULES, RULE)
+        client.until(f"su -l alice -c '{RELOAD}'", 20)
+        expect(client.fails(f"su -l bob -c '{RELOAD}'"), "denied")
+        expect(client.ok(f"su -l bob -c '{CAN_CREATE}'"), '"no"')
+        expect(client.fails(f"su -l bob -c '{create}'"), "denied")
+        client.ok(f"rm {RULES}")
+        client.until(f"! su -l alice -c '{RELOAD}'", 20)
+        client.until(f"su -l bob -c '{CAN_CREATE}' | grep -E 'yes|busy'", 20)
+        client.ok("! journalctl -b -u gpusession --no-pager | grep 'polkit does not decide'")
+        client.ok("rm /etc/gpusession/conf.d/extra.toml && systemctl reload gpusession")
     with check("root can do all of it"):
         client.ok("gpusession release " + lease(client, "of-root"))
         client.ok("systemctl restart gpusession")

@@ -1,0 +1,38 @@
+"""A stop is a stop for programs and for the command line; a message on the bus starts the daemon while it is enabled."""
+from harness import expect
+
+ORDER = 35
+CALL = "busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager ListLeases"
+READY = "gpusession status | grep -q 'is ready'"
+
+
+def run(site, check):
+    client = site.client
+
+    def stopped():
+        assert client.run("systemctl is-active gpusession.service").out != "active", "it runs again"
+
+    with check("after a stop neither the command line nor a program starts the daemon"):
+        client.ok("systemctl stop gpusession")
+        client.until("! systemctl is-active gpusession.socket", 10)
+        for command in ("status", "list", "env", "reload"):
+            seen = client.run(f"gpusession {command}")
+            assert seen.code == 69, str(seen)
+            expect(seen.out, "the daemon is not running")
+        client.fails("ssh alice@client vectorAdd")
+        client.fails(CALL.replace("busctl", "busctl --auto-start=no"))
+        stopped()
+    with check("while it is enabled a message to its name starts it, and opens the sockets"):
+        client.ok(CALL)
+        client.ok("systemctl is-active gpusession.service && systemctl is-active gpusession.socket")
+        client.until(READY, 30)
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("the command line waits for a daemon that is started anew after a crash"):
+        client.ok("systemctl kill -s KILL gpusession; sleep 0.2; gpusession status")
+        client.until(READY, 30)
+    with check("a disabled daemon is started by nobody but root"):
+        client.ok("systemctl disable --now gpusession 2>&1")
+        client.fails(CALL)
+        stopped()
+        client.ok("systemctl enable --now gpusession 2>&1")
+        client.until(READY, 30)
