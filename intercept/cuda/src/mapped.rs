@@ -6,15 +6,14 @@
 //! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name goes up before launches of
 //! those graphs: nobody else promises that it still exists.
 
-use std::collections::{BTreeSet, HashMap};
-use std::num::NonZeroUsize;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{mirror, op};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
+use crate::claims;
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind};
@@ -190,37 +189,15 @@ pub fn map_managed(client: &Client, base: u64, size: u64) -> Result {
     create(client, Region::new(base, size, mirror::DEVICE, false, true)).map(|_| ())
 }
 
-/// Makes a managed variable, which the driver has put at an address of its own choice, accessible to the program there.
+/// Makes a managed variable, which the driver has put at an address of its own choice (claimed by the caller), accessible to
+/// the program there.
 pub fn map_variable(client: &Client, base: u64, size: u64) -> Result {
-    const PAGE: usize = 4096;
-    static PAGES: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
     let _making = lock(&MAKING);
     if find(base as usize, size as usize).is_some() {
         return Ok(());
     }
-    let end = (base as usize).checked_add(size as usize).ok_or(NOT_SUPPORTED)?;
-    let mut pages = lock(&PAGES);
-    for page in (base as usize & !(PAGE - 1)..end).step_by(PAGE) {
-        if pages.contains(&page) {
-            continue;
-        }
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED_NOREPLACE;
-        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        let (Some(hint), Some(len)) = (NonZeroUsize::new(page), NonZeroUsize::new(PAGE)) else {
-            return Err(NOT_SUPPORTED);
-        };
-        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program.
-        let mapped = unsafe { mmap_anonymous(Some(hint), len, prot, flags) };
-        if mapped.map(|m| m.as_ptr() as usize) != Ok(page) {
-            crate::trace::why(&format!(
-                "a __managed__ variable at {base:#x} cannot be shown to the program: it has other memory there"
-            ));
-            return Err(NOT_SUPPORTED);
-        }
-        pages.insert(page);
-    }
-    drop(pages);
-    // Pages stay, and an unloaded variable may have left something.
+    claims::open(base, size)?;
+    // An unloaded variable may have left something.
     // SAFETY: pages of ours; the program has not been told of the variable yet.
     unsafe { std::ptr::write_bytes(base as *mut u8, 0, size as usize) };
     create(client, Region::new(base, size, mirror::MANAGED, false, true)).map(|_| ())

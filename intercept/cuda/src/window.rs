@@ -25,31 +25,28 @@ fn candidates() -> impl Iterator<Item = u64> {
     (0..8u64).map(|i| 0x2000_0000_0000 + i * 0x0a00_0000_0000)
 }
 
+/// Reserves addresses of this process, without memory behind them; false if it has anything there.
+pub fn reserve(base: u64, len: u64) -> bool {
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
+    let (Some(hint), Some(len)) = (NonZeroUsize::new(base as usize), NonZeroUsize::new(len as usize)) else {
+        return false;
+    };
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
+    let Ok(mapped) = (unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) }) else {
+        return false;
+    };
+    let there = mapped.as_ptr() as u64 == base;
+    if !there {
+        // An old kernel took the address as a hint only.
+        // SAFETY: just mapped, used by nobody.
+        let _ = unsafe { munmap(mapped, len.get()) };
+    }
+    there
+}
+
 /// Reserves what is free of the candidates: at most `count` bases.
 pub fn offer(count: usize) -> Vec<u64> {
-    let mut bases = Vec::new();
-    for base in candidates() {
-        if bases.len() == count {
-            break;
-        }
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
-        let (Some(hint), Some(len)) =
-            (NonZeroUsize::new(base as usize), NonZeroUsize::new((DEVICE_WINDOW + HOST_ARENA) as usize))
-        else {
-            continue;
-        };
-        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
-        if let Ok(mapped) = unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) } {
-            if mapped.as_ptr() as u64 == base {
-                bases.push(base);
-            } else {
-                // An old kernel took the address as a hint only.
-                // SAFETY: just mapped, used by nobody.
-                let _ = unsafe { munmap(mapped, len.get()) };
-            }
-        }
-    }
-    bases
+    candidates().filter(|base| reserve(*base, DEVICE_WINDOW + HOST_ARENA)).take(count).collect()
 }
 
 /// Gives a window back that the worker did not take.
