@@ -3,7 +3,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,9 +55,9 @@ fn answer(mut stream: UnixStream, replies: &[Reply], asked: &mut usize) -> UnixS
     stream
 }
 
-/// Runs a program beside a daemon that gives these answers, the last one again and again. Returns what the program printed and how
-/// often it asked for a worker.
-pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> (Output, usize) {
+/// Does something beside a daemon that gives these answers, the last one again and again; `body` is told its socket. Returns what came
+/// of it and how often a worker was asked for.
+pub fn beside_daemon<T>(replies: Vec<Reply>, body: impl FnOnce(&Path) -> T) -> (T, usize) {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("grant.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -75,17 +75,24 @@ pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> 
             asked
         }
     });
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", program])
-        .env("GPUSESSION_SOCKET", &socket)
-        .env("GPUSESSION_TRACE", "why,missing,summary")
-        .env_remove("GPUSESSION_TRACE_FILE")
-        .env_remove("GPUSESSION_DISABLE")
-        .envs(variables.iter().map(|(name, value)| (name, value)))
-        .output()
-        .unwrap();
+    let came = body(&socket);
     ended.store(true, Ordering::Relaxed);
     // Wakes it.
     UnixStream::connect(&socket).unwrap();
-    (output, daemon.join().unwrap())
+    (came, daemon.join().unwrap())
+}
+
+/// Runs a program beside such a daemon; returns what it printed.
+pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> (Output, usize) {
+    beside_daemon(replies, |socket| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "--nocapture", program])
+            .env("GPUSESSION_SOCKET", socket)
+            .env("GPUSESSION_TRACE", "why,missing,summary")
+            .env_remove("GPUSESSION_TRACE_FILE")
+            .env_remove("GPUSESSION_DISABLE")
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .output()
+            .unwrap()
+    })
 }
