@@ -10,9 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use nix::sys::mman::{ProtFlags, mprotect};
 
 use crate::entry::{NOT_SUPPORTED, Result};
-use crate::{trace, window};
-
-const PAGE: u64 = 4096;
+use crate::trace;
+use crate::window::{self, PAGE};
 
 /// What is reserved, first byte to end. It stays so: the driver gives the same addresses out again.
 static CLAIMED: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());

@@ -72,9 +72,9 @@ pub struct Client {
     pub devices: Vec<Device>,
     /// Contexts that the program created, by handle.
     pub created: RwLock<HashMap<u64, Created>>,
-    /// Where device memory lies whose address is chosen here.
-    pub device_window: std::ops::Range<u64>,
-    /// Where pinned memory of ours lies.
+    /// Where lies what the device may reach and whose address is chosen here.
+    pub whole_window: std::ops::Range<u64>,
+    /// The part of it for pinned memory of ours, and for the device's addresses of registered memory.
     pub host_arena: std::ops::Range<u64>,
     window: Mutex<Window>,
     slots: Mutex<HashMap<u8, Slots>>,
@@ -295,7 +295,7 @@ impl Client {
             driver_version: driver_version.min(NEWEST),
             devices,
             created: RwLock::default(),
-            device_window: base..base + window::DEVICE_WINDOW,
+            whole_window: base..window::host_arena(base).end,
             host_arena: window::host_arena(base),
             window: Mutex::new(Window::new(base)),
             slots: Mutex::default(),

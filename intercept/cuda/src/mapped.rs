@@ -17,6 +17,7 @@ use crate::claims;
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind};
+use crate::window::PAGE;
 
 /// One region.
 pub struct Region {
@@ -24,6 +25,8 @@ pub struct Region {
     base: usize,
     len: usize,
     kind: u64,
+    /// Where the worker has it, if that is said here.
+    there: u64,
     /// The program's own memory, which is not registered: it lives as long as its program says, unknown to us.
     pageable: bool,
     device: AtomicU64,
@@ -55,6 +58,7 @@ impl Region {
             base: base as usize,
             len: len as usize,
             kind,
+            there: base,
             pageable,
             device: AtomicU64::new(0),
             everywhere: AtomicBool::new(everywhere),
@@ -121,7 +125,7 @@ fn create(client: &Client, region: Region) -> Result<Arc<Region>> {
     let made = client.call(op::MIRROR_HOST, |w| {
         w.word(region.id);
         w.word(region.kind);
-        w.word(region.base as u64);
+        w.word(region.there);
         w.word(region.len as u64);
     });
     match made.and_then(|reply| word(&mut reply.reader())) {
@@ -156,9 +160,21 @@ fn of_pinned(client: &Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Re
     if let Some(known) = find(base as usize, size as usize).filter(|r| !r.pageable) {
         return Ok(known);
     }
-    // With unified addressing kernels use pinned memory of ours by its own address.
-    let kind = if matches!(kind, Kind::Host(_)) { mirror::SAME } else { mirror::ANYWHERE };
-    create(client, Region::new(base, size, kind, false, false))
+    // With unified addressing kernels use pinned memory of ours by its own address. The program's own memory gets one in the arena
+    // for it, where neither side has anything else.
+    let mut region = Region::new(base, size, mirror::SAME, false, false);
+    if !matches!(kind, Kind::Host(_)) {
+        region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
+    }
+    let there = region.there;
+    create(client, region).inspect_err(|_| give_back(client, base, there, size))
+}
+
+/// Addresses that memory of the program's own had in the arena.
+fn give_back(client: &Client, base: u64, there: u64, size: u64) {
+    if there != base {
+        client.window().unreserve_host(there - base % PAGE, base % PAGE + size);
+    }
 }
 
 /// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
@@ -250,7 +266,9 @@ fn reap(client: &Client) -> Result {
 fn discard(client: &Client, region: &Arc<Region>) -> Result {
     drop_region(region);
     COUNT.fetch_sub(1, Ordering::Relaxed);
-    client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ())
+    let gone = client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ());
+    give_back(client, region.base as u64, region.there, region.len as u64);
+    gone
 }
 
 /// The memory that starts at `base` is about to be freed or unregistered; the caller has synchronised.

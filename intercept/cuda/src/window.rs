@@ -13,6 +13,8 @@ use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result};
 pub const DEVICE_WINDOW: u64 = 8 << 40;
 /// Bytes of the arena for pinned host memory, right behind it.
 const HOST_ARENA: u64 = 1 << 40;
+/// Granularity of host memory.
+pub const PAGE: u64 = 4096;
 /// Granularity of device memory.
 pub const GRANULE: u64 = 2 << 20;
 /// Largest allocation that goes into a slab, in bytes.
@@ -258,20 +260,28 @@ impl Window {
         Ok(())
     }
 
-    /// Host memory in the arena, whole pages.
-    pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
-        const PAGE: u64 = 4096;
+    /// Addresses of the arena for host memory, whole pages.
+    pub fn reserve_host(&mut self, size: u64) -> Result<u64> {
         let len = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
-        let address = self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)?;
-        remap(address, len, true).inspect_err(|_| self.host.give(address, len))?;
-        Ok(address)
+        self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)
+    }
+
+    /// Gives them back.
+    pub fn unreserve_host(&mut self, address: u64, size: u64) {
+        self.host.give(address, size.next_multiple_of(PAGE));
+    }
+
+    /// Host memory in the arena.
+    pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
+        let address = self.reserve_host(size)?;
+        let usable = remap(address, size.next_multiple_of(PAGE), true);
+        usable.inspect_err(|_| self.unreserve_host(address, size)).map(|()| address)
     }
 
     /// Gives host memory back.
     pub fn free_host(&mut self, address: u64, size: u64) {
-        let len = size.next_multiple_of(4096);
-        let _ = remap(address, len, false);
-        self.host.give(address, len);
+        let _ = remap(address, size.next_multiple_of(PAGE), false);
+        self.unreserve_host(address, size);
     }
 }
 

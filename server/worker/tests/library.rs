@@ -15,9 +15,10 @@ use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gpusession_proto::frame::op;
 use gpusession_proto::grant::Reply;
 use gpusession_proto::supervise::FromWorker;
-use harness::{KEY, MIB, Machine, Options, Worker};
+use harness::{KEY, MIB, Machine, Options, WINDOW, Worker};
 use libloading::Library;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
@@ -215,6 +216,39 @@ fn copies_mapped_memory() {
     assert!(cuda.works_at(module, address));
 }
 
+/// Registered memory has another address for the device, which is none of the program's.
+#[test]
+#[ignore = "a program"]
+fn copies_registered_memory() {
+    let cuda = Cuda::begin();
+    let module = cuda.load(KERNEL);
+    let function = cuda.increment(module);
+    for offset in [0usize, 1000] {
+        let mut memory = vec![0u32; 5000];
+        let (host, len) = (&raw mut memory[offset] as u64, 4 * 4000);
+        let (mut device, mut after) = (0u64, 0u32);
+        assert_eq!(cuda.call("cuMemHostRegister_v2", &[host, len, 2]), 0);
+        assert_eq!(cuda.call("cuMemHostGetDevicePointer_v2", &[at(&mut device), host, 0]), 0);
+        assert_ne!(device, host);
+        assert_eq!(device % 4096, host % 4096);
+        assert!(!occupy(device & !4095, 4096), "nothing of the program's can come to lie there");
+        // SAFETY: inside `memory`, which the device's changes come back to when this synchronises.
+        let word = unsafe { &mut *(host as *mut u32) };
+        *word = 6;
+        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.call("cuMemcpy", &[at(&mut after), device, 4]), 0);
+        assert_eq!(after, 7, "what the kernel made of what the program wrote");
+        after = 20;
+        assert_eq!(cuda.call("cuMemcpy", &[device, at(&mut after), 4]), 0);
+        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
+        // SAFETY: as above.
+        assert_eq!(unsafe { (host as *const u32).read_volatile() }, 21);
+        assert_eq!(cuda.call("cuMemHostUnregister", &[host]), 0);
+    }
+    cuda.works();
+}
+
 #[test]
 #[ignore = "a program"]
 fn finds_no_window() {
@@ -371,6 +405,12 @@ fn mapped_memory_says_itself_what_it_is() {
 }
 
 #[test]
+fn registered_memory_has_an_address_of_its_own() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_registered_memory", vec![granted(&worker)], &[]);
+}
+
+#[test]
 fn a_driver_that_ignores_hints_is_no_driver_for_us() {
     let (_machine, worker) = worker(&[("SIMGPU_IGNORE_ADDRESS_HINTS", "on")]);
     let said = succeeds("finds_no_window", vec![granted(&worker)], &[]);
@@ -486,7 +526,8 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     let (mut stolen, spare, beside) =
         (Worker::start(&machine), Worker::start(&machine), Worker::start(&machine));
     let other = beside.client(false);
-    let (before, _) = other.memory();
+    other.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    other.put(WINDOW, b"mine");
     // The thief is there first.
     let mut thief = stolen.stranger(0);
     thief.greet(&stolen.ticket().seal(&KEY));
@@ -496,7 +537,8 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     assert!(said.contains("already serves a process: ticket used twice"), "{said}");
     assert_eq!(asked, 2, "libcuda asks for another worker");
     stolen.wait_for(|m| matches!(m, FromWorker::Refused { reason } if reason.contains("ticket used twice")));
-    assert_eq!(other.memory().0, before, "nobody else is disturbed");
+    assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
+    assert!(other.heard.0.lock().expect("a list").is_empty());
     // Without another worker the owner is told.
     let refused = harness::Client::open(&stolen.endpoint(false)).err().expect("a refusal");
     assert!(refused.0.contains("ticket used twice"), "{refused}");

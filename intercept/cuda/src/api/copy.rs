@@ -44,8 +44,8 @@ fn for_synchronous(client: &Client, default: crate::streams::Default) -> Result<
 fn on_device(client: &Client, address: u64) -> bool {
     match ranges::find(address) {
         Some(range) => range.kind.on_device() && !range.kind.managed(),
-        // The program's own mappings (`cuMemMap`) are in no list.
-        None => client.device_window.contains(&address),
+        // Mappings of the program's (`cuMemMap`) and the device's addresses of registered memory are in no list.
+        None => client.whole_window.contains(&address),
     }
 }
 
