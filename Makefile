@@ -21,7 +21,6 @@ CARGO_DENY := $(TOOLS)/bin/cargo-deny
 CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpusession-nvml simgpu gpusession-manual
-BENCHES := $(wildcard */benches/*.rs */*/benches/*.rs)
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/libexec/gpuserver-end units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check
 
@@ -77,8 +76,7 @@ gpu-bundle: build
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
 
 bench:
-	@if [ -n '$(BENCHES)' ]; then $(CARGO) build --locked --release -p gpuserver --example fake-worker && $(CARGO) bench --locked --workspace --bench '*'; \
-	else echo 'bench: nothing to measure without a GPU yet; with one: make gpu-bundle, then ./run bench there'; fi
+	CLIENTS=$${CLIENTS:-4000} $(CARGO) bench --locked --workspace --bench '*'
 
 # ---- testing
 

@@ -4,6 +4,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use gpusession_calls::tables::{Library, tables_source};
+
 /// Names defined by `export!` blocks: `fn cuName(` and `fn cuName | cuName_ptsz(`.
 fn defined(text: &str, out: &mut BTreeSet<String>) {
     for line in text.lines() {
@@ -36,4 +38,5 @@ fn main() {
     write("unsupported.rs", gpusession_calls::unsupported_source(&implemented));
     write("proc_addresses.rs", gpusession_calls::proc_addresses_source());
     write("errors.rs", gpusession_calls::errors_source());
+    write("export_tables.rs", tables_source(Library::Simgpu));
 }

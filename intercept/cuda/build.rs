@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use gpusession_calls::tables::{Library, tables_source};
 use gpusession_calls::{Class, Kind, Param};
 
 fn main() {
@@ -28,6 +29,7 @@ fn main() {
     write("generated.rs", source);
     write("proc_addresses.rs", gpusession_calls::proc_addresses_source());
     write("errors.rs", gpusession_calls::errors_source());
+    write("private_tables.rs", tables_source(Library::Libcuda));
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
     // A call of the table that nobody has written must fail here, not in a program.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,defs");

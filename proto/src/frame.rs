@@ -31,9 +31,9 @@ pub const FIRST_DOWN_LANE: u16 = FIRST_UP_LANE + UP_LANES;
 
 /// Kinds of a mirror (`MIRROR_HOST`): where the worker has the bytes of memory that the program and the device share.
 pub mod mirror {
-    /// In host memory of its own, anywhere: only copies name it, or the device by the address that is answered.
+    /// In host memory of its own, anywhere: only copies name it.
     pub const ANYWHERE: u64 = 0;
-    /// In host memory of its own at the client's address: kernels name it by that.
+    /// In host memory of its own at an address that the client gives: kernels name it by that.
     pub const SAME: u64 = 1;
     /// In the driver's managed memory at that address (a module's variable).
     pub const MANAGED: u64 = 2;

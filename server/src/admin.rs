@@ -524,12 +524,14 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
     let mut prefix = [0; 4];
     timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
     let len = u32::from_le_bytes(prefix) as usize;
-    if len > MAX_REQUEST {
-        return Err(io::Error::other("request too long"));
-    }
-    let mut body = vec![0; len];
-    timeout(LIMIT, socket.read_exact(&mut body)).await??;
-    let ask = serde_json::from_slice::<Ask>(&body);
+    let ask = if len > MAX_REQUEST {
+        Err(format!("the request is longer than {MAX_REQUEST} bytes"))
+    } else {
+        let mut body = vec![0; len];
+        timeout(LIMIT, socket.read_exact(&mut body)).await??;
+        serde_json::from_slice::<Ask>(&body)
+            .map_err(|e| format!("the server does not know this request: {e}"))
+    };
     let stop = match &ask {
         Ok(Ask::Stop { force }) => Some(*force),
         _ => None,
@@ -539,9 +541,7 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
             Ok(value) => Answer::Ok(value),
             Err(refusal) => Answer::Error(refusal),
         },
-        Err(e) => {
-            Answer::Error(Refusal::new("bad-request", format!("the server does not know this request: {e}")))
-        }
+        Err(why) => Answer::Error(Refusal::new("bad-request", why)),
     };
     let bytes = serde_json::to_vec(&answer)?;
     let told = timeout(LIMIT, async {

@@ -1,6 +1,7 @@
 //! The private tables that NVIDIA's runtime libraries ask the driver for.
 //!
-//! Only a handful of their functions are ever called; the others answer "not supported".
+//! Only a handful of their functions are ever called; the others answer "not supported". Which tables there are, and which
+//! function of this module is behind which slot, says `proto/calls/tables.txt`.
 
 use crate::context::{CONTEXTS, top};
 use crate::driver::{config, driver};
@@ -9,97 +10,35 @@ use crate::exports::{guard, out};
 use crate::md2::hmac_md2;
 use crate::module::Module;
 use crate::registry::handle;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
-type Id = [u8; 16];
+type Slot = *const ();
 
-const CUDART_INTERFACE: Id = 0x6bd5fb6c5bf4e74a8987d93912fd9df9u128.to_be_bytes();
-const RUNTIME_CALLBACK_HOOKS: Id = 0xa094798c2e742e7493f20800200c0a66u128.to_be_bytes();
-const TOOLS_TLS: Id = 0x42d85a8123f6cb478298f6e78a3aecdcu128.to_be_bytes();
-const CONTEXT_LOCAL_STORAGE: Id = 0xc693336e1121df11a8c368f355d89593u128.to_be_bytes();
-const CONTEXT_CHECKS: Id = 0x263e88607cd2614392f6bbd5006dfa7eu128.to_be_bytes();
-const INTEGRITY_CHECK: Id = 0xd4082055bde6704b8d34ba123c66e1f2u128.to_be_bytes();
-const TOOLS_CONTEXT: Id = 0x21318c60971432488ca641ff7324c8f2u128.to_be_bytes();
-const TPC_TOPOLOGY: Id = 0x1734dc26800d47458726c0f1e7dd8bcau128.to_be_bytes();
+struct Slots<const N: usize>([Slot; N]);
 
-/// A table: pointers, the first of which is its size in bytes for all but one.
-type Table = Box<[usize]>;
+// SAFETY: addresses of functions and a size, never written.
+unsafe impl<const N: usize> Sync for Slots<N> {}
 
-fn sized(slots: usize, filled: &[(usize, usize)]) -> Table {
-    let mut t = vec![unsupported as *const () as usize; slots];
-    t[0] = slots * size_of::<usize>();
-    for (slot, f) in filled {
-        t[*slot] = *f;
-    }
-    t.into()
+macro_rules! unknown {
+    ($slot:literal, $table:literal) => {
+        unsupported as Slot
+    };
 }
 
-struct Tables {
-    cudart: Table,
-    hooks: Table,
-    tls: Table,
-    storage: Table,
-    checks: Table,
-    integrity: Table,
-    context: Table,
-    topology: Table,
+mod generated {
+    use super::*;
+    include!(concat!(env!("OUT_DIR"), "/export_tables.rs"));
 }
-
-static TABLES: LazyLock<Tables> = LazyLock::new(|| Tables {
-    cudart: sized(
-        13,
-        &[
-            (1, cudart_load as *const () as usize),
-            (2, cudart_primary as *const () as usize),
-            (6, cudart_load_more as *const () as usize),
-            (7, nothing as *const () as usize),
-            (8, cudart_load_fatbin as *const () as usize),
-            (10, 0),
-            (12, nothing as *const () as usize),
-        ],
-    ),
-    hooks: sized(
-        7,
-        &[
-            (1, nothing as *const () as usize),
-            (2, hooks_large as *const () as usize),
-            (3, nothing as *const () as usize),
-            (4, nothing as *const () as usize),
-            (5, nothing as *const () as usize),
-            (6, hooks_small as *const () as usize),
-        ],
-    ),
-    tls: sized(3, &[(2, tls_current as *const () as usize)]),
-    storage: Box::new([
-        storage_put as *const () as usize,
-        storage_delete as *const () as usize,
-        storage_get as *const () as usize,
-        0,
-    ]),
-    checks: sized(15, &[(2, check_context as *const () as usize), (3, nothing as *const () as usize)]),
-    integrity: sized(3, &[(1, integrity_check as *const () as usize)]),
-    context: sized(93, &[(4, context_id as *const () as usize)]),
-    topology: sized(
-        17,
-        &[(4, topology_get as *const () as usize), (13, topology_free as *const () as usize)],
-    ),
-});
 
 /// The table of an id, if it exists here.
-pub fn find(id: &Id) -> Option<*const usize> {
-    let t = &*TABLES;
-    let table = match *id {
-        CUDART_INTERFACE => &t.cudart,
-        RUNTIME_CALLBACK_HOOKS => &t.hooks,
-        TOOLS_TLS => &t.tls,
-        CONTEXT_LOCAL_STORAGE => &t.storage,
-        CONTEXT_CHECKS => &t.checks,
-        INTEGRITY_CHECK => &t.integrity,
-        TOOLS_CONTEXT => &t.context,
-        TPC_TOPOLOGY => &t.topology,
-        _ => return None,
-    };
-    Some(table.as_ptr())
+pub fn find(id: &[u8; 16]) -> Option<*const usize> {
+    let id = u128::from_be_bytes(*id);
+    let table = generated::find(id);
+    if table.is_none() && config().trace {
+        let known = generated::REFUSED.iter().find(|(known, _)| *known == id);
+        eprintln!("simgpu: no private table {id:032x} {}", known.map_or("(unknown)", |(_, name)| name));
+    }
+    table.map(<*const Slot>::cast)
 }
 
 extern "C" fn unsupported() -> u32 {
@@ -133,7 +72,7 @@ unsafe extern "C" fn cudart_load(module: *mut usize, image: *const u8) -> u32 {
     guard("CudartInterface[1]", || unsafe { load(module, image) })
 }
 
-unsafe extern "C" fn cudart_load_more(
+unsafe extern "C" fn cudart_load_wrapper(
     module: *mut usize,
     image: *const u8,
     _a: usize,
@@ -144,7 +83,7 @@ unsafe extern "C" fn cudart_load_more(
     guard("CudartInterface[6]", || unsafe { load(module, image) })
 }
 
-unsafe extern "C" fn cudart_load_fatbin(
+unsafe extern "C" fn cudart_load_header(
     image: *const u8,
     module: *mut usize,
     _a: usize,
@@ -178,7 +117,7 @@ unsafe fn hooks(buffer: *mut usize, n: *mut usize, size: usize, offset: usize) -
     at
 }
 
-unsafe extern "C" fn tls_current(ctx: *mut usize) -> u32 {
+unsafe extern "C" fn tls_context(ctx: *mut usize) -> u32 {
     guard("ToolsTls[2]", || {
         let h = top()?.map_or(0, |c| handle(&c));
         // SAFETY: the caller vouches for its pointer.
@@ -186,7 +125,7 @@ unsafe extern "C" fn tls_current(ctx: *mut usize) -> u32 {
     })
 }
 
-unsafe extern "C" fn context_id(ctx: usize, id: *mut u64) -> u32 {
+unsafe extern "C" fn tools_context_id(ctx: usize, id: *mut u64) -> u32 {
     guard("ToolsContext[4]", || {
         let value = CONTEXTS.find(ctx).map_or(0, |c| c.id);
         // SAFETY: the caller vouches for its pointer.
@@ -234,7 +173,7 @@ unsafe extern "C" fn storage_get(value: *mut usize, ctx: usize, key: usize) -> u
     }
 }
 
-unsafe extern "C" fn check_context(_ctx: usize, result: *mut u32, _more: *mut usize) -> u32 {
+unsafe extern "C" fn checks_flags(_ctx: usize, result: *mut u32, _more: *mut usize) -> u32 {
     // SAFETY: the runtime vouches for its pointer.
     guard("ContextChecks[2]", || unsafe { out(result, 0) })
 }
@@ -254,8 +193,8 @@ unsafe extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64;
                 m.extend(std::process::id().to_ne_bytes());
                 // SAFETY: pthread_self has no preconditions.
                 m.extend((unsafe { libc::pthread_self() } as u32).to_ne_bytes());
-                m.extend((TABLES.cudart.as_ptr() as usize).to_ne_bytes());
-                m.extend((TABLES.integrity.as_ptr() as usize).to_ne_bytes());
+                m.extend((generated::CUDART_INTERFACE.0.as_ptr() as usize).to_ne_bytes());
+                m.extend((generated::INTEGRITY_CHECK.0.as_ptr() as usize).to_ne_bytes());
                 m.extend((integrity_check as *const () as usize).to_ne_bytes());
                 m.extend(time.to_ne_bytes());
                 for d in &driver()?.devices {
@@ -276,7 +215,7 @@ unsafe extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64;
 }
 
 /// One byte per pair of multiprocessors: its place in its cluster, and the cluster's number.
-unsafe extern "C" fn topology_get(places: *mut *mut u8, clusters: *mut *mut u8) -> u32 {
+unsafe extern "C" fn tpc_get(places: *mut *mut u8, clusters: *mut *mut u8) -> u32 {
     guard("TpcTopology[4]", || {
         crate::context::current()?;
         let n = (config().sms as usize / 2).max(1);
@@ -297,8 +236,8 @@ unsafe extern "C" fn topology_get(places: *mut *mut u8, clusters: *mut *mut u8) 
     })
 }
 
-unsafe extern "C" fn topology_free(a: *mut u8, b: *mut u8) -> u32 {
-    // SAFETY: both come from `topology_get`.
+unsafe extern "C" fn tpc_free(a: *mut u8, b: *mut u8) -> u32 {
+    // SAFETY: both come from `tpc_get`.
     unsafe {
         libc::free(a.cast());
         libc::free(b.cast());

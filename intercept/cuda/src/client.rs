@@ -16,7 +16,7 @@ use crate::entry::{
     SYSTEM_NOT_READY, UNKNOWN,
 };
 use crate::window::{self, Window};
-use crate::{thread, trace};
+use crate::{claims, thread, trace};
 
 /// Freed slots of one kind that rest.
 const RESTING: usize = 1 << 16;
@@ -72,11 +72,12 @@ pub struct Client {
     pub devices: Vec<Device>,
     /// Contexts that the program created, by handle.
     pub created: RwLock<HashMap<u64, Created>>,
-    /// Where pinned memory of ours lies.
+    /// Where lies what the device may reach and whose address is chosen here.
+    pub whole_window: std::ops::Range<u64>,
+    /// The part of it for pinned memory of ours, and for the device's addresses of registered memory.
     pub host_arena: std::ops::Range<u64>,
     window: Mutex<Window>,
     slots: Mutex<HashMap<u8, Slots>>,
-    lost: AtomicBool,
     sticky: AtomicI32,
 }
 
@@ -122,10 +123,11 @@ extern "C" fn print_summary() {
     if let Some(Ok(client)) = CLIENT.get() {
         let waits = client.link.waits();
         trace::print(&format!(
-            "gpusession: {} frames to {}, {} waits for the server",
+            "gpusession: {} frames to {}, {} waits for the server, {} colliding addresses",
             client.link.position(),
             client.link.server,
-            waits.iter().map(|(_, count, _)| u64::from(*count)).sum::<u64>()
+            waits.iter().map(|(_, count, _)| u64::from(*count)).sum::<u64>(),
+            claims::collisions()
         ));
         let one = |(name, count, time): &(_, _, Duration)| format!("{count} {name} {} ms", time.as_millis());
         let waits: Vec<_> = waits.iter().map(one).collect();
@@ -199,7 +201,7 @@ impl gpusession_link::Events for Events {
 
     fn lost(&self, reason: &str) {
         if let Some(Ok(client)) = CLIENT.get() {
-            client.lost.store(true, Ordering::Relaxed);
+            client.spoil(DEVICE_UNAVAILABLE);
         }
         trace::why(reason);
     }
@@ -293,10 +295,10 @@ impl Client {
             driver_version: driver_version.min(NEWEST),
             devices,
             created: RwLock::default(),
+            whole_window: base..window::host_arena(base).end,
             host_arena: window::host_arena(base),
             window: Mutex::new(Window::new(base)),
             slots: Mutex::default(),
-            lost: AtomicBool::new(false),
             sticky: AtomicI32::new(0),
         })
     }
@@ -396,9 +398,13 @@ impl Client {
 
     fn remember(&self, status: i32) {
         if gpusession_proto::status::is_sticky(status) {
-            // The first one is the cause.
-            let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
+            self.spoil(status);
         }
+    }
+
+    /// From now on for every call; the first one is the cause.
+    fn spoil(&self, status: i32) {
+        let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// Appends a frame without waiting if `sure`, else waits for the driver's verdict.

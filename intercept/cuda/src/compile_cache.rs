@@ -134,7 +134,7 @@ fn trim(folder: &Path, max: u64) {
 pub struct Entry(Key);
 
 #[allow(clippy::too_many_arguments, reason = "the interface is NVRTC's")]
-pub extern "C" fn slot_open(
+pub extern "C" fn compile_open(
     entry: *mut *mut Entry,
     kind: i32,
     input: *const c_void,
@@ -167,18 +167,18 @@ pub extern "C" fn slot_open(
     })
 }
 
-pub extern "C" fn slot_close(entry: *mut Entry) -> i32 {
+pub extern "C" fn compile_close(entry: *mut Entry) -> i32 {
     if !entry.is_null() {
-        // SAFETY: from `slot_open`; the compiler closes an entry once.
+        // SAFETY: from `compile_open`; the compiler closes an entry once.
         drop(unsafe { Box::from_raw(entry) });
     }
     0
 }
 
-/// `value` is the caller's, which gives it back with `slot_free`.
-pub extern "C" fn slot_find(entry: *const Entry, _: u64, value: *mut *mut c_void, len: *mut u32) -> i32 {
+/// `value` is the caller's, which gives it back with `compile_free`.
+pub extern "C" fn compile_find(entry: *const Entry, _: u64, value: *mut *mut c_void, len: *mut u32) -> i32 {
     guard("compile_cache_find", || {
-        // SAFETY: null, or from `slot_open` and not closed yet.
+        // SAFETY: null, or from `compile_open` and not closed yet.
         let Entry(key) = unsafe { entry.as_ref() }.ok_or(INVALID_VALUE)?;
         let found = cache().and_then(|cache| cache.find(key)).ok_or(NOT_FOUND)?;
         // SAFETY: plain allocation; the bytes are copied into it whole.
@@ -195,9 +195,9 @@ pub extern "C" fn slot_find(entry: *const Entry, _: u64, value: *mut *mut c_void
     })
 }
 
-pub extern "C" fn slot_store(entry: *const Entry, _: u64, value: *const c_void, len: usize) -> i32 {
+pub extern "C" fn compile_store(entry: *const Entry, _: u64, value: *const c_void, len: usize) -> i32 {
     guard("compile_cache_store", || {
-        // SAFETY: null, or from `slot_open` and not closed yet.
+        // SAFETY: null, or from `compile_open` and not closed yet.
         let Entry(key) = unsafe { entry.as_ref() }.ok_or(INVALID_VALUE)?;
         if len > MAX_BYTES {
             return Err(NOT_SUPPORTED);
@@ -210,8 +210,8 @@ pub extern "C" fn slot_store(entry: *const Entry, _: u64, value: *const c_void, 
     })
 }
 
-pub extern "C" fn slot_free(value: *mut c_void) -> i32 {
-    // SAFETY: from `slot_find`, given back once.
+pub extern "C" fn compile_free(value: *mut c_void) -> i32 {
+    // SAFETY: from `compile_find`, given back once.
     unsafe { libc::free(value) };
     0
 }

@@ -6,6 +6,7 @@
 #![allow(non_snake_case)]
 
 mod api;
+mod claims;
 mod client;
 mod compile_cache;
 mod copies;

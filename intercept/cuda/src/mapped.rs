@@ -6,18 +6,18 @@
 //! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name goes up before launches of
 //! those graphs: nobody else promises that it still exists.
 
-use std::collections::{BTreeSet, HashMap};
-use std::num::NonZeroUsize;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{mirror, op};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
+use crate::claims;
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind};
+use crate::window::PAGE;
 
 /// One region.
 pub struct Region {
@@ -25,6 +25,8 @@ pub struct Region {
     base: usize,
     len: usize,
     kind: u64,
+    /// Where the worker has it, if that is said here.
+    there: u64,
     /// The program's own memory, which is not registered: it lives as long as its program says, unknown to us.
     pageable: bool,
     device: AtomicU64,
@@ -56,6 +58,7 @@ impl Region {
             base: base as usize,
             len: len as usize,
             kind,
+            there: base,
             pageable,
             device: AtomicU64::new(0),
             everywhere: AtomicBool::new(everywhere),
@@ -122,7 +125,7 @@ fn create(client: &Client, region: Region) -> Result<Arc<Region>> {
     let made = client.call(op::MIRROR_HOST, |w| {
         w.word(region.id);
         w.word(region.kind);
-        w.word(region.base as u64);
+        w.word(region.there);
         w.word(region.len as u64);
     });
     match made.and_then(|reply| word(&mut reply.reader())) {
@@ -157,9 +160,21 @@ fn of_pinned(client: &Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Re
     if let Some(known) = find(base as usize, size as usize).filter(|r| !r.pageable) {
         return Ok(known);
     }
-    // With unified addressing kernels use pinned memory of ours by its own address.
-    let kind = if matches!(kind, Kind::Host(_)) { mirror::SAME } else { mirror::ANYWHERE };
-    create(client, Region::new(base, size, kind, false, false))
+    // With unified addressing kernels use pinned memory of ours by its own address. The program's own memory gets one in the arena
+    // for it, where neither side has anything else.
+    let mut region = Region::new(base, size, mirror::SAME, false, false);
+    if !matches!(kind, Kind::Host(_)) {
+        region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
+    }
+    let there = region.there;
+    create(client, region).inspect_err(|_| give_back(client, base, there, size))
+}
+
+/// Addresses that memory of the program's own had in the arena.
+fn give_back(client: &Client, base: u64, there: u64, size: u64) {
+    if there != base {
+        client.window().unreserve_host(there - base % PAGE, base % PAGE + size);
+    }
 }
 
 /// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
@@ -190,37 +205,15 @@ pub fn map_managed(client: &Client, base: u64, size: u64) -> Result {
     create(client, Region::new(base, size, mirror::DEVICE, false, true)).map(|_| ())
 }
 
-/// Makes a managed variable, which the driver has put at an address of its own choice, accessible to the program there.
+/// Makes a managed variable, which the driver has put at an address of its own choice (claimed by the caller), accessible to
+/// the program there.
 pub fn map_variable(client: &Client, base: u64, size: u64) -> Result {
-    const PAGE: usize = 4096;
-    static PAGES: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
     let _making = lock(&MAKING);
     if find(base as usize, size as usize).is_some() {
         return Ok(());
     }
-    let end = (base as usize).checked_add(size as usize).ok_or(NOT_SUPPORTED)?;
-    let mut pages = lock(&PAGES);
-    for page in (base as usize & !(PAGE - 1)..end).step_by(PAGE) {
-        if pages.contains(&page) {
-            continue;
-        }
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED_NOREPLACE;
-        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        let (Some(hint), Some(len)) = (NonZeroUsize::new(page), NonZeroUsize::new(PAGE)) else {
-            return Err(NOT_SUPPORTED);
-        };
-        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program.
-        let mapped = unsafe { mmap_anonymous(Some(hint), len, prot, flags) };
-        if mapped.map(|m| m.as_ptr() as usize) != Ok(page) {
-            crate::trace::why(&format!(
-                "a __managed__ variable at {base:#x} cannot be shown to the program: it has other memory there"
-            ));
-            return Err(NOT_SUPPORTED);
-        }
-        pages.insert(page);
-    }
-    drop(pages);
-    // Pages stay, and an unloaded variable may have left something.
+    claims::open(base, size)?;
+    // An unloaded variable may have left something.
     // SAFETY: pages of ours; the program has not been told of the variable yet.
     unsafe { std::ptr::write_bytes(base as *mut u8, 0, size as usize) };
     create(client, Region::new(base, size, mirror::MANAGED, false, true)).map(|_| ())
@@ -273,7 +266,9 @@ fn reap(client: &Client) -> Result {
 fn discard(client: &Client, region: &Arc<Region>) -> Result {
     drop_region(region);
     COUNT.fetch_sub(1, Ordering::Relaxed);
-    client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ())
+    let gone = client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ());
+    give_back(client, region.base as u64, region.there, region.len as u64);
+    gone
 }
 
 /// The memory that starts at `base` is about to be freed or unregistered; the caller has synchronised.

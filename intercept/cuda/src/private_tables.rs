@@ -1,161 +1,59 @@
 //! Private tables of functions that NVIDIA's runtime and libraries ask the driver for (`cuGetExportTable`). Everything in
-//! them is local to the process; what they mean is public knowledge of several open-source drivers. A table starts with its
-//! size in bytes, but for context-local storage.
+//! them is local to the process; what they mean is public knowledge of several open-source drivers. Which tables there are, and
+//! which function of this module is behind which slot, says `proto/calls/tables.txt`.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use crate::client;
+use crate::compile_cache::{compile_close, compile_find, compile_free, compile_open, compile_store};
 use crate::entry::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
-use crate::{compile_cache, thread, trace};
-
-const fn id(name: u128) -> [u8; 16] {
-    name.to_be_bytes()
-}
-
-const CUDART_INTERFACE: [u8; 16] = id(0x6bd5fb6c_5bf4e74a_8987d939_12fd9df9);
-const RUNTIME_HOOKS: [u8; 16] = id(0xa094798c_2e742e74_93f20800_200c0a66);
-const TOOLS_TLS: [u8; 16] = id(0x42d85a81_23f6cb47_8298f6e7_8a3aecdc);
-const CONTEXT_LOCAL_STORAGE: [u8; 16] = id(0xc693336e_1121df11_a8c368f3_55d89593);
-const CONTEXT_CHECKS: [u8; 16] = id(0x263e8860_7cd26143_92f6bbd5_006dfa7e);
-const INTEGRITY_CHECK: [u8; 16] = id(0xd4082055_bde6704b_8d34ba12_3c66e1f2);
-const TOOLS_CONTEXT: [u8; 16] = id(0x21318c60_97143248_8ca641ff_7324c8f2);
-const TOOLS_MODULE: [u8; 16] = id(0x6e163fbe_b958444d_835ce182_aff1991e);
-const TPC_TOPOLOGY: [u8; 16] = id(0x1734dc26_800d4745_8726c0f1_e7dd8bca);
-const COMPILE_CACHE: [u8; 16] = id(0xda9151d3_3ae6cc41_a5c04f26_d533e328);
+use crate::{thread, trace};
 
 /// A slot of a table.
-type Slot = *const c_void;
+type Slot = *const ();
 
-struct Tables {
-    cudart: [Slot; 13],
-    hooks: [Slot; 7],
-    tls: [Slot; 3],
-    storage: [Slot; 4],
-    checks: [Slot; 15],
-    integrity: [Slot; 3],
-    context: [Slot; 93],
-    tpc: [Slot; 17],
-    module: [Slot; 99],
-    compiled: [Slot; 7],
-}
+/// A table.
+struct Slots<const N: usize>([Slot; N]);
 
-// SAFETY: the tables are written once and hold addresses of functions.
-unsafe impl Send for Tables {}
-// SAFETY: as above.
-unsafe impl Sync for Tables {}
+// SAFETY: addresses of functions and a size, never written.
+unsafe impl<const N: usize> Sync for Slots<N> {}
 
-/// The slots of a table, each of which answers NOT_SUPPORTED and is counted under its name.
+/// A slot that is not filled: answers NOT_SUPPORTED and is counted under its name.
 macro_rules! unknown {
-    ($table:literal: $($slot:literal)*) => { [$({
+    ($slot:literal, $table:literal) => {{
         extern "C" fn slot() -> i32 {
             trace::missing(concat!("slot ", $slot, " of the private table ", $table));
             NOT_SUPPORTED
         }
-        slot as extern "C" fn() -> i32 as Slot
-    }),*] };
-    ($table:literal) => { unknown!($table:
-        0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39
-        40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63 64 65 66 67 68 69 70 71 72 73 74 75
-        76 77 78 79 80 81 82 83 84 85 86 87 88 89 90 91 92 93 94 95 96 97 98
-    ) };
+        slot as Slot
+    }};
 }
 
-/// The first `N` slots, but for those that are used; the size comes first.
-fn sized<const N: usize>(unknown: [Slot; 99], used: &[(usize, Slot)]) -> [Slot; N] {
-    let mut table = std::array::from_fn(|slot| unknown[slot]);
-    table[0] = (N * size_of::<Slot>()) as Slot;
-    for (index, function) in used {
-        table[*index] = *function;
-    }
-    table
+mod generated {
+    use super::*;
+    include!(concat!(env!("OUT_DIR"), "/private_tables.rs"));
 }
 
-fn tables() -> &'static Tables {
-    static TABLES: OnceLock<Tables> = OnceLock::new();
-    TABLES.get_or_init(|| Tables {
-        cudart: sized(
-            unknown!("CUDART_INTERFACE"),
-            &[
-                (1, cudart_load as *const c_void),
-                (2, cudart_primary as *const c_void),
-                (6, cudart_load_wrapper as *const c_void),
-                (7, cudart_unused as *const c_void),
-                (8, cudart_load_header as *const c_void),
-                (10, std::ptr::null()),
-                (12, cudart_load_compilers as *const c_void),
-            ],
-        ),
-        hooks: sized(
-            unknown!("TOOLS_RUNTIME_CALLBACK_HOOKS"),
-            &[
-                (1, hooks_unused as *const c_void),
-                (2, hooks_large as *const c_void),
-                (3, hooks_unused as *const c_void),
-                (4, hooks_unused as *const c_void),
-                (5, hooks_unused as *const c_void),
-                (6, hooks_small as *const c_void),
-            ],
-        ),
-        tls: sized(unknown!("TOOLS_TLS"), &[(2, tls_context as *const c_void)]),
-        storage: [
-            storage_put as *const c_void,
-            storage_delete as *const c_void,
-            storage_get as *const c_void,
-            std::ptr::null(),
-        ],
-        checks: sized(
-            unknown!("CONTEXT_CHECKS"),
-            &[(2, checks_flags as *const c_void), (3, checks_zero as *const c_void)],
-        ),
-        integrity: sized(unknown!("INTEGRITY_CHECK"), &[(1, integrity_check as *const c_void)]),
-        context: sized(
-            unknown!("TOOLS_CONTEXT"),
-            &[
-                (4, tools_context_id as *const c_void),
-                (39, tools_stream_id as *const c_void),
-                (51, tools_stream as *const c_void),
-            ],
-        ),
-        module: sized(unknown!("TOOLS_MODULE"), &[(7, tools_functions as *const c_void)]),
-        compiled: sized(
-            unknown!("COMPILE_CACHE"),
-            &[
-                (1, compile_cache::slot_open as *const c_void),
-                (2, compile_cache::slot_close as *const c_void),
-                (3, compile_cache::slot_find as *const c_void),
-                (4, compile_cache::slot_store as *const c_void),
-                (6, compile_cache::slot_free as *const c_void),
-            ],
-        ),
-        tpc: sized(
-            unknown!("TPC_TOPOLOGY"),
-            &[(4, tpc_get as *const c_void), (13, tpc_free as *const c_void)],
-        ),
-    })
-}
-
-/// A table by its id.
+/// A table by its id. What is refused is counted.
 pub fn find(id: &[u8; 16]) -> Option<*const c_void> {
-    let t = tables();
-    Some(match *id {
-        CUDART_INTERFACE => t.cudart.as_ptr().cast(),
-        RUNTIME_HOOKS => t.hooks.as_ptr().cast(),
-        TOOLS_TLS => t.tls.as_ptr().cast(),
-        CONTEXT_LOCAL_STORAGE => t.storage.as_ptr().cast(),
-        CONTEXT_CHECKS => t.checks.as_ptr().cast(),
-        INTEGRITY_CHECK => t.integrity.as_ptr().cast(),
-        TOOLS_CONTEXT => t.context.as_ptr().cast(),
-        TOOLS_MODULE => t.module.as_ptr().cast(),
-        COMPILE_CACHE => t.compiled.as_ptr().cast(),
-        TPC_TOPOLOGY => t.tpc.as_ptr().cast(),
-        _ => return None,
-    })
+    let id = u128::from_be_bytes(*id);
+    let table = generated::find(id);
+    if table.is_none() {
+        let name =
+            generated::REFUSED.iter().find(|(known, _)| *known == id).map_or("(unknown)", |(_, name)| name);
+        trace::missing(format!("private table {id:032x} {name}"));
+    }
+    table.map(<*const Slot>::cast)
+}
+
+extern "C" fn nothing() -> i32 {
+    0
 }
 
 // --- What runtimes before CUDA 12 load modules with, and the primary context's handle before it is retained.
@@ -195,12 +93,6 @@ extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
     })
 }
 
-extern "C" fn cudart_unused(_: usize) {}
-
-extern "C" fn cudart_load_compilers() -> i32 {
-    0
-}
-
 // --- The functions of a module, one by one: how cuFFT finds those of its callbacks.
 
 /// Calls `visit(data, function, module)` for each function; returns how many there are.
@@ -238,10 +130,6 @@ fn hooks_buffer(buffer: *mut *const c_void, size: *mut usize, which: usize, coun
     crate::entry::give_optional(buffer, address);
     crate::entry::give_optional(size, count);
     address
-}
-
-extern "C" fn hooks_unused() -> i32 {
-    0
 }
 
 extern "C" fn tls_context(ctx: *mut *mut c_void) -> i32 {
@@ -368,10 +256,6 @@ extern "C" fn checks_flags(_ctx: *mut c_void, flags: *mut u32, _: *mut *mut c_vo
     guard("checks_flags", || give(flags, 0))
 }
 
-extern "C" fn checks_zero() -> u32 {
-    0
-}
-
 /// A small number for a context, 1 for the first.
 pub fn context_id(ctx: u64) -> u64 {
     u64::from(gpusession_proto::handle::slot(ctx)) + 1
@@ -449,7 +333,7 @@ extern "C" fn tpc_free(in_gpc: *mut u8, gpc: *mut u8) -> i32 {
 
 // --- The handshake between NVIDIA's runtime and its driver: each side computes the same digest of what they agree on.
 
-const KEY: [u8; 16] = id(0x146addae_53a9a752_aa084136_0bf55a9f);
+const KEY: [u8; 16] = 0x146addae_53a9a752_aa084136_0bf55a9f_u128.to_be_bytes();
 
 extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64; 2]) -> i32 {
     guard("integrity_check", || {
@@ -471,7 +355,6 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
     const PCI_DEVICE: usize = 34;
     const PCI_DOMAIN: usize = 50;
     let client = client::get()?;
-    let t = tables();
     // SAFETY: both only read what the kernel and libc know of the calling thread.
     let (pid, this) = unsafe { (libc::getpid(), libc::pthread_self()) };
     let mut message = Vec::with_capacity(48 + 28 * client.devices.len());
@@ -479,9 +362,8 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
     message.extend_from_slice(&version.to_ne_bytes());
     message.extend_from_slice(&pid.to_ne_bytes());
     message.extend_from_slice(&(this as u32).to_ne_bytes());
-    for pointer in
-        [t.cudart.as_ptr() as usize, t.integrity.as_ptr() as usize, integrity_check as *const c_void as usize]
-    {
+    let tables = [generated::CUDART_INTERFACE.0.as_ptr(), generated::INTEGRITY_CHECK.0.as_ptr()];
+    for pointer in [tables[0] as usize, tables[1] as usize, integrity_check as Slot as usize] {
         message.extend_from_slice(&pointer.to_ne_bytes());
     }
     message.extend_from_slice(&time.to_ne_bytes());

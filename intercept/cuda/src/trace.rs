@@ -1,8 +1,9 @@
 //! `GPUSESSION_TRACE=why,missing,errors,summary`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
 struct Wanted {
     why: bool,
@@ -20,7 +21,8 @@ fn wanted() -> &'static Wanted {
     })
 }
 
-static MISSING: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
+/// By name, how often each was wanted.
+static MISSING: Mutex<BTreeMap<Cow<'static, str>, u64>> = Mutex::new(BTreeMap::new());
 
 /// Whether the numbers of the link are wanted at the end.
 pub fn summary() -> bool {
@@ -34,16 +36,27 @@ pub fn why(reason: &str) {
     }
 }
 
-/// A call that is not supported; the first of each is printed.
-pub fn missing(name: &'static str) {
-    let first = {
-        let mut missing = MISSING.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = missing.entry(name).or_default();
-        *count += 1;
-        *count == 1
-    };
-    if first && wanted().missing {
-        print(&format!("gpusession: {name} is not supported (see docs/coverage.md)"));
+/// A call that is not supported. The first of each is printed, and at the program's end how many there were.
+pub fn missing(name: impl Into<Cow<'static, str>>) {
+    static AT_END: Once = Once::new();
+    if !wanted().missing {
+        return;
+    }
+    // SAFETY: the handler reads statics that are never dropped.
+    AT_END.call_once(|| _ = unsafe { libc::atexit(print_missing) });
+    let name = name.into();
+    let line = format!("gpusession: {name} is not supported (see docs/coverage.md)");
+    let mut missing = MISSING.lock().unwrap_or_else(PoisonError::into_inner);
+    let count = missing.entry(name).or_default();
+    *count += 1;
+    if *count == 1 {
+        print(&line);
+    }
+}
+
+extern "C" fn print_missing() {
+    for (name, count) in &*MISSING.lock().unwrap_or_else(PoisonError::into_inner) {
+        print(&format!("gpusession: not supported: {count} {name}"));
     }
 }
 

@@ -13,6 +13,8 @@ use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result};
 pub const DEVICE_WINDOW: u64 = 8 << 40;
 /// Bytes of the arena for pinned host memory, right behind it.
 const HOST_ARENA: u64 = 1 << 40;
+/// Granularity of host memory.
+pub const PAGE: u64 = 4096;
 /// Granularity of device memory.
 pub const GRANULE: u64 = 2 << 20;
 /// Largest allocation that goes into a slab, in bytes.
@@ -25,31 +27,28 @@ fn candidates() -> impl Iterator<Item = u64> {
     (0..8u64).map(|i| 0x2000_0000_0000 + i * 0x0a00_0000_0000)
 }
 
+/// Reserves addresses of this process, without memory behind them; false if it has anything there.
+pub fn reserve(base: u64, len: u64) -> bool {
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
+    let (Some(hint), Some(len)) = (NonZeroUsize::new(base as usize), NonZeroUsize::new(len as usize)) else {
+        return false;
+    };
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
+    let Ok(mapped) = (unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) }) else {
+        return false;
+    };
+    let there = mapped.as_ptr() as u64 == base;
+    if !there {
+        // An old kernel took the address as a hint only.
+        // SAFETY: just mapped, used by nobody.
+        let _ = unsafe { munmap(mapped, len.get()) };
+    }
+    there
+}
+
 /// Reserves what is free of the candidates: at most `count` bases.
 pub fn offer(count: usize) -> Vec<u64> {
-    let mut bases = Vec::new();
-    for base in candidates() {
-        if bases.len() == count {
-            break;
-        }
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
-        let (Some(hint), Some(len)) =
-            (NonZeroUsize::new(base as usize), NonZeroUsize::new((DEVICE_WINDOW + HOST_ARENA) as usize))
-        else {
-            continue;
-        };
-        // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
-        if let Ok(mapped) = unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) } {
-            if mapped.as_ptr() as u64 == base {
-                bases.push(base);
-            } else {
-                // An old kernel took the address as a hint only.
-                // SAFETY: just mapped, used by nobody.
-                let _ = unsafe { munmap(mapped, len.get()) };
-            }
-        }
-    }
-    bases
+    candidates().filter(|base| reserve(*base, DEVICE_WINDOW + HOST_ARENA)).take(count).collect()
 }
 
 /// Gives a window back that the worker did not take.
@@ -261,20 +260,28 @@ impl Window {
         Ok(())
     }
 
-    /// Host memory in the arena, whole pages.
-    pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
-        const PAGE: u64 = 4096;
+    /// Addresses of the arena for host memory, whole pages.
+    pub fn reserve_host(&mut self, size: u64) -> Result<u64> {
         let len = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
-        let address = self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)?;
-        remap(address, len, true).inspect_err(|_| self.host.give(address, len))?;
-        Ok(address)
+        self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)
+    }
+
+    /// Gives them back.
+    pub fn unreserve_host(&mut self, address: u64, size: u64) {
+        self.host.give(address, size.next_multiple_of(PAGE));
+    }
+
+    /// Host memory in the arena.
+    pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
+        let address = self.reserve_host(size)?;
+        let usable = remap(address, size.next_multiple_of(PAGE), true);
+        usable.inspect_err(|_| self.unreserve_host(address, size)).map(|()| address)
     }
 
     /// Gives host memory back.
     pub fn free_host(&mut self, address: u64, size: u64) {
-        let len = size.next_multiple_of(4096);
-        let _ = remap(address, len, false);
-        self.host.give(address, len);
+        let _ = remap(address, size.next_multiple_of(PAGE), false);
+        self.unreserve_host(address, size);
     }
 }
 

@@ -2,45 +2,34 @@
 
 mod common;
 
-use std::io::{Read, Write};
 use std::net::TcpListener;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::{Command, Output};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::process::Output;
 
-use common::library;
-use gpusession_proto::grant::{Denial, Endpoint, Reply, Request};
-use gpusession_proto::message;
+use common::{call, library, run};
+use gpusession_proto::grant::{Denial, Endpoint, Reply};
 
 /// Only in a process of its own: `cuInit` has one outcome.
 #[test]
 #[ignore = "started by the tests below"]
 fn init() {
-    type Init = unsafe extern "C" fn(u32) -> i32;
-    // SAFETY: the type is CUDA's.
-    let status = unsafe { library().get::<Init>(b"cuInit").unwrap()(0) };
-    println!("cuInit: {status}");
+    let library = library();
+    println!("cuInit: {}", call(&library, "cuInit", &[0]));
+    println!("cuInit again: {}", call(&library, "cuInit", &[0]));
+    println!("cuDeviceGetCount: {}", call(&library, "cuDeviceGetCount", &[&mut 0i32 as *mut i32 as u64]));
 }
 
-fn started(socket: &std::path::Path) -> Output {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", "init"])
-        .env("GPUSESSION_SOCKET", socket)
-        .env("GPUSESSION_TRACE", "why")
-        .env_remove("GPUSESSION_TRACE_FILE")
-        .output()
-        .unwrap()
+fn after(answers: Vec<Reply>) -> (Output, usize) {
+    run("init", answers, &[])
 }
 
-fn answer(mut stream: UnixStream, reply: &Reply) -> UnixStream {
-    let mut prefix = [0; 4];
-    stream.read_exact(&mut prefix).unwrap();
-    let mut body = vec![0; message::body_len(prefix).unwrap()];
-    stream.read_exact(&mut body).unwrap();
-    message::decode::<Request>(&body).unwrap();
-    stream.write_all(&message::encode(reply)).unwrap();
-    stream
+/// Every call has this outcome, and this is said of it.
+fn all_say(output: &Output, status: i32, why: &[&str]) {
+    let said = String::from_utf8_lossy(&output.stdout);
+    for call in ["cuInit", "cuInit again", "cuDeviceGetCount"] {
+        assert!(said.contains(&format!("{call}: {status}\n")), "{output:?}");
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(why.iter().all(|why| said.contains(why)), "{said}");
 }
 
 /// A worker whose port nobody listens at any more.
@@ -57,46 +46,64 @@ fn gone() -> Reply {
     }])
 }
 
-fn after(answers: Vec<Reply>) -> (Output, usize) {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("grant.sock");
-    let listener = UnixListener::bind(&socket).unwrap();
-    let ended = Arc::new(AtomicBool::new(false));
-    let daemon = std::thread::spawn({
-        let ended = ended.clone();
-        move || {
-            let mut open = Vec::new();
-            for stream in listener.incoming() {
-                if ended.load(Ordering::Relaxed) {
-                    break;
-                }
-                let reply = &answers[open.len().min(answers.len() - 1)];
-                open.push(answer(stream.unwrap(), reply));
-            }
-            open.len()
-        }
-    });
-    let output = started(&socket);
-    ended.store(true, Ordering::Relaxed);
-    // Wakes it.
-    UnixStream::connect(&socket).unwrap();
-    (output, daemon.join().unwrap())
+fn denied(denial: Denial, reason: &str) -> Reply {
+    Reply::Denied { denial, reason: reason.into() }
+}
+
+#[test]
+fn each_denial_has_its_code() {
+    for (denial, status) in [
+        (Denial::NoDevice, 100),
+        (Denial::NotReady, 802),
+        (Denial::Quota, 46),
+        (Denial::ProtocolMismatch, 803),
+    ] {
+        let (output, asked) = after(vec![denied(denial, "for this reason")]);
+        all_say(&output, status, &["for this reason"]);
+        assert_eq!(asked, 1, "{denial:?}: what is denied is not asked for again");
+    }
+}
+
+#[test]
+fn a_daemon_that_answers_something_else_is_a_mismatch() {
+    let (output, _) = after(vec![Reply::Version(13000)]);
+    all_say(&output, 803, &["something else"]);
+}
+
+#[test]
+fn a_grant_of_nothing_is_no_device() {
+    let (output, _) = after(vec![Reply::Granted(Vec::new())]);
+    all_say(&output, 100, &["names no worker"]);
+}
+
+#[test]
+fn without_a_daemon_there_is_no_device() {
+    let (output, asked) = run("init", vec![gone()], &[("GPUSESSION_SOCKET", "/nowhere/grant.sock".into())]);
+    all_say(&output, 100, &["daemon"]);
+    assert_eq!(asked, 0);
+}
+
+#[test]
+fn a_user_can_do_without() {
+    let (output, asked) = run("init", vec![gone()], &[("GPUSESSION_DISABLE", "1".into())]);
+    all_say(&output, 100, &["GPUSESSION_DISABLE=1 is set"]);
+    assert_eq!(asked, 0, "the daemon is not asked");
+    let (output, asked) =
+        run("init", vec![denied(Denial::Quota, "asked")], &[("GPUSESSION_DISABLE", "0".into())]);
+    all_say(&output, 46, &["asked"]);
+    assert_eq!(asked, 1);
 }
 
 #[test]
 fn a_worker_that_is_gone_is_not_the_end() {
-    let denied = Reply::Denied { denial: Denial::Quota, reason: "no more than 2 programs".into() };
-    let (output, asked) = after(vec![gone(), gone(), denied]);
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("cuInit: 46"), "{output:?}");
+    let (output, asked) = after(vec![gone(), gone(), denied(Denial::Quota, "no more than 2 programs")]);
+    all_say(&output, 46, &["gpu1", "no more than 2 programs"]);
     assert_eq!(asked, 3);
-    let why = String::from_utf8_lossy(&output.stderr);
-    assert!(why.contains("gpu1") && why.contains("no more than 2 programs"), "{why}");
 }
 
 #[test]
 fn workers_that_are_always_gone_are_an_error() {
     let (output, asked) = after(vec![gone()]);
-    assert!(String::from_utf8_lossy(&output.stdout).contains("cuInit: 802"), "{output:?}");
+    all_say(&output, 802, &["gpu1"]);
     assert_eq!(asked, 3);
 }

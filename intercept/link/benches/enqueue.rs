@@ -1,11 +1,15 @@
 //! What it costs a program's thread to put a kernel launch into the log: encoding, the lock, waking the sender. The other
-//! end reads and discards, as a worker does whose GPU keeps up.
+//! end reads and discards, as a worker does whose GPU keeps up. Then the same in bursts, and which system calls the thread makes.
+
+mod syscalls;
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::{Criterion, criterion_group};
 use gpusession_link::link::Caller;
 use gpusession_link::{Events, Link};
 use gpusession_proto::frame::{HEADER, Header, Writer, op};
@@ -46,7 +50,7 @@ fn sink() -> String {
     address
 }
 
-fn enqueue(c: &mut Criterion) {
+fn link() -> Arc<Link> {
     let endpoint = Endpoint {
         server: "sink".into(),
         addresses: vec![sink()],
@@ -56,22 +60,52 @@ fn enqueue(c: &mut Criterion) {
         lease: "abcdefghijkl".into(),
         devices: 1,
     };
-    let (link, _) = Link::open(&endpoint, Box::new(Quiet), |_| {}).expect("the sink answers");
-    let caller = Caller { thread: 1, ctx: 1 };
-    let params = [0u8; 64];
-    c.bench_function("enqueue a launch with 64 bytes of parameters", |b| {
-        b.iter(|| {
-            link.post(op::LAUNCH, caller, |w| {
-                for word in 0..6 {
-                    w.word(word);
-                }
-                w.bytes(&[]);
-                w.bytes(&params);
-            })
-            .expect("the sink reads")
-        });
+    Link::open(&endpoint, Box::new(Quiet), |_| {}).expect("the sink answers").0
+}
+
+fn launch(link: &Link) {
+    const CALLER: Caller = Caller { thread: 1, ctx: 1 };
+    let posted = link.post(op::LAUNCH, CALLER, |w| {
+        for word in 0..6 {
+            w.word(word);
+        }
+        w.bytes(&[]);
+        w.bytes(&[0; 64]);
     });
+    posted.expect("the sink reads");
+}
+
+fn enqueue(c: &mut Criterion) {
+    let link = link();
+    c.bench_function("enqueue a launch with 64 bytes of parameters", |b| b.iter(|| launch(&link)));
+}
+
+/// As a program does it that computes, launches, computes: nanoseconds of each launch.
+fn bursts() -> Vec<u64> {
+    let link = link();
+    let mut times = Vec::with_capacity(100 * 1000);
+    for _ in 0..100 {
+        std::thread::sleep(Duration::from_millis(2));
+        syscalls::mark();
+        for _ in 0..1000 {
+            let begun = Instant::now();
+            launch(&link);
+            times.push(begun.elapsed().as_nanos() as u64);
+        }
+        syscalls::mark();
+    }
+    times
 }
 
 criterion_group!(benches, enqueue);
-criterion_main!(benches);
+
+fn main() {
+    const TRACED: &str = "traced";
+    if std::env::args().any(|word| word == TRACED) {
+        bursts();
+        return;
+    }
+    benches();
+    let mut again = Command::new(std::env::current_exe().expect("a program"));
+    syscalls::report("enqueue a launch", &mut bursts(), syscalls::count(again.arg(TRACED)));
+}

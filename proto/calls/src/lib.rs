@@ -2,10 +2,12 @@
 //!
 //! `symbols.tsv` holds facts of the ABI: every exported symbol with the CUDA version of its prototype, which is what
 //! `cuGetProcAddress` answers from. `calls.txt` says what gpusession does with each of them. Exports, proc-address table,
-//! frames, dispatch and `docs/coverage.md` are generated from the two.
+//! frames, dispatch and `docs/coverage.md` are generated from the two. `tables.txt` is the same for the private tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+
+pub mod tables;
 
 const SYMBOLS: &str = include_str!("../symbols.tsv");
 const ERRORS: &str = include_str!("../errors.tsv");
@@ -316,6 +318,7 @@ pub fn coverage() -> String {
         };
         writeln!(out, "| `{name}` | {answer} |").unwrap();
     }
+    out.push_str(&tables::coverage());
     out
 }
 

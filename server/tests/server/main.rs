@@ -1,6 +1,7 @@
 //! A real server process, real clients over mutual TLS, and workers without a driver.
 
 mod common;
+mod garbage;
 mod health;
 mod mps;
 mod restart;

@@ -41,8 +41,12 @@ fn for_synchronous(client: &Client, default: crate::streams::Default) -> Result<
 }
 
 /// Which side of a copy an address is on.
-fn on_device(address: u64) -> bool {
-    ranges::find(address).is_some_and(|r| r.kind.on_device() && !r.kind.managed())
+fn on_device(client: &Client, address: u64) -> bool {
+    match ranges::find(address) {
+        Some(range) => range.kind.on_device() && !range.kind.managed(),
+        // Mappings of the program's (`cuMemMap`) and the device's addresses of registered memory are in no list.
+        None => client.whole_window.contains(&address),
+    }
 }
 
 /// A copy between addresses that say themselves what they are.
@@ -54,7 +58,7 @@ fn unified(
     stream: &Arc<Stream>,
     wait: bool,
 ) -> Result {
-    match (on_device(target), on_device(source)) {
+    match (on_device(client, target), on_device(client, source)) {
         (true, true) => device_to_device(client, target, source, len, stream),
         (true, false) => copies::to_device(client, target, source as usize, len, stream),
         (false, true) => copies::from_device(client, target as usize, source, len, stream, wait),
@@ -332,10 +336,10 @@ impl Cuboid {
     }
 
     /// Says of each side whether it is host memory, with unified addresses resolved.
-    pub fn resolve(&mut self) -> Result {
+    pub fn resolve(&mut self, client: &Client) -> Result {
         for side in [&mut self.source, &mut self.target] {
             if side.kind == UNIFIED {
-                let device = on_device(side.device);
+                let device = on_device(client, side.device);
                 side.kind = if device { DEVICE } else { HOST };
                 if !device {
                     side.host = side.device;
@@ -417,7 +421,7 @@ impl Side {
 }
 
 fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
-    cuboid.resolve()?;
+    cuboid.resolve(client)?;
     let (width, height, depth) = (cuboid.width, cuboid.height, cuboid.depth);
     let len = width.checked_mul(height).and_then(|n| n.checked_mul(depth)).ok_or(INVALID_VALUE)?;
     if len == 0 {

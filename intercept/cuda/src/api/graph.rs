@@ -127,9 +127,10 @@ impl Content {
 
     fn copy(copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
         let mut cuboid = take(copy)?;
-        cuboid.resolve()?;
+        let client = client::get()?;
+        cuboid.resolve(client)?;
         let ctx = super::context::named(ctx)?;
-        let (ids, regions) = cuboid.name_regions(client::get()?)?;
+        let (ids, regions) = cuboid.name_regions(client)?;
         Ok(Self::Copy { cuboid: Box::new(cuboid), ctx, ids, regions })
     }
 

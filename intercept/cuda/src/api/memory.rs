@@ -13,7 +13,7 @@ use crate::entry::{
 use crate::ranges::{self, Kind};
 use crate::streams::{self, find};
 use crate::window::{self, GRANULE, Step};
-use crate::{mapped, thread};
+use crate::{claims, mapped, thread};
 
 /// Allocates device memory in the current context; the caller records what it is.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
@@ -94,6 +94,7 @@ fn free(client: &Client, address: u64) -> Result {
 
 fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
     streams::allowed()?;
+    client.late()?;
     let ctx = thread::context()?;
     if size == 0 {
         return Err(INVALID_VALUE);
@@ -317,11 +318,7 @@ driver! {
             return free(client, address);
         }
         ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
-        let seq = client.post(op::cuMemFreeAsync, |w| {
-            w.word(address);
-            w.word(stream.handle);
-        })?;
-        stream.worked(seq);
+        free_ordered(client, address, &stream)?;
         client.late()
     }
 
@@ -455,6 +452,15 @@ fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64,
     }
 }
 
+fn free_ordered(client: &Client, address: u64, stream: &streams::Stream) -> Result {
+    let seq = client.post(op::cuMemFreeAsync, |w| {
+        w.word(address);
+        w.word(stream.handle);
+    })?;
+    stream.worked(seq);
+    Ok(())
+}
+
 fn allocate_ordered(
     address: *mut u64,
     size: usize,
@@ -480,6 +486,10 @@ fn allocate_ordered(
         w.word(stream.handle);
     })?;
     let new = word(&mut reply.reader())?;
+    if let Err(status) = claims::claim("memory of a pool", new, size as u64) {
+        free_ordered(client, new, &stream)?;
+        return Err(status);
+    }
     ranges::add(new, size as u64, Kind::Pool, thread::current());
     give(address, new)
 }

@@ -13,7 +13,7 @@ use crate::entry::{
 };
 use crate::functions::{self, How, OWN_DEVICE};
 use crate::ranges::{self, Kind};
-use crate::{images, streams, thread};
+use crate::{claims, images, streams, thread};
 
 /// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
 const WALL_TIME: i32 = 2;
@@ -132,6 +132,7 @@ fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *c
             let mut r = reply.reader();
             let found = (word(&mut r)?, word(&mut r)? as usize);
             let managed = word(&mut r)? != 0;
+            claims::claim("a variable", found.0, found.1 as u64)?;
             if managed {
                 crate::mapped::map_variable(client, found.0, found.1 as u64)?;
             }

@@ -98,11 +98,23 @@ pub struct Options {
     pub context_bytes: u64,
     pub warm: bool,
     pub mps: bool,
+    /// Where images are kept.
+    pub module_cache: Option<PathBuf>,
+    /// Switches of the simulated driver, with their values.
+    pub driver: Vec<(&'static str, String)>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { require_tls: false, memory_bytes: u64::MAX, context_bytes: 0, warm: true, mps: false }
+        Self {
+            require_tls: false,
+            memory_bytes: u64::MAX,
+            context_bytes: 0,
+            warm: true,
+            mps: false,
+            module_cache: None,
+            driver: Vec::new(),
+        }
     }
 }
 
@@ -136,7 +148,7 @@ fn keep_low_descriptors() {
     });
 }
 
-fn spawn(machine: &Machine) -> (Child, OwnedFd) {
+fn spawn(machine: &Machine, driver: &[(&str, String)]) -> (Child, OwnedFd) {
     keep_low_descriptors();
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
         .expect("a supervision socket");
@@ -144,6 +156,7 @@ fn spawn(machine: &Machine) -> (Child, OwnedFd) {
     command
         .env_clear()
         .env("SIMGPU_MACHINE", machine.name())
+        .envs(driver.iter().map(|(name, value)| (name, value)))
         .env("XDG_RUNTIME_DIR", &machine.folder)
         .current_dir("/")
         .stdin(Stdio::null())
@@ -215,7 +228,7 @@ impl Worker {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let mut id = [0x57; 16];
         id[..4].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-        let (child, channel) = spawn(machine);
+        let (child, channel) = spawn(machine, &options.driver);
         let channel = Arc::new(channel);
         let start = Start {
             worker: id,
@@ -229,7 +242,7 @@ impl Worker {
                 context_bytes: options.context_bytes,
             }],
             require_tls: options.require_tls,
-            module_cache: None,
+            module_cache: options.module_cache.as_ref().map(|folder| folder.display().to_string()),
             warm: options.warm,
             mps: options.mps,
             resume_grace_s: 0,

@@ -1,0 +1,155 @@
+//! The private tables (`tables.txt`): which there are, which function fills which slot, which are refused.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+
+const TABLES: &str = include_str!("../tables.txt");
+
+/// A library that gives tables out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Library {
+    /// Ours.
+    Libcuda,
+    /// The simulated driver.
+    Simgpu,
+}
+
+/// One slot that is filled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot {
+    /// Its place.
+    pub index: usize,
+    /// The function behind it: a name, `nothing` or `null`.
+    pub function: &'static str,
+    /// Whether only our library has it.
+    pub libcuda_only: bool,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+/// One table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Table {
+    /// The bytes of its id, first byte first.
+    pub id: u128,
+    /// Its name.
+    pub name: &'static str,
+    /// Who asks, or why it is refused.
+    pub about: &'static str,
+    /// How many slots it has; `None` where it is refused.
+    pub len: Option<usize>,
+    /// Those that are filled.
+    pub slots: Vec<Slot>,
+}
+
+impl Table {
+    /// The slots that a library fills; it gives out the tables in which there are any.
+    pub fn filled(&self, library: Library) -> impl Iterator<Item = &Slot> {
+        self.slots.iter().filter(move |slot| library == Library::Libcuda || !slot.libcuda_only)
+    }
+}
+
+/// Every table, in the order of the file.
+///
+/// # Panics
+/// If the file is wrong (it is part of this crate): an id twice, a slot twice or beyond its table.
+pub fn tables() -> Vec<Table> {
+    let mut tables: Vec<Table> = Vec::new();
+    let mut ids = BTreeSet::new();
+    for line in TABLES.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let wrong = || -> ! { panic!("tables.txt: {line:?}") };
+        let (words, about) = line.split_once('|').unwrap_or_else(|| wrong());
+        let (words, about): (Vec<_>, _) = (words.split_whitespace().collect(), about.trim());
+        let id = |text| u128::from_str_radix(text, 16).unwrap_or_else(|_| wrong());
+        match words[..] {
+            ["table", hex, len, name] => {
+                let len = Some(len.parse().unwrap_or_else(|_| wrong()));
+                tables.push(Table { id: id(hex), name, about, len, slots: Vec::new() });
+            }
+            ["refuse", hex, name] => {
+                tables.push(Table { id: id(hex), name, about, len: None, slots: Vec::new() });
+            }
+            [index, function, ref only @ ..] if matches!(only, [] | ["libcuda"]) => {
+                let table = tables.last_mut().unwrap_or_else(|| wrong());
+                let index = index.parse().unwrap_or_else(|_| wrong());
+                assert!(table.len.is_some_and(|len| index < len), "tables.txt: no such slot: {line:?}");
+                assert!(table.slots.iter().all(|slot| slot.index != index), "tables.txt: twice: {line:?}");
+                let libcuda_only = !only.is_empty();
+                table.slots.push(Slot { index, function, libcuda_only, meaning: about });
+                continue;
+            }
+            _ => wrong(),
+        }
+        assert!(tables.last().is_some_and(|table| ids.insert(table.id)), "tables.txt: twice: {line:?}");
+    }
+    tables
+}
+
+/// Rust source of a static `NAME: Slots<LEN>` for each table that a library gives out, of `find`, which finds a table by its id,
+/// and of `REFUSED`: ids and names of those that are refused. The including module has the functions of the slots, `nothing`,
+/// `type Slot = *const ()`, `struct Slots<const N: usize>([Slot; N])`, and `unknown!(INDEX, NAME)` for slots that are not filled.
+pub fn tables_source(library: Library) -> String {
+    let mut out = String::new();
+    let mut arms = String::new();
+    let mut refused = String::new();
+    for table in tables() {
+        let name = table.name;
+        let Some(len) = table.len.filter(|_| table.filled(library).next().is_some()) else {
+            writeln!(refused, "    ({:#x}, {name:?}),", table.id).unwrap();
+            continue;
+        };
+        writeln!(out, "pub(super) static {name}: Slots<{len}> = Slots([").unwrap();
+        for index in 0..len {
+            let slot = match table.filled(library).find(|slot| slot.index == index) {
+                Some(Slot { function: "null", .. }) => "std::ptr::null()".to_string(),
+                Some(slot) => format!("{} as Slot", slot.function),
+                None if index == 0 => {
+                    format!("std::ptr::without_provenance({len} * std::mem::size_of::<Slot>())")
+                }
+                None => format!("unknown!({index}, {name:?})"),
+            };
+            writeln!(out, "    {slot},").unwrap();
+        }
+        out.push_str("]);\n");
+        writeln!(arms, "        {:#x} => {name}.0.as_ptr(),", table.id).unwrap();
+    }
+    format!(
+        "{out}/// A table by its id.\npub fn find(id: u128) -> Option<*const Slot> {{\n    Some(match id {{\n{arms}        _ => return None,\n    }})\n}}\n\
+         /// Tables that are known and not given out.\npub const REFUSED: &[(u128, &str)] = &[\n{refused}];\n"
+    )
+}
+
+/// The part of `docs/coverage.md` about them.
+pub fn coverage() -> String {
+    let mut out = String::from(
+        "\n# What becomes of each private table\n\nGenerated from `proto/calls/tables.txt`. NVIDIA's libraries ask for them with `cuGetExportTable`. \
+         Slots that are not listed answer `CUDA_ERROR_NOT_SUPPORTED` and are counted, as are requests for tables that are refused \
+         (`GPUSESSION_TRACE=missing`).\n\n| table | who asks, or why it can be refused | slots |\n|---|---|---|\n",
+    );
+    for table in tables() {
+        let slots: Vec<_> =
+            table.slots.iter().map(|slot| format!("{}: {}", slot.index, slot.meaning)).collect();
+        let answer = match table.len {
+            Some(len) => format!("{len} slots; {}", slots.join("; ")),
+            None => "refused".into(),
+        };
+        writeln!(out, "| `{:032x}` {} | {} | {answer} |", table.id, table.name, table.about).unwrap();
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_library_gives_out_what_it_has() {
+        let all = tables();
+        let given = |library| all.iter().filter(move |table| table.filled(library).next().is_some());
+        assert_eq!(given(Library::Libcuda).count(), all.iter().filter(|table| table.len.is_some()).count());
+        assert!(given(Library::Simgpu).count() < given(Library::Libcuda).count());
+        let source = tables_source(Library::Simgpu);
+        assert!(source.contains("static TOOLS_TLS: Slots<3>") && !source.contains("static COMPILE_CACHE"));
+        assert!(source.contains("0xda9151d33ae6cc41a5c04f26d533e328, \"COMPILE_CACHE\""), "refused there");
+    }
+}

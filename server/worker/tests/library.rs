@@ -1,0 +1,545 @@
+//! Programs on our `libcuda.so.1`, with a real worker behind it, and behind that the simulated driver with one of its nastier
+//! switches on.
+
+#[allow(dead_code, reason = "shared with the tests of the wire")]
+mod harness;
+#[path = "../../../intercept/cuda/tests/common/mod.rs"]
+mod program;
+
+use std::ffi::CStr;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::process::Output;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use gpusession_proto::frame::op;
+use gpusession_proto::grant::Reply;
+use gpusession_proto::supervise::FromWorker;
+use harness::{KEY, MIB, Machine, Options, WINDOW, Worker};
+use libloading::Library;
+use nix::errno::Errno;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
+
+const OUT_OF_MEMORY: i32 = 2;
+const DEVICE_UNAVAILABLE: i32 = 46;
+const INVALID_PTX: i32 = 218;
+const ILLEGAL_ADDRESS: i32 = 700;
+const NOT_SUPPORTED: i32 = 801;
+const SYSTEM_NOT_READY: i32 = 802;
+
+const KERNEL: &CStr = c"
+    .version 6.5
+    .target sm_75
+    .address_size 64
+    .visible .global .align 8 .u64 variable = 5;
+    .visible .entry increment(.param .u64 p) {
+        .reg .u64 %rd<3>;
+        .reg .u32 %r<3>;
+        ld.param.u64 %rd1, [p];
+        cvta.to.global.u64 %rd2, %rd1;
+        ld.global.u32 %r1, [%rd2];
+        add.u32 %r2, %r1, 1;
+        st.global.u32 [%rd2], %r2;
+        ret;
+    }";
+
+// --- What programs do, each in a process of its own.
+
+/// The library in such a process.
+struct Cuda(Library);
+
+fn at<T>(value: &mut T) -> u64 {
+    std::ptr::from_mut(value) as u64
+}
+
+impl Cuda {
+    /// With a context.
+    fn begin() -> Self {
+        let cuda = Self(program::library());
+        assert_eq!(cuda.call("cuInit", &[0]), 0);
+        let mut ctx = 0u64;
+        assert_eq!(cuda.call("cuDevicePrimaryCtxRetain", &[at(&mut ctx), 0]), 0);
+        assert_eq!(cuda.call("cuCtxSetCurrent", &[ctx]), 0);
+        cuda
+    }
+
+    fn call(&self, name: &str, arguments: &[u64]) -> i32 {
+        program::call(&self.0, name, arguments)
+    }
+
+    fn load(&self, image: &CStr) -> u64 {
+        let mut module = 0u64;
+        assert_eq!(self.call("cuModuleLoadData", &[at(&mut module), image.as_ptr() as u64]), 0);
+        module
+    }
+
+    fn increment(&self, module: u64) -> u64 {
+        let mut function = 0u64;
+        let name = c"increment".as_ptr() as u64;
+        assert_eq!(self.call("cuModuleGetFunction", &[at(&mut function), module, name]), 0);
+        function
+    }
+
+    fn launch(&self, function: u64, mut address: u64) -> i32 {
+        let mut parameters = [at(&mut address)];
+        self.call("cuLaunchKernel", &[function, 1, 1, 1, 1, 1, 1, 0, 0, parameters.as_mut_ptr() as u64, 0])
+    }
+
+    fn allocate(&self, size: u64) -> Result<u64, i32> {
+        let mut address = 0u64;
+        let status = self.call("cuMemAlloc_v2", &[at(&mut address), size]);
+        if status == 0 { Ok(address) } else { Err(status) }
+    }
+
+    /// Free bytes of the device.
+    fn free_memory(&self) -> u64 {
+        let (mut free, mut total) = (0u64, 0u64);
+        assert_eq!(self.call("cuMemGetInfo_v2", &[at(&mut free), at(&mut total)]), 0);
+        free
+    }
+
+    /// The word at a device address after one launch on it.
+    fn works_at(&self, module: u64, address: u64) -> bool {
+        let (mut before, mut after) = (41u32, 0u32);
+        assert_eq!(self.call("cuMemcpyHtoD_v2", &[address, at(&mut before), 4]), 0);
+        assert_eq!(self.launch(self.increment(module), address), 0);
+        // The kind of copy that has to know what an address is.
+        assert_eq!(self.call("cuMemcpy", &[at(&mut after), address, 4]), 0);
+        after == 42
+    }
+
+    fn works(&self) {
+        let module = self.load(KERNEL);
+        let address = self.allocate(1024).expect("memory");
+        assert!(self.works_at(module, address));
+        assert_eq!(self.call("cuMemFree_v2", &[address]), 0);
+        assert_eq!(self.call("cuModuleUnload", &[module]), 0);
+    }
+}
+
+/// Maps memory of the program's own; whether the addresses were free.
+fn occupy(address: u64, len: u64) -> bool {
+    let (address, len) = (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize));
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
+    let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: replaces nothing.
+    match unsafe { mmap_anonymous(address, len.expect("a length"), prot, flags) } {
+        Ok(_) => true,
+        Err(e) => {
+            assert_eq!(e, Errno::EEXIST);
+            false
+        }
+    }
+}
+
+fn variable(name: &str) -> String {
+    std::env::var(name).expect("set by the test")
+}
+
+/// Where the driver of the next two programs puts what it picks an address for, and where the program has memory of its own if the test says so.
+const PICKED: u64 = 0x3_4000_0000;
+
+fn begin_beside_memory() -> (Cuda, bool) {
+    let taken = variable("TAKEN") == "yes";
+    if taken {
+        assert!(occupy(PICKED, 64 * MIB));
+        // SAFETY: mapped just now.
+        unsafe { (PICKED as *mut u32).write(7) };
+    }
+    (Cuda::begin(), taken)
+}
+
+#[test]
+#[ignore = "a program"]
+fn allocates_from_a_pool() {
+    let (cuda, taken) = begin_beside_memory();
+    let module = cuda.load(KERNEL);
+    let before = cuda.free_memory();
+    let mut address = 0u64;
+    let status = cuda.call("cuMemAllocAsync", &[at(&mut address), MIB, 0]);
+    if taken {
+        assert_eq!((status, address), (NOT_SUPPORTED, 0));
+        assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
+        assert_eq!(cuda.free_memory(), before, "nothing is left behind");
+        // SAFETY: mapped by this program.
+        assert_eq!(unsafe { (PICKED as *const u32).read() }, 7);
+    } else {
+        assert_eq!(status, 0);
+        assert!((PICKED..PICKED + 64 * MIB).contains(&address), "{address:#x}");
+        assert!(!occupy(address, 4096), "nothing else of the program's can come to lie there");
+        assert!(cuda.works_at(module, address));
+        assert_eq!(cuda.call("cuMemFreeAsync", &[address, 0]), 0);
+        assert_eq!(cuda.call("cuMemAllocAsync", &[at(&mut address), MIB, 0]), 0, "the same addresses again");
+        assert!(cuda.works_at(module, address));
+    }
+    cuda.works();
+}
+
+#[test]
+#[ignore = "a program"]
+fn asks_for_a_variable() {
+    let (cuda, taken) = begin_beside_memory();
+    let module = cuda.load(KERNEL);
+    let (mut address, mut size) = (0u64, 0u64);
+    let mut get = || {
+        let name = c"variable".as_ptr() as u64;
+        cuda.call("cuModuleGetGlobal_v2", &[at(&mut address), at(&mut size), module, name])
+    };
+    if taken {
+        assert_eq!((get(), get()), (NOT_SUPPORTED, NOT_SUPPORTED), "each time it asks");
+    } else {
+        assert_eq!(get(), 0);
+        let mut value = 0u64;
+        assert_eq!(cuda.call("cuMemcpy", &[at(&mut value), address, size]), 0);
+        assert_eq!(value, 5);
+        assert!(!occupy(address & !4095, 4096));
+    }
+    cuda.works();
+}
+
+#[test]
+#[ignore = "a program"]
+fn copies_mapped_memory() {
+    let cuda = Cuda::begin();
+    let module = cuda.load(KERNEL);
+    let (mut address, mut memory) = (0u64, 0u64);
+    const SIZE: u64 = 2 * MIB;
+    // CUmemAllocationProp, CUmemAccessDesc: pinned memory of device 0, read and written by it.
+    let (mut properties, mut access) = ([1u64, 1, 0, 0], [1u32, 0, 3]);
+    assert_eq!(cuda.call("cuMemAddressReserve", &[at(&mut address), SIZE, 0, 0, 0]), 0);
+    assert_eq!(cuda.call("cuMemCreate", &[at(&mut memory), SIZE, properties.as_mut_ptr() as u64, 0]), 0);
+    assert_eq!(cuda.call("cuMemMap", &[address, SIZE, 0, memory, 0]), 0);
+    assert_eq!(cuda.call("cuMemSetAccess", &[address, SIZE, access.as_mut_ptr() as u64, 1]), 0);
+    assert!(cuda.works_at(module, address));
+}
+
+/// Registered memory has another address for the device, which is none of the program's.
+#[test]
+#[ignore = "a program"]
+fn copies_registered_memory() {
+    let cuda = Cuda::begin();
+    let module = cuda.load(KERNEL);
+    let function = cuda.increment(module);
+    for offset in [0usize, 1000] {
+        let mut memory = vec![0u32; 5000];
+        let (host, len) = (&raw mut memory[offset] as u64, 4 * 4000);
+        let (mut device, mut after) = (0u64, 0u32);
+        assert_eq!(cuda.call("cuMemHostRegister_v2", &[host, len, 2]), 0);
+        assert_eq!(cuda.call("cuMemHostGetDevicePointer_v2", &[at(&mut device), host, 0]), 0);
+        assert_ne!(device, host);
+        assert_eq!(device % 4096, host % 4096);
+        assert!(!occupy(device & !4095, 4096), "nothing of the program's can come to lie there");
+        // SAFETY: inside `memory`, which the device's changes come back to when this synchronises.
+        let word = unsafe { &mut *(host as *mut u32) };
+        *word = 6;
+        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.call("cuMemcpy", &[at(&mut after), device, 4]), 0);
+        assert_eq!(after, 7, "what the kernel made of what the program wrote");
+        after = 20;
+        assert_eq!(cuda.call("cuMemcpy", &[device, at(&mut after), 4]), 0);
+        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
+        // SAFETY: as above.
+        assert_eq!(unsafe { (host as *const u32).read_volatile() }, 21);
+        assert_eq!(cuda.call("cuMemHostUnregister", &[host]), 0);
+    }
+    cuda.works();
+}
+
+#[test]
+#[ignore = "a program"]
+fn finds_no_window() {
+    let library = program::library();
+    assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
+    assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY, "the same each time");
+}
+
+#[test]
+#[ignore = "a program"]
+fn allocates_where_each_third_fails() {
+    let cuda = Cuda::begin();
+    let before = cuda.free_memory();
+    for _ in 0..5 {
+        let results: Vec<_> = (0..9).map(|_| cuda.allocate(3 * MIB)).collect();
+        assert_eq!(results.iter().filter(|r| **r == Err(OUT_OF_MEMORY)).count(), 3, "{results:?}");
+        for address in results.into_iter().flatten() {
+            assert_eq!(cuda.call("cuMemFree_v2", &[address]), 0);
+        }
+        assert_eq!(cuda.free_memory(), before, "what failed takes nothing");
+    }
+    let module = cuda.load(KERNEL);
+    let address = (0..3).find_map(|_| cuda.allocate(MIB).ok()).expect("one of three");
+    assert!(cuda.works_at(module, address));
+}
+
+#[test]
+#[ignore = "a program"]
+fn faults_at_its_fourth_launch() {
+    let cuda = Cuda::begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let address = cuda.allocate(1024).expect("memory");
+    let mut value = 0u32;
+    assert_eq!(cuda.call("cuMemcpyHtoD_v2", &[address, at(&mut value), 4]), 0);
+    for _ in 0..3 {
+        assert_eq!(cuda.launch(function, address), 0);
+    }
+    assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), 0);
+    assert_eq!(value, 3);
+    // The launch itself may be told already, the synchronisation must be, and everything after it.
+    assert!([0, ILLEGAL_ADDRESS].contains(&cuda.launch(function, address)));
+    for _ in 0..2 {
+        assert_eq!(cuda.call("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
+        assert_eq!(cuda.allocate(MIB), Err(ILLEGAL_ADDRESS));
+        assert_eq!(cuda.launch(function, address), ILLEGAL_ADDRESS);
+        assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), ILLEGAL_ADDRESS);
+        assert_eq!(cuda.call("cuStreamSynchronize", &[0]), ILLEGAL_ADDRESS);
+    }
+    assert_eq!(value, 3);
+}
+
+#[test]
+#[ignore = "a program"]
+fn loads_an_unknown_instruction() {
+    let cuda = Cuda::begin();
+    let text = KERNEL.to_str().expect("text").replace("add.u32", "frobnicate.u32");
+    let text = std::ffi::CString::new(text).expect("no zero");
+    let (mut module, mut log) = (0u64, [0u8; 512]);
+    // CU_JIT_ERROR_LOG_BUFFER and its size.
+    let (mut keys, mut values) = ([5u32, 6], [log.as_mut_ptr() as u64, log.len() as u64]);
+    let status = cuda.call(
+        "cuModuleLoadDataEx",
+        &[at(&mut module), text.as_ptr() as u64, 2, keys.as_mut_ptr() as u64, values.as_mut_ptr() as u64],
+    );
+    assert_eq!(status, INVALID_PTX);
+    let log = CStr::from_bytes_until_nul(&log).expect("text").to_string_lossy();
+    assert!(log.contains("ptxas fatal") && log.contains("frobnicate.u32"), "{log}");
+    cuda.works();
+}
+
+#[test]
+#[ignore = "a program"]
+fn loses_its_worker() {
+    let cuda = Cuda::begin();
+    let function = cuda.increment(cuda.load(KERNEL));
+    let address = cuda.allocate(1024).expect("memory");
+    let worker = nix::unistd::Pid::from_raw(variable("WORKER").parse().expect("a number"));
+    nix::sys::signal::kill(worker, nix::sys::signal::Signal::SIGKILL).expect("a worker");
+    assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
+    let (mut value, mut pointer) = (0u32, 0u64);
+    for _ in 0..2 {
+        assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
+        assert_eq!(cuda.launch(function, address), DEVICE_UNAVAILABLE);
+        assert_eq!(cuda.allocate(64), Err(DEVICE_UNAVAILABLE), "though there is room on a page that it has");
+        assert_eq!(cuda.call("cuMemHostAlloc", &[at(&mut pointer), 64, 0]), DEVICE_UNAVAILABLE);
+        assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), DEVICE_UNAVAILABLE);
+        assert_eq!(cuda.call("cuStreamSynchronize", &[0]), DEVICE_UNAVAILABLE);
+    }
+}
+
+#[test]
+#[ignore = "a program"]
+fn works_with_a_long_image() {
+    let cuda = Cuda::begin();
+    let text = format!("{}\n//{}", KERNEL.to_str().expect("text"), "x".repeat(3 << 20));
+    let module = cuda.load(&std::ffi::CString::new(text).expect("no zero"));
+    let address = cuda.allocate(1024).expect("memory");
+    assert!(cuda.works_at(module, address));
+}
+
+#[test]
+#[ignore = "a program"]
+fn just_works() {
+    Cuda::begin().works();
+}
+
+// --- The tests.
+
+fn worker(driver: &[(&'static str, &str)]) -> (Arc<Machine>, Worker) {
+    let machine = Machine::new();
+    let driver = driver.iter().map(|(name, value)| (*name, (*value).to_string())).collect();
+    let worker = Worker::start_with(&machine, &Options { driver, ..Options::default() });
+    (machine, worker)
+}
+
+fn granted(worker: &Worker) -> Reply {
+    Reply::Granted(vec![worker.endpoint(false)])
+}
+
+/// Runs one of the programs above on a worker; all must be as it says. Returns what the library said.
+fn succeeds(name: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> String {
+    let (output, _) = program::run(name, replies, variables);
+    said(&output)
+}
+
+fn said(output: &Output) -> String {
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let out = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && out.contains("1 passed"), "{out}\n{said}");
+    said
+}
+
+#[test]
+fn addresses_that_the_driver_picks_are_never_the_programs_own() {
+    let at = format!("{PICKED:#x}");
+    for (name, switch, what, collisions) in [
+        ("allocates_from_a_pool", "SIMGPU_POOL_BASE", "memory of a pool", 1),
+        ("asks_for_a_variable", "SIMGPU_DEVICE_BASE", "a variable", 2),
+    ] {
+        for (taken, collisions) in [("no", 0), ("yes", collisions)] {
+            let (_machine, worker) = worker(&[(switch, &at)]);
+            let said = succeeds(name, vec![granted(&worker)], &[("TAKEN", taken.into())]);
+            assert!(said.contains(&format!(", {collisions} colliding addresses\n")), "{said}");
+            let told = said.contains(&format!("the driver has put {what} at 0x34"));
+            assert_eq!(told, collisions > 0, "{said}");
+        }
+    }
+}
+
+#[test]
+fn mapped_memory_says_itself_what_it_is() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_mapped_memory", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn registered_memory_has_an_address_of_its_own() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_registered_memory", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_driver_that_ignores_hints_is_no_driver_for_us() {
+    let (_machine, worker) = worker(&[("SIMGPU_IGNORE_ADDRESS_HINTS", "on")]);
+    let said = succeeds("finds_no_window", vec![granted(&worker)], &[]);
+    assert!(said.contains("could not reserve any of the offered address windows"), "{said}");
+}
+
+#[test]
+fn allocations_that_fail_are_told_and_take_nothing() {
+    let (_machine, worker) = worker(&[("SIMGPU_FAIL_ALLOC_EVERY", "3")]);
+    succeeds("allocates_where_each_third_fails", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_fault_is_for_good_and_for_one_program() {
+    let machine = Machine::new();
+    let driver = vec![("SIMGPU_FAULT_AT_LAUNCH", "4".into())];
+    let faulty = Worker::start_with(&machine, &Options { driver, ..Options::default() });
+    let beside = Worker::start(&machine);
+    succeeds("faults_at_its_fourth_launch", vec![granted(&faulty)], &[]);
+    succeeds("just_works", vec![granted(&beside)], &[]);
+}
+
+#[test]
+fn an_instruction_that_is_not_known_is_named() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("loads_an_unknown_instruction", vec![granted(&worker)], &[]);
+}
+
+#[test]
+fn a_worker_that_is_killed_is_lost_for_good() {
+    let (_machine, worker) = worker(&[]);
+    let (output, asked) =
+        program::run("loses_its_worker", vec![granted(&worker)], &[("WORKER", worker.pid().to_string())]);
+    let said = said(&output);
+    assert!(said.contains("gpusession: connection to test lost"), "the server is named: {said}");
+    assert_eq!(asked, 1, "a program's memory is gone: no other worker takes its place");
+}
+
+/// A way to the worker that counts what goes there.
+fn counted(worker: &Worker) -> (Reply, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut endpoint = worker.endpoint(false);
+    let target = std::mem::replace(
+        &mut endpoint.addresses,
+        vec![listener.local_addr().expect("its number").to_string()],
+    );
+    let count = Arc::new(AtomicU64::new(0));
+    let sent = count.clone();
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (Ok(client), Ok(server)) = (client, TcpStream::connect(&target[0])) else { continue };
+            for (to_server, from, to) in [(true, &client, &server), (false, &server, &client)] {
+                let (mut from, mut to) =
+                    (from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
+                let sent = sent.clone();
+                std::thread::spawn(move || {
+                    let mut bytes = vec![0; 1 << 16];
+                    while let Ok(n @ 1..) = from.read(&mut bytes) {
+                        if to_server {
+                            sent.fetch_add(n as u64, Ordering::SeqCst);
+                        }
+                        if to.write_all(&bytes[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                });
+            }
+        }
+    });
+    (Reply::Granted(vec![endpoint]), count)
+}
+
+/// One program that loads an image of 3 MiB on a fresh worker; the bytes that it sent.
+fn sent_with_cache(machine: &Arc<Machine>, cache: &Path) -> u64 {
+    let options = Options { module_cache: Some(cache.to_path_buf()), ..Options::default() };
+    let worker = Worker::start_with(machine, &options);
+    let (reply, sent) = counted(&worker);
+    succeeds("works_with_a_long_image", vec![reply], &[]);
+    sent.load(Ordering::SeqCst)
+}
+
+#[test]
+fn an_image_that_the_server_has_is_not_sent_again() {
+    const IMAGE: u64 = 3 << 20;
+    const REST: u64 = 64 << 10;
+    let machine = Machine::new();
+    let cache = tempfile::tempdir().expect("a folder");
+    let first = sent_with_cache(&machine, cache.path());
+    assert!((IMAGE..IMAGE + REST).contains(&first), "{first}");
+    let second = sent_with_cache(&machine, cache.path());
+    assert!(second < REST, "{second}");
+
+    let files: Vec<_> =
+        std::fs::read_dir(cache.path()).expect("a folder").flatten().map(|e| e.path()).collect();
+    let [file] = &files[..] else { panic!("{files:?}") };
+    let good = std::fs::read(file).expect("an image");
+    let mut other = good.clone();
+    other[100] ^= 1;
+    // Changed, cut short, empty: sent again, and whole again.
+    for damaged in [&other[..], &good[..1000], &[]] {
+        std::fs::write(file, damaged).expect("a file");
+        let again = sent_with_cache(&machine, cache.path());
+        assert!((IMAGE..IMAGE + REST).contains(&again), "{again}");
+        assert!(std::fs::read(file).expect("an image") == good, "replaced");
+    }
+    assert!(sent_with_cache(&machine, cache.path()) < REST);
+}
+
+#[test]
+fn a_stolen_ticket_costs_its_owner_one_attempt() {
+    let machine = Machine::new();
+    let (mut stolen, spare, beside) =
+        (Worker::start(&machine), Worker::start(&machine), Worker::start(&machine));
+    let other = beside.client(false);
+    other.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
+    other.put(WINDOW, b"mine");
+    // The thief is there first.
+    let mut thief = stolen.stranger(0);
+    thief.greet(&stolen.ticket().seal(&KEY));
+    assert_eq!(thief.frame().map(|(header, _)| header.ctx.get()), Some(0), "admitted");
+    let (output, asked) = program::run("just_works", vec![granted(&stolen), granted(&spare)], &[]);
+    let said = said(&output);
+    assert!(said.contains("already serves a process: ticket used twice"), "{said}");
+    assert_eq!(asked, 2, "libcuda asks for another worker");
+    stolen.wait_for(|m| matches!(m, FromWorker::Refused { reason } if reason.contains("ticket used twice")));
+    assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
+    assert!(other.heard.0.lock().expect("a list").is_empty());
+    // Without another worker the owner is told.
+    let refused = harness::Client::open(&stolen.endpoint(false)).err().expect("a refusal");
+    assert!(refused.0.contains("ticket used twice"), "{refused}");
+}
