@@ -153,7 +153,11 @@ impl Daemon {
             Memory::Percent(percent) => request.insert("MemoryFraction", (percent / 100.0).into()),
             Memory::Bytes(bytes) => request.insert("MemoryBytes", bytes.into()),
         };
-        request.insert("SMPercent", spec.sm_percent.into());
+        match (spec.sm_count, spec.sm_auto) {
+            (0, false) => request.insert("SMPercent", spec.sm_percent.into()),
+            (0, true) => request.insert("SMAuto", true.into()),
+            (count, _) => request.insert("SMCount", count.into()),
+        };
         if spec.priority != Priority::Normal {
             request.insert("Priority", spec.priority.as_str().into());
         }

@@ -136,7 +136,7 @@ struct Run {
     #[arg(long)]
     new: bool,
     /// Use the lease of a file written by `gpusession request`
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "sharing", "model", "servers"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["new", "gpus", "memory", "sm_percent", "sm_count", "sharing", "model", "servers"])]
     lease: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
@@ -436,6 +436,7 @@ async fn run_program(run: Run) -> Result<i32> {
     let have: u32 = session.iter().map(|l| l.gpus).sum();
     if run.wanted.memory.is_some()
         || run.wanted.sm_percent.is_some()
+        || run.wanted.sm_count.is_some()
         || run.wanted.sharing.is_some()
         || run.wanted.model.is_some()
     {
@@ -480,6 +481,7 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
                 gpus: Some(file.gpus),
                 memory: None,
                 sm_percent: None,
+                sm_count: None,
                 sharing: None,
                 model: None,
                 servers: vec![],

@@ -17,7 +17,7 @@ use gpusessiond::leases::engine::{Engine, Here};
 use gpusessiond::leases::{Leases, Spec};
 use gpusessiond::places;
 use gpusessiond::pool::PoolServer;
-use gpusessiond::values::{Memory, control_address};
+use gpusessiond::values::{Memory, SmPercent, control_address};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::process::Command;
@@ -38,9 +38,12 @@ pub struct Wanted {
     /// Memory of each GPU: a share such as 50%, or a size such as 4000MiB
     #[arg(short, long, value_name = "SHARE|SIZE")]
     pub memory: Option<Memory>,
-    /// Share of each GPU's multiprocessors, in percent
-    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub sm_percent: Option<u32>,
+    /// Share of each GPU's multiprocessors, in percent; auto: as of the memory, where the GPU is shared by MPS
+    #[arg(long, value_name = "PERCENT|auto")]
+    pub sm_percent: Option<SmPercent>,
+    /// The same as a number of multiprocessors
+    #[arg(long, value_name = "N", conflicts_with = "sm_percent", value_parser = clap::value_parser!(u32).range(1..))]
+    pub sm_count: Option<u32>,
     /// How the GPUs are shared: time-slice, mps or exclusive
     #[arg(long, value_name = "HOW")]
     pub sharing: Option<Sharing>,
@@ -61,7 +64,12 @@ impl Wanted {
         Spec {
             gpus: self.gpus.unwrap_or(1),
             memory: self.memory.unwrap_or_default(),
-            sm_percent: self.sm_percent.unwrap_or(100),
+            sm_percent: match self.sm_percent {
+                Some(SmPercent::Percent(percent)) => percent,
+                Some(SmPercent::Auto) | None => 100,
+            },
+            sm_count: self.sm_count.unwrap_or(0),
+            sm_auto: self.sm_percent == Some(SmPercent::Auto),
             sharing: self.sharing,
             model: self.model.clone().unwrap_or_default(),
             user: user.unwrap_or_default(),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use gpusession_proto::login;
 use serde::{Deserialize, Serialize};
 
-use crate::values::{Memory, control_address};
+use crate::values::{Memory, SmPercent, control_address};
 
 /// The daemon's configuration, all defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
@@ -56,8 +56,10 @@ pub struct LeaseConfig {
     pub gpus: u32,
     /// Limit on each GPU's memory.
     pub memory: Memory,
-    /// Share of the multiprocessors in percent.
-    pub sm_percent: u32,
+    /// Share of the multiprocessors.
+    pub sm_percent: SmPercent,
+    /// The same as a number of them, instead.
+    pub sm_count: Option<u32>,
     /// `normal` or `below-normal`.
     pub priority: Priority,
     /// How the GPU is shared; the server's choice if absent.
@@ -82,7 +84,8 @@ impl Default for LeaseConfig {
             name: String::new(),
             gpus: 1,
             memory: Memory::default(),
-            sm_percent: 100,
+            sm_percent: SmPercent::default(),
+            sm_count: None,
             priority: Priority::Normal,
             sharing: None,
             model: None,
@@ -351,11 +354,11 @@ impl Config {
             if !(1..=64).contains(&lease.gpus) {
                 return invalid(format!("{name}: gpus = {} is not between 1 and 64", lease.gpus));
             }
-            if !(1..=100).contains(&lease.sm_percent) {
-                return invalid(format!(
-                    "{name}: sm_percent = {} is not between 1 and 100",
-                    lease.sm_percent
-                ));
+            if lease.sm_count == Some(0) {
+                return invalid(format!("{name}: sm_count = 0 leaves nothing to use"));
+            }
+            if lease.sm_count.is_some() && lease.sm_percent != SmPercent::default() {
+                return invalid(format!("{name}: sm_percent and sm_count say the same: leave one out"));
             }
             if lease.name.len() > 64 || lease.name.chars().any(char::is_control) {
                 return invalid("a lease's name has at most 64 characters, no control characters".into());
@@ -600,6 +603,20 @@ mod tests {
         assert!(names.len() > 40);
         for name in names {
             assert!(login::check(&name.replace('*', "X"), "").is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn parts_of_the_multiprocessors() {
+        let read = toml::from_str::<LeaseConfig>;
+        let lease = |line: &str| read(line).unwrap();
+        assert_eq!(lease("").sm_percent, SmPercent::Percent(100));
+        assert_eq!(lease("sm_percent = 25").sm_percent, SmPercent::Percent(25));
+        assert_eq!(lease("sm_percent = \"auto\"").sm_percent, SmPercent::Auto);
+        assert_eq!(lease("sm_count = 32").sm_count, Some(32));
+        for (line, why) in [("sm_percent = 0", "between 1 and 100"), ("sm_percent = \"some\"", "\"auto\"")] {
+            let error = read(line).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
         }
     }
 

@@ -51,6 +51,52 @@ impl FromStr for Memory {
     }
 }
 
+/// The most of each GPU's multiprocessors that programs of a lease use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "PercentOrWord")]
+pub enum SmPercent {
+    /// From 1 to 100.
+    Percent(u32),
+    /// Under MPS the share that the lease has of the memory, else all.
+    Auto,
+}
+
+impl Default for SmPercent {
+    fn default() -> Self {
+        Self::Percent(100)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum PercentOrWord {
+    Percent(i64),
+    Word(String),
+}
+
+impl TryFrom<PercentOrWord> for SmPercent {
+    type Error = String;
+
+    fn try_from(read: PercentOrWord) -> Result<Self, String> {
+        match read {
+            PercentOrWord::Word(word) if word == "auto" => Ok(Self::Auto),
+            PercentOrWord::Percent(percent @ 1..=100) => Ok(Self::Percent(percent as u32)),
+            PercentOrWord::Percent(n) => Err(format!("{n} is not between 1 and 100")),
+            PercentOrWord::Word(word) => {
+                Err(format!("{word:?} is neither a number from 1 to 100 nor \"auto\""))
+            }
+        }
+    }
+}
+
+impl FromStr for SmPercent {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse().map_or_else(|_| PercentOrWord::Word(text.into()), PercentOrWord::Percent).try_into()
+    }
+}
+
 impl<'de> Deserialize<'de> for Memory {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visitor;

@@ -288,6 +288,7 @@ async fn requests_that_make_no_sense_are_refused() {
         ("MemoryFraction", 1.5f64.into()),
         ("MemoryFraction", f64::NAN.into()),
         ("SMPercent", 101u32.into()),
+        ("SMAuto", 1u32.into()),
         ("Priority", "high".into()),
         ("Sharing", "mine".into()),
         ("Why", long.as_str().into()),

@@ -173,6 +173,8 @@ pub struct Request {
     pub sm_percent: u32,
     /// The same as a number of multiprocessors, instead; 0: `sm_percent` says it.
     pub sm_count: u32,
+    /// Instead of both, on GPUs that are shared by MPS: the share that it has of the memory.
+    pub sm_auto: bool,
     /// Nobody else on its GPUs.
     pub exclusive: bool,
     /// Under MPS, or not; `None`: as its GPUs are shared.
@@ -196,6 +198,11 @@ pub struct Request {
 impl Request {
     /// Share of a GPU's multiprocessors, in percent: the smallest whole one that has as many as asked for.
     fn percent_of(&self, gpu: &Gpu) -> u32 {
+        if self.sm_auto {
+            let part = u128::from(self.memory.of(gpu.memory_bytes)) * 100;
+            let percent = part.div_ceil(u128::from(gpu.memory_bytes.max(1))) as u32;
+            return if gpu.mps { percent.clamp(1, 100) } else { 100 };
+        }
         match (self.sm_count, gpu.multiprocessors) {
             (0, _) => self.sm_percent,
             (_, 0) => 100,
@@ -1263,6 +1270,7 @@ mod tests {
             sm_percent: 100,
             exclusive: false,
             sm_count: 0,
+            sm_auto: false,
             mps: None,
             priority: Priority::Normal,
             persistent: false,
@@ -1276,6 +1284,19 @@ mod tests {
 
     fn allocate(t: &mut Table, r: &Request, now: u64, random: &Counting) -> Result<Lease, AllocateError> {
         t.allocate(r, Duration::from_secs(now), 0, random).map(|(lease, _)| lease)
+    }
+
+    #[test]
+    fn parts_of_the_multiprocessors() {
+        let mps = |mps| Gpu { mps, ..gpu(0, 16 * GIB) };
+        let ask = |sm_count, sm_auto, percent| Request { sm_count, sm_auto, ..request("a", 1, percent) };
+        assert_eq!(ask(33, false, 10.0).percent_of(&mps(true)), 25);
+        assert_eq!(ask(34, false, 10.0).percent_of(&mps(true)), 26, "no fewer than asked for");
+        assert_eq!(ask(500, false, 10.0).percent_of(&mps(true)), 100);
+        assert_eq!(ask(0, true, 25.0).percent_of(&mps(true)), 25);
+        assert_eq!(ask(0, true, 0.01).percent_of(&mps(true)), 1);
+        assert_eq!(ask(0, true, 25.0).percent_of(&mps(false)), 100, "time-slicing knows no parts");
+        assert!(!ask(0, true, 25.0).limits_multiprocessors(), "it asks for no MPS");
     }
 
     #[test]

@@ -50,7 +50,7 @@ fn lease(l: &LeaseView) -> Value {
         "gpus": l.spec.gpus,
         "server": l.server,
         "memory_limit_bytes": l.devices.iter().map(|d| d.device.limit_bytes).min(),
-        "sm_percent": l.spec.sm_percent,
+        "sm_percent": super::objects::sm_percent(l),
         "created_usec": l.created_usec,
         "expires_usec": l.expires_usec,
         "idle_since_usec": l.idle_since_usec.0,

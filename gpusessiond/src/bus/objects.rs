@@ -782,9 +782,9 @@ impl Lease {
         memory_limit(&self.view.get())
     }
 
-    #[zbus(property(emits_changed_signal = "const"), name = "SMPercent")]
+    #[zbus(property, name = "SMPercent")]
     fn sm_percent(&self) -> u32 {
-        self.view.get().spec.sm_percent
+        sm_percent(&self.view.get())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -833,6 +833,13 @@ pub(super) fn device_paths(view: &LeaseView) -> Vec<OwnedObjectPath> {
 /// What a lease may use of each GPU.
 pub(super) fn memory_limit(view: &LeaseView) -> u64 {
     view.devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
+}
+
+/// Share of each GPU's multiprocessors: as granted, before that as asked for.
+pub(super) fn sm_percent(view: &LeaseView) -> u32 {
+    // 0 is what a server says that does not know about shares.
+    let granted = view.devices.iter().map(|d| d.device.sm_percent).filter(|percent| *percent != 0);
+    granted.min().unwrap_or(view.spec.sm_percent)
 }
 
 /// Place in a server's queue, and its length.

@@ -8,8 +8,8 @@ use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
 use super::objects::{
-    Device, Lease, Manager, Server, Shown, device_paths, health_of, memory_limit, shortest, state_of,
-    waits_at, waits_for,
+    Device, Lease, Manager, Server, Shown, device_paths, health_of, memory_limit, shortest, sm_percent,
+    state_of, waits_at, waits_for,
 };
 use super::{PATH, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
@@ -234,6 +234,7 @@ impl Publisher {
                     idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
                     devices_changed: device_paths,
                     memory_limit_bytes_changed: memory_limit,
+                    sm_percent_changed: sm_percent,
                     fencing_token_changed: |l: &LeaseView| l.fencing_token,
                 );
             } else {

@@ -77,6 +77,8 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
                     return Err(BusError::invalid_args("SMPercent is between 1 and 100"));
                 }
             }
+            "SMCount" => spec.sm_count = take(&key, value)?,
+            "SMAuto" => spec.sm_auto = take(&key, value)?,
             "Priority" => spec.priority = text(&key, value)?.parse().map_err(BusError::invalid_args)?,
             "Sharing" => spec.sharing = Some(text(&key, value)?.parse().map_err(BusError::invalid_args)?),
             "TTLUSec" => match take::<u64>(&key, value)? {
@@ -93,6 +95,11 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             },
             _ => return Err(BusError::invalid_args(format!("unknown key {key}"))),
         }
+    }
+    if [spec.sm_percent != 100, spec.sm_count != 0, spec.sm_auto].into_iter().filter(|set| *set).count() > 1 {
+        return Err(BusError::invalid_args(
+            "SMPercent, SMCount and SMAuto say the same: leave all but one out",
+        ));
     }
     if let Some(uid) = for_uid {
         spec.owner = Owner::Uid(uid);

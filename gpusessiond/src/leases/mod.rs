@@ -25,7 +25,7 @@ pub use machine::{Slot, Time};
 use crate::config::{Class, LeaseConfig, OnIdle, Priority, Sharing};
 use crate::login::Session;
 use crate::pool::PoolError;
-use crate::values::Memory;
+use crate::values::{Memory, SmPercent};
 
 /// Whose a lease is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +55,12 @@ pub struct Spec {
     pub memory: Memory,
     /// Share of the multiprocessors in percent.
     pub sm_percent: u32,
+    /// The same as a number of them, instead; 0: `sm_percent` says it.
+    #[serde(default)]
+    pub sm_count: u32,
+    /// As large as that of the memory, instead, where the GPU is shared by MPS.
+    #[serde(default)]
+    pub sm_auto: bool,
     /// Priority.
     pub priority: Priority,
     /// Sharing, if it matters.
@@ -109,7 +115,12 @@ impl Spec {
             order,
             gpus: lease.gpus,
             memory: lease.memory,
-            sm_percent: lease.sm_percent,
+            sm_percent: match lease.sm_percent {
+                SmPercent::Percent(percent) => percent,
+                SmPercent::Auto => 100,
+            },
+            sm_count: lease.sm_count.unwrap_or(0),
+            sm_auto: lease.sm_percent == SmPercent::Auto,
             priority: lease.priority,
             sharing: lease.sharing,
             model: lease.model.clone().unwrap_or_default(),
@@ -250,7 +261,8 @@ impl Spec {
             machine_id: machine_id.into(),
             sticky: sticky.to_vec(),
             persistent: matches!(self.class, Class::Boot | Class::Background),
-            sm_count: 0,
+            sm_count: self.sm_count,
+            sm_auto: self.sm_auto,
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
             idle_timeout_usec: self.idle_timeout.map_or(0, |t| t.as_micros() as u64),

@@ -840,8 +840,11 @@ impl PoolService for Service {
                 )));
             }
         };
-        if wish.sm_count != 0 && !matches!(wish.sm_percent, 0 | 100) {
-            return Err(Status::invalid_argument("sm_percent and sm_count say the same: leave one out"));
+        let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
+        if shares.into_iter().filter(|given| *given).count() > 1 {
+            return Err(Status::invalid_argument(
+                "sm_percent, sm_count and sm_auto say the same: leave all but one out",
+            ));
         }
         if pool.facts.config.exclusive && mps == Some(true) {
             return Err(Status::failed_precondition(
@@ -896,6 +899,7 @@ impl PoolService for Service {
             encrypted,
             sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
             sm_count: wish.sm_count,
+            sm_auto: wish.sm_auto,
             mps,
             exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
             priority,
