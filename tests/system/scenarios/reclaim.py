@@ -8,8 +8,6 @@ from pathlib import Path
 from harness import Failed, expect
 
 ORDER = 45
-# Hosts of the lab have one kernel, and its boot id with it: that another boot of a machine ends what the last one left is a test of
-# the server's.
 # Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
 BOUND, SILENT = 2, 62
 # Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
