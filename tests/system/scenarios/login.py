@@ -37,7 +37,7 @@ OFF = {
     "su": "su alice -c 'GPUSESSION_DISABLE=1 vectorAdd'",
     "su that keeps the environment": "GPUSESSION_DISABLE=1 su alice -c vectorAdd",
     "sudo": "GPUSESSION_DISABLE=1 sudo --preserve-env=GPUSESSION_DISABLE -u bob vectorAdd",
-    "a system unit": "systemd-run --quiet --wait --pipe -p User=alice -E GPUSESSION_DISABLE=1 vectorAdd",
+    "a system unit": "systemd-run --quiet --collect --wait --pipe -p User=alice -E GPUSESSION_DISABLE=1 vectorAdd",
     "systemd-run --user": "ssh alice@client systemd-run --user --quiet --wait --pipe -E GPUSESSION_DISABLE=1 vectorAdd",
 }
 
