@@ -90,8 +90,13 @@ def run(site, check):
     client.write("/home/alice/.config/systemd/user/gpu.service", UNIT)
     client.ok("chown -R alice: /home/alice/.config")
     # Both take a while to begin, and are looked at below.
-    client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n")
-    client.ok("systemctl start cron atd")
+    client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n"
+                 "* * * * * bob /usr/local/bin/memFree >/tmp/bob.out 2>&1\n")
+    # bob has a lease of his own beside the machine's.
+    client.write("/etc/gpusession/conf.d/bobs.toml", '[[lease]]\nname = "bobs"\nfor_user = "bob"\nmemory = "20%"\n')
+    client.ok("systemctl reload gpusession")
+    client.until("gpusession status | grep -q 'bobs .*ready'", 20)
+    client.ok("rm -f /tmp/cron.out /tmp/bob.out /tmp/at.out; systemctl start cron atd")
     client.ok(f"su -l alice -c 'echo \"{PROBE} >/tmp/at.out 2>&1\" | at now 2>&1'")
 
     for what, how, user, given in ROWS:
@@ -134,7 +139,7 @@ def run(site, check):
             if "gpusession" in seen:
                 raise Failed(seen)
     with check("nothing in alice's dotfiles is ours"):
-        client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd")
+        client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd --exclude-dir=containers")
     box(client)
     with check("podman, with the specification for containers"):
         expect(client.ok(f"{PODMAN} --device gpusession.org/gpu=all --rootfs /srv/box vectorAdd"), RIGHT)
@@ -145,7 +150,11 @@ def run(site, check):
         right(client.until(f"grep '{RIGHT}' /tmp/at.out && cat /tmp/at.out", 30), "alice", "both")
     with check("cron"):
         right(client.until(f"grep '{RIGHT}' /tmp/cron.out && cat /tmp/cron.out", 90), "alice", "none")
-        client.ok("rm /etc/cron.d/gpu")
+    with check("cron, of a user with a lease of his own"):
+        # 20 % of 2048 MiB; of the machine's lease it would be half.
+        seen = client.until("test -s /tmp/bob.out && cat /tmp/bob.out", 90)
+        assert seen == "409", seen
+        client.ok("rm /etc/cron.d/gpu /etc/gpusession/conf.d/bobs.toml && systemctl reload gpusession")
 
 
 # A root file system with a C library and a program, and nothing of ours.
