@@ -7,7 +7,7 @@ from scenarios.policy import lease
 ORDER = 47
 LOST = "83f6a800a3ea487e81baca4df66f999a"
 OVER = "b33b7a197cde42a497afb486369f74ce"
-# Leases that nobody uses end after a moment.
+# A lease ends when its program rests for a moment.
 IDLE = """
 warn_after = "1s"
 release_after = "4s"
@@ -65,10 +65,12 @@ def run(site, check):
     client.start("shells", "python3 /root/shells.py")
     client.until("test $(find /run/shells -size +0 | wc -l) -ge 5", 20)
     before = lease(client, "everyone")
+    client.start("holder", "killVictim 64", user="alice")
+    client.until("grep -q READY /run/holder.out", 20)
     with check("a lease that ends on the server is lost: the journals of both ends say which and why, and journalctl -x what that means"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
         # So that the lease does not come back at once.
-        server.ok(f"gpuserver off {gpus[0]} {gpus[1]} && systemctl reload gpuserver")
+        server.ok(f"gpuserver off {gpus[0]} && gpuserver off {gpus[1]} && systemctl reload gpuserver")
         client.until(f"journalctl -b MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -o cat --no-pager | grep .", 30)
         seen = client.ok(f"journalctl -b -x MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -t gpusessiond --no-pager")
         expect(seen, f"lease {before} lost: ")
@@ -86,10 +88,10 @@ def run(site, check):
         seen = client.ok("ssh -tt alice@client 'exec dash -l -i'", stdin="exit\n")
         assert seen.count("is lost") == 1, seen
     with check("when the GPUs are back nobody is told anything any more"):
-        server.ok(f"rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver && gpuserver on {gpus[0]} {gpus[1]}")
+        server.ok(f"rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver && gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
         client.until("gpusession status | grep -q 'everyone .*ready'", 40)
         client.until("test ! -s /run/gpusession/notice/1000", 10)
-        client.ok("systemctl stop shells; true")
+        client.ok("systemctl stop shells holder; true")
         for shell, times in {"bash": 1, "zsh": 1, "fish": 1, "tcsh": 1, "off": 0}.items():
             seen = client.ok(f"cat /run/shells/{shell}")
             assert seen.count("is lost") == times, f"{shell}: {seen.count('is lost')} times\n{seen[-3000:]}"
