@@ -29,10 +29,10 @@ SIMULATED = "/etc/systemd/system/gpuserver.service.d/simulated.conf"
 LEASE = '[[lease]]\nname = "everyone"\ngpus = 2\nmemory = "50%"\n'
 
 
-def pool_of_one(site, host):
+def pool_of_one(site, host, driver=SIM):
     """A server with simulated GPUs and its only client on one host, where all packages are."""
     host.write(SIMULATED, "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
-    host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{SIM}"\n[limits]\ngpus = 2\n')
+    host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{driver}"\n[limits]\ngpus = 2\n')
     host.write("/etc/gpusession/conf.d/lease.toml", LEASE)
     host.ok("systemctl daemon-reload && gpuserver pool init && systemctl enable --now gpuserver")
     host.until("gpuserver status", 20)
