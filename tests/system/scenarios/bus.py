@@ -12,8 +12,8 @@ MANAGER = f"org.gpusession1 {PATH} org.gpusession1.Manager"
 
 
 def escaped(text):
-    """A path's element, as sd-bus escapes it."""
-    return re.sub("[^A-Za-z0-9]", lambda m: f"_{ord(m[0]):02x}", text)
+    """A path's element, as sd-bus escapes it: no digit in front either."""
+    return re.sub("[^A-Za-z0-9]|^[0-9]", lambda m: f"_{ord(m[0]):02x}", text)
 
 
 def introspected(text):
@@ -41,10 +41,11 @@ def run(site, check):
     client = site.client
     id = lease(client, "everyone")
     gpus = [d["uuid"] for d in json.loads(client.ok("gpusession list --json"))["leases"][0]["devices"]]
-    objects = {"Manager": PATH, "Lease": f"{PATH}/lease/{id}", "Device": f"{PATH}/device/{escaped(gpus[0])}", "Server": f"{PATH}/server/gpu1"}
+    devices = [f"{PATH}/device/{escaped(gpu)}" for gpu in gpus]
+    objects = {"Manager": PATH, "Lease": f"{PATH}/lease/{escaped(id)}", "Device": devices[0], "Server": f"{PATH}/server/gpu1"}
     with check("busctl tree shows the manager, and an object for each lease, GPU and server"):
         seen = client.ok("busctl tree --list org.gpusession1").split()
-        wanted = [PATH, *(f"{PATH}/{kind}" for kind in ("device", "lease", "server")), *objects.values(), f"{PATH}/device/{escaped(gpus[1])}"]
+        wanted = [*(f"{PATH}/{kind}" for kind in ("device", "lease", "server")), *objects.values(), *devices]
         assert sorted(set(seen) - {"/", "/org"}) == sorted(set(wanted)), seen
     for name, path in objects.items():
         with check(f"busctl introspect shows what the file of {name} says"):
@@ -59,7 +60,7 @@ def run(site, check):
         expect(client.ok(f"busctl call {MANAGER} ListServers"), 'a(ssso) 1 "gpu1" "gpu1:7601" "online" "/org/gpusession1/server/gpu1"')
         assert client.ok(f"busctl call {MANAGER} GetLease s {id}") == f'o "{objects["Lease"]}"'
         expect(client.fails(f"busctl call {MANAGER} GetLease s nosuch"), "Call failed: there is no lease nosuch")
-        seen = client.ok(f"busctl get-property org.gpusession1 {PATH} org.gpusession1.Manager State PoolTarget PoolReady BootAllocationComplete")
+        seen = client.ok(f"busctl get-property {MANAGER} State PoolTarget PoolReady BootAllocationComplete")
         assert seen.split() == ["s", '"ready"', "u", "2", "u", "2", "b", "true"], seen
         expect(client.ok(f"su -l alice -c 'busctl call {MANAGER} ListLeases'"), id)
     with check("busctl monitor shows a lease come and go, each object before its signal, and nothing of a lease that is gone"):
@@ -70,7 +71,7 @@ def run(site, check):
         seen = []
         for line in client.ok("grep '^{' /run/monitor.out").splitlines():
             message = json.loads(line)
-            if message.get("type") == "signal" and new in line:
+            if message.get("type") == "signal" and (new in line or escaped(new) in line):
                 seen.append(message["member"])
         order = [seen.index(name) for name in ("InterfacesAdded", "LeaseNew", "LeaseRemoved")]
         if order != sorted(order) or set(seen[seen.index("LeaseRemoved") + 1:]) - {"InterfacesRemoved"}:

@@ -17,7 +17,8 @@ ROWS = [
     ("ssh with a command", f"ssh alice@client {PROBE}", "alice", "both"),
     *((f"ssh with a terminal, in {shell}", f"ssh -tt alice@client {shell} -c {PROBE} </dev/null", "alice", "both")
       for shell in ("sh", "bash", "zsh", "csh", "tcsh", "fish")),
-    *((f"a login shell, {shell} -l", f"ssh alice@client {shell} -l -c {PROBE}", "alice", "both") for shell in ("dash", "bash", "zsh", "fish")),
+    *((f"a login shell, {shell} -l", f"ssh alice@client {shell} -l -c {PROBE}", "alice", "both")
+      for shell in ("dash", "bash", "zsh", "fish")),
     ("su", f"su alice -c {PROBE}", "alice", "both"),
     ("su -l", f"su -l alice -c {PROBE}", "alice", "both"),
     ("su -l to another user, in a session", f"{PASSWORD} su -l bob -c {PROBE}", "bob", "both"),
@@ -118,7 +119,8 @@ def run(site, check):
             raise Failed(seen)
     for shell in ("sh", "bash", "zsh"):
         with check(f"a shell without variables, {shell}: eval \"$(gpusession env)\""):
-            seen = client.ok(f"ssh alice@client 'env -i PATH=$PATH HOME=$HOME {shell}'", stdin=f'{PROBE}\neval "$(gpusession env)"\n{PROBE}\n')
+            seen = client.ok(f"ssh alice@client 'env -i PATH=$PATH HOME=$HOME {shell}'",
+                             stdin=f'{PROBE}\neval "$(gpusession env)"\n{PROBE}\n')
             before, after = (line for line in seen.splitlines() if "session=" in line)
             expect(before, "setting=none models=none")
             expect(after, "setting=WARN models=/srv/models")

@@ -51,7 +51,8 @@ def run(site, check):
         server.ok(f"gpuserver off {gpus[1]}")
         client.write("/etc/gpusession/conf.d/lease.toml", TWO)
         client.ok("systemctl reload gpusession")
-        expect(client.until(f"{status} | grep '^1/2 GPUs leased (gpu1); waiting: ' && systemctl status gpusession --no-pager", 30), "1/2 GPUs leased")
+        client.until(f"{status} | grep '^1/2 GPUs leased (gpu1); waiting: '", 30)
+        expect(client.ok("systemctl status gpusession --no-pager"), "1/2 GPUs leased")
         server.ok(f"gpuserver on {gpus[1]}")
         client.until(f"{status} | grep '^2/2 GPUs leased (gpu1)$'", 40)
     client.write("/etc/gpusession/conf.d/lease.toml", text)
@@ -88,7 +89,8 @@ def run(site, check):
         seen = client.ok("ssh -tt alice@client 'exec dash -l -i'", stdin="exit\n")
         assert seen.count("is lost") == 1, seen
     with check("when the GPUs are back nobody is told anything any more"):
-        server.ok(f"rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver && gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
+        server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+        server.ok(f"gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
         client.until("gpusession status | grep -q 'everyone .*ready'", 40)
         client.until("test ! -s /run/gpusession/notice/1000", 10)
         client.ok("systemctl stop shells holder; true")

@@ -98,7 +98,8 @@ def run(site, check):
         assert id not in client.ok("gpusession list")
         by_bus = client.ok(f"su -l alice -c '{create}'").split('"')[1]
         client.ok(f"su -l alice -c 'gpusession release {by_bus}'")
-        seen = client.ok("ssh alice@client 'gpusession run --new -m 10% -- sh -c \"echo lease \\$GPUSESSION_LEASE; vectorAdd; gpusession list; exit 7\"; echo status $?'")
+        inner = "echo lease \\$GPUSESSION_LEASE; vectorAdd; gpusession list; exit 7"
+        seen = client.ok(f"ssh alice@client 'gpusession run --new -m 10% -- sh -c \"{inner}\"; echo status $?'")
         new = next(line.split()[1] for line in seen.splitlines() if line.startswith("lease "))
         expect(seen, "sums right")
         expect(seen, "status 7")

@@ -20,7 +20,7 @@ def run(site, check):
     client = site.client
     server = next(host for host in site.servers if lease(client, "everyone") in (host.run("gpuserver leases").out))
     with check("each boot of each host has a boot id of its own, which its daemons see"):
-        ids = [host.ok(command) for host, command in ((client, BOOT), (client, SEEN.format("gpusession")), (server, BOOT), (server, SEEN.format("gpuserver")))]
+        ids = [client.ok(BOOT), client.ok(SEEN.format("gpusession")), server.ok(BOOT), server.ok(SEEN.format("gpuserver"))]
         assert ids[0] == ids[1] != ids[2] == ids[3], ids
 
     def another(what, cause, reason):

@@ -97,7 +97,8 @@ def run(site, check):
         client.ok("pkill -9 -x killVictim; systemctl stop victim || true")
         client.until("vectorAdd", 60, user="alice")
     with check("the client's journal says that the server did not answer, and that it answers again"):
-        for id, text in (("6ff34f01d228494abdf676921495ecad", "A GPU server does not answer"), ("e377d21fb9aa491e9c2ccdce898d5c6f", "A GPU server answers again")):
+        for id, text in (("6ff34f01d228494abdf676921495ecad", "A GPU server does not answer"),
+                         ("e377d21fb9aa491e9c2ccdce898d5c6f", "A GPU server answers again")):
             expect(client.until(f"journalctl -b -x -t gpusessiond MESSAGE_ID={id} --no-pager | grep -A9 Subject", 10), text)
     with check(f"power loss of the client, without a word, and it stays off: within {SILENT} s") as note:
         program = Program(site)

@@ -40,7 +40,8 @@ def run(site, check):
         client.write(WATCHDOG, "[Service]\nWatchdogSec=4\n")
         client.ok("systemctl daemon-reload && systemctl restart gpusession")
         client.until("gpusession status | grep -q 'is ready'", 20)
-    lives_through(HANG.format(client.ok("systemctl show -P NRestarts gpusession")), "a daemon that hangs and is started anew by the watchdog")
+    restarts = client.ok("systemctl show -P NRestarts gpusession")
+    lives_through(HANG.format(restarts), "a daemon that hangs and is started anew by the watchdog")
     with check("systemd says that it was the watchdog"):
         expect(client.ok("journalctl -b -u gpusession -o cat --no-pager"), "Watchdog timeout")
         client.ok(f"rm {WATCHDOG} && systemctl daemon-reload && systemctl restart gpusession")

@@ -2,6 +2,7 @@
 import time
 
 from harness import Failed, expect
+from scenarios.bus import MANAGER
 from scenarios.policy import lease
 
 ORDER = 35
@@ -106,7 +107,8 @@ def run(site, check):
         assert lease(client, "bobs") == bobs
     with check("a unit of a user gets the session's lease if GPUSESSION_ID comes along, else the machine's"):
         unit = "systemd-run --user --quiet --wait --pipe memFree"
-        seen = client.ok(f"ssh alice@client 'memFree; {unit}; systemctl --user import-environment GPUSESSION_ID; {unit}; systemctl --user unset-environment GPUSESSION_ID; {unit}'")
+        seen = client.ok(f"ssh alice@client 'memFree; {unit}; systemctl --user import-environment GPUSESSION_ID; {unit}; "
+                         f"systemctl --user unset-environment GPUSESSION_ID; {unit}'")
         assert seen.split() == [OWN, EVERYONES, OWN, EVERYONES], seen
     with check("bob releases his own"):
         client.ok(f"su -l bob -c 'gpusession release {bobs}'")
@@ -127,7 +129,8 @@ def run(site, check):
     gone = time.monotonic() + 30 + 15
     with check("a lease of class background is the machine's as long as there is room, and yields to one that waits"):
         client.until(f"{NAMES} | grep spare", 20)
-        expect(client.ok(f"busctl get-property org.gpusession1 /org/gpusession1/lease/{lease(client, 'spare')} org.gpusession1.Lease Class"), "background")
+        spare = client.ok(f"busctl call {MANAGER} GetLease s {lease(client, 'spare')}").split('"')[1]
+        assert client.ok(f"busctl get-property org.gpusession1 {spare} org.gpusession1.Lease Class") == 's "background"'
         server.write("/etc/gpusession/gpuserver.d/zz-more.toml", "[limits]\ngpus = 8\nmax_persistent = 4\n")
         server.ok("systemctl reload gpuserver")
         client.write("/etc/gpusession/conf.d/more.toml", MORE)
