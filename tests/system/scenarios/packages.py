@@ -64,9 +64,9 @@ def run(site, check):
             pool_of_one(site, host)
             expect(host.ok(f"ssh alice@{name} vectorAdd"), "sums right")
             assert host.ok(f"ssh alice@{name} printenv GPUSESSION_ID")
+            before = lease(host, "everyone")
             host.start("program", "longRun 12; echo status $?", user="alice")
             host.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
-            before = lease(host, "everyone")
         with check(f"{name}: an upgrade keeps configuration and replaces mapped libraries by rename"):
             host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
             inode = host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1")

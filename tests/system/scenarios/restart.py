@@ -21,10 +21,10 @@ HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
 def run(site, check):
     client = site.client
 
-    def lives_through(what, name):
+    def lives_through(what, name, seconds=5):
         with check(f"a running program and its lease live through {name}"):
             before = lease(client, "everyone")
-            client.start("program", "longRun 8; echo status $?", user="alice")
+            client.start("program", f"longRun {seconds}; echo status $?", user="alice")
             client.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
             client.ok(what, timeout=120)
             client.until("gpusession status | grep -q 'is ready'", 20)
@@ -41,7 +41,7 @@ def run(site, check):
         client.ok("systemctl daemon-reload && systemctl restart gpusession")
         client.until("gpusession status | grep -q 'is ready'", 20)
     restarts = client.ok("systemctl show -P NRestarts gpusession")
-    lives_through(HANG.format(restarts), "a daemon that hangs and is started anew by the watchdog")
+    lives_through(HANG.format(restarts), "a daemon that hangs and is started anew by the watchdog", 9)
     with check("systemd says that it was the watchdog"):
         expect(client.ok("journalctl -b -u gpusession -o cat --no-pager"), "Watchdog timeout")
         client.ok(f"rm {WATCHDOG} && systemctl daemon-reload && systemctl restart gpusession")
@@ -59,7 +59,7 @@ def run(site, check):
         lower(client, CLIENT_PACKAGES)
         client.until("gpusession status | grep -q 'is ready'", 20)
         assert lease(client, "everyone") == before
-    lives_through(UPGRADE, "an upgrade of the client's packages")
+    lives_through(UPGRADE, "an upgrade of the client's packages", 9)
     with check("the client has the new versions"):
         assert "0.0.9" not in client.ok(VERSIONS + " ".join(CLIENT_PACKAGES))
 

@@ -1,6 +1,4 @@
 """Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
-import time
-
 from harness import Failed, expect
 from scenarios.bus import MANAGER
 from scenarios.policy import lease
@@ -126,7 +124,6 @@ def run(site, check):
         expect(client.ok("systemd-run --quiet --wait --pipe -p User=alice memFree"), OWN)
         assert client.ok(NAMES).split().count("hers") == 1 and lease(client, "hers") == hers
         expect(client.ok("ssh bob@client memFree"), EVERYONES)
-    gone = time.monotonic() + 30 + 15
     with check("a lease of class background is the machine's as long as there is room, and yields to one that waits"):
         client.until(f"{NAMES} | grep spare", 20)
         spare = client.ok(f"busctl call {MANAGER} GetLease s {lease(client, 'spare')}").split('"')[1]
@@ -140,6 +137,4 @@ def run(site, check):
         client.ok("rm /etc/gpusession/conf.d/more.toml && systemctl reload gpusession")
         client.until(f"{READY} spare", 60)
         server.ok("rm /etc/gpusession/gpuserver.d/zz-more.toml && systemctl reload gpuserver")
-    with check("the user's lease goes half a minute after the last session and process"):
-        client.until(f"! {NAMES} | grep hers", max(5, gone - time.monotonic()))
     client.ok("rm /etc/gpusession/conf.d/sessions.toml && systemctl reload gpusession")
