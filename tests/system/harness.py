@@ -20,9 +20,46 @@ lab = importlib.util.module_from_spec(_spec)
 _loader.exec_module(lab)
 
 # What the packages and the scenarios need beside the lab's own packages.
-EXTRA = "cron,at,csh,fish,podman,crun,uidmap"
+EXTRA = "cron,at,csh,tcsh,fish,podman,crun,uidmap"
 CLIENT_PACKAGES = ("gpusession", "gpusession-libs", "libpam-gpusession")
 SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
+
+
+# Logins and how long each takes, in milliseconds: `HOW COUNT [LIMIT]`; with a limit, until one stays within it. `module`: a PAM stack
+# with nothing but our module in it; `first`: of a user whose systemd does not run yet.
+LOGINS = r"""
+import ctypes, os, subprocess, sys, time
+def module():
+    pam = ctypes.CDLL("libpam.so.0")
+    talk = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 19)
+    class Conversation(ctypes.Structure):
+        _fields_ = [("talk", type(talk)), ("data", ctypes.c_void_p)]
+    conversation, handle = Conversation(talk, None), ctypes.c_void_p()
+    assert not pam.pam_start(b"only-gpusession", b"alice", ctypes.byref(conversation), ctypes.byref(handle))
+    begin = time.monotonic()
+    assert not pam.pam_open_session(handle, 0)
+    took = time.monotonic() - begin
+    assert len(os.listdir("/proc/self/task")) == 1, "the module has started a thread"
+    pam.pam_close_session(handle, 0)
+    pam.pam_end(handle, 0)
+    return took
+def login(*command):
+    begin = time.monotonic()
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begin
+def first():
+    subprocess.run("loginctl terminate-user alice; systemctl stop user@1000.service", shell=True, stderr=subprocess.DEVNULL)
+    return su()
+def su():
+    return login("su", "-l", "alice", "-c", "true")
+def ssh():
+    return login("ssh", "alice@client", "true")
+how, count, limit = globals()[sys.argv[1]], int(sys.argv[2]), float((sys.argv + ["-1"])[3])
+for _ in range(count):
+    took = how() * 1000
+    print(f"{took:.1f}")
+    if took <= limit: break
+"""
 
 
 class Failed(Exception):
@@ -111,6 +148,13 @@ class Host:
         done = subprocess.run([HERE / "lab", "push", self.name, *map(str, files), folder], capture_output=True, text=True)
         if done.returncode:
             raise Failed(done.stderr)
+
+    def logins(self, how, count, limit=-1):
+        """Milliseconds that each of `count` logins took; with a limit, they end with the first one within it."""
+        if self.run("test -e /root/logins.py").code:
+            self.write("/root/logins.py", LOGINS)
+            self.write("/etc/pam.d/only-gpusession", "session optional pam_gpusession.so\nsession required pam_permit.so\n")
+        return [float(word) for word in self.ok(f"python3 /root/logins.py {how} {count} {limit}", timeout=120).split()]
 
     def install(self, debs):
         """Installs packages from files; what they depend on is in the image."""

@@ -234,7 +234,7 @@ impl Publisher {
                     idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
                     devices_changed: device_paths,
                     memory_limit_bytes_changed: memory_limit,
-                    sm_percent_changed: sm_percent,
+                    s_m_percent_changed: sm_percent,
                     fencing_token_changed: |l: &LeaseView| l.fencing_token,
                 );
             } else {

@@ -1,7 +1,6 @@
 """A second machine with a copied identity is refused, and the first one keeps its GPUs."""
 from harness import Host, expect
 
-# Before `outage`, after which the server holds a lease of the client's former boot for a minute.
 ORDER = 48
 
 

@@ -16,11 +16,13 @@ PASSWORD = "echo secret | ssh alice@client"
 ROWS = [
     ("ssh with a command", f"ssh alice@client {PROBE}", "alice", "both"),
     *((f"ssh with a terminal, in {shell}", f"ssh -tt alice@client {shell} -c {PROBE} </dev/null", "alice", "both")
-      for shell in ("sh", "bash", "zsh", "csh", "fish")),
-    *((f"a login shell, {shell} -l", f"ssh alice@client {shell} -l -c {PROBE}", "alice", "both") for shell in ("bash", "zsh", "fish")),
+      for shell in ("sh", "bash", "zsh", "csh", "tcsh", "fish")),
+    *((f"a login shell, {shell} -l", f"ssh alice@client {shell} -l -c {PROBE}", "alice", "both")
+      for shell in ("dash", "bash", "zsh", "fish")),
     ("su", f"su alice -c {PROBE}", "alice", "both"),
     ("su -l", f"su -l alice -c {PROBE}", "alice", "both"),
     ("su -l to another user, in a session", f"{PASSWORD} su -l bob -c {PROBE}", "bob", "both"),
+    ("su to another user, in a session", f"{PASSWORD} su bob -c {PROBE}", "bob", "both"),
     ("sudo", f"{PASSWORD} sudo -S {PROBE}", "root", "none"),
     ("sudo -i", f"{PASSWORD} sudo -S -i {PROBE}", "root", "none"),
     ("sudo -u", f"sudo -u bob {PROBE}", "bob", "none"),
@@ -30,6 +32,15 @@ ROWS = [
     ("systemd-run --user", f"ssh alice@client systemd-run --user --quiet --wait --pipe {PROBE}", "alice", "setting"),
     ("a user unit", "ssh alice@client 'systemctl --user daemon-reload; systemctl --user start gpu; cat /tmp/unit.out'", "alice", "setting"),
 ]
+
+OFF = {
+    "a shell": "ssh alice@client 'export GPUSESSION_DISABLE=1; vectorAdd'",
+    "su": "su alice -c 'GPUSESSION_DISABLE=1 vectorAdd'",
+    "su that keeps the environment": "GPUSESSION_DISABLE=1 su alice -c vectorAdd",
+    "sudo": "GPUSESSION_DISABLE=1 sudo --preserve-env=GPUSESSION_DISABLE -u bob vectorAdd",
+    "a system unit": "systemd-run --quiet --collect --wait --pipe -p User=alice -E GPUSESSION_DISABLE=1 vectorAdd",
+    "systemd-run --user": "ssh alice@client systemd-run --user --quiet --wait --pipe -E GPUSESSION_DISABLE=1 vectorAdd",
+}
 
 CONSOLE = rf"""
 set timeout 20
@@ -67,14 +78,26 @@ def right(seen, user, given):
         raise Failed(f"GPUSESSION_ID is {session(seen)}:\n{seen}")
 
 
+def box(client):
+    """Folders for containers, root's and alice's, and the specification."""
+    client.write("/root/box", BOX, "755")
+    client.ok("mkdir -p /etc/cdi && gpusession cdi >/etc/cdi/gpusession.json && /root/box")
+    client.ok("test -e /home/alice/box || { cp -r /srv/box /home/alice/box && chown -R alice: /home/alice/box; }")
+
+
 def run(site, check):
     client = site.client
     client.write(PROBE, PROBE_TEXT, "755")
     client.write("/home/alice/.config/systemd/user/gpu.service", UNIT)
     client.ok("chown -R alice: /home/alice/.config")
     # Both take a while to begin, and are looked at below.
-    client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n")
-    client.ok("systemctl start cron atd")
+    client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n"
+                 "* * * * * bob /usr/local/bin/memFree >/tmp/bob.out 2>&1\n")
+    # bob has a lease of his own beside the machine's.
+    client.write("/etc/gpusession/conf.d/bobs.toml", '[[lease]]\nname = "bobs"\nfor_user = "bob"\nmemory = "20%"\n')
+    client.ok("systemctl reload gpusession")
+    client.until("gpusession status | grep -q 'bobs .*ready'", 20)
+    client.ok("rm -f /tmp/cron.out /tmp/bob.out /tmp/at.out; systemctl start cron atd")
     client.ok(f"su -l alice -c 'echo \"{PROBE} >/tmp/at.out 2>&1\" | at now 2>&1'")
 
     for what, how, user, given in ROWS:
@@ -88,6 +111,20 @@ def run(site, check):
         ids = {session(line) for line in seen.splitlines() if "session=" in line}
         if seen.count("session=") != 2 or len(ids) != 1:
             raise Failed(seen)
+    with check("su to another user begins a session of his, and keeps what else is set"):
+        seen = client.ok(f"{PASSWORD} 'export NCCL_DEBUG=INFO; {PROBE}; su bob -c {PROBE}'")
+        hers, his = (line for line in seen.splitlines() if "session=" in line)
+        expect(his, "setting=INFO")
+        if session(hers) == session(his):
+            raise Failed(seen)
+    for shell in ("sh", "bash", "zsh"):
+        with check(f"a shell without variables, {shell}: eval \"$(gpusession env)\""):
+            seen = client.ok(f"ssh alice@client 'env -i PATH=$PATH HOME=$HOME {shell}'",
+                             stdin=f'{PROBE}\neval "$(gpusession env)"\n{PROBE}\n')
+            before, after = (line for line in seen.splitlines() if "session=" in line)
+            expect(before, "setting=none models=none")
+            expect(after, "setting=WARN models=/srv/models")
+            assert seen.count(RIGHT) == 2, seen
     with check("what a user has set stays"):
         expect(client.ok(f"ssh alice@client 'env NCCL_DEBUG=INFO {PROBE}'"), "setting=INFO")
         client.ok("echo 'NCCL_DEBUG=TRACE' >>/etc/environment")
@@ -97,26 +134,29 @@ def run(site, check):
         seen = client.ok("ssh alice@client env")
         if "LD_" in seen:
             raise Failed(seen)
-    with check("GPUSESSION_DISABLE=1 turns it off for a shell, without a message"):
-        seen = client.fails("ssh alice@client 'export GPUSESSION_DISABLE=1; vectorAdd'")
-        expect(seen, "cudaErrorNoDevice")
-        if "gpusession" in seen:
-            raise Failed(seen)
+    for what, how in OFF.items():
+        with check(f"GPUSESSION_DISABLE=1 turns it off without a message: {what}"):
+            seen = client.fails(how)
+            expect(seen, "cudaErrorNoDevice")
+            if "gpusession" in seen:
+                raise Failed(seen)
     with check("nothing in alice's dotfiles is ours"):
-        client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd")
+        client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd --exclude-dir=containers")
+    box(client)
     with check("podman, with the specification for containers"):
-        client.write("/root/box", BOX, "755")
-        client.ok("mkdir -p /etc/cdi && gpusession cdi >/etc/cdi/gpusession.json && /root/box")
         expect(client.ok(f"{PODMAN} --device gpusession.org/gpu=all --rootfs /srv/box vectorAdd"), RIGHT)
         client.fails(f"{PODMAN} --rootfs /srv/box vectorAdd")
     with check("podman without root"):
-        client.ok("cp -r /srv/box /home/alice/box && chown -R alice: /home/alice/box")
         expect(client.ok(f"ssh alice@client {PODMAN} --device gpusession.org/gpu=all --rootfs /home/alice/box vectorAdd"), RIGHT)
     with check("at, which keeps the variables of the shell that it is typed in"):
         right(client.until(f"grep '{RIGHT}' /tmp/at.out && cat /tmp/at.out", 30), "alice", "both")
     with check("cron"):
         right(client.until(f"grep '{RIGHT}' /tmp/cron.out && cat /tmp/cron.out", 90), "alice", "none")
-        client.ok("rm /etc/cron.d/gpu")
+    with check("cron, of a user with a lease of his own"):
+        # 20 % of 2048 MiB; of the machine's lease it would be half.
+        seen = client.until("test -s /tmp/bob.out && cat /tmp/bob.out", 90)
+        assert seen == "409", seen
+        client.ok("rm /etc/cron.d/gpu /etc/gpusession/conf.d/bobs.toml && systemctl reload gpusession")
 
 
 # A root file system with a C library and a program, and nothing of ours.

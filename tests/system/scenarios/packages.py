@@ -1,7 +1,9 @@
 """Install, upgrade, remove and purge on Debian 12 and 13; other drivers are not shadowed; nothing is left."""
 import subprocess
 
-from harness import CLIENT_PACKAGES, HERE, Failed, Host, expect
+from harness import CLIENT_PACKAGES, HERE, SIM, Failed, Host, expect
+from scenarios import beside
+from scenarios.policy import lease
 
 ORDER = 90
 ROOT = HERE.parent.parent
@@ -22,6 +24,24 @@ def older(site):
     return [site.deb(name, out) for name in ALL]
 
 
+# A machine that is its own server.
+SIMULATED = "/etc/systemd/system/gpuserver.service.d/simulated.conf"
+LEASE = '[[lease]]\nname = "everyone"\ngpus = 2\nmemory = "50%"\n'
+
+
+def pool_of_one(site, host, driver=SIM):
+    """A server with simulated GPUs and its only client on one host, where all packages are."""
+    host.write(SIMULATED, "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
+    host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{driver}"\n[limits]\ngpus = 2\n')
+    host.write("/etc/gpusession/conf.d/lease.toml", LEASE)
+    host.ok("systemctl daemon-reload && gpuserver pool init && systemctl enable --now gpuserver")
+    host.until("gpuserver status", 20)
+    host.ok(f"gpusession join {host.name}", stdin=host.ok("gpuserver token create --name '*' 2>/dev/null"))
+    host.ok("systemctl enable --now gpusession")
+    host.until("gpusession status | grep -q 'is ready'", 30)
+    host.push([site.programs / p for p in ("vectorAdd", "longRun")], "/usr/local/bin")
+
+
 def run(site, check):
     before_upgrade = older(site)
     newer = [site.deb(name) for name in ALL]
@@ -40,20 +60,35 @@ def run(site, check):
         with check(f"{name}: units are well-formed, manual pages and completions are there"):
             host.ok("systemd-analyze verify gpusession.service gpuserver.service 2>&1 | grep -v '^$' | { ! grep -i gpus; }")
             host.ok("cd /usr/share/man && ls man1/gpusession.1.gz man5/gpuserver.toml.5.gz man8/pam_gpusession.8.gz ../bash-completion/completions/gpusession")
+        with check(f"{name}: a login and a program on a leased GPU"):
+            pool_of_one(site, host)
+            expect(host.ok(f"ssh alice@{name} vectorAdd"), "sums right")
+            assert host.ok(f"ssh alice@{name} printenv GPUSESSION_ID")
+            before = lease(host, "everyone")
+            host.start("program", "longRun 12; echo status $?", user="alice")
+            host.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
         with check(f"{name}: an upgrade keeps configuration and replaces mapped libraries by rename"):
             host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
             inode = host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1")
             host.install(newer)
             host.ok("grep -q mine /etc/gpusession/gpusession.toml")
             assert host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1") != inode
+        with check(f"{name}: the program lives through the upgrade of both sides at once, on the same lease"):
+            host.until("gpusession status | grep -q 'is ready'", 30)
+            seen = host.until("grep status /run/program.out && cat /run/program.out", 40)
+            expect(seen, "steps right")
+            expect(seen, "status 0")
+            assert lease(host, "everyone") == before
+            expect(host.ok(f"ssh alice@{name} vectorAdd"), "sums right")
         with check(f"{name}: removing keeps configuration, and leaves the loader and PAM as they were"):
-            host.ok("dpkg -r " + " ".join(ALL) + " 2>&1")
+            host.ok("dpkg -r " + " ".join(ALL) + " 2>&1", timeout=120)
+            host.fails("systemctl is-active gpusession.service gpusession.socket gpuserver.service")
             host.ok("test -e /etc/gpusession/gpusession.toml")
             host.fails("ldconfig -p | grep libcuda.so.1")
             host.fails("grep -r pam_gpusession /etc/pam.d")
             expect(host.ok("su -l alice -c 'echo in'"), "in")
         with check(f"{name}: purging leaves nothing"):
-            host.ok("dpkg -P " + " ".join(ALL) + " 2>&1")
+            host.ok("dpkg -P " + " ".join(ALL) + f" 2>&1; rm -r {SIMULATED} /usr/local/bin/vectorAdd /usr/local/bin/longRun")
             left = sorted(set(host.ok(FILES).splitlines()) - files)
             assert not left, "\n".join(left)
         with check(f"{name}: another libcuda.so.1 that is there before is not shadowed"):
@@ -63,4 +98,8 @@ def run(site, check):
             seen = host.ok("ldconfig -p | grep libcuda.so.1")
             assert "gpusession" not in seen, seen
             host.ok("dpkg -P gpusession-libs; rm /usr/lib/x86_64-linux-gnu/libcuda.so.1; ldconfig")
+        if suite == "trixie":
+            host.install(newer)
+            pool_of_one(site, host)
+            beside.install(host, suite, check)
         host.lab("down")

@@ -8,8 +8,6 @@ from pathlib import Path
 from harness import Failed, expect
 
 ORDER = 45
-# Hosts of the lab have one kernel, and its boot id with it: that another boot of a machine ends what the last one left is a test of
-# the server's.
 # Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
 BOUND, SILENT = 2, 62
 # Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
@@ -98,6 +96,10 @@ def run(site, check):
         client.lab("heal")
         client.ok("pkill -9 -x killVictim; systemctl stop victim || true")
         client.until("vectorAdd", 60, user="alice")
+    with check("the client's journal says that the server did not answer, and that it answers again"):
+        for id, text in (("6ff34f01d228494abdf676921495ecad", "A GPU server does not answer"),
+                         ("e377d21fb9aa491e9c2ccdce898d5c6f", "A GPU server answers again")):
+            expect(client.until(f"journalctl -b -x -t gpusessiond MESSAGE_ID={id} --no-pager | grep -A9 Subject", 10), text)
     with check(f"power loss of the client, without a word, and it stays off: within {SILENT} s") as note:
         program = Program(site)
         client.lab("kill")

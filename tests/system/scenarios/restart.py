@@ -1,23 +1,30 @@
 """A CUDA program lives through restarts, crashes and upgrades of the daemon and of the server, on the same lease."""
 import time
 
-from harness import Failed, expect
+from harness import CLIENT_PACKAGES, Failed, expect
+from scenarios.packages import older
 from scenarios.policy import lease
 
 ORDER = 40
 # Processes of workers that serve programs.
 SERVING = ("gpuserver ps --json | python3 -c \"import json, sys; "
            "print(*(w['pid'] for w in json.load(sys.stdin)['workers'] if w['state'] == 'active'))\"")
-INSTALL = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/debs/*.deb 2>&1"
+# What was installed before has a lower version.
+UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
+VERSIONS = "dpkg-query -W -f '${Version} ' "
+# systemd's patience with a daemon that hangs, instead of the minute of the unit.
+WATCHDOG = "/run/systemd/system/gpusession.service.d/watchdog.conf"
+HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
+        "test $(systemctl show -P NRestarts gpusession) -gt {} && exit; done; exit 1")
 
 
 def run(site, check):
     client = site.client
 
-    def lives_through(what, name):
+    def lives_through(what, name, seconds=5):
         with check(f"a running program and its lease live through {name}"):
             before = lease(client, "everyone")
-            client.start("program", "longRun 8; echo status $?", user="alice")
+            client.start("program", f"longRun {seconds}; echo status $?", user="alice")
             client.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
             client.ok(what, timeout=120)
             client.until("gpusession status | grep -q 'is ready'", 20)
@@ -28,7 +35,33 @@ def run(site, check):
     lives_through("systemctl restart gpusession", "systemctl restart gpusession")
     lives_through("systemctl kill -s KILL gpusession; sleep 2; systemctl is-active gpusession", "kill -9 of the daemon")
     lives_through("systemctl reload gpusession", "systemctl reload gpusession")
-    lives_through(INSTALL, "the packages of the client installed over themselves")
+    with check("a daemon that hangs is noticed: the unit has a watchdog"):
+        assert client.ok("systemctl show -P WatchdogUSec gpusession") == "1min"
+        client.write(WATCHDOG, "[Service]\nWatchdogSec=4\n")
+        client.ok("systemctl daemon-reload && systemctl restart gpusession")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+    restarts = client.ok("systemctl show -P NRestarts gpusession")
+    lives_through(HANG.format(restarts), "a daemon that hangs and is started anew by the watchdog", 9)
+    with check("systemd says that it was the watchdog"):
+        expect(client.ok("journalctl -b -u gpusession -o cat --no-pager"), "Watchdog timeout")
+        client.ok(f"rm {WATCHDOG} && systemctl daemon-reload && systemctl restart gpusession")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+
+    def lower(host, packages):
+        """Installs lower versions, with what is to be upgraded to beside them."""
+        host.push([site.deb(name) for name in packages], "/root/newer")
+        host.install([deb for deb in older(site) if deb.name.split("_")[0] in packages])
+        seen = host.ok(VERSIONS + " ".join(packages)).split()
+        assert all(version.startswith("0.0.9") for version in seen), seen
+
+    with check("lower versions are installed on the client, and take over its lease"):
+        before = lease(client, "everyone")
+        lower(client, CLIENT_PACKAGES)
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        assert lease(client, "everyone") == before
+    lives_through(UPGRADE, "an upgrade of the client's packages", 9)
+    with check("the client has the new versions"):
+        assert "0.0.9" not in client.ok(VERSIONS + " ".join(CLIENT_PACKAGES))
 
     def serves():
         """The server that serves the program, and its worker's process."""
@@ -57,7 +90,12 @@ def run(site, check):
     crash = "kill -9 $(systemctl show -P MainPID gpuserver)"
     lives_without_server("systemctl restart gpuserver", "systemctl restart gpuserver")
     lives_without_server(crash, "kill -9 of the server")
-    lives_without_server(INSTALL, "the packages of the server installed over themselves")
+    with check("lower versions are installed on the server"):
+        serving = next(host for host in site.servers if lease(client, "everyone") in host.run("gpuserver leases").out)
+        lower(serving, ("gpuserver", "gpusession-libs"))
+    lives_without_server(UPGRADE, "an upgrade of the server's packages")
+    with check("the server has the new versions"):
+        assert "0.0.9" not in serving.ok(VERSIONS + "gpuserver gpusession-libs")
     with check("systemctl stop gpuserver leaves nothing behind, nor does a stop right after kill -9"):
         workers = "pgrep -u gpuserver gpuserver-worke"
         server = next(host for host in site.servers if not host.run(workers).code)

@@ -2,9 +2,12 @@
 import subprocess
 
 from harness import HERE, Failed, Host, expect
+from scenarios.packages import pool_of_one
+from scenarios.policy import lease
 
 ORDER = 95
 ROOT = HERE.parent.parent
+SIM = "/usr/lib64/gpusession/sim/libcuda.so.1"
 
 
 def build(site, folder, *arguments):
@@ -15,6 +18,11 @@ def build(site, folder, *arguments):
         if done.returncode:
             raise Failed(done.stdout + done.stderr)
     return sorted(out.glob("*.rpm"))
+
+
+def program(host, seconds):
+    host.start("program", f"longRun {seconds}; echo status $?", user="alice")
+    host.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
 
 
 def run(site, check):
@@ -34,8 +42,13 @@ def run(site, check):
         host.ok("id gpusession && id gpuserver")
         expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/usr/lib64/gpusession/libcuda.so.1")
         host.fails("systemctl is-active gpusession gpuserver")
+    with check("a program runs on a leased GPU"):
+        pool_of_one(site, host, SIM)
+        expect(host.ok("su -l alice -c vectorAdd"), "sums right")
+        program(host, 12)
+        held = lease(host, "everyone")
     with check("a service that runs is restarted by an upgrade, and configuration is kept"):
-        host.ok("systemctl start gpusession && echo '# mine' >>/etc/gpusession/gpusession.toml")
+        host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
         before = host.ok("systemctl show -P MainPID gpusession")
         host.push(newer, "/root/newer")
         host.ok(f"{rpm} -U /root/newer/*.rpm 2>&1")
@@ -43,9 +56,26 @@ def run(site, check):
         assert after not in (before, "0"), f"main process {before} before, {after} after"
         host.ok("grep -q mine /etc/gpusession/gpusession.toml")
         host.ok("rpm -V --nodeps gpusession-libs libpam-gpusession gpuserver")
+    with check("its program and its lease live through that"):
+        host.until("gpusession status | grep -q 'is ready'", 30)
+        expect(host.until("grep status /run/program.out && cat /run/program.out", 40), "steps right")
+        assert lease(host, "everyone") == held
+    with check("erasing says how many programs lose their GPUs, and they do"):
+        host.ok("sed -i '1i drain_timeout = \"2s\"' /etc/gpusession/gpuserver.d/simulated.toml && systemctl reload gpuserver")
+        program(host, 90)
+        seen = host.ok("rpm -e --nodeps gpuserver 2>&1", timeout=120)
+        expect(seen, "gpuserver: 1 running program(s) of clients lose their GPUs")
+        expect(host.until("grep status /run/program.out && cat /run/program.out", 30), "cudaErrorDevicesUnavailable")
+        host.fails("pgrep -u gpuserver")
+        host.ok(f"{rpm} -i /root/newer/gpuserver*.rpm 2>&1 && systemctl start gpuserver")
+        host.until("vectorAdd", 60, user="alice")
+        program(host, 90)
+        expect(host.ok("rpm -e --nodeps gpusession 2>&1", timeout=120), "gpusession: 1 running program(s) lose their GPUs")
+        expect(host.until("grep status /run/program.out && cat /run/program.out", 30), "cudaErrorDevicesUnavailable")
+        host.ok(f"{rpm} -i /root/newer/gpusession-[0-9]*.rpm 2>&1 && systemctl start gpusession")
     with check("erasing stops the service and takes the library from the loader"):
         host.ok(f"{rpm} -e gpusession gpusession-libs libpam-gpusession gpuserver 2>&1".replace(" --ignoresize", ""))
-        host.fails("systemctl is-active gpusession")
+        host.fails("systemctl is-active gpusession gpuserver")
         host.fails("ldconfig -p | grep libcuda.so.1")
         # Folders may stay: cargo-generate-rpm packs files only.
         seen = host.ok("find / -xdev \\( -path /var/log -o -path /root -o -path /proc -o -path /var/lib/rpm \\) -prune "

@@ -1,5 +1,6 @@
 """Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
 from harness import Failed, expect
+from scenarios.bus import MANAGER
 from scenarios.policy import lease
 
 ORDER = 35
@@ -33,12 +34,43 @@ COUNT = "/usr/local/bin/session-leases"
 COUNT_TEXT = """#!/bin/sh
 gpusession list --json | grep -o '"name": *"session"' | wc -l
 """
+# The names of leases that there are; whether the one with this name has its GPUs.
+NAMES = "/usr/local/bin/lease-names"
+NAMES_TEXT = """#!/bin/sh
+gpusession list --json | grep -o '"name": *"[a-z]*"' | cut -d'"' -f4
+"""
+READY = "gpusession status | grep 'ready .*on gpu1' | grep"
 GRANTS = "journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"
 
 
+# Free memory of the GPU that a program gets, in MiB, says whose lease it is: 50 % of 2048 MiB are everyone's, 20 % a session's or bob's.
+EVERYONES, OWN = "1024", "409"
+# One lease of alice for as long as she is there, and one of the machine that yields to others.
+CLASSES = """
+[[lease]]
+name = "hers"
+class = "user"
+for_user = "alice"
+memory = "20%"
+
+[[lease]]
+name = "spare"
+class = "background"
+memory = "40%"
+"""
+# Beside everyone's half, alice's lease and the one that yields are on different GPUs: there is no room on both for this.
+MORE = """
+[[lease]]
+name = "more"
+gpus = 2
+memory = "30%"
+"""
+
+
 def run(site, check):
-    client = site.client
+    client, server = site.client, site.servers[0]
     client.write(COUNT, COUNT_TEXT, "755")
+    client.write(NAMES, NAMES_TEXT, "755")
     client.write("/etc/gpusession/conf.d/sessions.toml", LEASES)
     client.ok("systemctl reload gpusession")
     client.until("gpusession status | grep -q 'bobs .*ready'", 20)
@@ -71,8 +103,38 @@ def run(site, check):
         result = client.run(f"su -l alice -c 'gpusession release {bobs}'")
         assert result.code == 77, result
         assert lease(client, "bobs") == bobs
+    with check("a unit of a user gets the session's lease if GPUSESSION_ID comes along, else the machine's"):
+        unit = "systemd-run --user --quiet --wait --pipe memFree"
+        seen = client.ok(f"ssh alice@client 'memFree; {unit}; systemctl --user import-environment GPUSESSION_ID; {unit}; "
+                         f"systemctl --user unset-environment GPUSESSION_ID; {unit}'")
+        assert seen.split() == [OWN, EVERYONES, OWN, EVERYONES], seen
     with check("bob releases his own"):
         client.ok(f"su -l bob -c 'gpusession release {bobs}'")
         if bobs in client.ok("gpusession list"):
             raise Failed("still there")
+    client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
+    client.ok("systemctl reload gpusession")
+    with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        assert "hers" not in client.ok(NAMES)
+        seen = client.ok(f"ssh alice@client 'memFree; {NAMES}'")
+        assert seen.splitlines()[0] == OWN, seen
+        hers = lease(client, "hers")
+        expect(client.ok("su -l alice -c memFree"), OWN)
+        expect(client.ok("systemd-run --quiet --wait --pipe -p User=alice memFree"), OWN)
+        assert client.ok(NAMES).split().count("hers") == 1 and lease(client, "hers") == hers
+        expect(client.ok("ssh bob@client memFree"), EVERYONES)
+    with check("a lease of class background is the machine's as long as there is room, and yields to one that waits"):
+        client.until(f"{NAMES} | grep spare", 20)
+        spare = client.ok(f"busctl call {MANAGER} GetLease s {lease(client, 'spare')}").split('"')[1]
+        assert client.ok(f"busctl get-property org.gpusession1 {spare} org.gpusession1.Lease Class") == 's "background"'
+        server.write("/etc/gpusession/gpuserver.d/zz-more.toml", "[limits]\ngpus = 8\nmax_persistent = 4\n")
+        server.ok("systemctl reload gpuserver")
+        client.write("/etc/gpusession/conf.d/more.toml", MORE)
+        client.ok("systemctl reload gpusession")
+        client.until(f"{READY} more", 40)
+        client.fails(f"{READY} spare")
+        client.ok("rm /etc/gpusession/conf.d/more.toml && systemctl reload gpusession")
+        client.until(f"{READY} spare", 60)
+        server.ok("rm /etc/gpusession/gpuserver.d/zz-more.toml && systemctl reload gpuserver")
     client.ok("rm /etc/gpusession/conf.d/sessions.toml && systemctl reload gpusession")

@@ -1,0 +1,80 @@
+"""A second server on a host, as an instance of gpuserver@.service: its programs live through restart and upgrade, and end with its stop."""
+import json
+
+from harness import SIM, Failed, expect
+from scenarios.packages import older
+
+ORDER = 60
+UNIT = "gpuserver@blue"
+# The program that asks is not told of the instance's folders by systemd: the file has to name them.
+CONFIG = f"""
+name = "blue"
+listen = "[::]:7611"
+data_ports = "7612"
+driver = "{SIM}"
+state_dir = "/var/lib/gpuserver-blue"
+runtime_dir = "/run/gpuserver-blue"
+drain_timeout = "2s"
+[limits]
+gpus = 4
+"""
+SERVER = "gpuserver --config /etc/gpusession/gpuserver-blue.toml"
+RUN = "gpusession run --server gpu2:7611 -n 1 -m 30% --"
+UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
+
+
+def run(site, check):
+    client, host = site.client, site.servers[1]
+
+    def serving():
+        return [row["pid"] for row in json.loads(host.ok(f"{SERVER} ps --json"))["workers"] if row["program"] == "longRun"]
+
+    with check("an instance starts beside the unit without a name"):
+        host.write("/etc/systemd/system/gpuserver@.service.d/simulated.conf", "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
+        host.write("/etc/gpusession/gpuserver-blue.toml", CONFIG)
+        host.ok(f"systemctl daemon-reload && {SERVER} pool init && systemctl enable --now {UNIT}")
+        host.until(f"{SERVER} status", 20)
+        expect(host.ok(f"{SERVER} gpus"), "simulated GPU")
+        host.fails("systemctl is-active gpuserver")
+    with check("alice joins it as herself, and runs a program on it"):
+        token = host.ok(f"{SERVER} token create --name '*' 2>/dev/null")
+        client.ok("su -l alice -c 'gpusession join gpu2:7611'", stdin=token)
+        expect(client.ok(f"ssh alice@client {RUN} vectorAdd"), "sums right")
+
+    def lives_through(what, name):
+        with check(f"its program and worker live through {name}"):
+            client.start("program", f"{RUN} longRun 6; echo status $?", user="alice")
+            host.until(f"{SERVER} ps | grep longRun", 20)
+            before = serving()
+            host.ok(what, timeout=120)
+            host.until(f"systemctl is-active {UNIT} && {SERVER} status", 20)
+            assert before and serving() == before, f"workers {before} before, {serving()} now"
+            seen = client.until("grep status /run/program.out && cat /run/program.out", 30)
+            expect(seen, "steps right")
+            expect(seen, "status 0")
+
+    with check("its descriptors are in systemd's store"):
+        client.start("program", f"{RUN} longRun 3", user="alice")
+        host.until(f"{SERVER} ps | grep longRun", 20)
+        stored = int(host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}"))
+        assert stored > 0, stored
+        client.until("! systemctl is-active program", 20)
+    lives_through(f"systemctl restart {UNIT}", "systemctl restart")
+    host.push([site.deb(name) for name in ("gpuserver", "gpusession-libs")], "/root/newer")
+    host.install([deb for deb in older(site) if deb.name.startswith(("gpuserver", "gpusession-libs"))])
+    host.until(f"{SERVER} status", 20)
+    lives_through(f"{UPGRADE}; test \"$(dpkg-query -W -f '${{Version}}' gpuserver)\" != 0.0.9-1", "an upgrade")
+    with check("stopped, it drains, ends its program and leaves no process"):
+        client.start("program", f"{RUN} longRun 60; echo status $?", user="alice")
+        host.until(f"{SERVER} ps | grep longRun", 20)
+        host.ok(f"systemctl stop {UNIT}", timeout=60)
+        host.until("! pgrep -u gpuserver", 5, "processes are left")
+        expect(client.until("grep status /run/program.out && cat /run/program.out", 30), "cudaErrorDevicesUnavailable")
+        assert host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}") == "0"
+    with check("purging takes its folders away"):
+        host.ok(f"systemctl disable {UNIT}; dpkg -P gpuserver 2>&1", timeout=60)
+        left = host.run("ls -d /var/lib/gpuserver* /run/gpuserver* /var/cache/gpuserver /usr/bin/gpuserver").out
+        if [line for line in left.splitlines() if "cannot access" not in line]:
+            raise Failed(left)
+    client.ok("su -l alice -c 'rm -rf ~/.config/gpusession'")
+    site.install_server(host)

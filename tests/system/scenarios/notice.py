@@ -1,0 +1,103 @@
+"""What is said when leases are granted one by one and lost: prompts of all shells, once; systemctl status; the journal and its catalog."""
+import json
+
+from harness import expect
+from scenarios.policy import lease
+
+ORDER = 47
+LOST = "83f6a800a3ea487e81baca4df66f999a"
+OVER = "b33b7a197cde42a497afb486369f74ce"
+# A lease ends when its program rests for a moment.
+IDLE = """
+warn_after = "1s"
+release_after = "4s"
+"""
+TWO = """
+[[lease]]
+name = "one"
+memory = "60%"
+
+[[lease]]
+name = "two"
+memory = "60%"
+"""
+# alice in each shell on a terminal, pressing Enter now and then; what each has shown is in /run/shells/NAME.
+SHELLS = r"""
+import os, pty, select, sys, time
+shells = {"bash": "bash", "zsh": "zsh -l", "fish": "fish", "tcsh": "tcsh -l", "off": "GPUSESSION_DISABLE=1 bash -l"}
+os.makedirs("/run/shells", exist_ok=True)
+open_, out = {}, {}
+for name, shell in shells.items():
+    pid, fd = pty.fork()
+    if not pid:
+        os.execvp("ssh", ["ssh", "-tt", "alice@client"] + ([] if name == "bash" else [shell]))
+    open_[fd], out[name] = name, open("/run/shells/" + name, "wb", buffering=0)
+while True:
+    for fd in select.select(list(open_), [], [], 0.3)[0]:
+        try: out[open_[fd]].write(os.read(fd, 65536))
+        except OSError: del open_[fd]
+    for fd in open_: os.write(fd, b"\r")
+    time.sleep(0.1)
+"""
+
+
+def run(site, check):
+    client, server = site.client, site.servers[0]
+    gpus = [g["uuid"] for g in json.loads(server.ok("gpuserver gpus --json"))["gpus"]]
+    status = "systemctl show -P StatusText gpusession"
+    text = client.ok("cat /etc/gpusession/conf.d/lease.toml")
+
+    with check("systemctl status counts the GPUs that come one after the other"):
+        server.ok(f"gpuserver off {gpus[1]}")
+        client.write("/etc/gpusession/conf.d/lease.toml", TWO)
+        client.ok("systemctl reload gpusession")
+        client.until(f"{status} | grep '^1/2 GPUs leased (gpu1); waiting: '", 30)
+        expect(client.ok("systemctl status gpusession --no-pager"), "1/2 GPUs leased")
+        server.ok(f"gpuserver on {gpus[1]}")
+        client.until(f"{status} | grep '^2/2 GPUs leased (gpu1)$'", 40)
+    client.write("/etc/gpusession/conf.d/lease.toml", text)
+    client.ok("systemctl reload gpusession")
+    client.until("gpusession status | grep -q 'everyone .*ready'", 40)
+
+    # zsh reads no /etc/profile on Debian.
+    client.ok("grep -q gpusession /etc/zsh/zprofile || echo 'source /etc/profile.d/gpusession.sh' >>/etc/zsh/zprofile; "
+              "su -l alice -c 'touch ~/.zshrc'; rm -rf /run/shells")
+    client.write("/root/shells.py", SHELLS)
+    client.start("shells", "python3 /root/shells.py")
+    client.until("test $(find /run/shells -size +0 | wc -l) -ge 5", 20)
+    before = lease(client, "everyone")
+    client.start("holder", "killVictim 64", user="alice")
+    client.until("grep -q READY /run/holder.out", 20)
+    with check("a lease that ends on the server is lost: the journals of both ends say which and why, and journalctl -x what that means"):
+        server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
+        # So that the lease does not come back at once.
+        server.ok(f"gpuserver off {gpus[0]} && gpuserver off {gpus[1]} && systemctl reload gpuserver")
+        client.until(f"journalctl -b MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -o cat --no-pager | grep .", 30)
+        seen = client.ok(f"journalctl -b -x MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -t gpusessiond --no-pager")
+        expect(seen, f"lease {before} lost: ")
+        expect(seen, "Subject: A lease of GPUs was lost")
+        expect(seen, f"The lease {before} is gone without having been released: ")
+        seen = server.ok(f"journalctl -b MESSAGE_ID={OVER} GPUSESSION_LEASE={before} -t gpuserver -o json --no-pager")
+        assert json.loads(seen.splitlines()[-1])["GPUSESSION_CLIENT"] == "client", seen
+    with check("status and D-Bus say that it is being asked for again"):
+        client.until(f"{status} | grep '^0/2 GPUs leased; waiting: '", 20)
+        expect(client.ok("gpusession status"), "0 of 2 GPU(s) leased")
+    for shell in ("bash", "zsh", "fish", "tcsh"):
+        with check(f"a prompt says it once: {shell}"):
+            client.until(f"grep -a 'is lost' /run/shells/{shell}", 10)
+    with check("sh, which has no hook for prompts, says it when it starts"):
+        seen = client.ok("ssh -tt alice@client 'exec dash -l -i'", stdin="exit\n")
+        assert seen.count("is lost") == 1, seen
+    with check("when the GPUs are back nobody is told anything any more"):
+        server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+        server.ok(f"gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
+        client.until("gpusession status | grep -q 'everyone .*ready'", 40)
+        client.until("test ! -s /run/gpusession/notice/1000", 10)
+        client.ok("systemctl stop shells holder; true")
+        for shell, times in {"bash": 1, "zsh": 1, "fish": 1, "tcsh": 1, "off": 0}.items():
+            seen = client.ok(f"cat /run/shells/{shell}")
+            assert seen.count("is lost") == times, f"{shell}: {seen.count('is lost')} times\n{seen[-3000:]}"
+            assert "rror" not in seen and "not found" not in seen, seen
+    with check("the same shells' next program has GPUs"):
+        assert lease(client, "everyone") != before
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
