@@ -608,7 +608,7 @@ mod tests {
 
     #[test]
     fn parts_of_the_multiprocessors() {
-        let read = toml::from_str::<LeaseConfig>;
+        let read = |line: &str| toml::from_str::<LeaseConfig>(line);
         let lease = |line: &str| read(line).unwrap();
         assert_eq!(lease("").sm_percent, SmPercent::Percent(100));
         assert_eq!(lease("sm_percent = 25").sm_percent, SmPercent::Percent(25));

@@ -175,6 +175,8 @@ pub struct Request {
     pub sm_count: u32,
     /// Instead of both, on GPUs that are shared by MPS: the share that it has of the memory.
     pub sm_auto: bool,
+    /// It is not asked for again, so that it does not wait where there is no room.
+    pub once: bool,
     /// Nobody else on its GPUs.
     pub exclusive: bool,
     /// Under MPS, or not; `None`: as its GPUs are shared.
@@ -659,7 +661,7 @@ impl Table {
 
     /// Puts a request into the queue, or keeps it there; returns its place.
     fn wait(&mut self, request: &Request, now: Moment) -> u32 {
-        if request.request_id.is_empty() {
+        if request.request_id.is_empty() || request.once {
             return 0;
         }
         let known = self.waiting.iter_mut().find(|w| Self::same(w, &request.client, &request.request_id));
@@ -1271,6 +1273,7 @@ mod tests {
             exclusive: false,
             sm_count: 0,
             sm_auto: false,
+            once: false,
             mps: None,
             priority: Priority::Normal,
             persistent: false,
@@ -1284,6 +1287,16 @@ mod tests {
 
     fn allocate(t: &mut Table, r: &Request, now: u64, random: &Counting) -> Result<Lease, AllocateError> {
         t.allocate(r, Duration::from_secs(now), 0, random).map(|(lease, _)| lease)
+    }
+
+    #[test]
+    fn who_asks_once_holds_nobody_up() {
+        let (mut t, r) = (table(1), Counting::default());
+        allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
+        let large = Request { once: true, ..named("b", 1, 100.0) };
+        assert!(matches!(allocate(&mut t, &large, 0, &r), Err(AllocateError::NoCapacity { position: 0, .. })));
+        assert!(t.waiting(Duration::ZERO).is_empty());
+        allocate(&mut t, &request("c", 1, 50.0), 0, &r).unwrap();
     }
 
     #[test]

@@ -323,12 +323,13 @@ async fn follow(
         let begun = Instant::now();
         match server.describe().await {
             Ok(description) => {
-                said = false;
                 pause = WATCH_PAUSE_MIN;
                 let Some(messages) = messages.upgrade() else { return };
-                if !std::mem::take(&mut first) {
+                // The first answer after others failed is news too, for leases that wait.
+                if !std::mem::take(&mut first) || said {
                     let _ = messages.send(Message::Reconnected(index));
                 }
+                said = false;
                 let _ = messages.send(Message::Described(index, begun.elapsed(), description));
             }
             Err(error) => {
@@ -516,7 +517,7 @@ impl Actor {
             }
             Message::Allocated(slot, result) => {
                 if let Ok((server, lease)) = &result {
-                    self.machine.name_server(*server, &lease.server);
+                    self.machine.name_server(now, *server, &lease.server);
                     if !lease.server.is_empty() {
                         self.about[*server].name.clone_from(&lease.server);
                     }
@@ -581,7 +582,7 @@ impl Actor {
             }
             Message::Event(server, event) => self.machine.event(now, server, event),
             Message::Described(server, rtt, description) => {
-                self.machine.name_server(server, &description.name);
+                self.machine.name_server(now, server, &description.name);
                 let about = &mut self.about[server];
                 if !description.name.is_empty() {
                     about.name = description.name;

@@ -353,11 +353,21 @@ impl Machine {
         }
     }
 
-    /// Learns another name of a server.
-    pub fn name_server(&mut self, server: usize, name: &str) {
+    /// Learns another name of a server, which a lease may have waited for.
+    pub fn name_server(&mut self, now: Time, server: usize, name: &str) {
         let names = &mut self.names[server];
         if !name.is_empty() && !names.iter().any(|n| n == name) {
             names.push(name.to_owned());
+            self.retry_waiting(now);
+        }
+    }
+
+    /// Leases that no server had are asked for at once: there may be more servers now.
+    fn retry_waiting(&mut self, now: Time) {
+        for wanted in self.slots.values_mut().filter(|w| w.turn.is_none()) {
+            if let Phase::Waiting { retry } = &mut wanted.phase {
+                *retry = now;
+            }
         }
     }
 
@@ -752,6 +762,7 @@ impl Machine {
             self.fill(now, slot);
         }
         self.servers[server].next = now;
+        self.retry_waiting(now);
     }
 
     /// The server has taken back the worker of a process: a limit that refused workers may have room again.
@@ -928,6 +939,15 @@ impl Machine {
         let Some(wanted) = self.slots.get(&slot) else { return };
         let mut servers = self.servers_for(wanted);
         if servers.is_empty() {
+            // Names are learned from the servers themselves, a moment after the start.
+            let named = wanted.recovery.is_some() || !wanted.spec.servers.is_empty();
+            if named && wanted.attempt == 0 && !wanted.spec.once {
+                if let Some(wanted) = self.slots.get_mut(&slot) {
+                    wanted.attempt = 1;
+                    wanted.phase = Phase::Waiting { retry: now + RETRY_MIN };
+                }
+                return;
+            }
             let none = Trouble::Unreachable;
             let (trouble, message) = match (&wanted.recovery, wanted.spec.servers.first()) {
                 (Some(old), _) => {
@@ -940,7 +960,6 @@ impl Machine {
                 }
                 _ => (none, self.notice.clone()),
             };
-            // Names are learned from the servers themselves, so this may pass.
             self.allocated_nowhere(now, slot, PoolError::new(trouble, message));
             return;
         }
@@ -1804,11 +1823,13 @@ mod tests {
         let mut spec = configured("a", 1);
         spec.servers = vec!["gpu-b".into()];
         let slot = m.want(s(0), spec);
+        assert!(m.slot(slot).unwrap().trouble.is_none(), "nobody has told his name yet");
+        m.tick(s(1));
         assert!(m.slot(slot).unwrap().trouble.as_ref().unwrap().message.contains("gpu-b"));
         actions(&mut m);
-        m.name_server(1, "gpu-b");
-        m.tick(s(2));
-        assert_eq!(request(&actions(&mut m)).0, [1]);
+        m.name_server(s(1), 1, "gpu-b");
+        m.tick(s(1));
+        assert_eq!(request(&actions(&mut m)).0, [1], "at once");
     }
 
     /// A pool that the machine's actions are played against, with answers delayed and failing at random.
@@ -2012,7 +2033,7 @@ mod tests {
         for (i, names) in m.names.iter().enumerate() {
             next.add_server(now, names[0].clone());
             for name in names {
-                next.name_server(i, name);
+                next.name_server(now, i, name);
             }
         }
         next
@@ -2123,7 +2144,7 @@ mod tests {
         let mut held = lease("l1", 1);
         held.server = "gpu-b".into();
         m.allocated(s(0), slot, Ok((1, held.clone())));
-        m.name_server(1, "gpu-b");
+        m.name_server(s(0), 1, "gpu-b");
         let mut world = World::default();
         let mut m = restart(&m, &mut world, s(10), 7);
         m.configure(s(10), vec![configured("a", 1)]);

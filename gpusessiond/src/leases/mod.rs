@@ -263,6 +263,7 @@ impl Spec {
             persistent: matches!(self.class, Class::Boot | Class::Background),
             sm_count: self.sm_count,
             sm_auto: self.sm_auto,
+            once: self.once,
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
             idle_timeout_usec: self.idle_timeout.map_or(0, |t| t.as_micros() as u64),

@@ -900,6 +900,7 @@ impl PoolService for Service {
             sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
             sm_count: wish.sm_count,
             sm_auto: wish.sm_auto,
+            once: wish.once,
             mps,
             exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
             priority,
