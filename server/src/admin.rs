@@ -597,7 +597,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 control_address: facts.control.to_string(),
                 data_address: facts.data.to_string(),
                 driver: facts.driver.display().to_string(),
-                driver_version: facts.driver_version.clone(),
+                driver_version: pool.driver_version(),
                 cuda_version: facts.cuda_version,
                 authority_sha256: data_encoding::HEXLOWER.encode(&pool.authority_fingerprint()),
                 gpus: pool.registry().gpus().await.len(),

@@ -1294,7 +1294,10 @@ mod tests {
         let (mut t, r) = (table(1), Counting::default());
         allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
         let large = Request { once: true, ..named("b", 1, 100.0) };
-        assert!(matches!(allocate(&mut t, &large, 0, &r), Err(AllocateError::NoCapacity { position: 0, .. })));
+        assert!(matches!(
+            allocate(&mut t, &large, 0, &r),
+            Err(AllocateError::NoCapacity { position: 0, .. })
+        ));
         assert!(t.waiting(Duration::ZERO).is_empty());
         allocate(&mut t, &request("c", 1, 50.0), 0, &r).unwrap();
     }

@@ -58,9 +58,7 @@ pub async fn answer(
     Ok(wire::ReadingsReply {
         devices,
         answers,
-        driver_version: Some(versions.driver)
-            .filter(|v| !v.is_empty())
-            .unwrap_or_else(|| pool.facts().driver_version.clone()),
+        driver_version: pool.driver_version(),
         nvml_version: versions.nvml,
         cuda_version: pool.facts().cuda_version,
     })

@@ -341,6 +341,13 @@ impl Pool {
         &self.monitor
     }
 
+    /// As in 580.159.04: as NVML says, else as the driver said at the start; empty where neither does.
+    pub fn driver_version(&self) -> String {
+        let nvml =
+            self.monitor.versions().map(|versions| versions.driver).filter(|driver| !driver.is_empty());
+        nvml.unwrap_or_else(|| self.facts.driver_version.clone())
+    }
+
     /// Begins to keep workers for the leases of an earlier run, and takes up those that it left.
     pub async fn resume(self: &Arc<Self>) {
         let gpus = self.registry.gpus().await;
@@ -640,7 +647,7 @@ impl Pool {
             encrypted: lease.encrypted,
             // Workers are taken one call at a time, so that a repeated request cannot hand one out twice.
             workers: Vec::new(),
-            driver_version: self.facts.driver_version.clone(),
+            driver_version: self.driver_version(),
             cuda_version: self.facts.cuda_version,
             idle_timeout_usec: micros(self.timeouts(lease).first()),
         }
@@ -1149,7 +1156,7 @@ impl PoolService for Service {
             name: facts.config.name.clone(),
             software: format!("gpuserver {}", env!("CARGO_PKG_VERSION")),
             protocol: preface::VERSION.into(),
-            driver_version: facts.driver_version.clone(),
+            driver_version: pool.driver_version(),
             cuda_version: facts.cuda_version,
             devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
             state: if pool.registry.draining().await.is_some() { "draining" } else { "online" }.into(),

@@ -6,14 +6,11 @@ from scenarios.packages import older
 
 ORDER = 60
 UNIT = "gpuserver@blue"
-# The program that asks is not told of the instance's folders by systemd: the file has to name them.
 CONFIG = f"""
 name = "blue"
 listen = "[::]:7611"
 data_ports = "7612"
 driver = "{SIM}"
-state_dir = "/var/lib/gpuserver-blue"
-runtime_dir = "/run/gpuserver-blue"
 drain_timeout = "2s"
 [limits]
 gpus = 4
