@@ -34,6 +34,12 @@ expect eof
 """
 
 
+def end_holder(client):
+    """It is in a login session of its own, not in the unit that started it."""
+    client.ok("pkill -f '[i]dle_program.py'; systemctl stop holder; true")
+    client.until("! pgrep -f '[i]dle_program.py'", 10)
+
+
 def run(site, check):
     client, server = site.client, site.servers[0]
     name = lease(client, "everyone")
@@ -81,20 +87,23 @@ def run(site, check):
         client.until("grep spun /run/holder.out", 10)
     with check("a program that waits for its GPU beyond return_limit is told, and the GPU stays with who has it"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'return_limit = "2s"\n')
-        client.ok("systemctl stop holder")
+        end_holder(client)
         server.ok("systemctl restart gpuserver")
         client.until("gpusession status | grep -q 'is ready'", 20)
         client.start("holder", HOLDER, user="alice")
         client.until("grep ready /run/holder.out", 20)
         server.ok(f"gpuserver park {name}")
+        # One without programs would lend them.
         client.ok("gpusession request -n 2 --memory 60% --ttl 1h -o /root/full.toml")
+        client.start("other", "gpusession run --lease /root/full.toml -- longRun 30")
+        server.until("gpuserver ps | grep longRun", 20)
         client.ok("echo check >/tmp/holder")
         expect(client.until("grep error /run/holder.out", 20), "error 46")
         expect(server.ok("journalctl -b -t gpuserver -o cat --no-pager"), "not free again within 2s (return_limit)")
-        client.ok("gpusession release /root/full.toml")
+        client.ok("pkill longRun; gpusession release /root/full.toml")
         client.until(f"gpusession list --json | grep -q {name}", 10)
     server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
-    client.ok("systemctl stop holder")
+    end_holder(client)
     with check("where the driver cannot park, a program is warned only, and who asks for it hears why"):
         server.write("/etc/systemd/system/gpuserver.service.d/cannot.conf", CANNOT)
         server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
@@ -118,4 +127,5 @@ def run(site, check):
         expect(client.until("ssh alice@client vectorAdd", 30), "sums right")
         assert lease(client, "everyone") != before
     server.ok("rm /etc/systemd/system/gpuserver.service.d/cannot.conf && systemctl daemon-reload && systemctl restart gpuserver")
-    client.ok("systemctl stop holder pipe signals; true")
+    end_holder(client)
+    client.ok("systemctl stop pipe signals; true")
