@@ -29,6 +29,8 @@ def run(site, check):
     with check("a client that one server has revoked goes to the other one"):
         first.ok("systemctl start gpuserver")
         first.until("gpuserver status", 20)
+        # What it held before it stopped is given back, or ends for want of renewals.
+        first.until("! gpuserver leases | grep client", 80)
         before = lease(client, "everyone")
         second.ok("gpuserver clients revoke client")
         client.until(f"! gpusession list --json | grep -q {before} && " +
