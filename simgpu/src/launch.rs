@@ -74,8 +74,9 @@ impl Launch {
             return Err(INVALID_VALUE);
         }
         let f = &self.function;
+        // As an H200 answers to more threads than `__launch_bounds__` says.
         if threads > u64::from(f.max_threads()) {
-            return Err(LAUNCH_OUT_OF_RESOURCES);
+            return Err(INVALID_VALUE);
         }
         let limit = f.max_dynamic_shared().max(SHARED_PER_BLOCK.saturating_sub(f.static_shared()));
         if self.shared > limit {
