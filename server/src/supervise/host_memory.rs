@@ -1,9 +1,7 @@
 //! What workers take of the host's own memory. No resource limit of the kernel's counts what matters: drivers reserve more
 //! addresses than any machine has memory. So it is looked at, about every second.
 
-use tracing::warn;
-
-use super::{Phase, State, Supervisor, hex, stop};
+use super::{Phase, State, Supervisor, Worker, exceeds, stop};
 
 /// Memory of a process that no file is behind, in bytes.
 fn taken(pid: u32) -> Option<u64> {
@@ -18,17 +16,21 @@ fn taken(pid: u32) -> Option<u64> {
 impl Supervisor {
     /// Ends workers that have more than their client's limits let them.
     pub(super) fn bound_host_memory(&self) {
+        let serve = |w: &Worker| matches!(w.phase, Phase::Active | Phase::Parked).then_some(w.pid).flatten();
+        let asked: Vec<_> =
+            self.state().workers.iter().filter_map(|(id, worker)| Some((*id, serve(worker)?))).collect();
+        // Nobody waits for the lock meanwhile.
+        let found: Vec<_> = asked.into_iter().filter_map(|(id, pid)| Some((id, taken(pid)?))).collect();
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
-        for (id, worker) in workers.iter_mut() {
+        for (id, has) in found {
+            let Some(worker) = workers.get_mut(&id) else { continue };
             let Some(lease) = leases.get(&worker.lease) else { continue };
             let Some((limit, bytes)) = lease.limits.smallest("host_memory") else { continue };
-            let serves = matches!(worker.phase, Phase::Active | Phase::Parked);
-            let Some(has) = worker.pid.filter(|_| serves).and_then(taken) else { continue };
             let staging = lease.limits.smallest("staging").map_or(0, |(_, bytes)| bytes);
             // Device memory on its way, or here for a while.
             let parked = match worker.moving || worker.phase == Phase::Parked {
-                true => lease.ledger.held(id).iter().map(|(_, granted, _)| granted).sum(),
+                true => lease.ledger.held(&id).iter().map(|(_, granted, _)| granted).sum(),
                 false => 0,
             };
             if has <= bytes.saturating_add(staging).saturating_add(parked) {
@@ -36,14 +38,8 @@ impl Supervisor {
             }
             let why = format!("its worker has {} MiB of the server's memory", has >> 20);
             let exceeded = limit.exceeded(why, "an administrator can raise it");
-            warn!(
-                gpusession_worker = hex(id),
-                gpusession_lease = worker.lease,
-                gpusession_client = worker.client,
-                "worker {}: {exceeded}",
-                hex(id)
-            );
-            stop(id, worker, &exceeded.to_string());
+            exceeds(&id, worker, &exceeded, "");
+            stop(&id, worker, &exceeded.to_string());
         }
     }
 }

@@ -4,6 +4,7 @@
 //! group, and the kernel takes its device memory back with it. Where there is a descriptor store ([`keep`]), it outlives the server.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
@@ -335,6 +336,17 @@ impl DerefMut for Worker {
     fn deref_mut(&mut self) -> &mut Book {
         &mut self.book
     }
+}
+
+/// Tells the journal that a worker's program is beyond a limit; `more`: how often that was not told.
+fn exceeds(id: &WorkerId, worker: &Worker, exceeded: &Exceeded, more: impl fmt::Display) {
+    warn!(
+        gpusession_worker = hex(id),
+        gpusession_lease = worker.lease,
+        gpusession_client = worker.client,
+        "worker {}: {exceeded}{more}",
+        hex(id)
+    );
 }
 
 impl Worker {
@@ -1399,13 +1411,7 @@ impl Supervisor {
                 {
                     let why = format!("{} MiB of mapped host memory asked for", bytes.div_ceil(1 << 20));
                     let exceeded = limit.exceeded(why, "the program was told that there is no memory");
-                    warn!(
-                        gpusession_worker = hex(id),
-                        gpusession_lease = worker.lease,
-                        gpusession_client = worker.client,
-                        "worker {}: {exceeded}{more}",
-                        hex(id)
-                    );
+                    exceeds(id, worker, &exceeded, more);
                 }
             }
             FromWorker::MemoryReturned { device, bytes } => {

@@ -62,8 +62,12 @@ async fn a_process_has_no_more_than_its_lease() {
         let pid = said["pid"].as_u64().unwrap() as u32;
         // What it was granted, and other people's processes, are nothing to look at.
         cards.card(&own).processes = vec![(pid, Some(100 << 20)), (1, Some(1 << 40)), (pid + 1, None)];
-        cards.say(&server);
-        tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+        // The other card's mode shows when this has been read: processes are looked at before.
+        for (mode, shows) in [(3, "broken"), (0, "free")] {
+            cards.card(other).compute_mode = Some(mode);
+            cards.say(&server);
+            eventually("the reading is seen", async || state(&server, other).0 == shows).await;
+        }
         assert!(alive(pid));
         cards.card(&own).processes.clear();
         cards.card(gpu).processes.push((pid, Some(bytes)));

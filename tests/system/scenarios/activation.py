@@ -28,7 +28,7 @@ def run(site, check):
         client.until(READY, 30)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("the command line waits for a daemon that is started anew after a crash"):
-        client.ok("systemctl kill -s KILL gpusession; sleep 0.2; gpusession status")
+        client.ok("pid=$(systemctl show -P MainPID gpusession); kill -9 $pid; while kill -0 $pid 2>/dev/null; do sleep 0.01; done; gpusession status")
         client.until(READY, 30)
     with check("a disabled daemon is started by nobody but root"):
         client.ok("systemctl disable --now gpusession 2>&1")
