@@ -762,6 +762,10 @@ impl Machine {
             self.fill(now, slot);
         }
         self.servers[server].next = now;
+        for release in self.releasing.iter_mut().filter(|r| r.server == server) {
+            release.retry = now;
+        }
+        self.run_releases(now);
         self.retry_waiting(now);
     }
 
@@ -873,15 +877,16 @@ impl Machine {
         self.run_users(now);
         self.run_drains(now);
         for slot in expired {
-            let asked_for = self.slots.get(&slot).is_some_and(|w| !w.spec.renewed_by_itself());
-            if let Some(held) = self.slots.get(&slot).filter(|_| asked_for).and_then(Wanted::held) {
-                // The server's clock may be a little behind.
-                let (server, id) = (held.server, held.lease.id.clone());
-                self.give_back(now, server, id, now + RETRY_MAX);
-                self.lose(now, slot, "its time is over");
-            } else {
-                self.lose(now, slot, "it was not renewed in time: its server did not answer");
-            }
+            let Some(wanted) = self.slots.get(&slot) else { continue };
+            let Some(held) = wanted.held() else { continue };
+            // The server's clock may be a little behind; and one that comes back with the lease is not to keep it for nobody.
+            let (until, reason) = match wanted.spec.renewed_by_itself() {
+                false => (RETRY_MAX, "its time is over"),
+                true => (RECOVERY * 10, "it was not renewed in time: its server did not answer"),
+            };
+            let (server, id) = (held.server, held.lease.id.clone());
+            self.give_back(now, server, id, now + until);
+            self.lose(now, slot, reason);
         }
         let due: Vec<Slot> = self
             .slots
@@ -1522,6 +1527,24 @@ mod tests {
         m.allocated(last, slot, Ok((1, lease("l1", 1))));
         assert!(told(&actions(&mut m)).contains(&Change::Granted { slot }));
         assert!(m.slot(slot).unwrap().trouble.is_none());
+    }
+
+    #[test]
+    fn a_server_that_comes_back_keeps_no_lease_that_was_had_elsewhere() {
+        let mut m = machine(2);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        actions(&mut m);
+        let released = |m: &mut Machine| {
+            let is = |a: &Action| matches!(a, Action::Release { server: 0, lease } if lease == "l1");
+            actions(m).iter().any(is)
+        };
+        m.tick(s(600));
+        assert!(m.slot(slot).unwrap().held().is_none() && released(&mut m));
+        m.released(s(600), 0, "l1", Err(unreachable()));
+        assert!(!released(&mut m));
+        m.reconnected(s(601), 0);
+        assert!(released(&mut m), "at once");
     }
 
     #[test]
