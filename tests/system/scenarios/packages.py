@@ -7,8 +7,8 @@ from scenarios.policy import lease
 
 ORDER = 90
 ROOT = HERE.parent.parent
-# What dpkg, systemd and logins write themselves. System users stay (see packaging/README.md), so the user database may differ.
-NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
+# What dpkg, systemd, podman and logins write themselves. System users stay (see packaging/README.md), so the user database may differ.
+NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt|containers)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
 FILES = "find / -xdev 2>/dev/null | grep -Ev '" + NOT_OURS + "' | sort"
 ALL = (*CLIENT_PACKAGES, "gpuserver")
 
