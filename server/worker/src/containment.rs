@@ -3,7 +3,7 @@
 //! kernel (seccomp), core dumps, and large files.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use gpusession_proto::supervise::Start;
 use landlock::{
@@ -15,6 +15,8 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     apply_filter_all_threads,
 };
+
+use crate::devices;
 
 /// Read and run: libraries, what the driver asks about the machine, the loader's and the resolver's tables.
 const READ: &[&str] = &[
@@ -32,8 +34,10 @@ const READ: &[&str] = &[
     "/etc/passwd",
     "/etc/group",
 ];
-/// Read and written: the GPUs, and this process's own threads, whose names NVIDIA's driver sets (a failure there fails `cuInit`).
-const WRITE: &[&str] = &["/dev", OWN_THREADS];
+/// Read and written beside the lease's GPUs: devices that are everybody's, shared memory, and this process's own threads, whose names
+/// NVIDIA's driver sets (a failure there fails `cuInit`).
+const WRITE: &[&str] =
+    &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm", OWN_THREADS];
 const OWN_THREADS: &str = "/proc/self/task";
 /// Open files, and bytes of one that is written.
 const MAX_FILES: u64 = 4096;
@@ -79,7 +83,10 @@ fn files_only(start: &Start) -> Result<(), String> {
     let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
     let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
-    let write = write.chain(pipes.as_deref()).chain(compiled.as_deref());
+    let uuids: Vec<_> = start.devices.iter().map(|d| d.uuid).collect();
+    let (gpus, known) = devices::of(&uuids);
+    let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
+    let write = write.chain(gpus.iter().map(PathBuf::as_path));
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))
@@ -89,7 +96,7 @@ fn files_only(start: &Start) -> Result<(), String> {
         .and_then(|r| r.restrict_self())
         .map_err(said)?;
     match status.ruleset {
-        RulesetStatus::FullyEnforced => Ok(()),
+        RulesetStatus::FullyEnforced => known,
         RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of it".into()),
         RulesetStatus::NotEnforced => {
             Err("this kernel does not have it, or this container forbids it".into())

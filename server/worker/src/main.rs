@@ -4,6 +4,7 @@ mod activity;
 mod admit;
 mod containment;
 mod contexts;
+mod devices;
 mod driver;
 mod execute;
 mod generated;

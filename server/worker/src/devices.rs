@@ -1,0 +1,76 @@
+//! The device files of NVIDIA's driver that a worker needs: those that every process opens, and those of its lease's GPUs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use gpusession_proto::readings::uuid_text;
+
+/// One folder for each GPU of the host; there is none without NVIDIA's kernel driver.
+const GPUS: &str = "/proc/driver/nvidia/gpus";
+/// What the driver opens whichever GPU is used. Files below the folder of capabilities have permissions of their own.
+const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-caps"];
+
+/// The files, or an error that says for which GPU there is none: then those of all GPUs, with the error.
+pub fn of(uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) {
+    below(Path::new(GPUS), uuids)
+}
+
+fn below(gpus: &Path, uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) {
+    let Ok(folders) = fs::read_dir(gpus) else { return (Vec::new(), Ok(())) };
+    let known: Vec<_> = folders
+        .filter_map(|folder| fs::read_to_string(folder.ok()?.path().join("information")).ok())
+        .filter_map(|text| {
+            let value = |key| text.lines().find_map(|line| line.strip_prefix(key)).map(str::trim);
+            let minor: u32 = value("Device Minor:")?.parse().ok()?;
+            Some((value("GPU UUID:")?.to_owned(), PathBuf::from(format!("/dev/nvidia{minor}"))))
+        })
+        .collect();
+    let mut files: Vec<_> = COMMON.iter().map(PathBuf::from).collect();
+    for uuid in uuids.iter().map(uuid_text) {
+        match known.iter().find(|(known, _)| *known == uuid) {
+            Some((_, file)) => files.push(file.clone()),
+            None => {
+                files.extend(known.into_iter().map(|(_, file)| file));
+                return (
+                    files,
+                    Err(format!("{} does not name {uuid}: device files of all GPUs", gpus.display())),
+                );
+            }
+        }
+    }
+    (files, Ok(()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_gpus_of_the_lease() {
+        let host = tempfile::tempdir().unwrap();
+        let uuid = |n| [n; 16];
+        for n in [3u8, 0, 7] {
+            let folder = host.path().join(format!("0000:0{n}:00.0"));
+            fs::create_dir(&folder).unwrap();
+            let text = format!(
+                "Model: \t\t NVIDIA H200\nGPU UUID: \t {}\nDevice Minor: \t {n}\n",
+                uuid_text(&uuid(n))
+            );
+            fs::write(folder.join("information"), text).unwrap();
+        }
+        let nodes = |files: &[PathBuf]| -> Vec<String> {
+            let mut names: Vec<_> = files.iter().map(|f| f.display().to_string()).collect();
+            names.retain(|f| !COMMON.contains(&f.as_str()));
+            names.sort();
+            names
+        };
+        let (files, found) = below(host.path(), &[uuid(7), uuid(3)]);
+        assert_eq!((nodes(&files), found), (vec!["/dev/nvidia3".into(), "/dev/nvidia7".into()], Ok(())));
+        assert!(COMMON.iter().all(|common| files.contains(&PathBuf::from(common))));
+
+        let (files, found) = below(host.path(), &[uuid(9)]);
+        assert_eq!(nodes(&files), ["/dev/nvidia0", "/dev/nvidia3", "/dev/nvidia7"]);
+        assert!(found.unwrap_err().contains(&uuid_text(&uuid(9))));
+        assert_eq!(below(&host.path().join("none"), &[uuid(9)]), (vec![], Ok(())));
+    }
+}
