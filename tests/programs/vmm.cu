@@ -53,6 +53,18 @@ int main() {
     CHECK_DRIVER(cuMemGetAccess_(&flags, &access.location, range + piece));
     EXPECT(flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 
+    // An address inside says which mapping it lies in, and where.
+    DRIVER(cuMemGetAddressRange);
+    DRIVER(cuPointerGetAttribute);
+    CUdeviceptr base = 0;
+    size_t size = 0;
+    CHECK_DRIVER(cuMemGetAddressRange_(&base, &size, range + 2 * piece + 20));
+    EXPECT(base == range + 2 * piece && size == piece);
+    int type = 0, ordinal = -1;
+    CHECK_DRIVER(cuPointerGetAttribute_(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, range + 20));
+    CHECK_DRIVER(cuPointerGetAttribute_(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, range + 20));
+    EXPECT(type == CU_MEMORYTYPE_DEVICE && ordinal == 0);
+
     // The second piece is taken out and put back with fresh memory; the others keep their content.
     CHECK_DRIVER(cuMemUnmap_(range + piece, piece));
     unsigned first = 0, last = 0;

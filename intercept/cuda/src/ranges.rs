@@ -9,6 +9,8 @@ use std::sync::{PoisonError, RwLock};
 pub enum Kind {
     /// `cuMemAlloc` and its like, out of the window.
     Device,
+    /// The program's own mapping (`cuMemMap`), of its device's primary context.
+    Mapped,
     /// A pool's memory (`cuMemAllocAsync`).
     Pool,
     /// A module's variable.
@@ -81,9 +83,11 @@ pub fn find(address: u64) -> Option<Range> {
     (address - range.base < range.size.max(1)).then_some(*range)
 }
 
-/// Whether `len` bytes from `address` are device memory of one allocation that is known here.
+/// Whether `len` bytes from `address` are device memory of one allocation that is known here. Whether the program has given access to
+/// what it has mapped is not.
 pub fn is_device(address: u64, len: u64) -> bool {
-    find(address).is_some_and(|r| r.kind.on_device() && r.size - (address - r.base) >= len)
+    find(address)
+        .is_some_and(|r| r.kind.on_device() && r.kind != Kind::Mapped && r.size - (address - r.base) >= len)
 }
 
 /// Whether `len` bytes from `address` are pinned host memory.
@@ -112,10 +116,20 @@ pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
     ranges.remove(&base)
 }
 
+/// Forgets the mappings that lie in a range.
+pub fn unmapped(base: u64, size: u64) {
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    let inside = ranges.range(base..base.saturating_add(size));
+    let gone: Vec<_> = inside.filter(|(_, r)| r.kind == Kind::Mapped).map(|(base, _)| *base).collect();
+    for base in gone {
+        ranges.remove(&base);
+    }
+}
+
 /// Forgets all of a context's device memory.
 pub fn forget_context(ctx: u64) {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
-    ranges.retain(|_, r| r.ctx != ctx || r.kind.on_host());
+    ranges.retain(|_, r| r.ctx != ctx || r.kind.on_host() || r.kind == Kind::Mapped);
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::entry::{
 };
 use crate::ranges::{self, Kind};
 use crate::streams::{self, find};
-use crate::window::{self, GRANULE, Step};
+use crate::window::{self, Step};
 use crate::{claims, mapped, thread};
 
 /// Allocates device memory in the current context; the caller records what it is.
@@ -322,24 +322,6 @@ driver! {
         client.late()
     }
 
-    fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, _hint: u64, flags: u64) {
-        let client = client::get()?;
-        if address.is_null() || flags != 0 {
-            return Err(INVALID_VALUE);
-        }
-        // An address is a hint only: ours come out of the window that both sides have reserved.
-        give(address, client.window().reserve(size as u64, alignment as u64)?)
-    }
-
-    fn cuMemAddressFree(address: u64, size: usize) {
-        client::get()?.window().unreserve(address, size as u64)
-    }
-
-    fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
-        client::get()?;
-        give(granularity, GRANULE as usize)
-    }
-
     fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
         client::get()?;
         thread::context()?;
@@ -529,6 +511,8 @@ fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: 
     }
     let range = range.ok_or(INVALID_VALUE)?;
     match which {
+        // What the program has mapped belongs to no context.
+        CONTEXT if range.kind == Kind::Mapped => give(target.cast(), 0u64),
         CONTEXT => give(target.cast(), range.ctx),
         MEMORY_TYPE => give(target.cast(), if range.kind.on_device() { TYPE_DEVICE } else { TYPE_HOST }),
         // Pinned memory of ours has its own address there; it is mapped once something uses it.

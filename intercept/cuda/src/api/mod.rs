@@ -11,3 +11,4 @@ pub mod memory;
 pub mod misc;
 pub mod module;
 pub mod stream;
+pub mod vmm;
