@@ -492,6 +492,12 @@ nvml! {
         device(other)?;
         out(to, if one == other { 0 } else { NODE })
     }
+    fn nvmlDeviceGetP2PStatus(one: usize, other: usize, _index: u32, to: *mut u32) {
+        const NOT_SUPPORTED: u32 = 5;
+        device(one)?;
+        device(other)?;
+        out(to, if config().peers { 0 } else { NOT_SUPPORTED })
+    }
     fn nvmlDeviceGetFieldValues(h: usize, count: i32, values: *mut FieldValue) {
         const MEMORY_TEMPERATURE: u32 = 82;
         const UNSIGNED_INT: u32 = 1;
@@ -554,7 +560,8 @@ macro_rules! absent {
 }
 
 absent! {
-    nvmlDeviceGetDisplayActive nvmlDeviceGetDisplayMode nvmlDeviceGetFanSpeed nvmlDeviceGetNvLinkState nvmlDeviceValidateInforom
+    nvmlDeviceGetDisplayActive nvmlDeviceGetDisplayMode nvmlDeviceGetFanSpeed nvmlDeviceGetNvLinkState nvmlDeviceGetNvLinkVersion nvmlDeviceGetNvLinkCapability
+    nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2 nvmlDeviceValidateInforom
 }
 
 /// See NVIDIA's documentation of the NVML call of this name.

@@ -369,13 +369,6 @@ nvml! {
     }
 
     // A lease's devices have no peer access, as cuDeviceCanAccessPeer says.
-    fn nvmlDeviceGetP2PStatus(one: usize, other: usize, _index: u32, to: *mut u32) {
-        const NOT_SUPPORTED: u32 = 5;
-        let session = session();
-        device(&session, one)?;
-        device(&session, other)?;
-        out(to, NOT_SUPPORTED)
-    }
     fn nvmlDeviceGetTopologyNearestGpus(which: usize, wanted: u32, count: *mut u32, to: *mut usize) {
         let mut session = session();
         let one = device(&session, which)?;

@@ -9,7 +9,7 @@ use super::service::{Pool, device};
 use crate::lease::Lease;
 use crate::registry::GpuUse;
 
-/// What a question is answered where the server's NVML does not answer.
+/// What a question is answered where the server's NVML does not answer, or that only clients of a later version know.
 const NOT_SUPPORTED: u32 = 3;
 
 /// Answers a client's request about a lease that is its own.
@@ -21,14 +21,15 @@ pub async fn answer(
 ) -> Result<wire::ReadingsReply, Status> {
     let mine: Vec<[u8; 16]> = shares(lease, gpus).filter_map(|(_, gpu)| gpu.gpu.uuid_bytes()).collect();
     let queries = check(queries, &mine)?;
-    let asked = queries.len();
-    let answers = pool.monitor().ask(queries).await.filter(|a| a.len() == asked);
-    let answers = match answers {
-        Some(answers) => {
-            answers.into_iter().map(|a| wire::ReadingAnswer { status: a.status, output: a.output }).collect()
-        }
-        None => vec![wire::ReadingAnswer { status: NOT_SUPPORTED, output: Vec::new() }; asked],
+    let known: Vec<_> = queries.iter().flatten().cloned().collect();
+    let asked = known.len();
+    let mut answers = pool.monitor().ask(known).await.filter(|a| a.len() == asked).into_iter().flatten();
+    let answer = |query: &Option<Query>| {
+        let told = query.as_ref().and_then(|_| answers.next());
+        let (status, output) = told.map_or((NOT_SUPPORTED, Vec::new()), |a| (a.status, a.output));
+        wire::ReadingAnswer { status, output }
     };
+    let answers = queries.iter().map(answer).collect();
     // Memory is the ledger's number, the same that limits go by: what NVML says of a worker counts there, too.
     let running = pool.supervisor().processes(&lease.id);
     let devices = shares(lease, gpus)
@@ -71,8 +72,8 @@ fn shares<'a>(
     lease.shares.iter().filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
 }
 
-/// Lets questions through that the table has, about the lease's own devices.
-fn check(queries: Vec<wire::ReadingQuery>, mine: &[[u8; 16]]) -> Result<Vec<Query>, Status> {
+/// Lets questions through that the table has, about the lease's own devices; `None` for what it does not have.
+fn check(queries: Vec<wire::ReadingQuery>, mine: &[[u8; 16]]) -> Result<Vec<Option<Query>>, Status> {
     if queries.len() > MAX_QUERIES {
         return Err(Status::invalid_argument(format!("more than {MAX_QUERIES} questions in a request")));
     }
@@ -92,15 +93,16 @@ fn check(queries: Vec<wire::ReadingQuery>, mine: &[[u8; 16]]) -> Result<Vec<Quer
             .ok_or_else(|| wrong("not a device of the lease"))?;
         inputs += query.input.len();
         let call = table::find(&query.call).map(|(_, call)| call);
-        let call = call
-            .filter(|c| matches!(c.class, Class::Forward(..)))
-            .ok_or_else(|| wrong("not a question that this server answers"))?;
+        let Some(call) = call.filter(|c| matches!(c.class, Class::Forward(..))) else {
+            checked.push(None);
+            continue;
+        };
         let peers = call.peers(&query.input).ok_or_else(|| wrong("its input is malformed"))?;
         if !peers.iter().all(|peer| mine.iter().any(|m| m == peer)) {
             return Err(wrong("not a device of the lease"));
         }
         outputs += call.output();
-        checked.push(Query { device: uuid, call: query.call, input: query.input });
+        checked.push(Some(Query { device: uuid, call: query.call, input: query.input }));
     }
     if inputs > MAX_BYTES || outputs > MAX_BYTES {
         return Err(Status::invalid_argument("too many questions in a request; ask in several"));
@@ -119,7 +121,7 @@ mod tests {
     #[test]
     fn only_questions_of_the_table_about_the_leases_own_devices() {
         let mine = [[1; 16], [2; 16]];
-        let allowed = |q| check(vec![q], &mine).is_ok();
+        let allowed = |q| check(vec![q], &mine).is_ok_and(|checked| checked[0].is_some());
         assert!(allowed(query(1, "nvmlDeviceGetPowerUsage", &[])));
         assert!(allowed(query(1, "nvmlDeviceGetTemperature", &[0; 4])));
         assert!(allowed(query(1, "nvmlDeviceOnSameBoard", &[2; 16])));
@@ -130,6 +132,11 @@ mod tests {
         assert!(!allowed(query(1, "nvmlDeviceSetPersistenceMode", &[0; 4])), "a change");
         assert!(!allowed(query(1, "nvmlDeviceGetComputeRunningProcesses_v3", &[])), "others' processes");
         assert!(!allowed(query(1, "system", &[])));
+        // Beside those that it has: a client of a later version asks in one request.
+        let newer =
+            vec![query(1, "nvmlDeviceGetPowerUsage", &[]), query(1, "nvmlDeviceGetSomethingNew", &[])];
+        let checked: Vec<_> = check(newer, &mine).unwrap().iter().map(Option::is_some).collect();
+        assert_eq!(checked, [true, false]);
         let many = |n| check(vec![query(1, "nvmlDeviceGetSupportedMemoryClocks", &[]); n], &mine);
         assert!(many(2).is_ok());
         assert!(many(100).is_err(), "answers that would not fit");
