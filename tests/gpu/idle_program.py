@@ -5,11 +5,13 @@
     line `check` on stdin    reads it back and prints `intact SECONDS` (of the first call and of all)
     line `spin N`            N launches' worth of fills, then `spun SECONDS`
     line `kernel SECONDS`    one kernel that takes so long, which is waited for, then `kernel SECONDS`
+    line `fork`              a child that lives on, then `forked`
     line `fail`              prints `failed CODE` once a call fails, and `failed CODE` of the next one, and ends
     end of stdin             ends
 """
 
 import ctypes
+import os
 import sys
 import time
 
@@ -88,6 +90,11 @@ def main():
             call("cuLaunchKernel", kernel, *[ctypes.c_uint(n) for n in (1, 1, 1, 1, 1, 1, 0)], None, arguments, None)
             call("cuCtxSynchronize")
             print(f"kernel {time.monotonic() - begun:.3f}", flush=True)
+        elif words[0] == "fork":
+            if os.fork() == 0:
+                while True:
+                    time.sleep(1000)
+            print("forked", flush=True)
         elif words[0] == "fail":
             codes = []
             while len(codes) < 2:

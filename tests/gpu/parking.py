@@ -13,6 +13,8 @@ import time
 from descriptor_store import DescriptorStore
 
 LIMIT = 300
+# What the server's journal says before it parks a program.
+WARNING = "device memory will be moved"
 
 
 class Program:
@@ -151,7 +153,7 @@ class Parking:
         program.say("check")
         return float(program.expect("intact").split()[1])
 
-    def full_card(self, script, half, other_gib):
+    def full_card(self, script, half, other_gib, by_clock=False):
         """One program is parked, another client takes the whole card, the first comes back when that one ends."""
         free = self.used()
         first = self.start(script)
@@ -159,7 +161,11 @@ class Parking:
         lease = self.only_lease()
         active = self.used()
         self.note("card, program connected and idle", active, "MiB")
-        self.note("time to park", round(self.park(lease), 2), "s")
+        if by_clock:
+            self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked", 60))
+            self.check("warned before", WARNING in (self.args.out / "server.log").read_text())
+        else:
+            self.note("time to park", round(self.park(lease), 2), "s")
         self.note("card, program parked", self.settled(), "MiB")
         self.note("card, before any of them", free, "MiB")
         self.check("parked", self.state(lease) == ("parked", 0))
@@ -219,15 +225,16 @@ class Parking:
         return json.loads(self.server.tool("status", "--json"))["server"]["driver"]
 
     def training(self):
-        """PyTorch: tensors and optimizer state after parking are those of a run without."""
-        results = []
+        """PyTorch, parked for being idle: tensors and optimizer state afterwards are those of a run without."""
+        before, results = list(self.args.server_config), []
+        self.configured([*before, 'warn_after = "4s"', 'park_after = "8s"'])
         for native in (True, False):
             if native:
                 program = self.start(["idle_training.py"], native=True)
                 program.expect("half")
                 program.say("go")
             else:
-                program, begun = self.full_card(["idle_training.py"], "half", self.big())
+                program, begun = self.full_card(["idle_training.py"], "half", self.big(), by_clock=True)
             lines = [program.expect("losses"), program.expect("tensors")]
             if not native:
                 self.note("rest of the training, the card's return included", round(time.monotonic() - begun, 2), "s")
@@ -236,6 +243,7 @@ class Parking:
         self.wait_for_no_lease()
         self.check("losses as natively", results[0][0] == results[1][0])
         self.check("model and optimizer bit for bit as natively", results[0][1] == results[1][1])
+        self.configured(before)
 
     def big(self):
         """GiB that fill most of the card."""
@@ -261,7 +269,7 @@ class Parking:
         lease = self.only_lease()
         self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked"))
         log = (self.args.out / "server.log").read_text()
-        self.check("warned before", "device memory will be moved" in log)
+        self.check("warned before", WARNING in log)
         self.check("goes on", self.intact(program) >= 0)
         begun, seen = time.monotonic(), set()
         while time.monotonic() - begun < 7:
