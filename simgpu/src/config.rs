@@ -30,6 +30,8 @@ pub struct Config {
     pub jit_ms: u64,
     pub cubin: CubinPolicy,
     pub ignore_address_hints: bool,
+    /// Whether devices reach each other's memory.
+    pub peers: bool,
     /// Where device memory is placed; 0 leaves it to the kernel.
     pub device_base: u64,
     /// Where stream-ordered allocations are placed.
@@ -66,6 +68,7 @@ impl Default for Config {
             jit_ms: 0,
             cubin: CubinPolicy::Pretend,
             ignore_address_hints: false,
+            peers: true,
             device_base: 0,
             pool_base: 0x3_0200_0000,
             poison: None,
@@ -133,6 +136,7 @@ impl Config {
                     }
                 }
                 "ignore_address_hints" => self.ignore_address_hints = flag(value)?,
+                "peers" => self.peers = flag(value)?,
                 "device_base" => self.device_base = number(value)?,
                 "pool_base" => self.pool_base = number(value)?,
                 "poison" => self.poison = if value == "off" { None } else { Some(number(value)? as u8) },

@@ -554,6 +554,14 @@ impl Space {
         Ok(out)
     }
 
+    /// Whether a copy on a device may touch the memory at an address: mapped memory only where access was given to that very
+    /// device, as on a card.
+    pub fn copyable(&self, at: u64, device: u32) -> bool {
+        self.find(at).is_none_or(|a| {
+            !matches!(a.kind, Kind::Mapped(_)) || a.access.load(Ordering::Relaxed) >> device & 1 == 1
+        })
+    }
+
     /// What kernels can reach now.
     pub fn view(&self) -> Arc<MemView> {
         let mut inner = self.inner.lock();

@@ -1,7 +1,7 @@
 //! From a call to an entry of a stream, or to a node of the graph that the stream is being captured into.
 
 use crate::context::{CONTEXTS, Context, current};
-use crate::errors::{INVALID_HANDLE, NOT_PERMITTED, Result};
+use crate::errors::{INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, Result};
 use crate::graph;
 use crate::op::{Copy, Op, Place};
 use crate::registry::handle;
@@ -106,6 +106,7 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
         return Ok(());
     }
     copy.validate()?;
+    reachable(&copy, context_of(s)?.device)?;
     if wait {
         if s.role == Role::Legacy {
             graph::forbid_legacy(&context_of(s)?)?;
@@ -129,6 +130,15 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
         s.life.check()?;
     }
     Ok(())
+}
+
+fn reachable(copy: &Copy, device: u32) -> Result {
+    let space = &crate::driver::driver()?.space;
+    let known = [&copy.dst.place, &copy.src.place].into_iter().all(|p| match p {
+        Place::Known(at) => space.copyable(*at, device),
+        _ => true,
+    });
+    if known { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 fn touches_host(copy: &Copy) -> Result<bool> {

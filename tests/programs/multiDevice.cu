@@ -1,4 +1,4 @@
-// Every device on its own, then copies from each to the next.
+// Every device on its own, then copies from each to the next, then kernels that read the next one's memory where the machine lets them.
 #include "check.h"
 
 #include <vector>
@@ -6,6 +6,11 @@
 __global__ void fill(int *values, int count, int value) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) values[i] = value + i;
+}
+
+__global__ void add(int *sum, const int *there, int count) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) sum[i] += there[i];
 }
 
 int main() {
@@ -46,6 +51,42 @@ int main() {
         int access = -1;
         CHECK(cudaDeviceCanAccessPeer(&access, device, device + 1));
         EXPECT(access == 0 || access == 1);
+    }
+    // In the order of two devices' streams, by an event: the copy waits for the kernel, the kernel after it for the copy.
+    for (int device = 0; device + 1 < devices; device++) {
+        const int next = device + 1;
+        CHECK(cudaSetDevice(device));
+        cudaEvent_t filled;
+        CHECK(cudaEventCreateWithFlags(&filled, cudaEventDisableTiming));
+        fill<<<(count + 255) / 256, 256, 0, stream[device]>>>(memory[device], count, 7);
+        CHECK(cudaEventRecord(filled, stream[device]));
+        CHECK(cudaSetDevice(next));
+        CHECK(cudaStreamWaitEvent(stream[next], filled, 0));
+        CHECK(cudaMemcpyPeerAsync(memory[next], next, memory[device], device, bytes, stream[next]));
+        add<<<(count + 255) / 256, 256, 0, stream[next]>>>(memory[next], memory[next], count);
+        CHECK(cudaStreamSynchronize(stream[next]));
+        CHECK(cudaMemcpy(host.data(), memory[next], bytes, cudaMemcpyDeviceToHost));
+        for (int i = 0; i < count; i++) EXPECT(host[i] == 2 * (7 + i));
+        int access = 0;
+        CHECK(cudaDeviceCanAccessPeer(&access, next, device));
+        if (access) {
+            CHECK(cudaDeviceEnablePeerAccess(device, 0));
+            EXPECT(cudaDeviceEnablePeerAccess(device, 0) == cudaErrorPeerAccessAlreadyEnabled);
+            cudaGetLastError();
+            add<<<(count + 255) / 256, 256, 0, stream[next]>>>(memory[next], memory[device], count);
+            CHECK(cudaGetLastError());
+            CHECK(cudaStreamSynchronize(stream[next]));
+            // Whatever device is current.
+            CHECK(cudaSetDevice(device));
+            CHECK(cudaMemcpy(host.data(), memory[next], bytes, cudaMemcpyDeviceToHost));
+            for (int i = 0; i < count; i++) EXPECT(host[i] == 3 * (7 + i));
+            CHECK(cudaSetDevice(next));
+            CHECK(cudaDeviceDisablePeerAccess(device));
+        } else {
+            EXPECT(cudaDeviceEnablePeerAccess(device, 0) == cudaErrorPeerAccessUnsupported);
+            cudaGetLastError();
+        }
+        CHECK(cudaEventDestroy(filled));
     }
     for (int device = 0; device < devices; device++) {
         CHECK(cudaSetDevice(device));

@@ -45,10 +45,21 @@ pub struct Device {
     pub limits: Vec<AtomicU64>,
     /// Place of each pair of multiprocessors: two arrays one after the other.
     pub tpcs: Vec<u8>,
+    /// What the driver says of this device and each other one of the lease, by ordinal.
+    pub peers: Vec<Peer>,
     /// How often the primary context is retained.
     pub retained: AtomicU32,
     /// Flags of the primary context.
     pub primary_flags: AtomicU32,
+}
+
+/// What a device may do with another one's memory.
+#[derive(Default)]
+pub struct Peer {
+    /// Whether it reaches it.
+    pub reached: bool,
+    /// `CUdevice_P2PAttribute` values from 1; `None` where the driver knows none.
+    pub attributes: Vec<Option<i32>>,
 }
 
 /// A context that the program created.
@@ -286,10 +297,14 @@ impl Client {
         }
         let driver_version = r.word().map_err(malformed)? as i32;
         let count = r.word().map_err(malformed)?;
-        let devices = (0..count)
+        let mut devices = (0..count)
             .map(|_| Device::read(&mut r))
-            .collect::<std::result::Result<_, _>>()
+            .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(malformed)?;
+        for device in &mut devices {
+            // A server of an earlier version ends before this: its devices reach nobody.
+            device.peers = (0..count).map(|_| Peer::read(&mut r).unwrap_or_default()).collect();
+        }
         Ok(Self {
             link,
             driver_version: driver_version.min(NEWEST),
@@ -461,9 +476,20 @@ impl Device {
             priorities,
             limits,
             tpcs: r.bytes()?.to_vec(),
+            peers: Vec::new(),
             retained: AtomicU32::new(0),
             primary_flags: AtomicU32::new(0),
         })
+    }
+}
+
+impl Peer {
+    fn read(r: &mut Reader<'_>) -> std::result::Result<Self, BadFrame> {
+        let reached = r.word()? == 1;
+        let value = |value| (value != u64::MAX).then_some(value as u32 as i32);
+        let attributes =
+            (0..r.word()?.min(64)).map(|_| r.word().map(value)).collect::<std::result::Result<_, _>>()?;
+        Ok(Self { reached, attributes })
     }
 }
 

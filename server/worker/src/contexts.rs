@@ -14,6 +14,8 @@ use crate::handles::{Object, Table, kind};
 const ATTRIBUTES: i32 = 192;
 /// `CUlimit` values that are told at the start, with room for those of newer drivers. cublasLt asks for one at each call.
 const LIMITS: i32 = 16;
+/// `CUdevice_P2PAttribute` values that are told, from 1, with room for those of newer drivers.
+const PEER_ATTRIBUTES: i32 = 8;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
 
@@ -23,6 +25,8 @@ pub struct Contexts {
     pub devices: Vec<i32>,
     limits: Vec<u64>,
     primary: Vec<Object>,
+    /// For each device, which ones it reaches the memory of: itself, and others where the machine lets it.
+    reach: Vec<Vec<bool>>,
     created: Table<(Object, u32)>,
 }
 
@@ -51,7 +55,14 @@ impl Contexts {
             primary.push(Object(ctx));
         }
         let limits = wanted.iter().map(|d| d.memory_bytes).collect();
-        Ok(Self { devices, limits, primary, created: Table::new(kind::CTX) })
+        let reaches = |from: i32, to: i32| {
+            let mut can = 0;
+            // SAFETY: the out pointer is valid.
+            from == to || unsafe { (driver.call.cuDeviceCanAccessPeer)(&mut can, from, to) } == 0 && can == 1
+        };
+        let reach =
+            devices.iter().map(|from| devices.iter().map(|to| reaches(*from, *to)).collect()).collect();
+        Ok(Self { devices, limits, primary, reach, created: Table::new(kind::CTX) })
     }
 
     /// Whether contexts on all devices are shared by MPS.
@@ -68,6 +79,24 @@ impl Contexts {
     /// The driver's ordinal of a client's device.
     pub fn device(&self, ordinal: u64) -> Result<i32, Status> {
         self.devices.get(ordinal as usize).copied().ok_or(101)
+    }
+
+    /// Whether work on one device may touch the memory of another.
+    pub fn reaches(&self, from: u32, to: u32) -> bool {
+        self.reach.get(from as usize).and_then(|row| row.get(to as usize)).copied().unwrap_or(false)
+    }
+
+    /// The driver's ordinals of all devices that may touch the memory of one, itself included.
+    pub fn reached_by(&self, device: u32) -> impl Iterator<Item = i32> {
+        (0..)
+            .zip(&self.devices)
+            .filter(move |(from, _)| self.reaches(*from, device))
+            .map(|(_, ordinal)| *ordinal)
+    }
+
+    /// A device's primary context.
+    pub fn primary(&self, device: u32) -> Result<Handle, Status> {
+        self.primary.get(device as usize).map(|object| object.0).ok_or(101)
     }
 
     /// The driver's context behind a handle, and the client's ordinal of its device.
@@ -172,6 +201,19 @@ impl Contexts {
                 w.word(if got == 0 { value as u64 } else { -i64::from(got) as u64 });
             }
             w.bytes(&tpc_topology(driver, total_tpcs(driver, device)));
+        }
+        for (from, row) in self.devices.iter().zip(&self.reach) {
+            for (to, reaches) in self.devices.iter().zip(row) {
+                w.word(u64::from(*reaches && from != to));
+                w.word(PEER_ATTRIBUTES as u64);
+                for attribute in 1..=PEER_ATTRIBUTES {
+                    let mut value = 0;
+                    // SAFETY: the out pointer is valid.
+                    let got =
+                        unsafe { (driver.call.cuDeviceGetP2PAttribute)(&mut value, attribute, *from, *to) };
+                    w.word(if got == 0 { u64::from(value as u32) } else { u64::MAX });
+                }
+            }
         }
         // SAFETY: leaving the context.
         check(unsafe { (driver.call.cuCtxSetCurrent)(std::ptr::null_mut()) })

@@ -104,6 +104,8 @@ functions! {
     cuDeviceTotalMem_v2(*mut usize, i32);
     cuDeviceGetAttribute(*mut i32, i32, i32);
     cuDeviceGetPCIBusId(*mut c_char, i32, i32);
+    cuDeviceCanAccessPeer(*mut i32, i32, i32);
+    cuDeviceGetP2PAttribute(*mut i32, i32, i32, i32);
     cuDevicePrimaryCtxRetain(*mut Handle, i32);
     cuDevicePrimaryCtxReset_v2(i32);
     cuGetExportTable(*mut *const c_void, *const [u8; 16]);

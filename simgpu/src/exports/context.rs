@@ -274,7 +274,7 @@ export! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        if peer.device == ctx.device {
+        if peer.device == ctx.device || !driver()?.config.peers {
             return Err(errors::PEER_ACCESS_UNSUPPORTED);
         }
         let mut state = ctx.state.lock();

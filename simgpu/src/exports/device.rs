@@ -135,7 +135,7 @@ export! {
         let d = driver()?;
         d.device(device)?;
         d.device(peer)?;
-        out(can, i32::from(device != peer))
+        out(can, i32::from(device != peer && d.config.peers))
     }
 
     fn cuDeviceGetP2PAttribute(value: *mut i32, attribute: u32, from: i32, to: i32) {
@@ -148,7 +148,7 @@ export! {
         match attribute {
             // Performance rank, access, native atomics, access to arrays.
             1 => out(value, 0),
-            2 => out(value, 1),
+            2 => out(value, i32::from(d.config.peers)),
             3 | 4 => out(value, 0),
             5 => out(value, 0),
             _ => Err(INVALID_VALUE),

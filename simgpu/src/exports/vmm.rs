@@ -92,6 +92,9 @@ export! {
             if !matches!(desc.flags, 0 | 1 | 3) {
                 return Err(INVALID_VALUE);
             }
+            if device != d.space.find(at).ok_or(INVALID_VALUE)?.device && !d.config.peers {
+                return Err(INVALID_VALUE);
+            }
             d.space.set_access(at, size as u64, device, desc.flags != 0)?;
         }
         Ok(())

@@ -90,19 +90,21 @@ driver! {
         give(properties, out)
     }
 
-    /// Between a lease's GPUs, as the server's driver would say; without asking: no.
     fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
         let client = client::get()?;
-        client.device(device)?;
         client.device(peer)?;
-        give(can, 0)
+        give(can, client.device(device)?.peers.get(peer as usize).is_some_and(|p| p.reached).into())
     }
 
-    fn cuDeviceGetP2PAttribute(value: *mut i32, _attribute: i32, device: i32, peer: i32) {
+    fn cuDeviceGetP2PAttribute(value: *mut i32, attribute: i32, device: i32, peer: i32) {
         let client = client::get()?;
-        client.device(device)?;
-        client.device(peer)?;
-        if device == peer { Err(INVALID_DEVICE) } else { give(value, 0) }
+        let (from, _) = (client.device(device)?, client.device(peer)?);
+        if device == peer {
+            return Err(INVALID_DEVICE);
+        }
+        let place = usize::try_from(attribute - 1).map_err(|_| INVALID_VALUE)?;
+        let known = from.peers.get(peer as usize).and_then(|p| p.attributes.get(place).copied());
+        give(value, known.flatten().ok_or(INVALID_VALUE)?)
     }
 
     fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: i32, device: i32) {

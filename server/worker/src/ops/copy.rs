@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, Reader};
 
-use super::{Answer, Done, Failure, bounded, settle};
+use super::{Answer, Done, Failure, allocations, bounded, settle};
 use crate::driver::{Handle, Status, check, status};
-use crate::execute::Frame;
+use crate::execute::{Executor, Frame};
 use crate::session::Session;
 
 /// Longest packed box of a 2D or 3D copy, in bytes.
@@ -14,8 +14,71 @@ const MAX_BOX: usize = 8 << 30;
 /// `CUDA_MEMCPY3D`
 const BOX: usize = 200;
 
+/// The default stream of the current context.
+const NULL: Handle = std::ptr::null_mut();
+/// Bytes that copies between devices which cannot reach each other take of host memory at a time.
+const STAGE: usize = 8 << 20;
+
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is gone, and the whole connection with it.
 const LANE_GONE: Status = 46;
+
+/// `cuMemcpyDtoDAsync_v2` in a lease of several devices: destination, source, length, stream. The driver copies between mappings only
+/// where the device of the frame's context reaches both; else the bytes pass through this process, in the stream's order.
+pub fn between_devices(
+    session: &Session,
+    executor: &mut Executor,
+    frame: &Frame,
+    r: &mut Reader<'_>,
+    answer: &mut Answer,
+) -> Done {
+    let mut body = frame.reader();
+    let (target, source, len) = (body.word()?, body.word()?, bounded(body.word()?, usize::MAX)?);
+    let stream = session.stream(body.word()?)?;
+    let ctx = frame.header.ctx.get();
+    let (_, here) = session.contexts.get(ctx)?;
+    let owner = |address| session.memory.device_of(address).unwrap_or(here);
+    let (to, from) = (owner(target), owner(source));
+    if session.contexts.reaches(here, to) && session.contexts.reaches(here, from) {
+        return allocations::generated(session, frame, r, answer);
+    }
+    let call = &session.driver.call;
+    // SAFETY: a stream of this worker's; a capture cannot contain this, and says so.
+    check(unsafe { (call.cuStreamSynchronize)(stream) })?;
+    let mut stage = vec![0u8; len.min(STAGE)];
+    let enter = |device| {
+        // SAFETY: a context of this worker's.
+        check(unsafe { (call.cuCtxSetCurrent)(session.contexts.primary(device)?) })
+    };
+    let mut relay = || {
+        for at in (0..len).step_by(STAGE) {
+            let part = stage.len().min(len - at);
+            enter(from)?;
+            // SAFETY: `part` bytes of the buffer, which outlives the synchronisation; the driver checks the address.
+            check(unsafe {
+                (call.cuMemcpyDtoHAsync_v2)(
+                    stage.as_mut_ptr().cast(),
+                    source.wrapping_add(at as u64),
+                    part,
+                    NULL,
+                )
+            })?;
+            // SAFETY: the null stream of the current context.
+            check(unsafe { (call.cuStreamSynchronize)(NULL) })?;
+            enter(to)?;
+            // SAFETY: as above.
+            check(unsafe {
+                (call.cuMemcpyHtoDAsync_v2)(target.wrapping_add(at as u64), stage.as_ptr().cast(), part, NULL)
+            })?;
+            // SAFETY: as above.
+            check(unsafe { (call.cuStreamSynchronize)(NULL) })?;
+        }
+        Ok(())
+    };
+    let relayed: Result<(), Status> = relay();
+    executor.current = 0;
+    session.contexts.enter(session.driver, executor, ctx)?;
+    Ok(relayed?)
+}
 
 /// `COPY_TO_DEVICE`: destination, length, stream, whether the bytes follow in the frame.
 pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {

@@ -82,6 +82,13 @@ impl Memory {
         None
     }
 
+    /// The device of the allocation that an address lies in.
+    pub fn device_of(&self, address: Address) -> Option<u32> {
+        let allocations = lock(&self.allocations);
+        let (base, allocation) = allocations.range(..=address).next_back()?;
+        (address - base < allocation.size).then_some(allocation.device)
+    }
+
     /// Whether these bytes lie in one allocation.
     pub fn contains(&self, address: Address, len: u64) -> bool {
         let allocations = lock(&self.allocations);
@@ -104,12 +111,14 @@ pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
     let ordinal = session.contexts.device(device)?;
     let device = device as u32;
     session.quota.take(device, size)?;
-    map(session.driver, address, size, ordinal).inspect_err(|_| session.quota.give(device, size))?;
+    // Copies between devices and kernels that follow a peer's pointer need it; a lease of one GPU has none to share with.
+    let reach: Vec<_> = session.contexts.reached_by(device).collect();
+    map(session.driver, address, size, ordinal, &reach).inspect_err(|_| session.quota.give(device, size))?;
     lock(&memory.allocations).insert(address, Allocation { size, device });
     Ok(())
 }
 
-fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<(), Status> {
+fn map(driver: &Driver, address: Address, size: u64, ordinal: i32, reach: &[i32]) -> Result<(), Status> {
     let location = [LOCATION_DEVICE, ordinal];
     let properties = Properties { kind: PINNED, handle_types: 0, location, security: 0, flags: [0; 8] };
     let mut handle = 0;
@@ -120,10 +129,11 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32) -> Result<(),
     // SAFETY: the range lies in a window that this worker reserved.
     let mapped =
         check(unsafe { (driver.call.cuMemMap)(address, size as usize, 0, handle, 0) }).and_then(|()| {
-            let access = Access { location, flags: READ_WRITE };
-            // SAFETY: as above; one descriptor.
+            let access = |device: &i32| Access { location: [LOCATION_DEVICE, *device], flags: READ_WRITE };
+            let access: Vec<_> = reach.iter().map(access).collect();
+            // SAFETY: as above; so many descriptors.
             check(unsafe {
-                (driver.call.cuMemSetAccess)(address, size as usize, (&raw const access).cast(), 1)
+                (driver.call.cuMemSetAccess)(address, size as usize, access.as_ptr().cast(), access.len())
             })
             // SAFETY: just mapped.
             .inspect_err(|_| unsafe {

@@ -93,6 +93,9 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::COPY_TO_DEVICE => copy::to_device(session, frame, &mut r),
         op::COPY_FROM_DEVICE => copy::from_device(session, frame, &mut r, answer),
         op::COPY_HOST => copy::copy_host(session, &mut r),
+        op::cuMemcpyDtoDAsync_v2 if session.contexts.devices.len() > 1 => {
+            copy::between_devices(session, executor, frame, &mut r, answer)
+        }
         op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
         op::EVENT_RECORD => stream::event_record(session, &mut r),
         op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
