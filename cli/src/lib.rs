@@ -10,6 +10,7 @@ mod run;
 mod setup;
 mod show;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -17,6 +18,7 @@ use std::time::Duration;
 
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use gpusessiond::client::Remote;
+use gpusessiond::environment::Environment;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
 use gpusessiond::places;
@@ -59,6 +61,9 @@ enum Command {
         /// Say what each variable is for, and which of them you have set yourself
         #[arg(long)]
         explain: bool,
+        /// Print what logins are given, as an environment generator of systemd does; does not ask the daemon
+        #[arg(long, conflicts_with = "explain")]
+        generator: bool,
     },
     /// Run a program with leased GPUs, and give them back when it ends
     Run(Run),
@@ -237,7 +242,8 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::Unpark { lease } => park(lease, false, cli.json).await,
         Command::Reload => reload(cli.json).await,
         Command::List => list(cli.json).await,
-        Command::Env { explain } => env(cli.json, explain).await,
+        Command::Env { generator: true, .. } => generate(cli.json).await,
+        Command::Env { explain, .. } => env(cli.json, explain).await,
         // What keeps the program from running has one exit code, so that it is told from the program's own.
         Command::Run(run) => run_program(run).await.map_err(|failure| match failure.code {
             code::USAGE | 126 | 127 => failure,
@@ -386,6 +392,26 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     }
     if !out.is_empty() {
         print(&out);
+    }
+    Ok(0)
+}
+
+/// What logins are given. A user's first login waits for it: the daemon has written it down, so that one that hangs is not waited for.
+async fn generate(json: bool) -> Result<i32> {
+    let path = places::environment_file();
+    let given = Environment::read(&path)
+        .map_err(|e| Failure::new(code::FAILED, format!("{}: {e}", path.display())))?;
+    let environment = match given {
+        Some(given) => given.of_uid(nix::unistd::geteuid().as_raw()).await,
+        None => BTreeMap::new(),
+    };
+    if json {
+        print(&json!({ "schema": 1, "environment": environment }).to_string());
+        return Ok(0);
+    }
+    // What the user has set stays. No value needs quoting inside of the quotes.
+    for (name, value) in environment.iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+        print(&format!("{name}=\"{value}\""));
     }
     Ok(0)
 }

@@ -10,6 +10,7 @@ use std::process::{Output, Stdio};
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusessiond::bus::Bus;
 use gpusessiond::config::Config;
+use gpusessiond::environment::Environment;
 use gpusessiond::leases::engine::Engine;
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{LeaseState, Leases as _};
@@ -295,6 +296,41 @@ async fn run_uses_the_sessions_lease_and_passes_everything_through() {
     let missing = site.run_with(&["run", "--", "true"], &[("GPUSESSION_LIBDIR", "/nonexistent")]).await;
     assert_eq!(missing.code, 125);
     assert!(missing.err.contains("gpusession-libs"), "{}", missing.err);
+}
+
+#[tokio::test]
+async fn what_logins_are_given_is_known_without_the_daemon() {
+    let folder = folder();
+    // A bus, and a daemon's sockets, on which nobody answers.
+    let bus = std::os::unix::net::UnixListener::bind(folder.path().join("bus.sock")).unwrap();
+    let _grants = std::os::unix::net::UnixListener::bind(folder.path().join("grant.sock")).unwrap();
+    bus.set_nonblocking(true).unwrap();
+    let address = format!("unix:path={}", folder.path().join("bus.sock").display());
+    let run = folder.path().display().to_string();
+    let there = [("RUNTIME_DIRECTORY", run.as_str()), ("MINE", "mine")];
+    let ask = |arguments: &'static [&'static str]| command(folder.path(), &address, arguments, &there);
+    assert_eq!(ask(&["env", "--generator"]).await.out, "", "no daemon has run");
+
+    let mut config = config(&[]);
+    config.environment.insert("HF_HOME".into(), "/srv/models 1".into());
+    config.environment.insert("MINE".into(), "not this".into());
+    let file = folder.path().join("login/environment.json");
+    Environment::of(&config).write(&file).unwrap();
+    let given = ask(&["env", "--generator"]).await;
+    assert_eq!((given.code, given.out.as_str()), (0, "HF_HOME=\"/srv/models 1\"\n"), "{}", given.err);
+    let given = json(&ask(&["env", "--generator", "--json"]).await);
+    assert_eq!(given["environment"]["HF_HOME"], "/srv/models 1");
+
+    config.access.users.clear();
+    config.access.root = false;
+    Environment::of(&config).write(&file).unwrap();
+    let given = ask(&["env", "--generator"]).await;
+    assert_eq!((given.code, given.out.as_str()), (0, ""), "nothing here is for this user");
+    std::fs::write(&file, "{").unwrap();
+    let broken = ask(&["env", "--generator", "--json"]).await;
+    assert_eq!((broken.code, &json(&broken)["error"]["code"]), (1, &1.into()));
+    let asked = bus.accept().map(|_| ()).unwrap_err();
+    assert_eq!(asked.kind(), std::io::ErrorKind::WouldBlock, "the bus was asked");
 }
 
 #[tokio::test]

@@ -34,7 +34,7 @@ pub struct Config {
 }
 
 /// Who may use the leases for all.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Access {
     /// User names; `*` is everybody.
     pub users: Vec<String>,

@@ -4,6 +4,7 @@
 //! * [`client`], [`identity`]: the pool over the network, and who this client is in it;
 //! * [`grant`]: the socket on which programs ask for GPUs;
 //! * [`login`]: the socket on which PAM tells of login sessions;
+//! * [`environment`]: what logins are given;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
 //! * [`keep`]: what outlives the daemon; [`notice`]: what shells say at their next prompt;
 //! * [`config`], [`settings`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
@@ -13,6 +14,7 @@ pub mod arguments;
 pub mod bus;
 pub mod client;
 pub mod config;
+pub mod environment;
 pub mod grant;
 pub mod identity;
 pub mod keep;

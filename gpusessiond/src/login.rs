@@ -25,7 +25,7 @@ use tokio::task::AbortHandle;
 use tracing::{debug, info, warn};
 
 use crate::access::Gate;
-use crate::config::Config;
+use crate::environment::Environment;
 use crate::grant::{self, Peer, SocketFile};
 use crate::leases::Leases;
 
@@ -249,40 +249,28 @@ pub fn bind_at(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     Ok((UnixListener::from_std(fd.into())?, SocketFile(path.to_owned())))
 }
 
-/// What logins are told.
-struct Facts {
-    /// `[environment]`.
-    environment: Vec<(String, String)>,
-    /// Users with leases of their own.
-    owners: Vec<String>,
-}
-
-impl Facts {
-    fn of(config: &Config) -> Self {
-        Self {
-            environment: config.environment.clone().into_iter().collect(),
-            owners: config.leases.iter().filter_map(|l| l.for_user.clone()).collect(),
-        }
-    }
-}
-
 /// Serves a login socket.
 pub struct Server {
     sessions: Arc<Sessions>,
-    facts: RwLock<(Arc<Gate>, Facts)>,
+    given: RwLock<(Arc<Gate>, Arc<Environment>)>,
     /// Who is heard: root, but for tests.
     module: u32,
 }
 
 impl Server {
     /// A server that hears processes of uid `module` only.
-    pub fn new(sessions: Arc<Sessions>, gate: Arc<Gate>, config: &Config, module: u32) -> Arc<Self> {
-        Arc::new(Self { sessions, facts: RwLock::new((gate, Facts::of(config))), module })
+    pub fn new(
+        sessions: Arc<Sessions>,
+        gate: Arc<Gate>,
+        environment: Arc<Environment>,
+        module: u32,
+    ) -> Arc<Self> {
+        Arc::new(Self { sessions, given: RwLock::new((gate, environment)), module })
     }
 
-    /// Sessions that begin from now on hear of this configuration.
-    pub fn configure(&self, gate: Arc<Gate>, config: &Config) {
-        *self.facts.write().unwrap_or_else(|e| e.into_inner()) = (gate, Facts::of(config));
+    /// Sessions that begin from now on are given this.
+    pub fn configure(&self, gate: Arc<Gate>, environment: Arc<Environment>) {
+        *self.given.write().unwrap_or_else(|e| e.into_inner()) = (gate, environment);
     }
 
     /// Serves until the future is dropped.
@@ -338,13 +326,10 @@ impl Server {
 
     /// `[environment]` for a user who has something here. Whom the user database does not answer for in time is taken
     /// to have: variables give no right.
-    async fn environment(&self, open: &Open) -> Option<Vec<(String, String)>> {
-        let (gate, environment, owner) = {
-            let (gate, facts) = &*self.facts.read().unwrap_or_else(|e| e.into_inner());
-            (gate.clone(), facts.environment.clone(), facts.owners.contains(&open.user))
-        };
+    async fn environment(&self, open: &Open) -> Option<BTreeMap<String, String>> {
+        let (gate, environment) = self.given.read().unwrap_or_else(|e| e.into_inner()).clone();
         let person = tokio::time::timeout(LOOK_UP, gate.person(open.uid)).await;
-        (owner || person.map_or(true, |p| p.access)).then_some(environment)
+        environment.of_user(Some(&open.user), person.map_or(true, |p| p.access)).cloned()
     }
 }
 

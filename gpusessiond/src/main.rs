@@ -13,6 +13,7 @@ use gpusessiond::arguments::Arguments;
 use gpusessiond::bus::{self, Bus};
 use gpusessiond::client::Remote;
 use gpusessiond::config::{self, Config};
+use gpusessiond::environment::Environment;
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::{self, Home, IdentityError};
 use gpusessiond::keep::{Returned, State, Store};
@@ -187,6 +188,16 @@ fn token() -> Option<(String, Vec<String>)> {
     let (mut tokens, servers): (Vec<String>, Vec<String>) =
         text.split_whitespace().map(str::to_owned).partition(|word| word.starts_with("gpsj-"));
     Some((tokens.pop()?, servers))
+}
+
+/// What logins are given from now on, for the login socket and for who only reads it.
+fn given(config: &Config) -> Arc<Environment> {
+    let environment = Environment::of(config);
+    let path = places::environment_file();
+    if let Err(error) = environment.write(&path) {
+        warn!("{}: {error}: services of users do not get [environment]", path.display());
+    }
+    Arc::new(environment)
 }
 
 /// Waits until this machine has an identity: joins with a token, or until `gpusession join` has made one.
@@ -400,7 +411,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let grants = Arc::new(grants);
     grants.resume(inherited.returned.processes).await;
     tokio::spawn(grants.clone().serve(grant_listener));
-    let logins = login::Server::new(sessions.clone(), gate.clone(), &config, 0);
+    let logins = login::Server::new(sessions.clone(), gate.clone(), given(&config), 0);
     tokio::spawn(logins.clone().serve(login_listener));
     let connection = zbus::connection::Builder::system().build().await.context("system bus")?;
     let api = bus::Parts {
@@ -422,13 +433,13 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
             let _ = settings.reload().await;
         }
     };
+    let mut changed = settings.subscribe();
     let following = async {
-        let mut changed = settings.subscribe();
         while changed.changed().await.is_ok() {
             let config = changed.borrow_and_update().clone();
             level(&config.log_level);
             grants.set_wait(config.wait);
-            logins.configure(gate.clone(), &config);
+            logins.configure(gate.clone(), given(&config));
         }
     };
     // Without an identity there is nothing to hold yet, but programs and `gpusession status` hear why.
@@ -452,6 +463,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         // At once: ending in order would take what is kept out of systemd's store.
         std::process::exit(code.into());
     }
+    let _ = std::fs::remove_file(places::environment_file());
     tokio::select! {
         () = stop(&engine) => {}
         _ = terminate.recv() => return Ok(FORCED),

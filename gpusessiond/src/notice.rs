@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +13,7 @@ use std::time::Duration;
 use tracing::warn;
 
 use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot, Update};
+use crate::places;
 use crate::values::human_duration;
 
 /// Writes notices for as long as the lease manager runs.
@@ -148,22 +148,16 @@ impl Files {
     }
 }
 
-/// Written beside and renamed, so that no prompt reads half of it.
 fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
-    if !folder.exists() {
-        fs::create_dir_all(folder)?;
-        fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
-    }
     let text: String =
         lines.iter().map(|line| format!("{}\n", line.replace(char::is_control, " "))).collect();
-    let new = folder.join(format!(".{uid}.new"));
-    fs::write(&new, text)?;
-    fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
-    fs::rename(new, folder.join(uid.to_string()))
+    places::publish(&folder.join(uid.to_string()), text.as_bytes())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
     use crate::config::LeaseConfig;
     use crate::leases::Spec;

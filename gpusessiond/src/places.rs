@@ -1,5 +1,8 @@
 //! Where things are: the directories that systemd hands to the daemon, their defaults, and the user's own.
 
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 fn from_env(variable: &str, default: &str) -> PathBuf {
@@ -46,6 +49,24 @@ pub fn sessions_directory() -> PathBuf {
 /// What the next prompt of each user's shells says: `notice` in the runtime directory, one file for each uid.
 pub fn notice_directory() -> PathBuf {
     runtime_directory().join("notice")
+}
+
+/// What logins are given: `login/environment.json` in the runtime directory.
+pub fn environment_file() -> PathBuf {
+    runtime_directory().join("login/environment.json")
+}
+
+/// Writes a file that everyone may read, beside it first and then renamed: nobody reads half of it.
+pub(crate) fn publish(path: &Path, text: &[u8]) -> io::Result<()> {
+    if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
+        fs::create_dir_all(folder)?;
+        fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let new = path.with_file_name(format!(".{name}.new"));
+    fs::write(&new, text)?;
+    fs::set_permissions(&new, Permissions::from_mode(0o644))?;
+    fs::rename(new, path)
 }
 
 /// The user's folder: `$XDG_CONFIG_HOME/gpusession` or `~/.config/gpusession`.

@@ -119,6 +119,22 @@ fn systemd_hears_that_it_is_ready_although_no_server_is_there() {
 }
 
 #[test]
+fn what_logins_are_given_is_written_down_while_the_daemon_runs() {
+    use nix::sys::signal::{Signal, kill};
+    let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
+    let file = folder.path().join("run/login/environment.json");
+    let given = |text: &str| std::fs::read_to_string(&file).is_ok_and(|file| file.contains(text));
+    configure(folder.path(), "[environment]\nNCCL_DEBUG = \"WARN\"\n");
+    let mut running = Running(daemon(folder.path(), &bus.address()).spawn().unwrap());
+    until("the file", || given(r#""NCCL_DEBUG":"WARN""#));
+    configure(folder.path(), "[environment]\nNCCL_DEBUG = \"INFO\"\n");
+    kill(nix::unistd::Pid::from_raw(running.0.id() as i32), Signal::SIGHUP).unwrap();
+    until("the new one", || given(r#""NCCL_DEBUG":"INFO""#));
+    assert_eq!(running.stop(), 0);
+    assert!(!file.exists(), "nothing is left behind");
+}
+
+#[test]
 fn a_second_daemon_does_not_take_the_first_ones_socket() {
     let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
     configure(folder.path(), "");

@@ -13,6 +13,7 @@ use common::{PATIENCE, config, engine};
 use gpusession_proto::login::{MAX_REPLY, Open, Reply, Request};
 use gpusessiond::access::Gate;
 use gpusessiond::config::Config;
+use gpusessiond::environment::Environment;
 use gpusessiond::leases::Leases;
 use gpusessiond::login::{self, Server, Sessions};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, send, socket};
@@ -31,7 +32,8 @@ impl LoginSocket {
         let gate = Arc::new(Gate::new(config.access.clone()));
         let path = folder.join("pam.sock");
         let (listener, file) = login::bind_at(&path).unwrap();
-        let server = Server::new(sessions.clone(), gate, config, module);
+        let environment = Arc::new(Environment::of(config));
+        let server = Server::new(sessions.clone(), gate, environment, module);
         Self { path, sessions, task: tokio::spawn(server.serve(listener)), _file: file }
     }
 }
