@@ -242,6 +242,8 @@ struct Releasing {
     attempt: u32,
     give_up: Time,
     in_flight: bool,
+    /// Asks anew when this one is back.
+    makes_room_for: Option<Slot>,
 }
 
 /// See the module.
@@ -425,7 +427,16 @@ impl Machine {
 
     fn give_back(&mut self, now: Time, server: usize, lease: String, give_up: Time) {
         let give_up = give_up.max(now + RETRY_MIN);
-        self.releasing.push(Releasing { server, lease, retry: now, attempt: 0, give_up, in_flight: false });
+        let releasing = Releasing {
+            server,
+            lease,
+            retry: now,
+            attempt: 0,
+            give_up,
+            in_flight: false,
+            makes_room_for: None,
+        };
+        self.releasing.push(releasing);
         self.run_releases(now);
     }
 
@@ -490,6 +501,10 @@ impl Machine {
                 self.fill(now, slot);
             }
             Err(error) => {
+                // What a background lease holds fills GPUs, and counts against this client's limits too.
+                let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::Quota);
+                let yields = refused && self.yield_background(now, slot);
+                let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 if let Some(old) = &wanted.recovery {
                     // Its server may be starting anew as well; after that time another one may have it.
                     if error.trouble != Trouble::Unreachable || old.until <= now {
@@ -508,6 +523,10 @@ impl Machine {
                         let spec = wanted.spec.clone();
                         self.next_generation(&spec);
                     }
+                } else if wanted.spec.once && yields {
+                    // Tried again when that one is given back.
+                    wanted.phase = Phase::Waiting { retry: now + RETRY_MAX };
+                    return;
                 } else if wanted.spec.once {
                     self.slots.remove(&slot);
                     self.tell(Change::Failed { slot, error });
@@ -516,13 +535,9 @@ impl Machine {
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 wanted.attempt += 1;
                 let pause = backoff(&mut self.rng, wanted.attempt);
-                let full = error.trouble == Trouble::NoCapacity && wanted.spec.class != Class::Background;
                 wanted.trouble = Some(error);
                 wanted.phase = Phase::Waiting { retry: now + pause };
                 self.tell(Change::Changed { slot });
-                if full {
-                    self.yield_background(now, slot);
-                }
             }
         }
     }
@@ -853,7 +868,11 @@ impl Machine {
                 }
             }
             _ => {
-                self.releasing.swap_remove(at);
+                let done = self.releasing.swap_remove(at);
+                let waiting = done.makes_room_for.and_then(|slot| self.slots.get_mut(&slot));
+                if let Some(Phase::Waiting { retry }) = waiting.map(|w| &mut w.phase) {
+                    *retry = now;
+                }
             }
         }
     }
@@ -925,7 +944,7 @@ impl Machine {
         let busy = self
             .slots
             .values()
-            .any(|w| !w.spec.once && w.spec.class != Class::Background && !matches!(w.phase, Phase::Held(_)));
+            .any(|w| w.spec.class != Class::Background && !matches!(w.phase, Phase::Held(_)));
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         if wanted.spec.class == Class::Background && wanted.recovery.is_none() && busy {
             let pause = backoff(&mut self.rng, 3);
@@ -1142,16 +1161,27 @@ impl Machine {
         self.tick(now);
     }
 
-    /// A lease that nobody waits for and nobody uses makes room for one that is waited for.
-    fn yield_background(&mut self, now: Time, waiting: Slot) {
-        let spare = self.slots.iter().find(|(_, w)| {
-            w.spec.class == Class::Background && !w.spec.once && w.processes == 0 && w.held().is_some()
+    /// A lease that nobody waits for and nobody uses makes room on its server for one that is waited for. Whether there was one.
+    fn yield_background(&mut self, now: Time, waiting: Slot) -> bool {
+        let waits = |w: &&Wanted| w.spec.class != Class::Background && w.recovery.is_none();
+        let Some(waits) = self.slots.get(&waiting).filter(waits) else { return false };
+        let servers = self.servers_for(waits);
+        let spare = self.slots.iter().find_map(|(slot, w)| {
+            let held = w.held().filter(|held| servers.contains(&held.server))?;
+            (w.spec.class == Class::Background && w.processes == 0).then_some((*slot, held))
         });
-        let Some((slot, held)) = spare.and_then(|(slot, w)| Some((*slot, w.held()?))) else { return };
+        let Some((slot, held)) = spare else { return false };
         let (server, id, expires) = (held.server, held.lease.id.clone(), held.expires);
-        let name = self.slots.get(&waiting).map(|w| w.spec.name.clone()).unwrap_or_default();
+        let reason = match waits.spec.name.as_str() {
+            "" => "given up for a lease that was asked for".to_owned(),
+            name => format!("given up for lease {name}, which waits"),
+        };
         self.give_back(now, server, id, expires);
-        self.lose(now, slot, &format!("given up for lease {name}, which waits"));
+        if let Some(releasing) = self.releasing.last_mut() {
+            releasing.makes_room_for = Some(waiting);
+        }
+        self.lose(now, slot, &reason);
+        true
     }
 
     // ---- sessions
@@ -1859,6 +1889,8 @@ mod tests {
     #[derive(Default)]
     struct World {
         free: Vec<u32>,
+        /// GPUs that this client may have of each server.
+        limits: Vec<u32>,
         leases: HashMap<String, (usize, u32)>,
         by_request: HashMap<String, String>,
         counter: u32,
@@ -1867,27 +1899,42 @@ mod tests {
     }
 
     impl World {
+        fn fits(&self, server: usize, gpus: u32) -> Result<(), PoolError> {
+            let used: u32 = self.leases.values().filter(|(s, _)| *s == server).map(|(_, gpus)| gpus).sum();
+            if used + gpus > self.limits[server] {
+                Err(PoolError::new(Trouble::Quota, "a limit"))
+            } else if self.free[server] < gpus {
+                Err(PoolError::new(Trouble::NoCapacity, "full"))
+            } else {
+                Ok(())
+            }
+        }
+
         fn allocate(
             &mut self,
             servers: &[usize],
             request: &control::AllocateRequest,
-        ) -> Option<(usize, String)> {
+        ) -> Result<(usize, String), PoolError> {
+            let mut refusal = None;
             for server in servers {
                 if let Some(id) = self.by_request.get(&request.request_id)
                     && self.leases.get(id).is_some_and(|(s, _)| s == server)
                 {
-                    return Some((*server, id.clone()));
+                    return Ok((*server, id.clone()));
                 }
-                if self.free[*server] >= request.gpus {
-                    self.free[*server] -= request.gpus;
-                    self.counter += 1;
-                    let id = format!("w{}", self.counter);
-                    self.leases.insert(id.clone(), (*server, request.gpus));
-                    self.by_request.insert(request.request_id.clone(), id.clone());
-                    return Some((*server, id));
+                match self.fits(*server, request.gpus) {
+                    Ok(()) => {
+                        self.free[*server] -= request.gpus;
+                        self.counter += 1;
+                        let id = format!("w{}", self.counter);
+                        self.leases.insert(id.clone(), (*server, request.gpus));
+                        self.by_request.insert(request.request_id.clone(), id.clone());
+                        return Ok((*server, id));
+                    }
+                    Err(error) => refusal = Some(error),
                 }
             }
-            None
+            Err(refusal.unwrap())
         }
 
         fn release(&mut self, id: &str) {
@@ -1973,13 +2020,10 @@ mod tests {
                     let answer = if broken {
                         Err(unreachable())
                     } else {
-                        match world.allocate(&servers, &request) {
-                            Some((server, id)) => {
-                                let name = format!("s{server}:7601");
-                                Ok((server, control::Lease { server: name, ..lease(&id, 1) }))
-                            }
-                            None => Err(PoolError::new(Trouble::NoCapacity, "full")),
-                        }
+                        world.allocate(&servers, &request).map(|(server, id)| {
+                            let name = format!("s{server}:7601");
+                            (server, control::Lease { server: name, ..lease(&id, 1) })
+                        })
                     };
                     m.allocated(now, slot, answer);
                 }
@@ -2160,6 +2204,59 @@ mod tests {
     }
 
     #[test]
+    fn a_background_lease_yields_to_one_that_a_limit_refuses() {
+        let mut m = machine(2);
+        m.configure(s(0), vec![Spec { class: Class::Background, ..configured("spare", 1) }]);
+        let spare = m.slots().next().unwrap().0;
+        m.allocated(s(0), spare, Ok((0, lease("l1", 1))));
+        actions(&mut m);
+        let limit = || PoolError::new(Trouble::Quota, "at most 1 GPU");
+        let elsewhere = Spec { servers: vec!["s1:7601".into()], ..configured("a", 1) };
+        let slot = m.want(s(1), elsewhere);
+        m.allocated(s(1), slot, Err(limit()));
+        assert!(m.slot(spare).unwrap().held().is_some(), "another server's limit");
+        m.release(s(1), slot, "test");
+        let slot = m.want(s(1), configured("b", 1));
+        actions(&mut m);
+        m.allocated(s(1), slot, Err(limit()));
+        assert!(m.slot(spare).unwrap().held().is_none());
+        assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
+        // Asked for again as soon as there is room, however long the pause is by now.
+        m.released(s(1), 0, "l1", Ok(()));
+        m.tick(s(1));
+        assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/b/0");
+    }
+
+    #[test]
+    fn a_request_has_what_a_background_lease_held() {
+        for trouble in [Trouble::NoCapacity, Trouble::Quota] {
+            let mut m = machine(1);
+            m.configure(s(0), vec![Spec { class: Class::Background, ..configured("spare", 1) }]);
+            let spare = m.slots().next().unwrap().0;
+            m.allocated(s(0), spare, Ok((0, lease("l1", 1))));
+            let slot = m.want(s(1), Spec::requested("r".into(), 1000));
+            actions(&mut m);
+            let refused = || Err(PoolError::new(trouble, "refused"));
+            m.allocated(s(1), slot, refused());
+            let todo = actions(&mut m);
+            assert!(todo.contains(&Action::Release { server: 0, lease: "l1".into() }));
+            assert!(!told(&todo).iter().any(|c| matches!(c, Change::Failed { .. })), "it waits for that");
+            m.tick(s(4));
+            assert!(
+                actions(&mut m).iter().all(|a| !matches!(a, Action::Allocate { .. })),
+                "nobody is before it"
+            );
+            m.released(s(5), 0, "l1", Ok(()));
+            m.tick(s(5));
+            assert_eq!(request(&actions(&mut m)).1.request_id, "boot/r/0");
+            // With nothing left to give up it is tried once, as ever.
+            m.allocated(s(5), slot, refused());
+            assert!(told(&actions(&mut m)).iter().any(|c| matches!(c, Change::Failed { .. })));
+            assert!(m.slot(slot).is_none());
+        }
+    }
+
+    #[test]
     fn a_lease_of_before_a_restart_is_found_again_by_its_request() {
         let mut m = machine(2);
         m.configure(s(0), vec![configured("a", 1)]);
@@ -2263,9 +2360,12 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(200))]
         /// Whatever happens, nothing is held that nobody knows of, and in the end everyone has what there is.
         #[test]
-        fn leases_are_never_leaked_and_never_given_up(steps in proptest::collection::vec(step(), 1..60)) {
+        fn leases_are_never_leaked_and_never_given_up(
+            limits in proptest::collection::vec(1u32..6, 2),
+            steps in proptest::collection::vec(step(), 1..60),
+        ) {
             let mut m = machine(2);
-            let mut world = World { free: vec![4, 2], ..World::default() };
+            let mut world = World { free: vec![4, 2], limits, ..World::default() };
             let mut now = s(0);
             let mut broken = false;
             let mut names = 0;
@@ -2368,10 +2468,13 @@ mod tests {
             }
             prop_assert_eq!(world.leases.len(), held.len(), "a lease was leaked");
             prop_assert_eq!(m.releases_pending(), 0);
+            let background = |w: &Wanted| w.spec.class == Class::Background;
+            let spare = m.slots().find(|(_, w)| background(w) && w.held().is_some());
             for (_, wanted) in m.slots() {
-                let fits = world.free.iter().any(|free| *free >= wanted.spec.gpus);
-                let turn = wanted.spec.class != Class::Background;
-                prop_assert!(wanted.held().is_some() || !fits || !turn, "{} waits although it fits", wanted.spec.name);
+                let fits = (0..2).any(|server| world.fits(server, wanted.spec.gpus).is_ok());
+                let waits = wanted.held().is_none() && !background(wanted);
+                prop_assert!(!fits || !waits, "{} waits although it fits", wanted.spec.name);
+                prop_assert!(spare.is_none() || !waits, "{} waits for what a background lease has", wanted.spec.name);
                 prop_assert_eq!(wanted.processes, 0);
             }
         }
