@@ -8,6 +8,9 @@ use clap::Parser;
 ///
 /// Started by systemd (gpusession.service); reads gpusession.toml, joins the pool with the token in the credential
 /// gpusession.token if this machine has no identity yet, allocates the configured leases and serves org.gpusession1.
+///
+/// Exit status: 0 stopped; 1 a command line or configuration that cannot work, not started again by systemd; 2 a second signal
+/// to stop; 3 internal error. SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT are reported on standard error, and end it as such.
 #[derive(Parser)]
 #[command(name = "gpusessiond", version)]
 pub struct Arguments {

@@ -33,7 +33,7 @@ use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
 use zbus::OwnedObjectPath;
 
-/// Exit code of a configuration that cannot be used: the unit does not restart for it.
+/// Exit code of a configuration that cannot be used: the unit does not restart for it. After a fatal signal it ends by that.
 const CONFIGURATION: u8 = 1;
 /// Exit code after a second signal to stop.
 const FORCED: u8 = 2;
@@ -68,6 +68,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let level = log(&config.log_level);
+    gpusession_fatal::install("gpusessiond");
     // A part of the daemon that has failed must not leave the rest running without it: systemd starts it anew.
     std::panic::set_hook(Box::new(|panic| {
         error!("internal error: {panic}");

@@ -135,6 +135,25 @@ fn what_logins_are_given_is_written_down_while_the_daemon_runs() {
 }
 
 #[test]
+fn a_fatal_signal_is_reported_and_ends_the_daemon() {
+    use nix::sys::signal::{Signal, kill};
+    use std::os::unix::process::ExitStatusExt as _;
+    let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
+    configure(folder.path(), "");
+    for (signal, name) in [(Signal::SIGSEGV, "SIGSEGV"), (Signal::SIGABRT, "SIGABRT")] {
+        let child = daemon(folder.path(), &bus.address()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut running = Running(child);
+        let socket = folder.path().join("run/grant.sock");
+        until("the daemon", || ask(&socket, &request()).is_ok());
+        kill(nix::unistd::Pid::from_raw(running.0.id() as i32), signal).unwrap();
+        let mut said = String::new();
+        std::io::Read::read_to_string(&mut running.0.stderr.take().unwrap(), &mut said).unwrap();
+        assert!(said.contains(&format!("gpusessiond: fatal signal {name}: ")), "{said}");
+        assert_eq!(running.0.wait().unwrap().signal(), Some(signal as i32), "by the signal itself");
+    }
+}
+
+#[test]
 fn a_second_daemon_does_not_take_the_first_ones_socket() {
     let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
     configure(folder.path(), "");

@@ -24,7 +24,6 @@ pub mod clock;
 pub mod config;
 pub mod data;
 pub mod discovery;
-pub mod fatal;
 pub mod gpu_lock;
 pub mod guard;
 pub mod health;

@@ -8,7 +8,6 @@ use gpuserver::admin::Refusal;
 use gpuserver::cli::{self, Cli, Verb};
 use gpuserver::config::ConfigError;
 use gpuserver::discovery::DiscoveryError;
-use gpuserver::fatal;
 use gpuserver::serve::{self, End};
 use serde_json::json;
 use tracing_subscriber::layer::SubscriberExt;
@@ -38,7 +37,7 @@ fn main() -> ExitCode {
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     let config = cli::load_config(cli)?;
     log();
-    fatal::install();
+    gpusession_fatal::install("gpuserver");
     // A panic ends the connection or worker whose task it is; the server ends only if it cannot go on without the task.
     std::panic::set_hook(Box::new(|info| tracing::error!("internal error: {info}")));
     let runtime =

@@ -39,6 +39,9 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Run the server in the foreground
+    ///
+    /// Exit status: 0 stopped; 1 a command line or configuration that cannot work, and 2 forced to quit, not started again by
+    /// systemd; 3 internal error. SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT are reported on standard error, and end it as such.
     Serve,
     /// Read the configuration, show what it comes to, and say what is wrong with it
     CheckConfig {
