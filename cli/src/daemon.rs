@@ -1,6 +1,6 @@
 //! The daemon, over D-Bus.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::{Priority, Sharing};
@@ -51,6 +51,7 @@ trait Lease {
 pub struct Described {
     pub version: String,
     pub state: String,
+    pub environment: BTreeMap<String, String>,
     pub leases_on_demand: bool,
     pub boot_allocation_complete: bool,
     pub gpus_wanted: u32,
@@ -101,6 +102,9 @@ pub struct Created {
     #[allow(dead_code, reason = "held open")]
     pub fd: OwnedFd,
 }
+
+/// How often the daemon is asked until two of its answers are about the same leases.
+const DESCRIBE_TRIES: u32 = 20;
 
 /// A connection to the daemon.
 pub struct Daemon {
@@ -187,17 +191,26 @@ impl Daemon {
         self.manager.reload().await.map_err(of_bus)
     }
 
-    /// Ids of the leases that a program started here gets.
-    pub async fn mine(&self, described: &Described) -> Result<Vec<String>> {
+    /// `Describe`, and the ids of the leases that a program started here gets.
+    pub async fn describe_mine(&self) -> Result<(Described, Vec<String>)> {
         let pidfd = gpusessiond::grant::pidfd_open(std::process::id())
             .map_err(|e| Failure::new(code::FAILED, format!("no pidfd of this process: {e}")))?;
-        let fd = zbus::wire::Fd::from(std::os::fd::AsFd::as_fd(&pidfd));
-        let paths = self.manager.get_lease_by_pidfd(fd).await.map_err(of_bus)?;
-        let mine = |id: &str| {
-            let element = path_element(id);
-            paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
-        };
-        Ok(described.leases.iter().filter(|l| mine(&l.id)).map(|l| l.id.clone()).collect())
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let described = self.describe().await?;
+            let fd = zbus::wire::Fd::from(std::os::fd::AsFd::as_fd(&pidfd));
+            let paths = self.manager.get_lease_by_pidfd(fd).await.map_err(of_bus)?;
+            let is_mine = |lease: &&DescribedLease| {
+                let element = path_element(&lease.id);
+                paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
+            };
+            let mine: Vec<_> = described.leases.iter().filter(is_mine).map(|l| l.id.clone()).collect();
+            // A lease is called by another id from its grant on, which may have come between the two answers.
+            if mine.len() == paths.len() || tries == DESCRIBE_TRIES {
+                return Ok((described, mine));
+            }
+        }
     }
 
     async fn lease(&self, id: &str) -> Result<LeaseProxy<'static>> {
@@ -216,7 +229,7 @@ impl Daemon {
         if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
     }
 
-    /// What the daemon sets for programs that run on a lease.
+    /// What the daemon sets for programs that run on a lease that was created.
     pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
         self.lease(id).await?.get_environment().await.map_err(of_bus)
     }

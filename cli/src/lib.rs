@@ -299,8 +299,8 @@ async fn ready() -> Result<Daemon> {
 
 async fn status(json: bool, wait: bool) -> Result<i32> {
     let daemon = if wait { ready().await? } else { Daemon::connect().await? };
-    let described = daemon.describe().await?;
-    let reason = show::no_gpu(&described, &daemon.mine(&described).await?);
+    let (described, mine) = daemon.describe_mine().await?;
+    let reason = show::no_gpu(&described, &mine);
     if json {
         let mut raw = daemon.describe_raw().await?;
         raw["no_gpu_reason"] = json!(reason);
@@ -323,7 +323,7 @@ async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
     let leases = match lease {
         Some(id) => vec![id],
-        None => daemon.mine(&daemon.describe().await?).await?,
+        None => daemon.describe_mine().await?.1,
     };
     if leases.is_empty() {
         return Err(Failure::new(code::FAILED, "this session has no lease"));
@@ -353,11 +353,8 @@ async fn list(json: bool) -> Result<i32> {
 
 async fn env(json: bool, explain: bool) -> Result<i32> {
     let daemon = Daemon::connect().await?;
-    let described = daemon.describe().await?;
-    let mut environment = std::collections::BTreeMap::new();
-    if let Some(lease) = daemon.mine(&described).await?.first() {
-        environment.extend(daemon.environment(lease).await?);
-    }
+    let (described, mine) = daemon.describe_mine().await?;
+    let environment = if mine.is_empty() { BTreeMap::new() } else { described.environment };
     if json {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
         return Ok(0);
@@ -429,10 +426,10 @@ async fn run_program(run: Run) -> Result<i32> {
         return run::direct(&run.wanted.servers, run.wanted.spec(), false, &run.program).await;
     }
     let daemon = match Daemon::connect().await {
-        Ok(daemon) => daemon.describe().await.map(|described| (daemon, described)),
+        Ok(daemon) => daemon.describe_mine().await.map(|(described, mine)| (daemon, described, mine)),
         Err(failure) => Err(failure),
     };
-    let (daemon, described) = match daemon {
+    let (daemon, described, mine) = match daemon {
         Ok(daemon) => daemon,
         Err(failure) => {
             // Without a daemon, a user who has joined a pool still has the servers of their own file.
@@ -444,7 +441,6 @@ async fn run_program(run: Run) -> Result<i32> {
             return run::direct(&[], run.wanted.spec(), false, &run.program).await;
         }
     };
-    let mine = daemon.mine(&described).await?;
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
     // A lease of class session or user comes with the program's first CUDA call.
     if run.new || (session.is_empty() && !described.leases_on_demand) {
@@ -452,13 +448,10 @@ async fn run_program(run: Run) -> Result<i32> {
         spec.why =
             run.program.first().map(|p| p.to_string_lossy().chars().take(80).collect()).unwrap_or_default();
         let created = daemon.create(&spec, false).await.map_err(Failure::no_lease)?;
-        let environment = daemon_environment(&daemon, &created.id).await?;
+        let environment = unset(daemon.environment(&created.id).await?);
         return run::program_with(&run.program, environment).await;
     }
-    let mut environment = match session.first() {
-        Some(lease) => daemon_environment(&daemon, &lease.id).await?,
-        None => Vec::new(),
-    };
+    let mut environment = if session.is_empty() { Vec::new() } else { unset(described.environment.clone()) };
     let have: u32 = session.iter().map(|l| l.gpus).sum();
     if run.wanted.memory.is_some()
         || run.wanted.sm_percent.is_some()
@@ -488,13 +481,13 @@ fn subset(n: u32) -> String {
     }
 }
 
-async fn daemon_environment(daemon: &Daemon, lease: &str) -> Result<Vec<(String, OsString)>> {
-    let environment = daemon.environment(lease).await?;
-    Ok(environment
+/// What the user has set stays; which lease a program is for is not theirs to have set.
+fn unset(environment: impl IntoIterator<Item = (String, String)>) -> Vec<(String, OsString)> {
+    environment
         .into_iter()
         .filter(|(key, _)| key == "GPUSESSION_LEASE" || std::env::var_os(key).is_none())
         .map(|(key, value)| (key, value.into()))
-        .collect())
+        .collect()
 }
 
 async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {

@@ -218,6 +218,52 @@ async fn status_and_list_show_what_is_there() {
     assert_eq!(json(&site.run(&["--json", "list"]).await)["leases"].as_array().unwrap().len(), 1);
 }
 
+/// A daemon that is granted its lease, which has another id from then on, right after it has described itself.
+#[derive(Default)]
+struct Granting {
+    described: bool,
+}
+
+#[zbus::interface(name = "org.gpusession1.Manager")]
+impl Granting {
+    fn describe(&mut self) -> String {
+        let (id, state) = if std::mem::replace(&mut self.described, true) {
+            ("abcdefghijkl", "active")
+        } else {
+            ("l1", "pending")
+        };
+        serde_json::json!({
+            "schema": 1, "version": "1", "state": "ready", "environment": { "NCCL_DEBUG": "WARN" },
+            "leases_on_demand": false, "boot_allocation_complete": true, "gpus_wanted": 1, "gpus_leased": 1,
+            "leases": [{ "id": id, "name": "l1", "state": state, "user": "", "gpus": 1, "server": "gpu-a", "processes": 0,
+                "transport": "tcp+tls", "transport_reason": "", "devices": [] }],
+            "servers": [],
+        })
+        .to_string()
+    }
+
+    #[zbus(name = "GetLeaseByPIDFD")]
+    fn get_lease_by_pidfd(&self, _pidfd: zbus::OwnedFd) -> Vec<zbus::OwnedObjectPath> {
+        vec!["/org/gpusession1/lease/abcdefghijkl".try_into().unwrap()]
+    }
+}
+
+#[tokio::test]
+async fn a_lease_that_is_granted_meanwhile_is_found() {
+    let (bus, folder) = (PrivateBus::start(), folder());
+    let connection = bus.connect().await;
+    connection.request_name("org.gpusession1").await.unwrap();
+    for (arguments, expected) in
+        [(["env"], "export NCCL_DEBUG='WARN'\n"), (["status"], "ready: 1 GPU(s) leased\n\n  l1  ready")]
+    {
+        connection.object_server().at("/org/gpusession1", Granting::default()).await.unwrap();
+        let answer = command(folder.path(), &bus.address(), &arguments, &[]).await;
+        assert_eq!(answer.code, 0, "{}", answer.err);
+        assert!(answer.out.contains(expected), "{}", answer.out);
+        connection.object_server().remove::<Granting, _>("/org/gpusession1").await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn status_waits_until_the_machine_has_its_gpus() {
     let site = Site::new(0, &config(&[1])).await;

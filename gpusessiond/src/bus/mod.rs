@@ -116,7 +116,9 @@ impl Bus {
         let server = connection.object_server();
         server.at(PATH, zbus::fdo::ObjectManager).await?;
         server.at(PATH, Manager { shared: shared.clone() }).await?;
-        let publisher = publisher::Publisher::new(connection.clone(), shared);
+        let mut publisher = publisher::Publisher::new(connection.clone(), shared);
+        // Who waits for the name asks as soon as it is there, and finds all that there is.
+        publisher.begin().await?;
         tokio::spawn(publisher.run());
         connection.request_name(NAME).await?;
         Ok(Self { connection })

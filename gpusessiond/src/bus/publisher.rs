@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use tokio::sync::mpsc;
 use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
@@ -44,6 +45,7 @@ pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
 pub struct Publisher {
     connection: Connection,
     shared: Arc<Shared>,
+    updates: mpsc::UnboundedReceiver<Update>,
     leases: HashMap<String, Slot>,
     devices: BTreeMap<String, DeviceEntry>,
     servers: Vec<String>,
@@ -79,6 +81,7 @@ impl Publisher {
     pub fn new(connection: Connection, shared: Arc<Shared>) -> Self {
         Self {
             connection,
+            updates: shared.leases.updates(),
             shared,
             leases: HashMap::new(),
             devices: BTreeMap::new(),
@@ -87,12 +90,19 @@ impl Publisher {
         }
     }
 
+    /// Shows how things are now.
+    pub async fn begin(&mut self) -> zbus::Result<()> {
+        match self.updates.recv().await {
+            Some(update) => self.publish(update).await,
+            None => Ok(()),
+        }
+    }
+
     pub async fn run(mut self) {
-        let mut updates = self.shared.leases.updates();
         let mut settings = self.shared.settings.subscribe();
         loop {
             let result = tokio::select! {
-                update = updates.recv() => match update {
+                update = self.updates.recv() => match update {
                     Some(update) => self.publish(update).await,
                     None => return,
                 },
