@@ -345,6 +345,35 @@ async fn run_uses_the_sessions_lease_and_passes_everything_through() {
 }
 
 #[tokio::test]
+async fn env_and_release_speak_json() {
+    let mut config = config(&[1]);
+    config.access.extra_leases = 4;
+    config.environment.insert("NCCL_DEBUG".into(), "WARN".into());
+    let site = Site::new(2, &config).await.ready().await;
+    let environment = site.run_with(&["env", "--json"], &[("NCCL_DEBUG", "INFO")]).await;
+    assert_eq!(json(&environment)["environment"], serde_json::json!({ "NCCL_DEBUG": "WARN" }));
+    assert_eq!(environment.code, 0, "{}", environment.err);
+
+    let request = site.run(&["request", "-o", "lease.toml", "--json"]).await;
+    let id = json(&request)["lease"].as_str().unwrap().to_owned();
+    let released = site.run(&["release", "lease.toml", "--json"]).await;
+    let expected = serde_json::json!({ "schema": 1, "lease": id, "released": true, "trouble": null });
+    assert_eq!((released.code, json(&released)), (0, expected));
+
+    // Failures have the words, hint and exit code that people get.
+    std::fs::write(site.file("bad.toml"), "id = 1\n").unwrap();
+    for (lease, code) in [(id.as_str(), 1), ("none.toml", 78), ("bad.toml", 78)] {
+        let (words, answer) =
+            (site.run(&["release", lease]).await, site.run(&["release", lease, "--json"]).await);
+        let error = &json(&answer)["error"];
+        assert_eq!((words.code, answer.code, &error["code"]), (code, code, &code.into()), "{lease}");
+        let hint = error["hint"].as_str().map_or_else(String::new, |hint| format!("\n  hint: {hint}"));
+        assert_eq!(words.err, format!("gpusession: {}{hint}\n", error["message"].as_str().unwrap()));
+        assert_eq!((answer.err.as_str(), words.out.as_str()), ("", ""));
+    }
+}
+
+#[tokio::test]
 async fn what_logins_are_given_is_known_without_the_daemon() {
     let folder = folder();
     // A bus, and a daemon's sockets, on which nobody answers.

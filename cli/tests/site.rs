@@ -453,7 +453,16 @@ fn joining_fails_with_words_that_help() {
     let address = site.address.clone();
     let good = site.token();
     let join = |token: &str, address: &str| {
-        let output = site.gpusession(&["join", address, token, "--name", "vm-1", "--user"]);
+        let arguments = ["join", address, token, "--name", "vm-1", "--user"];
+        let output = site.gpusession(&arguments);
+        if !output.status.success() {
+            let told = site.gpusession(&[&arguments[..], &["--json"]].concat());
+            let error: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+            assert_eq!((told.status, &error["schema"]), (output.status, &1.into()));
+            assert_eq!(error["error"]["code"], told.status.code().unwrap());
+            let message = error["error"]["message"].as_str().unwrap();
+            assert!(text(&output.stderr).starts_with(&format!("gpusession: {message}")), "{message}");
+        }
         (output.status.code().unwrap(), text(&output.stderr))
     };
     let (code, error) = join("gpsj-nonsense", &address);
@@ -516,7 +525,7 @@ fn a_user_who_leaves_has_no_identity_and_can_join_again() {
     assert!(!site.path("home/.config/gpusession/identity").exists());
     site.gpuserver(&["clients", "forget", "me"]);
     let joined = join(&site);
-    assert!(joined.status.success(), "{}", text(&joined.stderr));
+    assert_eq!(text(&joined.stdout), format!("joined the pool as me; servers: {}\n", site.address));
     assert!(site.gpusession(&["leave", "--user"]).status.success());
     assert!(!site.path("home/.config/gpusession/servers.toml").exists());
     server.stop();
@@ -527,8 +536,9 @@ fn run_without_a_daemon_leases_and_gives_back() {
     let mut site = Site::new();
     let server = site.start_server();
     let address = site.address.clone();
-    let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me"]);
-    assert_eq!(text(&joined.stdout), format!("joined the pool as me; servers: {address}\n"));
+    let joined = site.gpusession(&["join", &address, &site.token(), "--user", "--name", "me", "--json"]);
+    let expected = serde_json::json!({ "schema": 1, "name": "me", "servers": [&address] });
+    assert_eq!(serde_json::from_slice::<serde_json::Value>(&joined.stdout).unwrap(), expected);
     let script = "test -S $GPUSESSION_SOCKET && stat -c %a $(dirname $GPUSESSION_SOCKET); echo $GPUSESSION_LEASE; exit 9";
     let run = site.gpusession(&["run", "-n", "2", "--server", &address, "--", "sh", "-c", script]);
     assert_eq!(run.status.code(), Some(9), "{}", text(&run.stderr));
@@ -565,6 +575,12 @@ fn run_without_a_daemon_leases_and_gives_back() {
     let (first, second) = (site.gpusession(&script), site.gpusession(&script));
     assert_eq!(first.stdout, second.stdout, "{}", text(&first.stderr));
     assert!(std::fs::read_to_string(&file).unwrap().contains(text(&first.stdout).trim()));
+    let released = site.gpusession(&["release", &file, "--json"]);
+    let told: serde_json::Value = serde_json::from_slice(&released.stdout).unwrap();
+    let id = text(&first.stdout).trim().to_owned();
+    assert_eq!(told, serde_json::json!({ "schema": 1, "lease": id, "released": true, "trouble": null }));
+    let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
+    assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
     // The server is down: released all the same.
     server.kill();
     let release = site.gpusession(&["release", &file]);
