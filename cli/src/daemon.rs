@@ -70,6 +70,8 @@ pub struct DescribedLease {
     pub gpus: u32,
     pub server: String,
     pub processes: u32,
+    pub transport: String,
+    pub transport_reason: String,
     pub trouble: Option<String>,
     pub position: Option<u32>,
     pub waiting: Option<u32>,

@@ -59,6 +59,15 @@ fn state_words(lease: &DescribedLease) -> String {
     }
 }
 
+/// How a lease's data travels.
+fn transport(lease: &DescribedLease) -> String {
+    match lease.transport.split_once('+') {
+        Some((transport, "tls")) => format!("{transport}, encrypted"),
+        _ if lease.transport.is_empty() => String::new(),
+        _ => format!("{}, NOT encrypted: {}", lease.transport, lease.transport_reason),
+    }
+}
+
 /// Why a program started here would have no GPU now, in one line; `None` if it would have one.
 pub fn no_gpu(described: &Described, mine: &[String]) -> Option<String> {
     if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") {
@@ -147,6 +156,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
                 gpus(lease),
                 if lease.server.is_empty() { String::new() } else { format!("on {}", lease.server) },
                 format!("for {}", who(lease)),
+                transport(lease),
             ]);
         }
         out.push_str(&table(&rows));
@@ -213,13 +223,15 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
 /// `gpusession list`.
 pub fn list(described: &Described) -> String {
     let mut rows = vec![
-        ["LEASE", "STATE", "GPU", "NAME", "MEMORY", "SERVER", "FOR", "PROCESSES"].map(String::from).to_vec(),
+        ["LEASE", "STATE", "GPU", "NAME", "MEMORY", "SERVER", "FOR", "PROCESSES", "TRANSPORT"]
+            .map(String::from)
+            .to_vec(),
     ];
     for lease in &described.leases {
         if lease.devices.is_empty() {
             let mut row = vec![lease.id.clone(), lease.state.clone()];
             row.extend(["-", "-", "-", "-"].map(String::from));
-            row.extend([who(lease), "0".into()]);
+            row.extend([who(lease), "0".into(), "-".into()]);
             rows.push(row);
         }
         for device in &lease.devices {
@@ -232,6 +244,7 @@ pub fn list(described: &Described) -> String {
                 lease.server.clone(),
                 who(lease),
                 lease.processes.to_string(),
+                transport(lease),
             ]);
         }
     }

@@ -216,6 +216,25 @@ async fn status_and_list_show_what_is_there() {
     assert_eq!(described["state"], "ready");
     assert_eq!(described["leases"][0]["devices"][0]["memory_bytes"], 1 << 30);
     assert_eq!(json(&site.run(&["--json", "list"]).await)["leases"].as_array().unwrap().len(), 1);
+    for text in [&status.out, &list.out] {
+        assert!(text.contains("tcp, encrypted"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn data_that_is_not_encrypted_is_shown() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
+    sim.with(|s| s.trusts_network = true);
+    let (engine, config) = (engine(&[&sim]), config(&[1]));
+    let _api = Some(serve(&bus, &engine, &config).await);
+    want(&engine, &config).await;
+    let site = Site { bus, folder: folder(), sim, engine, _api }.ready().await;
+    for command in ["status", "list"] {
+        let answer = site.run(&[command]).await;
+        assert!(answer.out.contains("tcp, NOT encrypted: the server trusts this network"), "{}", answer.out);
+    }
+    let lease = &json(&site.run(&["list", "--json"]).await)["leases"][0];
+    assert_eq!((&lease["transport"], &lease["encrypted"]), (&"tcp".into(), &false.into()));
 }
 
 /// A daemon that is granted its lease, which has another id from then on, right after it has described itself.

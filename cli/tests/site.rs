@@ -592,6 +592,27 @@ fn run_without_a_daemon_leases_and_gives_back() {
 }
 
 #[test]
+fn data_without_encryption_is_shown_on_both_ends() {
+    use std::io::Write as _;
+    let mut site = Site::new();
+    let mut file = std::fs::File::options().append(true).open(site.path("gpuserver.toml")).unwrap();
+    writeln!(file, "encryption = \"off\"").unwrap();
+    let _server = site.start_server();
+    site.configure("[[lease]]\n", &site.token());
+    let _daemon = site.start_daemon();
+    let lease = site.lease();
+    for command in ["status", "list"] {
+        let shown = text(&site.gpusession(&[command]).stdout);
+        assert!(shown.contains("tcp, NOT encrypted: the server trusts this network"), "{shown}");
+    }
+    let shown = site.gpuserver(&["leases"]);
+    let mut lines = shown.lines();
+    let column = lines.next().unwrap().find("TLS").unwrap();
+    let row = lines.find(|line| line.starts_with(&lease)).unwrap();
+    assert!(row[column..].starts_with("no "), "{shown}");
+}
+
+#[test]
 fn a_revoked_machine_says_so() {
     let mut site = Site::new();
     let _server = site.start_server();

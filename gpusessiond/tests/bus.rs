@@ -139,6 +139,8 @@ async fn objects_lists_and_properties() {
     assert_eq!(lease.get_property::<Vec<OwnedObjectPath>>("Devices").await.unwrap().len(), 2);
     assert_eq!(lease.get_property::<(String, OwnedObjectPath)>("Session").await.unwrap().0, "");
     assert_eq!(lease.get_property::<u64>("MemoryLimitBytes").await.unwrap(), 1 << 30);
+    assert_eq!(lease.get_property::<String>("Transport").await.unwrap(), "tcp+tls");
+    assert_eq!(lease.get_property::<String>("TransportReason").await.unwrap(), "the server encrypts");
     let environment: HashMap<String, String> = lease.call("GetEnvironment", &()).await.unwrap();
     assert_eq!(environment, HashMap::from([("NCCL_DEBUG".into(), "WARN".into())]));
     // The machine's lease is root's to touch.

@@ -57,6 +57,8 @@ fn lease(l: &LeaseView) -> Value {
         "idle_timeout_usec": l.idle_timeout_usec,
         "processes": l.processes,
         "encrypted": l.encrypted,
+        "transport": l.transport().0,
+        "transport_reason": l.transport().1,
         "trouble": trouble.map(|t| &t.message),
         "trouble_kind": trouble.map(|t| t.trouble.as_str()),
         "position": place.map(|p| p.0),

@@ -799,19 +799,12 @@ impl Lease {
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn transport(&self) -> &str {
-        let view = self.view.get();
-        if view.devices.is_empty() {
-            ""
-        } else if view.encrypted {
-            "tcp+tls"
-        } else {
-            "tcp"
-        }
+        self.view.get().transport().0
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn transport_reason(&self) -> &str {
-        ""
+        self.view.get().transport().1
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

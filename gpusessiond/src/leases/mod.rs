@@ -443,6 +443,17 @@ pub struct LeaseView {
     pub leader: u32,
 }
 
+impl LeaseView {
+    /// How the data of its programs travels, and why; empty while pending.
+    pub fn transport(&self) -> (&'static str, &'static str) {
+        match (self.devices.is_empty(), self.encrypted) {
+            (true, _) => ("", ""),
+            (_, true) => ("tcp+tls", "the server encrypts"),
+            (_, false) => ("tcp", "the server trusts this network"),
+        }
+    }
+}
+
 /// A server as others see it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ServerView {

@@ -45,6 +45,8 @@ pub struct SimState {
     pub name: Option<String>,
     /// `Describe` does not answer while this is set.
     pub hanging: bool,
+    /// Data goes without encryption.
+    pub trusts_network: bool,
     /// No worker can be taken while this is set.
     pub no_workers: bool,
     counter: u64,
@@ -172,7 +174,7 @@ impl PoolServer for SimServer {
                 ttl_usec: if request.ttl_usec == 0 { 3_600_000_000 } else { request.ttl_usec },
                 server: self.name.clone(),
                 data_addresses: vec!["127.0.0.1:7602".into()],
-                encrypted: true,
+                encrypted: !state.trusts_network,
                 workers,
                 driver_version: "580.1".into(),
                 cuda_version: 13000,

@@ -129,8 +129,9 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
 /// `gpuserver leases`
 pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table =
-        table(&["LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "SMS", "WARM", "IDLE", "LEFT", "SINCE"]);
+    let mut table = table(&[
+        "LEASE", "CLIENT", "USER", "STATE", "GPU", "MEMORY", "SMS", "TLS", "WARM", "IDLE", "LEFT", "SINCE",
+    ]);
     for r in rows {
         for (i, d) in r.devices.into_iter().enumerate() {
             let first = |text: String| if i == 0 { text } else { String::new() };
@@ -145,6 +146,7 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
                 d.uuid,
                 mib(d.limit_bytes),
                 format!("{} %{}", d.sm_percent, if r.mps { ", mps" } else { "" }),
+                first(if r.encrypted { "yes" } else { "no" }.into()),
                 first(r.warm.to_string()),
                 first(span(r.idle_usec)),
                 first(span(r.left_usec)),
