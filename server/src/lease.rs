@@ -1220,7 +1220,7 @@ impl<'a> Occupied<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -1228,7 +1228,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn gpu(n: u32, memory_bytes: u64) -> Gpu {
+    pub(crate) fn gpu(n: u32, memory_bytes: u64) -> Gpu {
         Gpu {
             uuid: format!("GPU-00000000-0000-0000-0000-{n:012}"),
             name: if n.is_multiple_of(2) { "NVIDIA H200" } else { "Tesla T4" }.into(),
@@ -1253,7 +1253,7 @@ mod tests {
         .0
     }
 
-    fn request(client: &str, gpus: u32, percent: f64) -> Request {
+    pub(crate) fn request(client: &str, gpus: u32, percent: f64) -> Request {
         Request {
             client: client.into(),
             request_id: String::new(),
