@@ -53,7 +53,7 @@ events! {
         "The lease @GPUSESSION_LEASE@ will end: @GPUSESSION_REASON@. Programs on it should save their work: they lose their GPUs then.\n\
          A configured lease is asked for anew afterwards, unless the daemon itself stops.";
     /// A limit refuses GPUs.
-    LimitRefuses = 0x5177d173d2ef49f288aba01572469454: CLIENT, "A limit refuses GPUs", "gpuserver.toml(5)",
+    LimitRefuses = 0x5177d173d2ef49f288aba01572469454: BOTH, "A limit refuses GPUs", "gpuserver.toml(5)",
         "What is asked for is beyond a limit of this client or user: @GPUSESSION_REASON@. It does not pass by itself: ask for less, or raise the\n\
          limit on the server (`gpuserver limits` shows which hold).";
     /// A lease of GPUs was parked.

@@ -53,6 +53,13 @@ pub struct SimState {
     watchers: Vec<mpsc::Sender<control::PoolEvent>>,
 }
 
+impl SimState {
+    /// Whether anybody hears of events.
+    pub fn watched(&self) -> bool {
+        !self.watchers.is_empty()
+    }
+}
+
 /// A server without a network.
 #[derive(Clone)]
 pub struct SimServer {

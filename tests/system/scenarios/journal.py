@@ -1,0 +1,38 @@
+"""A server's journal: each event has its message id, says whom it concerns and why, and is explained by the catalog."""
+import json
+
+ORDER = 25
+
+NEW = "gpusession run --new"
+# A data connection of a program whose library is of another version.
+STRANGER = "python3 -c \"import socket; s = socket.create_connection(('gpu1', 7602)); s.sendall(b'GPUSESS\\x01\\xff\\xff' + bytes(30)); s.recv(4)\""
+# What the client does, and the event that the server logs: its message id, subject and fields.
+EVENTS = [
+    (f"{NEW} -m 10% -- true", "a644770082934e8291254c1e8b4db1d8", "A lease of GPUs was granted", ("LEASE", "CLIENT", "SERVER")),
+    (f"{NEW} -m 10% -- true", "b33b7a197cde42a497afb486369f74ce", "A lease of GPUs is over", ("LEASE", "CLIENT", "REASON")),
+    (f"! {NEW} -m 100% -- true", "1b2f23ff354d44fb8b9cec6cfd471c07", "All GPUs are taken", ("CLIENT", "REASON")),
+    # Beside the two of everyone's lease, of the four that the client may have.
+    (f"! {NEW} -n 2 -m 10% -- {NEW} -m 10% -- true", "5177d173d2ef49f288aba01572469454", "A limit refuses GPUs", ("CLIENT", "REASON")),
+    (STRANGER, "8ea3d210ae18426688c40c4b756bf439", "Versions do not fit together", ("REASON",)),
+]
+
+
+def run(site, check):
+    client, server = site.client, site.servers[0]
+    for command, event, subject, fields in EVENTS:
+        with check(subject):
+            begin = server.ok("date +%s.%N")
+            journal = f"journalctl -b -t gpuserver MESSAGE_ID={event} --since=@{begin} --no-pager"
+            seen = ""
+            # Of what a client can do again and again, the server writes one line in 5 s.
+            for _ in range(100):
+                client.ok(command)
+                seen = server.run(f"{journal} -o json").out
+                if seen:
+                    break
+            assert seen, f"not in 100 times: {command}"
+            entry = json.loads(seen.splitlines()[-1])
+            lacking = [name for name in fields if not entry.get(f"GPUSESSION_{name}")]
+            assert not lacking, f"{lacking}: {entry}"
+            assert entry.get("GPUSESSION_CLIENT", "client") == "client", entry
+            assert f"Subject: {subject}" in server.ok(f"{journal} -x"), event
