@@ -2,6 +2,8 @@
 //!
 //! Questions are those of the table in `proto/nvml`; here they are only names and bytes.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 /// Questions in one request, and bytes of their inputs and outputs altogether.
@@ -156,6 +158,26 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
+/// How a program tells its GPUs apart, given their UUIDs and PCI addresses in its order: two of its leases may be parts of one GPU, and
+/// servers count their buses alike. Returns for each the UUID that the program is told, and what is added to its PCI domain.
+pub fn tell_apart<'a>(gpus: impl IntoIterator<Item = ([u8; 16], &'a str)>) -> Vec<([u8; 16], u32)> {
+    let (mut uuids, mut places) = (HashSet::new(), HashSet::new());
+    let told = |(uuid, pci): ([u8; 16], &str)| {
+        let mut uuid = u128::from_be_bytes(uuid);
+        while !uuids.insert(uuid) {
+            uuid = uuid.wrapping_add(1);
+        }
+        let (domain, slot) = pci.split_once(':').unwrap_or(("", pci));
+        let domain = u32::from_str_radix(domain, 16).unwrap_or(0);
+        let mut more = 0u32;
+        while !places.insert((domain.wrapping_add(more), slot.to_ascii_lowercase())) {
+            more += 1;
+        }
+        (uuid.to_be_bytes(), more)
+    };
+    gpus.into_iter().map(told).collect()
+}
+
 /// The bytes behind [`uuid_text`].
 pub fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
     let hex: String = text.strip_prefix("GPU-")?.chars().filter(|c| *c != '-').collect();
@@ -166,6 +188,22 @@ pub fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_of_a_gpu_are_told_apart() {
+        let first = [1; 16];
+        let (mut second, mut third) = (first, first);
+        (second[15], third[15]) = (2, 3);
+        let gpus = [
+            (first, "0000:0F:00.0"),
+            (first, "0000:0f:00.0"),
+            ([9; 16], "00000000:0f:00.0"),
+            ([8; 16], "0000:10:00.0"),
+            (second, "0001:10:00.0"),
+        ];
+        let told = tell_apart(gpus);
+        assert_eq!(told, [(first, 0), (second, 1), ([9; 16], 2), ([8; 16], 0), (third, 0)]);
+    }
 
     #[test]
     fn uuids() {

@@ -22,6 +22,18 @@ pub struct PciInfo {
     id: [u8; 32],
 }
 
+impl PciInfo {
+    /// The same in another domain.
+    fn at(self, domain: u32) -> Self {
+        let Self { bus, device, .. } = self;
+        let (mut legacy, mut id) = ([0; 16], [0; 32]);
+        let fill = |to: &mut [u8], text: String| to[..text.len()].copy_from_slice(text.as_bytes());
+        fill(&mut legacy, format!("{:04x}:{:02x}:{:02x}.0", domain & 0xffff, bus & 0xff, device & 0xff));
+        fill(&mut id, format!("{domain:08x}:{:02x}:{:02x}.0", bus & 0xff, device & 0xff));
+        Self { domain, legacy, id, ..self }
+    }
+}
+
 const PCI_INFO_BEFORE_V3: usize = 52;
 const _: () = assert!(size_of::<PciInfo>() == 68);
 
@@ -102,23 +114,23 @@ fn pci_info(session: &mut Session, device: usize) -> Result<PciInfo> {
         && answer.len() == size_of::<PciInfo>()
     {
         // SAFETY: the structure has numbers and bytes only, any bits are good, and there are as many bytes.
-        return Ok(unsafe { answer.as_ptr().cast::<PciInfo>().read_unaligned() });
+        let info = unsafe { answer.as_ptr().cast::<PciInfo>().read_unaligned() };
+        let (_, more) = session.apart(device)?;
+        return Ok(if more == 0 { info } else { info.at(info.domain.wrapping_add(more)) });
     }
     // The server has no NVML; it knows where its cards are.
     let (domain, bus, number) = pci(&session.known(device)?.pci_address).ok_or(status::UNKNOWN)?;
-    let mut info = PciInfo {
+    let (_, more) = session.apart(device)?;
+    let info = PciInfo {
         legacy: [0; 16],
-        domain,
+        domain: 0,
         bus,
         device: number,
         pci_device_id: 0,
         pci_subsystem_id: 0,
         id: [0; 32],
     };
-    let fill = |to: &mut [u8], text: String| to[..text.len()].copy_from_slice(text.as_bytes());
-    fill(&mut info.legacy, format!("{:04x}:{bus:02x}:{number:02x}.0", domain & 0xffff));
-    fill(&mut info.id, format!("{domain:08x}:{bus:02x}:{number:02x}.0"));
-    Ok(info)
+    Ok(info.at(domain.wrapping_add(more)))
 }
 
 fn first(session: &Session) -> Result<&Device> {
@@ -155,7 +167,7 @@ pub fn process_name(session: &Session, pid: u32) -> Result<String> {
 
 fn by_uuid(session: &Session, uuid: Option<[u8; 16]>) -> Result<usize> {
     let wanted = uuid.ok_or(status::INVALID_ARGUMENT)?;
-    let found = (0..session.count()?).find(|d| session.uuid(*d) == Ok(wanted));
+    let found = (0..session.count()?).find(|d| session.apart(*d).is_ok_and(|(uuid, _)| uuid == wanted));
     found.map(handle).ok_or(status::NOT_FOUND)
 }
 
@@ -294,7 +306,7 @@ nvml! {
     }
     fn nvmlDeviceGetUUID(which: usize, to: *mut c_char, room: u32) {
         let session = session();
-        text(to, room, &uuid_text(&session.uuid(device(&session, which)?)?))
+        text(to, room, &uuid_text(&session.apart(device(&session, which)?)?.0))
     }
     fn nvmlDeviceGetCudaComputeCapability(which: usize, major: *mut i32, minor: *mut i32) {
         let session = session();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use gpusession_link::grant::{self, Refused};
 use gpusession_nvml_calls::{Call, Class, Refresh, calls};
 use gpusession_proto::grant::Denial;
-use gpusession_proto::readings::{Device, MAX_BYTES, Query, View};
+use gpusession_proto::readings::{Device, MAX_BYTES, Query, View, tell_apart};
 
 use crate::status::{self, Result, Status};
 use crate::trace;
@@ -29,13 +29,30 @@ type Ask = fn(Vec<Query>) -> std::result::Result<View, Refused>;
 pub struct Session {
     ask: Ask,
     users: u32,
-    /// UUIDs of the devices that initialisation found; a handle is a place in it.
-    found: Vec<[u8; 16]>,
+    /// The devices that initialisation found; a handle is a place in it.
+    found: Vec<Found>,
     view: Vec<Device>,
     seen: Option<Instant>,
     answers: HashMap<Query, (Instant, Result<Vec<u8>>)>,
     /// Sets of events, by handle.
     pub events: HashMap<usize, crate::events::Set>,
+}
+
+/// A device, as it was found.
+#[derive(Clone)]
+struct Found {
+    /// The GPU's, which its server knows.
+    uuid: [u8; 16],
+    /// Two leases may be parts of one GPU.
+    lease: String,
+    /// What tells it from the program's other devices, as with our `libcuda.so.1`: its UUID, and what is added to the PCI domain.
+    apart: ([u8; 16], u32),
+}
+
+impl Found {
+    fn is(&self, device: &Device) -> bool {
+        self.uuid == device.uuid && self.lease == device.lease
+    }
 }
 
 struct Shared {
@@ -102,7 +119,9 @@ impl Session {
                 trace::why("the lease has no GPUs");
                 return Err(status::DRIVER_NOT_LOADED);
             }
-            self.found = view.devices.iter().map(|d| d.uuid).collect();
+            let apart = tell_apart(view.devices.iter().map(|d| (d.uuid, d.pci_address.as_str())));
+            let found = |(d, apart): (&Device, _)| Found { uuid: d.uuid, lease: d.lease.clone(), apart };
+            self.found = view.devices.iter().zip(apart).map(found).collect();
             self.answers.clear();
             self.take(view.devices);
         }
@@ -132,26 +151,35 @@ impl Session {
         self.seen = Some(Instant::now());
     }
 
-    /// The UUID of a device.
-    pub fn uuid(&self, device: usize) -> Result<[u8; 16]> {
+    fn found(&self, device: usize) -> Result<&Found> {
         self.count()?;
-        self.found.get(device).copied().ok_or(status::INVALID_ARGUMENT)
+        self.found.get(device).ok_or(status::INVALID_ARGUMENT)
+    }
+
+    /// The UUID of a device, as its server knows it.
+    pub fn uuid(&self, device: usize) -> Result<[u8; 16]> {
+        Ok(self.found(device)?.uuid)
+    }
+
+    /// The UUID of a device that the program is told, and what is added to its PCI domain.
+    pub fn apart(&self, device: usize) -> Result<([u8; 16], u32)> {
+        Ok(self.found(device)?.apart)
     }
 
     /// A device as it is now; lost where the lease has it no more.
     pub fn device(&mut self, device: usize) -> Result<&Device> {
-        let uuid = self.uuid(device)?;
+        let found = self.found(device)?.clone();
         if self.seen.is_none_or(|seen| seen.elapsed() >= LIVE) {
             let view = (self.ask)(Vec::new()).map_err(lost)?;
             self.take(view.devices);
         }
-        self.view.iter().find(|d| d.uuid == uuid).ok_or(status::GPU_IS_LOST)
+        self.view.iter().find(|d| found.is(d)).ok_or(status::GPU_IS_LOST)
     }
 
     /// A device as it was at the last look, for what does not change.
     pub fn known(&self, device: usize) -> Result<&Device> {
-        let uuid = self.uuid(device)?;
-        self.view.iter().find(|d| d.uuid == uuid).ok_or(status::GPU_IS_LOST)
+        let found = self.found(device)?;
+        self.view.iter().find(|d| found.is(d)).ok_or(status::GPU_IS_LOST)
     }
 
     /// Answers that are asked for one after the other are asked for at once: with a question goes whatever else of its kind is asked
@@ -304,6 +332,22 @@ mod tests {
         assert_eq!(session.count(), Ok(2));
         session.shutdown().unwrap();
         assert_eq!(session.shutdown(), Err(status::UNINITIALIZED));
+    }
+
+    #[test]
+    fn parts_of_one_gpu_are_two_devices() {
+        let parts = |_| {
+            let part = |lease: &str, memory_bytes| Device { lease: lease.into(), memory_bytes, ..device(1) };
+            Ok(View { devices: vec![part("a", 1 << 30), part("b", 2 << 30)], answers: vec![] })
+        };
+        let mut session = Session::new(parts);
+        session.init().unwrap();
+        let told = |session: &mut Session, n| {
+            let (uuid, domain) = session.apart(n).unwrap();
+            (uuid[15], domain, session.device(n).unwrap().memory_bytes, session.uuid(n).unwrap())
+        };
+        assert_eq!(told(&mut session, 0), (1, 0, 1 << 30, [1; 16]));
+        assert_eq!(told(&mut session, 1), (2, 1, 2 << 30, [1; 16]));
     }
 
     #[test]
