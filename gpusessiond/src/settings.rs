@@ -8,7 +8,7 @@ use tokio::sync::{Mutex, watch};
 use tracing::{error, info, warn};
 
 use crate::access::Gate;
-use crate::config::{Class, Config, ConfigError, LeaseConfig};
+use crate::config::{Class, Config, ConfigError};
 use crate::leases::{Leases, Spec};
 
 /// See the module.
@@ -49,16 +49,6 @@ impl Settings {
         self.gate.set(config.access.clone());
         if config.transport != Config::default().transport {
             warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
-        }
-        let shared = |lease: &&LeaseConfig| lease.for_user.is_none() && lease.class == Class::Boot;
-        let shared: Vec<&str> =
-            config.leases.iter().filter(shared).map(|lease| lease.name.as_str()).collect();
-        if let [first, _, ..] = shared.as_slice() {
-            warn!(
-                "leases {} are for everyone, and a program has the GPUs of one, {first} unless it names another \
-                 (GPUSESSION_LEASE): for several GPUs write `gpus` in one lease",
-                shared.join(", ")
-            );
         }
         self.leases.configure(specs(&config).await).await;
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use gpusession_calls::tables::{Library, tables_source};
-use gpusession_calls::{Class, Kind, Param};
+use gpusession_calls::{Class, Kind, Param, Role};
 
 fn main() {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -36,8 +36,34 @@ fn main() {
     gpusession_glibc::link();
 }
 
+/// The lines that find out for which client the call is, by one parameter after the other; all must agree.
+#[derive(Default)]
+struct Route {
+    lines: String,
+    known: bool,
+}
+
+impl Route {
+    /// `client` is an expression.
+    fn is(&mut self, client: &str) {
+        if self.known {
+            writeln!(self.lines, "        client.same({client})?;").unwrap();
+        } else {
+            writeln!(self.lines, "        let client = {client};").unwrap();
+        }
+        self.known = true;
+    }
+
+    /// `binding` is a statement's left side that binds `other`.
+    fn with(&mut self, binding: &str, value: &str) {
+        writeln!(self.lines, "        let {binding} = {value}?;").unwrap();
+        self.is("other");
+    }
+}
+
 fn function(name: &str, wait: bool, params: &[Param]) -> String {
     let mut declarations = Vec::new();
+    let mut route = Route::default();
     let mut checks = String::new();
     let mut words = String::new();
     let mut answers = String::new();
@@ -51,29 +77,74 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
         };
         declarations.push(format!("r#{n}: {ty}"));
+        // The bytes of a structure as the client's worker takes it.
+        let own = match p.role {
+            Role::Object => format!("        let r#{n} = &objects::own(client, r#{n})?[..];\n"),
+            Role::Resource => format!("        let r#{n} = &objects::resource(client, r#{n})?[..];\n"),
+            _ => String::new(),
+        };
+        // An answer's bytes as the program is told them.
+        let told = match p.role {
+            Role::Location(at) => format!("&objects::told_location(client, string(&mut r)?, {at})?"),
+            Role::Resource => "&objects::told_resource(client, string(&mut r)?)?".into(),
+            _ => "string(&mut r)?".into(),
+        };
         match p.kind {
-            Kind::Scalar("u64" | "usize") => writeln!(words, "            w.word(r#{n} as u64);").unwrap(),
-            Kind::Scalar(_) => writeln!(words, "            w.word(u64::from(r#{n} as u32));").unwrap(),
+            Kind::Scalar(_) if p.role == Role::Device => {
+                route.with(&format!("(other, r#{n})"), &format!("clients::device(r#{n})"));
+                writeln!(words, "            w.word(u64::from(r#{n}.local));").unwrap();
+            }
+            Kind::Scalar(_) if p.role == Role::Object => {
+                route.with("other", &format!("clients::of(r#{n})"));
+                writeln!(words, "            w.word(handle::local(r#{n}));").unwrap();
+            }
+            Kind::Scalar(t) => {
+                if p.role == Role::Address {
+                    route.with("other", &format!("clients::at(r#{n})"));
+                }
+                let word = match t {
+                    "u64" | "usize" => format!("r#{n} as u64"),
+                    _ => format!("u64::from(r#{n} as u32)"),
+                };
+                writeln!(words, "            w.word({word});").unwrap();
+            }
             Kind::Handle("stream") => {
-                writeln!(
-                    checks,
-                    "        let r#{n} = find(client, r#{n}, default)?;\n        r#{n}.usable()?;"
-                )
-                .unwrap();
+                route.with(&format!("(other, r#{n})"), &format!("find(r#{n}, default)"));
+                writeln!(checks, "        r#{n}.usable()?;").unwrap();
                 writeln!(words, "            w.word(r#{n}.handle);").unwrap();
                 stream.get_or_insert(n);
             }
-            Kind::Handle(_) => writeln!(words, "            w.word(r#{n} as u64);").unwrap(),
+            Kind::Handle(kind) => {
+                if kind == "ctx" {
+                    // It is about the current context.
+                    route.with("other", "clients::get()");
+                }
+                route.with("other", &format!("clients::of(r#{n} as u64)"));
+                writeln!(words, "            w.word(r#{n} as u64);").unwrap();
+            }
             Kind::Out(t) => {
                 writeln!(checks, "        if r#{n}.is_null() {{ return Err(INVALID_VALUE); }}").unwrap();
-                writeln!(answers, "        give(r#{n}, word(&mut r)? as {t})?;").unwrap();
+                let value = match p.role {
+                    Role::Object => "client.name(word(&mut r)?)".to_string(),
+                    _ => format!("word(&mut r)? as {t}"),
+                };
+                writeln!(answers, "        give(r#{n}, {value})?;").unwrap();
             }
             Kind::OutOptional(t) => {
                 writeln!(answers, "        give_optional(r#{n}, word(&mut r)? as {t});").unwrap()
             }
             Kind::In(len) => {
-                writeln!(checks, "        let r#{n} = bytes(r#{n}, {len})?;").unwrap();
-                writeln!(words, "            w.bytes(r#{n});").unwrap();
+                let given = format!("bytes(r#{n}, {len})?");
+                if let Role::Location(at) = p.role {
+                    route.with(
+                        &format!("(r#{n}, other)"),
+                        &format!("objects::locations({given}, {len}, {at})"),
+                    );
+                    writeln!(words, "            w.bytes(&r#{n});").unwrap();
+                } else {
+                    write!(checks, "        let r#{n} = {given};\n{own}").unwrap();
+                    writeln!(words, "            w.bytes(r#{n});").unwrap();
+                }
             }
             Kind::InOptional(len) => {
                 writeln!(
@@ -83,21 +154,32 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                 .unwrap();
                 writeln!(words, "            w.bytes(r#{n});").unwrap();
             }
-            Kind::Result(len) => {
-                writeln!(answers, "        give_bytes(r#{n}, string(&mut r)?, {len})?;").unwrap()
-            }
+            Kind::Result(len) => writeln!(answers, "        give_bytes(r#{n}, {told}, {len})?;").unwrap(),
             Kind::InOut(len) => {
                 writeln!(checks, "        let given = bytes(r#{n}, {len})?;").unwrap();
                 writeln!(words, "            w.bytes(given);").unwrap();
                 writeln!(answers, "        give_bytes(r#{n}, string(&mut r)?, {len})?;").unwrap();
             }
             Kind::Array(len, count) => {
-                writeln!(checks, "        let r#{n} = bytes(r#{n}, (r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?)?;")
-                    .unwrap();
-                writeln!(words, "            w.bytes(r#{n});").unwrap();
+                let given =
+                    format!("bytes(r#{n}, (r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?)?");
+                if let Role::Location(at) = p.role {
+                    route.with(
+                        &format!("(r#{n}, other)"),
+                        &format!("objects::locations({given}, {len}, {at})"),
+                    );
+                    writeln!(words, "            w.bytes(&r#{n});").unwrap();
+                } else {
+                    write!(checks, "        let r#{n} = {given};\n{own}").unwrap();
+                    writeln!(words, "            w.bytes(r#{n});").unwrap();
+                }
             }
         }
     }
+    if !route.known {
+        route.is("clients::get()?");
+    }
+    let route = route.lines;
     let twin = gpusession_calls::per_thread_variant(name);
     let head = match twin {
         Some(twin) => format!("fn {name} / {twin} [default] "),
@@ -124,7 +206,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
     };
     let run = if params.is_empty() { run.replace("|w| {\n        }", "|_| {}") } else { run };
     format!(
-        "driver! {{\n    {head}({}) {{\n        let client = client::get()?;\n{default}{checks}{run}    }}\n}}\n",
+        "driver! {{\n    {head}({}) {{\n{default}{route}{checks}{run}    }}\n}}\n",
         declarations.join(", ")
     )
 }

@@ -42,7 +42,7 @@ pub enum Want {
 /// From the daemon to `libcuda.so.1`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// The workers that serve this process, one per server, in device order.
+    /// The workers that serve this process, one for each lease, in device order.
     Granted(Vec<Endpoint>),
     /// The GPUs that workers would have, and the answers.
     Readings(View),

@@ -1,7 +1,7 @@
 //! Handles that a program sees instead of the driver's: kind (8 bits), server (8), generation (16), slot (32). Never null,
 //! never one of the small constants that CUDA gives a meaning.
 
-/// A context; slots below the number of devices are the primary contexts.
+/// A context; slots below the number of the worker's devices are the primary contexts.
 pub const CTX: u8 = 0x11;
 /// A stream.
 pub const STREAM: u8 = 0x12;
@@ -31,4 +31,14 @@ pub const fn kind(handle: u64) -> u8 {
 /// The slot of a handle.
 pub const fn slot(handle: u64) -> u32 {
     handle as u32
+}
+
+/// The server of a handle: the number of the worker among those of the program.
+pub const fn server(handle: u64) -> u8 {
+    (handle >> 48) as u8
+}
+
+/// A handle, or a value of the server's own (an address below 2^48) that was told with its server's number, without that number.
+pub const fn local(handle: u64) -> u64 {
+    handle & !(0xff << 48)
 }

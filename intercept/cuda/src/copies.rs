@@ -1,6 +1,6 @@
 //! Copies between the program's memory and the device, in the form that fits their size and the kind of host memory.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, op};
@@ -9,13 +9,14 @@ use crate::api::copy::{Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{mapped, ranges, thread};
+use crate::{mapped, ranges};
 
 /// Frames of bulk transfers and their chunks are queued in one order.
 static BULK: Mutex<()> = Mutex::new(());
 
-/// Host to device. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised.
-pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+/// Host to device, of the stream's lease. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised.
+pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+    let client = stream.client;
     if len == 0 {
         return Ok(());
     }
@@ -25,7 +26,7 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
         return Err(INVALID_VALUE);
     }
     if stream.capture().is_some() {
-        return capture(client, Cuboid::row((DEVICE, target), (HOST, source as u64), len), stream);
+        return capture(Cuboid::row((DEVICE, target), (HOST, source as u64), len), stream);
     }
     mapped::upload(client)?;
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
@@ -37,7 +38,7 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
     if len <= INLINE_MAX {
         // SAFETY: the program vouches for the source.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
-        let sure = ranges::is_device(target, len as u64);
+        let sure = ranges::is_device(client, target, len as u64);
         let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
             body(w, true);
             w.bytes(bytes);
@@ -52,8 +53,8 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
-    let pinned = ranges::is_pinned(source as u64, len as u64);
-    if !pinned && ranges::is_device(target, len as u64) {
+    let pinned = ranges::is_pinned(client, source as u64, len as u64);
+    if !pinned && ranges::is_device(client, target, len as u64) {
         stream.copied_in(seq)
     } else {
         stream.worked(seq)
@@ -69,7 +70,8 @@ pub fn to_device(client: &Client, target: u64, source: usize, len: usize, stream
 }
 
 /// A copy with host memory on a stream that captures: a node, whose launches exchange the host memory.
-pub fn capture(client: &Client, mut cuboid: Cuboid, stream: &Stream) -> Result {
+pub fn capture(mut cuboid: Cuboid, stream: &Stream) -> Result {
+    let client = stream.client;
     let capture = stream.capture().ok_or(UNKNOWN)?;
     let (ids, regions) = cuboid.name_regions(client)?;
     let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -82,15 +84,9 @@ pub fn capture(client: &Client, mut cuboid: Cuboid, stream: &Stream) -> Result {
     Ok(())
 }
 
-/// Device to host. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
-pub fn from_device(
-    client: &Client,
-    target: usize,
-    source: u64,
-    len: usize,
-    stream: &Arc<Stream>,
-    wait: bool,
-) -> Result {
+/// Device to host, of the stream's lease. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
+pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    let client = stream.client;
     if len == 0 {
         return Ok(());
     }
@@ -100,10 +96,10 @@ pub fn from_device(
         return Err(INVALID_VALUE);
     }
     if stream.capture().is_some() {
-        return capture(client, Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
+        return capture(Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
     }
     mapped::upload(client)?;
-    let wait = wait || !ranges::is_pinned(target as u64, len as u64);
+    let wait = wait || !ranges::is_pinned(client, target as u64, len as u64);
     let down = &client.link.down;
     let bulk = len > INLINE_MAX;
     if bulk {
@@ -124,7 +120,7 @@ pub fn from_device(
         stream.worked(seq);
         return client.late();
     }
-    let begun = client.link.begin_call(op::COPY_FROM_DEVICE, thread::caller(), body).map_err(unavailable)?;
+    let begun = client.link.begin_call(op::COPY_FROM_DEVICE, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;
     stream.worked(seq);
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
@@ -148,7 +144,7 @@ pub fn from_device(
         // SAFETY: the program vouches for the target, which has `len` bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     }
-    stream.settle(client, seq);
+    stream.settle(seq);
     stream.synced(seq);
     client.told(0)
 }

@@ -13,6 +13,7 @@ mod codes {
     pub const OUT_OF_MEMORY: i32 = 2;
     pub const NOT_INITIALIZED: i32 = 3;
     pub const DEVICE_UNAVAILABLE: i32 = 46;
+    pub const NO_DEVICE: i32 = 100;
     pub const INVALID_DEVICE: i32 = 101;
     pub const INVALID_IMAGE: i32 = 200;
     pub const INVALID_CONTEXT: i32 = 201;

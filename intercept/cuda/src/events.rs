@@ -5,11 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use gpusession_proto::handle;
 
+use crate::client::Client;
 use crate::entry::{INVALID_HANDLE, Result};
 use crate::streams::{Capture, Stream};
 
 /// One event.
 pub struct Event {
+    /// Whose it is.
+    pub client: &'static Client,
     /// Its handle.
     pub handle: u64,
     /// `CUevent_flags`
@@ -23,8 +26,9 @@ pub struct Event {
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
 /// Remembers a new event.
-pub fn add(new: u64, flags: u32) {
+pub fn add(client: &'static Client, new: u64, flags: u32) {
     let event = Arc::new(Event {
+        client,
         handle: new,
         flags,
         recorded: Mutex::default(),

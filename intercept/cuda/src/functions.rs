@@ -1,7 +1,7 @@
 //! Kernels and functions: parameter layout and attributes, so that launches need no answer from the server.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use gpusession_proto::frame::op;
@@ -9,6 +9,7 @@ use gpusession_proto::handle;
 
 use crate::client::{Client, word};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::{clients, handles};
 
 /// Where a parameter is within the parameter buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,9 +34,12 @@ pub struct Function {
     pub params: Vec<Param>,
     /// Bytes of the parameter buffer.
     pub param_bytes: usize,
-    attributes: Mutex<HashMap<(i32, i32), i32>>,
-    settings: Mutex<HashMap<(u32, i32, i32), i32>>,
-    occupancy: Mutex<HashMap<Vec<u8>, u64>>,
+    /// Clients whose workers know it, a bit for each: those that use a kernel. A function has one.
+    known: Mutex<u64>,
+    attributes: Mutex<Attributes>,
+    /// By the client's number, too.
+    settings: Mutex<HashMap<(u8, u32, i32, i32), i32>>,
+    occupancy: Mutex<HashMap<(u8, Vec<u8>), u64>>,
 }
 
 /// Handles of one kind of object in order of their slots.
@@ -91,38 +95,18 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     {
         return Ok(*known);
     }
-    let new = client.mint(handle::FUNC);
-    let reply = client.call(op::GET_FUNCTION, |w| {
-        w.word(new);
-        w.word(parent);
-        w.word(how as u64);
-        w.bytes(key.2.as_bytes());
-    });
-    let reply = match reply {
-        Ok(reply) => reply,
+    // A kernel is every client's.
+    let new = handles::mint(handle::FUNC, if how == How::Kernel { 0 } else { client.number });
+    let (params, attributes) = match ask(client, new, parent, how, &key.2) {
+        Ok(told) => told,
         Err(status) => {
-            client.retire(new);
+            handles::retire(new);
             return Err(status);
         }
     };
-    let mut r = reply.reader();
-    let count = word(&mut r)?;
-    let mut params = Vec::new();
-    for _ in 0..count {
-        let both = word(&mut r)?;
-        params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
-    }
     let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);
     if param_bytes > 1 << 16 {
         return Err(INVALID_VALUE);
-    }
-    let mut attributes = HashMap::new();
-    let count = word(&mut r)?;
-    for attribute in 0..count as i32 {
-        let value = word(&mut r)?;
-        if value != u64::MAX {
-            attributes.insert((attribute, OWN_DEVICE), value as u32 as i32);
-        }
     }
     let function = Function {
         handle: new,
@@ -131,6 +115,7 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
         parent,
         params,
         param_bytes,
+        known: Mutex::new(1 << client.number),
         attributes: Mutex::new(attributes),
         settings: Mutex::default(),
         occupancy: Mutex::default(),
@@ -143,6 +128,35 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     functions[slot] = Some(Arc::new(function));
     BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, new);
     Ok(new)
+}
+
+/// Attributes by the client's number, attribute and device.
+type Attributes = HashMap<(u8, i32, i32), i32>;
+
+/// Makes a function known to a worker; returns what that says of it.
+fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<(Vec<Param>, Attributes)> {
+    let reply = client.call(op::GET_FUNCTION, |w| {
+        w.word(new);
+        w.word(parent);
+        w.word(how as u64);
+        w.bytes(name.to_bytes());
+    })?;
+    let mut r = reply.reader();
+    let count = word(&mut r)?;
+    let mut params = Vec::new();
+    for _ in 0..count {
+        let both = word(&mut r)?;
+        params.push(Param { offset: both as u32, size: (both >> 32) as u32 });
+    }
+    let count = word(&mut r)?;
+    let mut attributes = Attributes::new();
+    for attribute in 0..count as i32 {
+        let value = word(&mut r)?;
+        if value != u64::MAX {
+            attributes.insert((client.number, attribute, OWN_DEVICE), value as u32 as i32);
+        }
+    }
+    Ok((params, attributes))
 }
 
 /// Forgets the functions of a module or library that is unloaded.
@@ -162,19 +176,43 @@ pub fn forget(parent: u64) {
 }
 
 impl Function {
-    /// An attribute for a device, asked for once.
+    /// The client whose worker answers questions about it: a kernel is every client's.
+    pub fn client(&self) -> Result<&'static Client> {
+        if self.how == How::Kernel { clients::get() } else { clients::of(self.handle) }
+    }
+
+    /// Makes sure that a client's worker knows it.
+    pub fn reach(&self, client: &Client) -> Result {
+        let bit = 1 << client.number;
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if *known & bit != 0 {
+            return Ok(());
+        }
+        if self.how != How::Kernel {
+            return Err(INVALID_HANDLE);
+        }
+        crate::api::module::usable_on(self.parent, client)?;
+        let (_, told) = ask(client, self.handle, self.parent, self.how, &self.name)?;
+        self.attributes.lock().unwrap_or_else(PoisonError::into_inner).extend(told);
+        *known |= bit;
+        Ok(())
+    }
+
+    /// An attribute for a device (of the client), asked for once.
     pub fn attribute(&self, client: &Client, attribute: i32, device: i32) -> Result<i32> {
         let lock = || self.attributes.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(value) = lock().get(&(attribute, device)) {
+        let key = (client.number, attribute, device);
+        if let Some(value) = lock().get(&key) {
             return Ok(*value);
         }
+        self.reach(client)?;
         let reply = client.call(op::FUNC_ATTRIBUTE, |w| {
             w.word(self.handle);
             w.word(attribute as u32 as u64);
             w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
         })?;
         let value = word(&mut reply.reader())? as u32 as i32;
-        lock().insert((attribute, device), value);
+        lock().insert(key, value);
         Ok(value)
     }
 
@@ -182,9 +220,11 @@ impl Function {
     /// value is asked for; setting what is set already says nothing new.
     pub fn set(&self, client: &Client, what: u32, key: i32, value: i32, device: i32) -> Result {
         let lock = || self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-        if lock().get(&(what, key, device)) == Some(&value) {
+        let setting = (client.number, what, key, device);
+        if lock().get(&setting) == Some(&value) {
             return Ok(());
         }
+        self.reach(client)?;
         client.call(op::FUNC_SET_ATTRIBUTE, |w| {
             w.word(self.handle);
             w.word(u64::from(what));
@@ -192,7 +232,7 @@ impl Function {
             w.word(value as u32 as u64);
             w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
         })?;
-        lock().insert((what, key, device), value);
+        lock().insert(setting, value);
         // A setting may change what the driver says of the function.
         self.attributes.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.occupancy.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -202,11 +242,13 @@ impl Function {
     /// An answer of the driver about occupancy, asked for once for each question.
     pub fn occupancy(&self, client: &Client, question: Vec<u8>) -> Result<u64> {
         let lock = || self.occupancy.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(value) = lock().get(&question) {
+        let key = (client.number, question);
+        if let Some(value) = lock().get(&key) {
             return Ok(*value);
         }
+        self.reach(client)?;
         let reply = client.call(op::OCCUPANCY, |w| {
-            let mut words = question.chunks_exact(8);
+            let mut words = key.1.chunks_exact(8);
             let kind = words.next().unwrap_or_default();
             w.word(u64::from_le_bytes(kind.try_into().unwrap_or_default()));
             w.word(self.handle);
@@ -215,7 +257,7 @@ impl Function {
             }
         })?;
         let value = word(&mut reply.reader())?;
-        lock().insert(question, value);
+        lock().insert(key, value);
         Ok(value)
     }
 }

@@ -83,12 +83,14 @@ fn elf_length(base: *const u8) -> Result<u64> {
 
 type Hash = [u8; 32];
 
-static SENT: Mutex<Option<HashSet<Hash>>> = Mutex::new(None);
+/// By the number of the client.
+static SENT: Mutex<Option<HashSet<(u8, Hash)>>> = Mutex::new(None);
 
 /// Makes sure that the server has an image, and returns its name.
 pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
     let hash: Hash = *blake3::hash(image).as_bytes();
-    if SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&hash) {
+    let sent = (client.number, hash);
+    if SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&sent) {
         return Ok(hash);
     }
     let reply = client.call(op::IMAGE_HAVE, |w| w.bytes(&hash))?;
@@ -101,6 +103,6 @@ pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
             })?;
         }
     }
-    SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(hash);
+    SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(sent);
     Ok(hash)
 }

@@ -8,16 +8,20 @@
 mod api;
 mod claims;
 mod client;
+mod clients;
 mod compile_cache;
 mod copies;
+mod devices;
 mod entry;
 mod errors;
 mod events;
 mod functions;
+mod handles;
 mod images;
 mod mapped;
 #[path = "../../../simgpu/src/md2.rs"]
 mod md2;
+mod objects;
 mod private_tables;
 mod proc_address;
 mod ranges;

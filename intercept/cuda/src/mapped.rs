@@ -13,14 +13,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{mirror, op};
 
-use crate::claims;
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind};
 use crate::window::PAGE;
+use crate::{claims, clients};
 
 /// One region.
 pub struct Region {
+    client: &'static Client,
     id: u64,
     base: usize,
     len: usize,
@@ -52,8 +53,16 @@ fn regions() -> Vec<Arc<Region>> {
 }
 
 impl Region {
-    fn new(base: u64, len: u64, kind: u64, pageable: bool, everywhere: bool) -> Self {
+    fn new(
+        client: &'static Client,
+        base: u64,
+        len: u64,
+        kind: u64,
+        pageable: bool,
+        everywhere: bool,
+    ) -> Self {
         Self {
+            client,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             base: base as usize,
             len: len as usize,
@@ -76,11 +85,11 @@ impl Region {
     }
 
     /// Sends what the program has changed.
-    fn upload(&self, client: &Client) -> Result {
+    fn upload(&self) -> Result {
         let _order = lock(&SENDING);
         let mut body = Vec::new();
         let send = |body: &mut Vec<u8>| {
-            client
+            self.client
                 .post(op::WRITE_HOST, |w| {
                     w.word(self.id);
                     w.words(body);
@@ -117,12 +126,12 @@ impl Region {
     }
 }
 
-/// Makes a region known to the worker.
-fn create(client: &Client, region: Region) -> Result<Arc<Region>> {
+/// Makes a region known to its worker.
+fn create(region: Region) -> Result<Arc<Region>> {
     let region = Arc::new(region);
     // Known before the worker answers: what the memory holds there already comes before the answer.
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
-    let made = client.call(op::MIRROR_HOST, |w| {
+    let made = region.client.call(op::MIRROR_HOST, |w| {
         w.word(region.id);
         w.word(region.kind);
         w.word(region.there);
@@ -149,25 +158,25 @@ fn drop_region(region: &Arc<Region>) {
 /// Serialises the making of regions, so that none is made twice.
 static MAKING: Mutex<()> = Mutex::new(());
 
-fn find(address: usize, len: usize) -> Option<Arc<Region>> {
+fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
-    regions.iter().find(|r| r.contains(address, len)).cloned()
+    regions.iter().find(|r| r.client.number == client.number && r.contains(address, len)).cloned()
 }
 
 /// The region of an allocation of pinned or registered memory.
-fn of_pinned(client: &Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Region>> {
+fn of_pinned(client: &'static Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Region>> {
     let _making = lock(&MAKING);
-    if let Some(known) = find(base as usize, size as usize).filter(|r| !r.pageable) {
+    if let Some(known) = find(client, base as usize, size as usize).filter(|r| !r.pageable) {
         return Ok(known);
     }
     // With unified addressing kernels use pinned memory of ours by its own address. The program's own memory gets one in the arena
     // for it, where neither side has anything else.
-    let mut region = Region::new(base, size, mirror::SAME, false, false);
+    let mut region = Region::new(client, base, size, mirror::SAME, false, false);
     if !matches!(kind, Kind::Host(_)) {
         region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
     }
     let there = region.there;
-    create(client, region).inspect_err(|_| give_back(client, base, there, size))
+    create(region).inspect_err(|_| give_back(client, base, there, size))
 }
 
 /// Addresses that memory of the program's own had in the arena.
@@ -178,8 +187,12 @@ fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 }
 
 /// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
-pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
-    let kind = ranges::find(base).filter(|r| r.base == base).ok_or(INVALID_VALUE)?.kind;
+pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
+    let range = ranges::find(base).filter(|r| r.base == base).ok_or(INVALID_VALUE)?;
+    let kind = range.kind;
+    if range.server() != client.number {
+        return Err(clients::apart("host memory that the device sees"));
+    }
     if kind == Kind::Managed {
         return Ok(base);
     }
@@ -190,41 +203,46 @@ pub fn map(client: &Client, base: u64, size: u64) -> Result<u64> {
 
 /// An address among a kernel's parameters, or that a copy or fill takes for the device's: pinned memory counts as mapped from
 /// its first use on.
-pub fn named(client: &Client, address: u64) -> Result {
-    if !client.host_arena.contains(&address) {
+pub fn named(client: &'static Client, address: u64) -> Result {
+    if !client.host_arena.contains(&address) && !clients::several() {
         return Ok(());
     }
     match ranges::find(address) {
         Some(range) if matches!(range.kind, Kind::Host(_)) => map(client, range.base, range.size).map(|_| ()),
+        Some(range) if range.kind.managed() && range.server() != client.number => {
+            Err(clients::apart("managed memory"))
+        }
         _ => Ok(()),
     }
 }
 
 /// Makes managed memory of a program: device memory at `base`, which this process has mapped there too.
-pub fn map_managed(client: &Client, base: u64, size: u64) -> Result {
-    create(client, Region::new(base, size, mirror::DEVICE, false, true)).map(|_| ())
+pub fn map_managed(client: &'static Client, base: u64, size: u64) -> Result {
+    create(Region::new(client, base, size, mirror::DEVICE, false, true)).map(|_| ())
 }
 
 /// Makes a managed variable, which the driver has put at an address of its own choice (claimed by the caller), accessible to
 /// the program there.
-pub fn map_variable(client: &Client, base: u64, size: u64) -> Result {
+pub fn map_variable(client: &'static Client, base: u64, size: u64) -> Result {
     let _making = lock(&MAKING);
-    if find(base as usize, size as usize).is_some() {
+    if find(client, base as usize, size as usize).is_some() {
         return Ok(());
     }
     claims::open(base, size)?;
     // An unloaded variable may have left something.
     // SAFETY: pages of ours; the program has not been told of the variable yet.
     unsafe { std::ptr::write_bytes(base as *mut u8, 0, size as usize) };
-    create(client, Region::new(base, size, mirror::MANAGED, false, true)).map(|_| ())
+    create(Region::new(client, base, size, mirror::MANAGED, false, true)).map(|_| ())
 }
 
 /// The region that a graph's copy means by `len` bytes of host memory from `address`, and where in it they are.
-pub fn for_graph(client: &Client, address: u64, len: u64) -> Result<(Arc<Region>, u64)> {
+pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Arc<Region>, u64)> {
     if len == 0 || address == 0 {
         return Err(INVALID_VALUE);
     }
-    let known = ranges::find(address).filter(|r| r.kind.on_host() && r.size - (address - r.base) >= len);
+    // Another lease's pinned memory is host memory like any other here.
+    let known = ranges::find(address)
+        .filter(|r| r.server() == client.number && r.kind.on_host() && r.size - (address - r.base) >= len);
     let region = match known {
         Some(range) => of_pinned(client, range.base, range.size, range.kind)?,
         None => pageable(client, address as usize, len as usize)?,
@@ -233,11 +251,11 @@ pub fn for_graph(client: &Client, address: u64, len: u64) -> Result<(Arc<Region>
     Ok((region, offset))
 }
 
-fn pageable(client: &Client, address: usize, len: usize) -> Result<Arc<Region>> {
+fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<Region>> {
     let _making = lock(&MAKING);
     reap(client)?;
     let mut overlaps = false;
-    for region in regions() {
+    for region in regions().into_iter().filter(|r| r.client.number == client.number) {
         if region.contains(address, len) {
             return Ok(region);
         }
@@ -248,22 +266,25 @@ fn pageable(client: &Client, address: usize, len: usize) -> Result<Arc<Region>> 
         crate::trace::why("copies of graphs name overlapping parts of pageable memory: allocate it pinned");
         return Err(NOT_SUPPORTED);
     }
-    create(client, Region::new(address as u64, len as u64, mirror::ANYWHERE, true, false))
+    create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false))
 }
 
 /// Gives up regions of pageable memory that no graph names any more.
 fn reap(client: &Client) -> Result {
     // One reference is in `regions`, one in the list that this looks at.
-    let dead: Vec<_> = regions().into_iter().filter(|r| r.pageable && Arc::strong_count(r) == 2).collect();
+    let unnamed =
+        |r: &Arc<Region>| r.client.number == client.number && r.pageable && Arc::strong_count(r) == 2;
+    let dead: Vec<_> = regions().into_iter().filter(unnamed).collect();
     if dead.is_empty() || crate::streams::capturing() {
         return Ok(());
     }
     // A graph that is gone may still run.
     client.call(op::CTX_SYNC, |_| {})?;
-    dead.iter().try_for_each(|region| discard(client, region))
+    dead.iter().try_for_each(discard)
 }
 
-fn discard(client: &Client, region: &Arc<Region>) -> Result {
+fn discard(region: &Arc<Region>) -> Result {
+    let client = region.client;
     drop_region(region);
     COUNT.fetch_sub(1, Ordering::Relaxed);
     let gone = client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ());
@@ -272,9 +293,9 @@ fn discard(client: &Client, region: &Arc<Region>) -> Result {
 }
 
 /// The memory that starts at `base` is about to be freed or unregistered; the caller has synchronised.
-pub fn unmap(client: &Client, base: u64) -> Result {
+pub fn unmap(base: u64) -> Result {
     let gone: Vec<_> = regions().into_iter().filter(|r| r.base == base as usize && !r.pageable).collect();
-    gone.iter().try_for_each(|region| discard(client, region))
+    gone.iter().try_for_each(discard)
 }
 
 /// Sends what the program has changed in memory that kernels can name. Call before work is launched.
@@ -293,7 +314,10 @@ pub fn upload_after_host_function(client: &Client) -> Result {
 }
 
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
-    regions().iter().filter(|r| wanted(r)).try_for_each(|region| region.upload(client))
+    regions()
+        .iter()
+        .filter(|r| r.client.number == client.number && wanted(r))
+        .try_for_each(|region| region.upload())
 }
 
 /// The worker says what the device has changed.
@@ -354,9 +378,9 @@ pub fn graph_of(node: u64) -> Option<u64> {
 }
 
 /// Sends what the program has changed in memory that this executable graph's copies name.
-pub fn upload_for_graph(client: &Client, exec: u64) -> Result {
+pub fn upload_for_graph(exec: u64) -> Result {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return Ok(());
     }
-    graph_regions(exec).iter().try_for_each(|region| region.upload(client))
+    graph_regions(exec).iter().try_for_each(|region| region.upload())
 }

@@ -8,9 +8,11 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::client;
+use gpusession_proto::handle;
+
+use crate::clients;
 use crate::compile_cache::{compile_close, compile_find, compile_free, compile_open, compile_store};
-use crate::entry::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
+use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
 use crate::{thread, trace};
@@ -87,9 +89,8 @@ extern "C" fn cudart_load_header(
 
 extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
     guard("cudart_primary", || {
-        let client = client::get()?;
-        client.device(device)?;
-        give(ctx, client.primary(device as u32) as *mut c_void)
+        let (client, device) = clients::device(device)?;
+        give(ctx, client.primary(device.local) as *mut c_void)
     })
 }
 
@@ -258,7 +259,7 @@ extern "C" fn checks_flags(_ctx: *mut c_void, flags: *mut u32, _: *mut *mut c_vo
 
 /// A small number for a context, 1 for the first.
 pub fn context_id(ctx: u64) -> u64 {
-    u64::from(gpusession_proto::handle::slot(ctx)) + 1
+    (u64::from(handle::server(ctx)) << 32 | u64::from(handle::slot(ctx))) + 1
 }
 
 extern "C" fn tools_context_id(ctx: *mut c_void, out: *mut u64) -> i32 {
@@ -279,7 +280,7 @@ extern "C" fn tools_stream(
             0 => (Default::Legacy, streams::LEGACY),
             _ => (Default::PerThread, streams::PER_THREAD),
         };
-        streams::find(client::get()?, stream, default)?;
+        streams::find(stream, default)?;
         give(out, if stream.is_null() { its_handle as *mut c_void } else { stream })
     })
 }
@@ -289,7 +290,7 @@ extern "C" fn tools_stream_id(_ctx: *mut c_void, stream: *mut c_void, out: *mut 
         if stream.is_null() {
             return Err(INVALID_VALUE);
         }
-        give(out, streams::find(client::get()?, stream, Default::Legacy)?.id)
+        give(out, streams::find(stream, Default::Legacy)?.1.id)
     })
 }
 
@@ -297,9 +298,8 @@ extern "C" fn tools_stream_id(_ctx: *mut c_void, stream: *mut c_void, out: *mut 
 
 extern "C" fn tpc_get(in_gpc: *mut *mut u8, gpc: *mut *mut u8) -> i32 {
     guard("tpc_get", || {
-        let client = client::get()?;
-        let device =
-            client.device(client.device_of(thread::context().map_err(|_| INVALID_CONTEXT)?)? as i32)?;
+        clients::get()?;
+        let (_, device) = clients::of_context(thread::context()?)?;
         let (first, second) = device.tpcs.split_at(device.tpcs.len() / 2);
         if first.is_empty() {
             return Err(NOT_SUPPORTED);
@@ -354,11 +354,11 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
     const PCI_BUS: usize = 33;
     const PCI_DEVICE: usize = 34;
     const PCI_DOMAIN: usize = 50;
-    let client = client::get()?;
+    let devices = clients::devices()?;
     // SAFETY: both only read what the kernel and libc know of the calling thread.
     let (pid, this) = unsafe { (libc::getpid(), libc::pthread_self()) };
-    let mut message = Vec::with_capacity(48 + 28 * client.devices.len());
-    message.extend_from_slice(&(client::driver_version() as u32).to_ne_bytes());
+    let mut message = Vec::with_capacity(48 + 28 * devices.len());
+    message.extend_from_slice(&(clients::driver_version() as u32).to_ne_bytes());
     message.extend_from_slice(&version.to_ne_bytes());
     message.extend_from_slice(&pid.to_ne_bytes());
     message.extend_from_slice(&(this as u32).to_ne_bytes());
@@ -367,11 +367,10 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
         message.extend_from_slice(&pointer.to_ne_bytes());
     }
     message.extend_from_slice(&time.to_ne_bytes());
-    for device in &client.devices {
+    for device in devices {
         message.extend_from_slice(&device.uuid);
         for attribute in [PCI_DOMAIN, PCI_BUS, PCI_DEVICE] {
-            let value = device.attributes.get(attribute).copied().flatten().unwrap_or(0);
-            message.extend_from_slice(&value.to_ne_bytes());
+            message.extend_from_slice(&device.attribute(attribute).to_ne_bytes());
         }
     }
     let digest = hmac_md2(&KEY, &message);

@@ -4,6 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 
+use gpusession_proto::handle;
+
+use crate::client::Client;
+use crate::clients;
+
 /// What an address range is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -36,6 +41,12 @@ impl Kind {
         matches!(self, Self::Managed | Self::ManagedVariable)
     }
 
+    /// Whether it matters that a kernel's parameter points there: pinned memory of ours, and managed memory, which only one of
+    /// several leases has.
+    fn named(self) -> bool {
+        matches!(self, Self::Host(_)) || self.managed() && clients::several()
+    }
+
     /// Whether kernels and copies take it as device memory.
     pub fn on_device(self) -> bool {
         !matches!(self, Self::Host(_) | Self::Registered(_))
@@ -57,23 +68,31 @@ pub struct Range {
     pub id: u64,
 }
 
+impl Range {
+    /// The client that it belongs to, by number.
+    pub fn server(&self) -> u8 {
+        handle::server(self.ctx)
+    }
+}
+
 static RANGES: RwLock<BTreeMap<u64, Range>> = RwLock::new(BTreeMap::new());
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
-static PINNED: AtomicUsize = AtomicUsize::new(0);
+/// Allocations that a kernel's parameters are looked through for.
+static NAMED: AtomicUsize = AtomicUsize::new(0);
 
 /// Remembers an allocation.
 pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-    if matches!(kind, Kind::Host(_)) {
-        PINNED.fetch_add(1, Ordering::Relaxed);
+    if kind.named() {
+        NAMED.fetch_add(1, Ordering::Relaxed);
     }
     RANGES.write().unwrap_or_else(PoisonError::into_inner).insert(base, Range { base, size, kind, ctx, id });
 }
 
-/// Whether the program has pinned memory of ours.
+/// Whether the program has memory that it matters to find among a kernel's parameters.
 #[inline]
-pub fn any_pinned() -> bool {
-    PINNED.load(Ordering::Relaxed) != 0
+pub fn any_named() -> bool {
+    NAMED.load(Ordering::Relaxed) != 0
 }
 
 /// The allocation that an address lies in.
@@ -83,17 +102,23 @@ pub fn find(address: u64) -> Option<Range> {
     (address - range.base < range.size.max(1)).then_some(*range)
 }
 
-/// Whether `len` bytes from `address` are device memory of one allocation that is known here. Whether the program has given access to
-/// what it has mapped is not.
-pub fn is_device(address: u64, len: u64) -> bool {
-    find(address)
-        .is_some_and(|r| r.kind.on_device() && r.kind != Kind::Mapped && r.size - (address - r.base) >= len)
+/// Whether `len` bytes from `address` are device memory of one allocation of the client that is known here. Whether the program has
+/// given access to what it has mapped is not.
+pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
+    find(address).is_some_and(|r| {
+        r.kind.on_device()
+            && r.kind != Kind::Mapped
+            && r.size - (address - r.base) >= len
+            && r.server() == client.number
+    })
 }
 
-/// Whether `len` bytes from `address` are pinned host memory.
-pub fn is_pinned(address: u64, len: u64) -> bool {
+/// Whether `len` bytes from `address` are pinned host memory of the client.
+pub fn is_pinned(client: &Client, address: u64, len: u64) -> bool {
     find(address).is_some_and(|r| {
-        matches!(r.kind, Kind::Host(_) | Kind::Registered(_)) && r.size - (address - r.base) >= len
+        matches!(r.kind, Kind::Host(_) | Kind::Registered(_))
+            && r.size - (address - r.base) >= len
+            && r.server() == client.number
     })
 }
 
@@ -110,8 +135,8 @@ pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
     if !fits(range.kind) {
         return None;
     }
-    if matches!(range.kind, Kind::Host(_)) {
-        PINNED.fetch_sub(1, Ordering::Relaxed);
+    if range.kind.named() {
+        NAMED.fetch_sub(1, Ordering::Relaxed);
     }
     ranges.remove(&base)
 }

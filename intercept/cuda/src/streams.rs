@@ -8,12 +8,12 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{self, Client};
+use crate::client::{Client, unavailable};
 use crate::entry::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
 use crate::mapped::Region;
-use crate::thread;
+use crate::{clients, handles, mapped, thread};
 
 /// What a null stream means to the variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,8 +36,28 @@ pub const ACTIVE: i32 = 1;
 /// See above.
 pub const INVALIDATED: i32 = 2;
 
+/// Positions in one worker's log.
+#[derive(Default)]
+pub struct Positions {
+    /// Latest of work on a default stream or a stream that is ordered with it.
+    last_blocking: AtomicU64,
+    /// The same without copies to the device.
+    last_seen_blocking: AtomicU64,
+    /// Everything up to this one is complete (a context was synchronised).
+    ctx_done: AtomicU64,
+}
+
+impl Positions {
+    /// A context was synchronised by the frame at this position.
+    pub fn context_synced(&self, seq: u64) {
+        self.ctx_done.fetch_max(seq, Ordering::Relaxed);
+    }
+}
+
 /// One stream.
 pub struct Stream {
+    /// Whose it is.
+    pub client: &'static Client,
     /// Its handle; 0 for a legacy default stream.
     pub handle: u64,
     /// Its context.
@@ -98,9 +118,8 @@ static UNSAFE_CAPTURES: AtomicI32 = AtomicI32::new(0);
 static OPEN: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
 /// Makes a stream.
-pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
-    let device = client.device(client.device_of(ctx)? as i32)?;
-    let (least, greatest) = device.priorities;
+pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
+    let (least, greatest) = client.device_of(ctx)?.priorities;
     let priority = priority.clamp(greatest, least);
     let new = client.mint(handle::STREAM);
     client.post(op::STREAM_CREATE, |w| {
@@ -109,6 +128,7 @@ pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u6
         w.word(priority as u32 as u64);
     })?;
     let stream = Arc::new(Stream {
+        client,
         handle: new,
         ctx,
         flags,
@@ -130,14 +150,15 @@ pub fn create(client: &Client, ctx: u64, flags: u32, priority: i32) -> Result<u6
 }
 
 /// Destroys a stream.
-pub fn destroy(client: &Client, stream: u64) -> Result {
+pub fn destroy(stream: u64) -> Result {
+    clients::get()?;
     let known = by_handle(stream)?;
     if known.capture().is_some() {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
-    client.post(op::STREAM_DESTROY, |w| w.word(stream))?;
-    client.retire(stream);
+    known.client.post(op::STREAM_DESTROY, |w| w.word(stream))?;
+    handles::retire(stream);
     Ok(())
 }
 
@@ -152,19 +173,39 @@ fn by_handle(stream: u64) -> Result<Arc<Stream>> {
     }
 }
 
-/// The stream that a program's handle means here and now.
-pub fn find(client: &Client, stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
-    match (stream as u64, default) {
-        (PER_THREAD, _) | (0, Default::PerThread) => {
-            let ctx = thread::context()?;
-            by_handle(thread::default_stream(ctx, || create(client, ctx, 0, 0))?)
-        }
-        (0 | LEGACY, _) => legacy(thread::context()?),
-        (stream, _) => by_handle(stream),
-    }
+/// The stream that a program's handle means here and now, and whose it is.
+#[inline]
+pub fn find(stream: *mut c_void, default: Default) -> Result<(&'static Client, Arc<Stream>)> {
+    meant(clients::get()?, stream, default)
 }
 
-fn legacy(ctx: u64) -> Result<Arc<Stream>> {
+/// The same for the few calls that host functions of streams may make.
+pub fn find_even_in_host_function(
+    stream: *mut c_void,
+    default: Default,
+) -> Result<(&'static Client, Arc<Stream>)> {
+    meant(clients::even_in_host_function()?, stream, default)
+}
+
+#[inline]
+fn meant(
+    current: &'static Client,
+    stream: *mut c_void,
+    default: Default,
+) -> Result<(&'static Client, Arc<Stream>)> {
+    let stream = match (stream as u64, default) {
+        (PER_THREAD, _) | (0, Default::PerThread) => {
+            let ctx = thread::context()?;
+            by_handle(thread::default_stream(ctx, || create(current, ctx, 0, 0))?)?
+        }
+        (0 | LEGACY, _) => legacy(current, thread::context()?)?,
+        (stream, _) => by_handle(stream)?,
+    };
+    Ok((stream.client, stream))
+}
+
+/// The default stream of a client's context.
+pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
     let known =
         DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|d| d.get(&ctx).cloned());
     if let Some(stream) = known {
@@ -173,6 +214,7 @@ fn legacy(ctx: u64) -> Result<Arc<Stream>> {
     let mut defaults = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner);
     let stream = defaults.get_or_insert_default().entry(ctx).or_insert_with(|| {
         Arc::new(Stream {
+            client,
             handle: 0,
             ctx,
             flags: 0,
@@ -208,7 +250,7 @@ impl Stream {
         self.copied_in(seq);
         self.last_seen.fetch_max(seq, Ordering::Relaxed);
         if self.blocking() {
-            LAST_SEEN_BLOCKING.fetch_max(seq, Ordering::Relaxed);
+            self.client.positions.last_seen_blocking.fetch_max(seq, Ordering::Relaxed);
         }
     }
 
@@ -216,7 +258,7 @@ impl Stream {
     pub fn copied_in(&self, seq: u64) {
         self.last.fetch_max(seq, Ordering::Relaxed);
         if self.blocking() {
-            LAST_BLOCKING.fetch_max(seq, Ordering::Relaxed);
+            self.client.positions.last_blocking.fetch_max(seq, Ordering::Relaxed);
         }
     }
 
@@ -224,7 +266,7 @@ impl Stream {
     /// next stays behind them. Not for streams that also wait for the default stream's work.
     pub fn only_copies_in(&self) -> bool {
         let last = match (self.handle, self.blocking()) {
-            (0, _) => LAST_SEEN_BLOCKING.load(Ordering::Relaxed),
+            (0, _) => self.client.positions.last_seen_blocking.load(Ordering::Relaxed),
             (_, true) => return false,
             (_, false) => self.last_seen.load(Ordering::Relaxed),
         };
@@ -235,7 +277,7 @@ impl Stream {
     pub fn idle(&self) -> bool {
         // The default stream is ordered with all the blocking ones.
         let last = if self.handle == 0 {
-            LAST_BLOCKING.load(Ordering::Relaxed)
+            self.client.positions.last_blocking.load(Ordering::Relaxed)
         } else {
             self.last.load(Ordering::Relaxed)
         };
@@ -247,12 +289,14 @@ impl Stream {
         self.idle()
             && (self.handle == 0
                 || !self.blocking()
-                || self.done.load(Ordering::Relaxed) >= LAST_BLOCKING.load(Ordering::Relaxed))
+                || self.done.load(Ordering::Relaxed)
+                    >= self.client.positions.last_blocking.load(Ordering::Relaxed))
     }
 
     /// Whether what was put on it up to a position is known to be complete.
     pub fn done(&self, seq: u64) -> bool {
-        self.done.load(Ordering::Relaxed) >= seq || CTX_DONE.load(Ordering::Relaxed) >= seq
+        self.done.load(Ordering::Relaxed) >= seq
+            || self.client.positions.ctx_done.load(Ordering::Relaxed) >= seq
     }
 
     /// Everything up to this position is complete.
@@ -283,7 +327,8 @@ impl Stream {
 
     /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
     /// everything before `seq` is complete.
-    pub fn settle(&self, client: &Client, seq: u64) {
+    pub fn settle(&self, seq: u64) {
+        let client = self.client;
         client.link.settle(seq, Some(self.handle));
         for (stream, covered) in
             std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner))
@@ -297,6 +342,37 @@ impl Stream {
         } else if self.blocking() {
             client.link.settle(seq, Some(0));
         }
+    }
+
+    /// Waits until everything that was put on it is complete, or for as long as the program can tell.
+    pub fn synchronize(&self) -> Result {
+        let client = self.client;
+        self.not_captured()?;
+        if self.idle() && !client.link.down.any() {
+            return client.late();
+        }
+        if self.only_copies_in() && !client.link.down.any() {
+            // Nobody waits for the answer, but the worker replays nothing of what follows before they are complete.
+            client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
+            return client.late();
+        }
+        self.ask(op::STREAM_SYNC)
+    }
+
+    /// Waits for it (`STREAM_SYNC`) or asks whether it has anything to do (`STREAM_QUERY`).
+    pub fn ask(&self, operation: u16) -> Result {
+        let client = self.client;
+        let begun = client
+            .link
+            .begin_call(operation, client.caller(), |w| w.word(self.handle))
+            .map_err(unavailable)?;
+        let seq = begun.seq;
+        let reply = client.link.finish_call(begun).map_err(unavailable)?;
+        if reply.status == 0 {
+            self.settle(seq);
+            self.synced(seq);
+        }
+        client.told(reply.status)
     }
 
     /// The capture that it takes part in.
@@ -350,18 +426,6 @@ impl Stream {
     }
 }
 
-/// Latest position of work on the default stream or a stream that is ordered with it.
-static LAST_BLOCKING: AtomicU64 = AtomicU64::new(0);
-/// The same without copies to the device.
-static LAST_SEEN_BLOCKING: AtomicU64 = AtomicU64::new(0);
-/// Everything up to this position is complete (a context was synchronised).
-static CTX_DONE: AtomicU64 = AtomicU64::new(0);
-
-/// A context was synchronised by the frame at this position.
-pub fn context_synced(seq: u64) {
-    CTX_DONE.fetch_max(seq, Ordering::Relaxed);
-}
-
 /// Streams of a context that are ordered with its default stream.
 fn blocking_streams(ctx: u64) -> Vec<Arc<Stream>> {
     let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
@@ -400,7 +464,7 @@ pub fn context_sync_allowed(ctx: u64) -> Result {
 
 /// Waits for the device before host memory goes away that copies may still use. While something is captured the device as a
 /// whole must not be waited for: then each stream that takes no part is.
-pub fn wait_for_all(client: &Client) -> Result {
+pub fn wait_for_all(client: &'static Client) -> Result {
     if !capturing() {
         return client.call(op::CTX_SYNC, |_| {}).map(|_| ());
     }
@@ -408,7 +472,7 @@ pub fn wait_for_all(client: &Client) -> Result {
     let mut all: Vec<_> =
         STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().cloned().collect();
     if !legacy_involved(ctx) {
-        all.push(legacy(ctx)?);
+        all.push(legacy(client, ctx)?);
     }
     for stream in all.iter().filter(|s| s.ctx == ctx && s.capture().is_none() && !s.idle()) {
         client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
@@ -488,6 +552,7 @@ pub fn end(capture: &Arc<Capture>) {
 }
 
 /// A function that the program wants called in a stream's order.
+#[derive(Clone, Copy)]
 pub enum HostFunction {
     /// `cuLaunchHostFunc`
     Plain(extern "C" fn(*mut c_void), usize),
@@ -495,8 +560,15 @@ pub enum HostFunction {
     Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
 }
 
+struct Registered {
+    function: HostFunction,
+    /// A graph may call it again.
+    keep: bool,
+    client: &'static Client,
+}
+
 struct Host {
-    functions: HashMap<u64, (HostFunction, bool)>,
+    functions: HashMap<u64, Registered>,
     due: Vec<u64>,
     next: u64,
 }
@@ -506,20 +578,16 @@ static HOST_DUE: Condvar = Condvar::new();
 
 /// Registers a host function; `keep`: a graph may call it again.
 pub fn register_host(client: &'static Client, function: HostFunction, keep: bool) -> Result<u64> {
-    static THREADS: OnceLock<bool> = OnceLock::new();
-    let started = THREADS.get_or_init(|| {
-        let run = gpusession_link::threads::spawn("gpusession-host", run_host);
-        let serve = gpusession_link::threads::spawn("gpusession-event", || client.link.serve_events());
-        run.is_ok() && serve.is_ok()
-    });
-    if !started {
+    static THREAD: OnceLock<bool> = OnceLock::new();
+    client.serve_events()?;
+    if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
         return Err(crate::entry::OUT_OF_MEMORY);
     }
     let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
     let host = host.get_or_insert_with(|| Host { functions: HashMap::new(), due: Vec::new(), next: 1 });
     let id = host.next;
     host.next += 1;
-    host.functions.insert(id, (function, keep));
+    host.functions.insert(id, Registered { function, keep, client });
     Ok(id)
 }
 
@@ -540,16 +608,14 @@ fn run_host() {
                 return None;
             }
             let id = h.due.remove(0);
-            let function = match h.functions.get(&id)? {
-                (HostFunction::Plain(f, data), _) => HostFunction::Plain(*f, *data),
-                (HostFunction::Callback(f, stream, data), _) => HostFunction::Callback(*f, *stream, *data),
-            };
-            if !h.functions[&id].1 {
+            let Registered { function, keep, client } = h.functions.get(&id)?;
+            let (function, keep, client) = (*function, *keep, *client);
+            if !keep {
                 h.functions.remove(&id);
             }
-            Some((id, function))
+            Some((id, function, client))
         });
-        let Some((id, function)) = next else {
+        let Some((id, function, client)) = next else {
             host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
@@ -558,11 +624,9 @@ fn run_host() {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
         });
-        if let Ok(client) = client::get() {
-            // A link that is gone has nobody who waits.
-            let _ = crate::mapped::upload_after_host_function(client);
-            let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
-        }
+        // A link that is gone has nobody who waits.
+        let _ = mapped::upload_after_host_function(client);
+        let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
     }
 }

@@ -4,8 +4,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use gpusession_link::link::Caller;
-
 use crate::entry::{INVALID_CONTEXT, Result};
 
 static NEXT_THREAD: AtomicU32 = AtomicU32::new(1);
@@ -49,12 +47,6 @@ pub fn context() -> Result<u64> {
     }
 }
 
-/// What every frame says of the calling thread.
-#[inline]
-pub fn caller() -> Caller {
-    Caller { thread: id(), ctx: current() }
-}
-
 /// Replaces the top of the stack.
 pub fn set_current(ctx: u64) {
     CURRENT.with(|c| c.set(ctx));
@@ -84,6 +76,18 @@ pub fn forget(ctx: u64) {
         let below = BELOW.try_with(|below| below.borrow_mut().pop()).ok().flatten();
         set_current(below.unwrap_or(0));
     }
+}
+
+/// Runs something with another context current.
+pub fn within<T>(ctx: u64, work: impl FnOnce() -> T) -> T {
+    struct Before(u64);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            set_current(self.0);
+        }
+    }
+    let _before = Before(CURRENT.with(|c| c.replace(ctx)));
+    work()
 }
 
 /// Whether the thread is running a host function of a stream, which must not call the driver.

@@ -25,7 +25,7 @@ const VERSION_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended.
 pub struct Grant {
-    /// One per server, in device order.
+    /// One for each lease, in device order.
     pub endpoints: Vec<Endpoint>,
     connection: OwnedFd,
 }

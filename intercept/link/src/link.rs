@@ -569,6 +569,15 @@ impl Link {
         lost.clone()
     }
 
+    /// Ends the connection: nobody wants the worker any more.
+    pub fn close(&self) {
+        let _ = self.lost.set(Lost("the connection was closed".into()));
+        self.transport.shutdown();
+        if let Some(sender) = self.sender.get() {
+            sender.unpark();
+        }
+    }
+
     /// In a forked child: closes nothing that the parent uses, and answers every call with this reason.
     pub fn abandon(&self) {
         let _ = self.lost.set(Lost("the process was forked after cuInit".into()));

@@ -149,6 +149,39 @@ pub struct Param {
     pub name: &'static str,
     /// How it travels.
     pub kind: Kind,
+    /// What it says of the worker that the call is for, where a program has several.
+    pub role: Role,
+}
+
+/// What a parameter means to a program with several workers, each of which numbers devices and objects in its own way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Nothing.
+    Plain,
+    /// `@object`: the server's own name of something; a program is told it together with the worker's number.
+    Object,
+    /// `@device`: a device's ordinal.
+    Device,
+    /// `@address`: an address of device memory.
+    Address,
+    /// `@location N`: structures with a `CUmemLocation` at byte N.
+    Location(usize),
+    /// `@resource`: a `CUDA_RESOURCE_DESC`.
+    Resource,
+}
+
+impl Role {
+    fn parse(text: &'static str) -> Self {
+        let words: Vec<&'static str> = text.split_whitespace().collect();
+        match words[..] {
+            ["object"] => Self::Object,
+            ["device"] => Self::Device,
+            ["address"] => Self::Address,
+            ["location", n] => Self::Location(n.parse().unwrap_or_else(|_| panic!("calls.txt: {text:?}"))),
+            ["resource"] => Self::Resource,
+            _ => panic!("calls.txt: unknown role {text:?}"),
+        }
+    }
 }
 
 /// How a parameter travels.
@@ -241,7 +274,11 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
                     .filter(|p| !p.trim().is_empty())
                     .map(|p| {
                         let (name, kind) = p.split_once(':').unwrap_or_else(|| panic!("calls.txt: {line:?}"));
-                        Param { name: name.trim(), kind: Kind::parse(kind.trim()) }
+                        let (kind, role) = match kind.split_once('@') {
+                            Some((kind, role)) => (kind, Role::parse(role)),
+                            None => (kind, Role::Plain),
+                        };
+                        Param { name: name.trim(), kind: Kind::parse(kind.trim()), role }
                     })
                     .collect();
                 let class = Class::Generated { own_client, op, wait, params };

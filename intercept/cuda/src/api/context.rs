@@ -4,22 +4,24 @@ use std::ffi::c_void;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
+use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{self, Client, Created, word};
+use crate::client::{Client, Created, unavailable, word};
+use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, alias, driver, give, give_optional,
 };
-use crate::{private_tables, ranges, streams, thread};
+use crate::{clients, handles, private_tables, ranges, streams, thread};
 
 /// The context that a program names; null is the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
     if ctx.is_null() { thread::context() } else { Ok(ctx as u64) }
 }
 
-fn create(client: &Client, ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
-    client.device(device)?;
+fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Result {
+    let (client, device) = clients::device(device)?;
     if ctx.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -27,96 +29,103 @@ fn create(client: &Client, ctx: *mut *mut c_void, flags: u32, device: i32, versi
     client.late()?;
     let new = client.mint(handle::CTX);
     client.call(op::CTX_CREATE, |w| {
-        w.word(new);
+        w.word(handle::local(new));
         w.word(u64::from(flags));
-        w.word(device as u64);
+        w.word(u64::from(device.local));
     })?;
-    let created = Created { device: device as u32, flags, version };
+    let created = Created { device: device.local, flags, version };
     client.created.write().unwrap_or_else(PoisonError::into_inner).insert(new, created);
     thread::push(new);
     give(ctx, new as *mut c_void)
+}
+
+/// The current context's client and device.
+fn current() -> Result<(&'static Client, &'static Device)> {
+    clients::get()?;
+    clients::of_context(thread::context()?)
 }
 
 fn created(client: &Client, ctx: u64) -> Option<Created> {
     client.created.read().unwrap_or_else(PoisonError::into_inner).get(&ctx).copied()
 }
 
-fn synchronize(client: &Client, ctx: u64) -> Result {
-    client.device_of(ctx)?;
+fn synchronize(ctx: u64) -> Result {
+    let (client, _) = clients::of_context(ctx)?;
     streams::context_sync_allowed(ctx)?;
-    let caller = gpusession_link::link::Caller { thread: thread::id(), ctx };
-    let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(client::unavailable)?;
+    let caller = Caller { thread: thread::id(), ctx: handle::local(ctx) };
+    let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
-    let reply = client.link.finish_call(begun).map_err(client::unavailable)?;
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
     client.link.settle(seq, None);
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
-        streams::context_synced(seq);
+        client.positions.context_synced(seq);
     }
     client.told(reply.status)
 }
 
 driver! {
     fn cuCtxGetCurrent(ctx: *mut *mut c_void) {
-        client::get()?;
+        clients::get()?;
         give(ctx, thread::current() as *mut c_void)
     }
 
     fn cuCtxSetCurrent(ctx: *mut c_void) {
-        let client = client::get()?;
+        clients::get()?;
         if !ctx.is_null() {
-            client.device_of(ctx as u64)?;
+            clients::of_context(ctx as u64)?;
         }
         thread::set_current(ctx as u64);
         Ok(())
     }
 
     fn cuCtxPushCurrent_v2(ctx: *mut c_void) {
-        client::get()?.device_of(ctx as u64)?;
+        clients::of_context(ctx as u64)?;
         thread::push(ctx as u64);
         Ok(())
     }
 
     fn cuCtxPopCurrent_v2(ctx: *mut *mut c_void) {
-        client::get()?;
+        clients::get()?;
         let popped = thread::pop()?;
         give_optional(ctx, popped as *mut c_void);
         Ok(())
     }
 
     fn cuCtxGetDevice(device: *mut i32) {
-        give(device, client::get()?.device_of(thread::context()?)? as i32)
+        give(device, current()?.1.ordinal)
     }
 
     /// Of a given context (CUDA 13).
     fn cuCtxGetDevice_v2(device: *mut i32, ctx: *mut c_void) {
-        give(device, client::get()?.device_of(named(ctx)?)? as i32)
+        clients::get()?;
+        give(device, clients::of_context(named(ctx)?)?.1.ordinal)
     }
 
     fn cuCtxCreate_v2(ctx: *mut *mut c_void, flags: u32, device: i32) {
-        create(client::get()?, ctx, flags, device, 3020)
+        create(ctx, flags, device, 3020)
     }
 
     fn cuCtxCreate(ctx: *mut *mut c_void, flags: u32, device: i32) {
-        create(client::get()?, ctx, flags, device, 3010)
+        create(ctx, flags, device, 3010)
     }
 
     fn cuCtxCreate_v3(ctx: *mut *mut c_void, _affinity: *const c_void, count: i32, flags: u32, device: i32) {
         if count != 0 {
             return Err(crate::entry::NOT_SUPPORTED);
         }
-        create(client::get()?, ctx, flags, device, 3020)
+        create(ctx, flags, device, 3020)
     }
 
     fn cuCtxCreate_v4(ctx: *mut *mut c_void, params: *const c_void, flags: u32, device: i32) {
         if !params.is_null() {
             return Err(crate::entry::NOT_SUPPORTED);
         }
-        create(client::get()?, ctx, flags, device, 3020)
+        create(ctx, flags, device, 3020)
     }
 
     fn cuCtxDestroy_v2(ctx: *mut c_void) {
-        let client = client::get()?;
         let ctx = ctx as u64;
+        let (client, _) = clients::of_context(ctx)?;
         if client.created.write().unwrap_or_else(PoisonError::into_inner).remove(&ctx).is_none() {
             return Err(INVALID_CONTEXT);
         }
@@ -124,8 +133,8 @@ driver! {
         streams::forget_context(ctx);
         ranges::forget_context(ctx);
         private_tables::forget_context(ctx);
-        client.call(op::CTX_DESTROY, |w| w.word(ctx))?;
-        client.retire(ctx);
+        client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)))?;
+        handles::retire(ctx);
         Ok(())
     }
 
@@ -134,35 +143,35 @@ driver! {
     }
 
     fn cuCtxDetach(_ctx: *mut c_void) {
-        client::get().map(|_| ())
+        clients::get().map(|_| ())
     }
 
     fn cuCtxSynchronize() {
-        synchronize(client::get()?, thread::context()?)
+        clients::get()?;
+        synchronize(thread::context()?)
     }
 
     /// Of a given context (CUDA 13).
     fn cuCtxSynchronize_v2(ctx: *mut c_void) {
-        synchronize(client::get()?, named(ctx)?)
+        clients::get()?;
+        synchronize(named(ctx)?)
     }
 
     fn cuCtxGetFlags(flags: *mut u32) {
-        let client = client::get()?;
-        let ctx = thread::context()?;
-        let known = match created(client, ctx) {
+        let (client, device) = current()?;
+        let known = match created(client, thread::current()) {
             Some(created) => created.flags,
-            None => client.device(client.device_of(ctx)? as i32)?.primary_flags.load(Ordering::Relaxed),
+            None => device.primary_flags.load(Ordering::Relaxed),
         };
         give(flags, known)
     }
 
     fn cuCtxSetFlags(flags: u32) {
-        let client = client::get()?;
-        let ctx = thread::context()?;
+        let (client, device) = current()?;
         let mut known = client.created.write().unwrap_or_else(PoisonError::into_inner);
-        match known.get_mut(&ctx) {
+        match known.get_mut(&thread::current()) {
             Some(created) => created.flags = flags,
-            None => client.device(client.device_of(ctx)? as i32)?.primary_flags.store(flags, Ordering::Relaxed),
+            None => device.primary_flags.store(flags, Ordering::Relaxed),
         }
         Ok(())
     }
@@ -172,23 +181,21 @@ driver! {
     }
 
     fn cuCtxGetApiVersion(ctx: *mut c_void, version: *mut u32) {
-        let client = client::get()?;
+        clients::get()?;
         let ctx = named(ctx)?;
-        client.device_of(ctx)?;
+        let (client, _) = clients::of_context(ctx)?;
         give(version, created(client, ctx).map_or(3020, |c| c.version))
     }
 
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
-        let client = client::get()?;
-        let (low, high) = client.device(client.device_of(thread::context()?)? as i32)?.priorities;
+        let (low, high) = current()?.1.priorities;
         give_optional(least, low);
         give_optional(greatest, high);
         Ok(())
     }
 
     fn cuCtxGetLimit(value: *mut usize, limit: i32) {
-        let client = client::get()?;
-        let device = client.device(client.device_of(thread::context()?)? as i32)?;
+        let (_, device) = current()?;
         match usize::try_from(limit).ok().and_then(|i| device.limits.get(i)).map(|l| l.load(Ordering::Relaxed)) {
             // A refusal of the driver is kept as its negative.
             Some(known) if (known as i64) < 0 => Err(-(known as i64) as i32),
@@ -198,8 +205,7 @@ driver! {
     }
 
     fn cuCtxSetLimit(limit: i32, value: usize) {
-        let client = client::get()?;
-        let device = client.device(client.device_of(thread::context()?)? as i32)?;
+        let (client, device) = current()?;
         streams::allowed()?;
         let reply = client.call(op::CTX_SET_LIMIT, |w| {
             w.word(limit as u32 as u64);
@@ -213,8 +219,9 @@ driver! {
     }
 
     fn cuCtxEnablePeerAccess(peer: *mut c_void, flags: u32) {
-        let client = client::get()?;
-        if client.device_of(peer as u64)? == client.device_of(thread::context()?)? {
+        let (client, device) = current()?;
+        let (other, peer_device) = clients::of_context(peer as u64)?;
+        if other.number != client.number || peer_device.local == device.local {
             return Err(PEER_ACCESS_UNSUPPORTED);
         }
         client.call(op::cuCtxEnablePeerAccess, |w| {

@@ -4,17 +4,75 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
+use gpusession_proto::handle;
 
-use crate::client::{self, Client, string, unavailable};
+use crate::client::{Client, string, unavailable};
+use crate::clients::{self, elsewhere, home};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
 use crate::mapped::Region;
-use crate::ranges;
-use crate::streams::{Stream, find};
-use crate::{copies, mapped, thread};
+use crate::streams::{self, Default, Stream, find};
+use crate::{copies, mapped, ranges, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
+/// Bytes of a copy between leases that are on their way through the program at once.
+const RELAYED: usize = 4 << 20;
 
-fn device_to_device(client: &Client, target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+/// Does something on the default stream of another lease's context, behind what `stream` has so far; it is complete before this
+/// returns. The two servers know nothing of each other: what one waits for the other waits for here.
+fn beside(stream: &Stream, ctx: u64, work: impl FnOnce(&Stream) -> Result) -> Result {
+    stream.synchronize()?;
+    on_default(ctx, |there| {
+        work(there)?;
+        there.synchronize()
+    })
+}
+
+/// Does something on a context's default stream.
+fn on_default<T>(ctx: u64, work: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
+    let (client, _) = clients::of_context(ctx)?;
+    thread::within(ctx, || work(&*streams::legacy(client, ctx)?))
+}
+
+fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+    match elsewhere(stream.client, target) {
+        None => copies::to_device(target, source, len, stream),
+        Some(ctx) => beside(stream, ctx, |there| copies::to_device(target, source, len, there)),
+    }
+}
+
+fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    match elsewhere(stream.client, source) {
+        None => copies::from_device(target, source, len, stream, wait),
+        Some(ctx) => beside(stream, ctx, |there| copies::from_device(target, source, len, there, true)),
+    }
+}
+
+fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+    let here = stream.client;
+    let (to, from) = (elsewhere(here, target), elsewhere(here, source));
+    match (to, from) {
+        (None, None) => within_lease(target, source, len, stream),
+        (Some(to), Some(from)) if handle::server(to) == handle::server(from) => {
+            beside(stream, to, |there| within_lease(target, source, len, there))
+        }
+        _ => {
+            let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
+            stream.synchronize()?;
+            let mut bytes = vec![0u8; len.min(RELAYED)];
+            for offset in (0..len).step_by(RELAYED) {
+                let part = &mut bytes[..RELAYED.min(len - offset)];
+                let (host, len) = (part.as_mut_ptr() as usize, part.len());
+                let offset = offset as u64;
+                on_default(from, |there| copies::from_device(host, source + offset, len, there, true))?;
+                on_default(to, |there| copies::to_device(target + offset, host, len, there))?;
+            }
+            on_default(to, |there| there.synchronize())
+        }
+    }
+}
+
+fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+    let client = stream.client;
     if len == 0 {
         return Ok(());
     }
@@ -22,7 +80,7 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
     mapped::named(client, target)?;
     mapped::named(client, source)?;
     mapped::upload(client)?;
-    let sure = ranges::is_device(target, len as u64) && ranges::is_device(source, len as u64);
+    let sure = ranges::is_device(client, target, len as u64) && ranges::is_device(client, source, len as u64);
     let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
         w.word(target);
         w.word(source);
@@ -34,42 +92,37 @@ fn device_to_device(client: &Client, target: u64, source: u64, len: usize, strea
 }
 
 /// The default stream, for a call that CUDA calls synchronous.
-fn for_synchronous(client: &Client, default: crate::streams::Default) -> Result<Arc<Stream>> {
-    let stream = find(client, NULL, default)?;
+fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
+    let (_, stream) = find(NULL, default)?;
     stream.usable_synchronously()?;
     Ok(stream)
 }
 
+fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
+    find(stream, default).map(|(_, stream)| stream)
+}
+
 /// Which side of a copy an address is on.
-fn on_device(client: &Client, address: u64) -> bool {
+fn on_device(address: u64) -> bool {
     match ranges::find(address) {
         Some(range) => range.kind.on_device() && !range.kind.managed(),
-        // Mappings of the program's (`cuMemMap`) and the device's addresses of registered memory are in no list.
-        None => client.whole_window.contains(&address),
+        None => home(address).is_some(),
     }
 }
 
 /// A copy between addresses that say themselves what they are.
-fn unified(
-    client: &Client,
-    target: u64,
-    source: u64,
-    len: usize,
-    stream: &Arc<Stream>,
-    wait: bool,
-) -> Result {
-    match (on_device(client, target), on_device(client, source)) {
-        (true, true) => device_to_device(client, target, source, len, stream),
-        (true, false) => copies::to_device(client, target, source as usize, len, stream),
-        (false, true) => copies::from_device(client, target as usize, source, len, stream, wait),
+fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    match (on_device(target), on_device(source)) {
+        (true, true) => device_to_device(target, source, len, stream),
+        (true, false) => to_device(target, source as usize, len, stream),
+        (false, true) => from_device(target as usize, source, len, stream, wait),
         (false, false) => {
             if !wait && stream.capture().is_some() {
-                let cuboid = Cuboid::row((HOST, target), (HOST, source), len);
-                return copies::capture(client, cuboid, stream);
+                return copies::capture(Cuboid::row((HOST, target), (HOST, source), len), stream);
             }
             // In order with the stream's work, then by the program's own CPU.
             stream.not_captured()?;
-            client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+            stream.client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
             // SAFETY: the program vouches for both ranges.
             unsafe { std::ptr::copy(source as *const u8, target as *mut u8, len) };
             Ok(())
@@ -79,88 +132,73 @@ fn unified(
 
 driver! {
     fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds [default] (target: u64, source: *const c_void, len: usize) {
-        let client = client::get()?;
-        copies::to_device(client, target, source as usize, len, &*for_synchronous(client, default)?)
+        to_device(target, source as usize, len, &*for_synchronous(default)?)
     }
 
     fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz [default] (
         target: u64, source: *const c_void, len: usize, stream: *mut c_void,
     ) {
-        let client = client::get()?;
-        copies::to_device(client, target, source as usize, len, &*find(client, stream, default)?)
+        to_device(target, source as usize, len, &*named(stream, default)?)
     }
 
     fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds [default] (target: *mut c_void, source: u64, len: usize) {
-        let client = client::get()?;
-        copies::from_device(client, target as usize, source, len, &for_synchronous(client, default)?, true)
+        from_device(target as usize, source, len, &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpyDtoHAsync_v2 / cuMemcpyDtoHAsync_v2_ptsz [default] (
         target: *mut c_void, source: u64, len: usize, stream: *mut c_void,
     ) {
-        let client = client::get()?;
-        copies::from_device(client, target as usize, source, len, &find(client, stream, default)?, false)
+        from_device(target as usize, source, len, &*named(stream, default)?, false)
     }
 
     fn cuMemcpyDtoD_v2 / cuMemcpyDtoD_v2_ptds [default] (target: u64, source: u64, len: usize) {
-        let client = client::get()?;
-        device_to_device(client, target, source, len, &*for_synchronous(client, default)?)
+        device_to_device(target, source, len, &*for_synchronous(default)?)
     }
 
     fn cuMemcpyDtoDAsync_v2 / cuMemcpyDtoDAsync_v2_ptsz [default] (
         target: u64, source: u64, len: usize, stream: *mut c_void,
     ) {
-        let client = client::get()?;
-        device_to_device(client, target, source, len, &*find(client, stream, default)?)
+        device_to_device(target, source, len, &*named(stream, default)?)
     }
 
     fn cuMemcpy / cuMemcpy_ptds [default] (target: u64, source: u64, len: usize) {
-        let client = client::get()?;
-        unified(client, target, source, len, &for_synchronous(client, default)?, true)
+        unified(target, source, len, &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpyAsync / cuMemcpyAsync_ptsz [default] (target: u64, source: u64, len: usize, stream: *mut c_void) {
-        let client = client::get()?;
-        unified(client, target, source, len, &find(client, stream, default)?, false)
+        unified(target, source, len, &*named(stream, default)?, false)
     }
 
     fn cuMemcpyPeer / cuMemcpyPeer_ptds [default] (
         target: u64, _to: *mut c_void, source: u64, _from: *mut c_void, len: usize,
     ) {
-        let client = client::get()?;
-        device_to_device(client, target, source, len, &*for_synchronous(client, default)?)
+        device_to_device(target, source, len, &*for_synchronous(default)?)
     }
 
     fn cuMemcpyPeerAsync / cuMemcpyPeerAsync_ptsz [default] (
         target: u64, _to: *mut c_void, source: u64, _from: *mut c_void, len: usize, stream: *mut c_void,
     ) {
-        let client = client::get()?;
-        device_to_device(client, target, source, len, &*find(client, stream, default)?)
+        device_to_device(target, source, len, &*named(stream, default)?)
     }
 
     fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds [default] (copy: *const Plane) {
-        let client = client::get()?;
-        run(client, take(copy)?.into(), &for_synchronous(client, default)?)
+        run(take(copy)?.into(), &*for_synchronous(default)?)
     }
 
     fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds [default] (copy: *const Plane) {
-        let client = client::get()?;
-        run(client, take(copy)?.into(), &for_synchronous(client, default)?)
+        run(take(copy)?.into(), &*for_synchronous(default)?)
     }
 
     fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz [default] (copy: *const Plane, stream: *mut c_void) {
-        let client = client::get()?;
-        run(client, take(copy)?.into(), &find(client, stream, default)?)
+        run(take(copy)?.into(), &*named(stream, default)?)
     }
 
     fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds [default] (copy: *const Cuboid) {
-        let client = client::get()?;
-        run(client, take(copy)?, &for_synchronous(client, default)?)
+        run(take(copy)?, &*for_synchronous(default)?)
     }
 
     fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz [default] (copy: *const Cuboid, stream: *mut c_void) {
-        let client = client::get()?;
-        run(client, take(copy)?, &find(client, stream, default)?)
+        run(take(copy)?, &*named(stream, default)?)
     }
 }
 
@@ -169,7 +207,7 @@ macro_rules! fills {
     ($($name:ident / $twin:ident, $ordered:ident / $ordered_twin:ident
         ($target:ident: u64 $(, $arg:ident: $ty:ty)*) covers $len:expr;)*) => { driver! { $(
         fn $name / $twin [default] ($target: u64, $($arg: $ty),*) {
-            for_synchronous(client::get()?, default)?;
+            for_synchronous(default)?;
             fill(NULL, default, op::$ordered, $target, $len, &[$target, $($arg as u64),*])
         }
 
@@ -181,19 +219,26 @@ macro_rules! fills {
 
 fn fill(
     stream: *mut c_void,
-    default: crate::streams::Default,
+    default: Default,
     operation: u16,
     target: u64,
     len: Option<usize>,
     arguments: &[u64],
 ) -> Result {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
+    match elsewhere(client, target) {
+        None => fill_on(&stream, operation, target, len, arguments),
+        Some(ctx) => beside(&stream, ctx, |there| fill_on(there, operation, target, len, arguments)),
+    }
+}
+
+fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arguments: &[u64]) -> Result {
+    let client = stream.client;
     stream.usable()?;
     client.late()?;
     mapped::named(client, target)?;
     mapped::upload(client)?;
-    let sure = len.is_some_and(|len| ranges::is_device(target, len as u64));
+    let sure = len.is_some_and(|len| ranges::is_device(client, target, len as u64));
     let seq = client.post_if(sure, operation, |w| {
         for argument in arguments {
             w.word(*argument);
@@ -322,7 +367,7 @@ impl Cuboid {
                 u64::from(s.kind),
                 s.host,
                 s.device,
-                s.array,
+                handle::local(s.array),
                 s.reserved as u64,
                 s.pitch as u64,
                 s.height as u64,
@@ -336,10 +381,10 @@ impl Cuboid {
     }
 
     /// Says of each side whether it is host memory, with unified addresses resolved.
-    pub fn resolve(&mut self, client: &Client) -> Result {
+    pub fn resolve(&mut self) -> Result {
         for side in [&mut self.source, &mut self.target] {
             if side.kind == UNIFIED {
-                let device = on_device(client, side.device);
+                let device = on_device(side.device);
                 side.kind = if device { DEVICE } else { HOST };
                 if !device {
                     side.host = side.device;
@@ -360,36 +405,42 @@ impl Cuboid {
 
     /// A copy of one row between two places, each a kind of memory and an address: target, source.
     pub fn row(target: (u32, u64), source: (u32, u64), len: usize) -> Self {
-        let side = |(kind, address): (u32, u64)| Side {
-            x: 0,
-            y: 0,
-            z: 0,
-            lod: 0,
-            kind,
-            host: address,
-            device: address,
-            array: 0,
-            reserved: 0,
-            pitch: len,
-            height: 1,
-        };
+        let side = |(kind, address): (u32, u64)| Side::memory(kind, address, len, 1);
         Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
+    }
+
+    /// The same copy in parts of some rows each.
+    fn parts(self) -> impl Iterator<Item = Self> {
+        let rows = (RELAYED / self.width.max(1)).max(1);
+        let starts = move |z| (0..self.height).step_by(rows).map(move |y| (y, z));
+        (0..self.depth).flat_map(starts).map(move |(y, z)| {
+            let side = |s: Side| Side { y: s.y + y, z: s.z + z, ..s };
+            Self {
+                source: side(self.source),
+                target: side(self.target),
+                height: rows.min(self.height - y),
+                depth: 1,
+                ..self
+            }
+        })
     }
 
     /// Names host memory by region and offset, as a worker takes it in graphs. Returns the regions of source and target; 0 is
     /// not host memory.
-    pub fn name_regions(&mut self, client: &Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
+    pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
         let (width, height, depth) = (self.width, self.height, self.depth);
         if width == 0 || height == 0 || depth == 0 {
             return Err(INVALID_VALUE);
         }
         let (mut ids, mut regions) = ([0; 2], Vec::new());
         for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
-            if side.kind != HOST {
-                continue;
-            }
-            if ranges::find(side.host).is_some_and(|r| r.kind.managed()) {
+            if ranges::find(side.host).is_some_and(|r| side.kind == HOST && r.kind.managed()) {
                 (side.kind, side.device) = (DEVICE, side.host);
+            }
+            if side.elsewhere(client).is_some() {
+                return Err(clients::apart("a copy of a graph"));
+            }
+            if side.kind != HOST {
                 continue;
             }
             let (first, last) = (side.row(0, 0), side.row(height - 1, depth - 1));
@@ -409,6 +460,34 @@ impl Cuboid {
 }
 
 impl Side {
+    /// Rows of `pitch` bytes from an address.
+    fn memory(kind: u32, address: u64, pitch: usize, height: usize) -> Self {
+        Self {
+            x: 0,
+            y: 0,
+            z: 0,
+            lod: 0,
+            kind,
+            host: address,
+            device: address,
+            array: 0,
+            reserved: 0,
+            pitch,
+            height,
+        }
+    }
+
+    /// The context to work in, if it is memory of another client's device.
+    fn elsewhere(&self, client: &Client) -> Option<u64> {
+        match self.kind {
+            DEVICE => elsewhere(client, self.device),
+            ARRAY if handle::server(self.array) != client.number => {
+                clients::of(self.array).ok().map(|other| other.primary(0))
+            }
+            _ => None,
+        }
+    }
+
     /// Address of a row of the box.
     fn row(&self, y: usize, z: usize) -> usize {
         self.host as usize + ((self.z + z) * self.height + self.y + y) * self.pitch + self.x
@@ -420,8 +499,35 @@ impl Side {
     }
 }
 
-fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
-    cuboid.resolve(client)?;
+fn run(mut cuboid: Cuboid, stream: &Stream) -> Result {
+    cuboid.resolve()?;
+    let here = stream.client;
+    let (to, from) = (cuboid.target.elsewhere(here), cuboid.source.elsewhere(here));
+    let (host_source, host_target) = cuboid.host_sides();
+    match (to, from) {
+        (None, None) => run_on(cuboid, stream),
+        (Some(ctx), None) if host_source => beside(stream, ctx, |there| run_on(cuboid, there)),
+        (None, Some(ctx)) if host_target => beside(stream, ctx, |there| run_on(cuboid, there)),
+        (Some(to), Some(from)) if handle::server(to) == handle::server(from) => {
+            beside(stream, to, |there| run_on(cuboid, there))
+        }
+        _ => {
+            let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
+            stream.synchronize()?;
+            for part in cuboid.parts() {
+                let mut bytes = vec![0u8; part.width * part.height];
+                let host = Side::memory(HOST, bytes.as_mut_ptr() as u64, part.width, part.height);
+                on_default(from, |there| run_on(Cuboid { target: host, ..part }, there))?;
+                on_default(to, |there| run_on(Cuboid { source: host, ..part }, there))?;
+            }
+            on_default(to, |there| there.synchronize())
+        }
+    }
+}
+
+/// The same within one lease.
+fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
+    let client = stream.client;
     let (width, height, depth) = (cuboid.width, cuboid.height, cuboid.depth);
     let len = width.checked_mul(height).and_then(|n| n.checked_mul(depth)).ok_or(INVALID_VALUE)?;
     if len == 0 {
@@ -432,7 +538,7 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
     let direction = match cuboid.host_sides() {
         (true, true) => {
             if stream.capture().is_some() {
-                return copies::capture(client, cuboid, stream);
+                return copies::capture(cuboid, stream);
             }
             stream.not_captured()?;
             client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
@@ -453,7 +559,7 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
         (false, true) => 2,
     };
     if direction != 0 && stream.capture().is_some() {
-        return copies::capture(client, cuboid, stream);
+        return copies::capture(cuboid, stream);
     }
     mapped::upload(client)?;
     let host = cuboid;
@@ -503,7 +609,7 @@ fn run(client: &Client, mut cuboid: Cuboid, stream: &Arc<Stream>) -> Result {
             let target = packed.as_mut_ptr() as usize;
             let begun = client
                 .link
-                .begin_call(op::COPY_BOX, thread::caller(), |w| {
+                .begin_call(op::COPY_BOX, client.caller(), |w| {
                     body(w);
                     if bulk {
                         // SAFETY: `packed` lives until the transfer has ended below.

@@ -5,64 +5,67 @@ use std::sync::atomic::Ordering;
 
 use gpusession_proto::frame::op;
 
-use crate::client;
-use crate::entry::{INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, alias, driver, give, give_text, name};
-use crate::{ranges, streams, thread};
+use crate::client::Client;
+use crate::devices::Device;
+use crate::entry::{
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, alias, driver, give, give_text, name,
+};
+use crate::{clients, ranges, streams, thread};
 
 driver! {
     fn cuInit(flags: u32) {
-        if flags != 0 { Err(INVALID_VALUE) } else { client::init() }
+        if flags != 0 { Err(INVALID_VALUE) } else { clients::init() }
     }
 
     fn cuDriverGetVersion(version: *mut i32) {
-        give(version, client::driver_version())
+        give(version, clients::driver_version())
     }
 
     fn cuDeviceGet(device: *mut i32, ordinal: i32) {
-        client::get()?.device(ordinal)?;
+        clients::device(ordinal)?;
         give(device, ordinal)
     }
 
     fn cuDeviceGetCount(count: *mut i32) {
-        give(count, client::get()?.devices.len() as i32)
+        give(count, clients::devices()?.len() as i32)
     }
 
     fn cuDeviceGetName(text: *mut c_char, len: i32, device: i32) {
-        give_text(text, len, &client::get()?.device(device)?.name)
+        give_text(text, len, &clients::device(device)?.1.name)
     }
 
     fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: i32) {
-        give(uuid, client::get()?.device(device)?.uuid)
+        give(uuid, clients::device(device)?.1.uuid)
     }
 
     fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: i32) {
-        give(uuid, client::get()?.device(device)?.uuid)
+        give(uuid, clients::device(device)?.1.uuid)
     }
 
     fn cuDeviceGetLuid(luid: *mut [u8; 8], mask: *mut u32, device: i32) {
-        let device = client::get()?.device(device)?;
+        let (_, device) = clients::device(device)?;
         give(luid, device.luid)?;
         give(mask, device.luid_mask)
     }
 
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
-        give(bytes, client::get()?.device(device)?.total_memory as usize)
+        give(bytes, clients::device(device)?.1.total_memory as usize)
     }
 
     fn cuDeviceGetAttribute(value: *mut i32, attribute: i32, device: i32) {
-        let device = client::get()?.device(device)?;
+        let (_, device) = clients::device(device)?;
         let known = usize::try_from(attribute).ok().and_then(|i| device.attributes.get(i).copied().flatten());
         give(value, known.ok_or(INVALID_VALUE)?)
     }
 
     fn cuDeviceGetPCIBusId(text: *mut c_char, len: i32, device: i32) {
-        give_text(text, len, &client::get()?.device(device)?.pci)
+        give_text(text, len, &clients::device(device)?.1.pci)
     }
 
     fn cuDeviceGetByPCIBusId(device: *mut i32, text: *const c_char) {
         // With or without the domain, in either case.
         let wanted = name(text)?.to_bytes().to_ascii_lowercase();
-        let found = client::get()?.devices.iter().position(|d| {
+        let found = clients::devices()?.position(|d| {
             let pci = d.pci.to_ascii_lowercase();
             pci == wanted || pci.strip_prefix(b"0000:").is_some_and(|short| short == wanted)
                 || wanted.strip_prefix(b"0000").is_some_and(|short| short == pci)
@@ -71,57 +74,59 @@ driver! {
     }
 
     fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, device: i32) {
-        let device = client::get()?.device(device)?;
-        give(major, device.attributes.get(75).copied().flatten().unwrap_or(0))?;
-        give(minor, device.attributes.get(76).copied().flatten().unwrap_or(0))
+        let (_, device) = clients::device(device)?;
+        give(major, device.attribute(75))?;
+        give(minor, device.attribute(76))
     }
 
     /// `CUdevprop`: eleven integers that are attributes too.
     fn cuDeviceGetProperties(properties: *mut [i32; 14], device: i32) {
         const ATTRIBUTES: [usize; 14] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
-        let device = client::get()?.device(device)?;
-        let value = |i: usize| device.attributes.get(i).copied().flatten().unwrap_or(0);
+        let (_, device) = clients::device(device)?;
         let mut out = [0; 14];
         // maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], sharedMemPerBlock, totalConstantMemory, SIMDWidth,
         // memPitch, regsPerBlock, clockRate, textureAlign
         for (slot, attribute) in out.iter_mut().zip(ATTRIBUTES) {
-            *slot = value(attribute);
+            *slot = device.attribute(attribute);
         }
         give(properties, out)
     }
 
     fn cuDeviceCanAccessPeer(can: *mut i32, device: i32, peer: i32) {
-        let client = client::get()?;
-        client.device(peer)?;
-        give(can, client.device(device)?.peers.get(peer as usize).is_some_and(|p| p.reached).into())
+        let (client, from) = clients::device(device)?;
+        let (other, to) = clients::device(peer)?;
+        give(can, (client.number == other.number && from.peer(to).is_some_and(|p| p.reached)).into())
     }
 
     fn cuDeviceGetP2PAttribute(value: *mut i32, attribute: i32, device: i32, peer: i32) {
-        let client = client::get()?;
-        let (from, _) = (client.device(device)?, client.device(peer)?);
+        let (client, from) = clients::device(device)?;
+        let (other, to) = clients::device(peer)?;
         if device == peer {
             return Err(INVALID_DEVICE);
         }
+        // Devices of two leases know nothing of each other.
+        if client.number != other.number {
+            return give(value, 0);
+        }
         let place = usize::try_from(attribute - 1).map_err(|_| INVALID_VALUE)?;
-        let known = from.peers.get(peer as usize).and_then(|p| p.attributes.get(place).copied());
+        let known = from.peer(to).and_then(|p| p.attributes.get(place).copied());
         give(value, known.flatten().ok_or(INVALID_VALUE)?)
     }
 
     fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: i32, device: i32) {
-        client::get()?.device(device)?;
+        clients::device(device)?;
         give(supported, 0)
     }
 
     fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, device: i32) {
-        let client = client::get()?;
-        client.device(device)?.retained.fetch_add(1, Ordering::Relaxed);
-        give(ctx, client.primary(device as u32) as *mut c_void)
+        let (client, device) = clients::device(device)?;
+        device.retained.fetch_add(1, Ordering::Relaxed);
+        give(ctx, client.primary(device.local) as *mut c_void)
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
-        let client = client::get()?;
-        let retained = &client.device(device)?.retained;
-        let before = retained
+        let (client, device) = clients::device(device)?;
+        let before = device.retained
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
             .map_err(|_| INVALID_CONTEXT)?;
         // The last release destroys what the context holds. Programs do so on their way out: nobody waits for it.
@@ -129,34 +134,33 @@ driver! {
     }
 
     fn cuDevicePrimaryCtxReset_v2(device: i32) {
-        let client = client::get()?;
-        client.device(device)?;
+        let (client, device) = clients::device(device)?;
         reset(client, device, true)
     }
 
     fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) {
-        let device = client::get()?.device(device)?;
+        let (_, device) = clients::device(device)?;
         give(flags, device.primary_flags.load(Ordering::Relaxed))?;
         give(active, i32::from(device.retained.load(Ordering::Relaxed) > 0))
     }
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {
         // Blocking, spinning or yielding is about waiting for a card in this machine.
-        client::get()?.device(device)?.primary_flags.store(flags, Ordering::Relaxed);
+        clients::device(device)?.1.primary_flags.store(flags, Ordering::Relaxed);
         Ok(())
     }
 }
 
-fn reset(client: &client::Client, device: i32, wait: bool) -> crate::entry::Result {
-    let ctx = client.primary(device as u32);
+fn reset(client: &Client, device: &Device, wait: bool) -> Result {
+    let ctx = client.primary(device.local);
     streams::forget_context(ctx);
     ranges::forget_context(ctx);
     crate::private_tables::forget_context(ctx);
     if wait {
-        client.call(op::PRIMARY_RESET, |w| w.word(device as u64)).map(|_| ())
+        client.call(op::PRIMARY_RESET, |w| w.word(u64::from(device.local))).map(|_| ())
     } else {
         let _ = thread::id();
-        client.post(op::PRIMARY_RESET, |w| w.word(device as u64)).map(|_| ())
+        client.post(op::PRIMARY_RESET, |w| w.word(u64::from(device.local))).map(|_| ())
     }
 }
 

@@ -5,15 +5,18 @@ use std::ffi::c_void;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{self, unavailable, word};
-use crate::entry::{CAPTURED_EVENT, INVALID_VALUE, Result, alias, driver, give};
+use crate::client::{unavailable, word};
+use crate::entry::{CAPTURED_EVENT, INVALID_HANDLE, INVALID_VALUE, Result, alias, driver, give};
+use crate::events::Event;
 use crate::streams::{self, find};
-use crate::{events, thread};
+use crate::{clients, events, handles, thread};
 
 fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, flags: u32) -> Result {
-    let client = client::get()?;
     let event = events::find(event as u64)?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
+    if event.client.number != client.number {
+        return Err(INVALID_HANDLE);
+    }
     stream.usable()?;
     let immediate = event.is_immediate(&stream);
     let seq = client.post(op::EVENT_RECORD, |w| {
@@ -35,8 +38,17 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
 
 /// Asks whether an event has happened (`EVENT_QUERY`) or waits for it (`EVENT_SYNC`).
 fn ask(operation: u16, event: *mut c_void) -> Result {
-    let client = client::get()?;
-    let event = events::find(event as u64)?;
+    clients::get()?;
+    ask_of(operation, &*events::find(event as u64)?)
+}
+
+/// Waits for an event of another lease than the one that is to wait for it.
+pub fn wait_here(event: &Event) -> Result {
+    ask_of(op::EVENT_SYNC, event)
+}
+
+fn ask_of(operation: u16, event: &Event) -> Result {
+    let client = event.client;
     if let Some(capture) = event.capture() {
         capture.spoil();
         return Err(CAPTURED_EVENT);
@@ -47,7 +59,7 @@ fn ask(operation: u16, event: *mut c_void) -> Result {
         return client.late();
     };
     let begun =
-        client.link.begin_call(operation, thread::caller(), |w| w.word(event.handle)).map_err(unavailable)?;
+        client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
         client.link.settle(recorded, Some(stream.handle));
@@ -60,8 +72,12 @@ fn ask(operation: u16, event: *mut c_void) -> Result {
 }
 
 fn elapsed(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> Result {
-    let client = client::get()?;
+    clients::get()?;
     let (start, end) = (events::find(start as u64)?, events::find(end as u64)?);
+    let client = start.client;
+    if client.number != end.client.number {
+        return Err(INVALID_HANDLE);
+    }
     let reply = client.call(op::EVENT_ELAPSED, |w| {
         w.word(start.handle);
         w.word(end.handle);
@@ -71,7 +87,7 @@ fn elapsed(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> Result {
 
 driver! {
     fn cuEventCreate(event: *mut *mut c_void, flags: u32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         if event.is_null() || flags > 7 {
             return Err(INVALID_VALUE);
@@ -81,15 +97,15 @@ driver! {
             w.word(new);
             w.word(u64::from(flags));
         })?;
-        events::add(new, flags);
+        events::add(client, new, flags);
         give(event, new as *mut c_void)
     }
 
     fn cuEventDestroy_v2(event: *mut c_void) {
-        let client = client::get()?;
-        events::take(event as u64)?;
-        client.post(op::EVENT_DESTROY, |w| w.word(event as u64))?;
-        client.retire(event as u64);
+        clients::get()?;
+        let known = events::take(event as u64)?;
+        known.client.post(op::EVENT_DESTROY, |w| w.word(known.handle))?;
+        handles::retire(known.handle);
         Ok(())
     }
 

@@ -3,10 +3,12 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 
-use crate::client::{self, string, word};
+use crate::client::{string, word};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give};
 use crate::streams::find;
+use crate::{clients, objects};
 
 /// Copies a structure of the answer to the program.
 fn give_bytes(target: *mut c_void, answer: &[u8], len: usize) -> Result {

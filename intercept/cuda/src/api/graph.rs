@@ -8,12 +8,12 @@ use gpusession_proto::handle;
 
 use super::copy::Cuboid;
 use super::launch::Params;
-use crate::client::{self, Client, word};
+use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
 use crate::mapped::Region;
 use crate::streams::{self, HostFunction, find};
-use crate::{events, mapped, thread};
+use crate::{clients, events, handles, mapped, objects, thread};
 
 /// Kinds of a node in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -125,19 +125,18 @@ impl Content {
         }
     }
 
-    fn copy(copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
+    fn copy(client: &'static Client, copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
         let mut cuboid = take(copy)?;
-        let client = client::get()?;
-        cuboid.resolve(client)?;
+        cuboid.resolve()?;
         let ctx = super::context::named(ctx)?;
         let (ids, regions) = cuboid.name_regions(client)?;
         Ok(Self::Copy { cuboid: Box::new(cuboid), ctx, ids, regions })
     }
 
-    fn host(host: *const HostNode) -> Result<Self> {
+    fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
         let host = take(host)?;
         let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
-        Ok(Self::Host(streams::register_host(client::get()?, function, true)?))
+        Ok(Self::Host(streams::register_host(client, function, true)?))
     }
 
     /// Host memory that a graph with this node exchanges at its launches.
@@ -149,7 +148,23 @@ impl Content {
         }
     }
 
-    fn write(&self, w: &mut Writer<'_>) -> Result {
+    /// Whether all of it is the client's.
+    fn check(&self, client: &Client) -> Result {
+        let other = match self {
+            Self::Set(set, ctx) => match clients::elsewhere(client, set.address) {
+                Some(elsewhere) => clients::of(elsewhere)?,
+                None => clients::of(*ctx)?,
+            },
+            Self::Copy { ctx, .. } => clients::of(*ctx)?,
+            Self::Record(event) | Self::Wait(event) => clients::of(*event)?,
+            Self::Child(graph) => clients::of(*graph)?,
+            Self::Kernel(_) | Self::Empty | Self::Host(_) => return Ok(()),
+        };
+        client.same(other)
+    }
+
+    fn write(&self, client: &'static Client, w: &mut Writer<'_>) -> Result {
+        self.check(client)?;
         w.word(self.kind());
         match self {
             Self::Kernel(kernel) => {
@@ -157,7 +172,8 @@ impl Content {
                 let function = functions::find(func as u64)?;
                 let params = Params { each: kernel.each, extra: kernel.extra };
                 params.check(&function)?;
-                params.name_memory(client::get()?, &function)?;
+                function.reach(client)?;
+                params.name_memory(client, &function)?;
                 w.word(function.handle);
                 for dimension in kernel.grid.iter().chain(&kernel.block) {
                     w.word(u64::from(*dimension));
@@ -168,7 +184,7 @@ impl Content {
             Self::Copy { cuboid, ctx, ids, .. } => {
                 let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
                 w.bytes(&words);
-                w.word(*ctx);
+                w.word(handle::local(*ctx));
                 ids.iter().for_each(|id| w.word(*id));
             }
             Self::Set(set, ctx) => {
@@ -181,7 +197,7 @@ impl Content {
                 ];
                 let words: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
                 w.bytes(&words);
-                w.word(*ctx);
+                w.word(handle::local(*ctx));
             }
             Self::Empty => {}
             Self::Record(object) | Self::Wait(object) | Self::Child(object) | Self::Host(object) => {
@@ -193,36 +209,39 @@ impl Content {
 }
 
 fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, content: &Content) -> Result {
-    let client = client::get()?;
+    let client = clients::of(graph as u64)?;
     if node.is_null() {
         return Err(INVALID_VALUE);
     }
-    let after = bytes(after, count.checked_mul(8).ok_or(INVALID_VALUE)?)?;
+    let after = objects::own(client, bytes(after, count.checked_mul(8).ok_or(INVALID_VALUE)?)?)?;
     // Anything that the content's own check refuses must not leave half a frame in the log.
     let mut frame = Vec::new();
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
-    content.write(&mut w)?;
+    content.write(client, &mut w)?;
     w.finish();
     let reply = client.call(op::GRAPH_ADD, |w| {
         w.word(graph as u64);
-        w.bytes(after);
+        w.bytes(&after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
     })?;
-    let new = word(&mut reply.reader())?;
+    let new = client.name(word(&mut reply.reader())?);
     mapped::node_of(new, graph as u64);
     mapped::graph_names(graph as u64, &content.regions());
     give(node, new)
 }
 
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
-    let client = client::get()?;
+    let client = clients::of(node)?;
+    if !exec.is_null() {
+        client.same(clients::of(exec as u64)?)?;
+    }
     let mut frame = Vec::new();
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
-    content.write(&mut w)?;
+    content.write(client, &mut w)?;
     w.finish();
     client.call(op::GRAPH_EXEC_SET, |w| {
         w.word(exec as u64);
-        w.word(node);
+        w.word(handle::local(node));
         w.words(&frame[gpusession_proto::frame::HEADER..]);
     })?;
     let graph = if exec.is_null() { mapped::graph_of(node) } else { Some(exec as u64) };
@@ -233,7 +252,7 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
 }
 
 fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result {
-    let client = client::get()?;
+    let client = clients::of(graph as u64)?;
     if exec.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -250,7 +269,7 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
             give(exec, new as *mut c_void)
         }
         Err(status) => {
-            client.retire(new);
+            handles::retire(new);
             Err(status)
         }
     }
@@ -258,7 +277,7 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
 
 /// Nodes of a graph: `which` 0 all, 1 roots, 2 edges. A null array asks for the count.
 fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *mut usize) -> Result {
-    let client = client::get()?;
+    let client = clients::of(graph as u64)?;
     let most = if from.is_null() { 0 } else { take(count)? };
     let reply = client.call(op::GRAPH_NODES, |w| {
         w.word(graph as u64);
@@ -268,12 +287,12 @@ fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *m
     let mut r = reply.reader();
     let (all, given) = (word(&mut r)?, word(&mut r)? as usize);
     for i in 0..given.min(most) {
-        let node = word(&mut r)?;
+        let node = client.name(word(&mut r)?);
         // SAFETY: the program says that the arrays have `count` elements.
         unsafe { from.add(i).write(node) };
         mapped::node_of(node, graph as u64);
         if which == 2 {
-            let node = word(&mut r)?;
+            let node = client.name(word(&mut r)?);
             if !to.is_null() {
                 // SAFETY: as above.
                 unsafe { to.add(i).write(node) };
@@ -283,19 +302,20 @@ fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *m
     give(count, if from.is_null() { all as usize } else { given })
 }
 
-fn destroy(client: &Client, graph: u64, kind: u8, operation: u16) -> Result {
+fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
+    let client = clients::of(graph)?;
     if handle::kind(graph) != kind {
         return Err(INVALID_VALUE);
     }
     client.post(operation, |w| w.word(graph))?;
     mapped::forget_graph(graph);
-    client.retire(graph);
+    handles::retire(graph);
     Ok(())
 }
 
 driver! {
     fn cuGraphCreate(graph: *mut *mut c_void, flags: u32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         if graph.is_null() || flags != 0 {
             return Err(INVALID_VALUE);
         }
@@ -308,11 +328,11 @@ driver! {
     }
 
     fn cuGraphDestroy(graph: *mut c_void) {
-        destroy(client::get()?, graph as u64, handle::GRAPH, op::GRAPH_DESTROY)
+        destroy(graph as u64, handle::GRAPH, op::GRAPH_DESTROY)
     }
 
     fn cuGraphExecDestroy(exec: *mut c_void) {
-        destroy(client::get()?, exec as u64, handle::EXEC, op::GRAPH_EXEC_DESTROY)
+        destroy(exec as u64, handle::EXEC, op::GRAPH_EXEC_DESTROY)
     }
 
     fn cuGraphInstantiateWithFlags(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) {
@@ -341,14 +361,15 @@ driver! {
     }
 
     fn cuGraphLaunch / cuGraphLaunch_ptsz [default] (exec: *mut c_void, stream: *mut c_void) {
-        let client = client::get()?;
+        clients::get()?;
         if handle::kind(exec as u64) != handle::EXEC {
             return Err(INVALID_VALUE);
         }
-        let stream = find(client, stream, default)?;
+        let (client, stream) = find(stream, default)?;
+        client.same(clients::of(exec as u64)?)?;
         stream.usable()?;
         mapped::upload(client)?;
-        mapped::upload_for_graph(client, exec as u64)?;
+        mapped::upload_for_graph(exec as u64)?;
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);
@@ -358,7 +379,7 @@ driver! {
     }
 
     fn cuGraphClone(clone: *mut *mut c_void, graph: *mut c_void) {
-        let client = client::get()?;
+        let client = clients::of(graph as u64)?;
         if clone.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -394,7 +415,7 @@ driver! {
     fn cuGraphAddMemcpyNode(
         node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, copy: *const Cuboid, ctx: *mut c_void,
     ) {
-        add(node, graph, after, count, &Content::copy(copy, ctx)?)
+        add(node, graph, after, count, &Content::copy(clients::of(graph as u64)?, copy, ctx)?)
     }
 
     fn cuGraphAddMemsetNode(
@@ -404,24 +425,25 @@ driver! {
     }
 
     fn cuGraphAddHostNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, host: *const HostNode) {
-        add(node, graph, after, count, &Content::host(host)?)
+        add(node, graph, after, count, &Content::host(clients::of(graph as u64)?, host)?)
     }
 
     fn cuGraphExecHostNodeSetParams(exec: *mut c_void, node: u64, host: *const HostNode) {
-        set(exec, node, &Content::host(host)?)
+        set(exec, node, &Content::host(clients::of(node)?, host)?)
     }
 
     fn cuGraphHostNodeSetParams(node: u64, host: *const HostNode) {
-        set(std::ptr::null_mut(), node, &Content::host(host)?)
+        set(std::ptr::null_mut(), node, &Content::host(clients::of(node)?, host)?)
     }
 
     fn cuGraphNodeFindInClone(found: *mut u64, original: u64, clone: *mut c_void) {
-        let client = client::get()?;
+        let client = clients::of(clone as u64)?;
+        client.same(clients::of(original)?)?;
         let reply = client.call(op::cuGraphNodeFindInClone, |w| {
-            w.word(original);
+            w.word(handle::local(original));
             w.word(clone as u64);
         })?;
-        let node = word(&mut reply.reader())?;
+        let node = client.name(word(&mut reply.reader())?);
         mapped::node_of(node, clone as u64);
         give(found, node)
     }
@@ -451,7 +473,7 @@ driver! {
     }
 
     fn cuGraphExecMemcpyNodeSetParams(exec: *mut c_void, node: u64, copy: *const Cuboid, ctx: *mut c_void) {
-        set(exec, node, &Content::copy(copy, ctx)?)
+        set(exec, node, &Content::copy(clients::of(node)?, copy, ctx)?)
     }
 
     fn cuGraphExecMemsetNodeSetParams(exec: *mut c_void, node: u64, values: *const SetNode, ctx: *mut c_void) {
@@ -467,7 +489,7 @@ driver! {
     }
 
     fn cuGraphMemcpyNodeSetParams(node: u64, copy: *const Cuboid) {
-        set(std::ptr::null_mut(), node, &Content::copy(copy, std::ptr::null_mut())?)
+        set(std::ptr::null_mut(), node, &Content::copy(clients::of(node)?, copy, std::ptr::null_mut())?)
     }
 
     fn cuGraphMemsetNodeSetParams(node: u64, values: *const SetNode) {
@@ -489,7 +511,8 @@ driver! {
 }
 
 fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u64)> {
-    let client = client::get()?;
+    let client = clients::of(exec as u64)?;
+    client.same(clients::of(graph as u64)?)?;
     let reply = client.ask(op::GRAPH_UPDATE, |w| {
         w.word(exec as u64);
         w.word(graph as u64);
@@ -501,5 +524,6 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
     }
     let (result, from, node) =
         (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));
-    Ok((told, result as i32, from, node))
+    let named = |node| if node == 0 { 0 } else { client.name(node) };
+    Ok((told, result as i32, named(from), named(node)))
 }

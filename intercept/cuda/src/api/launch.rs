@@ -5,13 +5,13 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use gpusession_proto::frame::{Writer, op};
 
-use crate::client::{self, Client};
+use crate::client::{Client, unavailable};
 use crate::entry::{
     INVALID_VALUE, LAUNCH_OUT_OF_RESOURCES, Result, bytes, driver, give, give_optional, take,
 };
 use crate::functions::{self, Function};
 use crate::streams::{self, find};
-use crate::{mapped, ranges};
+use crate::{clients, mapped, ranges, thread};
 
 /// Bytes of a `CUlaunchAttribute`.
 const ATTRIBUTE: usize = 72;
@@ -115,8 +115,8 @@ impl Params {
 
     /// Pinned memory that a parameter points into counts as mapped from now on.
     #[inline]
-    pub fn name_memory(self, client: &Client, function: &Function) -> Result {
-        if !ranges::any_pinned() {
+    pub fn name_memory(self, client: &'static Client, function: &Function) -> Result {
+        if !ranges::any_named() {
             return Ok(());
         }
         let words = |bytes: &[u8]| {
@@ -150,7 +150,6 @@ impl Params {
 }
 
 fn launch(
-    client: &Client,
     function: *mut c_void,
     shape: Shape,
     stream: (*mut c_void, streams::Default),
@@ -160,7 +159,7 @@ fn launch(
     let function = functions::find(function as u64)?;
     shape.check()?;
     params.check(&function)?;
-    let stream = find(client, stream.0, stream.1)?;
+    let (client, stream) = find(stream.0, stream.1)?;
     stream.usable()?;
     params.name_memory(client, &function)?;
     mapped::upload(client)?;
@@ -170,8 +169,8 @@ fn launch(
         // Clusters and cooperative launches depend on the grid too.
         shape.grid.hash(&mut hasher);
     }
-    // Zero marks an empty place.
-    let key = hasher.finish() | 1;
+    // A kernel is on every client's worker. Zero marks an empty place.
+    let key = hasher.finish() ^ u64::from(client.number) << 32 | 1;
     let mut failed = Ok(());
     let body = |w: &mut Writer<'_>| {
         w.word(function.handle);
@@ -187,10 +186,10 @@ fn launch(
         stream.worked(seq);
         return client.late();
     }
-    let begun =
-        client.link.begin_call(op::LAUNCH, crate::thread::caller(), body).map_err(client::unavailable)?;
+    function.reach(client)?;
+    let begun = client.link.begin_call(op::LAUNCH, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;
-    let reply = client.link.finish_call(begun).map_err(client::unavailable)?;
+    let reply = client.link.finish_call(begun).map_err(unavailable)?;
     failed?;
     stream.worked(seq);
     client.told(reply.status)?;
@@ -229,7 +228,7 @@ driver! {
         each: *const *mut c_void, extra: *const *mut c_void,
     ) {
         let shape = Shape { grid: [gx, gy, gz], block: [bx, by, bz], shared };
-        launch(client::get()?, function, shape, (stream, default), &[], Params { each, extra })
+        launch(function, shape, (stream, default), &[], Params { each, extra })
     }
 
     fn cuLaunchKernelEx / cuLaunchKernelEx_ptsz [default] (
@@ -237,7 +236,7 @@ driver! {
     ) {
         let config = take(config)?;
         let stream = (config.stream, default);
-        launch(client::get()?, function, config.shape(), stream, config.attributes()?, Params { each, extra })
+        launch(function, config.shape(), stream, config.attributes()?, Params { each, extra })
     }
 
     fn cuLaunchCooperativeKernel / cuLaunchCooperativeKernel_ptsz [default] (
@@ -249,7 +248,7 @@ driver! {
         attribute[..4].copy_from_slice(&COOPERATIVE.to_le_bytes());
         attribute[8..12].copy_from_slice(&1u32.to_le_bytes());
         let params = Params { each, extra: std::ptr::null() };
-        launch(client::get()?, function, shape, (stream, default), &attribute, params)
+        launch(function, shape, (stream, default), &attribute, params)
     }
 
     fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut i32, function: *mut c_void, block: i32, shared: usize) {
@@ -292,16 +291,18 @@ driver! {
 fn simple(function: *mut c_void, question: u64, block: i32, shared: usize, flags: u32) -> Result<u64> {
     let words = [question, block as u32 as u64, shared as u64, u64::from(flags)];
     let question = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-    functions::find(function as u64)?.occupancy(client::get()?, question)
+    let function = functions::find(function as u64)?;
+    function.occupancy(function.client()?, question)
 }
 
 fn with_config(function: *mut c_void, question: u64, config: *const Config) -> Result<u64> {
-    let client = client::get()?;
     let config = take(config)?;
-    let stream = if config.stream.is_null() {
-        0
+    let function = functions::find(function as u64)?;
+    let (client, stream) = if config.stream.is_null() {
+        (function.client()?, 0)
     } else {
-        find(client, config.stream, streams::Default::Legacy)?.handle
+        let (client, stream) = find(config.stream, streams::Default::Legacy)?;
+        (client, stream.handle)
     };
     let mut body = Vec::new();
     for word in [question, 0, u64::from(config.shared), 0] {
@@ -316,7 +317,7 @@ fn with_config(function: *mut c_void, question: u64, config: *const Config) -> R
     w.bytes(config.attributes()?);
     w.finish();
     body.extend_from_slice(&frame[gpusession_proto::frame::HEADER..]);
-    functions::find(function as u64)?.occupancy(client, body)
+    function.occupancy(client, body)
 }
 
 /// The block size with the highest occupancy: what the driver's own search does, by asking for each multiple of a warp.
@@ -332,8 +333,8 @@ fn best_block(
     const WARP: i32 = 32;
     const MAX_THREADS_PER_BLOCK: i32 = 0;
     const MULTIPROCESSORS: usize = 16;
-    let client = client::get()?;
     let known = functions::find(function as u64)?;
+    let client = known.client()?;
     let most = known.attribute(client, MAX_THREADS_PER_BLOCK, functions::OWN_DEVICE)?;
     let most = if limit > 0 { most.min(limit) } else { most };
     let (mut best, mut best_threads, mut best_blocks) = (0, 0, 0);
@@ -349,8 +350,8 @@ fn best_block(
         }
         size -= WARP;
     }
-    let device = client.device(client.device_of(crate::thread::context()?)? as i32)?;
-    let count = device.attributes.get(MULTIPROCESSORS).copied().flatten().unwrap_or(1);
+    let (_, device) = clients::of_context(thread::context()?)?;
+    let count = device.attribute(MULTIPROCESSORS).max(1);
     give_optional(grid, best_blocks * count);
     give(block, best)
 }

@@ -4,24 +4,25 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 
-use crate::client::{self, Client, word};
+use crate::client::{Client, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
     OUT_OF_MEMORY, Result, alias, driver, give, give_optional,
 };
-use crate::ranges::{self, Kind};
+use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
-use crate::{claims, mapped, thread};
+use crate::{clients, mapped, thread};
 
 /// Allocates device memory in the current context; the caller records what it is.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
     streams::allowed()?;
     client.late()?;
-    free_postponed(client)?;
+    free_postponed()?;
     let ctx = thread::context()?;
-    let device = client.device_of(ctx)?;
+    let device = client.device_of(ctx)?.local;
     loop {
         let step = client.window().allocate(ctx, size as u64)?;
         let Step::Map { address, size, slab } = step else {
@@ -48,16 +49,27 @@ fn allocate(client: &Client, size: usize) -> Result<u64> {
 /// back with the first call after it.
 static POSTPONED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
-fn free_postponed(client: &Client) -> Result {
+fn free_postponed() -> Result {
     if streams::capturing() {
         return Ok(());
     }
     let postponed = std::mem::take(&mut *POSTPONED.lock().unwrap_or_else(PoisonError::into_inner));
-    postponed.into_iter().try_for_each(|address| free(client, address))
+    postponed.into_iter().try_for_each(free)
+}
+
+/// Does something with the client whose memory this is; where the current context is another client's, in the memory's own.
+fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>) -> Result<T> {
+    let owner = clients::of(range.ctx)?;
+    if owner.number == clients::get()?.number {
+        return work(owner);
+    }
+    // Host memory outlives the context that made it.
+    let ctx = if owner.device_of(range.ctx).is_ok() { range.ctx } else { owner.primary(0) };
+    thread::within(ctx, || work(owner))
 }
 
 /// Frees device memory. Like the driver's, this waits until the device does not use it any more.
-fn free(client: &Client, address: u64) -> Result {
+fn free(address: u64) -> Result {
     if streams::capturing() {
         ranges::find(address).filter(|r| r.base == address && r.kind.on_device()).ok_or(INVALID_VALUE)?;
         POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(address);
@@ -65,10 +77,15 @@ fn free(client: &Client, address: u64) -> Result {
     }
     let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
         .ok_or(INVALID_VALUE)?;
+    with_owner(&range, |client| free_of(client, &range))
+}
+
+fn free_of(client: &Client, range: &Range) -> Result {
+    let address = range.base;
     match range.kind {
         Kind::Managed => {
             client.call(op::CTX_SYNC, |_| {})?;
-            mapped::unmap(client, range.base)?;
+            mapped::unmap(range.base)?;
             window::close(range.base, range.size);
         }
         Kind::Pool => {
@@ -106,7 +123,7 @@ fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
 
 driver! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         let reply = client.call(op::MEM_INFO, |_| {})?;
         let mut r = reply.reader();
@@ -117,7 +134,7 @@ driver! {
     }
 
     fn cuMemAlloc_v2(address: *mut u64, size: usize) {
-        let client = client::get()?;
+        let client = clients::get()?;
         if address.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -128,7 +145,7 @@ driver! {
 
     fn cuMemAllocPitch_v2(address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
         const PITCH: usize = 512;
-        let client = client::get()?;
+        let client = clients::get()?;
         if address.is_null() || pitch.is_null() || !matches!(element, 4 | 8 | 16) {
             return Err(INVALID_VALUE);
         }
@@ -141,20 +158,20 @@ driver! {
     }
 
     fn cuMemFree_v2(address: u64) {
-        let client = client::get()?;
+        clients::get()?;
         if address == 0 {
             return Ok(());
         }
         streams::allowed()?;
-        free_postponed(client)?;
-        free(client, address)
+        free_postponed()?;
+        free(address)
     }
 
     fn cuMemHostAlloc(pointer: *mut *mut c_void, size: usize, flags: u32) {
         if pointer.is_null() || flags & !7 != 0 {
             return Err(INVALID_VALUE);
         }
-        give(pointer, host_allocate(client::get()?, size, flags)? as *mut c_void)
+        give(pointer, host_allocate(clients::get()?, size, flags)? as *mut c_void)
     }
 
     fn cuMemAllocHost_v2(pointer: *mut *mut c_void, size: usize) {
@@ -163,29 +180,31 @@ driver! {
         }
         // Nothing is given for nothing.
         if size == 0 {
-            client::get()?;
+            clients::get()?;
             return give(pointer, std::ptr::null_mut());
         }
-        give(pointer, host_allocate(client::get()?, size, 0)? as *mut c_void)
+        give(pointer, host_allocate(clients::get()?, size, 0)? as *mut c_void)
     }
 
     fn cuMemFreeHost(pointer: *mut c_void) {
-        let client = client::get()?;
+        clients::get()?;
         if pointer.is_null() {
             return Ok(());
         }
         streams::allowed()?;
         let range = ranges::take(pointer as u64, |k| matches!(k, Kind::Host(_))).ok_or(INVALID_VALUE)?;
-        // Copies that still read or write it.
-        let synced = streams::wait_for_all(client);
-        client.link.settle(client.link.position() + 1, None);
-        mapped::unmap(client, range.base)?;
-        client.window().free_host(range.base, range.size);
-        synced
+        with_owner(&range, |client| {
+            // Copies that still read or write it.
+            let synced = streams::wait_for_all(client);
+            client.link.settle(client.link.position() + 1, None);
+            mapped::unmap(range.base)?;
+            client.window().free_host(range.base, range.size);
+            synced
+        })
     }
 
     fn cuMemHostRegister_v2(pointer: *mut c_void, size: usize, flags: u32) {
-        client::get()?;
+        clients::get()?;
         let ctx = thread::context()?;
         streams::allowed()?;
         if pointer.is_null() || size == 0 {
@@ -199,24 +218,25 @@ driver! {
     }
 
     fn cuMemHostUnregister(pointer: *mut c_void) {
-        let client = client::get()?;
+        clients::get()?;
         streams::allowed()?;
         let registered = ranges::take(pointer as u64, |k| matches!(k, Kind::Registered(_)));
-        registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?;
-        streams::wait_for_all(client)?;
-        client.link.settle(client.link.position() + 1, None);
-        mapped::unmap(client, pointer as u64)
+        with_owner(&registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?, |client| {
+            streams::wait_for_all(client)?;
+            client.link.settle(client.link.position() + 1, None);
+            mapped::unmap(pointer as u64)
+        })
     }
 
     fn cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: *mut c_void, flags: u32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         let range = ranges::find(pointer as u64).filter(|r| r.kind.on_host() && flags == 0).ok_or(INVALID_VALUE)?;
         let device = mapped::map(client, range.base, range.size)?;
         give(address, device + (pointer as u64 - range.base))
     }
 
     fn cuMemHostGetFlags(flags: *mut u32, pointer: *mut c_void) {
-        client::get()?;
+        clients::get()?;
         match ranges::find(pointer as u64).map(|r| r.kind) {
             Some(Kind::Host(known) | Kind::Registered(known)) => give(flags, known),
             _ => Err(INVALID_VALUE),
@@ -225,16 +245,16 @@ driver! {
 
     /// One address on both sides; the device reads and writes the server's copy, exchanged at launches and synchronisation.
     fn cuMemAllocManaged(address: *mut u64, size: usize, flags: u32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         let ctx = thread::context()?;
         if address.is_null() || size == 0 || !matches!(flags, 1 | 2 | 4) {
             return Err(INVALID_VALUE);
         }
         streams::allowed()?;
         client.late()?;
-        free_postponed(client)?;
+        free_postponed()?;
         let (base, len) = client.window().allocate_whole(size as u64)?;
-        let device = client.device_of(ctx)?;
+        let device = client.device_of(ctx)?.local;
         let made = client.call(op::ALLOC, |w| {
             w.word(base);
             w.word(len);
@@ -248,7 +268,7 @@ driver! {
         ranges::add(base, size as u64, Kind::Managed, ctx);
         let shown = window::open(base, size as u64).and_then(|()| mapped::map_managed(client, base, size as u64));
         if let Err(status) = shown {
-            free(client, base)?;
+            free(base)?;
             return Err(status);
         }
         give(address, base)
@@ -263,7 +283,7 @@ driver! {
     }
 
     fn cuMemPrefetchAsync / cuMemPrefetchAsync_ptsz [default] (address: u64, len: usize, device: i32, stream: *mut c_void) {
-        prefetch(address, len, device, find(client::get()?, stream, default)?.ctx)
+        prefetch(address, len, device, find(stream, default)?.1.ctx)
     }
 
     fn cuMemPrefetchAsync_v2 / cuMemPrefetchAsync_v2_ptsz [default] (
@@ -272,7 +292,7 @@ driver! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        prefetch(address, len, device_at(location), find(client::get()?, stream, default)?.ctx)
+        prefetch(address, len, device_at(location), find(stream, default)?.1.ctx)
     }
 
     fn cuMemRangeGetAttribute(data: *mut c_void, size: usize, attribute: i32, address: u64, len: usize) {
@@ -305,8 +325,7 @@ driver! {
     }
 
     fn cuMemFreeAsync / cuMemFreeAsync_ptsz [default] (address: u64, stream: *mut c_void) {
-        let client = client::get()?;
-        let stream = find(client, stream, default)?;
+        let (client, stream) = find(stream, default)?;
         stream.usable()?;
         if stream.capture().is_none() {
             streams::allowed()?;
@@ -315,15 +334,20 @@ driver! {
         if range.kind == Kind::Device {
             // Memory of cuMemAlloc may be freed in a stream's order too; it is freed when the stream got there.
             client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
-            return free(client, address);
+            return free(address);
+        }
+        if range.server() != client.number {
+            // Behind what this stream has so far; the other lease's server cannot wait for it.
+            stream.synchronize()?;
+            return free(address);
         }
         ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
-        free_ordered(client, address, &stream)?;
+        free_ordered(address, &stream)?;
         client.late()
     }
 
     fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
-        client::get()?;
+        clients::get()?;
         thread::context()?;
         let range = ranges::find(address).filter(|r| r.kind.on_device()).ok_or(crate::entry::NOT_FOUND)?;
         give_optional(base, range.base);
@@ -332,15 +356,15 @@ driver! {
     }
 
     fn cuPointerGetAttribute(data: *mut c_void, attribute: i32, address: u64) {
-        let client = client::get()?;
+        clients::get()?;
         if data.is_null() {
             return Err(INVALID_VALUE);
         }
-        pointer_attribute(client, data, attribute, address)
+        pointer_attribute(data, attribute, address)
     }
 
     fn cuPointerGetAttributes(count: u32, attributes: *const i32, data: *const *mut c_void, address: u64) {
-        let client = client::get()?;
+        clients::get()?;
         if attributes.is_null() || data.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -351,7 +375,7 @@ driver! {
                 return Err(INVALID_VALUE);
             }
             // What does not apply to the pointer is left zero, as the driver does.
-            match pointer_attribute(client, target, attribute, address) {
+            match pointer_attribute(target, attribute, address) {
                 Ok(()) => {}
                 Err(_) => zero_attribute(target, attribute),
             }
@@ -361,7 +385,7 @@ driver! {
 
     fn cuPointerSetAttribute(value: *const c_void, attribute: i32, address: u64) {
         const SYNC_MEMOPS: i32 = 6;
-        client::get()?;
+        clients::get()?;
         if value.is_null() || attribute != SYNC_MEMOPS || ranges::find(address).is_none() {
             return Err(INVALID_VALUE);
         }
@@ -393,14 +417,14 @@ fn managed(address: u64, len: usize) -> Result {
 /// Where managed memory should rather be: it is where it has to be for each launch, whatever a program advises.
 fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
     const ADVICE: std::ops::RangeInclusive<i32> = 1..=6;
-    let client = client::get()?;
+    clients::get()?;
     thread::context()?;
     managed(address, len)?;
     if !ADVICE.contains(&advice) {
         return Err(INVALID_VALUE);
     }
     if device != CPU {
-        client.device(device)?;
+        clients::device(device)?;
     }
     Ok(())
 }
@@ -408,12 +432,10 @@ fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
 /// Needs a device that the host shares managed memory with while kernels run (`CONCURRENT_MANAGED_ACCESS`), which ours are not.
 fn prefetch(address: u64, len: usize, device: i32, ctx: u64) -> Result {
     const CONCURRENT_MANAGED_ACCESS: usize = 89;
-    let client = client::get()?;
     managed(address, len)?;
-    for device in [device, client.device_of(ctx)? as i32] {
-        let concurrent =
-            || client.device(device).map(|d| d.attributes.get(CONCURRENT_MANAGED_ACCESS).copied().flatten());
-        if device != CPU && concurrent()? != Some(1) {
+    let (_, of_stream) = clients::of_context(ctx)?;
+    for device in [device, of_stream.ordinal] {
+        if device != CPU && clients::device(device)?.1.attribute(CONCURRENT_MANAGED_ACCESS) != 1 {
             return Err(INVALID_DEVICE);
         }
     }
@@ -424,7 +446,7 @@ fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64,
     const READ_MOSTLY: i32 = 1;
     const PREFERRED_LOCATION: i32 = 2;
     const LAST_PREFETCH_LOCATION: i32 = 4;
-    client::get()?;
+    clients::get()?;
     thread::context()?;
     managed(address, len)?;
     match (attribute, size) {
@@ -434,8 +456,8 @@ fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64,
     }
 }
 
-fn free_ordered(client: &Client, address: u64, stream: &streams::Stream) -> Result {
-    let seq = client.post(op::cuMemFreeAsync, |w| {
+fn free_ordered(address: u64, stream: &streams::Stream) -> Result {
+    let seq = stream.client.post(op::cuMemFreeAsync, |w| {
         w.word(address);
         w.word(stream.handle);
     })?;
@@ -450,8 +472,7 @@ fn allocate_ordered(
     stream: *mut c_void,
     default: streams::Default,
 ) -> Result {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
     stream.usable()?;
     if stream.capture().is_none() {
         streams::allowed()?;
@@ -459,20 +480,23 @@ fn allocate_ordered(
     if address.is_null() || size == 0 {
         return Err(INVALID_VALUE);
     }
+    if let Some(pool) = pool {
+        client.same(clients::of(pool)?)?;
+    }
     let op = if pool.is_some() { op::cuMemAllocFromPoolAsync } else { op::cuMemAllocAsync };
     let reply = client.call(op, |w| {
         w.word(size as u64);
         if let Some(pool) = pool {
-            w.word(pool);
+            w.word(handle::local(pool));
         }
         w.word(stream.handle);
     })?;
     let new = word(&mut reply.reader())?;
-    if let Err(status) = claims::claim("memory of a pool", new, size as u64) {
-        free_ordered(client, new, &stream)?;
+    if let Err(status) = client.claims.claim("memory of a pool", new, size as u64) {
+        free_ordered(new, &stream)?;
         return Err(status);
     }
-    ranges::add(new, size as u64, Kind::Pool, thread::current());
+    ranges::add(new, size as u64, Kind::Pool, stream.ctx);
     give(address, new)
 }
 
@@ -499,7 +523,7 @@ mod attribute {
     pub const MEMORY_BLOCK_ID: i32 = 20;
 }
 
-fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: u64) -> Result {
+fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
     use attribute::*;
     const TYPE_HOST: u32 = 1;
     const TYPE_DEVICE: u32 = 2;
@@ -520,13 +544,13 @@ fn pointer_attribute(client: &Client, target: *mut c_void, which: i32, address: 
             give(target.cast(), address)
         }
         DEVICE_POINTER => {
-            let device = mapped::map(client, range.base, range.size)?;
+            let device = mapped::map(clients::of(range.ctx)?, range.base, range.size)?;
             give(target.cast(), device + (address - range.base))
         }
         HOST_POINTER if range.kind.on_host() => give(target.cast(), address),
         SYNC_MEMOPS => give(target.cast(), 0u32),
         BUFFER_ID | MEMORY_BLOCK_ID => give(target.cast(), range.id),
-        DEVICE_ORDINAL => give(target.cast(), client.device_of(range.ctx)? as i32),
+        DEVICE_ORDINAL => give(target.cast(), clients::of_context(range.ctx)?.1.ordinal),
         IS_LEGACY_IPC | IS_GDR => give(target.cast(), 0u32),
         RANGE_START | MAPPING_BASE => give(target.cast(), range.base),
         RANGE_SIZE | MAPPING_SIZE => give(target.cast(), range.size),

@@ -4,10 +4,10 @@ use std::ffi::{c_char, c_void};
 
 use gpusession_proto::frame::op;
 
-use crate::client::{self, string};
+use crate::client::string;
 use crate::entry::{INVALID_VALUE, NOT_FOUND, Result, UNKNOWN, bytes, driver, give, give_optional, name};
 use crate::proc_address::{self, Missing};
-use crate::{errors, private_tables};
+use crate::{clients, errors, private_tables};
 
 /// `CUdriverProcAddress_flags`
 const PER_THREAD: u64 = 2;
@@ -45,7 +45,7 @@ fn proc_address(
 
 /// Answers of `cuTensorMapEncode*` are a pure function of the arguments, in a layout that only NVIDIA knows.
 fn tensor_map(map: *mut [u64; 16], im2col: bool, rank: u32, scalars: &[u64], arrays: &[&[u8]]) -> Result {
-    let client = client::get()?;
+    let client = clients::get()?;
     if map.is_null() || rank == 0 || rank > 5 {
         return Err(INVALID_VALUE);
     }
@@ -144,15 +144,15 @@ driver! {
 
     /// Profilers attach to the GPU's own machine.
     fn cuProfilerStart() {
-        client::get().map(|_| ())
+        clients::get().map(|_| ())
     }
 
     fn cuProfilerStop() {
-        client::get().map(|_| ())
+        clients::get().map(|_| ())
     }
 
     fn cuProfilerInitialize(_config: *const c_char, _output: *const c_char, _mode: i32) {
-        client::get().map(|_| ())
+        clients::get().map(|_| ())
     }
 
     /// The driver's log messages stay on the server; a program that registers for them hears nothing.

@@ -1,19 +1,19 @@
 //! Modules, libraries, kernels.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{self, Client, string, word};
+use crate::client::{Client, string, word};
 use crate::entry::{
     FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name,
 };
 use crate::functions::{self, How, OWN_DEVICE};
 use crate::ranges::{self, Kind};
-use crate::{claims, images, streams, thread};
+use crate::{clients, handles, images, mapped, streams, thread};
 
 /// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
 const WALL_TIME: i32 = 2;
@@ -85,23 +85,84 @@ impl Options {
     }
 }
 
-fn load(client: &Client, kind: u8, image: &[u8], options: &Options) -> Result<u64> {
+/// Loads a module into the current context.
+fn load(client: &Client, image: &[u8], options: &Options) -> Result<u64> {
+    let new = client.mint(handle::MODULE);
+    load_on(client, op::MODULE_LOAD, new, image, options).inspect_err(|_| handles::retire(new))?;
+    Ok(new)
+}
+
+fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Options) -> Result {
     let hash = images::offer(client, image)?;
-    let new = client.mint(kind);
-    let operation = if kind == handle::MODULE { op::MODULE_LOAD } else { op::LIBRARY_LOAD };
     let reply = client.ask(operation, |w| {
         w.word(new);
         w.bytes(&hash);
         options.write(w);
     })?;
     options.logs(&reply)?;
-    match client.told(reply.status) {
-        Ok(()) => Ok(new),
-        Err(status) => {
-            client.retire(new);
-            Err(status)
+    client.told(reply.status)
+}
+
+/// What a library is on single clients, where it is not on all alike.
+#[derive(Default)]
+struct Apart {
+    /// Clients whose workers could not load it, by number, and the errors.
+    failed: Vec<(u8, i32)>,
+    /// The client that has its managed variables.
+    managed: Option<u8>,
+}
+
+static APART: Mutex<BTreeMap<u64, Apart>> = Mutex::new(BTreeMap::new());
+
+/// Loads a library, which belongs to no context, on every client. It is loaded if it is on one: the others' GPUs may be of a kind that it
+/// has nothing for.
+fn load_library(image: &[u8], options: &Options) -> Result<u64> {
+    let current = clients::get()?;
+    let new = handles::mint(handle::LIBRARY, 0);
+    let mut failed = Vec::new();
+    let mut loaded = false;
+    for client in clients::all()?.filter(|c| c.number != current.number).chain([current]) {
+        match load_on(client, op::LIBRARY_LOAD, new, image, options) {
+            Ok(()) => loaded = true,
+            Err(status) => failed.push((client.number, status)),
         }
     }
+    match failed.last() {
+        Some((_, status)) if !loaded => {
+            handles::retire(new);
+            return Err(*status);
+        }
+        Some(_) => drop(apart().insert(new, Apart { failed, managed: None })),
+        None => {}
+    }
+    Ok(new)
+}
+
+fn apart() -> MutexGuard<'static, BTreeMap<u64, Apart>> {
+    APART.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a library can be used on a client: it was loaded there, and its managed variables are not another's.
+pub fn usable_on(library: u64, client: &Client) -> Result {
+    let apart = apart();
+    let Some(known) = apart.get(&library) else { return Ok(()) };
+    if let Some((_, status)) = known.failed.iter().find(|(number, _)| *number == client.number) {
+        return Err(*status);
+    }
+    match known.managed {
+        Some(number) if number != client.number => Err(clients::apart("a library with managed variables")),
+        _ => Ok(()),
+    }
+}
+
+/// The client to ask about a module, or about a library in the current context.
+fn client_of(parent: u64) -> Result<&'static Client> {
+    if handle::kind(parent) == handle::MODULE {
+        return clients::of(parent);
+    }
+    let current = clients::get()?;
+    usable_on(parent, current)?;
+    Ok(current)
 }
 
 fn load_file(path: *const c_char) -> Result<Vec<u8>> {
@@ -112,13 +173,16 @@ fn load_file(path: *const c_char) -> Result<Vec<u8>> {
     Ok(image)
 }
 
-/// Variables by parent and name: their addresses do not change.
-type Globals = HashMap<(u64, u64, CString), (u64, usize)>;
+/// Variables by parent, context (of a library's), how they are asked for and name: their addresses do not change.
+type Globals = HashMap<(u64, u64, u64, CString), (u64, usize)>;
 static GLOBALS: Mutex<Option<Globals>> = Mutex::new(None);
 
 fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *const c_char) -> Result {
-    let client = client::get()?;
-    let key = (parent, how, name(symbol)?.to_owned());
+    const OF_LIBRARY: u64 = 1;
+    let client = client_of(parent)?;
+    // A library has its variables in each context anew, but for the managed ones.
+    let ctx = if how == OF_LIBRARY { thread::current() } else { 0 };
+    let key = (parent, ctx, how, name(symbol)?.to_owned());
     let known =
         GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key).copied();
     let (base, len) = match known {
@@ -127,17 +191,20 @@ fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *c
             let reply = client.call(op::GET_GLOBAL, |w| {
                 w.word(parent);
                 w.word(how);
-                w.bytes(key.2.as_bytes());
+                w.bytes(key.3.as_bytes());
             })?;
             let mut r = reply.reader();
             let found = (word(&mut r)?, word(&mut r)? as usize);
             let managed = word(&mut r)? != 0;
-            claims::claim("a variable", found.0, found.1 as u64)?;
+            client.claims.claim("a variable", found.0, found.1 as u64)?;
             if managed {
-                crate::mapped::map_variable(client, found.0, found.1 as u64)?;
+                mapped::map_variable(client, found.0, found.1 as u64)?;
+                if clients::several() && handle::kind(parent) == handle::LIBRARY {
+                    apart().entry(parent).or_default().managed.get_or_insert(client.number);
+                }
             }
             let kind = if managed { Kind::ManagedVariable } else { Kind::Global };
-            ranges::add(found.0, found.1 as u64, kind, thread::current());
+            ranges::add(found.0, found.1 as u64, kind, client.context());
             GLOBALS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(key, found);
             found
         }
@@ -148,30 +215,40 @@ fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *c
 }
 
 fn unload(parent: u64, kind: u8, operation: u16) -> Result {
-    let client = client::get()?;
+    let current = clients::get()?;
     if handle::kind(parent) != kind {
         return Err(INVALID_HANDLE);
     }
     functions::forget(parent);
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
-    globals.get_or_insert_default().retain(|(p, _, _), (base, _)| {
+    globals.get_or_insert_default().retain(|(p, ..), (base, _)| {
         if *p == parent
             && let Some(range) = ranges::take(*base, |k| matches!(k, Kind::Global | Kind::ManagedVariable))
             && range.kind == Kind::ManagedVariable
         {
             // A worker that is gone has forgotten it already.
-            let _ = crate::mapped::unmap(client, *base);
+            let _ = mapped::unmap(*base);
         }
         *p != parent
     });
     drop(globals);
-    client.post(operation, |w| w.word(parent))?;
-    client.retire(parent);
-    client.late()
+    if kind == handle::MODULE {
+        let client = clients::of(parent)?;
+        client.post(operation, |w| w.word(parent))?;
+        handles::retire(parent);
+        return client.late();
+    }
+    let failed = apart().remove(&parent).unwrap_or_default().failed;
+    for client in clients::all()?.filter(|c| !failed.iter().any(|(number, _)| *number == c.number)) {
+        // A worker that is gone has forgotten it already.
+        let _ = client.post(operation, |w| w.word(parent));
+    }
+    handles::retire(parent);
+    current.late()
 }
 
 fn names(parent: u64, how: u64) -> Result<Vec<CString>> {
-    let client = client::get()?;
+    let client = client_of(parent)?;
     let reply = client.call(op::ENUMERATE, |w| {
         w.word(parent);
         w.word(how);
@@ -183,16 +260,16 @@ fn names(parent: u64, how: u64) -> Result<Vec<CString>> {
 
 /// Every function of a module.
 pub fn functions_of(module: u64) -> Result<Vec<u64>> {
-    let client = client::get()?;
     if handle::kind(module) != handle::MODULE {
         return Err(INVALID_HANDLE);
     }
+    let client = clients::of(module)?;
     let names = names(module, How::Function as u64)?;
     names.into_iter().map(|name| functions::get(client, module, How::Function, name)).collect()
 }
 
 fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result {
-    let client = client::get()?;
+    let client = client_of(parent)?;
     if out.is_null() {
         return Err(INVALID_VALUE);
     }
@@ -209,49 +286,49 @@ static LIBRARY_MODULES: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(Non
 
 driver! {
     fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         if module.is_null() {
             return Err(INVALID_VALUE);
         }
         let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-        give(module, load(client, handle::MODULE, images::bytes(image)?, &none)? as *mut c_void)
+        give(module, load(client, images::bytes(image)?, &none)? as *mut c_void)
     }
 
     fn cuModuleLoadDataEx(
         module: *mut *mut c_void, image: *const c_void, count: u32, keys: *const i32, values: *const *mut c_void,
     ) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         if module.is_null() {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(module, load(client, handle::MODULE, images::bytes(image)?, &options)? as *mut c_void)
+        give(module, load(client, images::bytes(image)?, &options)? as *mut c_void)
     }
 
     fn cuModuleLoadFatBinary(module: *mut *mut c_void, image: *const c_void) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         if module.is_null() {
             return Err(INVALID_VALUE);
         }
         let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-        give(module, load(client, handle::MODULE, images::bytes(image)?, &none)? as *mut c_void)
+        give(module, load(client, images::bytes(image)?, &none)? as *mut c_void)
     }
 
     fn cuModuleLoad(module: *mut *mut c_void, path: *const c_char) {
-        let client = client::get()?;
+        let client = clients::get()?;
         thread::context()?;
         if module.is_null() {
             return Err(INVALID_VALUE);
         }
         let none = Options::read(0, std::ptr::null(), std::ptr::null())?;
-        give(module, load(client, handle::MODULE, &load_file(path)?, &none)? as *mut c_void)
+        give(module, load(client, &load_file(path)?, &none)? as *mut c_void)
     }
 
     fn cuModuleUnload(module: *mut c_void) {
-        client::get()?;
+        clients::get()?;
         streams::allowed()?;
         unload(module as u64, handle::MODULE, op::MODULE_UNLOAD)
     }
@@ -262,12 +339,11 @@ driver! {
     }
 
     fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, symbol: *const c_char) {
-        let client = client::get()?;
         if function.is_null() || handle::kind(module as u64) != handle::MODULE {
             return Err(if function.is_null() { INVALID_VALUE } else { INVALID_HANDLE });
         }
         let symbol = name(symbol)?.to_owned();
-        give(function, functions::get(client, module as u64, How::Function, symbol)? as *mut c_void)
+        give(function, functions::get(clients::of(module as u64)?, module as u64, How::Function, symbol)? as *mut c_void)
     }
 
     fn cuModuleGetFunctionCount(count: *mut u32, module: *mut c_void) {
@@ -287,24 +363,22 @@ driver! {
         _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
     ) {
         // Library options only say whether the program keeps the image: the worker has its own.
-        let client = client::get()?;
         if library.is_null() {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load(client, handle::LIBRARY, images::bytes(image)?, &options)? as *mut c_void)
+        give(library, load_library(images::bytes(image)?, &options)? as *mut c_void)
     }
 
     fn cuLibraryLoadFromFile(
         library: *mut *mut c_void, path: *const c_char, keys: *const i32, values: *const *mut c_void, count: u32,
         _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
     ) {
-        let client = client::get()?;
         if library.is_null() {
             return Err(INVALID_VALUE);
         }
         let options = Options::read(count, keys, values)?;
-        give(library, load(client, handle::LIBRARY, &load_file(path)?, &options)? as *mut c_void)
+        give(library, load_library(&load_file(path)?, &options)? as *mut c_void)
     }
 
     fn cuLibraryUnload(library: *mut c_void) {
@@ -317,12 +391,11 @@ driver! {
     }
 
     fn cuLibraryGetKernel(kernel: *mut *mut c_void, library: *mut c_void, symbol: *const c_char) {
-        let client = client::get()?;
         if kernel.is_null() || handle::kind(library as u64) != handle::LIBRARY {
             return Err(if kernel.is_null() { INVALID_VALUE } else { INVALID_HANDLE });
         }
         let symbol = name(symbol)?.to_owned();
-        give(kernel, functions::get(client, library as u64, How::Kernel, symbol)? as *mut c_void)
+        give(kernel, functions::get(client_of(library as u64)?, library as u64, How::Kernel, symbol)? as *mut c_void)
     }
 
     fn cuLibraryGetKernelCount(count: *mut u32, library: *mut c_void) {
@@ -334,7 +407,7 @@ driver! {
     }
 
     fn cuLibraryGetModule(module: *mut *mut c_void, library: *mut c_void) {
-        let client = client::get()?;
+        let client = client_of(library as u64)?;
         let key = (library as u64, thread::context()?);
         let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
         let modules = modules.get_or_insert_default();
@@ -360,8 +433,9 @@ driver! {
     }
 
     fn cuKernelGetFunction(function: *mut *mut c_void, kernel: *mut c_void) {
-        let client = client::get()?;
+        let client = clients::get()?;
         let kernel = functions::find(kernel as u64)?;
+        kernel.reach(client)?;
         give(function, functions::get(client, kernel.handle, How::OfKernel, kernel.name.clone())? as *mut c_void)
     }
 
@@ -408,41 +482,41 @@ driver! {
     }
 
     fn cuKernelGetAttribute(value: *mut i32, attribute: i32, kernel: *mut c_void, device: i32) {
-        let client = client::get()?;
-        client.device(device)?;
+        let (client, device) = clients::device(device)?;
         let kernel = functions::find(kernel as u64)?;
         // The attributes that came along are those of the device that was current then; with one device there is no other.
-        let device = if client.devices.len() == 1 { OWN_DEVICE } else { device };
+        let device = if client.devices.len() == 1 { OWN_DEVICE } else { device.local as i32 };
         give(value, kernel.attribute(client, attribute, device)?)
     }
 
     fn cuFuncGetAttribute(value: *mut i32, attribute: i32, function: *mut c_void) {
-        let client = client::get()?;
-        give(value, functions::own(function as u64)?.attribute(client, attribute, OWN_DEVICE)?)
+        let function = functions::own(function as u64)?;
+        give(value, function.attribute(function.client()?, attribute, OWN_DEVICE)?)
     }
 
     fn cuKernelSetAttribute(attribute: i32, value: i32, kernel: *mut c_void, device: i32) {
-        let client = client::get()?;
-        client.device(device)?;
-        functions::find(kernel as u64)?.set(client, 0, attribute, value, device)
+        let (client, device) = clients::device(device)?;
+        functions::find(kernel as u64)?.set(client, 0, attribute, value, device.local as i32)
     }
 
     fn cuFuncSetAttribute(function: *mut c_void, attribute: i32, value: i32) {
-        functions::own(function as u64)?.set(client::get()?, 0, attribute, value, OWN_DEVICE)
+        let function = functions::own(function as u64)?;
+        function.set(function.client()?, 0, attribute, value, OWN_DEVICE)
     }
 
     fn cuKernelSetCacheConfig(kernel: *mut c_void, config: i32, device: i32) {
-        let client = client::get()?;
-        client.device(device)?;
-        functions::find(kernel as u64)?.set(client, 1, 0, config, device)
+        let (client, device) = clients::device(device)?;
+        functions::find(kernel as u64)?.set(client, 1, 0, config, device.local as i32)
     }
 
     fn cuFuncSetCacheConfig(function: *mut c_void, config: i32) {
-        functions::find(function as u64)?.set(client::get()?, 1, 0, config, OWN_DEVICE)
+        let function = functions::find(function as u64)?;
+        function.set(function.client()?, 1, 0, config, OWN_DEVICE)
     }
 
     fn cuFuncSetSharedMemConfig(function: *mut c_void, config: i32) {
-        functions::find(function as u64)?.set(client::get()?, 2, 0, config, OWN_DEVICE)
+        let function = functions::find(function as u64)?;
+        function.set(function.client()?, 2, 0, config, OWN_DEVICE)
     }
 }
 

@@ -7,14 +7,14 @@ use std::sync::atomic::Ordering;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{self, Client, unavailable, word};
+use crate::client::word;
 use crate::entry::{
     ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
     STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
-use crate::streams::{self, HostFunction, Stream, find};
-use crate::{events, mapped, thread};
+use crate::streams::{self, HostFunction, find, find_even_in_host_function};
+use crate::{clients, events, handles, mapped, objects, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Words of a `CUstreamBatchMemOpParams`.
@@ -24,34 +24,16 @@ const WRITE_32: u64 = 2;
 const WAIT_64: u64 = 4;
 const WRITE_64: u64 = 5;
 
-fn synchronize(client: &Client, stream: &Stream) -> Result {
-    stream.not_captured()?;
-    if stream.idle() && !client.link.down.any() {
-        return client.late();
-    }
-    if stream.only_copies_in() && !client.link.down.any() {
-        // Nobody waits for the answer, but the worker replays nothing of what follows before they are complete.
-        client.post(op::STREAM_SYNC, |w| w.word(stream.handle))?;
-        return client.late();
-    }
-    let begun = client
-        .link
-        .begin_call(op::STREAM_SYNC, thread::caller(), |w| w.word(stream.handle))
-        .map_err(unavailable)?;
-    let seq = begun.seq;
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    if reply.status == 0 {
-        stream.settle(client, seq);
-        stream.synced(seq);
-    }
-    client.told(reply.status)
-}
-
 /// Puts waits or writes of values on a stream.
 fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8]) -> Result {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
     stream.usable()?;
+    for item in items.chunks_exact(BATCH_WORDS * 8) {
+        let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
+        if clients::elsewhere(client, address).is_some() {
+            return Err(clients::apart("memory to wait for or write to"));
+        }
+    }
     mapped::upload(client)?;
     let seq = client.post(op::STREAM_BATCH, |w| {
         w.word(stream.handle);
@@ -77,8 +59,7 @@ fn value(
 }
 
 fn host_function(stream: *mut c_void, default: streams::Default, function: HostFunction) -> Result {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
     let id = streams::register_host(client, function, keep)?;
@@ -92,8 +73,7 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
 }
 
 fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, nodes: &[u8]) -> Result {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
     if !(0..=2).contains(&mode) {
         return Err(INVALID_VALUE);
     }
@@ -103,10 +83,14 @@ fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, 
     if stream.capture().is_some() {
         return Err(ILLEGAL_STATE);
     }
+    if graph != 0 {
+        client.same(clients::of(graph)?)?;
+    }
+    let nodes = objects::own(client, nodes)?;
     client.call(op::CAPTURE_BEGIN, |w| {
         w.word(stream.handle);
         w.word(graph);
-        w.bytes(nodes);
+        w.bytes(&nodes);
     })?;
     streams::begin(&stream, mode, graph);
     Ok(())
@@ -120,8 +104,7 @@ struct Info {
 }
 
 fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool) -> Result<Info> {
-    let client = client::get()?;
-    let stream = find(client, stream, default)?;
+    let (client, stream) = find(stream, default)?;
     if stream.handle == 0 && streams::legacy_involved(stream.ctx) {
         return Err(STREAM_CAPTURE_IMPLICIT);
     }
@@ -137,7 +120,7 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
         let mut r = reply.reader();
         let (_, _, count) = (word(&mut r)?, word(&mut r)?, word(&mut r)?);
         for _ in 0..count {
-            nodes.push(word(&mut r)?);
+            nodes.push(client.name(word(&mut r)?));
         }
     }
     Ok(Info { status: streams::ACTIVE, id: capture.id, graph: capture.graph, nodes })
@@ -156,7 +139,7 @@ fn lend_nodes(nodes: Vec<u64>) -> *const u64 {
 
 driver! {
     fn cuStreamCreate(stream: *mut *mut c_void, flags: u32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         if stream.is_null() || flags > 1 {
             return Err(INVALID_VALUE);
         }
@@ -164,7 +147,7 @@ driver! {
     }
 
     fn cuStreamCreateWithPriority(stream: *mut *mut c_void, flags: u32, priority: i32) {
-        let client = client::get()?;
+        let client = clients::get()?;
         if stream.is_null() || flags > 1 {
             return Err(INVALID_VALUE);
         }
@@ -172,38 +155,30 @@ driver! {
     }
 
     fn cuStreamDestroy_v2(stream: *mut c_void) {
-        streams::destroy(client::get()?, stream as u64)
+        streams::destroy(stream as u64)
     }
 
     fn cuStreamSynchronize / cuStreamSynchronize_ptsz [default] (stream: *mut c_void) {
-        let client = client::even_in_host_function()?;
-        synchronize(client, &*find(client, stream, default)?)
+        find_even_in_host_function(stream, default)?.1.synchronize()
     }
 
     fn cuStreamQuery / cuStreamQuery_ptsz [default] (stream: *mut c_void) {
-        let client = client::even_in_host_function()?;
-        let stream = find(client, stream, default)?;
+        let (client, stream) = find_even_in_host_function(stream, default)?;
         stream.not_captured()?;
         if stream.idle() {
             return client.late();
         }
-        let begun = client
-            .link
-            .begin_call(op::STREAM_QUERY, thread::caller(), |w| w.word(stream.handle))
-            .map_err(unavailable)?;
-        let seq = begun.seq;
-        let reply = client.link.finish_call(begun).map_err(unavailable)?;
-        if reply.status == 0 {
-            stream.settle(client, seq);
-            stream.synced(seq);
-        }
-        client.told(reply.status)
+        stream.ask(op::STREAM_QUERY)
     }
 
     fn cuStreamWaitEvent / cuStreamWaitEvent_ptsz [default] (stream: *mut c_void, event: *mut c_void, flags: u32) {
-        let client = client::get()?;
-        let stream = find(client, stream, default)?;
+        let (client, stream) = find(stream, default)?;
         let event = events::find(event as u64)?;
+        if event.client.number != client.number {
+            // What another server does this one cannot wait for.
+            stream.not_captured()?;
+            return super::event::wait_here(&event);
+        }
         let captured = if streams::capturing() { event.capture() } else { None };
         if let Some(capture) = &captured {
             // The default stream cannot take part, and a capture that has ended holds nobody up any more.
@@ -246,31 +221,31 @@ driver! {
     }
 
     fn cuStreamGetPriority / cuStreamGetPriority_ptsz [default] (stream: *mut c_void, priority: *mut i32) {
-        give(priority, find(client::get()?, stream, default)?.priority)
+        give(priority, find(stream, default)?.1.priority)
     }
 
     fn cuStreamGetFlags / cuStreamGetFlags_ptsz [default] (stream: *mut c_void, flags: *mut u32) {
-        give(flags, find(client::get()?, stream, default)?.flags)
+        give(flags, find(stream, default)?.1.flags)
     }
 
     fn cuStreamGetId / cuStreamGetId_ptsz [default] (stream: *mut c_void, id: *mut u64) {
-        give(id, find(client::get()?, stream, default)?.id)
+        give(id, find(stream, default)?.1.id)
     }
 
     fn cuStreamGetCtx / cuStreamGetCtx_ptsz [default] (stream: *mut c_void, ctx: *mut *mut c_void) {
-        give(ctx, find(client::get()?, stream, default)?.ctx as *mut c_void)
+        give(ctx, find(stream, default)?.1.ctx as *mut c_void)
     }
 
     fn cuStreamGetDevice / cuStreamGetDevice_ptsz [default] (stream: *mut c_void, device: *mut i32) {
-        let client = client::get()?;
-        give(device, client.device_of(find(client, stream, default)?.ctx)? as i32)
+        let (client, stream) = find(stream, default)?;
+        give(device, client.device_of(stream.ctx)?.ordinal)
     }
 
     /// Managed memory is exchanged whole: which stream uses it makes no difference.
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz [default] (
         stream: *mut c_void, _address: u64, _len: usize, flags: u32,
     ) {
-        find(client::get()?, stream, default)?;
+        find(stream, default)?;
         if matches!(flags, 1 | 2 | 4) { Ok(()) } else { Err(INVALID_VALUE) }
     }
 
@@ -288,7 +263,7 @@ driver! {
         }
         let function = function.ok_or(INVALID_VALUE)?;
         // Unlike a host function it cannot become a node.
-        if let Some(capture) = find(client::get()?, stream, default)?.capture() {
+        if let Some(capture) = find(stream, default)?.1.capture() {
             capture.spoil();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
@@ -340,7 +315,7 @@ driver! {
     }
 
     fn cuStreamIsCapturing / cuStreamIsCapturing_ptsz [default] (stream: *mut c_void, status: *mut i32) {
-        client::get()?;
+        clients::get()?;
         if !streams::capturing() {
             return give(status, 0);
         }
@@ -348,7 +323,7 @@ driver! {
     }
 
     fn cuThreadExchangeStreamCaptureMode(mode: *mut i32) {
-        client::get()?;
+        clients::get()?;
         let wanted = crate::entry::take(mode)?;
         if !(0..=2).contains(&wanted) {
             return Err(INVALID_VALUE);
@@ -374,8 +349,7 @@ driver! {
     }
 
     fn cuStreamEndCapture / cuStreamEndCapture_ptsz [default] (stream: *mut c_void, graph: *mut *mut c_void) {
-        let client = client::get()?;
-        let stream = find(client, stream, default)?;
+        let (client, stream) = find(stream, default)?;
         let capture = stream.capture().ok_or(ILLEGAL_STATE)?;
         if graph.is_null() {
             return Err(INVALID_VALUE);
@@ -396,7 +370,7 @@ driver! {
             give(graph, NULL)?;
             if reply.status == 0 && capture.graph == 0 {
                 client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
-                client.retire(new);
+                handles::retire(new);
             }
             return Err(if wrong_thread { STREAM_CAPTURE_WRONG_THREAD } else { STREAM_CAPTURE_INVALIDATED });
         }

@@ -3,15 +3,17 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::op;
+use gpusession_proto::handle;
 
-use crate::client::{self, Client, string};
+use crate::client::{Client, string};
+use crate::clients;
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, give};
 use crate::ranges::{self, Kind};
 use crate::window::GRANULE;
 
 driver! {
     fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, _hint: u64, flags: u64) {
-        let client = client::get()?;
+        let client = clients::get()?;
         if address.is_null() || flags != 0 {
             return Err(INVALID_VALUE);
         }
@@ -20,16 +22,18 @@ driver! {
     }
 
     fn cuMemAddressFree(address: u64, size: usize) {
-        client::get()?.window().unreserve(address, size as u64)
+        clients::at(address)?.window().unreserve(address, size as u64)
     }
 
     fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
-        client::get()?;
+        clients::get()?;
         give(granularity, GRANULE as usize)
     }
 
     fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) {
-        let client = client::get()?;
+        let client = clients::at(address)?;
+        client.same(clients::of(handle)?)?;
+        let handle = handle::local(handle);
         let device = device_of(client, handle)?;
         client.call(op::cuMemMap, |w| {
             w.word(address);
@@ -43,7 +47,7 @@ driver! {
     }
 
     fn cuMemUnmap(address: u64, size: usize) {
-        let client = client::get()?;
+        let client = clients::at(address)?;
         client.call(op::cuMemUnmap, |w| {
             w.word(address);
             w.word(size as u64);

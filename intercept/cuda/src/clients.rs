@@ -1,0 +1,276 @@
+//! All workers of the process, one for each of its leases, and which of them a call is for: the current context's, unless a handle
+//! or an address among the arguments is another one's.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use gpusession_link::grant;
+use gpusession_proto::grant::Endpoint;
+use gpusession_proto::handle;
+use gpusession_proto::readings::tell_apart;
+use gpusession_proto::supervise::MPS_VARIABLES;
+
+use crate::client::{Client, Failed, NEWEST};
+use crate::devices::{self, Device};
+use crate::entry::{
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED,
+    NOT_SUPPORTED, Result, SYSTEM_NOT_READY,
+};
+use crate::{ranges, thread, trace};
+
+/// Most workers: each needs a window of addresses.
+const MOST: usize = 8;
+
+struct Clients {
+    /// Nearly always the only one.
+    first: Client,
+    more: Vec<Client>,
+    /// The program's devices in its order: number of the client, ordinal there.
+    visible: Vec<(u8, u32)>,
+}
+
+static CLIENTS: OnceLock<std::result::Result<Clients, i32>> = OnceLock::new();
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn in_forked_child() {
+    if let Some(Ok(clients)) = CLIENTS.get() {
+        FORKED.store(true, Ordering::Relaxed);
+        clients.all().for_each(|client| client.link.abandon());
+    }
+}
+
+/// `cuInit`
+pub fn init() -> Result {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    let clients = CLIENTS.get_or_init(|| {
+        let clients = Clients::connect()?;
+        // SAFETY: the handler only stores flags.
+        unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
+        if trace::summary() {
+            // SAFETY: the handler reads counters of a static that is never dropped.
+            unsafe { libc::atexit(print_summary) };
+        }
+        Ok(clients)
+    });
+    clients.as_ref().map(|_| ()).map_err(|status| *status)
+}
+
+extern "C" fn print_summary() {
+    if let Some(Ok(clients)) = CLIENTS.get() {
+        clients.all().for_each(Client::print_summary);
+    }
+}
+
+/// The version that programs are told, from the first answer on always the same: runtimes ask before `cuInit`, when there
+/// is no worker yet, and compare later. The daemon knows what a worker would say; without an answer it is what this library
+/// implements.
+pub fn driver_version() -> i32 {
+    static TOLD: OnceLock<i32> = OnceLock::new();
+    *TOLD.get_or_init(|| match CLIENTS.get() {
+        Some(Ok(clients)) => clients.all().map(|c| c.driver_version).min().unwrap_or(NEWEST),
+        Some(Err(_)) => NEWEST,
+        None => grant::cuda_version().map_or(NEWEST, |version| NEWEST.min(version as i32)),
+    })
+}
+
+#[inline]
+fn initialized() -> Result<&'static Clients> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(NOT_INITIALIZED);
+    }
+    match CLIENTS.get() {
+        Some(Ok(clients)) => Ok(clients),
+        Some(Err(status)) => Err(*status),
+        None => Err(NOT_INITIALIZED),
+    }
+}
+
+#[inline]
+fn usable() -> Result<&'static Clients> {
+    if thread::in_host_function() {
+        return Err(NOT_PERMITTED);
+    }
+    initialized()
+}
+
+/// The current context's client, without one the first; an error before `cuInit` and in a forked child.
+#[inline]
+pub fn get() -> Result<&'static Client> {
+    Ok(usable()?.current())
+}
+
+/// The same for the few calls that host functions of streams may make.
+#[inline]
+pub fn even_in_host_function() -> Result<&'static Client> {
+    Ok(initialized()?.current())
+}
+
+/// A client by number, as the link's own threads know it: none before `cuInit` has succeeded.
+pub fn by_number(number: u8) -> Option<&'static Client> {
+    CLIENTS.get()?.as_ref().ok()?.by_number(number)
+}
+
+/// Whether there are several clients.
+#[inline]
+pub fn several() -> bool {
+    matches!(CLIENTS.get(), Some(Ok(clients)) if !clients.more.is_empty())
+}
+
+/// All clients. What belongs to no context (a library) is on each.
+pub fn all() -> Result<impl Iterator<Item = &'static Client>> {
+    Ok(usable()?.all())
+}
+
+/// The client of a handle, or of an object's name as [`Client::name`] made it.
+pub fn of(object: u64) -> Result<&'static Client> {
+    usable()?.by_number(handle::server(object)).ok_or(INVALID_HANDLE)
+}
+
+/// The client of a context, and the context's device.
+pub fn of_context(ctx: u64) -> Result<(&'static Client, &'static Device)> {
+    let client = usable()?.by_number(handle::server(ctx)).ok_or(INVALID_CONTEXT)?;
+    Ok((client, client.device_of(ctx)?))
+}
+
+/// The program's device of this ordinal, and its client.
+pub fn device(ordinal: i32) -> Result<(&'static Client, &'static Device)> {
+    let clients = usable()?;
+    let place = usize::try_from(ordinal).ok().and_then(|i| clients.visible.get(i));
+    clients.at(*place.ok_or(INVALID_DEVICE)?)
+}
+
+/// The program's devices in order.
+pub fn devices() -> Result<impl ExactSizeIterator<Item = &'static Device>> {
+    let clients = usable()?;
+    let devices: Vec<_> =
+        clients.visible.iter().map(|place| clients.at(*place).map(|(_, d)| d)).collect::<Result<_>>()?;
+    Ok(devices.into_iter())
+}
+
+/// The context to work in with memory of the device at this address; none for what is no such memory.
+pub fn home(address: u64) -> Option<u64> {
+    match ranges::find(address) {
+        Some(range) => range.kind.on_device().then_some(range.ctx),
+        // Addresses that the program has reserved only, and the device's addresses of registered memory, are in no list.
+        None => usable().ok()?.all().find(|c| c.whole_window.contains(&address)).map(|c| c.primary(0)),
+    }
+}
+
+/// The same, if the memory is another client's.
+#[inline]
+pub fn elsewhere(client: &Client, address: u64) -> Option<u64> {
+    if !several() {
+        return None;
+    }
+    home(address).filter(|ctx| handle::server(*ctx) != client.number)
+}
+
+/// The client whose device memory is at this address, else the current one.
+pub fn at(address: u64) -> Result<&'static Client> {
+    let here = get()?;
+    elsewhere(here, address).map_or(Ok(here), of)
+}
+
+/// What a call about things of two leases answers. Everything that can be told apart is served or has an error of its own.
+pub fn apart(what: &str) -> i32 {
+    trace::why(&format!("{what} of one lease cannot be used with another lease's"));
+    NOT_SUPPORTED
+}
+
+/// What the program's environment says of MPS: it acts where the GPU is, within what the lease has.
+fn limits() -> Vec<(String, String)> {
+    let set = |name: &&str| Some((name.to_string(), std::env::var(name).ok().filter(|v| v.len() <= 256)?));
+    MPS_VARIABLES.iter().filter_map(set).collect()
+}
+
+/// How often workers are asked for, and for how long after the first time. One may end between the grant and the greeting (with
+/// its MPS server, say), and the next one serves.
+const ATTEMPTS: u32 = 3;
+const ATTEMPTS_FOR: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// A client for each endpoint; with those that are there already each ends when one fails.
+fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, Failed> {
+    if endpoints.len() > MOST {
+        trace::why(&format!("the program has {} leases: only the first {MOST} are used", endpoints.len()));
+    }
+    (0..).zip(endpoints.iter().take(MOST)).map(|(number, endpoint)| Client::open(endpoint, number)).collect()
+}
+
+impl Clients {
+    fn connect() -> Result<Self> {
+        let begun = Instant::now();
+        for attempt in 1.. {
+            let grant = grant::ask(limits()).map_err(|refused| {
+                trace::why(&refused.reason);
+                refused.denial.cuda_error()
+            })?;
+            match open(&grant.endpoints) {
+                Ok(clients) => {
+                    let _ = grant.keep();
+                    return Self::new(clients);
+                }
+                Err(Failed::Status(status)) => return Err(status),
+                Err(Failed::Lost(lost)) => trace::why(&lost.0),
+            }
+            if attempt == ATTEMPTS || begun.elapsed() > ATTEMPTS_FOR {
+                break;
+            }
+            std::thread::sleep(PAUSE * attempt);
+        }
+        Err(SYSTEM_NOT_READY)
+    }
+
+    fn new(mut clients: Vec<Client>) -> Result<Self> {
+        let mut devices: Vec<_> =
+            clients.iter_mut().flat_map(|c| c.devices.iter_mut().map(|d| (c.number, d))).collect();
+        let pci: Vec<_> =
+            devices.iter().map(|(_, d)| (d.uuid, String::from_utf8_lossy(&d.pci).into_owned())).collect();
+        let apart = tell_apart(pci.iter().map(|(uuid, pci)| (*uuid, pci.as_str())));
+        for ((_, device), (uuid, more)) in devices.iter_mut().zip(apart) {
+            device.told_apart(uuid, more);
+        }
+        let uuids: Vec<_> = devices.iter().map(|(_, d)| d.uuid).collect();
+        let wanted = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let mut visible = Vec::new();
+        for (ordinal, place) in (0..).zip(devices::visible(wanted.as_deref(), &uuids)) {
+            let (number, device) = &mut devices[place];
+            device.ordinal = ordinal;
+            visible.push((*number, device.local));
+        }
+        if visible.is_empty() {
+            trace::why("CUDA_VISIBLE_DEVICES names none of the program's GPUs");
+            return Err(NO_DEVICE);
+        }
+        let more = clients.split_off(1);
+        let first = clients.pop().ok_or(INVALID_DEVICE)?;
+        Ok(Self { first, more, visible })
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Client> {
+        std::iter::once(&self.first).chain(&self.more)
+    }
+
+    fn by_number(&self, number: u8) -> Option<&Client> {
+        match number {
+            0 => Some(&self.first),
+            number => self.more.get(usize::from(number) - 1),
+        }
+    }
+
+    #[inline]
+    fn current(&self) -> &Client {
+        if self.more.is_empty() {
+            return &self.first;
+        }
+        self.by_number(handle::server(thread::current())).unwrap_or(&self.first)
+    }
+
+    fn at(&self, (number, local): (u8, u32)) -> Result<(&Client, &Device)> {
+        let client = self.by_number(number).ok_or(INVALID_DEVICE)?;
+        Ok((client, client.devices.get(local as usize).ok_or(INVALID_DEVICE)?))
+    }
+}

@@ -1,0 +1,188 @@
+//! What is known of devices, and which of them the program sees.
+
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use gpusession_proto::frame::{BadFrame, Reader};
+use gpusession_proto::readings::uuid_text;
+
+/// What is known of a device; told once by the worker.
+pub struct Device {
+    /// Its ordinal on its worker.
+    pub local: u32,
+    /// Its ordinal in the program; -1 where `CUDA_VISIBLE_DEVICES` hides it.
+    pub ordinal: i32,
+    /// Its name.
+    pub name: Vec<u8>,
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// Its locally unique id.
+    pub luid: [u8; 8],
+    /// Node mask that goes with it.
+    pub luid_mask: u32,
+    /// Bytes of memory.
+    pub total_memory: u64,
+    /// PCI address as the driver writes it.
+    pub pci: Vec<u8>,
+    /// Attributes by number; `None` where the driver knows none.
+    pub attributes: Vec<Option<i32>>,
+    /// Least and greatest stream priority.
+    pub priorities: (i32, i32),
+    /// Limits (`CUlimit`) by number.
+    pub limits: Vec<AtomicU64>,
+    /// Place of each pair of multiprocessors: two arrays one after the other.
+    pub tpcs: Vec<u8>,
+    /// What the driver says of this device and each other one of its worker, by ordinal there.
+    pub peers: Vec<Peer>,
+    /// How often the primary context is retained.
+    pub retained: AtomicU32,
+    /// Flags of the primary context.
+    pub primary_flags: AtomicU32,
+}
+
+/// What a device may do with another one's memory.
+#[derive(Default)]
+pub struct Peer {
+    /// Whether it reaches it.
+    pub reached: bool,
+    /// `CUdevice_P2PAttribute` values from 1; `None` where the driver knows none.
+    pub attributes: Vec<Option<i32>>,
+}
+
+impl Peer {
+    /// Reads what a worker says of one device and another one.
+    pub fn read(r: &mut Reader<'_>) -> Result<Self, BadFrame> {
+        let reached = r.word()? == 1;
+        let value = |value| (value != u64::MAX).then_some(value as u32 as i32);
+        let attributes = (0..r.word()?.min(64)).map(|_| r.word().map(value)).collect::<Result<_, _>>()?;
+        Ok(Self { reached, attributes })
+    }
+}
+
+impl Device {
+    /// Reads a worker's description of its device of this ordinal.
+    pub fn read(r: &mut Reader<'_>, local: u32) -> Result<Self, BadFrame> {
+        let short = |_| BadFrame("device");
+        let name = r.bytes()?.to_vec();
+        let uuid = r.bytes()?.try_into().map_err(short)?;
+        let luid = r.bytes()?.try_into().map_err(short)?;
+        let luid_mask = r.word()? as u32;
+        let total_memory = r.word()?;
+        let pci = r.bytes()?.to_vec();
+        let count = r.word()?.min(4096);
+        let mut attributes = Vec::new();
+        for number in 0..count {
+            let value = r.word()?;
+            let value = (value != u64::MAX).then_some(value as u32 as i32);
+            attributes.push(honest(number as i32, value));
+        }
+        let priorities = (r.word()? as i32, r.word()? as i32);
+        let count = r.word()?.min(64);
+        let limits = (0..count).map(|_| r.word().map(AtomicU64::new)).collect::<Result<_, _>>()?;
+        Ok(Self {
+            local,
+            ordinal: -1,
+            name,
+            uuid,
+            luid,
+            luid_mask,
+            total_memory,
+            pci,
+            attributes,
+            priorities,
+            limits,
+            tpcs: r.bytes()?.to_vec(),
+            peers: Vec::new(),
+            retained: AtomicU32::new(0),
+            primary_flags: AtomicU32::new(0),
+        })
+    }
+
+    /// Takes what [`tell_apart`](gpusession_proto::readings::tell_apart) says of it.
+    pub fn told_apart(&mut self, uuid: [u8; 16], more: u32) {
+        const PCI_DOMAIN: usize = 50;
+        self.uuid = uuid;
+        let pci = String::from_utf8_lossy(&self.pci).into_owned();
+        if more > 0
+            && let Some((domain, slot)) = pci.split_once(':')
+        {
+            let domain = u32::from_str_radix(domain, 16).unwrap_or(0).wrapping_add(more);
+            self.pci = format!("{domain:04x}:{slot}").into_bytes();
+            if let Some(attribute) = self.attributes.get_mut(PCI_DOMAIN) {
+                *attribute = Some(domain as i32);
+            }
+        }
+    }
+
+    /// What it may do with another device of the same worker.
+    pub fn peer(&self, other: &Self) -> Option<&Peer> {
+        self.peers.get(other.local as usize)
+    }
+
+    /// An attribute by number, 0 where the driver knows none.
+    pub fn attribute(&self, number: usize) -> i32 {
+        self.attributes.get(number).copied().flatten().unwrap_or(0)
+    }
+}
+
+/// Attributes that a network cannot give are not claimed, whatever the card says of itself on its own machine.
+fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
+    const OVERRIDDEN: &[i32] = &[
+        89,  // CONCURRENT_MANAGED_ACCESS
+        88,  // PAGEABLE_MEMORY_ACCESS
+        86,  // HOST_NATIVE_ATOMIC_SUPPORTED
+        91,  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        100, // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+        101, // DIRECT_MANAGED_MEM_ACCESS_FROM_HOST
+        103, // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        116, // GPU_DIRECT_RDMA_SUPPORTED
+        117, // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+        118, // GPU_DIRECT_RDMA_WRITES_ORDERING
+        110, // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        124, // DMA_BUF_SUPPORTED
+        125, // IPC_EVENT_SUPPORTED
+        128, // HANDLE_TYPE_FABRIC_SUPPORTED
+        132, // MULTICAST_SUPPORTED
+    ];
+    if OVERRIDDEN.contains(&attribute) { value.map(|_| 0) } else { value }
+}
+
+/// The places, in a list of devices' UUIDs, of those that `CUDA_VISIBLE_DEVICES` leaves, in its order: ordinals or the beginnings of
+/// UUIDs. As with NVIDIA's driver the list ends at what names no device, and one that names a device twice leaves none.
+pub fn visible(list: Option<&str>, uuids: &[[u8; 16]]) -> Vec<usize> {
+    let Some(list) = list else { return (0..uuids.len()).collect() };
+    let mut seen = Vec::new();
+    for entry in list.split(',').map(str::trim) {
+        let named = match entry.parse::<usize>() {
+            Ok(ordinal) => (ordinal < uuids.len()).then_some(ordinal),
+            Err(_) if entry.starts_with("GPU-") => {
+                uuids.iter().position(|uuid| uuid_text(uuid).starts_with(entry))
+            }
+            Err(_) => None,
+        };
+        let Some(named) = named else { break };
+        if seen.contains(&named) {
+            return Vec::new();
+        }
+        seen.push(named);
+    }
+    seen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::visible;
+
+    #[test]
+    fn what_the_program_sees() {
+        let uuids = [[0x11; 16], [0x22; 16], [0x33; 16]];
+        let seen = |list| visible(Some(list), &uuids);
+        assert_eq!(visible(None, &uuids), [0, 1, 2]);
+        assert_eq!(seen("2, 0"), [2, 0]);
+        assert_eq!(seen("1,-1,0"), [1], "the list ends there");
+        assert_eq!(seen("0,3,1"), [0]);
+        assert_eq!(seen("GPU-22222222-2222-2222-2222-222222222222,GPU-11"), [1, 0]);
+        for none in ["", "0,0", "nonsense", "MIG-22222222-2222-2222-2222-222222222222"] {
+            assert!(seen(none).is_empty(), "{none}");
+        }
+    }
+}

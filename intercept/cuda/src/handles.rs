@@ -1,0 +1,40 @@
+//! Numbers of handles. A slot is used once in the process, whichever worker the handle is for, so that tables by slot serve them all.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Mutex, PoisonError};
+
+use gpusession_proto::handle;
+
+/// Freed slots of one kind that rest.
+const RESTING: usize = 1 << 16;
+/// First slot of contexts that programs create; the slots below are the devices' primary contexts.
+pub const FIRST_CREATED: u32 = 256;
+
+#[derive(Default)]
+struct Slots {
+    next: u32,
+    /// Oldest first. A slot rests before it is used again: frames of other threads that name it may still be waiting.
+    free: VecDeque<(u32, u16)>,
+}
+
+static SLOTS: Mutex<BTreeMap<u8, Slots>> = Mutex::new(BTreeMap::new());
+
+/// A new handle for a worker, by its number.
+pub fn mint(kind: u8, server: u8) -> u64 {
+    let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let slots = slots.entry(kind).or_default();
+    let rested = if slots.free.len() > RESTING { slots.free.pop_front() } else { None };
+    let (slot, generation) = rested.unwrap_or_else(|| {
+        let first = if kind == handle::CTX { FIRST_CREATED } else { 0 };
+        slots.next = slots.next.max(first) + 1;
+        (slots.next - 1, 0)
+    });
+    handle::make(kind, server, generation.wrapping_add(1), slot)
+}
+
+/// A handle's slot may be used again, with another generation.
+pub fn retire(old: u64) {
+    let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let generation = (old >> 32) as u16;
+    slots.entry(handle::kind(old)).or_default().free.push_back((handle::slot(old), generation));
+}
