@@ -1,6 +1,6 @@
 //! Who used which GPU for how long: a record for each lease and each program that has ended, in an embedded database.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -62,6 +62,9 @@ pub struct Record {
     pub calls: u64,
     /// Why it ended.
     pub reason: String,
+    /// Of a lease, who ran programs on it: one of the whole machine is nobody's own. Known when records are listed.
+    #[serde(default)]
+    pub uids: Vec<u32>,
 }
 
 /// Which records are wanted.
@@ -74,16 +77,22 @@ pub struct Wanted {
     pub until_unix: u64,
     /// Of this client; empty: all.
     pub client: String,
-    /// On behalf of this user; empty: all.
+    /// On behalf of this user, or, as a user id, with programs of that user's; empty: all.
     pub user: String,
     /// Only of this kind.
     pub kind: Option<Kind>,
 }
 
+/// Whether it is about a program of that user, or a lease of his or with one.
+fn ran(r: &Record, uid: u32) -> bool {
+    // A lease that is nobody's own has no user id, which is written as 0.
+    r.uid == uid && (r.kind == Kind::Process || !r.user.is_empty()) || r.uids.contains(&uid)
+}
+
 impl Wanted {
     fn fits(&self, r: &Record) -> bool {
         (self.client.is_empty() || r.client == self.client)
-            && (self.user.is_empty() || r.user == self.user)
+            && (self.user.is_empty() || r.user == self.user || self.user.parse().is_ok_and(|uid| ran(r, uid)))
             && self.kind.is_none_or(|k| k == r.kind)
     }
 }
@@ -262,32 +271,35 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
     let end = if wanted.until_unix == 0 { u64::MAX } else { wanted.until_unix };
     let mut out: Vec<Record> = Vec::new();
     // Sums over a lease's programs, which ended with it or before it.
-    let mut of_lease: HashMap<String, [u64; 5]> = HashMap::new();
+    let mut of_lease: HashMap<String, ([u64; 5], BTreeSet<u32>)> = HashMap::new();
     for entry in table.iter()? {
         let (key, value) = entry?;
         let Ok(mut record) = serde_json::from_slice::<Record>(value.value()) else { continue };
         if record.kind == Kind::Process {
-            let sums = of_lease.entry(record.lease.clone()).or_default();
+            let (sums, uids) = of_lease.entry(record.lease.clone()).or_default();
+            uids.insert(record.uid);
             sums[0] += record.gpu_busy_usec;
             sums[1] = sums[1].max(record.peak_memory_bytes);
             sums[2] += record.bytes_to_device;
             sums[3] += record.bytes_from_device;
             sums[4] += record.calls;
         }
-        if (wanted.since_unix..end).contains(&key.value().0) && wanted.fits(&record) {
+        if (wanted.since_unix..end).contains(&key.value().0) {
             record.reason.retain(|c| !c.is_control());
             out.push(record);
         }
     }
     for record in out.iter_mut().filter(|r| r.kind == Kind::Lease) {
-        if let Some([busy, peak, to, from, calls]) = of_lease.get(&record.lease) {
+        if let Some(([busy, peak, to, from, calls], uids)) = of_lease.get(&record.lease) {
             record.gpu_busy_usec = *busy;
             record.peak_memory_bytes = *peak;
             record.bytes_to_device = *to;
             record.bytes_from_device = *from;
             record.calls = *calls;
+            record.uids = uids.iter().copied().collect();
         }
     }
+    out.retain(|record| wanted.fits(record));
     Ok(out)
 }
 
@@ -295,7 +307,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
 pub fn csv(records: &[Record]) -> String {
     let mut out = String::from(
         "kind,lease,worker,client,user,uid,pid,program,gpus,start_unix,end_unix,gpu_busy_usec,peak_memory_bytes,\
-         bytes_to_device,bytes_from_device,calls,reason\r\n",
+         bytes_to_device,bytes_from_device,calls,reason,uids\r\n",
     );
     for r in records {
         let kind = match r.kind {
@@ -320,6 +332,7 @@ pub fn csv(records: &[Record]) -> String {
             r.bytes_from_device.to_string(),
             r.calls.to_string(),
             r.reason.clone(),
+            r.uids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
         ];
         let quoted = fields.map(|f| {
             // A spreadsheet would take what begins with these for a formula.
@@ -355,6 +368,7 @@ mod tests {
             bytes_from_device: 20,
             calls: 30,
             reason: "=its client process ended".into(),
+            uids: Vec::new(),
         }
     }
 
@@ -365,20 +379,30 @@ mod tests {
             let accounting = Accounting::open(folder.path()).unwrap();
             accounting.add(record(Kind::Process, "l1", "vm-1", 100));
             accounting.add(record(Kind::Process, "l1", "vm-1", 110));
-            accounting.add(record(Kind::Lease, "l1", "vm-1", 110));
+            accounting.add(Record { uid: 0, ..record(Kind::Lease, "l1", "vm-1", 110) });
             accounting.add(record(Kind::Process, "l2", "vm-2", 120));
+            accounting.add(Record { user: "alice".into(), uid: 7, ..record(Kind::Lease, "l4", "vm-4", 130) });
         }
         let accounting = Accounting::open(folder.path()).unwrap();
         accounting.add(record(Kind::Process, "l3", "vm-2", 120));
         let all = accounting.list(&Wanted::default()).unwrap();
-        assert_eq!(all.iter().map(|r| r.end_unix).collect::<Vec<_>>(), [100, 110, 110, 120, 120]);
+        assert_eq!(all.iter().map(|r| r.end_unix).collect::<Vec<_>>(), [100, 110, 110, 120, 120, 130]);
         let leases = Wanted { kind: Some(Kind::Lease), since_unix: 105, ..Wanted::default() };
         let lease = accounting.list(&leases).unwrap().remove(0);
         assert_eq!((lease.gpu_busy_usec, lease.peak_memory_bytes, lease.calls), (3_000_000, 110 << 20, 60));
+        assert_eq!(lease.uids, [1000]);
+        // The lease of a whole machine is found by who ran programs on it, each of these by its own user.
+        let of = |user: &str| {
+            let records = accounting.list(&Wanted { user: user.into(), ..Wanted::default() }).unwrap();
+            records.iter().map(|r| (r.kind, r.end_unix)).collect::<Vec<_>>()
+        };
+        let programs = [(Kind::Process, 100), (Kind::Process, 110), (Kind::Lease, 110), (Kind::Process, 120)];
+        assert_eq!(of("1000"), [&programs[..], &[(Kind::Process, 120)]].concat());
+        assert_eq!((of("0"), of("alice")), (vec![], vec![(Kind::Lease, 130)]));
         let two = Wanted { client: "vm-2".into(), until_unix: 121, ..Wanted::default() };
         assert_eq!(accounting.list(&two).unwrap().len(), 2);
         accounting.forget_before(120);
-        assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 2);
+        assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 3);
     }
 
     #[test]
@@ -396,6 +420,6 @@ mod tests {
         assert_eq!(lines.len(), 2);
         assert!(lines[0].starts_with("kind,lease,worker"));
         assert!(lines[1].contains(",\"a,\"\"b\"\"\",GPU-1,5,100,1500000,"), "{}", lines[1]);
-        assert!(lines[1].ends_with(",30,'=its client process ended"), "{}", lines[1]);
+        assert!(lines[1].ends_with(",30,'=its client process ended,"), "{}", lines[1]);
     }
 }

@@ -208,8 +208,8 @@ pub enum Verb {
         /// Of this client
         #[arg(long, value_name = "NAME", default_value = "")]
         client: String,
-        /// On behalf of this user
-        #[arg(long, value_name = "NAME", default_value = "")]
+        /// On behalf of this user; a user id also finds programs on leases of whole machines, and these
+        #[arg(long, value_name = "NAME|UID", default_value = "")]
         user: String,
         /// Only leases, or only programs
         #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]

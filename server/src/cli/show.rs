@@ -278,7 +278,13 @@ pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) 
             span(r.end_unix.saturating_sub(r.start_unix) * 1_000_000),
             what,
             r.client,
-            if r.user.is_empty() { "-".into() } else { r.user },
+            match (r.user.is_empty(), &r.uids[..]) {
+                (false, _) => r.user,
+                (true, []) => "-".into(),
+                (true, uids) => {
+                    format!("uid {}", uids.iter().map(u32::to_string).collect::<Vec<_>>().join(", "))
+                }
+            },
             r.gpus.len().to_string(),
             span(r.gpu_busy_usec),
             mib(r.peak_memory_bytes),

@@ -609,6 +609,7 @@ impl Pool {
                 .iter()
                 .map(|a| host_port(&a.host, a.port.filter(|_| control).unwrap_or(port)))
                 .collect();
+                uids: Vec::new(),
         }
         let ip = reached.map(|a| a.ip().to_canonical()).unwrap_or(IpAddr::from([127, 0, 0, 1]));
         vec![host_port(&ip.to_string(), port)]

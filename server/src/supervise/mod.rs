@@ -1588,6 +1588,7 @@ impl Supervisor {
                 bytes_from_device: worker.usage.bytes_from_device,
                 calls: worker.usage.calls,
                 reason: reason.clone(),
+                uids: Vec::new(),
             });
         }
         let mut pause = None;

@@ -721,6 +721,8 @@ async fn what_was_used_is_on_record() {
     }
     assert!(process["reason"].as_str().unwrap().contains("its client process ended"), "{process}");
     assert!(of_lease["reason"].as_str().unwrap().contains("released"), "{of_lease}");
+    assert_eq!(of_lease["uids"], serde_json::json!([1000]));
+    assert_eq!(records(&server, &["--user", "1000"]), all, "as well by the user's id");
     assert!(records(&server, &["--user", "bob"]).is_empty());
     let csv = server.verb(&["accounting", "--csv"]);
     let text = String::from_utf8_lossy(&csv.stdout);
