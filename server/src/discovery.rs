@@ -9,7 +9,7 @@ use serde::Deserialize;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::config::{Config, GpuChoice, Gpus};
+use crate::config::{Config, ConfigError, GpuChoice, Gpus};
 use crate::lease::Gpu;
 use crate::mps;
 use crate::supervise::spawn::clean_environment;
@@ -52,6 +52,16 @@ pub enum DiscoveryError {
     /// The driver could not be asked; a later try may succeed.
     #[error("{0}")]
     Probe(String),
+}
+
+impl DiscoveryError {
+    /// With the place in the configuration, where it is the configuration's.
+    pub fn placed(self, config: &Config) -> anyhow::Error {
+        match self {
+            Self::Configuration { key, .. } => ConfigError::new(config.origin(key), self.to_string()).into(),
+            Self::Probe(_) => self.into(),
+        }
+    }
 }
 
 fn bad(key: &'static str, message: impl Into<String>) -> DiscoveryError {

@@ -91,12 +91,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
              conflict with their own; set LimitSTACK=infinity"
         );
     }
-    let as_config = |e: DiscoveryError| match e {
-        DiscoveryError::Configuration { key, ref message } => {
-            anyhow::Error::from(ConfigError::new(config.origin(key), format!("{key}: {message}")))
-        }
-        e @ DiscoveryError::Probe(_) => anyhow!(e),
-    };
+    let as_config = |e: DiscoveryError| e.placed(&config);
     let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
     info!("driver {}, workers are {}", driver.display(), worker.display());
     let probe = tokio::select! {

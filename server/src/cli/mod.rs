@@ -12,6 +12,7 @@ use crate::accounting::{self, Accounting, Kind, Wanted};
 use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::{self, Config, ConfigError, Surroundings};
+use crate::discovery::find_driver;
 use crate::net::host_port;
 use crate::pool::authority::Authority;
 use crate::pool::clients::Clients;
@@ -951,8 +952,6 @@ fn check_config(
 ) -> anyhow::Result<()> {
     if let Some(mps) = &config.mps {
         let key = if mps.control.is_some() { "mps_control" } else { "sharing" };
-        // Where the driver is not known yet, its folder is not looked into.
-        let driver = crate::discovery::find_driver(config.driver.as_deref()).unwrap_or_default();
         crate::mps::control::find(mps.control.as_deref(), &driver)
             .map_err(|m| ConfigError::new(config.origin(key), format!("{key}: {m}")))?;
     }
@@ -1015,3 +1014,4 @@ mod tests {
         }
     }
 }
+    let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;

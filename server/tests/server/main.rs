@@ -652,10 +652,24 @@ async fn bad_configurations_stop_the_server_with_code_1() {
         .status()
         .unwrap();
     assert!(built.success());
-    server.configure("ours.so", "");
-    let output = server.verb(&["serve"]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("own client library"), "{output:?}");
+    std::fs::write(server.path("text.so"), "no library").unwrap();
+    let wrong = [
+        ("ours.so", "own client library"),
+        ("missing.so", "No such file"),
+        ("text.so", "not a shared library"),
+    ];
+    for (driver, said) in wrong {
+        server.configure(driver, "");
+        for verb in [&["serve"][..], &["check-config", "--explain"]] {
+            let output = server.verb(verb);
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.code() == Some(1) && text.contains(":4: driver: ") && text.contains(said),
+                "{verb:?}: {text}"
+            );
+        }
+    }
+    server.configure("no-probe.so", "");
     let checked = server.verb(&["check-config", "--explain"]);
     assert!(String::from_utf8_lossy(&checked.stdout).contains("good"), "{checked:?}");
 }
