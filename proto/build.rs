@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     std::fs::write(out.join("operations.rs"), operations)?;
     if std::env::var_os("CARGO_FEATURE_CONTROL").is_some() {
         let files = protox::compile(["gpusession/v1/pool.proto"], ["proto"])?;
-        tonic_prost_build::configure().compile_fds(files)?;
+        tonic_prost_build::configure().codec_path("crate::codec::Compact").compile_fds(files)?;
     }
     Ok(())
 }

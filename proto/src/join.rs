@@ -4,7 +4,7 @@
 //!
 //! * every server's certificate carries [`any_server`] and [`server`]`(name)`; a client that knows only an address
 //!   verifies the first, one that knows which server it wants the second;
-//! * a client's certificate carries [`client`]`(name)`.
+//! * a client's certificate carries [`client`]`(name)`, an administrator's [`administrator`]`(name)`.
 //!
 //! A client that joins does not know the pool's authority yet. The server sends it as the last certificate of its
 //! chain; the client accepts it when its SHA-256 (of the DER) is [`JoinToken::authority`], and verifies the rest of the
@@ -36,6 +36,16 @@ pub fn client(name: &str) -> String {
 /// The client whose certificate has this DNS name.
 pub fn client_of(dns_name: &str) -> Option<&str> {
     dns_name.strip_suffix(DOMAIN)?.strip_suffix(".client.").filter(|name| is_name(name))
+}
+
+/// The DNS name in an administrator's certificate.
+pub fn administrator(name: &str) -> String {
+    format!("{name}.administrator.{DOMAIN}")
+}
+
+/// The administrator whose certificate has this DNS name.
+pub fn administrator_of(dns_name: &str) -> Option<&str> {
+    dns_name.strip_suffix(DOMAIN)?.strip_suffix(".administrator.").filter(|name| is_name(name))
 }
 
 /// Whether `name` can name a server or a client: labels of a-z, 0-9 and `-`, separated by dots, 64 bytes at most.
@@ -128,6 +138,16 @@ mod tests {
         assert_eq!(format!("{token:?}"), "JoinToken(0202020202020202)");
         for bad in ["", "gpsj-", &text[1..], &text[..90], &format!("{text}A"), &text.replace('B', "é")] {
             assert_eq!(bad.parse::<JoinToken>(), Err(NotAToken), "{bad}");
+        }
+    }
+
+    #[test]
+    fn no_name_is_that_of_another_kind() {
+        for name in ["a", "a.client", "a.administrator", "a.server"] {
+            let (client, administrator) = (client(name), administrator(name));
+            assert_eq!((client_of(&client), administrator_of(&client)), (Some(name), None));
+            assert_eq!((client_of(&administrator), administrator_of(&administrator)), (None, Some(name)));
+            assert_eq!((client_of(&server(name)), administrator_of(&server(name))), (None, None));
         }
     }
 

@@ -11,6 +11,8 @@
 #![forbid(unsafe_code)]
 
 pub mod changes;
+#[cfg(feature = "control")]
+pub mod codec;
 pub mod frame;
 pub mod grant;
 pub mod handle;

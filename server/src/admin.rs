@@ -1,5 +1,6 @@
-//! Administration of the running server over `admin.sock`: one request and one answer per connection, both a
-//! little-endian `u32` length and JSON. Who may open the socket may do everything.
+//! Administration of the running server. Over `admin.sock`: one request and one answer per connection, both a
+//! little-endian `u32` length and JSON; who may open the socket may do everything. Over the network, for those who have an
+//! administrator's certificate: the same JSON in a call of the control service.
 
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -8,25 +9,27 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpusession_proto::join::JoinToken;
+use gpusession_proto::join::{self, JoinToken};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use crate::accounting::Wanted;
 use crate::config::{self, parse_duration};
 use crate::lease::Withdrawn;
 use crate::limits::LIMITS;
+use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
 use crate::pool::parking::ParkError;
 use crate::pool::service::{Pool, find_worker};
 use crate::pool::tokens::{TokenRecord, Tokens};
 use crate::supervise::{WorkerView, hex};
 
-/// Bytes of a request, and of an answer.
+/// Bytes of a request.
 const MAX_REQUEST: usize = 64 << 10;
-const MAX_ANSWER: usize = 64 << 20;
+/// And of an answer.
+pub const MAX_ANSWER: usize = 64 << 20;
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// What an administrator asks.
@@ -140,6 +143,63 @@ pub enum Ask {
         /// Its id, or how that begins.
         id: String,
     },
+    /// Make an administrator's certificate.
+    AdministratorCreate {
+        /// The name.
+        name: String,
+        /// The certificate request.
+        csr_pem: String,
+    },
+    /// The administrators.
+    Administrators,
+    /// Refuse an administrator from now on.
+    AdministratorRevoke {
+        /// The name.
+        name: String,
+    },
+}
+
+impl Ask {
+    /// Why this is not answered over the network, if it is not.
+    pub fn local(&self) -> Option<Refusal> {
+        let why = match self {
+            Self::Stop { .. } => "a server is stopped on its own host: the command waits for its process",
+            Self::AdministratorCreate { .. } => {
+                "administrators are made on a server's own host, so that a stolen certificate is worth nothing once it is revoked"
+            }
+            _ => return None,
+        };
+        Some(local_only(why))
+    }
+
+    /// Ending workers takes a moment, parking a second for each few GiB; a server that says nothing for so long hangs.
+    pub fn patience(&self) -> Duration {
+        Duration::from_secs(if matches!(self, Self::Park { .. }) { 600 } else { 30 })
+    }
+
+    /// Whether it changes anything.
+    fn changes(&self) -> bool {
+        !matches!(
+            self,
+            Self::Status
+                | Self::Ps
+                | Self::Leases
+                | Self::Gpus
+                | Self::Clients
+                | Self::Mps
+                | Self::Queue
+                | Self::Limits { .. }
+                | Self::Accounting { .. }
+                | Self::Config
+                | Self::Tokens
+                | Self::Administrators
+        )
+    }
+}
+
+/// A verb that is not answered over the network.
+pub fn local_only(why: &str) -> Refusal {
+    Refusal { code: "local".into(), message: why.into(), hint: "leave out --server, and run it there".into() }
 }
 
 /// Why an administrator's request was not done.
@@ -417,6 +477,52 @@ pub struct TokenRow {
     pub expires_unix: u64,
 }
 
+/// A row of `gpuserver admin list`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AdministratorRow {
+    /// The name.
+    pub name: String,
+    /// good, revoked.
+    pub state: String,
+    /// When the certificate was issued, or revoked: seconds since 1970.
+    pub since_unix: u64,
+    /// SHA-256; empty where this server has seen none.
+    pub certificate_sha256: String,
+}
+
+/// The rows of `gpuserver admin list`.
+pub fn administrator_rows(all: &Administrators) -> Vec<AdministratorRow> {
+    let row = |(name, record): (&str, &AdministratorRecord)| AdministratorRow {
+        name: name.into(),
+        state: if record.revoked { "revoked" } else { "good" }.into(),
+        since_unix: record.since_unix,
+        certificate_sha256: record.certificate.clone(),
+    };
+    all.list().map(row).collect()
+}
+
+/// What `gpuserver admin create` is answered.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AdministratorView {
+    /// The certificate.
+    pub certificate_pem: String,
+    /// The pool authority's.
+    pub authority_pem: String,
+}
+
+/// Whether somebody can have that name.
+pub fn administrator_name(name: &str) -> Result<(), Refusal> {
+    match join::is_name(name) {
+        true => Ok(()),
+        false => Err(Refusal::new(
+            "usage",
+            format!(
+                "{name:?} cannot be an administrator's name: it has a-z, 0-9, `-` and `.`, 64 characters at most"
+            ),
+        )),
+    }
+}
+
 /// The rows of `gpuserver token list`.
 pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
     let row = |(id, record): (&str, &TokenRecord)| TokenRow {
@@ -525,25 +631,20 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
     timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
     let len = u32::from_le_bytes(prefix) as usize;
     let ask = if len > MAX_REQUEST {
-        Err(format!("the request is longer than {MAX_REQUEST} bytes"))
+        Err(Refusal::new("bad-request", format!("the request is longer than {MAX_REQUEST} bytes")))
     } else {
         let mut body = vec![0; len];
         timeout(LIMIT, socket.read_exact(&mut body)).await??;
-        serde_json::from_slice::<Ask>(&body)
-            .map_err(|e| format!("the server does not know this request: {e}"))
+        parse(&body)
     };
     let stop = match &ask {
         Ok(Ask::Stop { force }) => Some(*force),
         _ => None,
     };
-    let answer = match ask {
-        Ok(ask) => match answer(ask, pool).await {
-            Ok(value) => Answer::Ok(value),
-            Err(refusal) => Answer::Error(refusal),
-        },
-        Err(why) => Answer::Error(Refusal::new("bad-request", why)),
+    let bytes = match ask {
+        Ok(ask) => written(answer(ask, pool).await),
+        Err(refusal) => written(Err(refusal)),
     };
-    let bytes = serde_json::to_vec(&answer)?;
     let told = timeout(LIMIT, async {
         socket.write_all(&(bytes.len() as u32).to_le_bytes()).await?;
         socket.write_all(&bytes).await
@@ -554,6 +655,35 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         pool.ask_to_stop(force);
     }
     told?
+}
+
+fn parse(body: &[u8]) -> Result<Ask, Refusal> {
+    serde_json::from_slice(body)
+        .map_err(|e| Refusal::new("bad-request", format!("the server does not know this request: {e}")))
+}
+
+fn written(answer: Result<serde_json::Value, Refusal>) -> Vec<u8> {
+    let answer = match answer {
+        Ok(value) => Answer::Ok(value),
+        Err(refusal) => Answer::Error(refusal),
+    };
+    // JSON and plain texts: they always serialize.
+    serde_json::to_vec(&answer).unwrap_or_default()
+}
+
+/// What an administrator is answered over the network.
+pub async fn answer_remote(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec<u8> {
+    let ask = match parse(body) {
+        Ok(ask) => ask,
+        Err(refusal) => return written(Err(refusal)),
+    };
+    if let Some(refusal) = ask.local() {
+        return written(Err(refusal));
+    }
+    if ask.changes() {
+        info!("administrator {name} asks from {from}: {ask:?}");
+    }
+    written(answer(ask, pool).await)
 }
 
 fn ps_row(w: WorkerView) -> PsRow {
@@ -831,15 +961,37 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
         }
         Ask::TokenCreate { pattern, uses, ttl } => {
             let ttl = token_ttl(&ttl)?;
-            let (token, record) = pool.create_token(&pattern, uses, ttl).map_err(|e| internal(&e))?;
+            let (token, record) = pool.create_token(&pattern, uses, ttl).await.map_err(|e| internal(&e))?;
             show(serde_json::to_value(TokenView::new(&token, record)))
+        }
+        Ask::AdministratorCreate { name, csr_pem } => {
+            administrator_name(&name)?;
+            let made = pool.create_administrator(&name, &csr_pem).await.map_err(|e| internal(&e))?;
+            let (certificate_pem, authority_pem) = made.map_err(|e| not_issued(&e))?;
+            show(serde_json::to_value(AdministratorView { certificate_pem, authority_pem }))
+        }
+        Ask::Administrators => show(serde_json::to_value(pool.administrators(administrator_rows))),
+        Ask::AdministratorRevoke { name } => {
+            administrator_name(&name)?;
+            let known = pool.revoke_administrator(&name).await.map_err(|e| internal(&e))?;
+            Ok(serde_json::json!({ "name": name, "known": known }))
         }
         Ask::Tokens => show(serde_json::to_value(pool.tokens(token_rows))),
         Ask::TokenRevoke { id } => {
-            let revoked = pool.revoke_token(&id).map_err(|e| internal(&e))?.ok_or_else(|| no_token(&id))?;
+            let revoked = pool.revoke_token(&id).await.map_err(|e| internal(&e))?;
+            let revoked = revoked.ok_or_else(|| no_token(&id))?;
             Ok(serde_json::json!({ "id": revoked }))
         }
     }
+}
+
+/// No certificate was made.
+pub fn not_issued(e: &NotIssued) -> Refusal {
+    let code = match e {
+        NotIssued::Exists(_) => "exists",
+        NotIssued::Authority(_) => "failed",
+    };
+    Refusal::new(code, e.to_string())
 }
 
 /// Finds the one lease whose id starts with `prefix`.
@@ -925,9 +1077,7 @@ pub fn no_client(name: &str) -> Refusal {
 /// Asks the server behind `path`; for the command line.
 pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
     let mut socket = StdUnixStream::connect(path)?;
-    // Ending workers takes a moment, parking a second for each few GiB; a server that says nothing for so long hangs.
-    let patience = if matches!(ask, Ask::Park { .. }) { 600 } else { 30 };
-    socket.set_read_timeout(Some(Duration::from_secs(patience)))?;
+    socket.set_read_timeout(Some(ask.patience()))?;
     socket.set_write_timeout(Some(LIMIT))?;
     let body = serde_json::to_vec(ask)?;
     socket.write_all(&(body.len() as u32).to_le_bytes())?;
@@ -940,8 +1090,13 @@ pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refus
     }
     let mut body = vec![0; len];
     socket.read_exact(&mut body)?;
-    match serde_json::from_slice(&body)? {
-        Answer::Ok(value) => Ok(Ok(value)),
-        Answer::Error(refusal) => Ok(Err(refusal)),
-    }
+    Ok(read(&body)?)
+}
+
+/// Reads an answer.
+pub fn read(body: &[u8]) -> serde_json::Result<Result<serde_json::Value, Refusal>> {
+    Ok(match serde_json::from_slice(body)? {
+        Answer::Ok(value) => Ok(value),
+        Answer::Error(refusal) => Err(refusal),
+    })
 }

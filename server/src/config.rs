@@ -682,7 +682,8 @@ fn socket_address(text: &str) -> Result<SocketAddr, String> {
     Err("an address like \"[::]:7601\", \"10.1.2.3:7601\" is wanted".into())
 }
 
-fn advertised(text: &str) -> Result<Advertised, String> {
+/// Reads HOST, HOST:PORT or [V6]:PORT.
+pub fn advertised(text: &str) -> Result<Advertised, String> {
     let bad = || "HOST, HOST:PORT or [V6]:PORT is wanted".to_string();
     if let Ok(ip) = text.parse::<IpAddr>() {
         return Ok(Advertised { host: ip.to_string(), port: None });

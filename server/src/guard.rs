@@ -1,8 +1,10 @@
-//! Bounds on connections of the control port: how many there are, and how long one without a certificate may stay.
+//! Connections of the control port: who is at the other end, how many there are, and how long one without a certificate may stay.
 
 use std::future::Future;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -11,24 +13,86 @@ use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
-use tonic::transport::server::{Connected, TcpConnectInfo, TlsConnectInfo};
+use tonic::transport::server::Connected;
+
+use crate::crowd;
+use crate::pool::authority::{Holder, fingerprint, holder};
 
 /// Long enough to join.
-pub const STRANGER_LIMIT: Duration = Duration::from_secs(30);
+const STRANGER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Who is at the other end of a connection: an extension of each of its requests, found out once.
+#[derive(Debug, Clone)]
+pub struct Peer(Arc<Facts>);
+
+#[derive(Debug)]
+struct Facts {
+    remote: Option<SocketAddr>,
+    local: Option<SocketAddr>,
+    certificate: Option<Certificate>,
+}
+
+/// A certificate of the pool's authority.
+#[derive(Debug)]
+pub struct Certificate {
+    /// SHA-256.
+    pub fingerprint: [u8; 32],
+    /// Whom it is for; `None` for those of servers.
+    pub holder: Option<Holder>,
+}
+
+impl Peer {
+    fn of(stream: &TlsStream<TcpStream>) -> Self {
+        let (socket, tls) = stream.get_ref();
+        let der = tls.peer_certificates().and_then(<[_]>::first);
+        let certificate = der.map(|der| Certificate { fingerprint: fingerprint(der), holder: holder(der) });
+        let (remote, local) = (socket.peer_addr().ok(), socket.local_addr().ok());
+        Self(Arc::new(Facts { remote, local, certificate }))
+    }
+
+    /// Where it is.
+    pub fn remote(&self) -> Option<SocketAddr> {
+        self.0.remote
+    }
+
+    /// As what it reached this server.
+    pub fn local(&self) -> Option<SocketAddr> {
+        self.0.local
+    }
+
+    /// What it showed; TLS has verified it.
+    pub fn certificate(&self) -> Option<&Certificate> {
+        self.0.certificate.as_ref()
+    }
+}
+
+/// A place among the connections.
+#[derive(Debug)]
+pub enum Place {
+    /// For as long as it wants.
+    Known(OwnedSemaphorePermit),
+    /// For [`STRANGER_LIMIT`], unless others need it more.
+    Stranger(crowd::Place, Pin<Box<Sleep>>),
+}
+
+impl Place {
+    /// Of a peer without a certificate, from now on.
+    pub fn stranger(place: crowd::Place) -> Self {
+        Self::Stranger(place, Box::pin(sleep(STRANGER_LIMIT)))
+    }
+}
 
 /// A connection that holds its place among the others until it ends.
 #[derive(Debug)]
 pub struct Guarded {
     stream: TlsStream<TcpStream>,
-    _place: OwnedSemaphorePermit,
-    until: Option<Pin<Box<Sleep>>>,
+    place: Place,
 }
 
 impl Guarded {
-    /// Guards a connection; a stranger's ends after [`STRANGER_LIMIT`].
-    pub fn new(stream: TlsStream<TcpStream>, place: OwnedSemaphorePermit) -> Self {
-        let until = is_stranger(&stream).then(|| Box::pin(sleep(STRANGER_LIMIT)));
-        Self { stream, _place: place, until }
+    /// Guards a connection.
+    pub fn new(stream: TlsStream<TcpStream>, place: Place) -> Self {
+        Self { stream, place }
     }
 }
 
@@ -38,10 +102,10 @@ pub fn is_stranger(stream: &TlsStream<TcpStream>) -> bool {
 }
 
 impl Connected for Guarded {
-    type ConnectInfo = TlsConnectInfo<TcpConnectInfo>;
+    type ConnectInfo = Peer;
 
-    fn connect_info(&self) -> Self::ConnectInfo {
-        self.stream.connect_info()
+    fn connect_info(&self) -> Peer {
+        Peer::of(&self.stream)
     }
 }
 
@@ -51,8 +115,8 @@ impl AsyncRead for Guarded {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if let Some(until) = &mut self.until
-            && until.as_mut().poll(cx).is_ready()
+        if let Place::Stranger(place, until) = &mut self.place
+            && (until.as_mut().poll(cx).is_ready() || Pin::new(place).poll(cx).is_ready())
         {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }

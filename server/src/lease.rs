@@ -385,6 +385,13 @@ struct Held {
     deadline: Moment,
 }
 
+impl Held {
+    /// Whether its client was silent for too long, or it may not be renewed any longer.
+    fn over(&self, now: Moment, unix: u64) -> bool {
+        self.deadline <= now || self.lease.until_unix != 0 && self.lease.until_unix <= unix
+    }
+}
+
 /// What survives a restart.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Saved {
@@ -1098,11 +1105,16 @@ impl Table {
 
     /// Takes out the leases whose client was silent for too long, and those that may not be renewed any longer.
     pub fn expire(&mut self, now: Moment, unix: u64) -> Vec<Lease> {
-        let over = |h: &Held| h.deadline <= now || h.lease.until_unix != 0 && h.lease.until_unix <= unix;
-        let ids: Vec<_> = self.held.iter().filter(|(_, h)| over(h)).map(|(id, _)| id.clone()).collect();
+        let over = |h: &&Held| h.over(now, unix);
+        let ids: Vec<_> = self.held.values().filter(over).map(|h| h.lease.id.clone()).collect();
         let gone = ids.iter().filter_map(|id| self.held.remove(id)).map(|h| h.lease).collect();
         self.forget_aside();
         gone
+    }
+
+    /// Whether [`Table::expire`] has something to do.
+    pub fn expires(&self, now: Moment, unix: u64) -> bool {
+        self.held.values().any(|h| h.over(now, unix))
     }
 
     /// When the next lease ends unless it is renewed.

@@ -22,6 +22,7 @@ pub mod cache;
 pub mod cli;
 pub mod clock;
 pub mod config;
+pub mod crowd;
 pub mod data;
 pub mod discovery;
 pub mod gpu_lock;

@@ -4,6 +4,7 @@
 //! others that apply the smallest wins.
 
 use std::fmt;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::idle::Timeouts;
@@ -243,7 +244,7 @@ pub enum Scope {
 }
 
 /// All limits of a server.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default)]
 pub struct Limits {
     /// What was set; one entry for each name and layer.
     pub entries: Vec<Entry>,
@@ -251,6 +252,8 @@ pub struct Limits {
     pub groups: Vec<(String, Group)>,
     /// `[users] scope`
     pub scope: Scope,
+    /// What holds for whom nothing else does: most clients, at each of their calls.
+    pub(crate) everybody: OnceLock<Arc<[Entry]>>,
 }
 
 /// Whether `name` fits a pattern in which `*` stands for anything.
@@ -282,6 +285,14 @@ impl Limits {
             (Layer::Group(name), true) => self.group(name).is_some_and(|g| g.users.iter().any(is_user)),
             _ => false,
         };
+        let entries = match self.entries.iter().any(|e| holds(&e.layer, false) || holds(&e.layer, true)) {
+            true => self.those(holds),
+            false => self.everybody.get_or_init(|| self.those(|_, _| false)).clone(),
+        };
+        Effective { entries, scope: self.scope }
+    }
+
+    fn those(&self, holds: impl Fn(&Layer, bool) -> bool) -> Arc<[Entry]> {
         let mut out = Vec::new();
         for limit in LIMITS {
             let of_name = || self.entries.iter().filter(|e| e.name == limit.name);
@@ -305,14 +316,14 @@ impl Limits {
                 }),
             }
         }
-        Effective { entries: out, scope: self.scope }
+        out.into()
     }
 }
 
 /// The limits that hold for somebody.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Effective {
-    entries: Vec<Entry>,
+    entries: Arc<[Entry]>,
     /// How users are counted.
     pub scope: Scope,
 }
@@ -431,7 +442,7 @@ mod tests {
                 entry("gpus", Layer::User("alice".into()), n(1)),
             ],
             groups: vec![("lab".into(), Group { clients: vec!["vm-*".into()], users: vec!["bob".into()] })],
-            scope: Scope::Client,
+            ..Limits::default()
         };
         assert_eq!(number(&limits, "gpus", "db-1", ""), 2, "for everybody");
         assert_eq!(number(&limits, "gpus", "vm-2", ""), 8, "a group has more than everybody");

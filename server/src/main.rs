@@ -28,13 +28,25 @@ fn main() -> ExitCode {
         }
     };
     let result = match cli.verb {
-        Verb::Serve => run_server(&cli),
+        Verb::Serve if cli.server.is_none() => run_server(&cli),
         _ => cli::run(&cli).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|e| fail(&cli, &e))
 }
 
+/// Each connection of a client has buffers of 8 and 16 KiB, of which most is never written: mapped by themselves they take no memory
+/// there, and leave no holes among other things.
+#[cfg(target_env = "gnu")]
+fn map_buffers() {
+    // SAFETY: sets a number of the allocator's, and no other thread is there yet.
+    unsafe { nix::libc::mallopt(nix::libc::M_MMAP_THRESHOLD, 8 << 10) };
+}
+
+#[cfg(not(target_env = "gnu"))]
+fn map_buffers() {}
+
 fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
+    map_buffers();
     let config = cli::load_config(cli)?;
     log();
     gpusession_fatal::install("gpuserver");
@@ -98,6 +110,7 @@ fn fail(cli: &Cli, e: &anyhow::Error) -> ExitCode {
         }
     }
     let configuration = e.is::<ConfigError>()
+        || e.is::<Refusal>()
         || matches!(e.downcast_ref(), Some(DiscoveryError::Configuration { .. }))
         || !serving;
     ExitCode::from(if configuration { CONFIGURATION } else { INTERNAL })

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
+use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
 use tokio::net::TcpListener;
@@ -21,8 +22,9 @@ use crate::accounting::Accounting;
 use crate::cache::{Cache, TRIM_EVERY};
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
+use crate::crowd::Crowd;
 use crate::discovery::{self, DiscoveryError};
-use crate::guard::{Guarded, is_stranger};
+use crate::guard::{Guarded, Place, is_stranger};
 use crate::monitor::Monitor;
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
@@ -32,12 +34,13 @@ use crate::supervise::keep::Store;
 use crate::supervise::{Options, Supervisor, spawn};
 use crate::{admin, data, gpu_lock, health, metrics, store};
 
-/// TLS handshakes in progress, and the time that each may take.
-const MAX_HANDSHAKES: usize = 256;
+/// TLS handshakes in progress, and the time that each may take; after a moment only while nobody waits for its place.
+const MAX_HANDSHAKES: usize = 1024;
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(2);
 /// Connections of clients, and of peers without a certificate, at a time.
 const MAX_CLIENTS: usize = 16384;
 const MAX_STRANGERS: usize = 64;
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker waits for a lost client.
 const RESUME_GRACE: Duration = Duration::from_secs(60);
 /// How long a server that hands over waits for device memory that is on its way.
@@ -194,6 +197,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear, closed.clone()));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
+    tasks.spawn(pool.clone().tell_of_workers());
     if let Some(cache) = cache {
         tasks.spawn(keep_small(cache));
     }
@@ -376,6 +380,7 @@ async fn serve_control(
         .max_concurrent_streams(Some(256))
         .http2_max_header_list_size(Some(16 << 10))
         .add_service(EnrolmentServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
+        .add_service(AdministrationServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
         .add_service(PoolServer::new(service).max_decoding_message_size(MAX_MESSAGE))
         .serve_with_incoming_shutdown(ReceiverStream::new(connections), async move {
             let _ = closed.wait_for(|closed| *closed).await;
@@ -391,11 +396,10 @@ async fn accept_control(
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
-    let slots = Arc::new(Semaphore::new(MAX_HANDSHAKES));
-    let places = [Arc::new(Semaphore::new(MAX_CLIENTS)), Arc::new(Semaphore::new(MAX_STRANGERS))];
+    let handshakes = Crowd::new(MAX_HANDSHAKES, PATIENCE);
+    let (clients, strangers) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Crowd::new(MAX_STRANGERS, PATIENCE));
     let quiet = Arc::new(Quiet::default());
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else { return };
         let (socket, peer) = match listener.accept().await {
             Ok(new) => new,
             Err(e) => {
@@ -406,20 +410,33 @@ async fn accept_control(
                 continue;
             }
         };
+        // Who comes meanwhile waits in the kernel's queue.
+        let Some(mut handshake) = handshakes.enter(peer.ip()).await else {
+            if let Some(more) = quiet.may() {
+                warn!("control port: too many unfinished connections from {}{more}", peer.ip());
+            }
+            continue;
+        };
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
-        let [clients, strangers] = places.clone();
+        let (clients, strangers) = (clients.clone(), strangers.clone());
         tokio::spawn(async move {
-            let _slot = slot;
             let _ = socket.set_nodelay(true);
-            let why = match timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)).await {
+            let shaken = tokio::select! {
+                shaken = timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)) => shaken,
+                () = &mut handshake => Ok(Err(std::io::Error::other("others waited for its place"))),
+            };
+            let why = match shaken {
                 Ok(Ok(stream)) => {
-                    let places = if is_stranger(&stream) { strangers } else { clients };
-                    match places.try_acquire_owned() {
-                        Ok(place) => {
+                    let place = match is_stranger(&stream) {
+                        true => strangers.enter(peer.ip()).await.map(Place::stranger),
+                        false => clients.try_acquire_owned().ok().map(Place::Known),
+                    };
+                    match place {
+                        Some(place) => {
                             let _ = accepted.send(Ok(Guarded::new(stream, place))).await;
                             return;
                         }
-                        Err(_) => "there are too many connections".into(),
+                        None => "there are too many connections".into(),
                     }
                 }
                 Ok(Err(e)) => e.to_string(),

@@ -4,6 +4,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -68,6 +70,52 @@ pub fn write_bytes(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreErro
     written.map_err(io_error(path))
 }
 
+/// A document that many change at the same time: a write has all changes that were made before it began, and whoever waits for one
+/// of them waits for that write only.
+#[derive(Debug)]
+pub struct Shared {
+    path: PathBuf,
+    changes: AtomicU64,
+    /// How many changes the file has; locked while it is written.
+    stored: Arc<tokio::sync::Mutex<u64>>,
+}
+
+impl Shared {
+    /// The document at `path`.
+    pub fn new(path: PathBuf) -> Self {
+        Self { path, changes: AtomicU64::new(0), stored: Arc::default() }
+    }
+
+    /// A change was made; told while what guards the document is still locked.
+    pub fn changed(&self) {
+        self.changes.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Returns when every change so far is in the file. `now` is the document as it is when it is called, and is not called where
+    /// another's write was enough.
+    pub async fn store<T: Serialize + Send + 'static>(
+        &self,
+        now: impl FnOnce() -> T,
+    ) -> Result<(), StoreError> {
+        let wanted = self.changes.load(Ordering::SeqCst);
+        let mut stored = self.stored.clone().lock_owned().await;
+        if *stored >= wanted {
+            return Ok(());
+        }
+        let has = self.changes.load(Ordering::SeqCst);
+        let (document, path) = (now(), self.path.clone());
+        // It goes on, and keeps others from writing, when the caller is cancelled.
+        let written = tokio::task::spawn_blocking(move || {
+            write(&path, &document)?;
+            *stored = has;
+            Ok(())
+        });
+        written
+            .await
+            .unwrap_or_else(|e| Err(StoreError::Io { path: self.path.clone(), error: io::Error::other(e) }))
+    }
+}
+
 /// The right to change a state directory; the kernel takes it back when the process ends.
 #[derive(Debug)]
 pub struct Lock(#[expect(dead_code, reason = "held, not used")] nix::fcntl::Flock<File>);
@@ -88,5 +136,54 @@ pub fn lock(state_dir: &Path) -> Result<Lock, StoreError> {
         Ok(lock) => Ok(Lock(lock)),
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(StoreError::Locked(state_dir.into())),
         Err((_, errno)) => Err(StoreError::Io { path, error: errno.into() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn changes_share_writes_and_none_is_answered_before_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("list.json");
+        let (file, list) = (Arc::new(Shared::new(path.clone())), Arc::new(Mutex::new(Vec::new())));
+        let writes = Arc::new(AtomicU64::new(0));
+        let all = (0..200_u32).map(|i| {
+            let (file, list, writes, path) = (file.clone(), list.clone(), writes.clone(), path.clone());
+            tokio::spawn(async move {
+                {
+                    let mut list = list.lock().unwrap();
+                    list.push(i);
+                    file.changed();
+                }
+                let now = || {
+                    writes.fetch_add(1, Ordering::SeqCst);
+                    list.lock().unwrap().clone()
+                };
+                file.store(now).await.unwrap();
+                assert!(read::<Vec<u32>>(&path).unwrap().contains(&i), "{i} was answered too early");
+            })
+        });
+        for task in all.collect::<Vec<_>>() {
+            task.await.unwrap();
+        }
+        let writes = writes.load(Ordering::SeqCst);
+        assert!(writes < 200, "{writes} writes for 200 changes");
+        file.store(|| -> Vec<u32> { unreachable!("nothing changed") }).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_write_that_fails_is_tried_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("below/list.json");
+        let file = Shared::new(path.clone());
+        file.changed();
+        assert!(file.store(|| 1).await.is_err());
+        fs::create_dir(folder.path().join("below")).unwrap();
+        file.store(|| 2).await.unwrap();
+        assert_eq!(read::<u32>(&path).unwrap(), 2);
     }
 }

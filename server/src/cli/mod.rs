@@ -14,23 +14,34 @@ use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::{self, Config, ConfigError, Surroundings};
 use crate::discovery::find_driver;
 use crate::net::host_port;
+use crate::pool::administrators::Administrators;
 use crate::pool::authority::Authority;
 use crate::pool::clients::Clients;
 use crate::pool::service::Files;
 use crate::pool::tokens::Tokens;
 use crate::store::{self, StoreError};
 
+mod remote;
 pub mod show;
+
+use remote::Remote;
 
 /// Leases this host's GPUs to virtual machines
 ///
-/// `gpuserver serve` is the server; every other verb asks the server that runs with the same configuration.
+/// `gpuserver serve` is the server; every other verb asks the server that runs with the same configuration, or with --server one
+/// over the network.
 #[derive(Debug, Parser)]
 #[command(name = "gpuserver", version, max_term_width = 100, arg_required_else_help = true)]
 pub struct Cli {
     /// Configuration file
     #[arg(short, long, global = true, env = "GPUSERVER_CONF", value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// Ask this server over the network, as an administrator of its pool
+    #[arg(long, global = true, value_name = "HOST[:PORT]")]
+    pub server: Option<String>,
+    /// The administrator's file, which `gpuserver admin create` wrote; without, ~/.config/gpusession/admin.pem
+    #[arg(long, global = true, env = "GPUSERVER_IDENTITY", value_name = "FILE")]
+    pub identity: Option<PathBuf>,
     /// What to do
     #[command(subcommand)]
     pub verb: Verb,
@@ -64,6 +75,12 @@ pub enum Verb {
         /// Which part
         #[command(subcommand)]
         verb: TokenVerb,
+    },
+    /// Let administrators ask the server over the network: make certificates, list them, take them back
+    Admin {
+        /// Which part
+        #[command(subcommand)]
+        verb: AdminVerb,
     },
     /// List the clients of the pool, or take one's rights away
     Clients {
@@ -330,6 +347,36 @@ pub enum TokenVerb {
     },
 }
 
+/// `gpuserver admin`
+#[derive(Debug, Subcommand)]
+pub enum AdminVerb {
+    /// Write a file with which its holder may do what root does here with gpuserver; it is good for a year
+    Create {
+        /// Whose it is
+        name: String,
+        /// The file, which must not be there yet
+        #[arg(short, long, value_name = "FILE", default_value = "admin.pem")]
+        out: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List the administrators that this server knows
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Refuse what was made for a name so far; on each server of the pool
+    Revoke {
+        /// Whose it is
+        name: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
 /// `gpuserver clients`
 #[derive(Debug, Subcommand)]
 pub enum ClientsVerb {
@@ -377,17 +424,20 @@ pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
 struct Target {
     socket: PathBuf,
     config: Result<Config, ConfigError>,
+    remote: Option<Remote>,
 }
 
 impl Target {
     /// The server of the configuration that the command line names. A running one is found also where the files cannot be used now.
-    fn of(cli: &Cli) -> Self {
+    fn of(cli: &Cli) -> anyhow::Result<Self> {
+        let remote = cli.server.as_deref().map(|server| Remote::new(server, cli.identity.as_deref()));
+        let remote = remote.transpose()?;
         let config = load_config(cli);
         let socket = match &config {
             Ok(config) => config.admin_socket(),
             Err(_) => config::admin_socket_beside(&config_file(cli).0, &|name| std::env::var(name).ok()),
         };
-        Self { socket, config }
+        Ok(Self { socket, config, remote })
     }
 
     fn config(&self) -> Result<&Config, ConfigError> {
@@ -395,15 +445,33 @@ impl Target {
     }
 }
 
+/// Why a verb asks no running server, if it does not; of the others [`Ask::local`] says which are not for the network.
+fn local(verb: &Verb) -> Option<&'static str> {
+    match verb {
+        Verb::Serve => Some("a server is started on its own host"),
+        Verb::CheckConfig { .. } => {
+            Some("a configuration is checked on its own host, whose driver and folders it names")
+        }
+        Verb::Pool { .. } => Some("a pool's authority is kept on its servers' own disks"),
+        _ => None,
+    }
+}
+
 /// Runs a verb that is not `serve`.
 pub fn run(cli: &Cli) -> anyhow::Result<()> {
-    let server = Target::of(cli);
+    if cli.server.is_some()
+        && let Some(why) = local(&cli.verb)
+    {
+        return Err(admin::local_only(why).into());
+    }
+    let server = Target::of(cli)?;
     let out = &mut std::io::stdout().lock();
     match &cli.verb {
         Verb::Serve => anyhow::bail!("serve is not run here"),
         Verb::CheckConfig { explain, json } => check_config(out, cli, server.config()?, *explain, *json),
         Verb::Pool { verb } => pool(out, server.config()?, verb),
         Verb::Token { verb } => token(out, &server, verb),
+        Verb::Admin { verb } => administrators(out, &server, verb),
         Verb::Clients { verb, json } => clients(out, &server, verb.as_ref(), *json),
         Verb::Status { json } => {
             let value = must_run(&server, &Ask::Status)?;
@@ -674,6 +742,9 @@ pub fn wants_json(cli: &Cli) -> bool {
         | Verb::Token {
             verb: TokenVerb::Create { json, .. } | TokenVerb::List { json } | TokenVerb::Revoke { json, .. },
         }
+        | Verb::Admin {
+            verb: AdminVerb::Create { json, .. } | AdminVerb::List { json } | AdminVerb::Revoke { json, .. },
+        }
         | Verb::Clients { json, .. }
         | Verb::Status { json }
         | Verb::Ps { json }
@@ -698,6 +769,9 @@ pub fn wants_json(cli: &Cli) -> bool {
 
 /// Asks the running server; `None` where none runs.
 fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
+    if let Some(remote) = &server.remote {
+        return remote.ask(ask).map(Some);
+    }
     let path = &server.socket;
     match admin::ask(path, ask) {
         Ok(answer) => {
@@ -854,7 +928,8 @@ fn token(out: &mut dyn Write, server: &Target, verb: &TokenVerb) -> anyhow::Resu
         TokenVerb::List { .. } if json => show::json(out, "tokens", value),
         _ if json => show::json(out, "token", value),
         TokenVerb::Create { .. } => {
-            let address = server.config().map_or_else(|_| "HOST".into(), address);
+            let here = || server.config().map_or_else(|_| "HOST".into(), address);
+            let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
             show::token(out, &serde_json::from_value(value)?, &address)
         }
         TokenVerb::List { .. } => show::tokens(out, serde_json::from_value(value)?),
@@ -883,6 +958,88 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     };
     store::write(&path, &tokens)?;
     Ok(made)
+}
+
+fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
+    match verb {
+        AdminVerb::Create { name, out: file, json } => {
+            admin::administrator_name(name)?;
+            if std::fs::symlink_metadata(file).is_ok() {
+                return Err(Refusal::new("exists", format!("{} is there already", file.display())).into());
+            }
+            let key = rcgen::KeyPair::generate()?;
+            let csr_pem = rcgen::CertificateParams::default().serialize_request(&key)?.pem()?;
+            let value =
+                ask_administrators(server, &Ask::AdministratorCreate { name: name.clone(), csr_pem })?;
+            let made: admin::AdministratorView = serde_json::from_value(value)?;
+            let bundle = format!("{}{}{}", made.certificate_pem, key.serialize_pem(), made.authority_pem);
+            write_new(file, &bundle).with_context(|| {
+                format!("{} was not written: `gpuserver admin revoke {name}`, then try again", file.display())
+            })?;
+            if *json {
+                return show::json(out, "administrator", json!({ "name": name, "file": file }));
+            }
+            writeln!(out, "{}: whoever has it may do with --server what root does here", file.display())?;
+            writeln!(
+                out,
+                "Next: ~/.config/gpusession/admin.pem there, then `gpuserver --server HOST status`."
+            )?;
+        }
+        AdminVerb::List { json } => {
+            let value = ask_administrators(server, &Ask::Administrators)?;
+            return match json {
+                true => show::json(out, "administrators", value),
+                false => show::administrators(out, serde_json::from_value(value)?),
+            };
+        }
+        AdminVerb::Revoke { name, json } => {
+            let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;
+            if *json {
+                return show::json(out, "administrator", value);
+            }
+            writeln!(out, "administrator {name} is refused here from now on")?;
+            if value["known"] == false {
+                writeln!(out, "note: this server has not seen one of that name; `gpuserver admin list`")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A secret, in a file of its owner's.
+fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
+
+/// Also without a server.
+fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    if let Some(value) = running(server, ask)? {
+        return Ok(value);
+    }
+    let config = server.config()?;
+    let _lock = offline(config)?;
+    let path = Files::below(&config.state_dir).administrators;
+    let mut all: Administrators = store::read(&path)?;
+    let (now, random) = (SystemClock.unix(), SystemRandom);
+    let value = match ask {
+        Ask::AdministratorCreate { name, csr_pem } => {
+            let authority = Authority::open(&config.state_dir)?;
+            let made = all.issue(&authority, name, csr_pem, now, &random);
+            let certificate_pem = made.map_err(|e| admin::not_issued(&e))?;
+            let authority_pem = authority.pem().into();
+            serde_json::to_value(admin::AdministratorView { certificate_pem, authority_pem })?
+        }
+        Ask::AdministratorRevoke { name } => {
+            admin::administrator_name(name)?;
+            json!({ "name": name, "known": all.revoke(name, now) })
+        }
+        _ => return Ok(serde_json::to_value(admin::administrator_rows(&all))?),
+    };
+    store::write(&path, &all)?;
+    Ok(value)
 }
 
 fn clients(
@@ -950,6 +1107,7 @@ fn check_config(
     explain: bool,
     json: bool,
 ) -> anyhow::Result<()> {
+    let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;
     if let Some(mps) = &config.mps {
         let key = if mps.control.is_some() { "mps_control" } else { "sharing" };
         crate::mps::control::find(mps.control.as_deref(), &driver)
@@ -1014,4 +1172,3 @@ mod tests {
         }
     }
 }
-    let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;

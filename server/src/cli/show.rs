@@ -6,7 +6,8 @@ use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 
 use crate::admin::{
-    ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView, TokenRow, TokenView,
+    AdministratorRow, ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView,
+    TokenRow, TokenView,
 };
 
 /// A table without lines.
@@ -349,6 +350,16 @@ pub fn tokens(out: &mut dyn Write, rows: Vec<TokenRow>) -> anyhow::Result<()> {
         table.add_row([row.id, row.name_pattern, row.uses_left.to_string(), made, until]);
     }
     print(out, &table, n, "no tokens: `gpuserver token create` makes one")
+}
+
+/// `gpuserver admin list`
+pub fn administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["NAME", "STATE", "SINCE"]);
+    for row in rows {
+        table.add_row([row.name, row.state, date(row.since_unix)]);
+    }
+    print(out, &table, n, "no administrators: `gpuserver admin create` makes one's certificate")
 }
 
 /// `gpuserver clients`

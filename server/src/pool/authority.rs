@@ -22,6 +22,7 @@ use crate::store::{self, StoreError};
 const DAY: Duration = Duration::from_secs(24 * 3600);
 const AUTHORITY_YEARS: u32 = 20;
 const MEMBER_YEARS: u32 = 5;
+const ADMINISTRATOR_YEARS: u32 = 1;
 /// Clocks of client and server may differ by so much.
 const SKEW: Duration = DAY;
 
@@ -71,19 +72,31 @@ pub fn fingerprint(der: &[u8]) -> [u8; 32] {
 pub fn holder(der: &[u8]) -> Option<Holder> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let names = certificate.subject_alternative_name().ok()??;
-    let client = names.value.general_names.iter().find_map(|name| match name {
-        x509_parser::extensions::GeneralName::DNSName(name) => join::client_of(name),
-        _ => None,
+    let (role, name) = names.value.general_names.iter().find_map(|name| {
+        let x509_parser::extensions::GeneralName::DNSName(name) = name else { return None };
+        let client = join::client_of(name).map(|name| (Role::Client, name));
+        client.or_else(|| Some((Role::Administrator, join::administrator_of(name)?)))
     })?;
     let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
-    Some(Holder { client: client.into(), issued_unix: begins + SKEW.as_secs() })
+    Some(Holder { role, name: name.into(), issued_unix: begins + SKEW.as_secs() })
+}
+
+/// What a certificate of the pool is good for, beside being a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// To hold leases.
+    Client,
+    /// To ask what `admin.sock` is asked.
+    Administrator,
 }
 
 /// See [`holder`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
+    /// As what.
+    pub role: Role,
     /// Its name in the pool.
-    pub client: String,
+    pub name: String,
     /// Seconds since 1970.
     pub issued_unix: u64,
 }
@@ -96,9 +109,9 @@ pub struct Authority {
     pem: String,
 }
 
-/// A certificate that was just made for a client.
+/// A certificate that was just made for somebody.
 pub struct Issued {
-    /// For the client.
+    /// For him.
     pub pem: String,
     /// What the server knows it by.
     pub fingerprint: [u8; 32],
@@ -203,18 +216,23 @@ impl Authority {
         fingerprint(&self.der)
     }
 
-    /// Signs a client's request. Nothing of it but the public key is used.
-    pub fn issue_client(
+    /// Signs a request. Nothing of it but the public key is used.
+    pub fn issue(
         &self,
         csr_pem: &str,
+        role: Role,
         name: &str,
         random: &dyn Random,
     ) -> Result<Issued, AuthorityError> {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)
             .map_err(|e| AuthorityError::Request(e.to_string()))?;
-        let mut params = CertificateParams::new(vec![join::client(name)])?;
+        let (dns_name, years) = match role {
+            Role::Client => (join::client(name), MEMBER_YEARS),
+            Role::Administrator => (join::administrator(name), ADMINISTRATOR_YEARS),
+        };
+        let mut params = CertificateParams::new(vec![dns_name])?;
         named(&mut params, name, random);
-        validity(&mut params, MEMBER_YEARS);
+        validity(&mut params, years);
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
@@ -254,6 +272,9 @@ impl Authority {
             .with_client_cert_verifier(verifier)
             .with_single_cert(vec![certificate.der().clone(), self.der.clone()], key)?;
         config.alpn_protocols = vec![b"h2".to_vec()];
+        // Connections last; nothing is kept for those that would follow.
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
         Ok(config)
     }
 }
@@ -282,19 +303,22 @@ mod tests {
         let mut wish = CertificateParams::new(vec![join::any_server()]).unwrap();
         wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
-        let issued = again.issue_client(&csr, "vm-1", &SystemRandom).unwrap();
+        let issued = again.issue(&csr, Role::Client, "vm-1", &SystemRandom).unwrap();
         let der = CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap();
         let text = String::from_utf8_lossy(&der).into_owned();
         assert!(text.contains("vm-1.client.gpusession.internal"));
         assert!(!text.contains(&join::any_server()), "a wish in the request was granted");
         assert_eq!(issued.fingerprint, fingerprint(&der));
         let whose = holder(&der).unwrap();
-        assert_eq!(whose.client, "vm-1");
+        assert_eq!((whose.role, whose.name.as_str()), (Role::Client, "vm-1"));
         assert!(whose.issued_unix.abs_diff(clock::Clock::unix(&clock::SystemClock)) < 60, "{whose:?}");
+        let issued = again.issue(&csr, Role::Administrator, "alice", &SystemRandom).unwrap();
+        let whose = holder(&CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap()).unwrap();
+        assert_eq!((whose.role, whose.name.as_str()), (Role::Administrator, "alice"));
         assert_eq!(holder(&again.der), None);
         assert_eq!(holder(b"garbage"), None);
         assert!(matches!(
-            again.issue_client("garbage", "vm-1", &SystemRandom),
+            again.issue("garbage", Role::Client, "vm-1", &SystemRandom),
             Err(AuthorityError::Request(_))
         ));
         again.server_tls("gpu1", &SystemRandom).unwrap();

@@ -135,10 +135,10 @@ impl Clients {
         }
     }
 
-    /// A certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: its holder joined
+    /// A client's certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: it joined
     /// with another server. Certificates that a later one has replaced, or that were forgotten here, stay worth nothing.
     pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, now: Moment) -> Result<(), Refusal> {
-        let Holder { client, issued_unix } = holder;
+        let Holder { name: client, issued_unix, .. } = holder;
         let known = self.records.get(client);
         if known.is_some_and(|record| record.revoked) {
             return Err(Refusal::Revoked(client.clone()));
@@ -299,6 +299,7 @@ impl Clients {
 
 #[cfg(test)]
 mod tests {
+    use super::super::authority::Role;
     use super::*;
 
     const T: Moment = Duration::from_secs(1000);
@@ -331,7 +332,7 @@ mod tests {
 
     #[test]
     fn who_joined_with_another_server() {
-        let vm = |name: &str, issued_unix| Holder { client: name.into(), issued_unix };
+        let vm = |name: &str, issued_unix| Holder { role: Role::Client, name: name.into(), issued_unix };
         let mut clients = joined();
         assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), T), Ok(()));
         assert_eq!(clients.identify(&[9; 32]), Ok("vm-9".into()));

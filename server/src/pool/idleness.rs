@@ -1,5 +1,6 @@
 //! Does what the idle clocks of leases say, and lends what nobody uses to those who wait.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,7 +54,8 @@ impl Pool {
     pub async fn tick_idle(self: &Arc<Self>) {
         let now = self.now();
         let standing = self.registry().leases().await;
-        self.parking().keep_clocks(|lease| standing.iter().any(|s| s.lease.id == *lease));
+        let there: HashSet<&str> = standing.iter().map(|s| s.lease.id.as_str()).collect();
+        self.parking().keep_clocks(|lease| there.contains(lease.as_str()));
         for lease in standing.into_iter().map(|s| s.lease) {
             let Some(seen) = self.seen(&lease.id) else { continue };
             if seen.processes == 0 {

@@ -1,5 +1,6 @@
 //! The pool: its authority, its join tokens, its clients, and the control service.
 
+pub mod administrators;
 pub mod authority;
 pub mod clients;
 pub mod idleness;
@@ -7,3 +8,4 @@ pub mod parking;
 pub mod readings;
 pub mod service;
 pub mod tokens;
+pub mod watch;

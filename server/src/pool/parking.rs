@@ -112,7 +112,10 @@ impl Parking {
     /// Asks or tells the idle clock of a lease.
     pub fn clock<T>(&self, lease: &str, what: impl FnOnce(&mut Clock) -> T) -> T {
         let mut clocks = self.clocks.lock().unwrap_or_else(PoisonError::into_inner);
-        what(clocks.entry(lease.into()).or_default())
+        match clocks.get_mut(lease) {
+            Some(clock) => what(clock),
+            None => what(clocks.entry(lease.into()).or_default()),
+        }
     }
 
     /// Forgets the clocks of leases that ended.

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gpusession_proto::control::administration_server::Administration;
 use gpusession_proto::control::enrolment_server::Enrolment;
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::pool_server::Pool as PoolService;
@@ -15,19 +16,22 @@ use gpusession_proto::journal::Event as Said;
 use gpusession_proto::preface;
 use gpusession_proto::supervise::DeviceLimit;
 use prost::Message as _;
-use tokio::sync::{broadcast, mpsc, watch};
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::{broadcast, watch};
 use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
 
-use super::authority::{Authority, AuthorityError, fingerprint, holder};
+use super::administrators::{Administrators, NotAdmitted, NotIssued};
+use super::authority::{Authority, AuthorityError, Role};
 use super::clients::{ClientView, Clients, Refusal, Seen};
 use super::parking::{ParkError, Parking};
 use super::readings;
 use super::tokens::{TokenRecord, Tokens};
+use super::watch::{Events, Watches};
 use crate::accounting::{Accounting, Kind, Record};
+use crate::admin;
 use crate::clock::{Clock, Moment, Random};
 use crate::config::{Config, is_live};
+use crate::guard::{Certificate, Peer};
 use crate::idle::OnIdle;
 use crate::lease::{
     AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn,
@@ -37,7 +41,7 @@ use crate::monitor::Monitor;
 use crate::net::host_port;
 use crate::quiet::Quiet;
 use crate::registry::{GpuUse, Registry, Standing};
-use crate::store::{self, StoreError};
+use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, TakeError, WorkerId, hex};
 
 const RELEASED: &str = "released by its client";
@@ -71,19 +75,20 @@ pub struct Files {
     pub tokens: PathBuf,
     /// Clients.
     pub clients: PathBuf,
+    /// Administrators.
+    pub administrators: PathBuf,
 }
 
 impl Files {
     /// Those below a state directory.
     pub fn below(state_dir: &std::path::Path) -> Self {
-        Self { tokens: state_dir.join("tokens.json"), clients: state_dir.join("clients.json") }
+        let file = |name| state_dir.join(name);
+        Self {
+            tokens: file("tokens.json"),
+            clients: file("clients.json"),
+            administrators: file("administrators.json"),
+        }
     }
-}
-
-#[derive(Debug, Clone)]
-enum Notice {
-    Happened { client: String, event: PoolEvent },
-    Refused { client: String, reason: String },
 }
 
 /// Everything behind the control service. One per process.
@@ -94,10 +99,13 @@ pub struct Pool {
     monitor: Monitor,
     accounting: Accounting,
     authority: Authority,
-    files: Files,
     tokens: Mutex<Tokens>,
+    token_file: Shared,
     clients: Mutex<Clients>,
-    notices: broadcast::Sender<Notice>,
+    client_file: Shared,
+    administrators: Mutex<Administrators>,
+    administrator_file: Shared,
+    watches: Watches,
     config: Mutex<Arc<Config>>,
     rates: Mutex<Rates>,
     clock: Arc<dyn Clock>,
@@ -135,11 +143,14 @@ impl Pool {
             supervisor,
             monitor,
             authority,
-            files,
+            token_file: Shared::new(files.tokens),
+            client_file: Shared::new(files.clients),
+            administrators: Mutex::new(store::read(&files.administrators)?),
+            administrator_file: Shared::new(files.administrators),
             rates: Mutex::default(),
             tokens: Mutex::new(tokens),
             clients: Mutex::new(clients),
-            notices: broadcast::channel(1024).0,
+            watches: Watches::default(),
             clock,
             random,
             quiet: Quiet::default(),
@@ -302,7 +313,7 @@ impl Pool {
             let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
             let event =
                 PoolEvent { lease: standing.lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) };
-            let _ = self.notices.send(Notice::Happened { client: standing.lease.client, event });
+            self.tell(&standing.lease.client, event);
         }
     }
 
@@ -328,7 +339,21 @@ impl Pool {
 
     /// Tells a client's daemon, if it listens.
     pub fn tell(&self, client: &str, event: PoolEvent) {
-        let _ = self.notices.send(Notice::Happened { client: client.into(), event });
+        self.watches.tell(client, event);
+    }
+
+    /// Tells clients of their leases' workers. Never returns.
+    pub async fn tell_of_workers(self: Arc<Self>) {
+        let mut events = self.supervisor.events();
+        loop {
+            match events.recv().await {
+                Ok(Event::Workers { client, lease, stock, ended }) => {
+                    self.tell(&client, workers_ready(lease, stock, ended));
+                }
+                Ok(Event::Stuck { .. }) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return,
+            }
+        }
     }
 
     /// The workers.
@@ -375,33 +400,108 @@ impl Pool {
     }
 
     /// Makes a join token worthless; its whole id, if there is one that begins like that.
-    pub fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
-        let mut tokens = locked(&self.tokens);
-        let revoked = tokens.revoke(id);
-        if revoked.is_some() {
-            store::write(&self.files.tokens, &*tokens)?;
-        }
+    pub async fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
+        let revoked = {
+            let mut tokens = locked(&self.tokens);
+            let revoked = tokens.revoke(id);
+            self.token_file.changed();
+            revoked
+        };
+        self.store_tokens().await?;
         Ok(revoked)
     }
 
+    async fn store_tokens(&self) -> Result<(), StoreError> {
+        self.token_file.store(|| locked(&self.tokens).clone()).await
+    }
+
+    async fn store_clients(&self) -> Result<(), StoreError> {
+        self.client_file.store(|| locked(&self.clients).save()).await
+    }
+
     /// Makes a join token.
-    pub fn create_token(
+    pub async fn create_token(
         &self,
         pattern: &str,
         uses: u32,
         ttl: Duration,
     ) -> Result<(JoinToken, TokenRecord), StoreError> {
-        let mut tokens = locked(&self.tokens);
-        let made = tokens.create(
-            self.authority.fingerprint(),
-            pattern,
-            uses,
-            ttl,
-            self.clock.unix(),
-            self.random.as_ref(),
-        );
-        store::write(&self.files.tokens, &*tokens)?;
+        let made = {
+            let mut tokens = locked(&self.tokens);
+            let (authority, now) = (self.authority.fingerprint(), self.clock.unix());
+            let made = tokens.create(authority, pattern, uses, ttl, now, self.random.as_ref());
+            self.token_file.changed();
+            made
+        };
+        self.store_tokens().await?;
         Ok(made)
+    }
+
+    /// Looks at the administrators.
+    pub fn administrators<T>(&self, look: impl FnOnce(&Administrators) -> T) -> T {
+        look(&locked(&self.administrators))
+    }
+
+    async fn store_administrators(&self) -> Result<(), StoreError> {
+        self.administrator_file.store(|| locked(&self.administrators).clone()).await
+    }
+
+    /// Signs an administrator's request; returns the certificate and the authority's.
+    pub async fn create_administrator(
+        &self,
+        name: &str,
+        csr_pem: &str,
+    ) -> Result<Result<(String, String), NotIssued>, StoreError> {
+        let issued = {
+            let mut all = locked(&self.administrators);
+            let (now, random) = (self.clock.unix(), self.random.as_ref());
+            let issued = all.issue(&self.authority, name, csr_pem, now, random);
+            self.administrator_file.changed();
+            issued
+        };
+        self.store_administrators().await?;
+        if issued.is_ok() {
+            info!("a certificate for administrator {name} was made");
+        }
+        Ok(issued.map(|pem| (pem, self.authority.pem().into())))
+    }
+
+    /// Refuses an administrator from now on. Says whether this server knew of one.
+    pub async fn revoke_administrator(&self, name: &str) -> Result<bool, StoreError> {
+        let known = {
+            let mut all = locked(&self.administrators);
+            let known = all.revoke(name, self.clock.unix());
+            self.administrator_file.changed();
+            known
+        };
+        self.store_administrators().await?;
+        info!("administrator {name} was revoked");
+        Ok(known)
+    }
+
+    /// The administrator behind a call over the network.
+    async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+        let shown = peer(request).and_then(Peer::certificate);
+        let admitted = {
+            let mut all = locked(&self.administrators);
+            let certificate = shown.map(|c| (&c.fingerprint, c.holder.as_ref()));
+            let admitted = certificate.map_or(Err(NotAdmitted::Other), |(print, who)| all.admit(print, who));
+            if matches!(admitted, Ok((_, true))) {
+                self.administrator_file.changed();
+            }
+            admitted
+        };
+        let (name, new) = admitted.map_err(|e| {
+            if let Some(more) = self.quiet.may() {
+                warn!("administration over the network was refused: {e}{more}");
+            }
+            Status::permission_denied(e.to_string())
+        })?;
+        if new {
+            info!("administrator {name} is new here: another server of the pool made the certificate");
+            self.store_administrators().await.map_err(stored)?;
+        }
+        Ok(name)
     }
 
     /// All clients.
@@ -416,8 +516,9 @@ impl Pool {
             if !clients.revoke(name) {
                 return Ok(None);
             }
-            store::write(&self.files.clients, &clients.save())?;
+            self.client_file.changed();
         }
+        self.store_clients().await?;
         info!(gpusession_client = name, "client {name} was revoked");
         let ended = self.end_client(name, "the client was revoked").await;
         Ok(Some(ended))
@@ -430,8 +531,9 @@ impl Pool {
             if !clients.forget(name, self.clock.unix()) {
                 return Ok(None);
             }
-            store::write(&self.files.clients, &clients.save())?;
+            self.client_file.changed();
         }
+        self.store_clients().await?;
         info!(gpusession_client = name, "client {name} was forgotten");
         let ended = self.end_client(name, "the client was removed from the pool").await;
         Ok(Some(ended))
@@ -440,7 +542,7 @@ impl Pool {
     async fn end_client(&self, name: &str, reason: &str) -> usize {
         let ended = self.registry.release_client(name, None).await;
         self.ended(&ended, reason);
-        let _ = self.notices.send(Notice::Refused { client: name.into(), reason: reason.into() });
+        self.watches.refuse(name, reason);
         ended.len()
     }
 
@@ -507,6 +609,7 @@ impl Pool {
                 bytes_from_device: 0,
                 calls: 0,
                 reason: reason.into(),
+                uids: Vec::new(),
             });
             if reason == RELEASED {
                 continue;
@@ -520,31 +623,34 @@ impl Pool {
     }
 
     /// The client that has a certificate of the pool, whichever server of the pool it joined with.
-    fn identify(&self, certificate: &[u8]) -> Result<String, Refusal> {
-        let mut clients = locked(&self.clients);
-        let print = fingerprint(certificate);
-        let known = clients.identify(&print);
-        let (Err(Refusal::Unknown), Some(holder)) = (&known, holder(certificate)) else { return known };
-        clients.introduce(&print, &holder, self.clock.now())?;
+    async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
+        let client = {
+            let mut clients = locked(&self.clients);
+            let known = clients.identify(&certificate.fingerprint);
+            let holder = certificate.holder.as_ref().filter(|holder| holder.role == Role::Client);
+            let (Err(Refusal::Unknown), Some(holder)) = (&known, holder) else { return known };
+            clients.introduce(&certificate.fingerprint, holder, self.clock.now())?;
+            self.client_file.changed();
+            holder.name.clone()
+        };
         info!(
-            gpusession_client = holder.client,
-            "client {} is new here: another server of the pool let it join", holder.client
+            gpusession_client = client,
+            "client {client} is new here: another server of the pool let it join"
         );
-        if let Err(e) = store::write(&self.files.clients, &clients.save()) {
-            error!("{e}: client {} is known until this server ends", holder.client);
+        if let Err(e) = self.store_clients().await {
+            error!("{e}: client {client} is known until this server ends");
         }
-        Ok(holder.client)
+        Ok(client)
     }
 
     /// The client behind a call.
-    fn client<T>(&self, request: &Request<T>) -> Result<String, Status> {
-        let certificates = request.peer_certs();
-        let Some(certificate) = certificates.as_ref().and_then(|c| c.first()) else {
+    async fn client<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+        let Some(certificate) = peer(request).and_then(Peer::certificate) else {
             return Err(Status::unauthenticated(
                 "this call needs a client certificate of the pool; get one with `gpusession join`",
             ));
         };
-        let client = self.identify(certificate).map_err(refused)?;
+        let client = self.identify(certificate).await.map_err(refused)?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
             && !locked(&self.rates).allow(&client, most, self.clock.now())
@@ -609,7 +715,6 @@ impl Pool {
                 .iter()
                 .map(|a| host_port(&a.host, a.port.filter(|_| control).unwrap_or(port)))
                 .collect();
-                uids: Vec::new(),
         }
         let ip = reached.map(|a| a.ip().to_canonical()).unwrap_or(IpAddr::from([127, 0, 0, 1]));
         vec![host_port(&ip.to_string(), port)]
@@ -653,6 +758,11 @@ impl Pool {
             idle_timeout_usec: micros(self.timeouts(lease).first()),
         }
     }
+}
+
+/// Whose request it is.
+fn peer<T>(request: &Request<T>) -> Option<&Peer> {
+    request.extensions().get()
 }
 
 fn micros(duration: Duration) -> u64 {
@@ -756,10 +866,11 @@ pub struct Service(pub Arc<Pool>);
 impl Enrolment for Service {
     async fn join(&self, request: Request<wire::JoinRequest>) -> Result<Response<wire::JoinReply>, Status> {
         let pool = &self.0;
-        let (peer, reached) = (request.remote_addr(), request.local_addr());
+        let from = peer(&request).and_then(Peer::remote);
+        let reached = peer(&request).and_then(Peer::local);
         let wish = request.into_inner();
         bounded([&wish.token, &wish.client_name, &wish.machine_id, &wish.boot_id], &[])?;
-        let peer = peer.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
+        let peer = from.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
         let refuse = |status: Status| {
             if let Some(more) = pool.quiet.may() {
                 let why = status.message();
@@ -784,21 +895,23 @@ impl Enrolment for Service {
                 .check(&token, &name, pool.clock.unix())
                 .map_err(|e| refuse(Status::permission_denied(e.to_string())))?;
             clients.may_join(&name, &wish.machine_id, pool.clock.now()).map_err(|e| refuse(refused(e)))?;
-            let issued = pool.authority.issue_client(&wish.csr_pem, &name, pool.random.as_ref()).map_err(
-                |e| match e {
-                    AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
-                    e => {
-                        error!("join of {name}: {e}");
-                        Status::internal("the server could not issue a certificate; see its journal")
-                    }
-                },
-            )?;
+            let issued = pool.authority.issue(&wish.csr_pem, Role::Client, &name, pool.random.as_ref());
+            let issued = issued.map_err(|e| match e {
+                AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
+                e => {
+                    error!("join of {name}: {e}");
+                    Status::internal("the server could not issue a certificate; see its journal")
+                }
+            })?;
             tokens.consume(&token);
-            store::write(&pool.files.tokens, &*tokens).map_err(stored)?;
+            pool.token_file.changed();
             clients.join(&name, &issued.fingerprint, &wish.machine_id, pool.clock.unix());
-            store::write(&pool.files.clients, &clients.save()).map_err(stored)?;
+            pool.client_file.changed();
             issued
         };
+        // In this order: no token is good for more clients than it should be.
+        pool.store_tokens().await.map_err(stored)?;
+        pool.store_clients().await.map_err(stored)?;
         info!(gpusession_client = name, "client {name} joined from {peer}");
         Ok(Response::new(wire::JoinReply {
             certificate_pem: issued.pem,
@@ -810,14 +923,30 @@ impl Enrolment for Service {
 }
 
 #[tonic::async_trait]
+impl Administration for Service {
+    async fn ask(&self, request: Request<wire::AskRequest>) -> Result<Response<wire::AskReply>, Status> {
+        let pool = self.0.clone();
+        let name = pool.administrator(&request).await?;
+        let from = peer(&request).and_then(Peer::remote);
+        let from = from.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
+        let body = request.into_inner().json;
+        // What was begun is done when the call is cancelled, as on admin.sock.
+        let answer = tokio::spawn(async move { admin::answer_remote(&body, &pool, &name, &from).await });
+        let json = answer.await.map_err(|e| Status::internal(format!("internal error: {e}")))?;
+        Ok(Response::new(wire::AskReply { json }))
+    }
+}
+
+#[tonic::async_trait]
 impl PoolService for Service {
     async fn allocate(
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::Lease>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
-        let (peer, reached) = (request.remote_addr(), request.local_addr());
+        let client = pool.client(&request).await?;
+        let from = peer(&request).and_then(Peer::remote);
+        let reached = peer(&request).and_then(Peer::local);
         let wish = request.into_inner();
         bounded(
             [
@@ -884,7 +1013,7 @@ impl PoolService for Service {
             usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
         };
         let allowed = pool.limits_of(&client, &wish.user);
-        let encrypted = !peer.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
+        let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
         let memory = match (wish.memory_bytes, wish.memory_percent) {
             (0, 0.0) => Memory::Percent(100.0),
             (0, percent) => Memory::Percent(percent),
@@ -974,7 +1103,7 @@ impl PoolService for Service {
         request: Request<wire::RenewRequest>,
     ) -> Result<Response<wire::RenewReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         let wish = request.into_inner();
         bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
         pool.present(&client, &wish.boot_id, "").await?;
@@ -1015,7 +1144,7 @@ impl PoolService for Service {
         request: Request<wire::ReleaseRequest>,
     ) -> Result<Response<wire::ReleaseReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         let ended = pool.registry.release(Some(&client), &wish.lease).await;
@@ -1028,7 +1157,7 @@ impl PoolService for Service {
         request: Request<wire::TakeWorkersRequest>,
     ) -> Result<Response<wire::TakeWorkersReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         bounded([&wish.lease], &[wish.environment.len()])?;
@@ -1069,7 +1198,7 @@ impl PoolService for Service {
         request: Request<wire::ProcessEndedRequest>,
     ) -> Result<Response<wire::ProcessEndedReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         let id: WorkerId = wish
@@ -1086,7 +1215,7 @@ impl PoolService for Service {
 
     async fn park(&self, request: Request<wire::ParkRequest>) -> Result<Response<wire::ParkReply>, Status> {
         let pool = &self.0;
-        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request)?).await?;
+        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
         // Half done is not done: it goes on when the call is cancelled.
         let parks = {
             let (pool, lease) = (pool.clone(), lease.clone());
@@ -1112,7 +1241,7 @@ impl PoolService for Service {
         request: Request<wire::UnparkRequest>,
     ) -> Result<Response<wire::ParkReply>, Status> {
         let pool = &self.0;
-        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request)?).await?;
+        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
         let (state, position) = pool.unpark(&lease).await;
         Ok(Response::new(wire::ParkReply { state: state.into(), position }))
     }
@@ -1122,7 +1251,7 @@ impl PoolService for Service {
         request: Request<wire::IdleHintRequest>,
     ) -> Result<Response<wire::IdleHintReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         let wish = request.into_inner();
         let lease = pool.own_lease(&wish.lease, client.clone()).await?;
         let state = pool.hint_idle(&client, &lease, wish.idle).into();
@@ -1134,7 +1263,7 @@ impl PoolService for Service {
         request: Request<wire::ReadingsRequest>,
     ) -> Result<Response<wire::ReadingsReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         bounded([&wish.lease], &[])?;
@@ -1149,8 +1278,8 @@ impl PoolService for Service {
         request: Request<wire::DescribeRequest>,
     ) -> Result<Response<wire::ServerDescription>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request)?;
-        let reached = request.local_addr();
+        let client = pool.client(&request).await?;
+        let reached = peer(&request).and_then(Peer::local);
         let facts = &pool.facts;
         let devices = pool.registry.gpus().await;
         Ok(Response::new(wire::ServerDescription {
@@ -1167,67 +1296,36 @@ impl PoolService for Service {
         }))
     }
 
-    type WatchStream = ReceiverStream<Result<PoolEvent, Status>>;
+    type WatchStream = Events<Watching>;
 
     async fn watch(
         &self,
         request: Request<wire::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         let pool = self.0.clone();
-        let client = pool.client(&request)?;
+        let client = pool.client(&request).await?;
         let boot_id = request.into_inner().boot_id;
         bounded([&boot_id], &[])?;
-        let mut notices = pool.notices.subscribe();
-        let mut workers = pool.supervisor.events();
+        // Before its presence brings anything about.
+        let queue = pool.watches.begin(&client);
         pool.present(&client, &boot_id, "").await?;
         let watching = Watching::begin(pool.clone(), client.clone());
-        let (sender, receiver) = mpsc::channel(64);
-        let ready = |lease: String, stock: u32, ended: Option<WorkerId>| {
-            let ended = ended.iter().map(|id| id.to_vec()).collect();
-            PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
-        };
-        let standing = pool.registry.leases().await;
-        tokio::spawn(async move {
-            let _watching = watching;
-            for lease in standing.into_iter().filter(|s| s.lease.client == client) {
-                let stock = pool.supervisor.ready(&lease.lease.id);
-                if stock > 0 && sender.send(Ok(ready(lease.lease.id, stock, None))).await.is_err() {
-                    return;
-                }
-            }
-            loop {
-                let next = tokio::select! {
-                    () = sender.closed() => return,
-                    notice = notices.recv() => match notice {
-                        Ok(Notice::Happened { client: c, event }) if c == client => Ok(event),
-                        Ok(Notice::Refused { client: c, reason }) if c == client => {
-                            let _ = sender.send(Err(Status::permission_denied(reason))).await;
-                            return;
-                        }
-                        Ok(_) => continue,
-                        Err(broadcast::error::RecvError::Lagged(_)) => {
-                            Err(Status::data_loss("too slow: events were lost; renew and watch again"))
-                        }
-                        Err(broadcast::error::RecvError::Closed) => return,
-                    },
-                    event = workers.recv() => match event {
-                        Ok(Event::Workers { client: c, lease, stock, ended }) if c == client => Ok(ready(lease, stock, ended)),
-                        Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => continue,
-                        Err(broadcast::error::RecvError::Closed) => return,
-                    },
-                };
-                let last = next.is_err();
-                if sender.send(next).await.is_err() || last {
-                    return;
-                }
-            }
+        let leases = pool.registry.of_client(&client).await.into_iter().map(|s| s.lease.id);
+        let first = leases.filter_map(|lease| {
+            let stock = pool.supervisor.ready(&lease);
+            (stock > 0).then(|| workers_ready(lease, stock, None))
         });
-        Ok(Response::new(ReceiverStream::new(receiver)))
+        Ok(Response::new(Events::new(first.collect(), queue, watching)))
     }
 }
 
+fn workers_ready(lease: String, stock: u32, ended: Option<WorkerId>) -> PoolEvent {
+    let ended = ended.iter().map(|id| id.to_vec()).collect();
+    PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
+}
+
 /// A client is there as long as its watch is.
-struct Watching(Arc<Pool>, String);
+pub struct Watching(Arc<Pool>, String);
 
 impl Watching {
     fn begin(pool: Arc<Pool>, client: String) -> Self {

@@ -77,6 +77,8 @@ pub trait Registry: Send + Sync {
     async fn get(&self, id: &str) -> Option<Standing>;
     /// All leases.
     async fn leases(&self) -> Vec<Standing>;
+    /// A client's leases.
+    async fn of_client(&self, client: &str) -> Vec<Standing>;
     /// Whether there is such a lease.
     async fn holds(&self, id: &str) -> bool;
     /// How many there are.

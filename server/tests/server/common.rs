@@ -196,17 +196,36 @@ impl Server {
     }
 
     pub async fn connect(&self, identity: Option<Identity>) -> Result<Channel, tonic::transport::Error> {
+        self.connect_from(identity, "127.0.0.1").await
+    }
+
+    pub async fn connect_from(
+        &self,
+        identity: Option<Identity>,
+        from: &str,
+    ) -> Result<Channel, tonic::transport::Error> {
         let mut tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(self.authority()))
             .domain_name(join::any_server());
         if let Some(identity) = identity {
             tls = tls.identity(identity);
         }
-        Endpoint::from_shared(format!("https://{}", self.control))?.tls_config(tls)?.connect().await
+        let endpoint = Endpoint::from_shared(format!("https://{}", self.control))?.tls_config(tls)?;
+        endpoint.local_address(from.parse().ok()).connect().await
     }
 
     /// Joins and returns the certificate and its key.
     pub async fn enrol(&self, token: &str, name: &str, machine: &str) -> Result<(String, String), Status> {
+        self.enrol_from(token, name, machine, "127.0.0.1").await
+    }
+
+    pub async fn enrol_from(
+        &self,
+        token: &str,
+        name: &str,
+        machine: &str,
+        from: &str,
+    ) -> Result<(String, String), Status> {
         let key = KeyPair::generate().expect("a key");
         let csr = CertificateParams::new(vec![join::client(name)])
             .and_then(|p| p.serialize_request(&key))
@@ -219,12 +238,20 @@ impl Server {
             machine_id: machine.into(),
             boot_id: "b1".into(),
         };
-        let channel = self.connect(None).await.expect("a connection");
+        let channel = self.connect_from(None, from).await.expect("a connection");
         let reply = EnrolmentClient::new(channel).join(request).await?.into_inner();
         assert_eq!(reply.authority_pem, self.authority());
         assert_eq!(reply.servers, std::slice::from_ref(&self.control));
         assert_eq!(reply.client_name, name);
         Ok((reply.certificate_pem, key.serialize_pem()))
+    }
+
+    /// A client that joined, over connections from another address.
+    pub async fn client_from(&self, name: &str, from: &str) -> Client {
+        let (certificate, key) = self.enrol_from(&self.token(&[]), name, "m", from).await.expect("it joins");
+        let identity = Identity::from_pem(certificate, key);
+        let channel = self.connect_from(Some(identity.clone()), from).await.expect("a connection");
+        Client { name: name.into(), identity, pool: PoolClient::new(channel) }
     }
 
     /// A client that joined.

@@ -1,5 +1,6 @@
 //! A real server process, real clients over mutual TLS, and workers without a driver.
 
+mod administration;
 mod common;
 mod garbage;
 mod health;
@@ -709,6 +710,21 @@ async fn many_workers_leave_nothing_behind() {
             _ => eventually("no more descriptors than before", async || descriptors() <= before).await,
         }
     }
+}
+
+/// One machine's connections that say nothing keep no other machine from the control port.
+#[tokio::test]
+async fn silent_connections_delay_nobody_else() {
+    let server = Server::start().await;
+    let silent: Vec<_> =
+        (0..700).map(|_| TcpStream::connect(&server.control).expect("a connection")).collect();
+    let _vm = server.client_from("vm-1", "127.0.0.2").await;
+    let open = |socket: &&TcpStream| {
+        socket.set_nonblocking(true).expect("a socket");
+        matches!(socket.peek(&mut [0]), Err(e) if e.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    let left = silent.iter().filter(open).count();
+    assert!((500..=600).contains(&left), "{left} of 700 still have a place, and it did not wait for theirs");
 }
 
 #[tokio::test]

@@ -1,0 +1,202 @@
+//! `--server`: the verbs over the network, for those who have an administrator's certificate.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+
+use gpusession_proto::control::administration_client::AdministrationClient;
+use gpusession_proto::control::pool_client::PoolClient;
+use gpusession_proto::control::{AskRequest, DescribeRequest};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ServerConfig, ServerConnection};
+use tonic::Code;
+use tonic::transport::Identity;
+
+use crate::common::{Server, eventually};
+
+/// Makes an administrator; returns the file.
+fn administrator(server: &Server, name: &str) -> PathBuf {
+    let file = server.path(&format!("{name}.pem"));
+    let made = server.verb(&["admin", "create", name, "--out", file.to_str().unwrap()]);
+    assert!(made.status.success(), "{made:?}");
+    file
+}
+
+/// A verb on a machine that has an administrator's file and nothing else.
+fn from_afar(address: &str, identity: &Path, words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gpuserver"))
+        .args(words)
+        .args(["--server", address])
+        .env("GPUSERVER_CONF", "/nonexistent/gpuserver.toml")
+        .env("GPUSERVER_IDENTITY", identity)
+        .output()
+        .expect("gpuserver runs")
+}
+
+fn json(address: &str, identity: &Path, words: &[&str]) -> serde_json::Value {
+    let output = from_afar(address, identity, &[words, &["--json"]].concat());
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// The code of a refusal.
+fn refused(address: &str, identity: &Path, words: &[&str]) -> String {
+    let output = from_afar(address, identity, &[words, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let said: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    said["error"]["code"].as_str().expect("a code").into()
+}
+
+#[tokio::test]
+async fn verbs_over_the_network() {
+    let server = Server::start().await;
+    let alice = administrator(&server, "alice");
+    use std::os::unix::fs::PermissionsExt;
+    assert_eq!(std::fs::metadata(&alice).unwrap().permissions().mode() & 0o777, 0o600);
+    let address = server.control.as_str();
+
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(50.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, _) = server.adopt(&worker.id, 0, true);
+    assert_eq!(json(address, &alice, &["status"])["server"]["name"], "s1");
+    assert_eq!(json(address, &alice, &["leases"])["leases"][0]["lease"], lease.id);
+    assert_eq!(json(address, &alice, &["clients"])["clients"][0]["name"], "vm-1");
+    let table = from_afar(address, &alice, &["gpus"]);
+    assert!(table.status.success() && String::from_utf8_lossy(&table.stdout).contains("GPU-"), "{table:?}");
+    let active = async || {
+        let rows = json(address, &alice, &["ps"]);
+        rows["workers"].as_array().unwrap().iter().any(|w| w["state"] == "active")
+    };
+    eventually("its program shows", active).await;
+    let token = from_afar(address, &alice, &["token", "create"]);
+    let token = String::from_utf8(token.stdout).unwrap();
+    server.enrol(token.trim(), "vm-2", "m2").await.expect("a token from afar is good");
+    json(address, &alice, &["config", "set", "warm_workers", "1"]);
+    assert_eq!(server.json(&["config", "get", "warm_workers"])["config"][0]["value"], "1");
+
+    assert_eq!(json(address, &alice, &["drain"])["drain"]["draining"], true);
+    assert!(vm.allocate(1.0).await.unwrap_err().message().contains("drained"));
+    json(address, &alice, &["drain", "--end"]);
+    let killed = json(address, &alice, &["kill", &data_encoding::HEXLOWER.encode(&worker.id)]);
+    assert!(killed["killed"]["worker"].is_string(), "{killed}");
+    eventually("it ended", async || !active().await).await;
+    assert_eq!(refused(address, &alice, &["kill", "zz"]), "no-such-worker");
+
+    // What is about the machine itself.
+    let out = server.path("b.pem");
+    let create = ["admin", "create", "bob", "--out", out.to_str().unwrap()];
+    for words in [&["stop"][..], &["check-config"], &["pool", "init"], &create] {
+        assert_eq!(refused(address, &alice, words), "local", "{words:?}");
+    }
+    assert!(!out.exists());
+    assert_eq!(from_afar(address, &alice, &["serve"]).status.code(), Some(1));
+    assert_eq!(json(address, &alice, &["status"])["server"]["state"], "online");
+}
+
+#[tokio::test]
+async fn whose_certificate_is_good() {
+    let server = Server::start().await;
+    let alice = administrator(&server, "alice");
+    let address = server.control.as_str();
+    let again = server.verb(&["admin", "create", "alice", "--out", server.path("2").to_str().unwrap()]);
+    assert!(String::from_utf8_lossy(&again.stderr).contains("admin revoke alice"), "{again:?}");
+
+    // A client is none, whatever it sends, and an administrator is no client.
+    let token = server.token(&[]);
+    let (certificate, key) = server.enrol(&token, "vm-1", "m1").await.unwrap();
+    let file = server.path("client.pem");
+    std::fs::write(&file, format!("{certificate}{key}{}", server.authority())).unwrap();
+    assert_eq!(refused(address, &file, &["ps"]), "not-allowed");
+    for identity in [None, Some(Identity::from_pem(&certificate, &key))] {
+        let channel = server.connect(identity).await.unwrap();
+        let mut asks = AdministrationClient::new(channel);
+        let asked = asks.ask(AskRequest { json: b"{\"verb\":\"ps\"}".to_vec() }).await;
+        assert_eq!(asked.unwrap_err().code(), Code::PermissionDenied);
+    }
+    let bundle = std::fs::read_to_string(&alice).unwrap();
+    let identity = Identity::from_pem(&bundle, &bundle);
+    let channel = server.connect(Some(identity.clone())).await.unwrap();
+    let described = PoolClient::new(channel.clone()).describe(DescribeRequest {}).await;
+    assert_eq!(described.unwrap_err().code(), Code::Unauthenticated);
+    let mut asks = AdministrationClient::new(channel);
+    for (bad, said) in
+        [(&b"{\"verb\":\"fly\"}"[..], "bad-request"), (b"{\"verb\":\"stop\",\"force\":true}", "local")]
+    {
+        let reply = asks.ask(AskRequest { json: bad.to_vec() }).await.unwrap().into_inner().json;
+        assert!(String::from_utf8_lossy(&reply).contains(said), "{}", String::from_utf8_lossy(&reply));
+    }
+    let long = asks.ask(AskRequest { json: vec![b' '; 65 << 10] }).await.unwrap_err();
+    assert_eq!(long.code(), Code::OutOfRange, "{long}");
+
+    // Revoked on the connection that it has, too.
+    assert_eq!(server.json(&["admin", "list"])["administrators"][0]["state"], "good");
+    assert!(server.verb(&["admin", "revoke", "alice"]).status.success());
+    assert_eq!(refused(address, &alice, &["ps"]), "not-allowed");
+    let after = asks.ask(AskRequest { json: b"{\"verb\":\"ps\"}".to_vec() }).await;
+    assert_eq!(after.unwrap_err().code(), Code::PermissionDenied);
+    assert_eq!(server.json(&["admin", "list"])["administrators"][0]["state"], "revoked");
+    std::fs::remove_file(&alice).unwrap();
+    let alice = administrator(&server, "alice");
+    json(address, &alice, &["ps"]);
+}
+
+#[tokio::test]
+async fn administrators_of_a_pool() {
+    let mut first = Server::prepare("libcuda.so.1", "").await;
+    // Without a server that runs.
+    let alice = administrator(&first, "alice");
+    first.run().await;
+    let mut second = Server::prepare("libcuda.so.1", "").await;
+    std::fs::remove_dir_all(second.path("state/ca")).unwrap();
+    std::fs::write(second.path("authority"), first.verb(&["pool", "export"]).stdout).unwrap();
+    assert!(second.verb(&["pool", "import", second.path("authority").to_str().unwrap()]).status.success());
+    second.run().await;
+    for server in [&first, &second] {
+        json(&server.control, &alice, &["status"]);
+    }
+    assert_eq!(second.json(&["admin", "list"])["administrators"][0]["name"], "alice");
+    assert_eq!(json(&second.control, &alice, &["admin", "revoke", "alice"])["administrator"]["known"], true);
+    assert_eq!(refused(&second.control, &alice, &["status"]), "not-allowed");
+    json(&first.control, &alice, &["status"]);
+    second.signal(nix::sys::signal::Signal::SIGTERM);
+    second.run().await;
+    assert_eq!(refused(&second.control, &alice, &["status"]), "not-allowed", "it is kept");
+
+    // Another pool's server.
+    let other = Server::start().await;
+    assert_eq!(refused(&other.control, &alice, &["status"]), "not-reachable");
+}
+
+/// A member of the pool that is no server, at a server's address.
+#[tokio::test]
+async fn only_a_server_is_asked() {
+    let server = Server::start().await;
+    let alice = administrator(&server, "alice");
+    let (certificate, key) = server.enrol(&server.token(&[]), "vm-1", "m1").await.unwrap();
+    let chain = CertificateDer::pem_slice_iter(certificate.as_bytes()).map(Result::unwrap).collect();
+    let config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(chain, PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap())
+        .unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let impostor = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut tls = ServerConnection::new(Arc::new(config)).unwrap();
+        // Until the handshake is over, one way or the other.
+        let end = loop {
+            match tls.complete_io(&mut socket) {
+                Ok(_) if tls.is_handshaking() => {}
+                end => break end,
+            }
+        };
+        (end.is_err(), tls.is_handshaking())
+    });
+    assert_eq!(refused(&address, &alice, &["status"]), "not-reachable");
+    assert_eq!(impostor.join().unwrap(), (true, true), "it was sent nothing");
+}
