@@ -96,7 +96,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             }
             Kind::Scalar(_) if p.role == Role::Object => {
                 route.with("other", &format!("clients::of(r#{n})"));
-                writeln!(words, "            w.word(handle::local(r#{n}));").unwrap();
+                writeln!(words, "            w.word(client.own(r#{n}));").unwrap();
             }
             Kind::Scalar(t) => {
                 if p.role == Role::Address {

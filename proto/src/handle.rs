@@ -38,7 +38,7 @@ pub const fn server(handle: u64) -> u8 {
     (handle >> 48) as u8
 }
 
-/// A handle, or a value of the server's own (an address below 2^48) that was told with its server's number, without that number.
+/// A handle without its server's number.
 pub const fn local(handle: u64) -> u64 {
     handle & !(0xff << 48)
 }

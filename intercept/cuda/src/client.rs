@@ -244,6 +244,11 @@ impl Client {
         object | u64::from(self.number) << 48
     }
 
+    /// The other way round, for an object of this client.
+    pub fn own(&self, named: u64) -> u64 {
+        named ^ u64::from(self.number) << 48
+    }
+
     /// Whether a call that is for this client may also name another's things: an error if it is another's.
     pub fn same(&self, other: &Self) -> Result {
         if self.number == other.number { Ok(()) } else { Err(clients::apart("an argument")) }

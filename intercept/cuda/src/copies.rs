@@ -74,7 +74,7 @@ pub fn capture(mut cuboid: Cuboid, stream: &Stream) -> Result {
     let client = stream.client;
     let capture = stream.capture().ok_or(UNKNOWN)?;
     let (ids, regions) = cuboid.name_regions(client)?;
-    let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
+    let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
     client.call(op::COPY_HOST, |w| {
         w.word(stream.handle);
         ids.iter().for_each(|id| w.word(*id));

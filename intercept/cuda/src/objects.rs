@@ -1,8 +1,6 @@
 //! What a worker's own numbers of devices and names of objects are to a program with several workers. A program with one is told
 //! them as they are.
 
-use gpusession_proto::handle;
-
 use crate::client::Client;
 use crate::clients;
 use crate::entry::{INVALID_VALUE, Result};
@@ -24,7 +22,7 @@ pub fn own(client: &Client, objects: &[u8]) -> Result<Vec<u8>> {
     for at in (0..own.len() / 8).map(|i| i * 8) {
         let object = word(objects, at)?;
         client.same(clients::of(object)?)?;
-        put(&mut own, at, handle::local(object));
+        put(&mut own, at, client.own(object));
     }
     Ok(own)
 }
@@ -73,7 +71,7 @@ pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
         }
     } else {
         client.same(clients::of(resource)?)?;
-        put(&mut own, RESOURCE, handle::local(resource));
+        put(&mut own, RESOURCE, client.own(resource));
     }
     Ok(own)
 }

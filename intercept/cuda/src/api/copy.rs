@@ -356,8 +356,8 @@ impl From<Plane> for Cuboid {
 }
 
 impl Cuboid {
-    /// The structure's words, as the worker reads them.
-    pub fn words(&self) -> [u64; 25] {
+    /// The structure's words, as the client's worker reads them.
+    pub fn words(&self, client: &Client) -> [u64; 25] {
         let side = |s: &Side| {
             [
                 s.x as u64,
@@ -367,7 +367,7 @@ impl Cuboid {
                 u64::from(s.kind),
                 s.host,
                 s.device,
-                handle::local(s.array),
+                client.own(s.array),
                 s.reserved as u64,
                 s.pitch as u64,
                 s.height as u64,
@@ -481,8 +481,9 @@ impl Side {
     fn elsewhere(&self, client: &Client) -> Option<u64> {
         match self.kind {
             DEVICE => elsewhere(client, self.device),
-            ARRAY if handle::server(self.array) != client.number => {
-                clients::of(self.array).ok().map(|other| other.primary(0))
+            ARRAY => {
+                let other = clients::of(self.array).ok().filter(|other| other.number != client.number);
+                other.map(|other| other.primary(0))
             }
             _ => None,
         }
@@ -568,7 +569,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
     } else if direction == 2 {
         cuboid.target = cuboid.target.packed(width, height);
     }
-    let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
+    let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
     let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
         w.bytes(&words);
         w.word(stream.handle);

@@ -3,7 +3,6 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::op;
-use gpusession_proto::handle;
 
 use crate::client::{string, word};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give};

@@ -182,7 +182,7 @@ impl Content {
                 params.write(&function, w)?;
             }
             Self::Copy { cuboid, ctx, ids, .. } => {
-                let words: Vec<u8> = cuboid.words().iter().flat_map(|w| w.to_le_bytes()).collect();
+                let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
                 w.bytes(&words);
                 w.word(handle::local(*ctx));
                 ids.iter().for_each(|id| w.word(*id));
@@ -241,7 +241,7 @@ fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     w.finish();
     client.call(op::GRAPH_EXEC_SET, |w| {
         w.word(exec as u64);
-        w.word(handle::local(node));
+        w.word(client.own(node));
         w.words(&frame[gpusession_proto::frame::HEADER..]);
     })?;
     let graph = if exec.is_null() { mapped::graph_of(node) } else { Some(exec as u64) };
@@ -440,7 +440,7 @@ driver! {
         let client = clients::of(clone as u64)?;
         client.same(clients::of(original)?)?;
         let reply = client.call(op::cuGraphNodeFindInClone, |w| {
-            w.word(handle::local(original));
+            w.word(client.own(original));
             w.word(clone as u64);
         })?;
         let node = client.name(word(&mut reply.reader())?);

@@ -4,7 +4,6 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::op;
-use gpusession_proto::handle;
 
 use crate::client::{Client, word};
 use crate::entry::{
@@ -487,7 +486,7 @@ fn allocate_ordered(
     let reply = client.call(op, |w| {
         w.word(size as u64);
         if let Some(pool) = pool {
-            w.word(handle::local(pool));
+            w.word(client.own(pool));
         }
         w.word(stream.handle);
     })?;
