@@ -1,5 +1,6 @@
 //! Who holds which part of which GPU, and who waits for one: a table without I/O, clocks or randomness of its own.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
@@ -394,14 +395,14 @@ impl Held {
 
 /// What survives a restart.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Saved {
+pub struct Saved<'a> {
     schema: u32,
     fencing_token: u64,
-    leases: Vec<Lease>,
+    leases: Vec<Cow<'a, Lease>>,
     #[serde(default)]
     aside: Vec<String>,
     #[serde(default)]
-    withdrawn: BTreeMap<String, Withdrawn>,
+    withdrawn: Cow<'a, BTreeMap<String, Withdrawn>>,
 }
 
 /// All leases of one server. See the module.
@@ -431,14 +432,14 @@ struct Occupied<'a> {
 impl Table {
     /// A table over these GPUs with the leases of an earlier run. Leases start their time anew: a client cannot have
     /// renewed while the server was away. Those whose GPUs are gone are returned beside the table.
-    pub fn new(gpus: Vec<Gpu>, rules: Rules, saved: Saved, now: Moment) -> (Self, Vec<Lease>) {
+    pub fn new(gpus: Vec<Gpu>, rules: Rules, saved: Saved<'_>, now: Moment) -> (Self, Vec<Lease>) {
         let mut table = Self {
             gpus,
             held: BTreeMap::new(),
             aside: saved.aside.into_iter().map(|id| (id, None)).collect(),
             turns: 0,
             fencing_token: saved.fencing_token,
-            withdrawn: saved.withdrawn,
+            withdrawn: saved.withdrawn.into_owned(),
             waiting: Vec::new(),
             arrivals: 0,
             rules,
@@ -447,7 +448,7 @@ impl Table {
         table.withdrawn.retain(|uuid, _| table.gpus.iter().any(|g| g.uuid == *uuid));
         let mut lost = Vec::new();
         let mut used: HashMap<String, u64> = HashMap::new();
-        for lease in saved.leases {
+        for lease in saved.leases.into_iter().map(Cow::into_owned) {
             let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
                 table.gpu(&s.gpu).is_some_and(|g| {
@@ -472,13 +473,13 @@ impl Table {
     }
 
     /// What has to survive a restart.
-    pub fn save(&self) -> Saved {
+    pub fn save(&self) -> Saved<'_> {
         Saved {
             schema: 1,
             fencing_token: self.fencing_token,
-            leases: self.held.values().map(|h| h.lease.clone()).collect(),
+            leases: self.held.values().map(|h| Cow::Borrowed(&h.lease)).collect(),
             aside: self.aside.keys().cloned().collect(),
-            withdrawn: self.withdrawn.clone(),
+            withdrawn: Cow::Borrowed(&self.withdrawn),
         }
     }
 

@@ -48,10 +48,14 @@ pub fn read<T: DeserializeOwned + Default>(path: &Path) -> Result<T, StoreError>
     }
 }
 
+/// A document as it is written.
+pub fn text<T: Serialize>(value: &T) -> serde_json::Result<Vec<u8>> {
+    serde_json::to_vec_pretty(value)
+}
+
 /// Replaces a document. Only its owner can read it.
 pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
-    let bytes =
-        serde_json::to_vec_pretty(value).map_err(|error| StoreError::Content { path: path.into(), error })?;
+    let bytes = text(value).map_err(|error| StoreError::Content { path: path.into(), error })?;
     write_bytes(path, &bytes, 0o600)
 }
 
@@ -91,22 +95,20 @@ impl Shared {
         self.changes.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns when every change so far is in the file. `now` is the document as it is when it is called, and is not called where
-    /// another's write was enough.
-    pub async fn store<T: Serialize + Send + 'static>(
-        &self,
-        now: impl FnOnce() -> T,
-    ) -> Result<(), StoreError> {
+    /// Returns when every change so far is in the file. `now` is the [`text`] of the document as it is when it is called, and is not
+    /// called where another's write was enough.
+    pub async fn store(&self, now: impl FnOnce() -> serde_json::Result<Vec<u8>>) -> Result<(), StoreError> {
         let wanted = self.changes.load(Ordering::SeqCst);
         let mut stored = self.stored.clone().lock_owned().await;
         if *stored >= wanted {
             return Ok(());
         }
         let has = self.changes.load(Ordering::SeqCst);
-        let (document, path) = (now(), self.path.clone());
+        let path = self.path.clone();
+        let bytes = now().map_err(|error| StoreError::Content { path: path.clone(), error })?;
         // It goes on, and keeps others from writing, when the caller is cancelled.
         let written = tokio::task::spawn_blocking(move || {
-            write(&path, &document)?;
+            write_bytes(&path, &bytes, 0o600)?;
             *stored = has;
             Ok(())
         });
@@ -161,7 +163,7 @@ mod tests {
                 }
                 let now = || {
                     writes.fetch_add(1, Ordering::SeqCst);
-                    list.lock().unwrap().clone()
+                    text(&*list.lock().unwrap())
                 };
                 file.store(now).await.unwrap();
                 assert!(read::<Vec<u32>>(&path).unwrap().contains(&i), "{i} was answered too early");
@@ -172,7 +174,7 @@ mod tests {
         }
         let writes = writes.load(Ordering::SeqCst);
         assert!(writes < 200, "{writes} writes for 200 changes");
-        file.store(|| -> Vec<u32> { unreachable!("nothing changed") }).await.unwrap();
+        file.store(|| unreachable!("nothing changed")).await.unwrap();
     }
 
     #[tokio::test]
@@ -181,9 +183,9 @@ mod tests {
         let path = folder.path().join("below/list.json");
         let file = Shared::new(path.clone());
         file.changed();
-        assert!(file.store(|| 1).await.is_err());
+        assert!(file.store(|| text(&1)).await.is_err());
         fs::create_dir(folder.path().join("below")).unwrap();
-        file.store(|| 2).await.unwrap();
+        file.store(|| text(&2)).await.unwrap();
         assert_eq!(read::<u32>(&path).unwrap(), 2);
     }
 }

@@ -22,7 +22,7 @@ pub struct AdministratorRecord {
 }
 
 /// All administrators that this server knows.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Administrators(BTreeMap<String, AdministratorRecord>);
 
 /// Why somebody is no administrator.

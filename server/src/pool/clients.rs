@@ -2,6 +2,7 @@
 //!
 //! A client joins with one server of the pool; the others learn of it from its certificate, at its first call.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
@@ -28,10 +29,10 @@ pub struct ClientRecord {
 
 /// What survives a restart.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Saved {
-    clients: BTreeMap<String, ClientRecord>,
+pub struct Saved<'a> {
+    clients: Cow<'a, BTreeMap<String, ClientRecord>>,
     #[serde(default)]
-    forgotten: BTreeMap<String, u64>,
+    forgotten: Cow<'a, BTreeMap<String, u64>>,
 }
 
 /// Which machine uses an identity now.
@@ -113,15 +114,15 @@ impl Presence {
 
 impl Clients {
     /// The clients of an earlier run.
-    pub fn new(saved: Saved) -> Self {
-        let by_certificate =
-            saved.clients.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
-        Self { records: saved.clients, forgotten: saved.forgotten, by_certificate, presence: HashMap::new() }
+    pub fn new(saved: Saved<'_>) -> Self {
+        let (records, forgotten) = (saved.clients.into_owned(), saved.forgotten.into_owned());
+        let by_certificate = records.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
+        Self { records, forgotten, by_certificate, presence: HashMap::new() }
     }
 
     /// What has to survive a restart.
-    pub fn save(&self) -> Saved {
-        Saved { clients: self.records.clone(), forgotten: self.forgotten.clone() }
+    pub fn save(&self) -> Saved<'_> {
+        Saved { clients: Cow::Borrowed(&self.records), forgotten: Cow::Borrowed(&self.forgotten) }
     }
 
     /// Whose certificate it is.

@@ -412,11 +412,11 @@ impl Pool {
     }
 
     async fn store_tokens(&self) -> Result<(), StoreError> {
-        self.token_file.store(|| locked(&self.tokens).clone()).await
+        self.token_file.store(|| store::text(&*locked(&self.tokens))).await
     }
 
     async fn store_clients(&self) -> Result<(), StoreError> {
-        self.client_file.store(|| locked(&self.clients).save()).await
+        self.client_file.store(|| store::text(&locked(&self.clients).save())).await
     }
 
     /// Makes a join token.
@@ -443,7 +443,7 @@ impl Pool {
     }
 
     async fn store_administrators(&self) -> Result<(), StoreError> {
-        self.administrator_file.store(|| locked(&self.administrators).clone()).await
+        self.administrator_file.store(|| store::text(&*locked(&self.administrators))).await
     }
 
     /// Signs an administrator's request; returns the certificate and the authority's.

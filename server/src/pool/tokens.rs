@@ -50,7 +50,7 @@ pub enum TokenError {
 }
 
 /// All tokens of a pool.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Tokens {
     tokens: BTreeMap<String, TokenRecord>,
 }

@@ -68,7 +68,7 @@ impl LocalRegistry {
     }
 
     async fn store(&self) -> Result<(), StoreError> {
-        self.file.store(|| self.table().save()).await
+        self.file.store(|| store::text(&self.table().save())).await
     }
 
     /// Stores an end, or that a lease was set aside or came back. It is true already: should the file keep a lease that ended,

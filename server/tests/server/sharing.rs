@@ -344,6 +344,8 @@ async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
     let _lane = server.adopt(&worker.id, 0, true);
     let renewed =
         async |a: &mut Client| a.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases.remove(0);
+    // The worker says that it has a program on another way than the one that the program is answered on.
+    eventually("its program shows", async || renewed(&mut a).await.state == "active").await;
     let now = renewed(&mut a).await;
     assert_eq!((now.state.as_str(), now.idle_timeout_usec), ("active", minutes(5)));
     assert_eq!(now.fencing_token, lease.fencing_token);
