@@ -84,7 +84,8 @@ fn files_only(start: &Start) -> Result<(), String> {
     let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
     let uuids: Vec<_> = start.devices.iter().map(|d| d.uuid).collect();
-    let (gpus, known) = devices::of(&uuids);
+    // What clients of MPS open beside their GPU was not seen without the rest.
+    let (gpus, known) = if start.mps { (vec!["/dev".into()], Ok(())) } else { devices::of(&uuids) };
     let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
     let write = write.chain(gpus.iter().map(PathBuf::as_path));
     let status = Ruleset::default()
