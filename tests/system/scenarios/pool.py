@@ -1,4 +1,4 @@
-"""Two servers of one pool: a client that joined with one of them uses both, and a lease moves when its server is lost."""
+"""Two servers of one pool: a client that joined with one of them uses both, also in one program, and a lease moves when its server is lost."""
 from harness import expect
 from scenarios.policy import lease
 
@@ -8,6 +8,7 @@ address = "gpu1"
 [[server]]
 address = "gpu2"
 '''
+SECOND = '[[lease]]\nname = "second"\nmemory = "10%"\nserver = "gpu2"\n'
 ONE = '[[server]]\naddress = "gpu1"\n'
 
 
@@ -21,6 +22,16 @@ def run(site, check):
         client.until("gpusession status --json | grep -q gpu2", 20)
         assert lease(client, "everyone") == before, "nothing moves that need not"
         second.until("gpuserver clients | grep client", 20)
+    with check("a lease on each of them: a program sees the GPUs of both, copies between them, and may choose"):
+        client.push([site.programs / "multiDevice"], "/usr/local/bin")
+        client.write("/etc/gpusession/conf.d/second.toml", SECOND)
+        client.ok("systemctl reload gpusession")
+        client.until("gpusession list | grep second | grep -q gpu2", 20)
+        expect(client.ok("ssh alice@client multiDevice"), "3 device(s) right")
+        expect(client.ok("ssh alice@client CUDA_VISIBLE_DEVICES=2,0 multiDevice"), "2 device(s) right")
+        client.ok("rm /etc/gpusession/conf.d/second.toml; systemctl reload gpusession")
+        client.until("! gpusession list | grep second", 20)
+        expect(client.ok("ssh alice@client multiDevice"), "2 device(s) right")
     with check("its server is gone for a minute: the lease is had again on the other one, and a program runs there"):
         first.ok("systemctl stop gpuserver")
         client.until(f"! gpusession list --json | grep -q {before} && gpusession status | grep -q 'is ready'", 90)
