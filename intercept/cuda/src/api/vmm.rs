@@ -3,7 +3,6 @@
 use std::ffi::c_void;
 
 use gpusession_proto::frame::op;
-use gpusession_proto::handle;
 
 use crate::client::{Client, string};
 use crate::clients;
@@ -33,7 +32,7 @@ driver! {
     fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) {
         let client = clients::at(address)?;
         client.same(clients::of(handle)?)?;
-        let handle = handle::local(handle);
+        let handle = client.own(handle);
         let device = device_of(client, handle)?;
         client.call(op::cuMemMap, |w| {
             w.word(address);
