@@ -26,11 +26,11 @@ def run(site, check):
         client.push([site.programs / "multiDevice"], "/usr/local/bin")
         client.write("/etc/gpusession/conf.d/second.toml", SECOND)
         client.ok("systemctl reload gpusession")
-        client.until("gpusession list | grep second | grep -q gpu2", 20)
+        client.until("gpusession status | grep -q 'second  *ready.* on gpu2'", 20)
         expect(client.ok("ssh alice@client multiDevice"), "3 device(s) right")
         expect(client.ok("ssh alice@client CUDA_VISIBLE_DEVICES=2,0 multiDevice"), "2 device(s) right")
         client.ok("rm /etc/gpusession/conf.d/second.toml; systemctl reload gpusession")
-        client.until("! gpusession list | grep second", 20)
+        client.until("! gpusession status | grep -q second", 20)
         expect(client.ok("ssh alice@client multiDevice"), "2 device(s) right")
     with check("its server is gone for a minute: the lease is had again on the other one, and a program runs there"):
         first.ok("systemctl stop gpuserver")
