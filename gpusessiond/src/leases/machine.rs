@@ -873,6 +873,24 @@ impl Machine {
                 if let Some(Phase::Waiting { retry }) = waiting.map(|w| &mut w.phase) {
                     *retry = now;
                 }
+                self.retry_refused(now, server);
+            }
+        }
+    }
+
+    /// What was given back may be what others wait for: after a reload the new leases ask while the old ones are on
+    /// their way back. Once for all of them, when the last one is there.
+    fn retry_refused(&mut self, now: Time, server: usize) {
+        if self.releasing.iter().any(|r| r.server == server && r.in_flight) {
+            return;
+        }
+        let refused =
+            |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::Quota);
+        for wanted in self.slots.values_mut().filter(|w| w.turn.is_none() && !w.spec.once) {
+            if let Phase::Waiting { retry } = &mut wanted.phase
+                && wanted.trouble.as_ref().is_some_and(refused)
+            {
+                *retry = now;
             }
         }
     }
@@ -2225,6 +2243,28 @@ mod tests {
         m.released(s(1), 0, "l1", Ok(()));
         m.tick(s(1));
         assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/b/0");
+    }
+
+    #[test]
+    fn what_a_reload_gives_back_is_had_by_what_it_asks_for() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("a", 1), configured("b", 1)]);
+        let slots: Vec<_> = m.slots().map(|(slot, _)| slot).collect();
+        for (slot, id) in slots.into_iter().zip(["l1", "l2"]) {
+            m.allocated(s(0), slot, Ok((0, lease(id, 1))));
+        }
+        actions(&mut m);
+        m.configure(s(1), vec![configured("c", 2)]);
+        let slot = m.slots().next().unwrap().0;
+        actions(&mut m);
+        m.allocated(s(1), slot, Err(PoolError::new(Trouble::Quota, "at most 2 leases")));
+        let asked = |m: &mut Machine| actions(m).iter().any(|a| matches!(a, Action::Allocate { .. }));
+        m.released(s(1), 0, "l1", Ok(()));
+        m.tick(s(1));
+        assert!(!asked(&mut m), "the other one is still on its way");
+        m.released(s(1), 0, "l2", Ok(()));
+        m.tick(s(1));
+        assert!(asked(&mut m), "without a pause");
     }
 
     #[test]

@@ -96,7 +96,7 @@ def run(site, check):
     # bob has a lease of his own beside the machine's.
     client.write("/etc/gpusession/conf.d/bobs.toml", '[[lease]]\nname = "bobs"\nfor_user = "bob"\nmemory = "20%"\n')
     client.ok("systemctl reload gpusession")
-    client.until("gpusession status | grep -q 'bobs .*ready'", 20)
+    client.until("gpusession status | grep -q 'bobs .*\\bready'", 20)
     client.ok("rm -f /tmp/cron.out /tmp/bob.out /tmp/at.out; systemctl start cron atd")
     client.ok(f"su -l alice -c 'echo \"{PROBE} >/tmp/at.out 2>&1\" | at now 2>&1'")
 

@@ -57,7 +57,7 @@ def run(site, check):
         client.until(f"{status} | grep '^2/2 GPUs leased (gpu1)$'", 40)
     client.write("/etc/gpusession/conf.d/lease.toml", text)
     client.ok("systemctl reload gpusession")
-    client.until("gpusession status | grep -q 'everyone .*ready'", 40)
+    client.until("gpusession status | grep -q 'everyone .*\\bready'", 40)
 
     # zsh reads no /etc/profile on Debian.
     client.ok("grep -q gpusession /etc/zsh/zprofile || echo 'source /etc/profile.d/gpusession.sh' >>/etc/zsh/zprofile; "
@@ -91,7 +91,7 @@ def run(site, check):
     with check("when the GPUs are back nobody is told anything any more"):
         server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
         server.ok(f"gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
-        client.until("gpusession status | grep -q 'everyone .*ready'", 40)
+        client.until("gpusession status | grep -q 'everyone .*\\bready'", 40)
         client.until("test ! -s /run/gpusession/notice/1000", 10)
         client.ok("systemctl stop shells holder; true")
         for shell, times in {"bash": 1, "zsh": 1, "fish": 1, "tcsh": 1, "off": 0}.items():

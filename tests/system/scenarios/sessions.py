@@ -73,7 +73,7 @@ def run(site, check):
     client.write(NAMES, NAMES_TEXT, "755")
     client.write("/etc/gpusession/conf.d/sessions.toml", LEASES)
     client.ok("systemctl reload gpusession")
-    client.until("gpusession status | grep -q 'bobs .*ready'", 20)
+    client.until("gpusession status | grep -q 'bobs .*\\bready'", 20)
     with check("scp and sftp of a user with session leases lease nothing"):
         before = client.ok(GRANTS)
         client.ok("echo x >/tmp/file && scp -q /tmp/file alice@client:/tmp/copy && scp -q alice@client:/tmp/copy /tmp/back")
