@@ -133,8 +133,14 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             Kind::OutOptional(t) => {
                 writeln!(answers, "        give_optional(r#{n}, word(&mut r)? as {t});").unwrap()
             }
-            Kind::In(len) => {
-                let given = format!("bytes(r#{n}, {len})?");
+            Kind::In(len) | Kind::Array(len, _) => {
+                let size = match p.kind {
+                    Kind::Array(_, count) => {
+                        format!("(r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?")
+                    }
+                    _ => len.to_string(),
+                };
+                let given = format!("bytes(r#{n}, {size})?");
                 if let Role::Location(at) = p.role {
                     route.with(
                         &format!("(r#{n}, other)"),
@@ -159,20 +165,6 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                 writeln!(checks, "        let given = bytes(r#{n}, {len})?;").unwrap();
                 writeln!(words, "            w.bytes(given);").unwrap();
                 writeln!(answers, "        give_bytes(r#{n}, string(&mut r)?, {len})?;").unwrap();
-            }
-            Kind::Array(len, count) => {
-                let given =
-                    format!("bytes(r#{n}, (r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?)?");
-                if let Role::Location(at) = p.role {
-                    route.with(
-                        &format!("(r#{n}, other)"),
-                        &format!("objects::locations({given}, {len}, {at})"),
-                    );
-                    writeln!(words, "            w.bytes(&r#{n});").unwrap();
-                } else {
-                    write!(checks, "        let r#{n} = {given};\n{own}").unwrap();
-                    writeln!(words, "            w.bytes(r#{n});").unwrap();
-                }
             }
         }
     }

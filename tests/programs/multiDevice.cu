@@ -90,8 +90,16 @@ int main() {
     }
     for (int device = 0; device < devices; device++) {
         CHECK(cudaSetDevice(device));
-        CHECK(cudaStreamDestroy(stream[device]));
+        int *large;
+        CHECK(cudaMalloc(&large, 64 << 20));
+        for (int i = 0; i < 10; i++) fill<<<(count + 255) / 256, 256, 0, stream[device]>>>(large, count, i);
+        // Another device is current: what is freed is waited for all the same.
+        CHECK(cudaSetDevice((device + 1) % devices));
+        CHECK(cudaFree(large));
         CHECK(cudaFree(memory[device]));
+        CHECK(cudaSetDevice(device));
+        CHECK(cudaStreamSynchronize(stream[device]));
+        CHECK(cudaStreamDestroy(stream[device]));
     }
     std::printf("multiDevice: %d device(s) right\n", devices);
     return 0;

@@ -884,8 +884,7 @@ impl Machine {
         if self.releasing.iter().any(|r| r.server == server && r.in_flight) {
             return;
         }
-        let refused =
-            |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::Quota);
+        let refused = |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::Quota);
         for wanted in self.slots.values_mut().filter(|w| w.turn.is_none() && !w.spec.once) {
             if let Phase::Waiting { retry } = &mut wanted.phase
                 && wanted.trouble.as_ref().is_some_and(refused)

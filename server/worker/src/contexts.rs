@@ -146,6 +146,21 @@ impl Contexts {
         Ok(())
     }
 
+    /// Waits for everything that runs on any of the devices. The first trouble is told when all have ended.
+    pub fn synchronize(&self, driver: &Driver) -> Result<(), Status> {
+        let one = |ctx: Object| {
+            // SAFETY: a context of this worker.
+            check(unsafe { (driver.call.cuCtxPushCurrent_v2)(ctx.0) })?;
+            // SAFETY: a context is current.
+            let synced = check(unsafe { (driver.call.cuCtxSynchronize)() });
+            let mut popped = std::ptr::null_mut();
+            // SAFETY: pushed above; the out pointer is valid.
+            unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
+            synced
+        };
+        self.all().into_iter().map(one).fold(Ok(()), Result::and)
+    }
+
     /// Everything about the devices that the client answers by itself afterwards.
     pub fn describe(&self, driver: &Driver, w: &mut Writer<'_>) -> Result<(), Status> {
         let mut version = 0;
@@ -204,8 +219,12 @@ impl Contexts {
         }
         for (from, row) in self.devices.iter().zip(&self.reach) {
             for (to, reaches) in self.devices.iter().zip(row) {
-                w.word(u64::from(*reaches && from != to));
-                w.word(PEER_ATTRIBUTES as u64);
+                let peers = from != to;
+                w.word(u64::from(*reaches && peers));
+                w.word(if peers { PEER_ATTRIBUTES as u64 } else { 0 });
+                if !peers {
+                    continue;
+                }
                 for attribute in 1..=PEER_ATTRIBUTES {
                     let mut value = 0;
                     // SAFETY: the out pointer is valid.

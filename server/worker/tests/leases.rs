@@ -5,13 +5,12 @@ mod harness;
 #[path = "../../../intercept/cuda/tests/common/mod.rs"]
 mod program;
 
-use std::ffi::CStr;
 use std::net::TcpListener;
 use std::sync::Arc;
 
 use gpusession_proto::grant::{Endpoint, Reply};
 use harness::{MIB, Machine, Options, Worker};
-use libloading::Library;
+use program::{Cuda, KERNEL, at};
 
 const INVALID_VALUE: i32 = 1;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -25,99 +24,20 @@ const SYSTEM_NOT_READY: i32 = 802;
 /// What the devices say of their memory, so that a program can tell which is which.
 const MEMORY: [u64; 2] = [192 * MIB, 256 * MIB];
 
-const KERNELS: &CStr = c"
-    .version 6.5
-    .target sm_75
-    .address_size 64
-    .visible .global .align 8 .u64 variable = 5;
-    .visible .entry increment(.param .u64 p) {
-        .reg .u64 %rd<3>;
-        .reg .u32 %r<3>;
-        ld.param.u64 %rd1, [p];
-        cvta.to.global.u64 %rd2, %rd1;
-        ld.global.u32 %r1, [%rd2];
-        add.u32 %r2, %r1, 1;
-        st.global.u32 [%rd2], %r2;
-        ret;
-    }";
-
 // --- What programs do, each in a process of its own.
 
-/// The library in such a process.
-struct Cuda(Library);
-
-fn at<T>(value: &mut T) -> u64 {
-    std::ptr::from_mut(value) as u64
+/// A function of the current context.
+fn increment(cuda: &Cuda) -> u64 {
+    cuda.increment(cuda.load(KERNEL))
 }
 
-impl Cuda {
-    fn begin() -> Self {
-        let cuda = Self(program::library());
-        cuda.ok("cuInit", &[0]);
-        cuda
-    }
+fn total(cuda: &Cuda, device: u64) -> u64 {
+    cuda.get("cuDeviceTotalMem_v2", &[device])
+}
 
-    fn call(&self, name: &str, arguments: &[u64]) -> i32 {
-        program::call(&self.0, name, arguments)
-    }
-
-    #[track_caller]
-    fn ok(&self, name: &str, arguments: &[u64]) {
-        assert_eq!(self.call(name, arguments), 0, "{name}");
-    }
-
-    /// A call whose first argument receives a word.
-    #[track_caller]
-    fn get(&self, name: &str, arguments: &[u64]) -> u64 {
-        let mut value = 0u64;
-        self.ok(name, &[&[at(&mut value)], arguments].concat());
-        value
-    }
-
-    /// Makes a device's primary context current, and returns it.
-    fn on(&self, device: u64) -> u64 {
-        let ctx = self.get("cuDevicePrimaryCtxRetain", &[device]);
-        self.ok("cuCtxSetCurrent", &[ctx]);
-        ctx
-    }
-
-    fn allocate(&self, size: u64) -> u64 {
-        self.get("cuMemAlloc_v2", &[size])
-    }
-
-    fn increment(&self) -> u64 {
-        let module = self.get("cuModuleLoadData", &[KERNELS.as_ptr() as u64]);
-        self.get("cuModuleGetFunction", &[module, c"increment".as_ptr() as u64])
-    }
-
-    fn launch(&self, function: u64, mut address: u64, stream: u64) -> i32 {
-        let mut parameters = [at(&mut address)];
-        let parameters = parameters.as_mut_ptr() as u64;
-        self.call("cuLaunchKernel", &[function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, 0])
-    }
-
-    fn write(&self, address: u64, bytes: &[u8]) {
-        self.ok("cuMemcpyHtoD_v2", &[address, bytes.as_ptr() as u64, bytes.len() as u64]);
-    }
-
-    fn read(&self, address: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, len as u64]);
-        bytes
-    }
-
-    fn word(&self, address: u64) -> u32 {
-        u32::from_le_bytes(self.read(address, 4).try_into().expect("four bytes"))
-    }
-
-    fn total(&self, device: u64) -> u64 {
-        self.get("cuDeviceTotalMem_v2", &[device])
-    }
-
-    fn ordinal_of(&self, address: u64) -> u32 {
-        const DEVICE_ORDINAL: u64 = 9;
-        self.get("cuPointerGetAttribute", &[DEVICE_ORDINAL, address]) as u32
-    }
+fn ordinal_of(cuda: &Cuda, address: u64) -> u32 {
+    const DEVICE_ORDINAL: u64 = 9;
+    cuda.get("cuPointerGetAttribute", &[DEVICE_ORDINAL, address]) as u32
 }
 
 /// Bytes that are nowhere the same.
@@ -131,7 +51,7 @@ fn pattern(len: usize) -> Vec<u8> {
 fn sees_both() {
     let cuda = Cuda::begin();
     assert_eq!(cuda.get("cuDeviceGetCount", &[]) as u32, 2);
-    assert_eq!([cuda.total(0), cuda.total(1)], MEMORY, "in the leases' order");
+    assert_eq!([total(&cuda, 0), total(&cuda, 1)], MEMORY, "in the leases' order");
     assert_eq!(cuda.call("cuDeviceTotalMem_v2", &[at(&mut 0u64), 2]), INVALID_DEVICE);
     let about = |device: u64| {
         let (mut name, mut pci, mut uuid) = ([0u8; 64], [0u8; 64], [0u8; 16]);
@@ -156,11 +76,9 @@ fn sees_both() {
     for device in [0, 1] {
         assert_eq!(cuda.on(device), contexts[device as usize]);
         assert_eq!(cuda.get("cuCtxGetDevice", &[]) as u32, device as u32);
-        let (mut free, mut total) = (0u64, 0u64);
-        cuda.ok("cuMemGetInfo_v2", &[at(&mut free), at(&mut total)]);
-        assert_eq!(total, MEMORY[device as usize]);
+        assert_eq!(cuda.memory().1, MEMORY[device as usize]);
         let memory = cuda.allocate(3 * MIB);
-        assert_eq!(cuda.ordinal_of(memory), device as u32);
+        assert_eq!(ordinal_of(&cuda, memory), device as u32);
         const FIRST_ATTRIBUTE: u64 = 1;
         assert_eq!(cuda.get("cuDeviceCanAccessPeer", &[device, 1 - device]), 0);
         assert_eq!(cuda.get("cuDeviceGetP2PAttribute", &[FIRST_ATTRIBUTE, device, 1 - device]), 0);
@@ -171,7 +89,7 @@ fn sees_both() {
     let made = cuda.get("cuCtxCreate_v2", &[0, 0]);
     assert!(!contexts.contains(&made));
     assert_eq!(cuda.get("cuCtxGetDevice", &[]) as u32, 0);
-    assert_eq!(cuda.ordinal_of(cuda.allocate(64)), 0);
+    assert_eq!(ordinal_of(&cuda, cuda.allocate(64)), 0);
     cuda.ok("cuCtxDestroy_v2", &[made]);
     assert_eq!(cuda.get("cuCtxGetCurrent", &[]), contexts[1]);
 }
@@ -185,7 +103,7 @@ fn works_on_both() {
             let ctx = cuda.on(device);
             let memory = cuda.allocate(1024);
             cuda.write(memory, &[0; 4]);
-            (ctx, cuda.increment(), memory, cuda.get("cuStreamCreate", &[1]))
+            (ctx, increment(&cuda), memory, cuda.get("cuStreamCreate", &[1]))
         })
         .into();
     // One thread, each context current in turn, and then by the streams alone.
@@ -238,7 +156,7 @@ fn copies_across() {
     let stream_there = cuda.get("cuStreamCreate", &[1]);
     cuda.ok("cuCtxSetCurrent", &[first]);
     let here = cuda.allocate(LEN as u64);
-    let function = cuda.increment();
+    let function = increment(&cuda);
     let stream = cuda.get("cuStreamCreate", &[1]);
     let bytes = pattern(LEN);
     let len = LEN as u64;
@@ -273,7 +191,7 @@ fn copies_across() {
     assert_eq!(cuda.launch(function, here, stream), 0);
     cuda.ok("cuMemcpyDtoDAsync_v2", &[there, here, len, stream]);
     cuda.ok("cuCtxSetCurrent", &[second]);
-    assert_eq!(cuda.launch(cuda.increment(), there, stream_there), 0);
+    assert_eq!(cuda.launch(increment(&cuda), there, stream_there), 0);
     cuda.ok("cuStreamSynchronize", &[stream_there]);
     assert_eq!(cuda.word(there), 43);
     assert!(cuda.read(there, LEN)[4..] == bytes[4..]);
@@ -305,7 +223,7 @@ fn copies_across() {
     assert!(*pinned_bytes == bytes[..], "both are done when the calls return");
     let mut device = 0u64;
     assert_eq!(cuda.call("cuMemHostGetDevicePointer_v2", &[at(&mut device), pinned, 0]), NOT_SUPPORTED);
-    assert_eq!(cuda.launch(cuda.increment(), pinned, 0), NOT_SUPPORTED, "kernels cannot have it");
+    assert_eq!(cuda.launch(increment(&cuda), pinned, 0), NOT_SUPPORTED, "kernels cannot have it");
     cuda.ok("cuMemFreeHost", &[pinned]);
     cuda.ok("cuMemFree_v2", &[here]);
     cuda.ok("cuMemFreeAsync", &[there, stream]);
@@ -322,7 +240,7 @@ fn waits_across() {
         cuda.write(memory, &[0; 4]);
         cuda.ok("cuCtxSynchronize", &[]);
         let stream = cuda.get("cuStreamCreate", &[1]);
-        (cuda.increment(), memory, stream, cuda.get("cuEventCreate", &[0]))
+        (increment(&cuda), memory, stream, cuda.get("cuEventCreate", &[0]))
     });
     for round in 0..10 {
         for _ in 0..20 {
@@ -359,7 +277,7 @@ extern "C" fn called(count: u64) {
 fn uses_libraries_and_objects_of_both() {
     let cuda = Cuda::begin();
     let contexts = [cuda.on(0), cuda.on(1)];
-    let library = cuda.get("cuLibraryLoadData", &[KERNELS.as_ptr() as u64, 0, 0, 0, 0, 0, 0]);
+    let library = cuda.get("cuLibraryLoadData", &[KERNEL.as_ptr() as u64, 0, 0, 0, 0, 0, 0]);
     let kernel = cuda.get("cuLibraryGetKernel", &[library, c"increment".as_ptr() as u64]);
     let mut variables = Vec::new();
     let count = std::sync::atomic::AtomicU32::new(0);
@@ -416,7 +334,7 @@ fn uses_libraries_and_objects_of_both() {
         let stream = cuda.get("cuStreamCreate", &[1]);
         cuda.on(1 - device);
         let allocated = cuda.get("cuMemAllocFromPoolAsync", &[4096, pool, stream]);
-        assert_eq!(cuda.ordinal_of(allocated), device as u32);
+        assert_eq!(ordinal_of(&cuda, allocated), device as u32);
         cuda.write(allocated, b"pool");
         assert_eq!(cuda.read(allocated, 4), b"pool");
         cuda.ok("cuMemFreeAsync", &[allocated, stream]);
@@ -465,7 +383,7 @@ fn loses_one() {
     let (first, second) = (cuda.on(0), cuda.on(1));
     let lost = cuda.allocate(1024);
     cuda.ok("cuCtxSetCurrent", &[first]);
-    let (function, memory) = (cuda.increment(), cuda.allocate(1024));
+    let (function, memory) = (increment(&cuda), cuda.allocate(1024));
     cuda.write(memory, &41u32.to_le_bytes());
     let worker = std::env::var("WORKER").expect("set by the test").parse().expect("a number");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), nix::sys::signal::Signal::SIGKILL)
@@ -480,7 +398,7 @@ fn loses_one() {
     cuda.ok("cuCtxSetCurrent", &[first]);
     assert_eq!(cuda.launch(function, memory, 0), 0);
     assert_eq!(cuda.word(memory), 42);
-    let library = cuda.get("cuLibraryLoadData", &[KERNELS.as_ptr() as u64, 0, 0, 0, 0, 0, 0]);
+    let library = cuda.get("cuLibraryLoadData", &[KERNEL.as_ptr() as u64, 0, 0, 0, 0, 0, 0]);
     let kernel = cuda.get("cuLibraryGetKernel", &[library, c"increment".as_ptr() as u64]);
     assert_eq!(cuda.launch(kernel, memory, 0), 0);
     cuda.ok("cuCtxSynchronize", &[]);
@@ -508,13 +426,13 @@ fn sees_what_is_visible() {
     let cuda = Cuda::begin();
     assert_eq!(cuda.get("cuDeviceGetCount", &[]) as usize, wanted.len());
     for (device, which) in (0u64..).zip(wanted) {
-        assert_eq!(cuda.total(device), MEMORY[which]);
+        assert_eq!(total(&cuda, device), MEMORY[which]);
         cuda.on(device);
         assert_eq!(cuda.get("cuCtxGetDevice", &[]) as u32, device as u32);
         let memory = cuda.allocate(64);
-        assert_eq!(u64::from(cuda.ordinal_of(memory)), device);
+        assert_eq!(u64::from(ordinal_of(&cuda, memory)), device);
         cuda.write(memory, &[0; 4]);
-        assert_eq!(cuda.launch(cuda.increment(), memory, 0), 0);
+        assert_eq!(cuda.launch(increment(&cuda), memory, 0), 0);
         assert_eq!(cuda.word(memory), 1);
     }
 }

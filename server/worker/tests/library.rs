@@ -19,9 +19,9 @@ use gpusession_proto::frame::op;
 use gpusession_proto::grant::Reply;
 use gpusession_proto::supervise::FromWorker;
 use harness::{KEY, MIB, Machine, Options, WINDOW, Worker};
-use libloading::Library;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
+use program::{Cuda, KERNEL, at};
 
 const OUT_OF_MEMORY: i32 = 2;
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -30,94 +30,35 @@ const ILLEGAL_ADDRESS: i32 = 700;
 const NOT_SUPPORTED: i32 = 801;
 const SYSTEM_NOT_READY: i32 = 802;
 
-const KERNEL: &CStr = c"
-    .version 6.5
-    .target sm_75
-    .address_size 64
-    .visible .global .align 8 .u64 variable = 5;
-    .visible .entry increment(.param .u64 p) {
-        .reg .u64 %rd<3>;
-        .reg .u32 %r<3>;
-        ld.param.u64 %rd1, [p];
-        cvta.to.global.u64 %rd2, %rd1;
-        ld.global.u32 %r1, [%rd2];
-        add.u32 %r2, %r1, 1;
-        st.global.u32 [%rd2], %r2;
-        ret;
-    }";
-
 // --- What programs do, each in a process of its own.
 
-/// The library in such a process.
-struct Cuda(Library);
-
-fn at<T>(value: &mut T) -> u64 {
-    std::ptr::from_mut(value) as u64
+/// The library with a context.
+fn begin() -> Cuda {
+    let cuda = Cuda::begin();
+    cuda.on(0);
+    cuda
 }
 
-impl Cuda {
-    /// With a context.
-    fn begin() -> Self {
-        let cuda = Self(program::library());
-        assert_eq!(cuda.call("cuInit", &[0]), 0);
-        let mut ctx = 0u64;
-        assert_eq!(cuda.call("cuDevicePrimaryCtxRetain", &[at(&mut ctx), 0]), 0);
-        assert_eq!(cuda.call("cuCtxSetCurrent", &[ctx]), 0);
-        cuda
-    }
+fn allocate(cuda: &Cuda, size: u64) -> Result<u64, i32> {
+    cuda.try_get("cuMemAlloc_v2", &[size])
+}
 
-    fn call(&self, name: &str, arguments: &[u64]) -> i32 {
-        program::call(&self.0, name, arguments)
-    }
+/// The word at a device address after one launch on it.
+fn works_at(cuda: &Cuda, module: u64, address: u64) -> bool {
+    let mut after = 0u32;
+    cuda.write(address, &41u32.to_ne_bytes());
+    assert_eq!(cuda.launch(cuda.increment(module), address, 0), 0);
+    // The kind of copy that has to know what an address is.
+    cuda.ok("cuMemcpy", &[at(&mut after), address, 4]);
+    after == 42
+}
 
-    fn load(&self, image: &CStr) -> u64 {
-        let mut module = 0u64;
-        assert_eq!(self.call("cuModuleLoadData", &[at(&mut module), image.as_ptr() as u64]), 0);
-        module
-    }
-
-    fn increment(&self, module: u64) -> u64 {
-        let mut function = 0u64;
-        let name = c"increment".as_ptr() as u64;
-        assert_eq!(self.call("cuModuleGetFunction", &[at(&mut function), module, name]), 0);
-        function
-    }
-
-    fn launch(&self, function: u64, mut address: u64) -> i32 {
-        let mut parameters = [at(&mut address)];
-        self.call("cuLaunchKernel", &[function, 1, 1, 1, 1, 1, 1, 0, 0, parameters.as_mut_ptr() as u64, 0])
-    }
-
-    fn allocate(&self, size: u64) -> Result<u64, i32> {
-        let mut address = 0u64;
-        let status = self.call("cuMemAlloc_v2", &[at(&mut address), size]);
-        if status == 0 { Ok(address) } else { Err(status) }
-    }
-
-    /// Free bytes of the device.
-    fn free_memory(&self) -> u64 {
-        let (mut free, mut total) = (0u64, 0u64);
-        assert_eq!(self.call("cuMemGetInfo_v2", &[at(&mut free), at(&mut total)]), 0);
-        free
-    }
-
-    /// The word at a device address after one launch on it.
-    fn works_at(&self, module: u64, address: u64) -> bool {
-        let (mut before, mut after) = (41u32, 0u32);
-        assert_eq!(self.call("cuMemcpyHtoD_v2", &[address, at(&mut before), 4]), 0);
-        assert_eq!(self.launch(self.increment(module), address), 0);
-        // The kind of copy that has to know what an address is.
-        assert_eq!(self.call("cuMemcpy", &[at(&mut after), address, 4]), 0);
-        after == 42
-    }
-
-    fn works(&self) {
-        let module = self.load(KERNEL);
-        let address = self.allocate(1024).expect("memory");
-        assert!(self.works_at(module, address));
-        assert_eq!(self.call("cuMemFree_v2", &[address]), 0);
-        assert_eq!(self.call("cuModuleUnload", &[module]), 0);
-    }
+fn works(cuda: &Cuda) {
+    let module = cuda.load(KERNEL);
+    let address = cuda.allocate(1024);
+    assert!(works_at(cuda, module, address));
+    cuda.ok("cuMemFree_v2", &[address]);
+    cuda.ok("cuModuleUnload", &[module]);
 }
 
 /// Maps memory of the program's own; whether the addresses were free.
@@ -149,7 +90,7 @@ fn begin_beside_memory() -> (Cuda, bool) {
         // SAFETY: mapped just now.
         unsafe { (PICKED as *mut u32).write(7) };
     }
-    (Cuda::begin(), taken)
+    (begin(), taken)
 }
 
 #[test]
@@ -157,25 +98,25 @@ fn begin_beside_memory() -> (Cuda, bool) {
 fn allocates_from_a_pool() {
     let (cuda, taken) = begin_beside_memory();
     let module = cuda.load(KERNEL);
-    let before = cuda.free_memory();
+    let before = cuda.memory().0;
     let mut address = 0u64;
     let status = cuda.call("cuMemAllocAsync", &[at(&mut address), MIB, 0]);
     if taken {
         assert_eq!((status, address), (NOT_SUPPORTED, 0));
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
-        assert_eq!(cuda.free_memory(), before, "nothing is left behind");
+        assert_eq!(cuda.memory().0, before, "nothing is left behind");
         // SAFETY: mapped by this program.
         assert_eq!(unsafe { (PICKED as *const u32).read() }, 7);
     } else {
         assert_eq!(status, 0);
         assert!((PICKED..PICKED + 64 * MIB).contains(&address), "{address:#x}");
         assert!(!occupy(address, 4096), "nothing else of the program's can come to lie there");
-        assert!(cuda.works_at(module, address));
+        assert!(works_at(&cuda, module, address));
         assert_eq!(cuda.call("cuMemFreeAsync", &[address, 0]), 0);
         assert_eq!(cuda.call("cuMemAllocAsync", &[at(&mut address), MIB, 0]), 0, "the same addresses again");
-        assert!(cuda.works_at(module, address));
+        assert!(works_at(&cuda, module, address));
     }
-    cuda.works();
+    works(&cuda);
 }
 
 #[test]
@@ -197,13 +138,13 @@ fn asks_for_a_variable() {
         assert_eq!(value, 5);
         assert!(!occupy(address & !4095, 4096));
     }
-    cuda.works();
+    works(&cuda);
 }
 
 #[test]
 #[ignore = "a program"]
 fn copies_mapped_memory() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let module = cuda.load(KERNEL);
     let (mut address, mut memory) = (0u64, 0u64);
     const SIZE: u64 = 2 * MIB;
@@ -213,14 +154,14 @@ fn copies_mapped_memory() {
     assert_eq!(cuda.call("cuMemCreate", &[at(&mut memory), SIZE, properties.as_mut_ptr() as u64, 0]), 0);
     assert_eq!(cuda.call("cuMemMap", &[address, SIZE, 0, memory, 0]), 0);
     assert_eq!(cuda.call("cuMemSetAccess", &[address, SIZE, access.as_mut_ptr() as u64, 1]), 0);
-    assert!(cuda.works_at(module, address));
+    assert!(works_at(&cuda, module, address));
 }
 
 /// Registered memory has another address for the device, which is none of the program's.
 #[test]
 #[ignore = "a program"]
 fn copies_registered_memory() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let module = cuda.load(KERNEL);
     let function = cuda.increment(module);
     for offset in [0usize, 1000] {
@@ -235,18 +176,18 @@ fn copies_registered_memory() {
         // SAFETY: inside `memory`, which the device's changes come back to when this synchronises.
         let word = unsafe { &mut *(host as *mut u32) };
         *word = 6;
-        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.launch(function, device, 0), 0);
         assert_eq!(cuda.call("cuMemcpy", &[at(&mut after), device, 4]), 0);
         assert_eq!(after, 7, "what the kernel made of what the program wrote");
         after = 20;
         assert_eq!(cuda.call("cuMemcpy", &[device, at(&mut after), 4]), 0);
-        assert_eq!(cuda.launch(function, device), 0);
+        assert_eq!(cuda.launch(function, device, 0), 0);
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
         // SAFETY: as above.
         assert_eq!(unsafe { (host as *const u32).read_volatile() }, 21);
         assert_eq!(cuda.call("cuMemHostUnregister", &[host]), 0);
     }
-    cuda.works();
+    works(&cuda);
 }
 
 #[test]
@@ -260,40 +201,40 @@ fn finds_no_window() {
 #[test]
 #[ignore = "a program"]
 fn allocates_where_each_third_fails() {
-    let cuda = Cuda::begin();
-    let before = cuda.free_memory();
+    let cuda = begin();
+    let before = cuda.memory().0;
     for _ in 0..5 {
-        let results: Vec<_> = (0..9).map(|_| cuda.allocate(3 * MIB)).collect();
+        let results: Vec<_> = (0..9).map(|_| allocate(&cuda, 3 * MIB)).collect();
         assert_eq!(results.iter().filter(|r| **r == Err(OUT_OF_MEMORY)).count(), 3, "{results:?}");
         for address in results.into_iter().flatten() {
             assert_eq!(cuda.call("cuMemFree_v2", &[address]), 0);
         }
-        assert_eq!(cuda.free_memory(), before, "what failed takes nothing");
+        assert_eq!(cuda.memory().0, before, "what failed takes nothing");
     }
     let module = cuda.load(KERNEL);
-    let address = (0..3).find_map(|_| cuda.allocate(MIB).ok()).expect("one of three");
-    assert!(cuda.works_at(module, address));
+    let address = (0..3).find_map(|_| allocate(&cuda, MIB).ok()).expect("one of three");
+    assert!(works_at(&cuda, module, address));
 }
 
 #[test]
 #[ignore = "a program"]
 fn faults_at_its_fourth_launch() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
-    let address = cuda.allocate(1024).expect("memory");
+    let address = cuda.allocate(1024);
     let mut value = 0u32;
     assert_eq!(cuda.call("cuMemcpyHtoD_v2", &[address, at(&mut value), 4]), 0);
     for _ in 0..3 {
-        assert_eq!(cuda.launch(function, address), 0);
+        assert_eq!(cuda.launch(function, address, 0), 0);
     }
     assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), 0);
     assert_eq!(value, 3);
     // The launch itself may be told already, the synchronisation must be, and everything after it.
-    assert!([0, ILLEGAL_ADDRESS].contains(&cuda.launch(function, address)));
+    assert!([0, ILLEGAL_ADDRESS].contains(&cuda.launch(function, address, 0)));
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
-        assert_eq!(cuda.allocate(MIB), Err(ILLEGAL_ADDRESS));
-        assert_eq!(cuda.launch(function, address), ILLEGAL_ADDRESS);
+        assert_eq!(allocate(&cuda, MIB), Err(ILLEGAL_ADDRESS));
+        assert_eq!(cuda.launch(function, address, 0), ILLEGAL_ADDRESS);
         assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), ILLEGAL_ADDRESS);
         assert_eq!(cuda.call("cuStreamSynchronize", &[0]), ILLEGAL_ADDRESS);
     }
@@ -303,7 +244,7 @@ fn faults_at_its_fourth_launch() {
 #[test]
 #[ignore = "a program"]
 fn loads_an_unknown_instruction() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let text = KERNEL.to_str().expect("text").replace("add.u32", "frobnicate.u32");
     let text = std::ffi::CString::new(text).expect("no zero");
     let (mut module, mut log) = (0u64, [0u8; 512]);
@@ -316,23 +257,27 @@ fn loads_an_unknown_instruction() {
     assert_eq!(status, INVALID_PTX);
     let log = CStr::from_bytes_until_nul(&log).expect("text").to_string_lossy();
     assert!(log.contains("ptxas fatal") && log.contains("frobnicate.u32"), "{log}");
-    cuda.works();
+    works(&cuda);
 }
 
 #[test]
 #[ignore = "a program"]
 fn loses_its_worker() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
-    let address = cuda.allocate(1024).expect("memory");
+    let address = cuda.allocate(1024);
     let worker = nix::unistd::Pid::from_raw(variable("WORKER").parse().expect("a number"));
     nix::sys::signal::kill(worker, nix::sys::signal::Signal::SIGKILL).expect("a worker");
     assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
     let (mut value, mut pointer) = (0u32, 0u64);
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), DEVICE_UNAVAILABLE);
-        assert_eq!(cuda.launch(function, address), DEVICE_UNAVAILABLE);
-        assert_eq!(cuda.allocate(64), Err(DEVICE_UNAVAILABLE), "though there is room on a page that it has");
+        assert_eq!(cuda.launch(function, address, 0), DEVICE_UNAVAILABLE);
+        assert_eq!(
+            allocate(&cuda, 64),
+            Err(DEVICE_UNAVAILABLE),
+            "though there is room on a page that it has"
+        );
         assert_eq!(cuda.call("cuMemHostAlloc", &[at(&mut pointer), 64, 0]), DEVICE_UNAVAILABLE);
         assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), DEVICE_UNAVAILABLE);
         assert_eq!(cuda.call("cuStreamSynchronize", &[0]), DEVICE_UNAVAILABLE);
@@ -342,17 +287,17 @@ fn loses_its_worker() {
 #[test]
 #[ignore = "a program"]
 fn works_with_a_long_image() {
-    let cuda = Cuda::begin();
+    let cuda = begin();
     let text = format!("{}\n//{}", KERNEL.to_str().expect("text"), "x".repeat(3 << 20));
     let module = cuda.load(&std::ffi::CString::new(text).expect("no zero"));
-    let address = cuda.allocate(1024).expect("memory");
-    assert!(cuda.works_at(module, address));
+    let address = cuda.allocate(1024);
+    assert!(works_at(&cuda, module, address));
 }
 
 #[test]
 #[ignore = "a program"]
 fn just_works() {
-    Cuda::begin().works();
+    works(&begin());
 }
 
 // --- The tests.

@@ -56,15 +56,19 @@ fn free_postponed() -> Result {
     postponed.into_iter().try_for_each(free)
 }
 
-/// Does something with the client whose memory this is; where the current context is another client's, in the memory's own.
+/// Does something with the client whose memory this is; in the memory's own context unless the current one is of the same
+/// device. As with the driver, none need be current.
 fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>) -> Result<T> {
     let owner = clients::of(range.ctx)?;
-    if owner.number == clients::get()?.number {
+    // Host memory outlives the context that made it.
+    let (own, device) = match owner.device_of(range.ctx) {
+        Ok(device) => (range.ctx, device.local),
+        Err(_) => (owner.primary(0), 0),
+    };
+    if owner.device_of(thread::current()).is_ok_and(|current| current.local == device) {
         return work(owner);
     }
-    // Host memory outlives the context that made it.
-    let ctx = if owner.device_of(range.ctx).is_ok() { range.ctx } else { owner.primary(0) };
-    thread::within(ctx, || work(owner))
+    thread::within(own, || work(owner))
 }
 
 /// Frees device memory. Like the driver's, this waits until the device does not use it any more.

@@ -1,6 +1,7 @@
 //! The library as programs load it: each program is a test that is marked `#[ignore]`, in a process of its own.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+use std::ffi::CStr;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -36,6 +37,109 @@ pub fn call(library: &Library, name: &str, arguments: &[u64]) -> i32 {
         library.get::<Call>(name.as_bytes()).unwrap()(
             a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
         )
+    }
+}
+
+/// A kernel that adds one to the word that it is given the address of, and a variable.
+pub const KERNEL: &CStr = c"
+    .version 6.5
+    .target sm_75
+    .address_size 64
+    .visible .global .align 8 .u64 variable = 5;
+    .visible .entry increment(.param .u64 p) {
+        .reg .u64 %rd<3>;
+        .reg .u32 %r<3>;
+        ld.param.u64 %rd1, [p];
+        cvta.to.global.u64 %rd2, %rd1;
+        ld.global.u32 %r1, [%rd2];
+        add.u32 %r2, %r1, 1;
+        st.global.u32 [%rd2], %r2;
+        ret;
+    }";
+
+/// The address of a value, for a call that reads or writes it.
+pub fn at<T>(value: &mut T) -> u64 {
+    std::ptr::from_mut(value) as u64
+}
+
+/// The library after `cuInit`, without a context.
+pub struct Cuda(Library);
+
+impl Cuda {
+    pub fn begin() -> Self {
+        let cuda = Self(library());
+        cuda.ok("cuInit", &[0]);
+        cuda
+    }
+
+    pub fn call(&self, name: &str, arguments: &[u64]) -> i32 {
+        call(&self.0, name, arguments)
+    }
+
+    #[track_caller]
+    pub fn ok(&self, name: &str, arguments: &[u64]) {
+        assert_eq!(self.call(name, arguments), 0, "{name}");
+    }
+
+    /// A call whose first argument receives a word.
+    #[track_caller]
+    pub fn get(&self, name: &str, arguments: &[u64]) -> u64 {
+        self.try_get(name, arguments).unwrap_or_else(|status| panic!("{name}: {status}"))
+    }
+
+    pub fn try_get(&self, name: &str, arguments: &[u64]) -> Result<u64, i32> {
+        let mut value = 0u64;
+        match self.call(name, &[&[at(&mut value)], arguments].concat()) {
+            0 => Ok(value),
+            status => Err(status),
+        }
+    }
+
+    /// Makes a device's primary context current, and returns it.
+    pub fn on(&self, device: u64) -> u64 {
+        let ctx = self.get("cuDevicePrimaryCtxRetain", &[device]);
+        self.ok("cuCtxSetCurrent", &[ctx]);
+        ctx
+    }
+
+    pub fn allocate(&self, size: u64) -> u64 {
+        self.get("cuMemAlloc_v2", &[size])
+    }
+
+    pub fn load(&self, image: &CStr) -> u64 {
+        self.get("cuModuleLoadData", &[image.as_ptr() as u64])
+    }
+
+    /// The kernel in such a module.
+    pub fn increment(&self, module: u64) -> u64 {
+        self.get("cuModuleGetFunction", &[module, c"increment".as_ptr() as u64])
+    }
+
+    pub fn launch(&self, function: u64, mut address: u64, stream: u64) -> i32 {
+        let mut parameters = [at(&mut address)];
+        let parameters = parameters.as_mut_ptr() as u64;
+        self.call("cuLaunchKernel", &[function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, 0])
+    }
+
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        self.ok("cuMemcpyHtoD_v2", &[address, bytes.as_ptr() as u64, bytes.len() as u64]);
+    }
+
+    pub fn read(&self, address: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, len as u64]);
+        bytes
+    }
+
+    pub fn word(&self, address: u64) -> u32 {
+        u32::from_le_bytes(self.read(address, 4).try_into().expect("four bytes"))
+    }
+
+    /// Free and all bytes of the current device.
+    pub fn memory(&self) -> (u64, u64) {
+        let (mut free, mut total) = (0u64, 0u64);
+        self.ok("cuMemGetInfo_v2", &[at(&mut free), at(&mut total)]);
+        (free, total)
     }
 }
 

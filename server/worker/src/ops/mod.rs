@@ -146,8 +146,9 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::PRIMARY_RESET => {
             let client_device = r.word()?;
             let device = session.contexts.device(client_device)?;
-            allocations::context_gone(session, make(CTX, 0, 1, client_device as u32));
-            session.mirrors.forget_context(frame.header.ctx.get());
+            let ctx = make(CTX, 0, 1, client_device as u32);
+            allocations::context_gone(session, ctx);
+            session.mirrors.forget_context(ctx);
             // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
             check(unsafe { (call.cuDevicePrimaryCtxReset_v2)(device) })?;
             let mut ctx = std::ptr::null_mut();
