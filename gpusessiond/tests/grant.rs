@@ -262,7 +262,7 @@ async fn garbage_harms_nobody() {
     let config = config(&[1]);
     want(&engine, &config).await;
     until(&engine, held).await;
-    let limits = Limits { patience: Duration::from_millis(200), ..Limits::default() };
+    let limits = Limits { patience: Duration::from_secs(1), ..Limits::default() };
     let socket = GrantSocket::start(&engine, &config, limits);
     let good = message::encode(&request());
     let mut longer = good.clone();

@@ -52,7 +52,8 @@ fn alice() -> Login {
 }
 
 fn at(folder: &Path) -> Options {
-    Options { socket: folder.join("pam.sock"), ..Options::default() }
+    // The daemon of a test is a thread on a machine that may be busy.
+    Options { socket: folder.join("pam.sock"), timeout: Duration::from_secs(5), ..Options::default() }
 }
 
 /// A daemon that answers one login with this packet.

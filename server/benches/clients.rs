@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use common::{Client, Server};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, RenewRequest, WatchRequest};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tonic::transport::Identity;
 
@@ -44,24 +45,28 @@ async fn client(server: &Server, token: &str, i: usize) -> (Client, String) {
     let identity = Identity::from_pem(certificate, key);
     let channel = server.connect(Some(identity.clone())).await.expect("a connection");
     let mut client = Client { name, identity, pool: PoolClient::new(channel) };
-    let request = AllocateRequest { memory_bytes: 100 << 20, ..client.request() };
+    // Lives until the last one has joined, from when on they renew.
+    let request = AllocateRequest { memory_bytes: 100 << 20, ttl_usec: 3_600_000_000, ..client.request() };
     let lease = client.pool.allocate(request).await.expect("a lease").into_inner().id;
     (client, lease)
 }
 
-/// As a daemon does it, each at its own time.
+/// As a daemon does it, each at its own time; its renewals begin when all have joined, since on one machine they would take the
+/// processors from those who still join.
 async fn hold(
     mut client: Client,
     lease: String,
     i: usize,
     late: std::sync::Arc<std::sync::atomic::AtomicU64>,
+    mut all_joined: watch::Receiver<bool>,
 ) {
-    let mut watch = client.pool.clone();
+    let mut watching = client.pool.clone();
     let events = tokio::spawn(async move {
-        let events = watch.watch(WatchRequest { boot_id: "b1".into() }).await;
+        let events = watching.watch(WatchRequest { boot_id: "b1".into() }).await;
         let mut events = events.expect("a stream").into_inner();
         while let Ok(Some(_)) = events.message().await {}
     });
+    let _ = all_joined.wait_for(|all| *all).await;
     tokio::time::sleep(HEARTBEAT.mul_f64((i % 1000) as f64 / 1000.0)).await;
     loop {
         let begun = Instant::now();
@@ -121,6 +126,7 @@ fn main() {
         let token = server.token(&["--uses", &count.to_string()]);
         let (late, begun) = (std::sync::Arc::default(), Instant::now());
         let server = std::sync::Arc::new(server);
+        let (all_joined, joined_all) = watch::channel(false);
         let mut clients = JoinSet::new();
         let places = std::sync::Arc::new(tokio::sync::Semaphore::new(AT_ONCE));
         let mut joining = JoinSet::new();
@@ -134,14 +140,15 @@ fn main() {
             });
             while let Some(done) = joining.try_join_next() {
                 let ((client, lease), i) = done.expect("no panic");
-                clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late)));
+                clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late), joined_all.clone()));
             }
         }
         while let Some(done) = joining.join_next().await {
             let ((client, lease), i) = done.expect("no panic");
-            clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late)));
+            clients.spawn(hold(client, lease, i, std::sync::Arc::clone(&late), joined_all.clone()));
         }
         let joined = begun.elapsed();
+        all_joined.send_replace(true);
         tokio::time::sleep(HEARTBEAT * 2).await;
         late.store(0, std::sync::atomic::Ordering::Relaxed);
         let ((before, _), begun) = (used(pid), Instant::now());

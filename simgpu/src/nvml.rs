@@ -3,6 +3,7 @@
 //! The library is the same file under a second name (`libnvidia-ml.so.1`). It needs no `cuInit` and sees the whole
 //! machine: memory in use by every process, and the faults (Xid) of every process.
 
+use crate::config::Config;
 use crate::device::{pci_id, uuid};
 use crate::driver::config;
 use crate::usage::{ECC, Fault, Usage, XID};
@@ -23,7 +24,18 @@ const UNKNOWN: u32 = 999;
 type Result<T = ()> = std::result::Result<T, u32>;
 
 static USERS: AtomicU32 = AtomicU32::new(0);
-static USAGE: LazyLock<Arc<Usage>> = LazyLock::new(|| Usage::open(config()));
+static USAGE: LazyLock<Arc<Usage>> = LazyLock::new(|| Usage::open(&machine()));
+
+#[cfg(not(test))]
+fn machine() -> Config {
+    config().clone()
+}
+
+/// One of the test's own: the common one has other programs' faults, and forgets the oldest ones.
+#[cfg(test)]
+fn machine() -> Config {
+    Config { machine: format!("nvml-{}", std::process::id()), ..config().clone() }
+}
 
 fn guard(body: impl FnOnce() -> Result) -> u32 {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
@@ -642,5 +654,6 @@ mod tests {
             assert_eq!(nvmlEventSetFree(set), 0);
             assert_eq!(nvmlShutdown(), 0);
         }
+        let _ = std::fs::remove_file(crate::usage::path(&machine()));
     }
 }

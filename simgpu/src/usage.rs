@@ -50,7 +50,7 @@ unsafe impl Send for Usage {}
 // SAFETY: as above.
 unsafe impl Sync for Usage {}
 
-fn path(config: &Config) -> PathBuf {
+pub fn path(config: &Config) -> PathBuf {
     let dir = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|d| d.is_dir());
     // SAFETY: geteuid has no preconditions.
     let uid = unsafe { libc::geteuid() };

@@ -234,10 +234,11 @@ class Report:
         note = []
         try:
             yield note.append
-        except (Failed, AssertionError, subprocess.SubprocessError) as error:
+        except Exception as error:  # also what a check could not make sense of
             self.failed += 1
             self._line("FAIL", begin, text)
-            print("".join(f"    {line}\n" for line in str(error).splitlines()), end="", flush=True)
+            text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+            print("".join(f"    {line}\n" for line in text.splitlines()), end="", flush=True)
         else:
             self.passed += 1
             self._line("ok", begin, text + (f": {'; '.join(note)}" if note else ""))

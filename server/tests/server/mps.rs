@@ -152,9 +152,9 @@ async fn a_lease_under_mps_from_start_to_end() {
     // So does the work of one that is killed, and of one whose lease ends.
     let second = site.program(&mut vm, &granted).await;
     assert!(site.server.verb(&["kill", &data_encoding::HEXLOWER.encode(&second.id)]).status.success());
-    let (third, fourth) = (site.program(&mut vm, &granted).await, site.program(&mut vm, &granted).await);
+    let third = site.program(&mut vm, &granted).await;
     vm.pool.release(ReleaseRequest { lease: granted.id }).await.unwrap();
-    for program in [second, third, fourth] {
+    for program in [second, third] {
         eventually("the worker is gone", async || !alive(program.pid)).await;
         assert_eq!(site.asked(&format!("terminate_client {server} {} (alive)", program.pid)), 1);
     }
@@ -230,9 +230,9 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     assert_eq!(pipe(&culprit), pipe(&victim), "leases of one client share a domain");
     assert_ne!(pipe(&culprit), pipe(&stranger), "leases of two do not");
 
-    let begun = Instant::now();
     let stocked = || site.server.workers().iter().any(|w| w["lease"] == third.id && w["state"] == "warm");
     eventually("a worker waits for a program", async || stocked()).await;
+    let begun = Instant::now();
     site.say(&culprit.said, &format!("fake_fault {}", culprit.pid)).await;
     // Whoever comes while it is torn down does not get a worker of it.
     let noticed = || site.domains().iter().any(|d| !d["faults"].as_array().unwrap().is_empty());
@@ -240,7 +240,8 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     let newcomer = site.program(&mut a, &third).await;
     assert_ne!(pipe(&newcomer), pipe(&victim));
     eventually("both ended", async || !alive(culprit.pid) && !alive(victim.pid)).await;
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    // Before the last resort, at 10 s.
+    assert!(begun.elapsed() < Duration::from_secs(9), "{:?}", begun.elapsed());
     eventually("they are told", async || site.reasons().len() == 2).await;
     let reasons: Vec<String> = site.reasons().into_iter().map(|(_, why)| why).collect();
     assert!(reasons.iter().any(|r| r.starts_with("a fatal fault of its own")), "{reasons:?}");

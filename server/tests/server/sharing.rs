@@ -108,8 +108,8 @@ async fn every_limit_refuses_by_name() {
 
     // However often it is renewed.
     server.set(&of("lease_ttl"), "1s");
-    let short = vm.allocate(10.0).await.unwrap();
     let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
+    let short = vm.allocate(10.0).await.unwrap();
     let reason = loop {
         vm.pool.renew(renew(&[&short.id])).await.unwrap();
         match watch.message().await.unwrap().expect("the stream goes on") {
@@ -742,9 +742,11 @@ fn http(address: &str, request: &str) -> String {
 
 #[tokio::test]
 async fn prometheus_reads_what_is_leased() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let address = format!("127.0.0.1:{port}");
-    let server = Server::start_with("libcuda.so.1", &format!("metrics_listen = \"{address}\"")).await;
+    let mut server = Server::prepare("libcuda.so.1", "metrics_listen = \"127.0.0.1:0\"").await;
+    server.run_into("journal").await;
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    let address =
+        journal.split("metrics on http://").nth(1).and_then(|t| t.split('/').next()).unwrap().to_owned();
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(50.0).await.unwrap();
     let worker = vm.take(&lease.id).await.unwrap();

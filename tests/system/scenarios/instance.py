@@ -38,15 +38,15 @@ def run(site, check):
         client.ok("su -l alice -c 'gpusession join gpu2:7611'", stdin=token)
         expect(client.ok(f"ssh alice@client {RUN} vectorAdd"), "sums right")
 
-    def lives_through(what, name):
+    def lives_through(what, name, seconds=6):
         with check(f"its program and worker live through {name}"):
-            client.start("program", f"{RUN} longRun 6; echo status $?", user="alice")
+            client.start("program", f"{RUN} longRun {seconds}; echo status $?", user="alice")
             host.until(f"{SERVER} ps | grep longRun", 20)
             before = serving()
             host.ok(what, timeout=120)
             host.until(f"systemctl is-active {UNIT} && {SERVER} status", 20)
             assert before and serving() == before, f"workers {before} before, {serving()} now"
-            seen = client.until("grep status /run/program.out && cat /run/program.out", 30)
+            seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
             expect(seen, "steps right")
             expect(seen, "status 0")
 
@@ -66,7 +66,7 @@ def run(site, check):
         host.until(f"{SERVER} ps | grep longRun", 20)
         host.ok(f"systemctl stop {UNIT}", timeout=60)
         host.until("! pgrep -u gpuserver", 5, "processes are left")
-        expect(client.until("grep status /run/program.out && cat /run/program.out", 30), "cudaErrorDevicesUnavailable")
+        expect(client.until("grep status /run/program.out && cat /run/program.out", 60), "cudaErrorDevicesUnavailable")
         assert host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}") == "0"
     with check("purging takes its folders away"):
         host.ok(f"systemctl disable {UNIT}; dpkg -P gpuserver 2>&1", timeout=60)

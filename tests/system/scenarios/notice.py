@@ -77,7 +77,7 @@ def run(site, check):
         expect(seen, f"lease {before} lost: ")
         expect(seen, "Subject: A lease of GPUs was lost")
         expect(seen, f"The lease {before} is gone without having been released: ")
-        seen = server.ok(f"journalctl -b MESSAGE_ID={OVER} GPUSESSION_LEASE={before} -t gpuserver -o json --no-pager")
+        seen = server.until(f"journalctl -b MESSAGE_ID={OVER} GPUSESSION_LEASE={before} -t gpuserver -o json --no-pager | grep .", 10)
         assert json.loads(seen.splitlines()[-1])["GPUSESSION_CLIENT"] == "client", seen
     with check("status and D-Bus say that it is being asked for again"):
         client.until(f"{status} | grep '^0/2 GPUs leased; waiting: '", 20)

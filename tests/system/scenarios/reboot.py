@@ -39,7 +39,7 @@ def run(site, check):
             server.until("".join(f"! kill -0 {pid} 2>/dev/null && " for pid in workers) + "true", 10, "workers of the old boot end")
             left = held(server)
             assert set(left) == {after} and left[after] > max(tokens.values()), f"{tokens} before, {left} now"
-            expect(server.ok(OVER.format(before)), reason)
+            server.until(OVER.format(before) + f" | grep '{reason}'", 10)
             expect(client.ok("ssh alice@client vectorAdd"), "sums right")
 
     another("after a reboot, with a program until then: another lease", lambda: client.lab("reboot"), "released by its client")

@@ -40,7 +40,7 @@ NAMES_TEXT = """#!/bin/sh
 gpusession list --json | grep -o '"name": *"[a-z]*"' | cut -d'"' -f4
 """
 READY = "gpusession status | grep 'ready .*on gpu1' | grep"
-GRANTS = "journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"
+GRANTS = "journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"
 
 
 # Free memory of the GPU that a program gets, in MiB, says whose lease it is: 50 % of 2048 MiB are everyone's, 20 % a session's or bob's.
@@ -92,7 +92,7 @@ def run(site, check):
     with check("two sessions have two leases, and a session that is killed gives its own back"):
         for unit in ("one", "two"):
             client.start(unit, "ssh -tt alice@client 'vectorAdd; exec sleep 1000' </dev/zero")
-        client.until(f"test $({COUNT}) = 2", 20)
+        client.until(f"test $({COUNT}) = 2 && test $(pgrep -cxu alice sleep) = 2", 20)
         client.ok("systemctl kill -s KILL one two; pkill -KILL -u alice sleep")
         client.until(f"test $({COUNT}) = 0", 20)
     with check("bob has his own lease, and alice can neither use nor release it"):
@@ -113,7 +113,7 @@ def run(site, check):
         if bobs in client.ok("gpusession list"):
             raise Failed("still there")
     client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
-    client.ok("systemctl reload gpusession")
+    client.ok("gpusession reload")
     with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):
         client.until("gpusession status | grep -q 'is ready'", 20)
         assert "hers" not in client.ok(NAMES)

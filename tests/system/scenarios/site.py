@@ -55,6 +55,7 @@ def run(site, check):
     with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("the server's workers give up what they do not need"):
+        servers[0].until("gpuserver ps --json | grep -q '\"state\": *\"warm\"'", 20)
         rows = json.loads(servers[0].ok("gpuserver ps --json"))["workers"]
         levels = {row["isolation"] for row in rows if row["state"] in ("warm", "active")}
         if levels != {"full"}:

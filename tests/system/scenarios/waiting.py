@@ -16,10 +16,14 @@ memory = "80%"
 PROMPT = """
 set timeout 20
 spawn ssh -tt alice@client2
-expect {
-    -re {GPU lease [a-z]+ waits, position 1 of 2} { }
-    timeout { exit 1 }
-    eof { exit 1 }
+while 1 {
+    send "\r"
+    expect {
+        -re {GPU lease [a-z]+ waits, position 1 of 2} { break }
+        -re {\\$ $} { after 100 }
+        timeout { exit 1 }
+        eof { exit 1 }
+    }
 }
 expect -re {\\$ $} ; send "exit\\r"
 expect eof
