@@ -22,7 +22,7 @@ CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpusession-nvml simgpu gpusession-manual
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/libexec/gpuserver-end units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
-SHELL_SCRIPTS += packaging/check
+SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
@@ -189,6 +189,7 @@ install:
 	echo $(libdir)/gpusession >$(DESTDIR)$(prefix)/share/gpusession/ld.so.conf
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs $(addprefix docs/,$(PAGES) coverage.md coverage-nvml.md)
+	install -D -m 755 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs/examples/slurm docs/examples/slurm/*
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
 	sed -i 's,(\.\./docs/,(docs/,' $(DESTDIR)$(prefix)/share/doc/gpuserver/README.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver/docs $(addprefix docs/,$(PAGES))

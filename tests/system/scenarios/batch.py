@@ -1,0 +1,71 @@
+"""A node of a batch system: Slurm, with the scripts of the package, leases GPUs for each job that asks for them."""
+import subprocess
+
+from harness import HERE, Failed, Host, expect
+
+ORDER = 84
+SLURM = """ClusterName=lab
+SlurmctldHost=batch
+SlurmUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+Prolog=/etc/slurm/prolog
+PrologFlags=Alloc
+TaskProlog=/etc/slurm/task-prolog
+Epilog=/etc/slurm/epilog
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=rgpu
+NodeName=batch CPUs=8 Gres=rgpu:2 State=UNKNOWN
+PartitionName=main Nodes=batch Default=YES State=UP OverSubscribe=FORCE:4
+SlurmdParameters=config_overrides
+"""
+# slurmd takes no part in a hierarchy that is of both versions, unless it is told which.
+CGROUP = "test $(wc -l </proc/self/cgroup) = 1 || echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf"
+# The lab's hosts install no files of /usr/share/doc.
+SCRIPTS = "dpkg-deb -x /root/debs/gpusession_*.deb /root/package && cp /root/package/usr/share/doc/gpusession/docs/examples/slurm/* /etc/slurm/"
+INSTALL = "export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge"
+NONE = "test \"$(gpusession list --json | grep -c '\"id\"')\" = 0"
+
+
+def run(site, check):
+    node, server = Host("batch"), site.servers[0]
+    site.boot("batch")
+    site.install_client(node)
+    node.push([site.programs / "multiDevice"], "/usr/local/bin")
+    with check("a machine without a [[lease]], a node of Slurm"):
+        node.ok(f"gpusession join gpu1 {server.ok('gpuserver token create --name batch 2>/dev/null')}")
+        node.ok("systemctl enable --now gpusession")
+        done = subprocess.run([HERE / "lab", "run", "--uplink", node.name, "sh", "-c", INSTALL], capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(done.stdout + done.stderr)
+        node.write("/etc/slurm/slurm.conf", SLURM)
+        node.write("/etc/slurm/gres.conf", "Name=rgpu Count=2\n")
+        # Beside the lease of the first client.
+        node.ok(f"{SCRIPTS} && sed -i s/^memory=1/memory=0.4/ /etc/slurm/prolog")
+        node.ok(CGROUP)
+        node.ok("systemctl restart munge slurmctld slurmd")
+        node.until("sinfo -h -o %T | grep -q idle", 20)
+    with check("a job has as many GPUs as it asked for, and of them what the prolog says"):
+        expect(node.ok("su -l alice -c 'srun --gres=rgpu:2 multiDevice'", timeout=60), "2 device(s) right")
+        seen = node.ok("su -l alice -c 'srun --gres=rgpu:1 sh -c \"multiDevice; memFree\"'", timeout=60)
+        expect(seen, "1 device(s) right")
+        expect(seen, "819")
+    with check("a job that asked for none has none, nor has her shell"):
+        expect(node.fails("su -l alice -c 'srun vectorAdd'"), "cudaErrorNoDevice")
+        expect(node.fails("su -l alice -c vectorAdd"), "cudaErrorNoDevice")
+    with check("at its end its GPUs are given back"):
+        node.until(NONE, 20)
+    with check("jobs of several users at a time; one too many waits in Slurm's queue"):
+        for name, user in (("one", "alice"), ("two", "bob"), ("three", "alice")):
+            node.start(name, f"srun --job-name={name} --gres=rgpu:1 sh -c 'multiDevice; until [ -e /tmp/go-{name} ]; do sleep 0.2; done'", user=user)
+            node.until(f"squeue -h -n {name} | grep .", 20)
+        node.until("cat /run/one.out /run/two.out | grep -c '1 device(s) right' | grep -qx 2", 20)
+        assert node.ok("squeue -h -n three -o %t") == "PD"
+        node.ok("touch /tmp/go-one")
+        expect(node.until("grep right /run/three.out", 20), "1 device(s) right")
+    with check("a job that is cancelled and one that is killed give theirs back, too"):
+        node.ok("scancel -n two; pkill -KILL -u alice -f go-three")
+        node.until(NONE, 30)
+        node.until("sinfo -h -o %T | grep -qx idle", 20)
+    node.lab("down")
