@@ -65,7 +65,8 @@ def run(site, check):
         node.ok("touch /tmp/go-one")
         expect(node.until("grep right /run/three.out", 20), "1 device(s) right")
     with check("a job that is cancelled and one that is killed give theirs back, too"):
-        node.ok("scancel -n two; pkill -KILL -u alice -f go-three")
+        # The task, not the srun that waits for it.
+        node.ok("scancel -n two; pkill -KILL -u alice -f '^[a-z/]*/sh -c multiDevice.*go-three'")
         node.until(NONE, 30)
         node.until("sinfo -h -o %T | grep -qx idle", 20)
     node.lab("down")
