@@ -1,5 +1,5 @@
 // Large copies to pinned memory are complete for whoever has synchronised through an event: a stream that waited for it, one that waited
-// for an event of that one, the default stream, and the event itself.
+// for an event of that one, the default stream, an event of that one, and the event itself; copies of any size for a host function behind them.
 #include "check.h"
 
 __global__ void fill(int *values, int count, int value) {
@@ -7,6 +7,17 @@ __global__ void fill(int *values, int count, int value) {
 }
 
 __global__ void nothing() {}
+
+struct Copied {
+    const int *values;
+    int count, first, right;
+};
+
+void look(void *data) {
+    Copied *copied = static_cast<Copied *>(data);
+    copied->right = 1;
+    for (int i = copied->count - 1; i >= 0; i--) copied->right &= copied->values[i] == copied->first + i;
+}
 
 int main() {
     const int count = 6 << 20;
@@ -23,8 +34,8 @@ int main() {
     cudaEvent_t event, second;
     CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     CHECK(cudaEventCreateWithFlags(&second, cudaEventDisableTiming));
-    for (int round = 0; round < 5; round++) {
-        const cudaStream_t stream = round == 4 ? blocking : copies;
+    for (int round = 0; round < 6; round++) {
+        const cudaStream_t stream = round >= 4 ? blocking : copies;
         fill<<<64, 256, 0, stream>>>(device, count, round * 1000);
         CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
         CHECK(cudaEventRecord(event, stream));
@@ -53,10 +64,22 @@ int main() {
             nothing<<<1, 1>>>();
             CHECK(cudaStreamSynchronize(nullptr));
             break;
+        case 5:
+            CHECK(cudaEventRecord(event, nullptr));
+            CHECK(cudaEventSynchronize(event));
+            break;
         }
         // The end comes last.
         for (int i = count - 1; i >= 0; i--) EXPECT(host[i] == round * 1000 + i);
         CHECK(cudaDeviceSynchronize());
+    }
+    for (int length : {count, 16, 1000, 1}) {
+        Copied copied = {host, length, length * 3, -1};
+        fill<<<64, 256, 0, copies>>>(device, length, copied.first);
+        CHECK(cudaMemcpyAsync(host, device, length * sizeof(int), cudaMemcpyDeviceToHost, copies));
+        CHECK(cudaLaunchHostFunc(copies, look, &copied));
+        CHECK(cudaStreamSynchronize(copies));
+        EXPECT(copied.right == 1);
     }
     std::printf("copyOrder: right\n");
     CHECK(cudaFreeHost(host));

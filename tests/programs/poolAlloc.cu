@@ -64,6 +64,14 @@ int main() {
     unsigned long long threshold = 64u << 20, found = 0;
     CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
     CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &found));
+    // Attributes of type int take no more than that.
+    int reuse[3] = {0, 5, 6};
+    CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowOpportunistic, reuse));
+    reuse[0] = 4;
+    CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolReuseAllowOpportunistic, reuse));
+    EXPECT(reuse[0] == 0 && reuse[1] == 5 && reuse[2] == 6);
+    reuse[0] = 1;
+    CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowOpportunistic, reuse));
     EXPECT(found == threshold);
     CHECK(cudaMallocAsync(&shared, bytes, stream));
     CHECK(cudaStreamSynchronize(stream));

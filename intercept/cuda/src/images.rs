@@ -90,17 +90,25 @@ static SENT: Mutex<Option<HashSet<(u8, Hash)>>> = Mutex::new(None);
 pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
     let hash: Hash = *blake3::hash(image).as_bytes();
     let sent = (client.number, hash);
+    // One after the other: the pieces of two threads that load the same image would make another one.
+    static OFFERING: Mutex<()> = Mutex::new(());
+    let _one = OFFERING.lock().unwrap_or_else(PoisonError::into_inner);
     if SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&sent) {
         return Ok(hash);
     }
-    let reply = client.call(op::IMAGE_HAVE, |w| w.bytes(&hash))?;
-    if word(&mut reply.reader())? == 0 {
+    let there =
+        || -> Result<bool> { Ok(word(&mut client.call(op::IMAGE_HAVE, |w| w.bytes(&hash))?.reader())? != 0) };
+    if !there()? {
         for piece in image.chunks(PIECE) {
             client.post(op::IMAGE_DATA, |w| {
                 w.bytes(&hash);
                 w.word(image.len() as u64);
                 w.bytes(piece);
             })?;
+        }
+        // Other threads' frames may overtake this one's, but not what it has an answer to.
+        if !there()? {
+            return Err(INVALID_IMAGE);
         }
     }
     SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(sent);

@@ -328,13 +328,18 @@ impl Stream {
     /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
     /// everything before `seq` is complete.
     pub fn settle(&self, seq: u64) {
-        let client = self.client;
-        client.link.settle(seq, Some(self.handle));
         for (stream, covered) in
             std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner))
         {
-            client.link.settle(covered, Some(stream));
+            self.client.link.settle(covered, Some(stream));
         }
+        self.landed(seq);
+    }
+
+    /// The same without what events cover: of this stream's own, and of those that the default stream's order puts before.
+    pub fn landed(&self, seq: u64) {
+        let client = self.client;
+        client.link.settle(seq, Some(self.handle));
         if self.handle == 0 {
             for stream in blocking_streams(self.ctx) {
                 client.link.settle(seq, Some(stream.handle));
@@ -564,6 +569,8 @@ struct Registered {
     function: HostFunction,
     /// A graph may call it again.
     keep: bool,
+    /// What was put on which stream before it; none for a graph's.
+    after: Option<(Arc<Stream>, u64)>,
     client: &'static Client,
 }
 
@@ -577,7 +584,12 @@ static HOST: Mutex<Option<Host>> = Mutex::new(None);
 static HOST_DUE: Condvar = Condvar::new();
 
 /// Registers a host function; `keep`: a graph may call it again.
-pub fn register_host(client: &'static Client, function: HostFunction, keep: bool) -> Result<u64> {
+pub fn register_host(
+    client: &'static Client,
+    function: HostFunction,
+    keep: bool,
+    after: Option<(Arc<Stream>, u64)>,
+) -> Result<u64> {
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
     if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
@@ -587,7 +599,7 @@ pub fn register_host(client: &'static Client, function: HostFunction, keep: bool
     let host = host.get_or_insert_with(|| Host { functions: HashMap::new(), due: Vec::new(), next: 1 });
     let id = host.next;
     host.next += 1;
-    host.functions.insert(id, Registered { function, keep, client });
+    host.functions.insert(id, Registered { function, keep, after, client });
     Ok(id)
 }
 
@@ -608,18 +620,22 @@ fn run_host() {
                 return None;
             }
             let id = h.due.remove(0);
-            let Registered { function, keep, client } = h.functions.get(&id)?;
-            let (function, keep, client) = (*function, *keep, *client);
+            let Registered { function, keep, after, client } = h.functions.get(&id)?;
+            let (function, keep, after, client) = (*function, *keep, after.clone(), *client);
             if !keep {
                 h.functions.remove(&id);
             }
-            Some((id, function, client))
+            Some((id, function, after, client))
         });
-        let Some((id, function, client)) = next else {
+        let Some((id, function, after, client)) = next else {
             host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(host);
+        // What the stream has copied to the program before must be there.
+        if let Some((stream, seq)) = after {
+            stream.landed(seq);
+        }
         thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),

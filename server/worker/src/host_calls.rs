@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use gpusession_proto::frame::op;
 
 use crate::driver::{Handle, Status, check};
+use crate::handles::Object;
 use crate::session::Session;
 
 /// See the module.
@@ -19,6 +20,8 @@ pub struct HostCalls {
 struct Call {
     session: Arc<Session>,
     id: u64,
+    /// The stream that it was put on, and by which frame; none for a graph's.
+    at: Option<(Object, u64)>,
     /// A graph may run it again: then it is kept.
     keep: bool,
 }
@@ -33,14 +36,16 @@ pub struct HostNode {
 extern "C" fn run(data: *mut c_void) {
     let call = data.cast::<Call>();
     // SAFETY: `data` came from `Box::into_raw` in `enqueue`; one that is not kept runs once.
-    let (session, id, keep) = unsafe { ((*call).session.clone(), (*call).id, (*call).keep) };
+    let (session, id, at, keep) = unsafe { ((*call).session.clone(), (*call).id, (*call).at, (*call).keep) };
     if !keep {
         // SAFETY: as above; nothing uses it after this.
         drop(unsafe { Box::from_raw(call) });
     }
     // Data copied before this point must be there before the function runs.
     let mut frames = Vec::new();
-    session.landing.sweep(&session, &mut frames);
+    if let Some((stream, seq)) = at {
+        session.landing.reached(&session, stream.0, seq, &mut frames);
+    }
     session.mirrors.write_back(&session, &mut frames, true);
     session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
     session.send_frames(&frames);
@@ -52,9 +57,16 @@ extern "C" fn run(data: *mut c_void) {
 }
 
 impl HostCalls {
-    /// Queues a call of the client's function `id` on a stream.
-    pub fn enqueue(session: &Arc<Session>, stream: Handle, id: u64, keep: bool) -> Result<(), Status> {
-        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, keep }));
+    /// Queues a call of the client's function `id` on a stream, by frame `seq`.
+    pub fn enqueue(
+        session: &Arc<Session>,
+        stream: Handle,
+        seq: u64,
+        id: u64,
+        keep: bool,
+    ) -> Result<(), Status> {
+        let at = (!keep).then_some((Object(stream), seq));
+        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at, keep }));
         // SAFETY: `run` takes the box over.
         let queued = check(unsafe { (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast()) });
         if queued.is_err() {
@@ -67,7 +79,7 @@ impl HostCalls {
     /// The parameters of a graph's node that calls the client's function `id`. The graph, its copies and its executable
     /// forms share what they point at, so it lives as long as the worker.
     pub fn node(session: &Arc<Session>, id: u64) -> HostNode {
-        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, keep: true }));
+        let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at: None, keep: true }));
         HostNode { run, data: data.cast() }
     }
 

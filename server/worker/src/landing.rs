@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
 
-use crate::driver::{Status, check, status};
+use crate::driver::{Handle, Status, check, status};
 use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
@@ -20,6 +20,8 @@ const LINGER: u32 = 5000;
 
 struct Pending {
     seq: u64,
+    /// Address of the driver's stream.
+    stream: usize,
     slot: Slot,
     len: usize,
 }
@@ -44,8 +46,9 @@ impl Landing {
     }
 
     /// Queues what `slot` will hold once its event has happened.
-    pub fn push(&self, session: &Arc<Session>, seq: u64, slot: Slot, len: usize) {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(Pending { seq, slot, len });
+    pub fn push(&self, session: &Arc<Session>, seq: u64, stream: Handle, slot: Slot, len: usize) {
+        let pending = Pending { seq, stream: stream as usize, slot, len };
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(pending);
         let thread = self.thread.get_or_init(|| {
             let session = session.clone();
             let look = move || session.landing.look(&session);
@@ -95,6 +98,20 @@ impl Landing {
     /// Appends frames with what is ready.
     pub fn sweep(&self, session: &Session, frames: &mut Vec<u8>) {
         self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);
+    }
+
+    /// Appends frames with what was put on a stream before frame `seq`, which the stream has come to: for a host function, in which
+    /// the driver may not be asked.
+    pub fn reached(&self, session: &Session, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
+        let Some(slots) = self.slots.get() else { return };
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        for done in pending.extract_if(.., |p| p.stream == stream as usize && p.seq < seq) {
+            // SAFETY: as in `sweep_locked`.
+            session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
+                w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
+            });
+            slots.give(done.slot);
+        }
     }
 
     fn sweep_locked(&self, pending: &mut Vec<Pending>, session: &Session, frames: &mut Vec<u8>) {

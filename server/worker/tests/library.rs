@@ -296,6 +296,26 @@ fn works_with_a_long_image() {
 
 #[test]
 #[ignore = "a program"]
+fn loads_one_long_image_in_two_threads() {
+    let cuda = begin();
+    let ctx = cuda.get("cuCtxGetCurrent", &[]);
+    let text = format!("{}\n//{}", KERNEL.to_str().expect("text"), "x".repeat(5 << 20));
+    let text = std::ffi::CString::new(text).expect("no zero");
+    let start = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                cuda.ok("cuCtxSetCurrent", &[ctx]);
+                start.wait();
+                let module = cuda.load(&text);
+                assert!(works_at(&cuda, module, cuda.allocate(1024)));
+            });
+        }
+    });
+}
+
+#[test]
+#[ignore = "a program"]
 fn just_works() {
     works(&begin());
 }
@@ -463,6 +483,15 @@ fn an_image_that_the_server_has_is_not_sent_again() {
         assert!(std::fs::read(file).expect("an image") == good, "replaced");
     }
     assert!(sent_with_cache(&machine, cache.path()) < REST);
+}
+
+#[test]
+fn threads_that_load_the_same_image_do_not_mix_it_up() {
+    let machine = Machine::new();
+    let cache = tempfile::tempdir().expect("a folder");
+    let options = Options { module_cache: Some(cache.path().to_path_buf()), ..Options::default() };
+    let worker = Worker::start_with(&machine, &options);
+    succeeds("loads_one_long_image_in_two_threads", vec![granted(&worker)], &[]);
 }
 
 #[test]

@@ -651,6 +651,8 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
                     std::ptr::copy_nonoverlapping(row.as_ptr(), host.target.row(y, z) as *mut u8, width)
                 };
             }
+            // Copies before it, too, are there when the call returns.
+            stream.settle(seq);
             stream.synced(seq);
         }
     }

@@ -62,7 +62,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
-        client.link.settle(recorded, Some(stream.handle));
+        stream.landed(recorded);
         for (stream, covered) in event.covers() {
             client.link.settle(covered, Some(stream));
         }

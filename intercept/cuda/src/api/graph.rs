@@ -136,7 +136,7 @@ impl Content {
     fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
         let host = take(host)?;
         let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
-        Ok(Self::Host(streams::register_host(client, function, true)?))
+        Ok(Self::Host(streams::register_host(client, function, true, None)?))
     }
 
     /// Host memory that a graph with this node exchanges at its launches.

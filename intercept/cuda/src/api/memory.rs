@@ -5,10 +5,10 @@ use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::frame::op;
 
-use crate::client::{Client, word};
+use crate::client::{Client, string, word};
 use crate::entry::{
     HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED,
-    OUT_OF_MEMORY, Result, alias, driver, give, give_optional,
+    OUT_OF_MEMORY, Result, UNKNOWN, alias, bytes, driver, give, give_optional,
 };
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
@@ -56,19 +56,24 @@ fn free_postponed() -> Result {
     postponed.into_iter().try_for_each(free)
 }
 
-/// Does something with the client whose memory this is; in the memory's own context unless the current one is of the same
-/// device. As with the driver, none need be current.
+/// Does something in the context of device memory. As with the driver, none need be current.
 fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>) -> Result<T> {
     let owner = clients::of(range.ctx)?;
-    // Host memory outlives the context that made it.
-    let (own, device) = match owner.device_of(range.ctx) {
-        Ok(device) => (range.ctx, device.local),
-        Err(_) => (owner.primary(0), 0),
-    };
-    if owner.device_of(thread::current()).is_ok_and(|current| current.local == device) {
-        return work(owner);
-    }
-    thread::within(own, || work(owner))
+    thread::within(range.ctx, || work(owner))
+}
+
+/// Waits until no device uses host memory of this client any more, whichever copies read or write it; the first trouble is told when
+/// all have ended.
+fn host_memory_unused(owner: &'static Client) -> Result {
+    let created: Vec<u64> =
+        owner.created.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect();
+    let primaries = (0..).zip(&owner.devices).map(|(local, _)| owner.primary(local));
+    let synced = primaries
+        .chain(created)
+        .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
+        .fold(Ok(()), Result::and);
+    owner.link.settle(owner.link.position() + 1, None);
+    synced
 }
 
 /// Frees device memory. Like the driver's, this waits until the device does not use it any more.
@@ -122,6 +127,11 @@ fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
     let address = client.window().allocate_host(size as u64)?;
     ranges::add(address, size as u64, Kind::Host(flags), ctx);
     Ok(address)
+}
+
+/// Bytes of an attribute of a pool: `CU_MEMPOOL_ATTR_REUSE_*` are of type `int`, the others are `cuuint64_t`.
+fn pool_attribute_size(attribute: i32) -> usize {
+    if matches!(attribute, 1..=3) { 4 } else { 8 }
 }
 
 driver! {
@@ -196,14 +206,41 @@ driver! {
         }
         streams::allowed()?;
         let range = ranges::take(pointer as u64, |k| matches!(k, Kind::Host(_))).ok_or(INVALID_VALUE)?;
-        with_owner(&range, |client| {
-            // Copies that still read or write it.
-            let synced = streams::wait_for_all(client);
-            client.link.settle(client.link.position() + 1, None);
-            mapped::unmap(range.base)?;
-            client.window().free_host(range.base, range.size);
-            synced
-        })
+        let owner = clients::of(range.ctx)?;
+        let synced = host_memory_unused(owner);
+        mapped::unmap(range.base)?;
+        owner.window().free_host(range.base, range.size);
+        synced
+    }
+
+    fn cuMemPoolGetAttribute(pool: *mut c_void, attribute: i32, value: *mut c_void) {
+        let client = clients::of(pool as u64)?;
+        let size = pool_attribute_size(attribute);
+        if value.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let reply = client.call(op::cuMemPoolGetAttribute, |w| {
+            w.word(client.own(pool as u64));
+            w.word(u64::from(attribute as u32));
+        })?;
+        let mut reader = reply.reader();
+        let told = string(&mut reader)?.get(..size).ok_or(UNKNOWN)?;
+        // SAFETY: by the call's contract the program's variable is as large as the attribute.
+        unsafe { std::ptr::copy_nonoverlapping(told.as_ptr(), value.cast(), size) };
+        Ok(())
+    }
+
+    fn cuMemPoolSetAttribute(pool: *mut c_void, attribute: i32, value: *mut c_void) {
+        let client = clients::of(pool as u64)?;
+        let mut padded = [0; 8];
+        let given = bytes(value, pool_attribute_size(attribute))?;
+        padded[..given.len()].copy_from_slice(given);
+        client.call(op::cuMemPoolSetAttribute, |w| {
+            w.word(client.own(pool as u64));
+            w.word(u64::from(attribute as u32));
+            w.bytes(&padded);
+        })?;
+        Ok(())
     }
 
     fn cuMemHostRegister_v2(pointer: *mut c_void, size: usize, flags: u32) {
@@ -224,11 +261,8 @@ driver! {
         clients::get()?;
         streams::allowed()?;
         let registered = ranges::take(pointer as u64, |k| matches!(k, Kind::Registered(_)));
-        with_owner(&registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?, |client| {
-            streams::wait_for_all(client)?;
-            client.link.settle(client.link.position() + 1, None);
-            mapped::unmap(pointer as u64)
-        })
+        host_memory_unused(clients::of(registered.ok_or(HOST_MEMORY_NOT_REGISTERED)?.ctx)?)?;
+        mapped::unmap(pointer as u64)
     }
 
     fn cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: *mut c_void, flags: u32) {

@@ -62,7 +62,8 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
-    let id = streams::register_host(client, function, keep)?;
+    let after = (!keep).then(|| (stream.clone(), client.link.position() + 1));
+    let id = streams::register_host(client, function, keep, after)?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);
         w.word(id);

@@ -153,11 +153,18 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         });
         return Ok(queued?);
     }
-    let slots = session.landing.slots(session)?;
+    let failed = |error: Status| {
+        // Who does not wait for an answer waits for the bytes.
+        if !wait {
+            session.send_with(gpusession_proto::frame::op::LANDED, seq, error, |w| w.bytes(&[]));
+        }
+        error
+    };
+    let slots = session.landing.slots(session).map_err(failed)?;
     let mut slot = slots.take();
     if let Err(error) = slot.enter(session.driver, frame.header.ctx.get()) {
         slots.give(slot);
-        return Err(error.into());
+        return Err(failed(error).into());
     }
     // SAFETY: the slot has room for the bytes.
     let copied = check(unsafe { (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source, len, stream) });
@@ -172,11 +179,10 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     }
     // SAFETY: both belong to this worker.
     match copied.and_then(|()| check(unsafe { (call.cuEventRecord)(slot.event, stream) })) {
-        Ok(()) => session.landing.push(session, seq, slot, len),
+        Ok(()) => session.landing.push(session, seq, stream, slot, len),
         Err(error) => {
             slots.give(slot);
-            session.send_with(gpusession_proto::frame::op::LANDED, seq, error, |w| w.bytes(&[]));
-            return Err(error.into());
+            return Err(failed(error).into());
         }
     }
     Ok(())

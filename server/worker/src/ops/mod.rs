@@ -112,7 +112,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::EVENT_SYNC => stream::event_sync(session, &mut r, answer),
         op::EVENT_QUERY => stream::event_query(session, &mut r, answer),
         op::EVENT_ELAPSED => stream::event_elapsed(session, &mut r, answer),
-        op::HOST_FUNC => stream::host_func(session, &mut r),
+        op::HOST_FUNC => stream::host_func(session, frame, &mut r),
         op::HOST_FUNC_DONE => {
             session.host_calls.finished(r.word()?);
             Ok(())

@@ -6,6 +6,7 @@ use gpusession_proto::frame::Reader;
 
 use super::{Answer, Done, settle};
 use crate::driver::{check, status};
+use crate::execute::Frame;
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
 use crate::session::Session;
@@ -88,9 +89,9 @@ pub fn batch(session: &Session, r: &mut Reader<'_>) -> Done {
 }
 
 /// `HOST_FUNC`: stream, the client's number of the call, whether a graph may repeat it.
-pub fn host_func(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
+pub fn host_func(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (stream, id, keep) = (session.stream(r.word()?)?, r.word()?, r.word()? != 0);
-    Ok(HostCalls::enqueue(session, stream, id, keep)?)
+    Ok(HostCalls::enqueue(session, stream, frame.header.seq.get(), id, keep)?)
 }
 
 /// `CAPTURE_BEGIN`: stream, graph to capture into or 0, dependencies.
