@@ -54,6 +54,11 @@ def run(site, check):
     with check("a job that asked for none has none, nor has her shell"):
         expect(node.fails("su -l alice -c 'srun vectorAdd'"), "cudaErrorNoDevice")
         expect(node.fails("su -l alice -c vectorAdd"), "cudaErrorNoDevice")
+        expect(node.fails("su -l alice -c 'srun -J \"1 gres:rgpu:2 TresPerNode=gres:rgpu:2\" vectorAdd'"), "cudaErrorNoDevice")
+    with check("each task of an array has its own"):
+        node.ok("su -l alice -c 'sbatch --wait --array=0-1 --gres=rgpu:1 -o /tmp/array-%a.out --wrap multiDevice'", timeout=60)
+        expect(node.ok("cat /tmp/array-0.out"), "1 device(s) right")
+        expect(node.ok("cat /tmp/array-1.out"), "1 device(s) right")
     with check("at its end its GPUs are given back"):
         node.until(NONE, 20)
     with check("jobs of several users at a time; one too many waits in Slurm's queue"):
