@@ -43,25 +43,52 @@ impl LeaseFile {
             .map_err(|e| Failure::new(code::CONFIGURATION, e.to_string()))
     }
 
-    /// Writes a file; an existing one is not overwritten, it may be the only trace of a lease.
-    pub fn store(&self, path: &Path) -> Result<()> {
+    /// Writes it.
+    pub fn store(&self, mut empty: Empty<'_>) -> Result<()> {
         use std::io::Write as _;
-        let failed = |e: std::io::Error| {
-            let failure = Failure::new(code::FAILED, format!("{}: {e}", path.display()));
-            match e.kind() {
-                std::io::ErrorKind::AlreadyExists => {
-                    failure.hint("it may name a lease that still exists: `gpusession release` it first")
-                }
-                _ => failure,
-            }
-        };
-        let text = toml::to_string(self).map_err(|e| Failure::new(code::FAILED, e.to_string()))?;
-        let mut file = std::fs::File::options().write(true).create_new(true).open(path).map_err(failed)?;
+        let path = empty.path.display();
+        let hint =
+            format!("the lease is there: `gpusession release {}`, or it ends with its time to live", self.id);
+        let failed = |e: String| Failure::new(code::FAILED, format!("{path}: {e}")).hint(&hint);
+        let text = toml::to_string(self).map_err(|e| failed(e.to_string()))?;
         write!(
-            file,
-            "# A GPU lease: `gpusession run --lease {0} -- PROGRAM` uses it, `gpusession release {0}` ends it.\n{text}",
-            path.display()
+            empty.file,
+            "# A GPU lease: `gpusession run --lease {path} -- PROGRAM` uses it, `gpusession release {path}` ends it.\n{text}"
         )
-        .map_err(failed)
+        .map_err(|e| failed(e.to_string()))?;
+        empty.written = true;
+        Ok(())
+    }
+}
+
+/// A file that is there before the lease is asked for, so that none is made that nothing names. It goes again unless it is written.
+pub struct Empty<'a> {
+    path: &'a Path,
+    file: std::fs::File,
+    written: bool,
+}
+
+impl<'a> Empty<'a> {
+    /// An existing one is not overwritten, it may be the only trace of a lease; unless it is empty, as one is whose request was
+    /// interrupted.
+    pub fn make(path: &'a Path) -> Result<Self> {
+        let empty = std::fs::symlink_metadata(path).is_ok_and(|at| at.is_file() && at.len() == 0);
+        let opened = std::fs::File::options().write(true).create_new(!empty).open(path);
+        let file = opened.map_err(|e| match e.kind() {
+            std::io::ErrorKind::AlreadyExists => {
+                Failure::new(code::FAILED, format!("{}: exists already", path.display()))
+                    .hint("it may name a lease that still exists: `gpusession release` it first")
+            }
+            _ => Failure::new(code::FAILED, format!("{}: {e}", path.display())),
+        })?;
+        Ok(Self { path, file, written: false })
+    }
+}
+
+impl Drop for Empty<'_> {
+    fn drop(&mut self) {
+        if !self.written {
+            let _ = std::fs::remove_file(self.path);
+        }
     }
 }

@@ -423,7 +423,7 @@ async fn run_program(run: Run) -> Result<i32> {
         return run_on(&LeaseFile::load(path)?, &run.program).await;
     }
     if !run.wanted.servers.is_empty() {
-        return run::direct(&run.wanted.servers, run.wanted.spec(), false, &run.program).await;
+        return run::direct(&run.wanted.servers, run.wanted.spec(), None, &run.program).await;
     }
     let daemon = match Daemon::connect().await {
         Ok(daemon) => daemon.describe_mine().await.map(|(described, mine)| (daemon, described, mine)),
@@ -438,7 +438,7 @@ async fn run_program(run: Run) -> Result<i32> {
             if own.is_none() {
                 return Err(failure.no_lease());
             }
-            return run::direct(&[], run.wanted.spec(), false, &run.program).await;
+            return run::direct(&[], run.wanted.spec(), None, &run.program).await;
         }
     };
     let session: Vec<_> = described.leases.iter().filter(|l| mine.contains(&l.id)).collect();
@@ -507,16 +507,13 @@ async fn run_on(file: &LeaseFile, program: &[OsString]) -> Result<i32> {
             }
             .spec();
             spec.request_id = Some(file.request.clone());
-            run::direct(&file.servers, spec, true, program).await
+            run::direct(&file.servers, spec, Some(&file.id), program).await
         }
     }
 }
 
 async fn request(request: Request, json: bool) -> Result<i32> {
-    if request.output.exists() {
-        return Err(Failure::new(code::FAILED, format!("{}: exists already", request.output.display()))
-            .hint("it may name a lease that still exists: `gpusession release` it first"));
-    }
+    let empty = lease_file::Empty::make(&request.output)?;
     let mut spec = request.wanted.spec();
     spec.ttl = Some(request.ttl);
     spec.why = "gpusession request".into();
@@ -529,9 +526,13 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let wish = format!("{}/{}/0", places::hex(&places::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
-        LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers: direct.servers }
+        // Only the one that has it: another one would make another lease of the same request.
+        let views = direct.engine.snapshot().borrow().servers.clone();
+        let holder = views.into_iter().find(|view| view.name == lease.server);
+        let servers = holder.map_or(direct.servers, |view| vec![view.address]);
+        LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers }
     };
-    file.store(&request.output)?;
+    file.store(empty)?;
     if json {
         print(&json!({ "schema": 1, "lease": file.id, "gpus": gpus, "file": request.output }).to_string());
     } else {

@@ -119,8 +119,13 @@ impl PrivateSocket {
     }
 }
 
-/// Runs a program on a lease of its own, without a daemon.
-pub async fn direct(servers: &[String], mut spec: Spec, keep: bool, program: &[OsString]) -> Result<i32> {
+/// Runs a program without a daemon: on a lease of its own, or on the one of this id, which `spec` asks for again and which stays.
+pub async fn direct(
+    servers: &[String],
+    mut spec: Spec,
+    known: Option<&str>,
+    program: &[OsString],
+) -> Result<i32> {
     let direct = Direct::new(servers)?;
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
     spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
@@ -128,6 +133,12 @@ pub async fn direct(servers: &[String], mut spec: Spec, keep: bool, program: &[O
         lease = engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e).no_lease())?,
         code = interrupted() => return Ok(code),
     };
+    if let Some(known) = known.filter(|id| *id != lease.id) {
+        engine.release(lease.slot, "another one was meant").await;
+        engine.shutdown(Duration::from_secs(5)).await;
+        let over = format!("lease {known} is over: it ended with its time to live, or was released");
+        return Err(Failure::new(1, over).hint("gpusession request -o FILE makes another one").no_lease());
+    }
     let socket = PrivateSocket {
         folder: tempfile::Builder::new()
             .prefix("gpusession-")
@@ -147,7 +158,7 @@ pub async fn direct(servers: &[String], mut spec: Spec, keep: bool, program: &[O
     ];
     let code = program_with(program, environment).await;
     serving.abort();
-    if keep {
+    if known.is_some() {
         return code;
     }
     engine.release(lease.slot, "its program has ended").await;

@@ -510,15 +510,13 @@ pub struct AdministratorView {
     pub authority_pem: String,
 }
 
-/// Whether somebody can have that name.
-pub fn administrator_name(name: &str) -> Result<(), Refusal> {
+/// Whether a client or an administrator can have that name.
+pub fn a_name(name: &str) -> Result<(), Refusal> {
     match join::is_name(name) {
         true => Ok(()),
         false => Err(Refusal::new(
             "usage",
-            format!(
-                "{name:?} cannot be an administrator's name: it has a-z, 0-9, `-` and `.`, 64 characters at most"
-            ),
+            format!("{name:?} is no name: one has a-z, 0-9, `-` and `.`, 64 characters at most"),
         )),
     }
 }
@@ -822,14 +820,16 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 .collect();
             show(serde_json::to_value(rows))
         }
-        Ask::Revoke { name } => match pool.revoke(&name).await.map_err(|e| internal(&e))? {
-            Some(leases) => Ok(serde_json::json!({ "client": name, "leases_ended": leases })),
-            None => Err(no_client(&name)),
-        },
-        Ask::Forget { name } => match pool.forget(&name).await.map_err(|e| internal(&e))? {
-            Some(leases) => Ok(serde_json::json!({ "client": name, "leases_ended": leases })),
-            None => Err(no_client(&name)),
-        },
+        Ask::Revoke { name } => {
+            a_name(&name)?;
+            let (known, leases) = pool.revoke(&name).await.map_err(|e| internal(&e))?;
+            Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
+        }
+        Ask::Forget { name } => {
+            a_name(&name)?;
+            let (known, leases) = pool.forget(&name).await.map_err(|e| internal(&e))?;
+            Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
+        }
         Ask::Kill { worker } => {
             let id = find_worker(pool, &worker).map_err(|m| Refusal::new("no-such-worker", m))?;
             pool.supervisor().end_worker(&id, None, "ended by an administrator");
@@ -965,14 +965,14 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             show(serde_json::to_value(TokenView::new(&token, record)))
         }
         Ask::AdministratorCreate { name, csr_pem } => {
-            administrator_name(&name)?;
+            a_name(&name)?;
             let made = pool.create_administrator(&name, &csr_pem).await.map_err(|e| internal(&e))?;
             let (certificate_pem, authority_pem) = made.map_err(|e| not_issued(&e))?;
             show(serde_json::to_value(AdministratorView { certificate_pem, authority_pem }))
         }
         Ask::Administrators => show(serde_json::to_value(pool.administrators(administrator_rows))),
         Ask::AdministratorRevoke { name } => {
-            administrator_name(&name)?;
+            a_name(&name)?;
             let known = pool.revoke_administrator(&name).await.map_err(|e| internal(&e))?;
             Ok(serde_json::json!({ "name": name, "known": known }))
         }
@@ -1067,11 +1067,6 @@ pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
     parse_duration(text).filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
     })
-}
-
-/// There is no such client.
-pub fn no_client(name: &str) -> Refusal {
-    Refusal::new("no-such-client", format!("there is no client {name}; `gpuserver clients` lists them"))
 }
 
 /// Asks the server behind `path`; for the command line.

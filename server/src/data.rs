@@ -1,60 +1,32 @@
 //! The data port: reads who a connection is for and hands the socket to that worker. What follows the preface is not read
 //! here.
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::journal::Event;
 use gpusession_proto::preface::{self, Preface};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
+use crate::crowd::Crowd;
 use crate::quiet::Quiet;
 use crate::supervise::{AdoptError, Supervisor};
 
 /// A connection that did not send its preface by then is closed.
 const PREFACE_LIMIT: Duration = Duration::from_secs(5);
-/// Connections whose preface is awaited: altogether, and from one address.
+/// Connections whose preface is awaited, and how long one of many is safe from who comes next: prefaces come with the connection.
 const MAX_PENDING: usize = 512;
-const MAX_PENDING_PER_PEER: usize = 128;
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Who may connect without encryption.
 pub type MayBeClear = Arc<dyn Fn(IpAddr) -> bool + Send + Sync>;
-
-#[derive(Default)]
-struct Pending(Mutex<HashMap<IpAddr, usize>>);
-
-struct PendingOne(Arc<Pending>, IpAddr);
-
-impl Pending {
-    fn enter(self: &Arc<Self>, peer: IpAddr) -> Option<PendingOne> {
-        let mut map = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = map.entry(peer).or_default();
-        if *count >= MAX_PENDING_PER_PEER {
-            return None;
-        }
-        *count += 1;
-        Some(PendingOne(self.clone(), peer))
-    }
-}
-
-impl Drop for PendingOne {
-    fn drop(&mut self) {
-        let mut map = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = map.get_mut(&self.1) {
-            *count -= 1;
-            if *count == 0 {
-                map.remove(&self.1);
-            }
-        }
-    }
-}
 
 /// Binds the first free port of a range.
 pub async fn bind(host: IpAddr, (first, last): (u16, u16)) -> io::Result<TcpListener> {
@@ -76,19 +48,18 @@ pub async fn serve(
     may_be_clear: MayBeClear,
     mut closed: watch::Receiver<bool>,
 ) {
-    let slots = Arc::new(Semaphore::new(MAX_PENDING));
-    let pending = Arc::new(Pending::default());
+    let pending = Crowd::new(MAX_PENDING, PATIENCE);
     let quiet = Arc::new(Quiet::default());
+    let mut handed = JoinSet::new();
     loop {
-        let Ok(slot) = slots.clone().acquire_owned().await else { return };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             _ = closed.changed() => {
-                drop(slot);
-                let _ = slots.acquire_many(MAX_PENDING as u32).await;
+                while handed.join_next().await.is_some() {}
                 return;
             }
         };
+        while handed.try_join_next().is_some() {}
         let (socket, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(e) => {
@@ -100,16 +71,19 @@ pub async fn serve(
                 continue;
             }
         };
-        let Some(entered) = pending.enter(peer.ip().to_canonical()) else {
+        let Some(mut place) = pending.enter(peer.ip()).await else {
             if let Some(more) = quiet.may() {
                 warn!("data port: too many unfinished connections from {}{more}", peer.ip());
             }
             continue;
         };
         let (supervisor, may_be_clear, quiet) = (supervisor.clone(), may_be_clear.clone(), quiet.clone());
-        tokio::spawn(async move {
-            let _held = (slot, entered);
-            if let Err(Refused(event, reason)) = hand_over(socket, peer, &supervisor, &may_be_clear).await
+        handed.spawn(async move {
+            let done = tokio::select! {
+                done = hand_over(socket, peer, &supervisor, &may_be_clear) => done,
+                () = &mut place => Err("others waited for its place".to_owned().into()),
+            };
+            if let Err(Refused(event, reason)) = done
                 && let Some(more) = quiet.may()
             {
                 info!(

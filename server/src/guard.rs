@@ -1,10 +1,11 @@
 //! Connections of the control port: who is at the other end, how many there are, and how long one without a certificate may stay.
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,6 +19,8 @@ use tonic::transport::server::Connected;
 use crate::crowd;
 use crate::pool::authority::{Holder, fingerprint, holder};
 
+/// Connections of one certificate: a daemon has one, and commands of its users a few.
+const MAX_OF_ONE: usize = 64;
 /// Long enough to join.
 const STRANGER_LIMIT: Duration = Duration::from_secs(30);
 
@@ -70,7 +73,7 @@ impl Peer {
 #[derive(Debug)]
 pub enum Place {
     /// For as long as it wants.
-    Known(OwnedSemaphorePermit),
+    Known(OwnedSemaphorePermit, Holding),
     /// For [`STRANGER_LIMIT`], unless others need it more.
     Stranger(crowd::Place, Pin<Box<Sleep>>),
 }
@@ -79,6 +82,46 @@ impl Place {
     /// Of a peer without a certificate, from now on.
     pub fn stranger(place: crowd::Place) -> Self {
         Self::Stranger(place, Box::pin(sleep(STRANGER_LIMIT)))
+    }
+}
+
+/// Connections by what their peers have shown, so that one certificate cannot take the places of all.
+#[derive(Debug, Clone, Default)]
+pub struct Holders(Arc<Mutex<HashMap<Vec<u8>, usize>>>);
+
+/// One of them.
+#[derive(Debug)]
+pub struct Holding {
+    holders: Holders,
+    certificate: Vec<u8>,
+}
+
+impl Holders {
+    fn locked(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One more of a certificate; `None` where it has [`MAX_OF_ONE`].
+    pub fn enter(&self, certificate: &[u8]) -> Option<Holding> {
+        let mut all = self.locked();
+        let count = all.entry(certificate.into()).or_default();
+        if *count >= MAX_OF_ONE {
+            return None;
+        }
+        *count += 1;
+        Some(Holding { holders: self.clone(), certificate: certificate.into() })
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        let mut all = self.holders.locked();
+        if let Some(count) = all.get_mut(&self.certificate) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.certificate);
+            }
+        }
     }
 }
 
@@ -96,9 +139,9 @@ impl Guarded {
     }
 }
 
-/// Whether the peer showed no certificate.
-pub fn is_stranger(stream: &TlsStream<TcpStream>) -> bool {
-    stream.get_ref().1.peer_certificates().is_none_or(<[_]>::is_empty)
+/// The certificate that the peer showed, which TLS has verified.
+pub fn shown(stream: &TlsStream<TcpStream>) -> Option<&[u8]> {
+    stream.get_ref().1.peer_certificates()?.first().map(|certificate| certificate.as_ref())
 }
 
 impl Connected for Guarded {

@@ -24,7 +24,7 @@ use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::crowd::Crowd;
 use crate::discovery::{self, DiscoveryError};
-use crate::guard::{Guarded, Place, is_stranger};
+use crate::guard::{Guarded, Holders, Place, shown};
 use crate::monitor::Monitor;
 use crate::pool::authority::{Authority, AuthorityError};
 use crate::pool::service::{Facts, Pool, Service};
@@ -397,7 +397,8 @@ async fn accept_control(
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
     let handshakes = Crowd::new(MAX_HANDSHAKES, PATIENCE);
-    let (clients, strangers) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Crowd::new(MAX_STRANGERS, PATIENCE));
+    let (clients, holders) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Holders::default());
+    let strangers = Crowd::new(MAX_STRANGERS, PATIENCE);
     let quiet = Arc::new(Quiet::default());
     loop {
         let (socket, peer) = match listener.accept().await {
@@ -418,7 +419,7 @@ async fn accept_control(
             continue;
         };
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
-        let (clients, strangers) = (clients.clone(), strangers.clone());
+        let (clients, holders, strangers) = (clients.clone(), holders.clone(), strangers.clone());
         tokio::spawn(async move {
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
@@ -427,9 +428,11 @@ async fn accept_control(
             };
             let why = match shaken {
                 Ok(Ok(stream)) => {
-                    let place = match is_stranger(&stream) {
-                        true => strangers.enter(peer.ip()).await.map(Place::stranger),
-                        false => clients.try_acquire_owned().ok().map(Place::Known),
+                    let place = match shown(&stream) {
+                        None => strangers.enter(peer.ip()).await.map(Place::stranger),
+                        Some(certificate) => holders.enter(certificate).and_then(|holding| {
+                            Some(Place::Known(clients.try_acquire_owned().ok()?, holding))
+                        }),
                     };
                     match place {
                         Some(place) => {

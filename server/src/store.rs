@@ -59,6 +59,16 @@ pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
     write_bytes(path, &bytes, 0o600)
 }
 
+/// Root changes files, too, with verbs that are said while the server is stopped: they stay the server's, which must read them.
+fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
+    use std::os::unix::fs::{MetadataExt, fchown};
+    let owner = fs::metadata(folder)?;
+    match nix::unistd::geteuid().is_root() {
+        true => fchown(file, Some(owner.uid()), Some(owner.gid())),
+        false => Ok(()),
+    }
+}
+
 /// Replaces a file by one with these bytes and this mode.
 pub fn write_bytes(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
     let folder = path.parent().unwrap_or(Path::new("/"));
@@ -66,6 +76,7 @@ pub fn write_bytes(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreErro
     let written = (|| {
         let _ = fs::remove_file(&fresh);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&fresh)?;
+        give_to_owner_of(folder, &file)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&fresh, path)?;
@@ -134,6 +145,7 @@ pub fn lock(state_dir: &Path) -> Result<Lock, StoreError> {
         .mode(0o600)
         .open(&path)
         .map_err(io_error(&path))?;
+    give_to_owner_of(state_dir, &file).map_err(io_error(&path))?;
     match nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Lock(lock)),
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(StoreError::Locked(state_dir.into())),

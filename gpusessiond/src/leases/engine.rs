@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::alarm::Alarm;
-use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time};
+use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time, Wanted};
 use super::readings::{self, Place};
 use super::{
     Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
@@ -960,12 +960,17 @@ impl Actor {
             Owner::Everyone => caller.access,
         };
         if let Some(id) = wish.lease.as_deref().filter(|id| !id.is_empty()) {
-            let named = self.machine.slots().find(|(_, w)| {
-                w.held().is_some_and(|h| h.lease.id == id) || (!w.spec.name.is_empty() && w.spec.name == id)
-            });
+            // Sessions and users have leases of one name each: the caller's session's comes first.
+            let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
+            let named = self
+                .machine
+                .slots()
+                .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
+                .filter(|(_, w)| mine(&w.spec.owner) || caller.uid == 0)
+                .min_by_key(|(_, w)| another(w));
             return match named {
-                Some((slot, wanted)) if mine(&wanted.spec.owner) || caller.uid == 0 => Ok(vec![slot]),
-                _ => Err((Denial::NoDevice, format!("there is no lease {id} of yours"))),
+                Some((slot, _)) => Ok(vec![slot]),
+                None => Err((Denial::NoDevice, format!("there is no lease {id} of yours"))),
             };
         }
         let configured = |test: &dyn Fn(&Spec) -> bool| {
@@ -1153,7 +1158,8 @@ fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
 async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
     for attempt in 0..ENDED_TRIES {
         match pool.process_ended(lease.clone(), worker.clone()).await {
-            Err(error) if error.trouble == Trouble::Unreachable => {
+            // A server that is asked too often does not know it yet either.
+            Err(error) if matches!(error.trouble, Trouble::Unreachable | Trouble::Quota) => {
                 debug!("end of a process of {lease}: {error}");
                 tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
             }

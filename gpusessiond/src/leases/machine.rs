@@ -858,7 +858,8 @@ impl Machine {
             return;
         };
         match result {
-            Err(error) if error.trouble.may_pass() => {
+            // A server that is asked too often has not let go of it yet.
+            Err(error) if error.trouble.may_pass() || error.trouble == Trouble::Quota => {
                 let releasing = &mut self.releasing[at];
                 releasing.in_flight = false;
                 releasing.attempt += 1;

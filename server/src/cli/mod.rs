@@ -963,7 +963,7 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
 fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
     match verb {
         AdminVerb::Create { name, out: file, json } => {
-            admin::administrator_name(name)?;
+            admin::a_name(name)?;
             if std::fs::symlink_metadata(file).is_ok() {
                 return Err(Refusal::new("exists", format!("{} is there already", file.display())).into());
             }
@@ -1033,7 +1033,7 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
             serde_json::to_value(admin::AdministratorView { certificate_pem, authority_pem })?
         }
         Ask::AdministratorRevoke { name } => {
-            admin::administrator_name(name)?;
+            admin::a_name(name)?;
             json!({ "name": name, "known": all.revoke(name, now) })
         }
         _ => return Ok(serde_json::to_value(admin::administrator_rows(&all))?),
@@ -1066,6 +1066,9 @@ fn clients(
     };
     let ended = value["leases_ended"].as_u64().unwrap_or(0);
     writeln!(out, "client {name} {done}; {ended} leases ended")?;
+    if value["known"] == false {
+        writeln!(out, "note: this server has not seen one of that name; `gpuserver clients`")?;
+    }
     Ok(())
 }
 
@@ -1074,9 +1077,16 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).clients;
     let mut clients = Clients::new(store::read(&path)?);
-    let (name, found) = match ask {
-        Ask::Revoke { name } => (name, clients.revoke(name)),
-        Ask::Forget { name } => (name, clients.forget(name, SystemClock.unix())),
+    let now = SystemClock.unix();
+    let (name, known) = match ask {
+        Ask::Revoke { name } => {
+            admin::a_name(name)?;
+            (name, clients.revoke(name, now))
+        }
+        Ask::Forget { name } => {
+            admin::a_name(name)?;
+            (name, clients.forget(name, now))
+        }
         _ => {
             let rows: Vec<_> = clients
                 .list(SystemClock.now())
@@ -1093,11 +1103,8 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
             return Ok(serde_json::to_value(rows)?);
         }
     };
-    if !found {
-        return Err(admin::no_client(name).into());
-    }
     store::write(&path, &clients.save())?;
-    Ok(json!({ "client": name, "leases_ended": 0 }))
+    Ok(json!({ "client": name, "known": known, "leases_ended": 0 }))
 }
 
 fn check_config(

@@ -259,28 +259,30 @@ impl Clients {
         }
     }
 
-    /// Refuses a client from now on. Says whether there is one of that name.
-    pub fn revoke(&mut self, name: &str) -> bool {
-        match self.records.get_mut(name) {
-            Some(record) => {
-                record.revoked = true;
-                true
-            }
-            None => false,
-        }
+    /// Refuses a client from now on, also one that has only called other servers of the pool so far. Says whether this one knew it.
+    pub fn revoke(&mut self, name: &str, unix: u64) -> bool {
+        let known = self.records.contains_key(name);
+        let unseen = || ClientRecord {
+            certificate: String::new(),
+            machine_id: String::new(),
+            revoked: false,
+            joined_unix: unix,
+        };
+        self.records.entry(name.into()).or_insert_with(unseen).revoked = true;
+        known
     }
 
-    /// Removes a client: its certificate is worth nothing, and its name can join again.
+    /// Removes a client: what was issued to it by now, here or elsewhere, is worth nothing, and its name can join again. Says whether
+    /// this server knew it.
     pub fn forget(&mut self, name: &str, unix: u64) -> bool {
         self.presence.remove(name);
-        match self.records.remove(name) {
-            Some(record) => {
-                self.by_certificate.remove(&record.certificate);
-                self.forgotten.insert(name.into(), unix.max(record.joined_unix));
-                true
-            }
-            None => false,
+        let record = self.records.remove(name);
+        if let Some(record) = &record {
+            self.by_certificate.remove(&record.certificate);
         }
+        let joined = record.as_ref().map_or(0, |r| r.joined_unix);
+        self.forgotten.insert(name.into(), unix.max(joined));
+        record.is_some()
     }
 
     /// All clients.
@@ -322,7 +324,7 @@ mod tests {
             Err(Refusal::Unknown),
             "a later join replaces the certificate"
         );
-        assert!(clients.revoke("vm-1") && !clients.revoke("vm-2"));
+        assert!(clients.revoke("vm-1", 6) && !clients.revoke("vm-2", 6));
         let mut clients = Clients::new(clients.save());
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Revoked("vm-1".into())));
         assert!(matches!(clients.may_join("vm-1", "m1", T), Err(Refusal::Revoked(_))));
@@ -346,7 +348,7 @@ mod tests {
         let second = Err(Refusal::SecondMachine("vm-9".into()));
         assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), second, "while the other one is alive");
         assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T + SUSPECT), Ok(()));
-        assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1"));
+        assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1", 9));
         let mut clients = Clients::new(clients.save());
         assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), Err(Refusal::Unknown), "forgotten");
         assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), T), Ok(()), "joined anew");

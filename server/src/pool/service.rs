@@ -120,6 +120,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Half done is not done: it goes on when the call that asked for it is cancelled.
+async fn whole<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, Status> {
+    tokio::spawn(work).await.map_err(|e| Status::internal(format!("internal error: {e}")))
+}
+
 impl Pool {
     /// Opens the pool's files.
     pub fn open(
@@ -509,34 +514,30 @@ impl Pool {
         locked(&self.clients).list(self.clock.now())
     }
 
-    /// Refuses a client from now on and ends its leases. `None`: there is no such client.
-    pub async fn revoke(&self, name: &str) -> Result<Option<usize>, StoreError> {
-        {
+    /// Refuses a client from now on and ends its leases. Returns whether this server knew it, and how many leases ended.
+    pub async fn revoke(&self, name: &str) -> Result<(bool, usize), StoreError> {
+        let known = {
             let mut clients = locked(&self.clients);
-            if !clients.revoke(name) {
-                return Ok(None);
-            }
+            let known = clients.revoke(name, self.clock.unix());
             self.client_file.changed();
-        }
+            known
+        };
         self.store_clients().await?;
         info!(gpusession_client = name, "client {name} was revoked");
-        let ended = self.end_client(name, "the client was revoked").await;
-        Ok(Some(ended))
+        Ok((known, self.end_client(name, "the client was revoked").await))
     }
 
-    /// Removes a client and ends its leases. `None`: there is no such client.
-    pub async fn forget(&self, name: &str) -> Result<Option<usize>, StoreError> {
-        {
+    /// Removes a client and ends its leases. Returns the same.
+    pub async fn forget(&self, name: &str) -> Result<(bool, usize), StoreError> {
+        let known = {
             let mut clients = locked(&self.clients);
-            if !clients.forget(name, self.clock.unix()) {
-                return Ok(None);
-            }
+            let known = clients.forget(name, self.clock.unix());
             self.client_file.changed();
-        }
+            known
+        };
         self.store_clients().await?;
         info!(gpusession_client = name, "client {name} was forgotten");
-        let ended = self.end_client(name, "the client was removed from the pool").await;
-        Ok(Some(ended))
+        Ok((known, self.end_client(name, "the client was removed from the pool").await))
     }
 
     async fn end_client(&self, name: &str, reason: &str) -> usize {
@@ -645,6 +646,16 @@ impl Pool {
 
     /// The client behind a call.
     async fn client<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+        self.client_within(request, "").await
+    }
+
+    /// The same for calls that keep what there is in order: their rate is counted apart, so that a user who makes a client ask for
+    /// other things without end does not cost it its leases.
+    async fn keeper<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+        self.client_within(request, " keeps").await
+    }
+
+    async fn client_within<T: Sync>(&self, request: &Request<T>, calls: &str) -> Result<String, Status> {
         let Some(certificate) = peer(request).and_then(Peer::certificate) else {
             return Err(Status::unauthenticated(
                 "this call needs a client certificate of the pool; get one with `gpusession join`",
@@ -653,7 +664,7 @@ impl Pool {
         let client = self.identify(certificate).await.map_err(refused)?;
         let allowed = self.limits_of(&client, "");
         if let Some((entry, most)) = allowed.smallest("requests_per_s")
-            && !locked(&self.rates).allow(&client, most, self.clock.now())
+            && !locked(&self.rates).allow(&format!("{client}{calls}"), most, self.clock.now())
         {
             let why = "the client asks more often";
             return Err(beyond(entry.exceeded(why, "a daemon asks by itself as often as it needs to")));
@@ -681,14 +692,17 @@ impl Pool {
     }
 
     /// A client's call that says which boot it is from. What earlier boots held is over.
-    async fn present(&self, client: &str, boot_id: &str, machine_id: &str) -> Result<(), Status> {
+    async fn present(self: &Arc<Self>, client: &str, boot_id: &str, machine_id: &str) -> Result<(), Status> {
         let seen = locked(&self.clients).seen(client, boot_id, machine_id, self.clock.now());
         match seen {
             Ok(Seen::Known) => Ok(()),
             Ok(Seen::NewBoot) => {
-                let old = self.registry.release_client(client, Some(boot_id)).await;
-                self.ended(&old, "the client was restarted");
-                Ok(())
+                let (pool, client, boot) = (self.clone(), client.to_owned(), boot_id.to_owned());
+                whole(async move {
+                    let old = pool.registry.release_client(&client, Some(&boot)).await;
+                    pool.ended(&old, "the client was restarted");
+                })
+                .await
             }
             Err(refusal) => {
                 if let Some(more) = self.quiet.may() {
@@ -1049,7 +1063,11 @@ impl PoolService for Service {
             limits: allowed.clone(),
         };
         let known = wish.again.then_some(wish.workers);
-        let (lease, fresh) = pool.allocate(&wanted).await.map_err(|e| {
+        let allocated = {
+            let pool = pool.clone();
+            whole(async move { pool.allocate(&wanted).await }).await?
+        };
+        let (lease, fresh) = allocated.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
                 // What makes no sense or never fits is the client's to see to.
@@ -1103,7 +1121,7 @@ impl PoolService for Service {
         request: Request<wire::RenewRequest>,
     ) -> Result<Response<wire::RenewReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request).await?;
+        let client = pool.keeper(&request).await?;
         let wish = request.into_inner();
         bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
         pool.present(&client, &wish.boot_id, "").await?;
@@ -1144,11 +1162,15 @@ impl PoolService for Service {
         request: Request<wire::ReleaseRequest>,
     ) -> Result<Response<wire::ReleaseReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request).await?;
+        let client = pool.keeper(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
-        let ended = pool.registry.release(Some(&client), &wish.lease).await;
-        pool.ended(ended.as_slice(), RELEASED);
+        let pool = pool.clone();
+        whole(async move {
+            let ended = pool.registry.release(Some(&client), &wish.lease).await;
+            pool.ended(ended.as_slice(), RELEASED);
+        })
+        .await?;
         Ok(Response::new(wire::ReleaseReply {}))
     }
 
@@ -1198,7 +1220,7 @@ impl PoolService for Service {
         request: Request<wire::ProcessEndedRequest>,
     ) -> Result<Response<wire::ProcessEndedReply>, Status> {
         let pool = &self.0;
-        let client = pool.client(&request).await?;
+        let client = pool.keeper(&request).await?;
         locked(&pool.clients).heard(&client, pool.clock.now());
         let wish = request.into_inner();
         let id: WorkerId = wish
@@ -1216,12 +1238,10 @@ impl PoolService for Service {
     async fn park(&self, request: Request<wire::ParkRequest>) -> Result<Response<wire::ParkReply>, Status> {
         let pool = &self.0;
         let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
-        // Half done is not done: it goes on when the call is cancelled.
-        let parks = {
+        let parked = {
             let (pool, lease) = (pool.clone(), lease.clone());
-            tokio::spawn(async move { pool.park(&lease, "its client asked for it").await })
+            whole(async move { pool.park(&lease, "its client asked for it").await }).await?
         };
-        let parked = parks.await.map_err(|e| Status::internal(format!("internal error: {e}")))?;
         parked.map_err(|e| {
             let text = e.to_string();
             match e {

@@ -42,6 +42,11 @@ def run(site, check):
         servers[1].until("gpuserver status", 20)
         expect(servers[1].ok("ls /run/lock/gpusession"), "GPU-")
         servers[1].ok("systemctl stop gpuserver")
+    with check("what root has changed while it is stopped is its own when it starts"):
+        servers[1].ok("gpuserver token create --name nobody && gpuserver clients revoke stolen && systemctl start gpuserver")
+        servers[1].until("gpuserver clients | grep 'stolen.*revoked'", 20)
+        assert servers[1].ok("stat -c %U /var/lib/gpuserver/*.json | sort -u") == "gpuserver"
+        servers[1].ok("gpuserver clients forget stolen && systemctl stop gpuserver")
     with check("a value that is set while the server runs is kept in a file of its own"):
         expect(servers[0].ok("gpuserver config set warm_workers 3 && gpuserver config get warm_workers --origin"), "90-runtime.toml")
         servers[0].ok("gpuserver config unset warm_workers")
