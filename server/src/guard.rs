@@ -19,8 +19,8 @@ use tonic::transport::server::Connected;
 use crate::crowd;
 use crate::pool::authority::{Holder, fingerprint, holder};
 
-/// Connections of one certificate: a daemon has one, and commands of its users a few.
-const MAX_OF_ONE: usize = 64;
+/// Connections of one certificate: a daemon has one, and each `gpusession run --server` has one for as long as its program runs.
+const MAX_OF_ONE: usize = 256;
 /// Long enough to join.
 const STRANGER_LIMIT: Duration = Duration::from_secs(30);
 
