@@ -23,7 +23,7 @@ use tonic::transport::Identity;
 /// How often a daemon renews.
 const HEARTBEAT: Duration = Duration::from_secs(2);
 /// Clients that join at the same time.
-const AT_ONCE: usize = 128;
+const AT_ONCE: usize = 16;
 
 /// CPU time of a process in all its threads, and its resident memory in bytes.
 fn used(pid: u32) -> (Duration, u64) {
