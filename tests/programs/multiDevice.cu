@@ -1,4 +1,4 @@
-// Every device on its own, then copies from each to the next, then kernels that read the next one's memory where the machine lets them.
+// Every device on its own, copies on streams of one that is not current, then copies from each to the next, then kernels that read the next one's memory where the machine lets them.
 #include "check.h"
 
 #include <vector>
@@ -87,6 +87,33 @@ int main() {
             cudaGetLastError();
         }
         CHECK(cudaEventDestroy(filled));
+    }
+    // On a stream of a device that is not the current one: few bytes, many, and in rows, both ways.
+    for (int device = 0; device < devices; device++) {
+        CHECK(cudaSetDevice((device + 1) % devices));
+        int *pinned;
+        CHECK(cudaHostAlloc(&pinned, bytes, cudaHostAllocPortable));
+        for (int length : {1, count}) {
+            const size_t size = length * sizeof(int);
+            for (bool rows : {false, true}) {
+                for (int i = 0; i < length; i++) pinned[i] = 5 * i + device + rows;
+                if (rows) {
+                    CHECK(cudaMemcpy2DAsync(memory[device], size, pinned, size, size, 1, cudaMemcpyHostToDevice, stream[device]));
+                } else {
+                    CHECK(cudaMemcpyAsync(memory[device], pinned, size, cudaMemcpyHostToDevice, stream[device]));
+                }
+                CHECK(cudaStreamSynchronize(stream[device]));
+                for (int i = 0; i < length; i++) pinned[i] = 0;
+                if (rows) {
+                    CHECK(cudaMemcpy2DAsync(pinned, size, memory[device], size, size, 1, cudaMemcpyDeviceToHost, stream[device]));
+                } else {
+                    CHECK(cudaMemcpyAsync(pinned, memory[device], size, cudaMemcpyDeviceToHost, stream[device]));
+                }
+                CHECK(cudaStreamSynchronize(stream[device]));
+                for (int i = 0; i < length; i++) EXPECT(pinned[i] == 5 * i + device + rows);
+            }
+        }
+        CHECK(cudaFreeHost(pinned));
     }
     for (int device = 0; device < devices; device++) {
         CHECK(cudaSetDevice(device));

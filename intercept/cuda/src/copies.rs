@@ -7,15 +7,43 @@ use gpusession_proto::frame::{INLINE_MAX, op};
 
 use crate::api::copy::{Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
-use crate::entry::{INVALID_VALUE, Result, UNKNOWN};
+use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{mapped, ranges};
+use crate::{mapped, ranges, streams, thread};
 
 /// Frames of bulk transfers and their chunks are queued in one order.
 static BULK: Mutex<()> = Mutex::new(());
 
 /// Host to device, of the stream's lease. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised.
 pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+    thread::within(stream.ctx, || upwards(target, source, len, stream))
+}
+
+/// Copies from host memory where the server has it, in the stream's order, if what the stream does first may write to it: kernels that
+/// can name it, or a host function. What other copies bring to it is waited for. False: the caller may read it now.
+pub fn done_there(cuboid: Cuboid, source: usize, len: usize, stream: &Stream) -> Result<bool> {
+    let client = stream.client;
+    if !client.link.down.any() && !mapped::any() && !streams::host_function_due(client) {
+        return Ok(false);
+    }
+    let Some(range) = ranges::find(source as u64).filter(|r| {
+        r.kind.on_host() && r.server() == client.number && r.size - (source as u64 - r.base) >= len as u64
+    }) else {
+        return Ok(false);
+    };
+    client.link.settle(|t| t.fills(source, len));
+    let known = range.kind.managed() || mapped::seen_by_kernels(client, source, len);
+    if !known && !streams::host_function_due(client) {
+        return Ok(false);
+    }
+    match in_order(cuboid, stream) {
+        // The server has no room for it: what the stream does first is waited for instead.
+        Err(OUT_OF_MEMORY) => stream.ask(op::STREAM_SYNC).map(|()| false),
+        done => done.map(|()| true),
+    }
+}
+
+fn upwards(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
     let client = stream.client;
     if len == 0 {
         return Ok(());
@@ -25,10 +53,14 @@ pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Res
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
-    if stream.capture().is_some() {
-        return capture(Cuboid::row((DEVICE, target), (HOST, source as u64), len), stream);
-    }
     mapped::upload(client)?;
+    let cuboid = || Cuboid::row((DEVICE, target), (HOST, source as u64), len);
+    if stream.capture().is_some() {
+        return in_order(cuboid(), stream);
+    }
+    if done_there(cuboid(), source, len, stream)? {
+        return Ok(());
+    }
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
         w.word(target);
         w.word(len as u64);
@@ -69,23 +101,34 @@ pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Res
     client.late()
 }
 
-/// A copy with host memory on a stream that captures: a node, whose launches exchange the host memory.
-pub fn capture(mut cuboid: Cuboid, stream: &Stream) -> Result {
+/// A copy with host memory that the server has in its own memory meanwhile, so that nothing but the stream's order matters. On a stream
+/// that captures it is a node, whose launches exchange the memory.
+pub fn in_order(mut cuboid: Cuboid, stream: &Stream) -> Result {
     let client = stream.client;
-    let capture = stream.capture().ok_or(UNKNOWN)?;
     let (ids, regions) = cuboid.name_regions(client)?;
     let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
-    client.call(op::COPY_HOST, |w| {
+    let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
         w.word(stream.handle);
         ids.iter().for_each(|id| w.word(*id));
         w.bytes(&words);
-    })?;
-    capture.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
-    Ok(())
+    };
+    if let Some(capture) = stream.capture() {
+        client.call(op::COPY_HOST, body)?;
+        capture.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
+        return Ok(());
+    }
+    regions.iter().try_for_each(|region| region.upload())?;
+    let seq = client.post(op::COPY_HOST, body)?;
+    stream.worked(seq);
+    client.late()
 }
 
 /// Device to host, of the stream's lease. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
 pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    thread::within(stream.ctx, || downwards(target, source, len, stream, wait))
+}
+
+fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     if len == 0 {
         return Ok(());
@@ -95,10 +138,11 @@ pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
-    if stream.capture().is_some() {
-        return capture(Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
-    }
     mapped::upload(client)?;
+    // What kernels behind it read must be there in the stream's order.
+    if stream.capture().is_some() || !wait && mapped::seen_by_kernels(client, target, len) {
+        return in_order(Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
+    }
     let wait = wait || !ranges::is_pinned(client, target as u64, len as u64);
     let down = &client.link.down;
     let bulk = len > INLINE_MAX;
@@ -112,7 +156,7 @@ pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait
         w.word(u64::from(wait));
         if bulk || !wait {
             // SAFETY: the program vouches for the target until the copy is complete.
-            down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.handle, !wait);
+            down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.on(), !wait);
         }
     };
     if !wait {

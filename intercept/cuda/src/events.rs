@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use gpusession_link::lanes::On;
 use gpusession_proto::handle;
 
 use crate::client::Client;
@@ -20,7 +21,7 @@ pub struct Event {
     recorded: Mutex<Option<(Arc<Stream>, u64)>>,
     happened: AtomicU64,
     captured: Mutex<Option<Arc<Capture>>>,
-    covers: Mutex<Vec<(u64, u64)>>,
+    covers: Mutex<Vec<(On, u64)>>,
 }
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
@@ -74,7 +75,8 @@ impl Event {
 
     /// The frame at this position records it.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
-        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) = stream.covers();
+        *self.covers.lock().unwrap_or_else(PoisonError::into_inner) =
+            if self.client.link.down.any() { stream.covers(seq) } else { Vec::new() };
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((stream.clone(), seq));
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
@@ -85,8 +87,8 @@ impl Event {
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
     }
 
-    /// Streams whose copies are complete once it has happened, besides its own, each up to a position.
-    pub fn covers(&self) -> Vec<(u64, u64)> {
+    /// Transfers that are complete once it has happened: each stream up to a position.
+    pub fn covers(&self) -> Vec<(On, u64)> {
         self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

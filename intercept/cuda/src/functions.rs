@@ -175,6 +175,12 @@ pub fn forget(parent: u64) {
     names.get_or_insert_default().retain(|_, f| !gone.contains(f));
 }
 
+/// Forgets what was looked up in a context that is gone.
+pub fn forget_context(ctx: u64) {
+    let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
+    names.get_or_insert_default().retain(|(_, asked, _), _| *asked >> 2 != ctx << 2 >> 2);
+}
+
 impl Function {
     /// The client whose worker answers questions about it: a kernel is every client's.
     pub fn client(&self) -> Result<&'static Client> {

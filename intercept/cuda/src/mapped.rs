@@ -85,7 +85,7 @@ impl Region {
     }
 
     /// Sends what the program has changed.
-    fn upload(&self) -> Result {
+    pub fn upload(&self) -> Result {
         let _order = lock(&SENDING);
         let mut body = Vec::new();
         let send = |body: &mut Vec<u8>| {
@@ -153,6 +153,17 @@ fn create(region: Region) -> Result<Arc<Region>> {
 fn drop_region(region: &Arc<Region>) {
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).retain(|r| !Arc::ptr_eq(r, region));
     lock(&region.shadow).clear();
+}
+
+/// Whether there is any such memory.
+#[inline]
+pub fn any() -> bool {
+    COUNT.load(Ordering::Relaxed) != 0
+}
+
+/// Whether kernels can name this memory, so that the server's copy of it is the one that streams work with.
+pub fn seen_by_kernels(client: &Client, address: usize, len: usize) -> bool {
+    any() && find(client, address, len).is_some_and(|r| r.everywhere.load(Ordering::Relaxed))
 }
 
 /// Serialises the making of regions, so that none is made twice.
@@ -301,16 +312,12 @@ pub fn unmap(base: u64) -> Result {
 /// Sends what the program has changed in memory that kernels can name. Call before work is launched.
 #[inline]
 pub fn upload(client: &Client) -> Result {
-    if COUNT.load(Ordering::Relaxed) == 0 {
-        Ok(())
-    } else {
-        upload_where(client, |r| r.everywhere.load(Ordering::Relaxed))
-    }
+    if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
 }
 
 /// After a host function: work behind it may read what it has written. Pageable memory may be gone.
 pub fn upload_after_host_function(client: &Client) -> Result {
-    if COUNT.load(Ordering::Relaxed) == 0 { Ok(()) } else { upload_where(client, |r| !r.pageable) }
+    if any() { upload_where(client, |r| !r.pageable) } else { Ok(()) }
 }
 
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
@@ -379,7 +386,7 @@ pub fn graph_of(node: u64) -> Option<u64> {
 
 /// Sends what the program has changed in memory that this executable graph's copies name.
 pub fn upload_for_graph(exec: u64) -> Result {
-    if COUNT.load(Ordering::Relaxed) == 0 {
+    if !any() {
         return Ok(());
     }
     graph_regions(exec).iter().try_for_each(|region| region.upload())

@@ -151,10 +151,15 @@ pub fn unmapped(base: u64, size: u64) {
     }
 }
 
-/// Forgets all of a context's device memory.
-pub fn forget_context(ctx: u64) {
+/// Forgets all of a context's device memory; returns it.
+pub fn forget_context(ctx: u64) -> Vec<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
-    ranges.retain(|_, r| r.ctx != ctx || r.kind.on_host() || r.kind == Kind::Mapped);
+    let goes = |r: &Range| {
+        r.ctx == ctx && matches!(r.kind, Kind::Device | Kind::Pool | Kind::Global | Kind::Managed)
+    };
+    let gone: Vec<_> = ranges.extract_if(.., |_, r| goes(r)).map(|(_, range)| range).collect();
+    NAMED.fetch_sub(gone.iter().filter(|r| r.kind.named()).count(), Ordering::Relaxed);
+    gone
 }
 
 #[cfg(test)]

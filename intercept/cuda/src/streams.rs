@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 
+use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
@@ -73,7 +74,7 @@ pub struct Stream {
     last_seen: AtomicU64,
     done: AtomicU64,
     /// Streams whose work up to a position this one has waited for while data of theirs was on its way.
-    covers: Mutex<Vec<(u64, u64)>>,
+    covers: Mutex<Vec<(On, u64)>>,
     capture: RwLock<Option<Arc<Capture>>>,
 }
 
@@ -196,7 +197,15 @@ fn meant(
     let stream = match (stream as u64, default) {
         (PER_THREAD, _) | (0, Default::PerThread) => {
             let ctx = thread::context()?;
-            by_handle(thread::default_stream(ctx, || create(current, ctx, 0, 0))?)?
+            // One of a context that was reset since is gone.
+            match thread::default_stream(ctx).and_then(|known| by_handle(known).ok()) {
+                Some(stream) => stream,
+                None => {
+                    let new = create(current, ctx, 0, 0)?;
+                    thread::set_default_stream(ctx, new)?;
+                    by_handle(new)?
+                }
+            }
         }
         (0 | LEGACY, _) => legacy(current, thread::context()?)?,
         (stream, _) => by_handle(stream)?,
@@ -309,18 +318,38 @@ impl Stream {
         self.handle == 0 || self.flags & NON_BLOCKING == 0
     }
 
-    /// What an event that is recorded now covers: other streams by handle, each up to a position.
-    pub fn covers(&self) -> Vec<(u64, u64)> {
-        self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// How transfers name it.
+    pub fn on(&self) -> On {
+        On { ctx: self.ctx, stream: self.handle }
+    }
+
+    /// Whether what is put on it comes after what is on another stream without any event, as the default stream's order wants.
+    fn follows(&self, on: On) -> bool {
+        on == self.on()
+            || on.ctx == self.ctx
+                && self.blocking()
+                && (on.stream == 0 || self.handle == 0 && by_handle(on.stream).is_ok_and(|s| s.blocking()))
+    }
+
+    /// Transfers that are complete once an event is that its frame `seq` records: each stream up to a position.
+    pub fn covers(&self, seq: u64) -> Vec<(On, u64)> {
+        let mut covers = self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        covers.push((self.on(), seq));
+        if self.handle == 0 {
+            covers.extend(blocking_streams(self.ctx).iter().map(|s| (s.on(), seq)));
+        } else if self.blocking() {
+            covers.push((On { ctx: self.ctx, stream: 0 }, seq));
+        }
+        covers
     }
 
     /// It waits for an event that covers these.
-    pub fn covers_also(&self, more: &[(u64, u64)]) {
+    pub fn covers_also(&self, more: &[(On, u64)]) {
         let mut covers = self.covers.lock().unwrap_or_else(PoisonError::into_inner);
-        for (stream, seq) in more.iter().filter(|(stream, _)| *stream != self.handle) {
-            match covers.iter_mut().find(|(known, _)| known == stream) {
+        for (on, seq) in more.iter().filter(|(on, _)| *on != self.on()) {
+            match covers.iter_mut().find(|(known, _)| known == on) {
                 Some((_, known)) => *known = (*known).max(*seq),
-                None => covers.push((*stream, *seq)),
+                None => covers.push((*on, *seq)),
             }
         }
     }
@@ -328,25 +357,15 @@ impl Stream {
     /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
     /// everything before `seq` is complete.
     pub fn settle(&self, seq: u64) {
-        for (stream, covered) in
-            std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner))
-        {
-            self.client.link.settle(covered, Some(stream));
-        }
-        self.landed(seq);
+        let covers = std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner));
+        self.client.link.settle(|t| {
+            t.seq < seq && self.follows(t.on) || covers.iter().any(|(on, seq)| *on == t.on && t.seq < *seq)
+        });
     }
 
-    /// The same without what events cover: of this stream's own, and of those that the default stream's order puts before.
+    /// The same without what events cover.
     pub fn landed(&self, seq: u64) {
-        let client = self.client;
-        client.link.settle(seq, Some(self.handle));
-        if self.handle == 0 {
-            for stream in blocking_streams(self.ctx) {
-                client.link.settle(seq, Some(stream.handle));
-            }
-        } else if self.blocking() {
-            client.link.settle(seq, Some(0));
-        }
+        self.client.link.settle(|t| t.seq < seq && self.follows(t.on));
     }
 
     /// Waits until everything that was put on it is complete, or for as long as the program can tell.
@@ -578,9 +597,13 @@ struct Host {
     functions: HashMap<u64, Registered>,
     due: Vec<u64>,
     next: u64,
+    /// Launches of graphs that may call some of them, until they are known to be complete.
+    launches: Vec<(Arc<Stream>, u64)>,
 }
 
 static HOST: Mutex<Option<Host>> = Mutex::new(None);
+/// While there is none, copies pay one load.
+static REGISTERED: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
 
 /// Registers a host function; `keep`: a graph may call it again.
@@ -596,11 +619,43 @@ pub fn register_host(
         return Err(crate::entry::OUT_OF_MEMORY);
     }
     let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
-    let host = host.get_or_insert_with(|| Host { functions: HashMap::new(), due: Vec::new(), next: 1 });
+    let host = host.get_or_insert_with(|| Host {
+        functions: HashMap::new(),
+        due: Vec::new(),
+        next: 1,
+        launches: Vec::new(),
+    });
     let id = host.next;
     host.next += 1;
     host.functions.insert(id, Registered { function, keep, after, client });
+    REGISTERED.fetch_add(1, Ordering::Relaxed);
     Ok(id)
+}
+
+/// A graph was launched by the frame at this position.
+pub fn graph_launched(stream: &Arc<Stream>, seq: u64) {
+    if REGISTERED.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    if let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
+        && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
+    {
+        host.launches.retain(|(on, seq)| !on.done(*seq) && on.handle != stream.handle);
+        host.launches.push((stream.clone(), seq));
+    }
+}
+
+/// Whether a host function may still run that was put on a stream, or into a graph that was launched.
+pub fn host_function_due(client: &Client) -> bool {
+    if REGISTERED.load(Ordering::Relaxed) == 0 {
+        return false;
+    }
+    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    host.as_mut().is_some_and(|host| {
+        host.launches.retain(|(on, seq)| !on.done(*seq));
+        host.functions.values().any(|f| !f.keep && f.client.number == client.number)
+            || host.launches.iter().any(|(on, _)| on.client.number == client.number)
+    })
 }
 
 /// The worker says that a host function is due.
@@ -621,13 +676,9 @@ fn run_host() {
             }
             let id = h.due.remove(0);
             let Registered { function, keep, after, client } = h.functions.get(&id)?;
-            let (function, keep, after, client) = (*function, *keep, after.clone(), *client);
-            if !keep {
-                h.functions.remove(&id);
-            }
-            Some((id, function, after, client))
+            Some((id, *function, *keep, after.clone(), *client))
         });
-        let Some((id, function, after, client)) = next else {
+        let Some((id, function, keep, after, client)) = next else {
             host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
@@ -644,5 +695,9 @@ fn run_host() {
         let _ = mapped::upload_after_host_function(client);
         let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(host) = host.as_mut().filter(|_| !keep) {
+            host.functions.remove(&id);
+            REGISTERED.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }

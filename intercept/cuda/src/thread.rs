@@ -128,15 +128,15 @@ pub fn seen(key: u64, add: bool) -> bool {
     })
 }
 
-/// The thread's own default stream in a context, made by `make` at first use.
-pub fn default_stream(ctx: u64, make: impl FnOnce() -> Result<u64>) -> Result<u64> {
-    let known = DEFAULT_STREAMS
-        .try_with(|streams| streams.borrow().get(&ctx).copied())
-        .map_err(|_| INVALID_CONTEXT)?;
-    if let Some(stream) = known {
-        return Ok(stream);
-    }
-    let stream = make()?;
-    DEFAULT_STREAMS.with(|streams| streams.borrow_mut().insert(ctx, stream));
-    Ok(stream)
+/// The thread's own default stream in a context, if it has been given one.
+pub fn default_stream(ctx: u64) -> Option<u64> {
+    DEFAULT_STREAMS.try_with(|streams| streams.borrow().get(&ctx).copied()).ok().flatten()
+}
+
+/// Gives it one.
+pub fn set_default_stream(ctx: u64, stream: u64) -> Result {
+    DEFAULT_STREAMS
+        .try_with(|streams| streams.borrow_mut().insert(ctx, stream))
+        .map(drop)
+        .map_err(|_| INVALID_CONTEXT)
 }

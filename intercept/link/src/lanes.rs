@@ -174,11 +174,37 @@ struct Open {
     lost: bool,
 }
 
+/// The stream that a transfer is on. A default stream's handle is the same in every context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct On {
+    /// Context of the stream.
+    pub ctx: u64,
+    /// Handle of the stream.
+    pub stream: u64,
+}
+
+/// A transfer from the device for which nobody waits yet.
+#[derive(Clone, Copy)]
+pub struct Detached {
+    /// Its position in the log.
+    pub seq: u64,
+    /// Its stream.
+    pub on: On,
+    range: HostRange,
+}
+
+impl Detached {
+    /// Whether it writes to any of these bytes.
+    pub fn fills(&self, address: usize, len: usize) -> bool {
+        self.range.address < address.saturating_add(len) && address < self.range.address + self.range.len
+    }
+}
+
 struct Down {
     range: HostRange,
     left: usize,
     status: i32,
-    stream: u64,
+    on: On,
     /// Nobody asks for the result: forget it when it has landed.
     detached: bool,
     /// Threads that write into the range right now.
@@ -190,11 +216,10 @@ const UNAVAILABLE: i32 = 46;
 
 impl DownTransfers {
     /// Announces a transfer before its frame can be answered. `detached`: a later [`DownTransfers::settle`] waits for it.
-    pub fn expect(&self, transfer: u64, range: HostRange, stream: u64, detached: bool) {
+    pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool) {
         let mut open = lock(&self.open);
         let (left, lost) = (range.len, open.lost);
-        let down =
-            Down { range, left, status: if lost { UNAVAILABLE } else { 0 }, stream, detached, writing: 0 };
+        let down = Down { range, left, status: if lost { UNAVAILABLE } else { 0 }, on, detached, writing: 0 };
         open.transfers.insert(transfer, down);
     }
 
@@ -214,21 +239,28 @@ impl DownTransfers {
         }
     }
 
-    /// Forgets a transfer whose frame the driver refused.
+    /// Forgets a transfer whose frame the driver refused; nothing is written to its range any more when this returns.
     pub fn cancel(&self, transfer: u64) {
-        lock(&self.open).transfers.remove(&transfer);
+        let mut open = lock(&self.open);
+        while let Some(t) = open.transfers.get_mut(&transfer) {
+            t.status = UNAVAILABLE;
+            if t.writing == 0 {
+                open.transfers.remove(&transfer);
+                return;
+            }
+            open = self.changed.wait(open).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
-    /// Waits a while for every detached transfer before position `before` in the log (of one stream, or of all) to land.
-    /// False: some have not; small ones come with the frames that the caller must read meanwhile.
-    pub fn settle(&self, before: u64, stream: Option<u64>, patience: Duration) -> bool {
+    /// Waits a while for those detached transfers that `wanted` says to land. False: some have not; small ones come with the frames
+    /// that the caller must read meanwhile.
+    pub fn settle(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
         let mut open = lock(&self.open);
         let unsettled = |open: &Open| {
             open.transfers.iter().any(|(seq, t)| {
                 t.detached
-                    && *seq < before
-                    && stream.is_none_or(|s| s == t.stream)
                     && (t.status == 0 || t.writing > 0)
+                    && wanted(&Detached { seq: *seq, on: t.on, range: t.range })
             })
         };
         if !unsettled(&open) {
@@ -247,7 +279,7 @@ impl DownTransfers {
     pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
         if status != 0 {
             self.piece_done(transfer, 0, status);
-        } else if let Some(address) = self.begin_piece(transfer, 0, bytes.len()) {
+        } else if let Ok(Some(address)) = self.begin_piece(transfer, 0, bytes.len()) {
             // SAFETY: `begin_piece` checked the bounds of a range that stays mapped until the transfer has ended, and
             // marked it as being written.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
@@ -255,15 +287,18 @@ impl DownTransfers {
         }
     }
 
-    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> Option<usize> {
+    /// Where a piece goes; `None` if its transfer has failed or was given up.
+    fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> std::io::Result<Option<usize>> {
         let mut open = lock(&self.open);
-        let t = open.transfers.get_mut(&transfer)?;
-        let offset = usize::try_from(offset).ok()?;
-        if offset.checked_add(len)? > t.range.len || len > t.left || t.status != 0 {
-            return None;
+        let Some(t) = open.transfers.get_mut(&transfer).filter(|t| t.status == 0) else { return Ok(None) };
+        let inside = |offset: &usize| offset.checked_add(len).is_some_and(|end| end <= t.range.len);
+        match usize::try_from(offset).ok().filter(inside) {
+            Some(offset) if len <= t.left => {
+                t.writing += 1;
+                Ok(Some(t.range.address + offset))
+            }
+            _ => Err(std::io::Error::other("data beyond the end of a transfer")),
         }
-        t.writing += 1;
-        Some(t.range.address + offset)
     }
 
     fn piece_done(&self, transfer: u64, len: usize, status: i32) {
@@ -298,6 +333,7 @@ impl DownTransfers {
 /// Receives chunks straight into the program's memory.
 fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) {
     let result = (|| -> std::io::Result<()> {
+        let mut unwanted = Vec::new();
         loop {
             let mut head = [0; HEADER];
             transport.recv_exact(&mut head, Wait::Spin(std::time::Duration::ZERO))?;
@@ -319,8 +355,11 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
                 transfers.piece_done(transfer, 0, status);
                 continue;
             }
-            let Some(address) = transfers.begin_piece(transfer, header.ctx.get(), len) else {
-                return Err(std::io::Error::other("a chunk that nobody asked for"));
+            let Some(address) = transfers.begin_piece(transfer, header.ctx.get(), len)? else {
+                // A transfer of which another part has failed ends there.
+                unwanted.resize(CHUNK, 0);
+                transport.recv_exact(&mut unwanted[..header.body_len()], Wait::Spin(Duration::ZERO))?;
+                continue;
             };
             // SAFETY: `begin_piece` checked the bounds and marked the range as being written; it stays mapped meanwhile.
             let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };

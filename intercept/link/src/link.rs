@@ -19,7 +19,7 @@ use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::{self, Preface};
 use zerocopy::IntoBytes;
 
-use crate::lanes::{DownTransfers, Lanes};
+use crate::lanes::{Detached, DownTransfers, Lanes};
 use crate::threads;
 use crate::transport::{Transport, Wait};
 
@@ -428,11 +428,10 @@ impl Link {
         read.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)))
     }
 
-    /// Waits until every detached transfer before position `before` (of one stream, or of all) has landed, reading frames
-    /// meanwhile. Call after the worker has said that they are complete.
-    pub fn settle(&self, before: u64, stream: Option<u64>) {
+    /// Waits until the detached transfers that `wanted` says have landed, reading frames meanwhile.
+    pub fn settle(&self, wanted: impl Fn(&Detached) -> bool) {
         const PATIENCE: Duration = Duration::from_millis(1);
-        while !self.down.settle(before, stream, PATIENCE) {
+        while !self.down.settle(&wanted, PATIENCE) {
             if self.poll().is_err() {
                 return;
             }

@@ -332,6 +332,15 @@ nvml! {
         }
     }
 
+    // What NCCL asks for.
+    fn nvmlDeviceGetNvLinkRemotePciInfo(which: usize, link: u32, to: *mut [u8; PCI_INFO_BEFORE_V3]) {
+        let mut session = session();
+        let device = device(&session, which)?;
+        let (_, call) = find("nvmlDeviceGetNvLinkRemotePciInfo_v2").ok_or(status::UNKNOWN)?;
+        let answer = session.answer(device, call, &[link.to_le_bytes().to_vec()])?.pop().ok_or(status::UNKNOWN)??;
+        out(to, *answer.first_chunk().ok_or(status::UNKNOWN)?)
+    }
+
     fn nvmlDeviceGetMemoryInfo(which: usize, to: *mut Memory) {
         let mut session = session();
         let device = device(&session, which)?;

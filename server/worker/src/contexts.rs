@@ -1,6 +1,7 @@
 //! The worker's devices and contexts.
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use gpusession_proto::frame::Writer;
 use gpusession_proto::handle;
@@ -28,6 +29,8 @@ pub struct Contexts {
     /// For each device, which ones it reaches the memory of: itself, and others where the machine lets it.
     reach: Vec<Vec<bool>>,
     created: Table<(Object, u32)>,
+    /// How often each primary context was reset.
+    resets: Vec<AtomicU64>,
 }
 
 impl Contexts {
@@ -62,7 +65,8 @@ impl Contexts {
         };
         let reach =
             devices.iter().map(|from| devices.iter().map(|to| reaches(*from, *to)).collect()).collect();
-        Ok(Self { devices, limits, primary, reach, created: Table::new(kind::CTX) })
+        let resets = devices.iter().map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { devices, limits, primary, reach, created: Table::new(kind::CTX), resets })
     }
 
     /// Whether contexts on all devices are shared by MPS.
@@ -146,18 +150,44 @@ impl Contexts {
         Ok(())
     }
 
+    /// How often a context was reset: what was made in it before is gone.
+    pub fn resets(&self, ctx: u64) -> u64 {
+        let primary = self.resets.get(handle::slot(ctx) as usize);
+        primary.map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+
+    /// Resets a device's primary context, and makes it current.
+    pub fn reset(&self, driver: &Driver, device: u32) -> Result<(), Status> {
+        let ordinal = self.device(device.into())?;
+        // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
+        check(unsafe { (driver.call.cuDevicePrimaryCtxReset_v2)(ordinal) })?;
+        self.resets[device as usize].fetch_add(1, Ordering::Relaxed);
+        let mut ctx = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        check(unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, ordinal) })?;
+        // SAFETY: just retained.
+        check(unsafe { (driver.call.cuCtxSetCurrent)(ctx) })
+    }
+
+    /// Does something with the first device's primary context current.
+    pub fn within_first<T>(
+        &self,
+        driver: &Driver,
+        work: impl FnOnce() -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        within(driver, self.primary(0)?, work)
+    }
+
+    /// Waits for everything that runs in one context.
+    pub fn synchronize_one(&self, driver: &Driver, ctx: u64) -> Result<(), Status> {
+        // SAFETY: a context is current.
+        within(driver, self.get(ctx)?.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }))
+    }
+
     /// Waits for everything that runs on any of the devices. The first trouble is told when all have ended.
     pub fn synchronize(&self, driver: &Driver) -> Result<(), Status> {
-        let one = |ctx: Object| {
-            // SAFETY: a context of this worker.
-            check(unsafe { (driver.call.cuCtxPushCurrent_v2)(ctx.0) })?;
-            // SAFETY: a context is current.
-            let synced = check(unsafe { (driver.call.cuCtxSynchronize)() });
-            let mut popped = std::ptr::null_mut();
-            // SAFETY: pushed above; the out pointer is valid.
-            unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
-            synced
-        };
+        // SAFETY: a context is current.
+        let one = |ctx: Object| within(driver, ctx.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }));
         self.all().into_iter().map(one).fold(Ok(()), Result::and)
     }
 
@@ -237,6 +267,17 @@ impl Contexts {
         // SAFETY: leaving the context.
         check(unsafe { (driver.call.cuCtxSetCurrent)(std::ptr::null_mut()) })
     }
+}
+
+/// Does something with a context of this worker current.
+fn within<T>(driver: &Driver, ctx: Handle, work: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
+    // SAFETY: a context of this worker.
+    check(unsafe { (driver.call.cuCtxPushCurrent_v2)(ctx) })?;
+    let done = work();
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: pushed above; the out pointer is valid.
+    unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
+    done
 }
 
 fn text(chars: &[std::ffi::c_char]) -> Vec<u8> {

@@ -127,7 +127,6 @@ functions! {
     cuMemMap(Address, usize, usize, u64, u64);
     cuMemUnmap(Address, usize);
     cuMemSetAccess(Address, usize, *const c_void, usize);
-    cuMemHostAlloc(*mut *mut c_void, usize, u32);
     cuMemHostRegister_v2(*mut c_void, usize, u32);
     cuMemHostUnregister(*mut c_void);
     cuMemHostGetDevicePointer_v2(*mut Address, *mut c_void, u32);

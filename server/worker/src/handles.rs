@@ -43,6 +43,13 @@ impl<T: Copy> Table<T> {
         slots.iter().flatten().map(|(_, value)| *value).collect()
     }
 
+    /// Forgets what `goes` says.
+    pub fn forget(&self, goes: impl Fn(&T) -> bool) {
+        for slot in self.slots.write().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+            slot.take_if(|(_, value)| goes(value));
+        }
+    }
+
     /// Stores what a new handle stands for.
     pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
         let slot = handle as u32 as usize;

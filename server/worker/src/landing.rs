@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
 
-use crate::driver::{Handle, Status, check, status};
+use crate::driver::{Driver, Handle, Status, check, status};
 use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
@@ -36,13 +36,21 @@ pub struct Landing {
 }
 
 impl Landing {
-    /// The pinned slots, allocated at first use (a context is current).
+    /// The pinned slots, made at first use.
     pub fn slots(&self, session: &Session) -> Result<&Slots, Status> {
         if let Some(slots) = self.slots.get() {
             return Ok(slots);
         }
-        let slots = Slots::new(session.driver, SLOTS, INLINE_MAX)?;
+        let slots = session
+            .contexts
+            .within_first(session.driver, || Slots::new(session.driver, SLOTS, INLINE_MAX))?;
         Ok(self.slots.get_or_init(|| slots))
+    }
+
+    /// The context that they were pinned in was reset; it is current.
+    pub fn pin_again(&self, driver: &Driver) {
+        // Copies work without it.
+        let _ = self.slots.get().map(|slots| slots.pin(driver));
     }
 
     /// Queues what `slot` will hold once its event has happened.

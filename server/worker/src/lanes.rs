@@ -78,11 +78,12 @@ impl Lanes {
     /// Serves one lane until it ends.
     pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
         let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
-        let first =
-            session.contexts.get(gpusession_proto::handle::make(gpusession_proto::handle::CTX, 0, 0, 0));
-        let (context, _) = first.map_err(said)?;
         // SAFETY: a primary context of this worker.
-        check(unsafe { (session.driver.call.cuCtxSetCurrent)(context) }).map_err(said)?;
+        session
+            .contexts
+            .primary(0)
+            .and_then(|context| check(unsafe { (session.driver.call.cuCtxSetCurrent)(context) }))
+            .map_err(said)?;
         let lanes = &session.lanes;
         if lane < FIRST_DOWN_LANE {
             let index = (lane - 1) as usize;
@@ -144,9 +145,11 @@ impl Lanes {
             let oldest = lane.copying.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
             match oldest {
                 Some(slot) => {
-                    // SAFETY: the slot's event was recorded after its copy. A failure means that the context is
-                    // poisoned: then the copy will not read the slot any more either.
-                    unsafe { (driver.call.cuEventSynchronize)(slot.event) };
+                    if !slot.event.is_null() {
+                        // SAFETY: the slot's event was recorded after its copy. A failure means that the context is
+                        // poisoned: then the copy will not read the slot any more either.
+                        unsafe { (driver.call.cuEventSynchronize)(slot.event) };
+                    }
                     return slot;
                 }
                 // All slots are waiting for an executor.
@@ -183,6 +186,30 @@ impl Lanes {
         if let Some(lane) = self.up[chunk.lane].get() {
             lane.copying.lock().unwrap_or_else(PoisonError::into_inner).push_back(chunk.slot);
             self.arrival.notify_all();
+        }
+    }
+
+    /// A context in which everything is done is about to go, and the events of slots with it: waits until none of them is asked for.
+    pub fn leave(&self, ctx: u64) {
+        for lane in self.up.iter().filter_map(OnceLock::get) {
+            let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
+            let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
+            *copying = others;
+            VecDeque::into_iter(done).for_each(|slot| lane.slots.give(slot));
+        }
+        self.arrival.notify_all();
+        let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.slot.ctx == ctx);
+        while pending(&self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner)) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The context that all slots were pinned in was reset; it is current.
+    pub fn pin_again(&self, driver: &Driver) {
+        let slots = self.up.iter().filter_map(|lane| lane.get().map(|l| &l.slots));
+        for slots in slots.chain(self.down.slots.get()) {
+            // Copies work without it.
+            let _ = slots.pin(driver);
         }
     }
 
@@ -248,7 +275,8 @@ impl DownQueue {
                 let mut ready = None;
                 for i in 0..queue.len() {
                     let state = match queue[i].failed {
-                        // SAFETY: the slot's event is valid.
+                        0 if queue[i].slot.event.is_null() => 0,
+                        // SAFETY: the slot's event is valid: `leave` waits for those that were not asked for.
                         0 => unsafe { (driver.call.cuEventQuery)(queue[i].slot.event) },
                         failed => failed,
                     };

@@ -1,16 +1,24 @@
 //! Pinned memory of the worker that data passes through on its way to and from the device.
 
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use crate::driver::{Driver, Handle, Status, check};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
-/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
+use crate::contexts::Contexts;
+use crate::driver::{Driver, Handle, Status, check, status};
+
+/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
 const PORTABLE: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: u32 = 2;
 
 /// Equal slots of pinned memory, each with an event that says when the device has done with it.
 pub struct Slots {
+    /// This process's own memory, for as long as it lives: memory of the driver would go with the context that made it.
+    memory: NonNull<std::ffi::c_void>,
+    len: usize,
     free: Mutex<Vec<Slot>>,
     changed: Condvar,
 }
@@ -19,43 +27,65 @@ pub struct Slots {
 pub struct Slot {
     /// Its memory.
     pub address: *mut u8,
-    /// Recorded after the device work that uses it; see [`Slot::enter`].
+    /// Recorded after the device work that uses it; null: there is none. See [`Slot::enter`].
     pub event: Handle,
-    /// An event belongs to a context: one for each that has used the slot.
-    events: Vec<(u64, Handle)>,
+    /// Context of that event; 0 where there is none.
+    pub ctx: u64,
+    /// An event belongs to a context: one for each that has used the slot, with how often that was reset before.
+    events: Vec<(u64, u64, Handle)>,
 }
 
 impl Slot {
     /// Chooses the event for work in the context `ctx`, which is current.
-    pub fn enter(&mut self, driver: &Driver, ctx: u64) -> Result<(), Status> {
-        self.event = match self.events.iter().find(|(known, _)| *known == ctx) {
-            Some((_, event)) => *event,
+    pub fn enter(&mut self, driver: &Driver, contexts: &Contexts, ctx: u64) -> Result<(), Status> {
+        let resets = contexts.resets(ctx);
+        self.event = match self.events.iter().find(|(known, when, _)| *known == ctx && *when == resets) {
+            Some((_, _, event)) => *event,
             None => {
                 let event = new_event(driver)?;
-                self.events.push((ctx, event));
+                self.events.retain(|(known, _, _)| *known != ctx);
+                self.events.push((ctx, resets, event));
                 event
             }
         };
+        self.ctx = ctx;
         Ok(())
     }
 }
 
 // SAFETY: the pinned memory and the event belong to whoever holds the slot, in any thread.
 unsafe impl Send for Slot {}
+// SAFETY: the mapping is reached only through slots, and by the driver.
+unsafe impl Send for Slots {}
+// SAFETY: as above.
+unsafe impl Sync for Slots {}
 
 impl Slots {
-    /// Allocates `count` slots of `size` bytes. A context must be current.
+    /// Makes `count` slots of `size` bytes. The context that [`Slots::pin`] is for must be current.
     pub fn new(driver: &Driver, count: usize, size: usize) -> Result<Self, Status> {
-        let mut base = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid. The memory lives as long as the process.
-        check(unsafe { (driver.call.cuMemHostAlloc)(&mut base, count * size, PORTABLE) })?;
-        let mut free = Vec::with_capacity(count);
-        for i in 0..count {
-            // SAFETY: inside the allocation.
-            let address = unsafe { base.cast::<u8>().add(i * size) };
-            free.push(Slot { address, event: new_event(driver)?, events: Vec::new() });
+        let len = NonZeroUsize::new(count * size).ok_or(status::INVALID_VALUE)?;
+        // SAFETY: a new mapping, never unmapped.
+        let memory = unsafe {
+            mmap_anonymous(None, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
         }
-        Ok(Self { free: Mutex::new(free), changed: Condvar::new() })
+        .map_err(|_| status::OUT_OF_MEMORY)?;
+        let slot = |i| Slot {
+            // SAFETY: inside the mapping.
+            address: unsafe { memory.as_ptr().cast::<u8>().add(i * size) },
+            event: std::ptr::null_mut(),
+            ctx: 0,
+            events: Vec::new(),
+        };
+        let free = Mutex::new((0..count).map(slot).collect());
+        let slots = Self { memory, len: len.get(), free, changed: Condvar::new() };
+        slots.pin(driver)?;
+        Ok(slots)
+    }
+
+    /// Pins the memory, for every context and for as long as the current one lives. Memory that is not pinned serves, too, but slowly.
+    pub fn pin(&self, driver: &Driver) -> Result<(), Status> {
+        // SAFETY: our own mapping, which stays.
+        check(unsafe { (driver.call.cuMemHostRegister_v2)(self.memory.as_ptr(), self.len, PORTABLE) })
     }
 
     /// Takes a slot, waiting until one is free.
@@ -75,7 +105,8 @@ impl Slots {
     }
 
     /// Gives a slot back.
-    pub fn give(&self, slot: Slot) {
+    pub fn give(&self, mut slot: Slot) {
+        (slot.event, slot.ctx) = (std::ptr::null_mut(), 0);
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
         self.changed.notify_one();
     }

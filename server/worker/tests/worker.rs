@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use gpusession_link::lanes::{HostRange, chunk_header};
+use gpusession_link::lanes::{HostRange, On, chunk_header};
 use gpusession_link::tls;
 use gpusession_proto::frame::{
     CHUNK, DOWN_LANES, FIRST_DOWN_LANE, FIRST_UP_LANE, HEADER, INLINE_MAX, MAX_BODY, Reader, mirror, op,
@@ -54,7 +54,12 @@ fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
     let target = bytes.as_mut_ptr() as usize;
     let begun = client.link.begin_call(op::COPY_FROM_DEVICE, CALLER, |w| {
         // SAFETY: `bytes` outlives the transfer, which is waited for.
-        client.link.down.expect(w.seq(), unsafe { HostRange::new(target, len) }, 0, false);
+        client.link.down.expect(
+            w.seq(),
+            unsafe { HostRange::new(target, len) },
+            On { ctx: 0, stream: 0 },
+            false,
+        );
         [source, len as u64, 0, 1].into_iter().for_each(|word| w.word(word));
     });
     let begun = begun.expect("the worker is there");

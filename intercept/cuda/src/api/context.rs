@@ -13,7 +13,7 @@ use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, alias, driver, give, give_optional,
 };
-use crate::{clients, handles, private_tables, ranges, streams, thread};
+use crate::{clients, handles, private_tables, streams, thread};
 
 /// The context that a program names; null is the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
@@ -56,7 +56,7 @@ fn synchronize(ctx: u64) -> Result {
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    client.link.settle(seq, None);
+    client.link.settle(|t| t.seq < seq && t.on.ctx == ctx);
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }
@@ -130,12 +130,11 @@ driver! {
             return Err(INVALID_CONTEXT);
         }
         thread::forget(ctx);
-        streams::forget_context(ctx);
-        ranges::forget_context(ctx);
-        private_tables::forget_context(ctx);
-        client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)))?;
-        handles::retire(ctx);
-        Ok(())
+        super::memory::end_context(client, ctx, true, || {
+            client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)))?;
+            handles::retire(ctx);
+            Ok(())
+        })
     }
 
     fn cuCtxAttach(ctx: *mut *mut c_void, flags: u32) {

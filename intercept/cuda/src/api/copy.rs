@@ -118,11 +118,11 @@ fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) ->
         (false, true) => from_device(target as usize, source, len, stream, wait),
         (false, false) => {
             if !wait && stream.capture().is_some() {
-                return copies::capture(Cuboid::row((HOST, target), (HOST, source), len), stream);
+                return copies::in_order(Cuboid::row((HOST, target), (HOST, source), len), stream);
             }
             // In order with the stream's work, then by the program's own CPU.
             stream.not_captured()?;
-            stream.client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+            stream.ask(op::STREAM_SYNC)?;
             // SAFETY: the program vouches for both ranges.
             unsafe { std::ptr::copy(source as *const u8, target as *mut u8, len) };
             Ok(())
@@ -539,10 +539,10 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
     let direction = match cuboid.host_sides() {
         (true, true) => {
             if stream.capture().is_some() {
-                return copies::capture(cuboid, stream);
+                return copies::in_order(cuboid, stream);
             }
             stream.not_captured()?;
-            client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
+            stream.ask(op::STREAM_SYNC)?;
             for (y, z) in rows() {
                 // SAFETY: the program vouches for both boxes.
                 unsafe {
@@ -559,10 +559,16 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
         (true, false) => 1,
         (false, true) => 2,
     };
-    if direction != 0 && stream.capture().is_some() {
-        return copies::capture(cuboid, stream);
-    }
     mapped::upload(client)?;
+    if direction != 0 && stream.capture().is_some() {
+        return copies::in_order(cuboid, stream);
+    }
+    if direction == 1 {
+        let (first, last) = (cuboid.source.row(0, 0), cuboid.source.row(height - 1, depth - 1));
+        if copies::done_there(cuboid, first, last + width - first, stream)? {
+            return Ok(());
+        }
+    }
     let host = cuboid;
     if direction == 1 {
         cuboid.source = cuboid.source.packed(width, height);
@@ -617,7 +623,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
                         down.expect(
                             w.seq(),
                             unsafe { gpusession_link::lanes::HostRange::new(target, len) },
-                            0,
+                            stream.on(),
                             false,
                         );
                     }

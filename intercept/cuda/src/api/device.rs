@@ -3,14 +3,14 @@
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::Ordering;
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{Writer, op};
 
 use crate::client::Client;
+use crate::clients;
 use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, alias, driver, give, give_text, name,
 };
-use crate::{clients, ranges, streams, thread};
 
 driver! {
     fn cuInit(flags: u32) {
@@ -152,16 +152,14 @@ driver! {
 }
 
 fn reset(client: &Client, device: &Device, wait: bool) -> Result {
-    let ctx = client.primary(device.local);
-    streams::forget_context(ctx);
-    ranges::forget_context(ctx);
-    crate::private_tables::forget_context(ctx);
-    if wait {
-        client.call(op::PRIMARY_RESET, |w| w.word(u64::from(device.local))).map(|_| ())
-    } else {
-        let _ = thread::id();
-        client.post(op::PRIMARY_RESET, |w| w.word(u64::from(device.local))).map(|_| ())
-    }
+    super::memory::end_context(client, client.primary(device.local), wait, || {
+        let body = |w: &mut Writer<'_>| w.word(u64::from(device.local));
+        if wait {
+            client.call(op::PRIMARY_RESET, body).map(drop)
+        } else {
+            client.post(op::PRIMARY_RESET, body).map(drop)
+        }
+    })
 }
 
 alias! {

@@ -62,10 +62,8 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
-        stream.landed(recorded);
-        for (stream, covered) in event.covers() {
-            client.link.settle(covered, Some(stream));
-        }
+        let covers = event.covers();
+        client.link.settle(|t| covers.iter().any(|(on, seq)| *on == t.on && t.seq < *seq));
         event.has_happened(&stream, recorded);
     }
     client.told(reply.status)

@@ -375,6 +375,7 @@ driver! {
             w.word(stream.handle);
         })?;
         stream.worked(seq);
+        streams::graph_launched(&stream, seq);
         client.late()
     }
 

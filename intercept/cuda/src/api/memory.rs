@@ -13,7 +13,7 @@ use crate::entry::{
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
-use crate::{clients, mapped, thread};
+use crate::{clients, mapped, private_tables, thread};
 
 /// Allocates device memory in the current context; the caller records what it is.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
@@ -72,7 +72,8 @@ fn host_memory_unused(owner: &'static Client) -> Result {
         .chain(created)
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
-    owner.link.settle(owner.link.position() + 1, None);
+    let before = owner.link.position() + 1;
+    owner.link.settle(|t| t.seq < before);
     synced
 }
 
@@ -115,6 +116,33 @@ fn free_of(client: &Client, range: &Range) -> Result {
         freed?;
     }
     synced
+}
+
+/// A context goes, by what `end` asks of the server, and what belongs to it with it. `wait`: until its memory can be allocated again.
+pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
+    // The runtime unloads what it has loaded.
+    private_tables::forget_context(ctx);
+    super::module::forget_context(ctx);
+    streams::forget_context(ctx);
+    end()?;
+    let give_back = |range: &Range| {
+        if range.kind == Kind::Managed {
+            mapped::unmap(range.base)?;
+            window::close(range.base, range.size);
+        } else if range.kind != Kind::Device {
+            return Ok(());
+        }
+        let Some((base, size)) = client.window().free(range.base)? else { return Ok(()) };
+        if wait {
+            client.call(op::FREE, |w| w.word(base))?;
+            client.window().unmapped(base, size);
+        } else {
+            // The addresses are not used again: nobody knows when the server is through with them.
+            client.post(op::FREE, |w| w.word(base))?;
+        }
+        Ok(())
+    };
+    ranges::forget_context(ctx).iter().map(give_back).fold(Ok(()), Result::and)
 }
 
 fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {

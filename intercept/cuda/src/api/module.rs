@@ -284,6 +284,15 @@ fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result 
 /// Modules of libraries, so that one is made once.
 static LIBRARY_MODULES: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(None);
 
+/// What libraries have in a context that is gone is looked up anew.
+pub fn forget_context(ctx: u64) {
+    functions::forget_context(ctx);
+    let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+    modules.get_or_insert_default().retain(|(_, of), _| *of != ctx);
+    let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
+    globals.get_or_insert_default().retain(|(_, of, ..), _| *of != ctx);
+}
+
 driver! {
     fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
         let client = clients::get()?;

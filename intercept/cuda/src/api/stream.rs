@@ -211,9 +211,8 @@ driver! {
         match captured {
             Some(capture) => stream.join(&capture),
             None => {
-                if let Some((of, recorded)) = event.pending().filter(|_| client.link.down.any()) {
+                if event.pending().is_some() && client.link.down.any() {
                     stream.covers_also(&event.covers());
-                    stream.covers_also(&[(of.handle, recorded)]);
                 }
             }
         }

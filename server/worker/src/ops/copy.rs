@@ -107,7 +107,7 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
             return Err(Failure::Status(status::INVALID_VALUE));
         }
         left -= chunk.len;
-        if let Err(error) = chunk.slot.enter(session.driver, frame.header.ctx.get()) {
+        if let Err(error) = chunk.slot.enter(session.driver, &session.contexts, frame.header.ctx.get()) {
             first_error = error;
         }
         if first_error == 0 {
@@ -137,7 +137,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
         let queued = session.lanes.send(seq, len, |offset, len, slot| {
-            slot.enter(session.driver, frame.header.ctx.get())?;
+            slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
             // SAFETY: the slot has room for a chunk and is not reused before it was sent.
             check(unsafe {
                 match (call.cuMemcpyDtoHAsync_v2)(
@@ -162,7 +162,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     };
     let slots = session.landing.slots(session).map_err(failed)?;
     let mut slot = slots.take();
-    if let Err(error) = slot.enter(session.driver, frame.header.ctx.get()) {
+    if let Err(error) = slot.enter(session.driver, &session.contexts, frame.header.ctx.get()) {
         slots.give(slot);
         return Err(failed(error).into());
     }
@@ -334,7 +334,7 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
 
 fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
     session.lanes.send(transfer, packed.len(), |offset, len, slot| {
-        // SAFETY: the slot has room for a chunk; its event has happened, since the slot was free.
+        // SAFETY: the slot has room for a chunk.
         unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), slot.address, len) };
         Ok(())
     })

@@ -80,7 +80,12 @@ pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     };
     if frame.header.flags.get() & WAIT != 0 {
         session.reply(seq, code, &answer);
-    } else if code != 0 {
+        return;
+    }
+    if !answer.before.is_empty() {
+        session.send_frames(&answer.before);
+    }
+    if code != 0 {
         session.late_error(seq, code);
     }
 }
@@ -101,7 +106,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
         op::STREAM_SYNC => stream::sync(session, &mut r, answer),
         op::STREAM_QUERY => stream::query(session, &mut r, answer),
-        op::STREAM_CREATE => stream::create(session, &mut r),
+        op::STREAM_CREATE => stream::create(session, frame, &mut r),
         op::STREAM_DESTROY => stream::destroy(session, &mut r),
         op::STREAM_BATCH => stream::batch(session, &mut r),
         op::CAPTURE_BEGIN => stream::capture_begin(session, &mut r),
@@ -136,25 +141,21 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         }
         op::CTX_DESTROY => {
             let handle = r.word()?;
+            leave(session, handle, answer);
             let ctx = session.contexts.take(handle)?;
-            allocations::context_gone(session, handle);
             executor.current = 0;
-            session.mirrors.forget_context(handle);
             // SAFETY: a context that this worker created.
             Ok(check(unsafe { (call.cuCtxDestroy_v2)(ctx) })?)
         }
         op::PRIMARY_RESET => {
-            let client_device = r.word()?;
-            let device = session.contexts.device(client_device)?;
-            let ctx = make(CTX, 0, 1, client_device as u32);
-            allocations::context_gone(session, ctx);
-            session.mirrors.forget_context(ctx);
-            // SAFETY: the device exists; this worker's context is retained and stays valid as a handle.
-            check(unsafe { (call.cuDevicePrimaryCtxReset_v2)(device) })?;
-            let mut ctx = std::ptr::null_mut();
-            // SAFETY: the out pointer is valid.
-            check(unsafe { (call.cuDevicePrimaryCtxRetain)(&mut ctx, device) })?;
+            let device = bounded(r.word()?, session.contexts.devices.len())? as u32;
+            leave(session, make(CTX, 0, 1, device), answer);
             executor.current = 0;
+            session.contexts.reset(session.driver, device)?;
+            if device == 0 {
+                session.landing.pin_again(session.driver);
+                session.lanes.pin_again(session.driver);
+            }
             Ok(())
         }
         op::CTX_SET_LIMIT => {
@@ -203,6 +204,17 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
         _ => allocations::generated(session, frame, &mut r, answer),
     }
+}
+
+/// A context is about to be destroyed or reset: what is under way in it ends, and nothing of it is used any more.
+fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
+    // Whatever went wrong in it goes with it.
+    let _ = session.contexts.synchronize_one(session.driver, ctx);
+    settle(session, answer);
+    session.lanes.leave(ctx);
+    session.streams.forget(|stream| stream.ctx == ctx);
+    session.mirrors.forget_context(ctx);
+    allocations::context_gone(session, ctx);
 }
 
 /// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.

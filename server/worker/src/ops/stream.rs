@@ -25,16 +25,19 @@ pub struct Stream {
     pub object: Object,
     /// It does not.
     pub non_blocking: bool,
+    /// Its context.
+    pub ctx: u64,
 }
 
 /// `STREAM_CREATE`: new handle, flags, priority.
-pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
+pub fn create(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (handle, flags, priority) = (r.word()?, r.word()? as u32, r.word()? as i32);
     let mut stream = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     check(unsafe { (session.driver.call.cuStreamCreateWithPriority)(&mut stream, flags, priority) })?;
     let non_blocking = flags & NON_BLOCKING != 0;
-    Ok(session.streams.put(handle, Stream { object: Object(stream), non_blocking })?)
+    let ctx = frame.header.ctx.get();
+    Ok(session.streams.put(handle, Stream { object: Object(stream), non_blocking, ctx })?)
 }
 
 /// `STREAM_DESTROY`
