@@ -8,6 +8,11 @@ __global__ void add_into(const int *from, int *to, int count, int add) {
     if (i < count) to[i] = from[i] + add;
 }
 
+__global__ void add_behind(int *const *from, int count, int add) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) (*from)[i] += add;
+}
+
 const int COUNT = 50000, BLOCKS = (COUNT + 255) / 256;
 
 static void rounds(int *host, int *device, const char *what) {
@@ -65,5 +70,20 @@ int main() {
     CHECK(cudaHostGetDevicePointer(&device, host, 0));
     rounds(host, device, "portable");
     CHECK(cudaFreeHost(host));
+
+    // No call but the allocation names it: its address is in device memory.
+    int **address;
+    CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocMapped));
+    CHECK(cudaMalloc(&address, sizeof host));
+    CHECK(cudaMemcpy(address, &host, sizeof host, cudaMemcpyHostToDevice));
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < COUNT; i++) host[i] = i + round;
+        add_behind<<<BLOCKS, 256>>>(address, COUNT, 5);
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < COUNT; i++) EXPECT(host[i] == i + round + 5);
+    }
+    CHECK(cudaFree(address));
+    CHECK(cudaFreeHost(host));
+    std::printf("pinnedMapped: memory that device memory points to right\n");
     return 0;
 }

@@ -145,7 +145,10 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     ranges::forget_context(ctx).iter().map(give_back).fold(Ok(()), Result::and)
 }
 
-fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
+/// `CU_MEMHOSTALLOC_DEVICEMAP`
+const DEVICE_MAP: u32 = 2;
+
+fn host_allocate(client: &'static Client, size: usize, flags: u32) -> Result<u64> {
     streams::allowed()?;
     client.late()?;
     let ctx = thread::context()?;
@@ -154,6 +157,18 @@ fn host_allocate(client: &Client, size: usize, flags: u32) -> Result<u64> {
     }
     let address = client.window().allocate_host(size as u64)?;
     ranges::add(address, size as u64, Kind::Host(flags), ctx);
+    if flags & DEVICE_MAP != 0 {
+        // Kernels may find its address where nobody looks for it, in device memory. What there is no room for is seen by those that are
+        // given it in a parameter, if there is room then.
+        match mapped::map(client, address, size as u64) {
+            Ok(_) | Err(OUT_OF_MEMORY) => {}
+            Err(status) => {
+                ranges::take(address, |_| true);
+                client.window().free_host(address, size as u64);
+                return Err(status);
+            }
+        }
+    }
     Ok(address)
 }
 
