@@ -1,9 +1,11 @@
 // Copies from pinned memory read it when their stream gets there, whatever fills it first: another stream's copy, a host function, one in a
-// graph, a kernel that has it mapped. Copies to memory that a kernel has mapped are there for the next kernel; copies of managed memory wait
-// for the kernel that writes it; copies within the host wait for those that fill their source.
+// graph, a kernel that has it mapped; synchronous ones have read it when they return. Copies to memory that a kernel has mapped are there for
+// the next kernel; copies of managed memory wait for the kernel that writes it; copies within the host wait for those that fill their source.
 #include "check.h"
 
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 __global__ void fill(int *values, int count, int value) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) values[i] = value + i;
@@ -23,14 +25,37 @@ static void write(void *data) {
     for (int i = 0; i < work->count; i++) work->values[i] = work->first + i;
 }
 
-static void expect(const int *values, int count, int first) {
-    for (int i = count - 1; i >= 0; i--) EXPECT(values[i] == first + i);
+struct Look {
+    const int *values;
+    int count, first, right;
+};
+
+static void look_at(void *data) {
+    Look *look = static_cast<Look *>(data);
+    look->right = 1;
+    for (int i = look->count - 1; i >= 0; i--) look->right &= look->values[i] == look->first + i;
 }
+
+static void wait_for(void *data) {
+    while (!static_cast<std::atomic<int> *>(data)->load()) std::this_thread::yield();
+}
+
+static void expect_at(int line, const int *values, int count, int first) {
+    for (int i = count - 1; i >= 0; i--) {
+        if (values[i] == first + i) continue;
+        std::printf("FAILED line %d: %d of %d is %d, not %d\n", line, i, count, values[i], first + i);
+        std::exit(1);
+    }
+}
+
+#define expect(values, count, first) expect_at(__LINE__, values, count, first)
 
 int main() {
     const int most = 6 << 20;
     const size_t bytes = most * sizeof(int);
-    int *from, *to, *host, *back, *second;
+    const size_t LITTLE = 1 << 20;
+    int *from, *to, *host, *back, *second, *little;
+    CHECK(cudaHostAlloc(&little, LITTLE, cudaHostAllocDefault));
     CHECK(cudaMalloc(&from, bytes));
     CHECK(cudaMalloc(&to, bytes));
     for (int **pinned : {&host, &back, &second}) CHECK(cudaHostAlloc(pinned, bytes, cudaHostAllocDefault));
@@ -94,6 +119,51 @@ int main() {
         result(one);
         CHECK(cudaGraphExecDestroy(exec));
         CHECK(cudaGraphDestroy(graph));
+        // A copy in a graph, and one behind the graph.
+        first += 1000;
+        fill<<<64, 256, 0, one>>>(from, count, first);
+        CHECK(cudaStreamBeginCapture(one, cudaStreamCaptureModeThreadLocal));
+        CHECK(cudaMemcpyAsync(second, from, length, cudaMemcpyDeviceToHost, one));
+        CHECK(cudaStreamEndCapture(one, &graph));
+        CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        CHECK(cudaGraphLaunch(exec, one));
+        CHECK(cudaMemcpyAsync(to, second, length, cudaMemcpyHostToDevice, one));
+        result(one);
+        CHECK(cudaGraphExecDestroy(exec));
+        CHECK(cudaGraphDestroy(graph));
+        // A host function that waits for this thread, which meanwhile asks for copies both ways.
+        first += 1000;
+        fill<<<64, 256, 0, two>>>(from, count, first);
+        CHECK(cudaEventRecord(event, two));
+        std::atomic<int> go(0);
+        CHECK(cudaLaunchHostFunc(one, wait_for, &go));
+        CHECK(cudaStreamWaitEvent(one, event, 0));
+        const size_t part = length < LITTLE ? length : LITTLE;
+        CHECK(cudaMemcpyAsync(little, from, part, cudaMemcpyDeviceToHost, one));
+        CHECK(cudaMemcpyAsync(to, little, part, cudaMemcpyHostToDevice, one));
+        CHECK(cudaMemcpyAsync(back, to, part, cudaMemcpyDeviceToHost, one));
+        go = 1;
+        CHECK(cudaStreamSynchronize(one));
+        expect(back, part / sizeof(int), first);
+        // A host function behind an event of the stream that copies.
+        first += 1000;
+        Look look = {back, count, first, 0};
+        fill<<<64, 256, 0, two>>>(from, count, first);
+        std::memset(back, 0xff, length);
+        CHECK(cudaMemcpyAsync(back, from, length, cudaMemcpyDeviceToHost, two));
+        CHECK(cudaEventRecord(event, two));
+        CHECK(cudaStreamWaitEvent(one, event, 0));
+        CHECK(cudaLaunchHostFunc(one, look_at, &look));
+        CHECK(cudaStreamSynchronize(one));
+        EXPECT(look.right);
+        // The program may change what a synchronous copy has read.
+        for (int round = 0; round < 4; round++) {
+            first += 1000;
+            write(&(work[0] = {host, count, first}));
+            CHECK(cudaMemcpy(to, host, length, cudaMemcpyHostToDevice));
+            std::memset(host, 0xff, length);
+            result(one);
+        }
     }
     std::printf("hostOrder: pinned memory right\n");
 
@@ -113,6 +183,18 @@ int main() {
     add<<<64, 256, 0, one>>>(seen, count, 7);
     CHECK(cudaStreamSynchronize(one));
     expect(mapped, count, 77);
+    // A synchronous copy of mapped memory has read it when it returns; one of other memory brings what kernels before it have changed.
+    for (int round = 0; round < 4; round++) {
+        fill<<<64, 256>>>(seen, count, round);
+        CHECK(cudaMemcpy(to, mapped, length, cudaMemcpyHostToDevice));
+        std::memset(mapped, 0xff, length);
+        add<<<1, 1>>>(from, 1, 1);
+        CHECK(cudaMemcpy(back, to, length, cudaMemcpyDeviceToHost));
+        expect(back, count, round);
+        fill<<<64, 256>>>(seen, count, round + 10);
+        CHECK(cudaMemcpy(back, to, length, cudaMemcpyDeviceToHost));
+        expect(mapped, count, round + 10);
+    }
     std::printf("hostOrder: mapped memory right\n");
 
     int *managed;
@@ -129,6 +211,14 @@ int main() {
     add<<<64, 256>>>(managed, count, 2);
     CHECK(cudaDeviceSynchronize());
     expect(managed, count, 15);
+    int *zeros;
+    CHECK(cudaMalloc(&zeros, length));
+    CHECK(cudaMemset(zeros, 0, length));
+    std::memset(managed, 0, length);
+    add<<<64, 256>>>(managed, count, 11);
+    CHECK(cudaMemcpy(managed, zeros, length, cudaMemcpyDeviceToDevice));
+    CHECK(cudaDeviceSynchronize());
+    for (int i = 0; i < count; i++) EXPECT(managed[i] == 0);
     std::printf("hostOrder: managed memory right\n");
     return 0;
 }

@@ -115,6 +115,30 @@ int main() {
         }
         CHECK(cudaFreeHost(pinned));
     }
+    // A host function of one device's default stream says nothing of another's copies on its own.
+    if (devices > 1) {
+        int *pinned, *other, *values;
+        CHECK(cudaHostAlloc(&pinned, 64 * sizeof(int), cudaHostAllocPortable));
+        CHECK(cudaHostAlloc(&other, sizeof(int), cudaHostAllocPortable));
+        for (int round = 0; round < 20; round++) {
+            CHECK(cudaSetDevice(1));
+            CHECK(cudaMalloc(&values, count * sizeof(int)));
+            for (int i = 0; i < 20; i++) fill<<<1, 64>>>(values, count, round);
+            for (int i = 0; i < 64; i++) {
+                pinned[i] = -1;
+                CHECK(cudaMemcpyAsync(pinned + i, values + i, sizeof(int), cudaMemcpyDeviceToHost, nullptr));
+            }
+            CHECK(cudaSetDevice(0));
+            CHECK(cudaLaunchHostFunc(nullptr, [](void *seen) { *static_cast<int *>(seen) = 1; }, other));
+            CHECK(cudaStreamSynchronize(nullptr));
+            CHECK(cudaSetDevice(1));
+            CHECK(cudaStreamSynchronize(nullptr));
+            for (int i = 0; i < 64; i++) EXPECT(pinned[i] == round + i);
+            CHECK(cudaFree(values));
+        }
+        CHECK(cudaFreeHost(pinned));
+        CHECK(cudaFreeHost(other));
+    }
     for (int device = 0; device < devices; device++) {
         CHECK(cudaSetDevice(device));
         int *large;

@@ -1,49 +1,75 @@
 //! Copies between the program's memory and the device, in the form that fits their size and the kind of host memory.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
-use crate::api::copy::{Cuboid, DEVICE, HOST};
+use crate::api::copy::{self, Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
 use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
+use crate::mapped::Region;
+use crate::ranges::Range;
 use crate::streams::Stream;
 use crate::{mapped, ranges, streams, thread};
 
 /// Frames of bulk transfers and their chunks are queued in one order.
 static BULK: Mutex<()> = Mutex::new(());
 
-/// Host to device, of the stream's lease. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised.
-pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
-    thread::within(stream.ctx, || upwards(target, source, len, stream))
+/// Largest host memory that the server is given a copy of for the sake of a host function, in bytes. Larger memory is waited for.
+const PLACED: u64 = 16 << 20;
+
+/// Pinned or managed memory of the client that holds these bytes.
+fn known(client: &Client, address: usize, len: usize) -> Option<Range> {
+    ranges::find(address as u64).filter(|r| {
+        r.kind.on_host() && r.server() == client.number && r.size - (address as u64 - r.base) >= len as u64
+    })
 }
 
-/// Copies from host memory where the server has it, in the stream's order, if what the stream does first may write to it: kernels that
-/// can name it, or a host function. What other copies bring to it is waited for. False: the caller may read it now.
-pub fn done_there(cuboid: Cuboid, source: usize, len: usize, stream: &Stream) -> Result<bool> {
+/// Copies from host memory where the server has it, in the stream's order, if it has it, or if a host function may still write to it. What
+/// other copies bring to it is waited for. `wait`: the program may change the source when this returns. False: the caller reads it now.
+pub fn done_there(
+    mut cuboid: Cuboid,
+    source: usize,
+    len: usize,
+    stream: &Stream,
+    wait: bool,
+) -> Result<bool> {
     let client = stream.client;
-    if !client.link.down.any() && !mapped::any() && !streams::host_function_due(client) {
+    let mut due = streams::host_function_due(client);
+    if !due && !mapped::any() && !client.link.down.any() {
         return Ok(false);
     }
-    let Some(range) = ranges::find(source as u64).filter(|r| {
-        r.kind.on_host() && r.server() == client.number && r.size - (source as u64 - r.base) >= len as u64
-    }) else {
-        return Ok(false);
+    let Some(range) = known(client, source, len) else { return Ok(false) };
+    if due && range.size > PLACED {
+        stream.ask(op::STREAM_SYNC)?;
+        due = false;
+    }
+    if !mapped::there(client, source, len) {
+        client.link.settle(|t| t.fills(source, len));
+        if !due {
+            return Ok(false);
+        }
+    }
+    let placed = match cuboid.name_regions(client) {
+        // The server has no room for it.
+        Err(OUT_OF_MEMORY) => return stream.ask(op::STREAM_SYNC).map(|()| false),
+        placed => placed?,
     };
-    client.link.settle(|t| t.fills(source, len));
-    let known = range.kind.managed() || mapped::seen_by_kernels(client, source, len);
-    if !known && !streams::host_function_due(client) {
-        return Ok(false);
+    put(&cuboid, placed, stream)?;
+    if wait {
+        stream.ask(op::STREAM_SYNC)?;
     }
-    match in_order(cuboid, stream) {
-        // The server has no room for it: what the stream does first is waited for instead.
-        Err(OUT_OF_MEMORY) => stream.ask(op::STREAM_SYNC).map(|()| false),
-        done => done.map(|()| true),
-    }
+    Ok(true)
 }
 
-fn upwards(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+/// Host to device, of the stream's lease. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised, or
+/// before this returns if the call is to `wait`.
+pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
+    thread::within(stream.ctx, || upwards(target, source, len, stream, wait))
+}
+
+fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     if len == 0 {
         return Ok(());
@@ -58,7 +84,10 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
-    if done_there(cuboid(), source, len, stream)? {
+    if mapped::any() && known(client, source, len).is_some_and(|r| r.kind.managed()) {
+        return managed(target, source as u64, len, stream, wait);
+    }
+    if done_there(cuboid(), source, len, stream, wait)? {
         return Ok(());
     }
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
@@ -80,32 +109,53 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
         } else {
             stream.worked(seq)
         }
-        return client.late();
+        return upwards_done(source, len, stream, wait);
     }
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
     let pinned = ranges::is_pinned(client, source as u64, len as u64);
-    if !pinned && ranges::is_device(client, target, len as u64) {
+    let taken = wait || !pinned;
+    if taken && ranges::is_device(client, target, len as u64) {
         stream.copied_in(seq)
     } else {
         stream.worked(seq)
     }
-    // SAFETY: pageable memory: this waits until the bytes are sent. Pinned memory: the program may change it only after
-    // it has synchronised, and freeing it synchronises.
+    // SAFETY: pageable memory, or a synchronous call: this waits until the bytes are sent. Pinned memory: the program may change it
+    // only after it has synchronised, and freeing it synchronises.
     let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
     drop(order);
-    if !pinned && !sent.wait() {
+    if taken && !sent.wait() {
         return Err(crate::entry::DEVICE_UNAVAILABLE);
     }
-    client.late()
+    upwards_done(source, len, stream, wait)
+}
+
+/// A synchronous copy from pinned memory is complete when it returns, for every stream; one from pageable memory need not be.
+fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
+    let client = stream.client;
+    if wait && ranges::is_pinned(client, source as u64, len as u64) {
+        stream.synchronize()
+    } else {
+        client.late()
+    }
+}
+
+/// A copy with managed memory, which is the device's. `wait`: until the program's own copy of it is right, or may change again.
+fn managed(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
+    copy::within_lease(target, source, len, stream)?;
+    if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
 }
 
 /// A copy with host memory that the server has in its own memory meanwhile, so that nothing but the stream's order matters. On a stream
 /// that captures it is a node, whose launches exchange the memory.
 pub fn in_order(mut cuboid: Cuboid, stream: &Stream) -> Result {
+    let placed = cuboid.name_regions(stream.client)?;
+    put(&cuboid, placed, stream)
+}
+
+fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Arc<Region>>), stream: &Stream) -> Result {
     let client = stream.client;
-    let (ids, regions) = cuboid.name_regions(client)?;
     let words: Vec<u8> = cuboid.words(client).iter().flat_map(|w| w.to_le_bytes()).collect();
     let body = |w: &mut gpusession_proto::frame::Writer<'_>| {
         w.word(stream.handle);
@@ -139,9 +189,22 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         return Err(INVALID_VALUE);
     }
     mapped::upload(client)?;
-    // What kernels behind it read must be there in the stream's order.
-    if stream.capture().is_some() || !wait && mapped::seen_by_kernels(client, target, len) {
-        return in_order(Cuboid::row((HOST, target as u64), (DEVICE, source), len), stream);
+    let cuboid = || Cuboid::row((HOST, target as u64), (DEVICE, source), len);
+    if stream.capture().is_some() {
+        return in_order(cuboid(), stream);
+    }
+    let due = !wait && streams::host_function_due(client);
+    if (due || mapped::any())
+        && let Some(range) = known(client, target, len)
+    {
+        if range.kind.managed() {
+            return managed(target as u64, source, len, stream, true);
+        }
+        // What is behind it reads it where the server has it, or must not make the program wait for the host function.
+        if mapped::there(client, target, len) || due && range.size <= PLACED {
+            in_order(cuboid(), stream)?;
+            return if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) };
+        }
     }
     let wait = wait || !ranges::is_pinned(client, target as u64, len as u64);
     let down = &client.link.down;
@@ -187,6 +250,10 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         }
         // SAFETY: the program vouches for the target, which has `len` bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
+    }
+    if bulk && mapped::any() {
+        // What kernels before it have changed in memory of the program is not there yet.
+        return stream.ask(op::STREAM_SYNC);
     }
     stream.settle(seq);
     stream.synced(seq);

@@ -10,14 +10,15 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use gpusession_link::link::Reply;
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{mirror, op};
 
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
-use crate::ranges::{self, Kind};
+use crate::ranges::{self, Kind, Range};
 use crate::window::PAGE;
-use crate::{claims, clients};
+use crate::{claims, clients, thread};
 
 /// One region.
 pub struct Region {
@@ -33,6 +34,8 @@ pub struct Region {
     device: AtomicU64,
     /// Kernels can name it.
     everywhere: AtomicBool,
+    /// The worker has it.
+    made: AtomicBool,
     /// What the worker knows; empty once the memory is gone.
     shadow: Mutex<Vec<u8>>,
 }
@@ -71,6 +74,7 @@ impl Region {
             pageable,
             device: AtomicU64::new(0),
             everywhere: AtomicBool::new(everywhere),
+            made: AtomicBool::new(false),
             shadow: Mutex::new(vec![0; len as usize]),
         }
     }
@@ -131,15 +135,20 @@ fn create(region: Region) -> Result<Arc<Region>> {
     let region = Arc::new(region);
     // Known before the worker answers: what the memory holds there already comes before the answer.
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
-    let made = region.client.call(op::MIRROR_HOST, |w| {
+    let made = region.client.ask(op::MIRROR_HOST, |w| {
         w.word(region.id);
         w.word(region.kind);
         w.word(region.there);
         w.word(region.len as u64);
     });
-    match made.and_then(|reply| word(&mut reply.reader())) {
+    let told = |reply: Reply| match reply.status {
+        0 => word(&mut reply.reader()),
+        status => Err(status),
+    };
+    match made.and_then(told) {
         Ok(device) => {
             region.device.store(device, Ordering::Relaxed);
+            region.made.store(true, Ordering::Release);
             COUNT.fetch_add(1, Ordering::Relaxed);
             Ok(region)
         }
@@ -161,9 +170,9 @@ pub fn any() -> bool {
     COUNT.load(Ordering::Relaxed) != 0
 }
 
-/// Whether kernels can name this memory, so that the server's copy of it is the one that streams work with.
-pub fn seen_by_kernels(client: &Client, address: usize, len: usize) -> bool {
-    any() && find(client, address, len).is_some_and(|r| r.everywhere.load(Ordering::Relaxed))
+/// Whether the server has a copy of this pinned or managed memory, so that it is the one that streams work with.
+pub fn there(client: &Client, address: usize, len: usize) -> bool {
+    any() && find(client, address, len).is_some_and(|r| !r.pageable)
 }
 
 /// Serialises the making of regions, so that none is made twice.
@@ -175,7 +184,8 @@ fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
 }
 
 /// The region of an allocation of pinned or registered memory.
-fn of_pinned(client: &'static Client, base: u64, size: u64, kind: Kind) -> Result<Arc<Region>> {
+fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
+    let Range { base, size, kind, .. } = *range;
     let _making = lock(&MAKING);
     if let Some(known) = find(client, base as usize, size as usize).filter(|r| !r.pageable) {
         return Ok(known);
@@ -187,7 +197,10 @@ fn of_pinned(client: &'static Client, base: u64, size: u64, kind: Kind) -> Resul
         region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
     }
     let there = region.there;
-    create(region).inspect_err(|_| give_back(client, base, there, size))
+    // What copies bring to the program's memory from now on goes to the server's first.
+    client.link.settle(|t| t.fills(base as usize, size as usize));
+    // It lives as long there as here.
+    thread::within(range.ctx, || create(region)).inspect_err(|_| give_back(client, base, there, size))
 }
 
 /// Addresses that memory of the program's own had in the arena.
@@ -199,15 +212,14 @@ fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 
 /// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
 pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
-    let range = ranges::find(base).filter(|r| r.base == base).ok_or(INVALID_VALUE)?;
-    let kind = range.kind;
+    let range = ranges::find(base).filter(|r| r.base == base && r.size == size).ok_or(INVALID_VALUE)?;
     if range.server() != client.number {
         return Err(clients::apart("host memory that the device sees"));
     }
-    if kind == Kind::Managed {
+    if range.kind == Kind::Managed {
         return Ok(base);
     }
-    let region = of_pinned(client, base, size, kind)?;
+    let region = of_pinned(client, &range)?;
     region.everywhere.store(true, Ordering::Relaxed);
     Ok(region.device.load(Ordering::Relaxed))
 }
@@ -255,7 +267,7 @@ pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Arc
     let known = ranges::find(address)
         .filter(|r| r.server() == client.number && r.kind.on_host() && r.size - (address - r.base) >= len);
     let region = match known {
-        Some(range) => of_pinned(client, range.base, range.size, range.kind)?,
+        Some(range) => of_pinned(client, &range)?,
         None => pageable(client, address as usize, len as usize)?,
     };
     let offset = address - region.base as u64;
@@ -323,7 +335,7 @@ pub fn upload_after_host_function(client: &Client) -> Result {
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
     regions()
         .iter()
-        .filter(|r| r.client.number == client.number && wanted(r))
+        .filter(|r| r.client.number == client.number && r.made.load(Ordering::Acquire) && wanted(r))
         .try_for_each(|region| region.upload())
 }
 

@@ -151,13 +151,22 @@ pub fn unmapped(base: u64, size: u64) {
     }
 }
 
-/// Forgets all of a context's device memory; returns it.
-pub fn forget_context(ctx: u64) -> Vec<Range> {
+/// Forgets all of a context's memory, on the host only if that is to go, too; returns it.
+pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
     let goes = |r: &Range| {
-        r.ctx == ctx && matches!(r.kind, Kind::Device | Kind::Pool | Kind::Global | Kind::Managed)
+        r.ctx == ctx
+            && match r.kind {
+                Kind::Device | Kind::Pool | Kind::Global | Kind::Managed => true,
+                Kind::Host(_) | Kind::Registered(_) => with_host,
+                // These outlive it.
+                Kind::Mapped | Kind::ManagedVariable => false,
+            }
     };
-    let gone: Vec<_> = ranges.extract_if(.., |_, r| goes(r)).map(|(_, range)| range).collect();
+    let gone: Vec<_> = ranges.values().filter(|r| goes(r)).copied().collect();
+    for range in &gone {
+        ranges.remove(&range.base);
+    }
     NAMED.fetch_sub(gone.iter().filter(|r| r.kind.named()).count(), Ordering::Relaxed);
     gone
 }

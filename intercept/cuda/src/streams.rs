@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 
-use gpusession_link::lanes::On;
+use gpusession_link::lanes::{Detached, On};
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
@@ -213,11 +213,14 @@ fn meant(
     Ok((stream.client, stream))
 }
 
+/// The default stream of a context, if it was ever used.
+fn known_legacy(ctx: u64) -> Option<Arc<Stream>> {
+    DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|d| d.get(&ctx).cloned())
+}
+
 /// The default stream of a client's context.
 pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
-    let known =
-        DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|d| d.get(&ctx).cloned());
-    if let Some(stream) = known {
+    if let Some(stream) = known_legacy(ctx) {
         return Ok(stream);
     }
     let mut defaults = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner);
@@ -320,27 +323,39 @@ impl Stream {
 
     /// How transfers name it.
     pub fn on(&self) -> On {
-        On { ctx: self.ctx, stream: self.handle }
+        On { ctx: self.ctx, stream: self.handle, blocking: self.blocking() }
     }
 
-    /// Whether what is put on it comes after what is on another stream without any event, as the default stream's order wants.
+    /// Whether what is put on it comes after what is on another stream without any event: by the default stream's order.
     fn follows(&self, on: On) -> bool {
-        on == self.on()
-            || on.ctx == self.ctx
-                && self.blocking()
-                && (on.stream == 0 || self.handle == 0 && by_handle(on.stream).is_ok_and(|s| s.blocking()))
+        on.stream == self.handle && on.ctx == self.ctx
+            || on.ctx == self.ctx && self.blocking() && on.blocking && (on.stream == 0 || self.handle == 0)
     }
 
-    /// Transfers that are complete once an event is that its frame `seq` records: each stream up to a position.
+    /// Transfers that are complete once what the frame `seq` puts on it is reached: each stream up to a position.
     pub fn covers(&self, seq: u64) -> Vec<(On, u64)> {
-        let mut covers = self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let waited_for =
+            |stream: &Stream| stream.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut covers = waited_for(self);
         covers.push((self.on(), seq));
         if self.handle == 0 {
-            covers.extend(blocking_streams(self.ctx).iter().map(|s| (s.on(), seq)));
+            for other in blocking_streams(self.ctx) {
+                covers.extend(waited_for(&other));
+                covers.push((other.on(), seq));
+            }
         } else if self.blocking() {
-            covers.push((On { ctx: self.ctx, stream: 0 }, seq));
+            covers.push((On { ctx: self.ctx, stream: 0, blocking: true }, seq));
+            if let Some(default) = known_legacy(self.ctx) {
+                covers.extend(waited_for(&default));
+            }
         }
         covers
+    }
+
+    /// The same for whatever is put on it next.
+    pub fn covers_so_far(&self) -> Vec<(On, u64)> {
+        let link = &self.client.link;
+        if link.down.any() { self.covers(link.position() + 1) } else { Vec::new() }
     }
 
     /// It waits for an event that covers these.
@@ -357,15 +372,12 @@ impl Stream {
     /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
     /// everything before `seq` is complete.
     pub fn settle(&self, seq: u64) {
-        let covers = std::mem::take(&mut *self.covers.lock().unwrap_or_else(PoisonError::into_inner));
-        self.client.link.settle(|t| {
-            t.seq < seq && self.follows(t.on) || covers.iter().any(|(on, seq)| *on == t.on && t.seq < *seq)
-        });
-    }
-
-    /// The same without what events cover.
-    pub fn landed(&self, seq: u64) {
-        self.client.link.settle(|t| t.seq < seq && self.follows(t.on));
+        let link = &self.client.link;
+        if link.down.any() {
+            let covers = self.covers(seq);
+            link.settle(|t| t.seq < seq && self.follows(t.on) || is_covered(&covers, t));
+        }
+        self.covers.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// Waits until everything that was put on it is complete, or for as long as the program can tell.
@@ -448,6 +460,11 @@ impl Stream {
             None => Ok(()),
         }
     }
+}
+
+/// Whether a transfer is among those.
+pub fn is_covered(covers: &[(On, u64)], transfer: &Detached) -> bool {
+    covers.iter().any(|(on, seq)| *on == transfer.on && transfer.seq < *seq)
 }
 
 /// Streams of a context that are ordered with its default stream.
@@ -588,22 +605,34 @@ struct Registered {
     function: HostFunction,
     /// A graph may call it again.
     keep: bool,
-    /// What was put on which stream before it; none for a graph's.
-    after: Option<(Arc<Stream>, u64)>,
+    /// What it comes after. A graph's comes after what its launches do.
+    after: Vec<(On, u64)>,
     client: &'static Client,
+}
+
+/// Position of a launch whose frame is still to be appended.
+const NOT_YET: u64 = u64::MAX;
+
+/// A launch of a graph that may call some of them.
+struct Launch {
+    on: Arc<Stream>,
+    seq: u64,
+    after: Vec<(On, u64)>,
 }
 
 struct Host {
     functions: HashMap<u64, Registered>,
     due: Vec<u64>,
     next: u64,
-    /// Launches of graphs that may call some of them, until they are known to be complete.
-    launches: Vec<(Arc<Stream>, u64)>,
+    /// Launches that are not known to be complete.
+    launches: Vec<Launch>,
 }
 
 static HOST: Mutex<Option<Host>> = Mutex::new(None);
-/// While there is none, copies pay one load.
-static REGISTERED: AtomicUsize = AtomicUsize::new(0);
+/// Functions on streams that have not run, and launches: while there is none, copies pay one load.
+static MAYBE_DUE: AtomicUsize = AtomicUsize::new(0);
+/// Functions of graphs: while there is none, launches pay one load.
+static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
 
 /// Registers a host function; `keep`: a graph may call it again.
@@ -611,7 +640,7 @@ pub fn register_host(
     client: &'static Client,
     function: HostFunction,
     keep: bool,
-    after: Option<(Arc<Stream>, u64)>,
+    after: Vec<(On, u64)>,
 ) -> Result<u64> {
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
@@ -628,33 +657,63 @@ pub fn register_host(
     let id = host.next;
     host.next += 1;
     host.functions.insert(id, Registered { function, keep, after, client });
-    REGISTERED.fetch_add(1, Ordering::Relaxed);
+    if keep { &OF_GRAPHS } else { &MAYBE_DUE }.fetch_add(1, Ordering::Relaxed);
     Ok(id)
 }
 
-/// A graph was launched by the frame at this position.
-pub fn graph_launched(stream: &Arc<Stream>, seq: u64) {
-    if REGISTERED.load(Ordering::Relaxed) == 0 {
+impl Host {
+    fn forget_launches(&mut self, over: impl Fn(&Launch) -> bool) {
+        let before = self.launches.len();
+        self.launches.retain(|launch| !launch.on.done(launch.seq) && !over(launch));
+        MAYBE_DUE.fetch_sub(before - self.launches.len(), Ordering::Relaxed);
+    }
+}
+
+/// A graph is about to be launched on a stream by a frame that is appended next; see [`graph_launched`].
+pub fn launching_graph(stream: &Arc<Stream>) {
+    if OF_GRAPHS.load(Ordering::Relaxed) == 0 {
         return;
     }
     if let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
         && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
     {
-        host.launches.retain(|(on, seq)| !on.done(*seq) && on.handle != stream.handle);
-        host.launches.push((stream.clone(), seq));
+        host.forget_launches(|earlier| earlier.on.on() == stream.on());
+        host.launches.push(Launch { on: stream.clone(), seq: NOT_YET, after: stream.covers_so_far() });
+        MAYBE_DUE.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The frame at this position launches it.
+pub fn graph_launched(stream: &Stream, seq: u64) {
+    if OF_GRAPHS.load(Ordering::Relaxed) > 0
+        && let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
+    {
+        let mut mine = host.launches.iter_mut().filter(|l| l.on.on() == stream.on() && l.seq == NOT_YET);
+        if let Some(launch) = mine.next() {
+            launch.seq = seq;
+        }
+    }
+}
+
+/// A context was synchronised by the frame at this position.
+pub fn context_synced(ctx: u64, seq: u64) {
+    if MAYBE_DUE.load(Ordering::Relaxed) > 0
+        && let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
+    {
+        host.forget_launches(|launch| launch.on.ctx == ctx && launch.seq < seq);
     }
 }
 
 /// Whether a host function may still run that was put on a stream, or into a graph that was launched.
 pub fn host_function_due(client: &Client) -> bool {
-    if REGISTERED.load(Ordering::Relaxed) == 0 {
+    if MAYBE_DUE.load(Ordering::Relaxed) == 0 {
         return false;
     }
     let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
     host.as_mut().is_some_and(|host| {
-        host.launches.retain(|(on, seq)| !on.done(*seq));
+        host.forget_launches(|_| false);
         host.functions.values().any(|f| !f.keep && f.client.number == client.number)
-            || host.launches.iter().any(|(on, _)| on.client.number == client.number)
+            || host.launches.iter().any(|launch| launch.on.client.number == client.number)
     })
 }
 
@@ -676,17 +735,17 @@ fn run_host() {
             }
             let id = h.due.remove(0);
             let Registered { function, keep, after, client } = h.functions.get(&id)?;
-            Some((id, *function, *keep, after.clone(), *client))
+            let launches = h.launches.iter().filter(|l| *keep && l.on.client.number == client.number);
+            let after: Vec<_> = after.iter().chain(launches.flat_map(|l| &l.after)).copied().collect();
+            Some((id, *function, *keep, after, *client))
         });
         let Some((id, function, keep, after, client)) = next else {
             host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(host);
-        // What the stream has copied to the program before must be there.
-        if let Some((stream, seq)) = after {
-            stream.landed(seq);
-        }
+        // What was copied to the program before must be there.
+        client.link.settle(|t| is_covered(&after, t));
         thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
@@ -697,7 +756,7 @@ fn run_host() {
         host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(host) = host.as_mut().filter(|_| !keep) {
             host.functions.remove(&id);
-            REGISTERED.fetch_sub(1, Ordering::Relaxed);
+            MAYBE_DUE.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }

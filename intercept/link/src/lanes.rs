@@ -181,6 +181,8 @@ pub struct On {
     pub ctx: u64,
     /// Handle of the stream.
     pub stream: u64,
+    /// Whether it is ordered with its context's default stream.
+    pub blocking: bool,
 }
 
 /// A transfer from the device for which nobody waits yet.

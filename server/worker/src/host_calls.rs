@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use gpusession_proto::frame::op;
 
 use crate::driver::{Handle, Status, check};
+use crate::execute::Frame;
 use crate::handles::Object;
 use crate::session::Session;
 
@@ -20,8 +21,8 @@ pub struct HostCalls {
 struct Call {
     session: Arc<Session>,
     id: u64,
-    /// The stream that it was put on, and by which frame; none for a graph's.
-    at: Option<(Object, u64)>,
+    /// The context and stream that it was put on, and by which frame; none for a graph's.
+    at: Option<(u64, Object, u64)>,
     /// A graph may run it again: then it is kept.
     keep: bool,
 }
@@ -43,10 +44,10 @@ extern "C" fn run(data: *mut c_void) {
     }
     // Data copied before this point must be there before the function runs.
     let mut frames = Vec::new();
-    if let Some((stream, seq)) = at {
-        session.landing.reached(&session, stream.0, seq, &mut frames);
+    if let Some((ctx, stream, seq)) = at {
+        session.landing.reached(&session, ctx, stream.0, seq, &mut frames);
     }
-    session.mirrors.write_back(&session, &mut frames, true);
+    session.mirrors.write_back(&session, true);
     session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
     session.send_frames(&frames);
     let calls = &session.host_calls;
@@ -57,15 +58,16 @@ extern "C" fn run(data: *mut c_void) {
 }
 
 impl HostCalls {
-    /// Queues a call of the client's function `id` on a stream, by frame `seq`.
+    /// Queues a call of the client's function `id` on a stream.
     pub fn enqueue(
         session: &Arc<Session>,
+        frame: &Frame,
         stream: Handle,
-        seq: u64,
         id: u64,
         keep: bool,
     ) -> Result<(), Status> {
-        let at = (!keep).then_some((Object(stream), seq));
+        let at = (frame.header.ctx.get(), Object(stream), frame.header.seq.get());
+        let at = (!keep).then_some(at);
         let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at, keep }));
         // SAFETY: `run` takes the box over.
         let queued = check(unsafe { (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast()) });

@@ -108,12 +108,14 @@ impl Landing {
         self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);
     }
 
-    /// Appends frames with what was put on a stream before frame `seq`, which the stream has come to: for a host function, in which
-    /// the driver may not be asked.
-    pub fn reached(&self, session: &Session, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
+    /// Appends frames with what was put on a stream of a context before frame `seq`, which the stream has come to: for a host
+    /// function, in which the driver may not be asked.
+    pub fn reached(&self, session: &Session, ctx: u64, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
         let Some(slots) = self.slots.get() else { return };
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        for done in pending.extract_if(.., |p| p.stream == stream as usize && p.seq < seq) {
+        for done in
+            pending.extract_if(.., |p| p.stream == stream as usize && p.slot.ctx == ctx && p.seq < seq)
+        {
             // SAFETY: as in `sweep_locked`.
             session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                 w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));

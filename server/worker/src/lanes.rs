@@ -50,6 +50,8 @@ struct UpLane {
     slots: Slots,
     /// Slots whose copy to the device is under way, oldest first.
     copying: Mutex<VecDeque<Slot>>,
+    /// Context of the event that the lane waits for; 0: none.
+    waits_in: AtomicU64,
 }
 
 /// Pieces that wait for a lane to the client: whichever is free takes one that is ready.
@@ -78,17 +80,18 @@ impl Lanes {
     /// Serves one lane until it ends.
     pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
         let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
+        let first = session.contexts.primary(0).map_err(said)?;
         // SAFETY: a primary context of this worker.
-        session
-            .contexts
-            .primary(0)
-            .and_then(|context| check(unsafe { (session.driver.call.cuCtxSetCurrent)(context) }))
-            .map_err(said)?;
+        check(unsafe { (session.driver.call.cuCtxSetCurrent)(first) }).map_err(said)?;
         let lanes = &session.lanes;
         if lane < FIRST_DOWN_LANE {
             let index = (lane - 1) as usize;
             let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
-            let mine = lanes.up[index].get_or_init(|| UpLane { slots, copying: Mutex::default() });
+            let mine = lanes.up[index].get_or_init(|| UpLane {
+                slots,
+                copying: Mutex::default(),
+                waits_in: AtomicU64::new(0),
+            });
             let result = lanes.receive(session.driver, index, mine, transport);
             lanes.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
             lanes.arrival.notify_all();
@@ -142,14 +145,21 @@ impl Lanes {
             if let Some(slot) = lane.slots.try_take() {
                 return slot;
             }
-            let oldest = lane.copying.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let oldest = {
+                let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
+                let oldest = copying.pop_front();
+                lane.waits_in.store(oldest.as_ref().map_or(0, |slot| slot.ctx), Ordering::SeqCst);
+                oldest
+            };
             match oldest {
-                Some(slot) => {
+                Some(mut slot) => {
                     if !slot.event.is_null() {
-                        // SAFETY: the slot's event was recorded after its copy. A failure means that the context is
-                        // poisoned: then the copy will not read the slot any more either.
+                        // SAFETY: the slot's event was recorded after its copy, and `leave` waits for this. A failure means that
+                        // the context is poisoned: then the copy will not read the slot any more either.
                         unsafe { (driver.call.cuEventSynchronize)(slot.event) };
                     }
+                    slot.rest();
+                    lane.waits_in.store(0, Ordering::SeqCst);
                     return slot;
                 }
                 // All slots are waiting for an executor.
@@ -195,7 +205,11 @@ impl Lanes {
             let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
             let (done, others) = std::mem::take(&mut *copying).into_iter().partition(|s| s.ctx == ctx);
             *copying = others;
+            drop(copying);
             VecDeque::into_iter(done).for_each(|slot| lane.slots.give(slot));
+            while lane.waits_in.load(Ordering::SeqCst) == ctx {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         self.arrival.notify_all();
         let pending = |pieces: &VecDeque<Outgoing>| pieces.iter().any(|piece| piece.slot.ctx == ctx);

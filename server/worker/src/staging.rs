@@ -51,6 +51,11 @@ impl Slot {
         self.ctx = ctx;
         Ok(())
     }
+
+    /// Its event has happened, and is not asked for any more.
+    pub fn rest(&mut self) {
+        (self.event, self.ctx) = (std::ptr::null_mut(), 0);
+    }
 }
 
 // SAFETY: the pinned memory and the event belong to whoever holds the slot, in any thread.
@@ -106,7 +111,7 @@ impl Slots {
 
     /// Gives a slot back.
     pub fn give(&self, mut slot: Slot) {
-        (slot.event, slot.ctx) = (std::ptr::null_mut(), 0);
+        slot.rest();
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
         self.changed.notify_one();
     }

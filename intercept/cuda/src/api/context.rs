@@ -60,6 +60,9 @@ fn synchronize(ctx: u64) -> Result {
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }
+    if reply.status == 0 {
+        streams::context_synced(ctx, seq);
+    }
     client.told(reply.status)
 }
 
@@ -131,9 +134,9 @@ driver! {
         }
         thread::forget(ctx);
         super::memory::end_context(client, ctx, true, || {
-            client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)))?;
+            let destroyed = client.call(op::CTX_DESTROY, |w| w.word(handle::local(ctx)));
             handles::retire(ctx);
-            Ok(())
+            destroyed.map(drop)
         })
     }
 

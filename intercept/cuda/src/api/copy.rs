@@ -33,10 +33,10 @@ fn on_default<T>(ctx: u64, work: impl FnOnce(&Stream) -> Result<T>) -> Result<T>
     thread::within(ctx, || work(&*streams::legacy(client, ctx)?))
 }
 
-fn to_device(target: u64, source: usize, len: usize, stream: &Stream) -> Result {
+fn to_device(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
     match elsewhere(stream.client, target) {
-        None => copies::to_device(target, source, len, stream),
-        Some(ctx) => beside(stream, ctx, |there| copies::to_device(target, source, len, there)),
+        None => copies::to_device(target, source, len, stream, wait),
+        Some(ctx) => beside(stream, ctx, |there| copies::to_device(target, source, len, there, wait)),
     }
 }
 
@@ -64,14 +64,15 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
                 let (host, len) = (part.as_mut_ptr() as usize, part.len());
                 let offset = offset as u64;
                 on_default(from, |there| copies::from_device(host, source + offset, len, there, true))?;
-                on_default(to, |there| copies::to_device(target + offset, host, len, there))?;
+                on_default(to, |there| copies::to_device(target + offset, host, len, there, true))?;
             }
             on_default(to, |there| there.synchronize())
         }
     }
 }
 
-fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+/// Between memory of one lease's devices.
+pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
     let client = stream.client;
     if len == 0 {
         return Ok(());
@@ -114,7 +115,7 @@ fn on_device(address: u64) -> bool {
 fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
         (true, true) => device_to_device(target, source, len, stream),
-        (true, false) => to_device(target, source as usize, len, stream),
+        (true, false) => to_device(target, source as usize, len, stream, wait),
         (false, true) => from_device(target as usize, source, len, stream, wait),
         (false, false) => {
             if !wait && stream.capture().is_some() {
@@ -132,13 +133,13 @@ fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) ->
 
 driver! {
     fn cuMemcpyHtoD_v2 / cuMemcpyHtoD_v2_ptds [default] (target: u64, source: *const c_void, len: usize) {
-        to_device(target, source as usize, len, &*for_synchronous(default)?)
+        to_device(target, source as usize, len, &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpyHtoDAsync_v2 / cuMemcpyHtoDAsync_v2_ptsz [default] (
         target: u64, source: *const c_void, len: usize, stream: *mut c_void,
     ) {
-        to_device(target, source as usize, len, &*named(stream, default)?)
+        to_device(target, source as usize, len, &*named(stream, default)?, false)
     }
 
     fn cuMemcpyDtoH_v2 / cuMemcpyDtoH_v2_ptds [default] (target: *mut c_void, source: u64, len: usize) {
@@ -182,23 +183,23 @@ driver! {
     }
 
     fn cuMemcpy2D_v2 / cuMemcpy2D_v2_ptds [default] (copy: *const Plane) {
-        run(take(copy)?.into(), &*for_synchronous(default)?)
+        run(take(copy)?.into(), &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpy2DUnaligned_v2 / cuMemcpy2DUnaligned_v2_ptds [default] (copy: *const Plane) {
-        run(take(copy)?.into(), &*for_synchronous(default)?)
+        run(take(copy)?.into(), &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpy2DAsync_v2 / cuMemcpy2DAsync_v2_ptsz [default] (copy: *const Plane, stream: *mut c_void) {
-        run(take(copy)?.into(), &*named(stream, default)?)
+        run(take(copy)?.into(), &*named(stream, default)?, false)
     }
 
     fn cuMemcpy3D_v2 / cuMemcpy3D_v2_ptds [default] (copy: *const Cuboid) {
-        run(take(copy)?, &*for_synchronous(default)?)
+        run(take(copy)?, &*for_synchronous(default)?, true)
     }
 
     fn cuMemcpy3DAsync_v2 / cuMemcpy3DAsync_v2_ptsz [default] (copy: *const Cuboid, stream: *mut c_void) {
-        run(take(copy)?, &*named(stream, default)?)
+        run(take(copy)?, &*named(stream, default)?, false)
     }
 }
 
@@ -500,17 +501,17 @@ impl Side {
     }
 }
 
-fn run(mut cuboid: Cuboid, stream: &Stream) -> Result {
+fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     cuboid.resolve()?;
     let here = stream.client;
     let (to, from) = (cuboid.target.elsewhere(here), cuboid.source.elsewhere(here));
     let (host_source, host_target) = cuboid.host_sides();
     match (to, from) {
-        (None, None) => run_on(cuboid, stream),
-        (Some(ctx), None) if host_source => beside(stream, ctx, |there| run_on(cuboid, there)),
-        (None, Some(ctx)) if host_target => beside(stream, ctx, |there| run_on(cuboid, there)),
+        (None, None) => run_on(cuboid, stream, wait),
+        (Some(ctx), None) if host_source => beside(stream, ctx, |there| run_on(cuboid, there, wait)),
+        (None, Some(ctx)) if host_target => beside(stream, ctx, |there| run_on(cuboid, there, wait)),
         (Some(to), Some(from)) if handle::server(to) == handle::server(from) => {
-            beside(stream, to, |there| run_on(cuboid, there))
+            beside(stream, to, |there| run_on(cuboid, there, wait))
         }
         _ => {
             let (to, from) = (to.unwrap_or(stream.ctx), from.unwrap_or(stream.ctx));
@@ -518,8 +519,8 @@ fn run(mut cuboid: Cuboid, stream: &Stream) -> Result {
             for part in cuboid.parts() {
                 let mut bytes = vec![0u8; part.width * part.height];
                 let host = Side::memory(HOST, bytes.as_mut_ptr() as u64, part.width, part.height);
-                on_default(from, |there| run_on(Cuboid { target: host, ..part }, there))?;
-                on_default(to, |there| run_on(Cuboid { source: host, ..part }, there))?;
+                on_default(from, |there| run_on(Cuboid { target: host, ..part }, there, true))?;
+                on_default(to, |there| run_on(Cuboid { source: host, ..part }, there, true))?;
             }
             on_default(to, |there| there.synchronize())
         }
@@ -527,7 +528,7 @@ fn run(mut cuboid: Cuboid, stream: &Stream) -> Result {
 }
 
 /// The same within one lease.
-fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
+fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     let (width, height, depth) = (cuboid.width, cuboid.height, cuboid.depth);
     let len = width.checked_mul(height).and_then(|n| n.checked_mul(depth)).ok_or(INVALID_VALUE)?;
@@ -565,7 +566,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream) -> Result {
     }
     if direction == 1 {
         let (first, last) = (cuboid.source.row(0, 0), cuboid.source.row(height - 1, depth - 1));
-        if copies::done_there(cuboid, first, last + width - first, stream)? {
+        if copies::done_there(cuboid, first, last + width - first, stream, wait)? {
             return Ok(());
         }
     }

@@ -63,7 +63,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
         let covers = event.covers();
-        client.link.settle(|t| covers.iter().any(|(on, seq)| *on == t.on && t.seq < *seq));
+        client.link.settle(|t| streams::is_covered(&covers, t));
         event.has_happened(&stream, recorded);
     }
     client.told(reply.status)

@@ -136,7 +136,7 @@ impl Content {
     fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
         let host = take(host)?;
         let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
-        Ok(Self::Host(streams::register_host(client, function, true, None)?))
+        Ok(Self::Host(streams::register_host(client, function, true, Vec::new())?))
     }
 
     /// Host memory that a graph with this node exchanges at its launches.
@@ -370,12 +370,13 @@ driver! {
         stream.usable()?;
         mapped::upload(client)?;
         mapped::upload_for_graph(exec as u64)?;
+        streams::launching_graph(&stream);
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);
         })?;
-        stream.worked(seq);
         streams::graph_launched(&stream, seq);
+        stream.worked(seq);
         client.late()
     }
 

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{Writer, op};
 
 use crate::client::{Client, string, word};
 use crate::entry::{
@@ -119,30 +119,57 @@ fn free_of(client: &Client, range: &Range) -> Result {
 }
 
 /// A context goes, by what `end` asks of the server, and what belongs to it with it. `wait`: until its memory can be allocated again.
+/// Who does not wait, as programs on their way out, may still look at their host memory.
 pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
     // The runtime unloads what it has loaded.
     private_tables::forget_context(ctx);
     super::module::forget_context(ctx);
     streams::forget_context(ctx);
-    end()?;
-    let give_back = |range: &Range| {
-        if range.kind == Kind::Managed {
-            mapped::unmap(range.base)?;
-            window::close(range.base, range.size);
-        } else if range.kind != Kind::Device {
-            return Ok(());
+    let gone = ranges::forget_context(ctx, wait);
+    POSTPONED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .retain(|address| !gone.iter().any(|range| range.base == *address));
+    let ended = end();
+    if wait {
+        // What was under way when it ended must not come into memory that is gone.
+        let into = |r: &Range| (r.base as usize, r.size as usize);
+        let hosts: Vec<_> = gone.iter().filter(|r| r.kind.on_host()).map(into).collect();
+        client.link.settle(|t| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len)));
+    }
+    let mut unmapped = Vec::new();
+    for range in &gone {
+        if range.kind.on_host() {
+            // Fails where the connection is gone.
+            let _ = mapped::unmap(range.base);
         }
-        let Some((base, size)) = client.window().free(range.base)? else { return Ok(()) };
-        if wait {
-            client.call(op::FREE, |w| w.word(base))?;
-            client.window().unmapped(base, size);
-        } else {
-            // The addresses are not used again: nobody knows when the server is through with them.
-            client.post(op::FREE, |w| w.word(base))?;
+        match range.kind {
+            Kind::Host(_) => client.window().free_host(range.base, range.size),
+            Kind::Managed => window::close(range.base, range.size),
+            _ => {}
         }
-        Ok(())
+        if matches!(range.kind, Kind::Device | Kind::Managed) {
+            unmapped.extend(client.window().free(range.base)?);
+        }
+    }
+    // Nothing of the context uses it any more: the server need not wait for other contexts.
+    let body = |base: u64| {
+        move |w: &mut Writer<'_>| {
+            w.word(base);
+            w.word(1);
+        }
     };
-    ranges::forget_context(ctx).iter().map(give_back).fold(Ok(()), Result::and)
+    let last = if wait { unmapped.pop() } else { None };
+    for (base, _) in &unmapped {
+        client.post(op::FREE, body(*base))?;
+    }
+    if let Some((base, size)) = last {
+        client.ask(op::FREE, body(base))?;
+        // Without it nobody knows when the server is through with the addresses: they are not used again.
+        unmapped.push((base, size));
+        unmapped.iter().for_each(|(base, size)| client.window().unmapped(*base, *size));
+    }
+    ended
 }
 
 /// `CU_MEMHOSTALLOC_DEVICEMAP`

@@ -62,7 +62,7 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
-    let after = (!keep).then(|| (stream.clone(), client.link.position() + 1));
+    let after = if keep { Vec::new() } else { stream.covers_so_far() };
     let id = streams::register_host(client, function, keep, after)?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);

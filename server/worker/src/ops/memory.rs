@@ -146,14 +146,17 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32, reach: &[i32]
     mapped
 }
 
-/// `FREE`: address. Waits for the device, as `cuMemFree` does, and for the others of the lease: they may have it mapped.
+/// `FREE`: address, whether its context is gone. Waits for the device, as `cuMemFree` does, and for the others of the lease: they may
+/// have it mapped.
 pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let address = r.word()?;
+    // Clients of earlier versions do not say.
+    let gone = r.word().unwrap_or(0) != 0;
     let allocation = *lock(&session.memory.allocations).get(&address).ok_or(status::INVALID_VALUE)?;
     let call = &session.driver.call;
-    let synced = session.contexts.synchronize(session.driver);
+    let synced = if gone { Ok(()) } else { session.contexts.synchronize(session.driver) };
     super::settle(session, answer);
-    // SAFETY: mapped by `alloc`, and nothing runs on any device any more.
+    // SAFETY: mapped by `alloc`, and nothing that may use it runs any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {
         lock(&session.memory.allocations).remove(&address);

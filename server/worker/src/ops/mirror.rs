@@ -120,11 +120,12 @@ impl Mirrors {
 
     /// Sends the client what the device has changed. Call after the driver has synchronised. `in_callback`: the driver is
     /// waiting for the caller and must not be called.
-    pub fn write_back(&self, session: &Session, out: &mut Vec<u8>, in_callback: bool) {
+    pub fn write_back(&self, session: &Session, in_callback: bool) {
+        let mut out = Vec::new();
         let mut inner = self.lock();
         let Inner { mirrors, streams, .. } = &mut *inner;
         for (&region, mirror) in mirrors.iter_mut() {
-            let mut changed = Changed { session, out: &mut *out, region, body: Vec::new() };
+            let mut changed = Changed { session, out: &mut out, region, body: Vec::new() };
             match &mut mirror.backing {
                 Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
                     for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
@@ -167,6 +168,10 @@ impl Mirrors {
                 }
             }
             changed.flush_beyond(0);
+        }
+        // Before anyone else finds that nothing has changed, and answers first.
+        if !out.is_empty() {
+            session.send_frames(&out);
         }
     }
 }
@@ -282,7 +287,7 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     drop(inner);
     answer.word(device);
     if kind == mirror::MANAGED {
-        session.mirrors.write_back(session, &mut answer.before, false);
+        session.mirrors.write_back(session, false);
     }
     Ok(())
 }

@@ -210,6 +210,10 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
 fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     // Whatever went wrong in it goes with it.
     let _ = session.contexts.synchronize_one(session.driver, ctx);
+    if ctx == make(CTX, 0, 1, 0) {
+        // The memory that data of all contexts passes through is unpinned for a moment.
+        let _ = session.contexts.synchronize(session.driver);
+    }
     settle(session, answer);
     session.lanes.leave(ctx);
     session.streams.forget(|stream| stream.ctx == ctx);
@@ -220,7 +224,7 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
 /// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.
 pub fn settle(session: &Session, answer: &mut Answer) {
     session.landing.sweep(session, &mut answer.before);
-    session.mirrors.write_back(session, &mut answer.before, false);
+    session.mirrors.write_back(session, false);
     session.output.collect(session, &mut answer.before);
     // A pool that has shrunk counts less from now on; that it grew was noticed where it did.
     let _ = allocations::settle(session);

@@ -94,7 +94,7 @@ pub fn batch(session: &Session, r: &mut Reader<'_>) -> Done {
 /// `HOST_FUNC`: stream, the client's number of the call, whether a graph may repeat it.
 pub fn host_func(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (stream, id, keep) = (session.stream(r.word()?)?, r.word()?, r.word()? != 0);
-    Ok(HostCalls::enqueue(session, stream, frame.header.seq.get(), id, keep)?)
+    Ok(HostCalls::enqueue(session, frame, stream, id, keep)?)
 }
 
 /// `CAPTURE_BEGIN`: stream, graph to capture into or 0, dependencies.
