@@ -58,11 +58,24 @@ pub struct Manager {
 /// A row of `ListDevices` and `ListServers`.
 type Row = (String, String, String, OwnedObjectPath);
 
+/// By its id, or by the name that only one has which waits.
 fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
-    snapshot
-        .lease(id)
-        .filter(|l| super::publisher::shown(l))
-        .ok_or_else(|| BusError::no_such_lease(format!("there is no lease {id}")))
+    let shown = || snapshot.leases.iter().filter(|l| super::publisher::shown(l));
+    if let Some(found) = shown().find(|l| l.id == id) {
+        return Ok(found);
+    }
+    let named: Vec<_> = shown().filter(|l| l.spec.name == id && l.state == LeaseState::Pending).collect();
+    match named[..] {
+        [found] => Ok(found),
+        [] => Err(BusError::no_such_lease(format!("there is no lease {id}"))),
+        _ => {
+            let ids: Vec<_> = named.iter().map(|l| l.id.as_str()).collect();
+            Err(BusError::no_such_lease(format!(
+                "several leases named {id} wait: say which one, {}",
+                ids.join(" or ")
+            )))
+        }
+    }
 }
 
 impl Manager {

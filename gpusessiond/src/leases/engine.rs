@@ -22,6 +22,7 @@ use super::{
     Snapshot, Spec, Update, Wish,
 };
 use crate::access::Gate;
+use crate::config::Class;
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -852,8 +853,12 @@ impl Actor {
             .map(|(slot, wanted)| {
                 let held = wanted.held();
                 let spec = wanted.spec.clone();
-                let pending_name =
-                    if spec.name.is_empty() { format!("request{slot}") } else { spec.name.clone() };
+                let pending_name = match spec.class {
+                    _ if spec.name.is_empty() => format!("request{slot}"),
+                    Class::Boot | Class::Background => spec.name.clone(),
+                    // Each session or user may have one of that name.
+                    Class::Session | Class::User => format!("{}-{slot}", spec.name),
+                };
                 LeaseView {
                     slot,
                     id: held.map_or(pending_name, |h| h.lease.id.clone()),

@@ -407,7 +407,7 @@ pub struct DeviceView {
 pub struct LeaseView {
     /// Inside the daemon.
     pub slot: Slot,
-    /// The server's id; while pending, the lease's name.
+    /// The server's id; while pending, one that comes from the lease's name.
     pub id: String,
     /// What was asked for.
     pub spec: Spec,

@@ -703,11 +703,12 @@ impl Supervisor {
         if !environment.is_empty() {
             return self.take_cold(client, lease, environment, deadline).await;
         }
-        let count = self.room(lease, count.max(1))?;
         let mut waiting = Waiting { supervisor: self, lease, counted: false };
         loop {
             let changed = {
                 let mut state = self.state();
+                // Again each time: others of the client or user may have taken some meanwhile.
+                let count = self.room(&state, lease, count.max(1))?;
                 let State { workers, leases, .. } = &mut *state;
                 let entry =
                     leases.get_mut(lease).filter(|l| l.lease.client == client).ok_or(TakeError::NoLease)?;
@@ -749,9 +750,12 @@ impl Supervisor {
     }
 
     /// How many of `count` workers the lease's client and user may take now.
-    fn room(&self, lease: &str, count: usize) -> Result<usize, TakeError> {
-        let state = self.state();
-        self.room_under_mps(&state, lease)?;
+    fn room(&self, state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
+        self.room_under_mps(state, lease)?;
+        Self::room_in_limits(state, lease, count)
+    }
+
+    fn room_in_limits(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
         let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active | Phase::Parked));
         match state.within(lease, "workers", count as u64, "programs", serves) {
             Ok(()) => Ok(count),
@@ -767,9 +771,9 @@ impl Supervisor {
         environment: Vec<(String, String)>,
         deadline: Instant,
     ) -> Result<Vec<Taken>, TakeError> {
-        self.room(lease, 1)?;
         let id = {
             let state = self.state();
+            self.room(&state, lease, 1)?;
             let entry = state.leases.get(lease).filter(|l| l.lease.client == client);
             if entry.ok_or(TakeError::NoLease)?.away {
                 return Err(TakeError::Away);
@@ -786,6 +790,8 @@ impl Supervisor {
         loop {
             let changed = {
                 let mut state = self.state();
+                // Others may have taken the last place while it started.
+                Self::room_in_limits(&state, lease, 1)?;
                 let entry = state.leases.get(lease).ok_or(TakeError::NoLease)?;
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
