@@ -562,6 +562,30 @@ async fn driver_environment_gets_a_worker_of_its_own() {
 }
 
 #[tokio::test]
+async fn the_limit_of_workers_holds_for_those_who_ask_together() {
+    let server = Server::start_with("libcuda.so.1", "limits.workers = 2").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let ask = |i: usize| {
+        let (mut vm, lease) = (vm.clone(), lease.id.clone());
+        // Some need a worker of their own.
+        let own = ("CUDA_LAUNCH_BLOCKING".to_string(), "1".to_string());
+        let environment = (i % 2 == 1).then_some(own).into_iter().collect();
+        let request = TakeWorkersRequest { lease, count: 1, environment, waiting: 6 };
+        tokio::spawn(async move { vm.pool.take_workers(request).await })
+    };
+    let asked: Vec<_> = (0..6).map(ask).collect();
+    let mut taken = 0;
+    for answer in asked {
+        match answer.await.unwrap() {
+            Ok(reply) => taken += reply.into_inner().workers.len(),
+            Err(status) => assert!(status.message().contains("limit workers = 2"), "{status}"),
+        }
+    }
+    assert_eq!(taken, 2);
+}
+
+#[tokio::test]
 async fn a_second_machine_under_one_identity_is_refused() {
     let server = Server::start().await;
     let mut first = server.client("vm-1").await;
