@@ -197,6 +197,22 @@ int main() {
     }
     std::printf("hostOrder: mapped memory right\n");
 
+    // By the default stream's order, from one blocking stream to another.
+    cudaStream_t first_blocking, second_blocking;
+    CHECK(cudaStreamCreate(&first_blocking));
+    CHECK(cudaStreamCreate(&second_blocking));
+    for (int round = 0; round < 4; round++) {
+        std::memset(host, 0xff, bytes);
+        fill<<<64, 256, 0, first_blocking>>>(from, most, round);
+        CHECK(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, first_blocking));
+        add<<<1, 1>>>(to, 1, 1);
+        add<<<1, 1, 0, second_blocking>>>(to, 1, 1);
+        CHECK(cudaStreamSynchronize(second_blocking));
+        expect(host, most, round);
+    }
+    std::printf("hostOrder: the default stream's order right\n");
+
+    Work work;
     int *managed;
     CHECK(cudaMallocManaged(&managed, length));
     fill<<<64, 256>>>(managed, count, 9);
@@ -219,6 +235,17 @@ int main() {
     CHECK(cudaMemcpy(managed, zeros, length, cudaMemcpyDeviceToDevice));
     CHECK(cudaDeviceSynchronize());
     for (int i = 0; i < count; i++) EXPECT(managed[i] == 0);
+    // From the host, which sees it at once; the rest of what it is next to stays.
+    write(&(work = {back, count, 17}));
+    fill<<<64, 256>>>(managed, count, 3);
+    CHECK(cudaMemcpy(managed, back, length / 2, cudaMemcpyHostToDevice));
+    CHECK(cudaStreamSynchronize(nullptr));
+    expect(managed, count / 2, 17);
+    managed[0] = 16;
+    add<<<64, 256>>>(managed, 1, 1);
+    CHECK(cudaDeviceSynchronize());
+    expect(managed, count / 2, 17);
+    for (int i = count / 2; i < count; i++) EXPECT(managed[i] == 3 + i);
     std::printf("hostOrder: managed memory right\n");
     return 0;
 }

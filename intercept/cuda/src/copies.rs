@@ -10,7 +10,7 @@ use crate::client::{Client, string, unavailable};
 use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::mapped::Region;
 use crate::ranges::Range;
-use crate::streams::Stream;
+use crate::streams::{Due, Stream};
 use crate::{mapped, ranges, streams, thread};
 
 /// Frames of bulk transfers and their chunks are queued in one order.
@@ -36,7 +36,7 @@ pub fn done_there(
     wait: bool,
 ) -> Result<bool> {
     let client = stream.client;
-    let mut due = streams::host_function_due(client);
+    let mut due = streams::host_function_due(stream) > Due::Nothing;
     if !due && !mapped::any() && !client.link.down.any() {
         return Ok(false);
     }
@@ -90,6 +90,8 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if done_there(cuboid(), source, len, stream, wait)? {
         return Ok(());
     }
+    // Managed memory as its target.
+    let shown = mapped::any() && ranges::find(target).is_some_and(|r| r.kind.managed());
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
         w.word(target);
         w.word(len as u64);
@@ -104,19 +106,19 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
             body(w, true);
             w.bytes(bytes);
         })?;
-        if sure {
+        if sure && !shown {
             stream.copied_in(seq)
         } else {
             stream.worked(seq)
         }
-        return upwards_done(source, len, stream, wait);
+        return upwards_done(source, len, stream, wait, shown);
     }
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op::COPY_TO_DEVICE, |w| body(w, false))?;
     let pinned = ranges::is_pinned(client, source as u64, len as u64);
     let taken = wait || !pinned;
-    if taken && ranges::is_device(client, target, len as u64) {
+    if taken && !shown && ranges::is_device(client, target, len as u64) {
         stream.copied_in(seq)
     } else {
         stream.worked(seq)
@@ -128,13 +130,16 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if taken && !sent.wait() {
         return Err(crate::entry::DEVICE_UNAVAILABLE);
     }
-    upwards_done(source, len, stream, wait)
+    upwards_done(source, len, stream, wait, shown)
 }
 
-/// A synchronous copy from pinned memory is complete when it returns, for every stream; one from pageable memory need not be.
-fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
+/// A synchronous copy from pinned memory is complete when it returns, for every stream; one from pageable memory need not be. What it has
+/// brought to memory that the program sees, too, must be there.
+fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: bool) -> Result {
     let client = stream.client;
-    if wait && ranges::is_pinned(client, source as u64, len as u64) {
+    if wait && shown {
+        stream.ask(op::STREAM_SYNC)
+    } else if wait && ranges::is_pinned(client, source as u64, len as u64) {
         stream.synchronize()
     } else {
         client.late()
@@ -167,7 +172,11 @@ fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Arc<Region>>), stream: &S
         capture.named.lock().unwrap_or_else(PoisonError::into_inner).extend(regions);
         return Ok(());
     }
-    regions.iter().try_for_each(|region| region.upload())?;
+    let on_host = (0..ids.len()).filter(|side| ids[*side] != 0);
+    for (region, side) in regions.iter().zip(on_host) {
+        let (offset, len) = cuboid.span(side);
+        region.upload_part(offset, len)?;
+    }
     let seq = client.post(op::COPY_HOST, body)?;
     stream.worked(seq);
     client.late()
@@ -193,18 +202,28 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
-    let due = !wait && streams::host_function_due(client);
-    if (due || mapped::any())
+    let due = if wait { Due::Nothing } else { streams::host_function_due(stream) };
+    let mut wait = wait;
+    if (due > Due::Nothing || mapped::any())
         && let Some(range) = known(client, target, len)
     {
         if range.kind.managed() {
             return managed(target as u64, source, len, stream, true);
         }
         // What is behind it reads it where the server has it, or must not make the program wait for the host function.
-        if mapped::there(client, target, len) || due && range.size <= PLACED {
-            in_order(cuboid(), stream)?;
-            return if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) };
+        if mapped::there(client, target, len) || due > Due::Nothing && range.size <= PLACED {
+            let mut cuboid = cuboid();
+            match cuboid.name_regions(client) {
+                Ok(placed) => {
+                    put(&cuboid, placed, stream)?;
+                    return if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) };
+                }
+                Err(OUT_OF_MEMORY) => {}
+                Err(status) => return Err(status),
+            }
         }
+        // A function of the graph could be made to wait for data that comes behind the graph.
+        wait |= due == Due::Graph;
     }
     let wait = wait || !ranges::is_pinned(client, target as u64, len as u64);
     let down = &client.link.down;

@@ -8,7 +8,7 @@ use gpusession_proto::handle;
 
 use crate::client::Client;
 use crate::entry::{INVALID_HANDLE, Result};
-use crate::streams::{Capture, Stream};
+use crate::streams::{self, Capture, Stream};
 
 /// One event.
 pub struct Event {
@@ -76,7 +76,7 @@ impl Event {
     /// The frame at this position records it.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
         *self.covers.lock().unwrap_or_else(PoisonError::into_inner) =
-            if self.client.link.down.any() { stream.covers(seq) } else { Vec::new() };
+            if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some((stream.clone(), seq));
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }

@@ -89,7 +89,12 @@ impl Region {
     }
 
     /// Sends what the program has changed.
-    pub fn upload(&self) -> Result {
+    fn upload(&self) -> Result {
+        self.upload_part(0, self.len)
+    }
+
+    /// The same for `len` bytes from an offset.
+    pub fn upload_part(&self, offset: usize, len: usize) -> Result {
         let _order = lock(&SENDING);
         let mut body = Vec::new();
         let send = |body: &mut Vec<u8>| {
@@ -100,28 +105,32 @@ impl Region {
                 })
                 .map(|_| body.clear())
         };
-        for offset in (0..self.len).step_by(BLOCK) {
-            // The reader of the connection takes this lock too: it is not held while frames are sent.
-            let mut shadow = lock(&self.shadow);
-            if shadow.is_empty() {
-                return Ok(());
+        let first = offset / BLOCK * BLOCK;
+        for offset in (first..offset.saturating_add(len).min(self.len)).step_by(BLOCK) {
+            {
+                // The reader of the connection takes this lock too: it is not held while frames are sent.
+                let mut shadow = lock(&self.shadow);
+                if shadow.is_empty() {
+                    return Ok(());
+                }
+                let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
+                // SAFETY: the memory lives until `forget`, or as long as the graphs that are launched with it. The program may
+                // write to it meanwhile, as on a local card.
+                let now =
+                    unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, shadow.len()) };
+                if now == shadow {
+                    continue;
+                }
+                let mut copy = [0; BLOCK];
+                let copy = &mut copy[..shadow.len()];
+                copy.copy_from_slice(now);
+                if self.kind == mirror::DEVICE {
+                    changes::push(&mut body, offset as u64, copy);
+                } else {
+                    changes::push_differing(&mut body, offset as u64, shadow, copy);
+                }
+                shadow.copy_from_slice(copy);
             }
-            let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
-            // SAFETY: the memory lives until `forget`, or as long as the graphs that are launched with it. The program may write
-            // to it meanwhile, as on a local card.
-            let now = unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, shadow.len()) };
-            if now == shadow {
-                continue;
-            }
-            let mut copy = [0; BLOCK];
-            let copy = &mut copy[..shadow.len()];
-            copy.copy_from_slice(now);
-            if self.kind == mirror::DEVICE {
-                changes::push(&mut body, offset as u64, copy);
-            } else {
-                changes::push_differing(&mut body, offset as u64, shadow, copy);
-            }
-            shadow.copy_from_slice(copy);
             if body.len() >= changes::FRAME {
                 send(&mut body)?;
             }

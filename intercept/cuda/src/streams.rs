@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use gpusession_link::lanes::{Detached, On};
+use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
@@ -244,6 +244,7 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
 
 /// Forgets what belongs to a context that is gone.
 pub fn forget_context(ctx: u64) {
+    forget_pending(|work| work.on.ctx == ctx);
     if let Some(defaults) = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
         defaults.remove(&ctx);
     }
@@ -326,36 +327,37 @@ impl Stream {
         On { ctx: self.ctx, stream: self.handle, blocking: self.blocking() }
     }
 
-    /// Whether what is put on it comes after what is on another stream without any event: by the default stream's order.
-    fn follows(&self, on: On) -> bool {
-        on.stream == self.handle && on.ctx == self.ctx
-            || on.ctx == self.ctx && self.blocking() && on.blocking && (on.stream == 0 || self.handle == 0)
-    }
-
-    /// Transfers that are complete once what the frame `seq` puts on it is reached: each stream up to a position.
+    /// What is complete once what the frame `seq` puts on it is reached: each stream up to a position.
     pub fn covers(&self, seq: u64) -> Vec<(On, u64)> {
         let waited_for =
             |stream: &Stream| stream.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut covers = waited_for(self);
         covers.push((self.on(), seq));
-        if self.handle == 0 {
-            for other in blocking_streams(self.ctx) {
-                covers.extend(waited_for(&other));
-                covers.push((other.on(), seq));
-            }
-        } else if self.blocking() {
-            covers.push((On { ctx: self.ctx, stream: 0, blocking: true }, seq));
-            if let Some(default) = known_legacy(self.ctx) {
-                covers.extend(waited_for(&default));
-            }
+        if !self.blocking() {
+            return covers;
+        }
+        // By the default stream's order: what is on a blocking stream comes after what the default stream was given last, and
+        // that after what the blocking streams were given before it.
+        let before = if self.handle == 0 {
+            seq
+        } else {
+            let Some(default) = known_legacy(self.ctx) else { return covers };
+            let last = default.last.load(Ordering::Relaxed);
+            covers.extend(waited_for(&default));
+            covers.push((default.on(), last + 1));
+            last
+        };
+        for other in blocking_streams(self.ctx).iter().filter(|other| other.handle != self.handle) {
+            covers.extend(waited_for(other));
+            covers.push((other.on(), before));
         }
         covers
     }
 
-    /// The same for whatever is put on it next.
+    /// The same for whatever is put on it next, where it matters: data is on its way, or a host function may be due.
     pub fn covers_so_far(&self) -> Vec<(On, u64)> {
-        let link = &self.client.link;
-        if link.down.any() { self.covers(link.position() + 1) } else { Vec::new() }
+        let client = self.client;
+        if tracking(client) { self.covers(client.link.position() + 1) } else { Vec::new() }
     }
 
     /// It waits for an event that covers these.
@@ -372,12 +374,13 @@ impl Stream {
     /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
     /// everything before `seq` is complete.
     pub fn settle(&self, seq: u64) {
-        let link = &self.client.link;
-        if link.down.any() {
-            let covers = self.covers(seq);
-            link.settle(|t| t.seq < seq && self.follows(t.on) || is_covered(&covers, t));
+        let waited_for = || self.covers.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = waited_for().clone();
+        if tracking(self.client) {
+            settle_covered(self.client, &self.covers(seq));
         }
-        self.covers.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        // Another thread may have added something meanwhile.
+        waited_for().retain(|covered| !before.contains(covered));
     }
 
     /// Waits until everything that was put on it is complete, or for as long as the program can tell.
@@ -462,9 +465,19 @@ impl Stream {
     }
 }
 
-/// Whether a transfer is among those.
-pub fn is_covered(covers: &[(On, u64)], transfer: &Detached) -> bool {
-    covers.iter().any(|(on, seq)| *on == transfer.on && transfer.seq < *seq)
+/// Whether what streams cover matters to anyone.
+pub fn tracking(client: &Client) -> bool {
+    client.link.down.any() || MAYBE_DUE.load(Ordering::Relaxed) > 0
+}
+
+fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
+    covers.iter().any(|(covered, position)| *covered == on && seq < *position)
+}
+
+/// Everything that these cover is complete, as the server has said: waits until its data has landed.
+pub fn settle_covered(client: &Client, covers: &[(On, u64)]) {
+    client.link.settle(|t| is_covered(covers, t.on, t.seq));
+    forget_pending(|work| is_covered(covers, work.on.on(), work.seq));
 }
 
 /// Streams of a context that are ordered with its default stream.
@@ -605,18 +618,20 @@ struct Registered {
     function: HostFunction,
     /// A graph may call it again.
     keep: bool,
-    /// What it comes after. A graph's comes after what its launches do.
-    after: Vec<(On, u64)>,
     client: &'static Client,
 }
 
-/// Position of a launch whose frame is still to be appended.
+/// Position of work whose frame is still to be appended.
 const NOT_YET: u64 = u64::MAX;
 
-/// A launch of a graph that may call some of them.
-struct Launch {
+/// Work on a stream that calls host functions: one of its own, or a launch of a graph, which may call some.
+struct Calling {
+    function: Option<u64>,
     on: Arc<Stream>,
+    /// Of several launches on one stream the first one and the last one.
+    first: u64,
     seq: u64,
+    /// What the stream has come to before it.
     after: Vec<(On, u64)>,
 }
 
@@ -624,97 +639,132 @@ struct Host {
     functions: HashMap<u64, Registered>,
     due: Vec<u64>,
     next: u64,
-    /// Launches that are not known to be complete.
-    launches: Vec<Launch>,
+    /// Work that is not known to be complete.
+    calling: Vec<Calling>,
 }
 
 static HOST: Mutex<Option<Host>> = Mutex::new(None);
-/// Functions on streams that have not run, and launches: while there is none, copies pay one load.
+/// How much such work there is: while there is none, copies pay one load.
 static MAYBE_DUE: AtomicUsize = AtomicUsize::new(0);
 /// Functions of graphs: while there is none, launches pay one load.
 static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
 
-/// Registers a host function; `keep`: a graph may call it again.
+impl Host {
+    fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>) {
+        let after = stream.covers_so_far();
+        let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
+        match self.calling.iter_mut().find(same) {
+            Some(launches) if function.is_none() => (launches.seq, launches.after) = (NOT_YET, after),
+            _ => {
+                let on = stream.clone();
+                self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });
+            }
+        }
+        MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
+    }
+
+    fn forget(&mut self, over: impl Fn(&Calling) -> bool) {
+        // A function is over when it has run: nobody else says so.
+        self.calling.retain(|work| work.function.is_some() || !(work.on.done(work.seq) || over(work)));
+        MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
+    }
+}
+
+fn host() -> MutexGuard<'static, Option<Host>> {
+    HOST.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Launches of graphs are complete.
+fn forget_pending(over: impl Fn(&Calling) -> bool) {
+    if MAYBE_DUE.load(Ordering::Relaxed) > 0
+        && let Some(host) = host().as_mut()
+    {
+        host.forget(over);
+    }
+}
+
+/// A context was synchronised by the frame at this position.
+pub fn context_synced(ctx: u64, seq: u64) {
+    forget_pending(|work| work.on.ctx == ctx && work.seq < seq);
+}
+
+/// Registers a host function: for the frame that is appended next to a stream (see [`appended`]), or for graphs, which may call it again.
 pub fn register_host(
     client: &'static Client,
     function: HostFunction,
-    keep: bool,
-    after: Vec<(On, u64)>,
+    stream: Option<&Arc<Stream>>,
 ) -> Result<u64> {
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
     if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
         return Err(crate::entry::OUT_OF_MEMORY);
     }
-    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut host = host();
     let host = host.get_or_insert_with(|| Host {
         functions: HashMap::new(),
         due: Vec::new(),
         next: 1,
-        launches: Vec::new(),
+        calling: Vec::new(),
     });
     let id = host.next;
     host.next += 1;
-    host.functions.insert(id, Registered { function, keep, after, client });
-    if keep { &OF_GRAPHS } else { &MAYBE_DUE }.fetch_add(1, Ordering::Relaxed);
+    host.functions.insert(id, Registered { function, keep: stream.is_none(), client });
+    match stream {
+        Some(stream) => host.add(Some(id), stream),
+        None => drop(OF_GRAPHS.fetch_add(1, Ordering::Relaxed)),
+    }
     Ok(id)
 }
 
-impl Host {
-    fn forget_launches(&mut self, over: impl Fn(&Launch) -> bool) {
-        let before = self.launches.len();
-        self.launches.retain(|launch| !launch.on.done(launch.seq) && !over(launch));
-        MAYBE_DUE.fetch_sub(before - self.launches.len(), Ordering::Relaxed);
-    }
-}
-
-/// A graph is about to be launched on a stream by a frame that is appended next; see [`graph_launched`].
+/// The frame that is appended next launches a graph on a stream; see [`appended`].
 pub fn launching_graph(stream: &Arc<Stream>) {
-    if OF_GRAPHS.load(Ordering::Relaxed) == 0 {
-        return;
-    }
-    if let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
+    if OF_GRAPHS.load(Ordering::Relaxed) > 0
+        && let Some(host) = host().as_mut()
         && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
     {
-        host.forget_launches(|earlier| earlier.on.on() == stream.on());
-        host.launches.push(Launch { on: stream.clone(), seq: NOT_YET, after: stream.covers_so_far() });
-        MAYBE_DUE.fetch_add(1, Ordering::Relaxed);
+        host.forget(|_| false);
+        host.add(None, stream);
     }
 }
 
-/// The frame at this position launches it.
-pub fn graph_launched(stream: &Stream, seq: u64) {
-    if OF_GRAPHS.load(Ordering::Relaxed) > 0
-        && let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
-    {
-        let mut mine = host.launches.iter_mut().filter(|l| l.on.on() == stream.on() && l.seq == NOT_YET);
-        if let Some(launch) = mine.next() {
-            launch.seq = seq;
-        }
-    }
-}
-
-/// A context was synchronised by the frame at this position.
-pub fn context_synced(ctx: u64, seq: u64) {
+/// The frame at this position does what was announced for the stream.
+pub fn appended(stream: &Stream, seq: u64) {
     if MAYBE_DUE.load(Ordering::Relaxed) > 0
-        && let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut()
+        && let Some(host) = host().as_mut()
+        && let Some(work) = host.calling.iter_mut().find(|w| w.seq == NOT_YET && w.on.on() == stream.on())
     {
-        host.forget_launches(|launch| launch.on.ctx == ctx && launch.seq < seq);
+        work.seq = seq;
+        work.first = work.first.min(seq);
     }
 }
 
-/// Whether a host function may still run that was put on a stream, or into a graph that was launched.
-pub fn host_function_due(client: &Client) -> bool {
+/// What may run before what is put on a stream next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Due {
+    /// No host function.
+    Nothing,
+    /// One that was put on a stream.
+    Function,
+    /// A graph that may call some.
+    Graph,
+}
+
+/// Whether host functions may still run before what is put on a stream next.
+pub fn host_function_due(stream: &Stream) -> Due {
     if MAYBE_DUE.load(Ordering::Relaxed) == 0 {
-        return false;
+        return Due::Nothing;
     }
-    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
-    host.as_mut().is_some_and(|host| {
-        host.forget_launches(|_| false);
-        host.functions.values().any(|f| !f.keep && f.client.number == client.number)
-            || host.launches.iter().any(|launch| launch.on.client.number == client.number)
-    })
+    let covers = stream.covers(stream.client.link.position() + 1);
+    let mut host = host();
+    let Some(host) = host.as_mut() else { return Due::Nothing };
+    host.forget(|_| false);
+    let before =
+        host.calling.iter().filter(|w| w.on.on() == stream.on() || is_covered(&covers, w.on.on(), w.first));
+    before
+        .map(|w| if w.function.is_some() { Due::Function } else { Due::Graph })
+        .max()
+        .unwrap_or(Due::Nothing)
 }
 
 /// The worker says that a host function is due.
@@ -727,25 +777,28 @@ pub fn call_host(id: u64) {
 
 /// Runs host functions in the order in which they become due. They must not call CUDA, as the driver documents.
 fn run_host() {
-    let mut host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut locked = host();
     loop {
-        let next = host.as_mut().and_then(|h| {
+        let next = locked.as_mut().and_then(|h| {
             if h.due.is_empty() {
                 return None;
             }
             let id = h.due.remove(0);
-            let Registered { function, keep, after, client } = h.functions.get(&id)?;
-            let launches = h.launches.iter().filter(|l| *keep && l.on.client.number == client.number);
-            let after: Vec<_> = after.iter().chain(launches.flat_map(|l| &l.after)).copied().collect();
+            let Registered { function, keep, client } = h.functions.get(&id)?;
+            let before = h.calling.iter().filter(|work| match work.function {
+                Some(function) => function == id,
+                None => *keep && work.on.client.number == client.number,
+            });
+            let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
             Some((id, *function, *keep, after, *client))
         });
         let Some((id, function, keep, after, client)) = next else {
-            host = HOST_DUE.wait(host).unwrap_or_else(PoisonError::into_inner);
+            locked = HOST_DUE.wait(locked).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
-        drop(host);
+        drop(locked);
         // What was copied to the program before must be there.
-        client.link.settle(|t| is_covered(&after, t));
+        client.link.settle(|t| is_covered(&after, t.on, t.seq));
         thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
@@ -753,10 +806,11 @@ fn run_host() {
         // A link that is gone has nobody who waits.
         let _ = mapped::upload_after_host_function(client);
         let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
-        host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(host) = host.as_mut().filter(|_| !keep) {
+        locked = host();
+        if let Some(host) = locked.as_mut().filter(|_| !keep) {
             host.functions.remove(&id);
-            MAYBE_DUE.fetch_sub(1, Ordering::Relaxed);
+            host.calling.retain(|work| work.function != Some(id));
+            MAYBE_DUE.store(host.calling.len(), Ordering::Relaxed);
         }
     }
 }

@@ -454,6 +454,13 @@ impl Cuboid {
         Ok((ids, regions))
     }
 
+    /// Where in its region the host memory of a side lies (0: source, 1: target) once that is named, and how many bytes.
+    pub fn span(&self, side: usize) -> (usize, usize) {
+        let side = if side == 0 { &self.source } else { &self.target };
+        let first = side.row(0, 0);
+        (first, side.row(self.height - 1, self.depth - 1) + self.width - first)
+    }
+
     /// Whether a side is host memory: source, target.
     pub fn host_sides(&self) -> (bool, bool) {
         (self.source.kind == HOST, self.target.kind == HOST)

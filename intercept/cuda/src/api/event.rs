@@ -62,8 +62,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     if reply.status == 0 {
-        let covers = event.covers();
-        client.link.settle(|t| streams::is_covered(&covers, t));
+        streams::settle_covered(client, &event.covers());
         event.has_happened(&stream, recorded);
     }
     client.told(reply.status)

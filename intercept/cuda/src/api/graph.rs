@@ -136,7 +136,7 @@ impl Content {
     fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
         let host = take(host)?;
         let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
-        Ok(Self::Host(streams::register_host(client, function, true, Vec::new())?))
+        Ok(Self::Host(streams::register_host(client, function, None)?))
     }
 
     /// Host memory that a graph with this node exchanges at its launches.
@@ -375,7 +375,7 @@ driver! {
             w.word(exec as u64);
             w.word(stream.handle);
         })?;
-        streams::graph_launched(&stream, seq);
+        streams::appended(&stream, seq);
         stream.worked(seq);
         client.late()
     }

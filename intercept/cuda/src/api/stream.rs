@@ -62,13 +62,13 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
-    let after = if keep { Vec::new() } else { stream.covers_so_far() };
-    let id = streams::register_host(client, function, keep, after)?;
+    let id = streams::register_host(client, function, (!keep).then_some(&stream))?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);
         w.word(id);
         w.word(u64::from(keep));
     })?;
+    streams::appended(&stream, seq);
     stream.worked(seq);
     client.late()
 }
@@ -211,7 +211,7 @@ driver! {
         match captured {
             Some(capture) => stream.join(&capture),
             None => {
-                if event.pending().is_some() && client.link.down.any() {
+                if event.pending().is_some() && streams::tracking(client) {
                     stream.covers_also(&event.covers());
                 }
             }

@@ -154,8 +154,11 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     let gone = r.word().unwrap_or(0) != 0;
     let allocation = *lock(&session.memory.allocations).get(&address).ok_or(status::INVALID_VALUE)?;
     let call = &session.driver.call;
-    let synced = if gone { Ok(()) } else { session.contexts.synchronize(session.driver) };
-    super::settle(session, answer);
+    let mut synced = Ok(());
+    if !gone {
+        synced = session.contexts.synchronize(session.driver);
+        super::settle(session, answer);
+    }
     // SAFETY: mapped by `alloc`, and nothing that may use it runs any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {

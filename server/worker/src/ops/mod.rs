@@ -104,7 +104,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::COPY_BOX => copy::copy_box(session, frame, &mut r, answer),
         op::EVENT_RECORD => stream::event_record(session, &mut r),
         op::STREAM_WAIT_EVENT => stream::wait_event(session, &mut r),
-        op::STREAM_SYNC => stream::sync(session, &mut r, answer),
+        op::STREAM_SYNC => stream::sync(session, frame, &mut r, answer),
         op::STREAM_QUERY => stream::query(session, &mut r, answer),
         op::STREAM_CREATE => stream::create(session, frame, &mut r),
         op::STREAM_DESTROY => stream::destroy(session, &mut r),

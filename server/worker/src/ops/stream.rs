@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gpusession_proto::frame::Reader;
+use gpusession_proto::frame::{Reader, WAIT};
 
 use super::{Answer, Done, settle};
 use crate::driver::{check, status};
@@ -48,11 +48,14 @@ pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
 }
 
 /// `STREAM_SYNC`
-pub fn sync(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
+pub fn sync(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let stream = session.stream(r.word()?)?;
     // SAFETY: a stream of this worker.
     let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
-    settle(session, answer);
+    // A client that does not wait may not read either, and everything stays behind this.
+    if frame.header.flags.get() & WAIT != 0 {
+        settle(session, answer);
+    }
     Ok(synced?)
 }
 
