@@ -212,7 +212,6 @@ int main() {
     }
     std::printf("hostOrder: the default stream's order right\n");
 
-    Work work;
     int *managed;
     CHECK(cudaMallocManaged(&managed, length));
     fill<<<64, 256>>>(managed, count, 9);
@@ -236,7 +235,8 @@ int main() {
     CHECK(cudaDeviceSynchronize());
     for (int i = 0; i < count; i++) EXPECT(managed[i] == 0);
     // From the host, which sees it at once; the rest of what it is next to stays.
-    write(&(work = {back, count, 17}));
+    Work seventeen = {back, count, 17};
+    write(&seventeen);
     fill<<<64, 256>>>(managed, count, 3);
     CHECK(cudaMemcpy(managed, back, length / 2, cudaMemcpyHostToDevice));
     CHECK(cudaStreamSynchronize(nullptr));
