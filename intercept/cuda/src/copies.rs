@@ -19,6 +19,9 @@ static BULK: Mutex<()> = Mutex::new(());
 /// Largest host memory that the server is given a copy of for the sake of a host function, in bytes. Larger memory is waited for.
 const PLACED: u64 = 16 << 20;
 
+/// The same for what a copy brings to the host behind a function of a stream: larger memory may be waited for by copies from there.
+const PLACED_BEHIND: u64 = 1 << 20;
+
 /// Pinned or managed memory of the client that holds these bytes.
 fn known(client: &Client, address: usize, len: usize) -> Option<Range> {
     ranges::find(address as u64).filter(|r| {
@@ -211,7 +214,12 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
             return managed(target as u64, source, len, stream, true);
         }
         // What is behind it reads it where the server has it, or must not make the program wait for the host function.
-        if mapped::there(client, target, len) || due > Due::Nothing && range.size <= PLACED {
+        let placed = match due {
+            Due::Nothing => 0,
+            Due::Function => PLACED_BEHIND,
+            Due::Graph => PLACED,
+        };
+        if mapped::there(client, target, len) || range.size <= placed {
             let mut cuboid = cuboid();
             match cuboid.name_regions(client) {
                 Ok(placed) => {

@@ -158,6 +158,13 @@ pub fn destroy(stream: u64) -> Result {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
+    if known.blocking() {
+        // Whoever synchronises the default stream still waits for what it has waited for.
+        let waited_for = known.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if !waited_for.is_empty() {
+            legacy(known.client, known.ctx)?.covers_also(&waited_for);
+        }
+    }
     known.client.post(op::STREAM_DESTROY, |w| w.word(stream))?;
     handles::retire(stream);
     Ok(())
@@ -329,6 +336,11 @@ impl Stream {
 
     /// What is complete once what the frame `seq` puts on it is reached: each stream up to a position.
     pub fn covers(&self, seq: u64) -> Vec<(On, u64)> {
+        self.covers_behind(seq, seq)
+    }
+
+    /// The same; of the default stream's order only what is before `own`, the last position of its own work that counts.
+    fn covers_behind(&self, seq: u64, own: u64) -> Vec<(On, u64)> {
         let waited_for =
             |stream: &Stream| stream.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut covers = waited_for(self);
@@ -342,15 +354,16 @@ impl Stream {
             seq
         } else {
             let Some(default) = known_legacy(self.ctx) else { return covers };
-            let last = default.last.load(Ordering::Relaxed);
+            let last = default.last.load(Ordering::Relaxed).min(own);
             covers.extend(waited_for(&default));
             covers.push((default.on(), last + 1));
             last
         };
         for other in blocking_streams(self.ctx).iter().filter(|other| other.handle != self.handle) {
             covers.extend(waited_for(other));
-            covers.push((other.on(), before));
         }
+        // Also those that are destroyed.
+        covers.push((On { ctx: self.ctx, stream: ANY_BLOCKING, blocking: true }, before));
         covers
     }
 
@@ -377,7 +390,9 @@ impl Stream {
         let waited_for = || self.covers.lock().unwrap_or_else(PoisonError::into_inner);
         let before = waited_for().clone();
         if tracking(self.client) {
-            settle_covered(self.client, &self.covers(seq));
+            // It may have been given nothing since the default stream was.
+            let own = self.last.load(Ordering::Relaxed).min(seq);
+            settle_covered(self.client, &self.covers_behind(seq, own));
         }
         // Another thread may have added something meanwhile.
         waited_for().retain(|covered| !before.contains(covered));
@@ -470,8 +485,14 @@ pub fn tracking(client: &Client) -> bool {
     client.link.down.any() || MAYBE_DUE.load(Ordering::Relaxed) > 0
 }
 
+/// Stands for every stream of a context that is ordered with its default stream.
+const ANY_BLOCKING: u64 = u64::MAX;
+
 fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
-    covers.iter().any(|(covered, position)| *covered == on && seq < *position)
+    covers.iter().any(|(covered, position)| {
+        let any = covered.stream == ANY_BLOCKING && covered.ctx == on.ctx && on.blocking;
+        (any || *covered == on) && seq < *position
+    })
 }
 
 /// Everything that these cover is complete, as the server has said: waits until its data has landed.
@@ -628,12 +649,15 @@ const NOT_YET: u64 = u64::MAX;
 struct Calling {
     function: Option<u64>,
     on: Arc<Stream>,
-    /// Of several launches on one stream the first one and the last one.
+    /// Of launches that are taken together the first one and the last one.
     first: u64,
     seq: u64,
     /// What the stream has come to before it.
     after: Vec<(On, u64)>,
 }
+
+/// Launches on one stream that are told apart.
+const MOST_LAUNCHES: usize = 64;
 
 struct Host {
     functions: HashMap<u64, Registered>,
@@ -654,8 +678,9 @@ impl Host {
     fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>) {
         let after = stream.covers_so_far();
         let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
-        match self.calling.iter_mut().find(same) {
-            Some(launches) if function.is_none() => (launches.seq, launches.after) = (NOT_YET, after),
+        let launches = self.calling.iter_mut().filter(same);
+        match launches.enumerate().last() {
+            Some((MOST_LAUNCHES.., last)) if function.is_none() => (last.seq, last.after) = (NOT_YET, after),
             _ => {
                 let on = stream.clone();
                 self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });
@@ -790,15 +815,20 @@ fn run_host() {
                 None => *keep && work.on.client.number == client.number,
             });
             let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
-            Some((id, *function, *keep, after, *client))
+            // What is behind functions that have not run comes behind this one.
+            let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
+            let later: Vec<_> = later.map(|work| (work.on.on(), work.first)).collect();
+            Some((id, *function, *keep, (after, later), *client))
         });
-        let Some((id, function, keep, after, client)) = next else {
+        let Some((id, function, keep, (after, later), client)) = next else {
             locked = HOST_DUE.wait(locked).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(locked);
         // What was copied to the program before must be there.
-        client.link.settle(|t| is_covered(&after, t.on, t.seq));
+        client.link.settle(|t| {
+            is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
+        });
         thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
