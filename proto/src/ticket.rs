@@ -16,7 +16,7 @@ pub struct Ticket {
     pub uid: u32,
     /// Process id on the client, as the kernel told the daemon.
     pub pid: u32,
-    /// Boot id of the client: a ticket of another boot is refused by the server that knows the new one.
+    /// Boot id of the client. A ticket of an earlier boot is of no use: it is for one worker, and that is gone.
     pub boot_id: [u8; 16],
     /// Time of issue on the daemon's clock since boot, in microseconds. For the log: two hosts' clocks are never compared.
     pub issued_usec: u64,

@@ -1,5 +1,7 @@
 //! `cuGetProcAddress`: the newest variant of a call whose prototype the program's CUDA version knows.
 
+use crate::client::NEWEST;
+
 /// One variant of a call.
 pub struct ProcAddress {
     /// The name that is asked for.
@@ -26,7 +28,11 @@ pub enum Missing {
 /// Finds a call for a program of CUDA version `version` (1000 * major + 10 * minor).
 pub fn find(name: &[u8], version: i32, per_thread: bool) -> Result<unsafe extern "C" fn(), Missing> {
     let start = PROC_ADDRESSES.partition_point(|row| row.base.as_bytes() < name);
-    let rows = PROC_ADDRESSES[start..].iter().take_while(|row| row.base.as_bytes() == name);
+    // As a driver of the version that programs are told: it knows of nothing younger.
+    let rows = PROC_ADDRESSES[start..]
+        .iter()
+        .take_while(|row| row.base.as_bytes() == name)
+        .filter(|row| row.version <= NEWEST as u32);
     let mut best = None;
     let mut known = false;
     for row in rows {
@@ -71,5 +77,31 @@ mod tests {
         let one = find(b"cuCtxSynchronize", 2000, false).unwrap();
         let two = find(b"cuCtxSynchronize", 13000, false).unwrap();
         assert!(!std::ptr::fn_addr_eq(one, two), "cuCtxSynchronize of 13.0 takes a context");
+    }
+
+    #[test]
+    fn nothing_younger_than_the_driver_is_found() {
+        let function = |row: &ProcAddress| row.function;
+        let younger: Vec<_> = PROC_ADDRESSES.iter().filter(|row| row.version > NEWEST as u32).collect();
+        assert!(younger.iter().any(|row| row.base == "cuLaunchHostFunc"));
+        for row in younger {
+            let name = row.base.as_bytes();
+            let known = PROC_ADDRESSES
+                .iter()
+                .filter(|r| r.base == row.base && r.version <= NEWEST as u32 && !r.per_thread)
+                .max_by_key(|r| r.version)
+                .map(function);
+            match (find(name, 99_000, false), known) {
+                (Ok(found), Some(known)) => assert!(std::ptr::fn_addr_eq(found, known), "{}", row.base),
+                (found, known) => {
+                    assert_eq!(
+                        (found.err(), known.is_some()),
+                        (Some(Missing::Symbol), false),
+                        "{}",
+                        row.base
+                    );
+                }
+            }
+        }
     }
 }

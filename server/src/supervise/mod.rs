@@ -1269,13 +1269,18 @@ impl Supervisor {
         if timeout(REAP_LIMIT, process.wait()).await.is_ok() {
             return;
         }
+        self.stuck(id);
+        let _ = process.wait().await;
+    }
+
+    /// A worker was killed and does not end.
+    fn stuck(&self, id: &WorkerId) {
         let (gpus, pid) = match self.state().workers.get(id) {
             Some(worker) => (worker.gpus.clone(), worker.pid.unwrap_or(0)),
             None => return,
         };
         let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
         let _ = self.0.events.send(Event::Stuck { gpus, why });
-        let _ = process.wait().await;
     }
 
     /// `start` is for a worker of this server.
@@ -1308,7 +1313,7 @@ impl Supervisor {
             let _ = send(&ToWorker::Start(start), None).await;
             limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         }
-        let mut channel_open = true;
+        let (mut channel_open, mut killed) = (true, false);
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
         let mut patience = false;
@@ -1329,7 +1334,7 @@ impl Supervisor {
                     Command::Stop { reason } => {
                         self.end_gpu_work(id).await;
                         let _ = send(&ToWorker::Stop { reason }, None).await;
-                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
                     }
                     Command::Tell(message) => send(&message, None).await?,
                     Command::Leave => {
@@ -1346,8 +1351,13 @@ impl Supervisor {
                     if !why.is_empty() {
                         return Err(why.into());
                     }
-                    debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
-                    process.kill();
+                    if std::mem::replace(&mut killed, true) {
+                        self.stuck(id);
+                    } else {
+                        debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
+                        process.kill();
+                        limit = Some((Instant::now() + REAP_LIMIT, ""));
+                    }
                 }
                 Some(command) = commands.recv() => {
                     if let Command::Adopt { socket, preface, peer } = command {
@@ -1379,11 +1389,11 @@ impl Supervisor {
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
                         channel_open = false;
-                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
                     }
                     Err(e) if e.raw_os_error().is_some() => {
                         channel_open = false;
-                        limit = Some((Instant::now() + STOP_GRACE, ""));
+                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
                     }
                     Err(e) => return Err(e.to_string()),
                 },

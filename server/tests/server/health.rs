@@ -2,6 +2,9 @@
 
 use gpusession_proto::control::ReleaseRequest;
 use gpusession_proto::readings::{GpuReading, uuid_bytes};
+use nix::errno::Errno;
+use nix::sys::ptrace;
+use nix::unistd::Pid;
 use tonic::Code;
 
 use crate::common::{Server, alive, eventually, rest};
@@ -42,6 +45,50 @@ fn state(server: &Server, uuid: &str) -> (String, String) {
     let gpus = server.json(&["gpus"])["gpus"].as_array().unwrap().clone();
     let gpu = gpus.iter().find(|gpu| gpu["uuid"] == uuid).unwrap();
     (gpu["state"].as_str().unwrap().into(), gpu["reason"].as_str().unwrap_or_default().into())
+}
+
+/// Keeps the end of a process from its parent, as if it waited in the driver, until the answer is called. None where the kernel allows
+/// only root to trace what is no child of one's own (Yama).
+fn keep_from_ending(pid: u32) -> Option<impl FnOnce()> {
+    let (end, ended) = std::sync::mpsc::channel::<()>();
+    let (began, begun) = std::sync::mpsc::channel();
+    let tracer = std::thread::spawn(move || {
+        began.send(ptrace::seize(Pid::from_raw(pid.cast_signed()), ptrace::Options::empty())).unwrap();
+        // The end of this thread lets go.
+        let _ = ended.recv();
+    });
+    match begun.recv().unwrap() {
+        Err(Errno::EPERM) if !nix::unistd::geteuid().is_root() => return None,
+        seized => seized.unwrap(),
+    }
+    Some(move || {
+        drop(end);
+        tracer.join().unwrap();
+    })
+}
+
+#[tokio::test]
+async fn a_killed_process_that_does_not_end_breaks_its_gpu() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let gpu = lease.devices[0].uuid.clone();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    let pid = said["pid"].as_u64().unwrap() as u32;
+    let Some(let_go) = keep_from_ending(pid) else { return };
+    vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+    // A second to end by itself, ten for the kernel; `eventually` has less patience.
+    tokio::time::sleep(std::time::Duration::from_secs(5)).await;
+    assert_ne!(state(&server, &gpu).0, "broken", "it has a moment");
+    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    eventually("its GPU is broken", async || state(&server, &gpu).0 == "broken").await;
+    let (_, why) = state(&server, &gpu);
+    assert!(why.contains(&format!("process {pid} of a worker was killed and does not end")), "{why}");
+    let_go();
+    eventually("it is gone", async || server.workers().iter().all(|w| w["pid"] != pid)).await;
+    assert!(server.verb(&["on", &gpu]).status.success());
+    assert_eq!(state(&server, &gpu).0, "free");
 }
 
 #[tokio::test]
