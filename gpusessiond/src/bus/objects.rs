@@ -60,11 +60,12 @@ type Row = (String, String, String, OwnedObjectPath);
 
 /// By its id, or by the name that only one has which waits.
 fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
-    let shown = || snapshot.leases.iter().filter(|l| super::publisher::shown(l));
-    if let Some(found) = shown().find(|l| l.id == id) {
+    let shown = |l: &&LeaseView| super::publisher::shown(l);
+    if let Some(found) = snapshot.lease(id).filter(shown) {
         return Ok(found);
     }
-    let named: Vec<_> = shown().filter(|l| l.spec.name == id && l.state == LeaseState::Pending).collect();
+    let waits = |l: &&LeaseView| l.spec.name == id && l.state == LeaseState::Pending;
+    let named: Vec<_> = snapshot.leases.iter().filter(shown).filter(waits).collect();
     match named[..] {
         [found] => Ok(found),
         [] => Err(BusError::no_such_lease(format!("there is no lease {id}"))),

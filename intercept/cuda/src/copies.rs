@@ -82,11 +82,11 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
-    mapped::upload(client)?;
     let cuboid = || Cuboid::row((DEVICE, target), (HOST, source as u64), len);
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
+    mapped::upload(client)?;
     if mapped::any() && known(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
     }
@@ -200,11 +200,11 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
-    mapped::upload(client)?;
     let cuboid = || Cuboid::row((HOST, target as u64), (DEVICE, source), len);
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
+    mapped::upload(client)?;
     let due = if wait { Due::Nothing } else { streams::host_function_due(stream) };
     let mut wait = wait;
     if (due > Due::Nothing || mapped::any())

@@ -1314,6 +1314,10 @@ impl Supervisor {
             limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         }
         let (mut channel_open, mut killed) = (true, false);
+        // It has a moment to end by itself, unless it was killed already.
+        let ending = |killed: bool, limit| {
+            if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) }
+        };
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
         let mut patience = false;
@@ -1334,7 +1338,7 @@ impl Supervisor {
                     Command::Stop { reason } => {
                         self.end_gpu_work(id).await;
                         let _ = send(&ToWorker::Stop { reason }, None).await;
-                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
+                        limit = ending(killed, limit);
                     }
                     Command::Tell(message) => send(&message, None).await?,
                     Command::Leave => {
@@ -1389,11 +1393,11 @@ impl Supervisor {
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
                         channel_open = false;
-                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
+                        limit = ending(killed, limit);
                     }
                     Err(e) if e.raw_os_error().is_some() => {
                         channel_open = false;
-                        limit = if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) };
+                        limit = ending(killed, limit);
                     }
                     Err(e) => return Err(e.to_string()),
                 },

@@ -454,7 +454,7 @@ impl Cuboid {
         Ok((ids, regions))
     }
 
-    /// Where in its region the host memory of a side lies (0: source, 1: target) once that is named, and how many bytes.
+    /// First byte of the host memory of a side (0: source, 1: target), in its region once that is named, and how many bytes it covers.
     pub fn span(&self, side: usize) -> (usize, usize) {
         let side = if side == 0 { &self.source } else { &self.target };
         let first = side.row(0, 0);
@@ -567,13 +567,13 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         (true, false) => 1,
         (false, true) => 2,
     };
-    mapped::upload(client)?;
     if direction != 0 && stream.capture().is_some() {
         return copies::in_order(cuboid, stream);
     }
+    mapped::upload(client)?;
     if direction == 1 {
-        let (first, last) = (cuboid.source.row(0, 0), cuboid.source.row(height - 1, depth - 1));
-        if copies::done_there(cuboid, first, last + width - first, stream, wait)? {
+        let (first, covered) = cuboid.span(0);
+        if copies::done_there(cuboid, first, covered, stream, wait)? {
             return Ok(());
         }
     }
