@@ -93,7 +93,7 @@ impl gpusession_link::Events for Events {
     }
 
     fn call_host(&self, _link: &Arc<Link>, id: u64) {
-        crate::streams::call_host(id);
+        crate::host_functions::call(id);
     }
 
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {

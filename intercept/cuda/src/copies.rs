@@ -8,10 +8,11 @@ use gpusession_proto::frame::{INLINE_MAX, op};
 use crate::api::copy::{self, Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
 use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
+use crate::host_functions::Due;
 use crate::mapped::Region;
 use crate::ranges::Range;
-use crate::streams::{Due, Stream};
-use crate::{mapped, ranges, streams, thread};
+use crate::streams::Stream;
+use crate::{host_functions, mapped, ranges, thread};
 
 /// Frames of bulk transfers and their chunks are queued in one order.
 static BULK: Mutex<()> = Mutex::new(());
@@ -39,7 +40,7 @@ pub fn done_there(
     wait: bool,
 ) -> Result<bool> {
     let client = stream.client;
-    let mut due = streams::host_function_due(stream) > Due::Nothing;
+    let mut due = host_functions::due(stream) > Due::Nothing;
     if !due && !mapped::any() && !client.link.down.any() {
         return Ok(false);
     }
@@ -205,7 +206,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         return in_order(cuboid(), stream);
     }
     mapped::upload(client)?;
-    let due = if wait { Due::Nothing } else { streams::host_function_due(stream) };
+    let due = if wait { Due::Nothing } else { host_functions::due(stream) };
     let mut wait = wait;
     if (due > Due::Nothing || mapped::any())
         && let Some(range) = known(client, target, len)

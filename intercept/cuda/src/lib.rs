@@ -17,6 +17,7 @@ mod errors;
 mod events;
 mod functions;
 mod handles;
+mod host_functions;
 mod images;
 mod mapped;
 #[path = "../../../simgpu/src/md2.rs"]

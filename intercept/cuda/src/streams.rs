@@ -1,9 +1,9 @@
-//! Streams as the program sees them: handles, what is known to be complete, capture, host functions.
+//! Streams as the program sees them: handles, what is known to be complete, capture.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
@@ -14,7 +14,7 @@ use crate::entry::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
 use crate::mapped::Region;
-use crate::{clients, handles, mapped, thread};
+use crate::{clients, handles, host_functions, thread};
 
 /// What a null stream means to the variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -251,7 +251,7 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
 
 /// Forgets what belongs to a context that is gone.
 pub fn forget_context(ctx: u64) {
-    forget_pending(|work| work.on.ctx == ctx);
+    host_functions::forget_launches(|on, _| on.ctx == ctx);
     if let Some(defaults) = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
         defaults.remove(&ctx);
     }
@@ -482,13 +482,14 @@ impl Stream {
 
 /// Whether what streams cover matters to anyone.
 pub fn tracking(client: &Client) -> bool {
-    client.link.down.any() || MAYBE_DUE.load(Ordering::Relaxed) > 0
+    client.link.down.any() || host_functions::any()
 }
 
 /// Stands for every stream of a context that is ordered with its default stream.
 const ANY_BLOCKING: u64 = u64::MAX;
 
-fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
+/// Whether these cover what is on a stream at a position.
+pub fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
     covers.iter().any(|(covered, position)| {
         let any = covered.stream == ANY_BLOCKING && covered.ctx == on.ctx && on.blocking;
         (any || *covered == on) && seq < *position
@@ -498,7 +499,7 @@ fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
 /// Everything that these cover is complete, as the server has said: waits until its data has landed.
 pub fn settle_covered(client: &Client, covers: &[(On, u64)]) {
     client.link.settle(|t| is_covered(covers, t.on, t.seq));
-    forget_pending(|work| is_covered(covers, work.on.on(), work.seq));
+    host_functions::forget_launches(|on, seq| is_covered(covers, on, seq));
 }
 
 /// Streams of a context that are ordered with its default stream.
@@ -623,224 +624,5 @@ pub fn end(capture: &Arc<Capture>) {
     CAPTURES.fetch_sub(1, Ordering::Relaxed);
     if capture.mode != 2 {
         UNSAFE_CAPTURES.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// A function that the program wants called in a stream's order.
-#[derive(Clone, Copy)]
-pub enum HostFunction {
-    /// `cuLaunchHostFunc`
-    Plain(extern "C" fn(*mut c_void), usize),
-    /// `cuStreamAddCallback`: also told the stream and a status.
-    Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
-}
-
-struct Registered {
-    function: HostFunction,
-    /// A graph may call it again.
-    keep: bool,
-    client: &'static Client,
-}
-
-/// Position of work whose frame is still to be appended.
-const NOT_YET: u64 = u64::MAX;
-
-/// Work on a stream that calls host functions: one of its own, or a launch of a graph, which may call some.
-struct Calling {
-    function: Option<u64>,
-    on: Arc<Stream>,
-    /// Of launches that are taken together the first one and the last one.
-    first: u64,
-    seq: u64,
-    /// What the stream has come to before it.
-    after: Vec<(On, u64)>,
-}
-
-/// Launches on one stream that are told apart.
-const MOST_LAUNCHES: usize = 64;
-
-struct Host {
-    functions: HashMap<u64, Registered>,
-    due: Vec<u64>,
-    next: u64,
-    /// Work that is not known to be complete.
-    calling: Vec<Calling>,
-}
-
-static HOST: Mutex<Option<Host>> = Mutex::new(None);
-/// How much such work there is: while there is none, copies pay one load.
-static MAYBE_DUE: AtomicUsize = AtomicUsize::new(0);
-/// Functions of graphs: while there is none, launches pay one load.
-static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
-static HOST_DUE: Condvar = Condvar::new();
-
-impl Host {
-    fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>) {
-        let after = stream.covers_so_far();
-        let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
-        let launches = self.calling.iter_mut().filter(same);
-        match launches.enumerate().last() {
-            Some((MOST_LAUNCHES.., last)) if function.is_none() => (last.seq, last.after) = (NOT_YET, after),
-            _ => {
-                let on = stream.clone();
-                self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });
-            }
-        }
-        MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
-    }
-
-    fn forget(&mut self, over: impl Fn(&Calling) -> bool) {
-        // A function is over when it has run: nobody else says so.
-        self.calling.retain(|work| work.function.is_some() || !(work.on.done(work.seq) || over(work)));
-        MAYBE_DUE.store(self.calling.len(), Ordering::Relaxed);
-    }
-}
-
-fn host() -> MutexGuard<'static, Option<Host>> {
-    HOST.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Launches of graphs are complete.
-fn forget_pending(over: impl Fn(&Calling) -> bool) {
-    if MAYBE_DUE.load(Ordering::Relaxed) > 0
-        && let Some(host) = host().as_mut()
-    {
-        host.forget(over);
-    }
-}
-
-/// A context was synchronised by the frame at this position.
-pub fn context_synced(ctx: u64, seq: u64) {
-    forget_pending(|work| work.on.ctx == ctx && work.seq < seq);
-}
-
-/// Registers a host function: for the frame that is appended next to a stream (see [`appended`]), or for graphs, which may call it again.
-pub fn register_host(
-    client: &'static Client,
-    function: HostFunction,
-    stream: Option<&Arc<Stream>>,
-) -> Result<u64> {
-    static THREAD: OnceLock<bool> = OnceLock::new();
-    client.serve_events()?;
-    if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
-        return Err(crate::entry::OUT_OF_MEMORY);
-    }
-    let mut host = host();
-    let host = host.get_or_insert_with(|| Host {
-        functions: HashMap::new(),
-        due: Vec::new(),
-        next: 1,
-        calling: Vec::new(),
-    });
-    let id = host.next;
-    host.next += 1;
-    host.functions.insert(id, Registered { function, keep: stream.is_none(), client });
-    match stream {
-        Some(stream) => host.add(Some(id), stream),
-        None => drop(OF_GRAPHS.fetch_add(1, Ordering::Relaxed)),
-    }
-    Ok(id)
-}
-
-/// The frame that is appended next launches a graph on a stream; see [`appended`].
-pub fn launching_graph(stream: &Arc<Stream>) {
-    if OF_GRAPHS.load(Ordering::Relaxed) > 0
-        && let Some(host) = host().as_mut()
-        && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
-    {
-        host.forget(|_| false);
-        host.add(None, stream);
-    }
-}
-
-/// The frame at this position does what was announced for the stream.
-pub fn appended(stream: &Stream, seq: u64) {
-    if MAYBE_DUE.load(Ordering::Relaxed) > 0
-        && let Some(host) = host().as_mut()
-        && let Some(work) = host.calling.iter_mut().find(|w| w.seq == NOT_YET && w.on.on() == stream.on())
-    {
-        work.seq = seq;
-        work.first = work.first.min(seq);
-    }
-}
-
-/// What may run before what is put on a stream next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Due {
-    /// No host function.
-    Nothing,
-    /// One that was put on a stream.
-    Function,
-    /// A graph that may call some.
-    Graph,
-}
-
-/// Whether host functions may still run before what is put on a stream next.
-pub fn host_function_due(stream: &Stream) -> Due {
-    if MAYBE_DUE.load(Ordering::Relaxed) == 0 {
-        return Due::Nothing;
-    }
-    let covers = stream.covers(stream.client.link.position() + 1);
-    let mut host = host();
-    let Some(host) = host.as_mut() else { return Due::Nothing };
-    host.forget(|_| false);
-    let before =
-        host.calling.iter().filter(|w| w.on.on() == stream.on() || is_covered(&covers, w.on.on(), w.first));
-    before
-        .map(|w| if w.function.is_some() { Due::Function } else { Due::Graph })
-        .max()
-        .unwrap_or(Due::Nothing)
-}
-
-/// The worker says that a host function is due.
-pub fn call_host(id: u64) {
-    if let Some(host) = HOST.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-        host.due.push(id);
-        HOST_DUE.notify_one();
-    }
-}
-
-/// Runs host functions in the order in which they become due. They must not call CUDA, as the driver documents.
-fn run_host() {
-    let mut locked = host();
-    loop {
-        let next = locked.as_mut().and_then(|h| {
-            if h.due.is_empty() {
-                return None;
-            }
-            let id = h.due.remove(0);
-            let Registered { function, keep, client } = h.functions.get(&id)?;
-            let before = h.calling.iter().filter(|work| match work.function {
-                Some(function) => function == id,
-                None => *keep && work.on.client.number == client.number,
-            });
-            let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
-            // What is behind functions that have not run comes behind this one.
-            let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
-            let later: Vec<_> = later.map(|work| (work.on.on(), work.first)).collect();
-            Some((id, *function, *keep, (after, later), *client))
-        });
-        let Some((id, function, keep, (after, later), client)) = next else {
-            locked = HOST_DUE.wait(locked).unwrap_or_else(PoisonError::into_inner);
-            continue;
-        };
-        drop(locked);
-        // What was copied to the program before must be there.
-        client.link.settle(|t| {
-            is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
-        });
-        thread::host_function(|| match function {
-            HostFunction::Plain(f, data) => f(data as *mut c_void),
-            HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
-        });
-        // A link that is gone has nobody who waits.
-        let _ = mapped::upload_after_host_function(client);
-        let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
-        locked = host();
-        if let Some(host) = locked.as_mut().filter(|_| !keep) {
-            host.functions.remove(&id);
-            host.calling.retain(|work| work.function != Some(id));
-            MAYBE_DUE.store(host.calling.len(), Ordering::Relaxed);
-        }
     }
 }

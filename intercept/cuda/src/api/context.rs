@@ -13,7 +13,7 @@ use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, alias, driver, give, give_optional,
 };
-use crate::{clients, handles, private_tables, streams, thread};
+use crate::{clients, handles, host_functions, private_tables, streams, thread};
 
 /// The context that a program names; null is the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
@@ -61,7 +61,7 @@ fn synchronize(ctx: u64) -> Result {
         client.positions.context_synced(seq);
     }
     if reply.status == 0 {
-        streams::context_synced(ctx, seq);
+        host_functions::forget_launches(|on, launched| on.ctx == ctx && launched < seq);
     }
     client.told(reply.status)
 }

@@ -11,8 +11,9 @@ use super::launch::Params;
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
+use crate::host_functions::{self, HostFunction};
 use crate::mapped::Region;
-use crate::streams::{self, HostFunction, find};
+use crate::streams::{self, find};
 use crate::{clients, events, handles, mapped, objects, thread};
 
 /// Kinds of a node in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
@@ -136,7 +137,7 @@ impl Content {
     fn host(client: &'static Client, host: *const HostNode) -> Result<Self> {
         let host = take(host)?;
         let function = HostFunction::Plain(host.function.ok_or(INVALID_VALUE)?, host.data as usize);
-        Ok(Self::Host(streams::register_host(client, function, None)?))
+        Ok(Self::Host(host_functions::register(client, function, None)?))
     }
 
     /// Host memory that a graph with this node exchanges at its launches.
@@ -370,12 +371,12 @@ driver! {
         stream.usable()?;
         mapped::upload(client)?;
         mapped::upload_for_graph(exec as u64)?;
-        streams::launching_graph(&stream);
+        host_functions::launching_graph(&stream);
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);
         })?;
-        streams::appended(&stream, seq);
+        host_functions::appended(&stream, seq);
         stream.worked(seq);
         client.late()
     }

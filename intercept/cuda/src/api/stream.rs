@@ -13,7 +13,8 @@ use crate::entry::{
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
     STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
-use crate::streams::{self, HostFunction, find, find_even_in_host_function};
+use crate::host_functions::{self, HostFunction};
+use crate::streams::{self, find, find_even_in_host_function};
 use crate::{clients, events, handles, mapped, objects, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
@@ -62,13 +63,13 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
-    let id = streams::register_host(client, function, (!keep).then_some(&stream))?;
+    let id = host_functions::register(client, function, (!keep).then_some(&stream))?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);
         w.word(id);
         w.word(u64::from(keep));
     })?;
-    streams::appended(&stream, seq);
+    host_functions::appended(&stream, seq);
     stream.worked(seq);
     client.late()
 }
