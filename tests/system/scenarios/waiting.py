@@ -65,6 +65,11 @@ def run(site, check):
     with check("and the first machine, which asks again, waits behind them"):
         client.ok("systemctl reload gpusession")
         client.until(f"{PLACES} | grep -q 1/1", 30)
+    with check("a machine that boots while others have everything is up without GPUs, waits in line, and gets its turn"):
+        client.lab("reboot")
+        client.until(f"{PLACES} | grep -q 1/1", 30)
+        expect(client.ok("systemctl is-active multi-user.target gpusession.service"), "active\nactive")
+        expect(client.fails("ssh alice@client vectorAdd"), "cudaErrorSystemNotReady")
         other.ok("systemctl stop gpusession")
         client.until("gpusession status | grep -q 'is ready'", 60)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
