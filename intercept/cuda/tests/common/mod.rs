@@ -13,18 +13,20 @@ use gpusession_proto::grant::{Reply, Request, Want};
 use gpusession_proto::message;
 use libloading::Library;
 
-/// The library that was built together with this test.
-pub fn library() -> Library {
+/// The file of the library that was built together with this test.
+pub fn library_file() -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let path: PathBuf = test
-        .ancestors()
+    test.ancestors()
         .skip(1)
         .take(2)
         .map(|folder| folder.join("libgpusession_cuda.so"))
         .find(|path| path.exists())
-        .expect("libgpusession_cuda.so beside the test");
+        .expect("libgpusession_cuda.so beside the test")
+}
+
+pub fn library() -> Library {
     // SAFETY: the library has no initialisers.
-    unsafe { Library::new(path) }.unwrap()
+    unsafe { Library::new(library_file()) }.unwrap()
 }
 
 /// Any driver call, by its exported name. Integers and addresses are passed as words.

@@ -1,0 +1,23 @@
+//! What programs find in the library.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use common::library_file;
+
+#[test]
+fn every_symbol_of_the_driver_is_exported_and_nothing_of_ours_but_the_marker() {
+    let output =
+        Command::new("nm").args(["-D", "--defined-only"]).arg(library_file()).output().expect("binutils");
+    assert!(output.status.success(), "{output:?}");
+    let listed = String::from_utf8(output.stdout).unwrap();
+    // An address, a letter, a name.
+    let exported: BTreeSet<&str> = listed.lines().filter_map(|line| line.split(' ').nth(2)).collect();
+    let mut wanted = gpusession_calls::exported();
+    wanted.insert("gpusession_marker");
+    let missing: Vec<_> = wanted.difference(&exported).collect();
+    let more: Vec<_> = exported.difference(&wanted).collect();
+    assert!(missing.is_empty() && more.is_empty(), "missing {missing:?}, beyond them {more:?}");
+}
