@@ -3,6 +3,7 @@
 //! `symbols.tsv` holds facts of the ABI: every exported symbol with the CUDA version of its prototype, which is what
 //! `cuGetProcAddress` answers from. `calls.txt` says what gpusession does with each of them. Exports, proc-address table,
 //! frames, dispatch and `docs/coverage.md` are generated from the two. `tables.txt` is the same for the private tables.
+//! `used.tsv` holds what real programs were seen to use: tests compare it with both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -319,6 +320,13 @@ fn lines() -> impl Iterator<Item = &'static str> {
     CALLS.lines().map(|line| line.split('#').next().unwrap_or("").trim()).filter(|line| !line.is_empty())
 }
 
+/// What real programs were seen to use, as `used.tsv` names it.
+#[cfg(test)]
+fn used() -> impl Iterator<Item = &'static str> {
+    let lines = include_str!("../used.tsv").lines().filter(|line| !line.starts_with('#'));
+    lines.skip(1).map(|line| line.split('\t').next().unwrap_or(line))
+}
+
 fn matches(pattern: &str, name: &str) -> bool {
     match pattern.strip_suffix('*') {
         Some(prefix) => name.starts_with(prefix),
@@ -378,6 +386,33 @@ mod tests {
     fn variants_name_their_call() {
         assert_eq!(per_thread_variant("cuMemcpyHtoD_v2"), Some("cuMemcpyHtoD_v2_ptds"));
         assert_eq!(per_thread_variant("cuInit"), None);
+    }
+
+    /// The exported symbol behind a line of `used.tsv`, by the rules of `cuGetProcAddress` where it was asked.
+    fn symbol_used(entry: &str) -> Option<Symbol> {
+        let Some((base, asked)) = entry.split_once('@') else {
+            return symbols().into_iter().find(|s| s.name == entry);
+        };
+        let (version, flags) = asked.split_once('/').unwrap_or_else(|| panic!("used.tsv: {entry}"));
+        assert_eq!(flags, "0", "used.tsv: {entry}: nobody asked for per-thread default streams");
+        let version: u32 = version.parse().unwrap_or_else(|_| panic!("used.tsv: {entry}"));
+        let known = symbols().into_iter().filter(|s| s.base == base && !s.per_thread);
+        known.filter(|s| (1..=version).contains(&s.version)).max_by_key(|s| s.version)
+    }
+
+    #[test]
+    fn what_real_programs_call_is_implemented() {
+        let calls = calls();
+        let called: Vec<_> = used().filter(|entry| !entry.ends_with(']')).collect();
+        assert!(called.len() > 100, "used.tsv is whole");
+        let missing: Vec<_> = called
+            .into_iter()
+            .filter(|entry| match symbol_used(entry) {
+                Some(symbol) => matches!(calls[symbol.call()], Class::None(_)),
+                None => true,
+            })
+            .collect();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 
     /// A row `array N COUNT` must name a scalar parameter.
