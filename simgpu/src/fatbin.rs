@@ -322,6 +322,18 @@ mod tests {
     }
 
     #[test]
+    fn machine_code_is_for_want_of_ptx_that_fits() {
+        let newer = entry(1, 90, 0, b".version 9.0", 12, false);
+        let both = bin(&[newer.clone(), entry(2, 90, 0, b"\x7fELF", 4, false)]);
+        let alone = bin(&[newer]);
+        // SAFETY: both are complete fatbins.
+        unsafe {
+            assert!(matches!(load(both.as_ptr(), 75), Ok(Image::Elf(_))));
+            assert!(matches!(load(alone.as_ptr(), 75), Err(NO_BINARY_FOR_GPU)));
+        }
+    }
+
+    #[test]
     fn truncated_entries_are_refused() {
         let mut b = bin(&[entry(1, 75, 0, b".version 8.4", 12, false)]);
         let size = b.len() as u64 - 16;
