@@ -6,6 +6,9 @@
     line `alloc MIB`  takes device memory, prints `alloc CODE`
     line `fault`      writes to an address that is not there, prints `fault CODE`
     line `check`      waits for the GPU, prints `state CODE`
+    line `devices`    prints `devices UUID...` of all that there are
+    line `put N`      writes a number to device memory, prints `put ADDRESS`
+    line `get`        reads it back, prints `got N`
     end of stdin      ends
 """
 
@@ -86,6 +89,15 @@ class Program:
             done += 4
         print("did", round(done / (time.monotonic() - begun), 2), code, flush=True)
 
+    def devices(self):
+        """The UUIDs of all devices, in hexadecimal."""
+        count, uuid, found = ctypes.c_int(), (ctypes.c_ubyte * 16)(), []
+        self.must("cuDeviceGetCount", ctypes.byref(count))
+        for device in range(count.value):
+            self.must("cuDeviceGetUuid_v2", uuid, device)
+            found.append(bytes(uuid).hex())
+        return found
+
     def say(self, words):
         """One line of stdin."""
         if words[0] == "busy":
@@ -98,6 +110,15 @@ class Program:
             print("fault", code or self.call("cuCtxSynchronize"), flush=True)
         elif words[0] == "check":
             print("state", self.call("cuCtxSynchronize"), flush=True)
+        elif words[0] == "devices":
+            print("devices", *self.devices(), flush=True)
+        elif words[0] == "put":
+            self.must("cuMemsetD32_v2", self.out, ctypes.c_uint32(int(words[1])), ctypes.c_size_t(1024))
+            print("put", self.out.value, flush=True)
+        elif words[0] == "get":
+            number = ctypes.c_uint32()
+            self.must("cuMemcpyDtoH_v2", ctypes.byref(number), self.out, ctypes.c_size_t(4))
+            print("got", number.value, flush=True)
 
 
 def main():

@@ -1,4 +1,7 @@
-"""`./run sharing`: two clients with half a card each, and several programs of one lease: what each sees, gets, and does to the others."""
+"""`./run sharing`: two clients with half a card each, and several programs of one lease: what each sees, gets, and does to the others. The same
+of two clients with a card each (`--only apart`), where there are two."""
+
+import json
 
 import mps
 
@@ -31,8 +34,42 @@ class Sharing(mps.Mps):
         self.check("when one ends, another gets it", codes[1] == ["0"])
         self.wait_for_no_lease()
 
+    def cards(self):
+        """The UUIDs of the server's cards, as programs are told them."""
+        return {row["uuid"].partition("-")[2].replace("-", "").lower() for row in json.loads(self.server.tool("gpus", "--json"))["gpus"]}
+
+    def apart(self):
+        """Two clients with a card each, at the same time: each sees its own, and nothing of what the other one does to its."""
+        first, _, mib = self.program()
+        second, _, _ = self.program(other=True)
+        seen = [self.ask(program, "devices", "devices") for program in (first, second)]
+        self.check("each sees one device", [len(uuids) for uuids in seen] == [1, 1])
+        self.check("not the same one", seen[0] != seen[1])
+        self.check("both are the server's", {uuid for uuids in seen for uuid in uuids} <= self.cards())
+        addresses = [self.ask(program, f"put {number}", "put") for number, program in ((7, first), (8, second))]
+        self.note("addresses that they write to", addresses, "")
+        self.check("each reads what it has written", [self.ask(p, "get", "got") for p in (first, second)] == [["7"], ["8"]])
+        self.check("one takes most of its card", self.ask(first, f"alloc {mib * 3 // 4}", "alloc") == ["0"])
+        self.check("so does the other one, of its own", self.ask(second, f"alloc {mib * 3 // 4}", "alloc") == ["0"])
+        self.check("one faults", self.ask(first, "fault", "fault") != ["0"])
+        self.check("and stays broken", self.ask(first, "check", "state") != ["0"])
+        self.check("the other one does not notice", self.ask(second, "check", "state") == ["0"])
+        self.check("has its memory", self.ask(second, "get", "got") == ["8"])
+        self.check("and works", float(self.rates([second], 1, 0.1)[0]) > 0)
+        self.finish(first)
+        second.end()
+        self.wait_for_no_lease()
+
     def run(self):
         """Everything; whether it was as it has to be."""
+        several = len(self.cards()) > 1
+        if "apart" in self.args.only and not several:
+            raise RuntimeError("two clients with a GPU each need two GPUs")
+        if several:
+            print("Two clients with a GPU each", flush=True)
+            self.apart()
+        if "apart" in self.args.only:
+            return {"figures": self.rows, "failed": self.bad}
         print("Two clients with half a GPU each", flush=True)
         self.halves()
         print("Programs of one lease", flush=True)
