@@ -39,6 +39,34 @@ while True:
     for fd in open_: os.write(fd, b"\r")
     time.sleep(0.1)
 """
+# One shell of alice's on a terminal, with a prompt of its own, for some prompts: how often it said that something is lost, and how many
+# processes it has made. fish has threads, which are none.
+FORKS = r"""
+import os, pty, re, select, sys, time
+shell = {"fish": "fish -C 'function fish_prompt; end; function fish_title; end'", "tcsh": "tcsh -l"}[sys.argv[1]]
+disable = "GPUSESSION_DISABLE=1 " if "off" in sys.argv else ""
+pid, fd = pty.fork()
+if not pid:
+    trace = "strace -f -qq -e trace=fork,vfork,clone,clone3 -o /tmp/forks.trace"
+    os.execvp("ssh", ["ssh", "-q", "-tt", "alice@client", f"rm -f /tmp/forks.trace; {disable}TERM=dumb {trace} {shell}"])
+text, said, end = b"", 0, time.monotonic() + 40
+os.write(fd, b"echo do''ne\r")
+while time.monotonic() < end and select.select([fd], [], [], end - time.monotonic())[0]:
+    try: data = os.read(fd, 65536)
+    except OSError: break
+    text += data
+    # The first answer comes after the first prompt.
+    if text.count(b"done") > said:
+        said = text.count(b"done")
+        os.write(fd, b"echo do''ne\r" if said < 4 else b"exit\r")
+else:
+    os.kill(pid, 9)
+    sys.exit(f"it does not end: {text[-2000:]!r}")
+os.waitpid(pid, 0)
+made = [l for l in open("/tmp/forks.trace") if re.search(r" (v?fork|clone3?)\(", l) and "CLONE_THREAD" not in l]
+assert said >= 4, text
+print(text.count(b"is lost"), len(made))
+"""
 
 
 def run(site, check):
@@ -98,6 +126,30 @@ def run(site, check):
             seen = client.ok(f"cat /run/shells/{shell}")
             assert seen.count("is lost") == times, f"{shell}: {seen.count('is lost')} times\n{seen[-3000:]}"
             assert "rror" not in seen and "not found" not in seen, seen
+    client.write("/root/forks.py", FORKS)
+
+    def forks(shell, off=""):
+        """How often a notice is shown, and how many processes the shell makes."""
+        return tuple(int(word) for word in client.ok(f"python3 /root/forks.py {shell} {off}", timeout=90).split())
+
+    for shell in ("fish", "tcsh"):
+        # What a shell makes anew in a home folder that it has not been in before is not ours.
+        forks(shell)
+        own = forks(shell, "off")[1]
+        with check(f"without a notice nothing of ours makes a process: {shell}"):
+            seen = forks(shell)
+            assert seen == (0, own), f"{seen}; without ours (0, {own})"
+        # An alias of tcsh can read no file: it shows a notice by one `cat`, which is its only process, once.
+        more = 1 if shell == "tcsh" else 0
+        with check(f"a notice is shown once, by {more} process(es): {shell}"):
+            client.write("/run/gpusession/notice/1000", "gpusession: GPU lease nobodys is lost: for this test\n")
+            try:
+                seen = forks(shell)
+                assert seen == (1, own + more), f"{seen}; without ours (0, {own})"
+                seen = forks(shell, "off")
+                assert seen == (0, own), f"{seen} with GPUSESSION_DISABLE=1; without a notice (0, {own})"
+            finally:
+                client.ok("rm -f /run/gpusession/notice/1000")
     with check("the same shells' next program has GPUs"):
         assert lease(client, "everyone") != before
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
