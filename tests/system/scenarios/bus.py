@@ -1,6 +1,7 @@
 """D-Bus as an administrator reads it with busctl: tree, introspection, calls, and what a monitor shows."""
 import json
 import re
+import time
 import xml.etree.ElementTree as xml
 
 from harness import ROOT, Failed, expect
@@ -35,6 +36,135 @@ def shipped(interface):
     root = xml.parse(ROOT / f"units/dbus-1/interfaces/{interface}.xml").getroot().find("interface")
     return {e.get("name"): (e.tag, e.get("type") if e.tag == "property" else signature(e, "in" if e.tag == "method" else "out"))
             for e in root if e.tag in ("method", "property", "signal")}
+
+
+# More than there is room for beside everyone's half of both GPUs, and as much as there is.
+TOO_MUCH = '[[lease]]\nname = "more"\ngpus = 2\nmemory = "60%"\n'
+ENOUGH = '[[lease]]\nname = "more"\nmemory = "10%"\n'
+MORE = "/etc/gpusession/conf.d/more.toml"
+# Notes what is said on the bus in /run/signals.out.
+MONITOR = "stdbuf -oL busctl monitor --json=short org.gpusession1"
+
+
+def until(test, seconds, what):
+    """Repeats a test until it holds."""
+    begin = time.monotonic()
+    while not test():
+        if time.monotonic() - begin > seconds:
+            raise Failed(f"not within {seconds} s: {what()}")
+        time.sleep(0.1)
+
+
+class Watched:
+    """The properties of an object: what the monitor has seen announced since this was made, and what the object answers."""
+
+    def __init__(self, client, interface, path):
+        self.client, self.interface, self.path = client, f"org.gpusession1.{interface}", path
+        self.before = len(self.lines())
+
+    def lines(self):
+        # The last one may be half written.
+        return self.client.ok("grep '^{.*}$' /run/signals.out || true").splitlines()
+
+    def said(self, name):
+        """The values that were announced, in their order."""
+        values = []
+        for line in self.lines()[self.before:]:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if message.get("member") == "PropertiesChanged" and message["path"] == self.path:
+                interface, changed, _ = message["payload"]["data"]
+                if interface == self.interface and name in changed:
+                    values.append(changed[name]["data"])
+        return values
+
+    def get(self, name):
+        return json.loads(self.client.ok(f"busctl --json=short get-property org.gpusession1 {self.path} {self.interface} {name}"))["data"]
+
+    def comes(self, seconds=20, **wanted):
+        """Each property is announced with this value, or with one that a function takes; and the object has the same then."""
+        for name, value in wanted.items():
+            right = value if callable(value) else lambda said, value=value: said == value
+            until(lambda: any(map(right, self.said(name)[-1:])), seconds, lambda: f"{name} of {self.path}: announced {self.said(name)}")
+        for name in wanted:
+            # It may change between the two, and is announced again then.
+            until(lambda: self.said(name)[-1] == self.get(name), 5,
+                  lambda: f"{name} of {self.path}: announced {self.said(name)}, and is {self.get(name)!r}")
+
+
+def changes(site, check, id):
+    """What changes on the bus is announced, with the value that a call finds then."""
+    client, server = site.client, site.servers[0]
+
+    def watched(interface, path):
+        return Watched(client, interface, path)
+
+    def leases(*text):
+        client.write(MORE, "".join(text)) if text else client.ok(f"rm -f {MORE}")
+        client.ok("systemctl reload gpusession")
+
+    client.start("signals", MONITOR)
+    client.until("grep Monitoring /run/signals.out", 10)
+    everyones = f"{PATH}/lease/{escaped(id)}"
+    with check("LeasesMax is announced when a reload changes it"):
+        manager = watched("Manager", PATH)
+        leases("[access]\nextra_leases = 3\n")
+        manager.comes(LeasesMax=3)
+        leases()
+        manager.comes(LeasesMax=0)
+    with check("a lease that waits: the manager's State and PoolTarget, and its own place and reason, are announced"):
+        manager, waits, held = watched("Manager", PATH), watched("Lease", f"{PATH}/lease/more"), manager.get("NCurrentLeases")
+        leases(TOO_MUCH)
+        manager.comes(State="degraded", PoolTarget=4)
+        waits.comes(WaitsFor=lambda said: "GPU" in said, QueuePosition=[1, 1])
+        assert not manager.said("PoolReady") and not manager.said("NCurrentLeases"), "nothing more is held"
+    with check("a lease that comes and goes: the manager's figures and Leases of its GPU are announced"):
+        manager, gpu = watched("Manager", PATH), watched("Device", None)
+        leases(ENOUGH)
+        manager.comes(State="ready", PoolTarget=3, PoolReady=3, NCurrentLeases=held + 1)
+        mores = f"{PATH}/lease/{lease(client, 'more')}"
+        # One of the two that everyone's lease has.
+        gpu.path, = watched("Lease", mores).get("Devices")
+        gpu.comes(Leases=lambda said: sorted(said) == sorted([everyones, mores]))
+        leases()
+        manager.comes(PoolTarget=2, PoolReady=2, NCurrentLeases=held)
+        gpu.comes(Leases=[everyones])
+    with check("State, IdleSinceHint and the like of a lease are announced when a program comes and goes"):
+        own = watched("Lease", everyones)
+        until(lambda: own.get("State") == "idle", 20, lambda: own.get("State"))
+        own = watched("Lease", everyones)
+        client.start("program", "longRun 10", user="alice")
+        own.comes(State="active", IdleSinceHint=0, IdleSinceHintMonotonic=0)
+        own.comes(30, State="idle", IdleSinceHintMonotonic=lambda said: said > 0)
+        assert own.said("IdleSinceHint")[-1] > 0, own.said("IdleSinceHint")
+    with check("Server.State is announced when a server's cable is cut and when it is back, and the manager's State with it"):
+        away, manager = watched("Server", f"{PATH}/server/gpu1"), watched("Manager", PATH)
+        server.lab("cut", "--silent")
+        try:
+            away.comes(30, State="suspect")
+            manager.comes(State="offline")
+        finally:
+            server.lab("heal")
+        away.comes(60, State="online")
+        manager.comes(State="ready")
+        assert away.said("State") == ["suspect", "online"], away.said("State")
+        assert lease(client, "everyone") == id, "its lease goes on"
+    with check("Server.State is announced when a server is stopped and when it is started again"):
+        away = watched("Server", f"{PATH}/server/gpu1")
+        server.ok("systemctl stop gpuserver", timeout=120)
+        away.comes(30, State="suspect")
+        server.ok("systemctl start gpuserver")
+        away.comes(60, State="online")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        assert lease(client, "everyone") == id, "its lease goes on"
+    with check("after a restart of the daemon what it learns is announced: State, PoolReady, BootAllocationComplete, the servers' times"):
+        manager = watched("Manager", PATH)
+        client.ok("systemctl restart gpusession")
+        manager.comes(State="ready", PoolReady=2, BootAllocationComplete=True, LeaseTTLUSec=lambda said: said > 0,
+                      DefaultIdleTimeoutUSec=30 * 60 * 1_000_000)
+    client.ok("systemctl stop signals program; true")
 
 
 def run(site, check):
@@ -77,6 +207,7 @@ def run(site, check):
         if order != sorted(order) or set(seen[seen.index("LeaseRemoved") + 1:]) - {"InterfacesRemoved"}:
             raise Failed(seen)
         client.ok("systemctl stop monitor; true")
+    changes(site, check, id)
     with check("a call starts a daemon that is stopped"):
         client.ok("systemctl stop gpusession.service gpusession.socket")
         expect(client.ok(f"busctl call {MANAGER} Describe"), "schema")
