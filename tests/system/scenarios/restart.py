@@ -1,7 +1,9 @@
 """A CUDA program lives through restarts, crashes and upgrades of the daemon and of the server, on the same lease."""
+import json
 import time
 
 from harness import CLIENT_PACKAGES, Failed, expect
+from scenarios.bus import MANAGER
 from scenarios.packages import older
 from scenarios.policy import lease
 
@@ -14,6 +16,17 @@ UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
 VERSIONS = "dpkg-query -W -f '${Version} ' "
 # systemd's patience with a daemon that hangs, instead of the minute of the unit.
 WATCHDOG = "/run/systemd/system/gpusession.service.d/watchdog.conf"
+# systemd waits before it starts the daemon anew, so that there is none for a while.
+SLOW = "/run/systemd/system/gpusession.service.d/slow.conf"
+# As crashed; ends when there is no daemon, and says how many descriptors systemd has then.
+DOWN = ("systemctl kill -s KILL gpusession; until seen=$(systemctl show -p SubState -p NFileDescriptorStore gpusession); "
+        "echo \"$seen\" | grep -q SubState=auto-restart; do sleep 0.05; done; echo \"$seen\" | sed -n s/NFileDescriptorStore=//p")
+STORED = "systemctl show -P NFileDescriptorStore gpusession"
+# How many programs use leases.
+RUNNING = ("gpusession list --json | python3 -c \"import json, sys; "
+           "print(sum(l['processes'] for l in json.load(sys.stdin)['leases']))\"")
+# A lease for each of alice's sessions: 409 MiB of a card's 2048, of which everyone's lease has half.
+SESSIONS = '[[lease]]\nname = "session"\nclass = "session"\nfor_user = "alice"\nmemory = "20%"\n'
 # As crashed, and started anew.
 KILL = ("n=$(systemctl show -P NRestarts gpusession); systemctl kill -s KILL gpusession; for i in $(seq 200); do sleep 0.1; "
         "test $(systemctl show -P NRestarts gpusession) -gt $n && systemctl is-active gpusession && exit; done; exit 1")
@@ -21,8 +34,104 @@ HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
         "test $(systemctl show -P NRestarts gpusession) -gt {} && exit; done; exit 1")
 
 
+def typed(client, name, command):
+    """Starts what reads from `/run/NAME`, to which others write later, until `NAME-open` is stopped."""
+    client.ok(f"systemctl stop {name}-open 2>/dev/null; rm -f /run/{name}; mkfifo -m 666 /run/{name}; "
+              f"systemd-run --quiet --collect --unit={name}-open sh -c 'exec sleep 3000 >/run/{name}'")
+    client.start(name, f"{command} </run/{name}")
+
+
+def ready(client):
+    client.until("gpusession status | grep -q 'is ready'", 20)
+
+
+def without_daemon(client, command="true"):
+    """As crashed, with a command in the time before it is started anew; how many descriptors systemd had then."""
+    client.write(SLOW, "[Service]\nRestartSec=5\n")
+    seen = client.ok(f"systemctl daemon-reload; {DOWN}; {command}")
+    client.ok(f"rm {SLOW}; systemctl daemon-reload")
+    ready(client)
+    # Crashes of a test do not count as those of a daemon that cannot start.
+    client.ok("systemctl reset-failed gpusession")
+    return int(seen)
+
+
+def known(client, check):
+    """What an earlier daemon granted is known to the next one, which hears of its end."""
+    def knows(count):
+        client.until(f"test $({RUNNING}) = {count}", 20)
+
+    with check("systemd keeps a descriptor of a program that has GPUs"):
+        knows(0)
+        none = int(client.ok(STORED))
+        typed(client, "holder", "exec su -l alice -c 'python3 /usr/local/bin/idle_program.py 0.05'")
+        client.until("grep ready /run/holder.out", 20)
+        knows(1)
+        kept = int(client.ok(STORED))
+        assert kept > none, f"{none} without a program, {kept} with one"
+    with check("after systemctl restart the program is known, and its descriptor is kept on"):
+        before = lease(client, "everyone")
+        client.ok("systemctl restart gpusession")
+        ready(client)
+        knows(1)
+        assert int(client.ok(STORED)) == kept and lease(client, "everyone") == before, f"{kept} descriptors and {before} before"
+    with check("after kill -9 systemd has the descriptor while there is no daemon, and the next one knows the program"):
+        seen = without_daemon(client)
+        assert seen == kept, f"{kept} before, {seen} meanwhile"
+        knows(1)
+        assert int(client.ok(STORED)) == kept and lease(client, "everyone") == before, f"{kept} descriptors and {before} before"
+        client.ok("echo check >/run/holder")
+        client.until("grep intact /run/holder.out", 20)
+    with check("it hears of the end of a program that another daemon granted to, and nothing is kept of that"):
+        client.ok("systemctl stop holder-open")
+        knows(0)
+        client.until(f"test $({STORED}) = {none}", 10)
+
+
+def session_lives(client, check):
+    """The lease of a login session and the session itself outlive the daemon, and end with the session's leader."""
+    def bound():
+        """The lease's id, its session, and the session's leader."""
+        id = lease(client, "session")
+        path = client.ok(f"busctl call {MANAGER} GetLease s {id}").split('"')[1]
+        shown = client.ok(f"busctl get-property org.gpusession1 {path} org.gpusession1.Lease Session Leader").splitlines()
+        return id, shown[0], int(shown[1].split()[1])
+
+    def begin():
+        typed(client, "login", "exec ssh alice@client sh")
+        client.ok("echo 'memFree; echo had' >/run/login")
+        client.until("grep had /run/login.out", 20)
+        return bound()
+
+    def gone():
+        client.until("! gpusession list --json | grep -q '\"name\": *\"session\"'", 20)
+        client.ok("systemctl stop login login-open; true")
+
+    client.write("/etc/gpusession/conf.d/sessions.toml", SESSIONS)
+    client.ok("systemctl reload gpusession")
+    for what, name in (("systemctl restart gpusession", "systemctl restart"), (KILL, "kill -9")):
+        with check(f"the lease of a login session lives through {name} of the daemon, and the session's next program is on it"):
+            before = begin()
+            client.ok(what)
+            client.until(f"gpusession list --json | grep -q {before[0]}", 20)
+            assert bound() == before, f"{before} before, {bound()} now"
+            client.ok("echo 'memFree; echo has' >/run/login")
+            seen = client.until("grep has /run/login.out && cat /run/login.out", 20).split()
+            assert seen == ["409", "had", "409", "has"], seen
+        with check(f"and it ends with the session's leader, whom an earlier daemon saw begin ({name})"):
+            client.ok(f"kill -9 {before[2]}")
+            gone()
+    with check("it ends, too, if the leader ends while there is no daemon"):
+        before = begin()
+        without_daemon(client, f"kill -9 {before[2]}")
+        gone()
+    client.ok("rm /etc/gpusession/conf.d/sessions.toml && systemctl reload gpusession")
+
+
 def run(site, check):
     client = site.client
+    known(client, check)
+    session_lives(client, check)
 
     def lives_through(what, name, seconds=5):
         with check(f"a running program and its lease live through {name}"):
