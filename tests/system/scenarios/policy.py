@@ -26,6 +26,32 @@ polkit.addRule(function(action, subject) {
 """
 MANAGER = "busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager"
 RELOAD, CAN_CREATE = f"{MANAGER} Reload", f"{MANAGER} CanCreateLease a{{sv}} 0"
+# bob, in each of these ways.
+BOB = {
+    "ssh": "ssh bob@client {}",
+    "ssh with a terminal": "ssh -q -tt bob@client {} </dev/null",
+    "su -l": "su -l bob -c {}",
+    "systemd-run --user": "ssh bob@client systemd-run --user --quiet --wait --pipe {}",
+}
+# A reload, with an agent of polkit on this terminal and with the bus's flag that lets it ask, or without.
+ASKED = f"""#!/bin/bash
+rm -f /tmp/agent && mkfifo /tmp/agent
+pkttyagent --process $$ --notify-fd 3 3>/tmp/agent &
+# Ends when the agent is there, which closes it then.
+read </tmp/agent
+exec {RELOAD.replace("busctl", "busctl --allow-interactive-authorization=$1")}
+"""
+# alice, who is an administrator, with her password at hand.
+ASKING = r"""
+set timeout 30
+spawn ssh -q -tt alice@client /usr/local/bin/asked [lindex $argv 0]
+expect {
+    "assword:" { send "secret\r"; exp_continue }
+    timeout { exit 99 }
+    eof
+}
+exit [lindex [wait] 3]
+"""
 
 
 def run(site, check):
@@ -37,10 +63,22 @@ def run(site, check):
         client.ok("systemctl reload gpusession")
         client.until("gpusession list --json | grep -q of-root", 20)
         assert lease(client, "everyone") == before
-    with check("bob without access has no GPU, and no noise at login"):
-        expect(client.fails("ssh bob@client vectorAdd"), "cudaErrorNoDevice")
-        seen = client.ok("ssh bob@client true")
-        assert seen == "", seen
+    # What his systemd has from before, when he had access.
+    client.ok("loginctl terminate-user bob 2>/dev/null; systemctl stop user@1001.service")
+    for what, how in BOB.items():
+        with check(f"bob without access has no GPU, no variable and no noise: {what}"):
+            seen = client.fails(how.format("vectorAdd"))
+            expect(seen, "cudaErrorNoDevice")
+            assert "gpusession" not in seen.lower(), seen
+            seen = client.ok(how.format("true"))
+            assert seen == "", seen
+            seen = client.ok(how.format("env"))
+            expect(seen, "HOME=/home/bob")
+            assert not any(word in seen for word in ("GPUSESSION", "NCCL_DEBUG", "HF_HOME")), seen
+    with check("nor does his shell at a terminal say anything of GPUs"):
+        seen = client.ok("ssh -q -tt bob@client", stdin="exit\n")
+        expect(seen, "bob@client")
+        assert "gpu" not in seen.lower(), seen
     with check("the journal says whom it refuses, and journalctl -x what to do"):
         denied = "journalctl -b -t gpusessiond MESSAGE_ID=4195922267ea4a9eba8b2031c74f4446 GPUSESSION_USER=1001 --no-pager"
         client.until(f"{denied} -o cat | grep bob", 10)
@@ -70,6 +108,30 @@ def run(site, check):
         client.until(f"su -l alice -c '{CAN_CREATE}' | grep -qv no", 20)
         expect(client.fails(f"su -l alice -c '{RELOAD}'"), "denied")
         client.ok(f"su -l bob -c '{CAN_CREATE}' | grep -E 'yes|busy'")
+    with check("where the message does not allow to ask, an administrator is denied and not asked; where it does, asked and let"):
+        client.write("/usr/local/bin/asked", ASKED, "755")
+        client.write("/root/asking.exp", ASKING)
+        seen = client.fails("expect /root/asking.exp no")
+        expect(seen, "denied")
+        assert "assword:" not in seen, seen
+        seen = client.ok("expect /root/asking.exp yes")
+        expect(seen, "Authentication is required to manage this machine's GPU servers and leases")
+        expect(seen, "assword:")
+    with check("bob's lease is not alice's to release, renew or park, whether her message allows to ask or not"):
+        client.ok("su -l bob -c 'rm -f /tmp/bobs.toml; gpusession request -m 10% -o /tmp/bobs.toml'")
+        bobs = client.ok("grep ^id /tmp/bobs.toml").split('"')[1]
+        path = client.ok(f"{MANAGER} GetLease s {bobs}").split('"')[1]
+        object = f"busctl call org.gpusession1 {path} org.gpusession1.Lease"
+        for call in (f"{MANAGER} ReleaseLease s {bobs}", f"{MANAGER} RenewLease st {bobs} 0", f"{object} Release", f"{object} Park"):
+            for leave in ("yes", "no"):
+                asks = call.replace("busctl", f"busctl --allow-interactive-authorization={leave}")
+                expect(client.fails(f"su -l alice -c '{asks}'"), "denied")
+        result = client.run(f"su -l alice -c 'gpusession release {bobs}'")
+        assert result.code == 77, result
+        expect(client.ok("gpusession list"), bobs)
+    with check("root releases bob's lease"):
+        client.ok(f"gpusession release {bobs}")
+        assert bobs not in client.ok("gpusession list")
     with check("a rule in rules.d is obeyed, and for as long as it is there"):
         client.write(RULES, RULE)
         client.until(f"su -l alice -c '{RELOAD}'", 20)
