@@ -116,7 +116,7 @@ def session_lives(client, check):
             client.until(f"gpusession list --json | grep -q {before[0]}", 20)
             assert bound() == before, f"{before} before, {bound()} now"
             client.ok("echo 'memFree; echo has' >/run/login")
-            seen = client.until("grep has /run/login.out && cat /run/login.out", 20).split()
+            seen = client.until("grep -q has /run/login.out && cat /run/login.out", 20).split()
             assert seen == ["409", "had", "409", "has"], seen
         with check(f"and it ends with the session's leader, whom an earlier daemon saw begin ({name})"):
             client.ok(f"kill -9 {before[2]}")

@@ -2,6 +2,7 @@
 from harness import Failed, expect
 from scenarios.bus import MANAGER
 from scenarios.policy import lease
+from scenarios.restart import typed
 
 ORDER = 35
 # The machine has its lease as before; alice's sessions have their own before that.
@@ -96,6 +97,33 @@ def run(site, check):
         # The units end with their sessions, if not before.
         client.ok("pkill -KILL -u alice sleep && { systemctl kill -s KILL one two || true; }")
         client.until(f"test $({COUNT}) = 0", 20)
+    with check("at: a job has the lease of the session that it was submitted in while that is open, and the machine's afterwards"):
+        client.ok("rm -f /tmp/at-*; systemctl start atd")
+        typed(client, "login", "exec ssh alice@client sh")
+        for name in ("open", "over"):
+            job = f"until [ -e /tmp/at-{name}-go ]; do sleep 0.1; done; memFree >/tmp/at-{name}.new; mv /tmp/at-{name}.new /tmp/at-{name}"
+            client.ok("cat >/run/login", stdin=f"echo '{job}' | at now\n")
+        client.ok("echo 'memFree; echo had' >/run/login")
+        expect(client.until("grep -q had /run/login.out && cat /run/login.out", 20), f"{OWN}\nhad")
+        client.ok("touch /tmp/at-open-go")
+        assert client.until("cat /tmp/at-open", 30) == OWN
+        client.ok("systemctl stop login-open")
+        client.until(f"! systemctl is-active login && test $({COUNT}) = 0", 20)
+        client.ok("touch /tmp/at-over-go")
+        assert client.until("cat /tmp/at-over", 30) == EVERYONES
+    with check("a shell older than the daemon's start has the machine's lease and no session, and [environment] by gpusession env"):
+        client.ok("systemctl stop gpusession")
+        typed(client, "older", "exec ssh alice@client sh")
+        client.ok("echo 'echo here' >/run/older")
+        client.until("grep here /run/older.out", 20)
+        client.ok("systemctl start gpusession")
+        client.until("gpusession status | grep -q 'is ready'", 30)
+        client.ok("cat >/run/older", stdin='echo set=${NCCL_DEBUG-none}; memFree; eval "$(gpusession env)"\n'
+                  'echo set=${NCCL_DEBUG-none}; echo session=${GPUSESSION_ID-none}\n')
+        seen = client.until("grep -q session= /run/older.out && cat /run/older.out", 20).split()
+        assert seen == ["here", "set=none", EVERYONES, "set=WARN", "session=none"], seen
+        assert client.ok(COUNT) == "0"
+        client.ok("systemctl stop older-open older; true")
     with check("bob has his own lease, and alice can neither use nor release it"):
         bobs = lease(client, "bobs")
         expect(client.ok("ssh bob@client 'gpusession run -- printenv GPUSESSION_ID; gpusession env; vectorAdd'"), "sums right")
