@@ -1,4 +1,6 @@
 """A lease that nobody works on: whoever it concerns is warned, it is parked or released, and what cannot be parked goes on."""
+import json
+
 from harness import expect
 from scenarios.policy import lease
 
@@ -14,6 +16,8 @@ release_after = "3s"
 CANNOT = """[Service]
 Environment=SIMGPU_CHECKPOINT=0
 """
+# What leases have of the server's GPUs.
+LEASED = "gpuserver gpus --json | python3 -c \"import json, sys; print(*(g['leased_bytes'] for g in json.load(sys.stdin)['gpus']))\""
 HOLDER = "python3 /usr/local/bin/idle_program.py 0.25 </tmp/holder"
 # alice at a prompt, who presses Enter now and then.
 PROMPT = """
@@ -55,6 +59,13 @@ def run(site, check):
         client.until("grep -A9 PrepareForLeaseLoss /run/signals.out", 20)
         expect(client.ok("cat /run/signals.out"), name)
         client.until("journalctl -b -t gpusessiond MESSAGE_ID=4ce9ee2052f4489a85b0b26cf698af47 -o cat --no-pager | grep .", 10)
+    with check("so does the server's journal, with whose it is and what comes next"):
+        idle = f"journalctl -b -t gpuserver MESSAGE_ID=4ce9ee2052f4489a85b0b26cf698af47 GPUSESSION_LEASE={name} --no-pager"
+        entry = json.loads(server.until(f"{idle} -o json | grep .", 10).splitlines()[-1])
+        assert entry["GPUSESSION_CLIENT"] == "client", entry
+        expect(entry["GPUSESSION_REASON"], "no GPU work for")
+        expect(entry["GPUSESSION_REASON"], "device memory will be moved to the server's")
+        expect(server.ok(f"{idle} -x"), "Subject: A lease of GPUs is idle")
     with check("a prompt says so"):
         expect(client.until("grep status /run/prompt.out && cat /run/prompt.out", 20), "status 0")
     with check("then it is parked: state, journal on both ends, memory of the card"):
@@ -79,6 +90,32 @@ def run(site, check):
         for word, state in (("true", "idle"), ("false", "active")):
             client.ok(f"{hint} {word}")
             client.until(f"gpusession list --json | grep -q '\"state\": *\"{state}\"'", 10)
+    state = "gpusession list --json | grep -q '\"state\": *\"{}\"'"
+    with check("gpusession park moves a program's memory away, and makes room on the server; alice may not"):
+        result = client.run(f"su -l alice -c 'gpusession park {name}'")
+        assert result.code == 77, result
+        client.ok(state.format("active"))
+        leased = server.ok(LEASED)
+        assert client.ok(f"gpusession park {name}") == f"parked: {name}"
+        client.until(state.format("parked"), 10)
+        rows = [row["state"] for row in json.loads(server.ok("gpuserver ps --json"))["workers"] if row["lease"] == name and row.get("program")]
+        assert rows == ["parked"], rows
+        assert server.ok(LEASED) == "0 0" != leased, f"{leased} before, {server.ok(LEASED)} while it is parked"
+        assert client.run(f"su -l alice -c 'gpusession unpark {name}'").code == 77
+        expect(client.fails(f"gpusession park {name}"), "parked already")
+    with check("gpusession unpark has it back without a call of the program, which finds what was in it"):
+        assert client.ok(f"gpusession unpark {name}") == f"asked back: {name}"
+        client.until(state.format("active"), 30)
+        assert server.ok(LEASED) == leased, f"{leased} before, {server.ok(LEASED)} now"
+        before = client.ok("grep -c intact /run/holder.out")
+        client.ok("echo check >/tmp/holder")
+        client.until(f"test $(grep -c intact /run/holder.out) -gt {before}", 30)
+        assert lease(client, "everyone") == name
+    with check("without a lease's id both are about the leases that a program would get"):
+        for verb, word in (("park", "parked"), ("unpark", "active")):
+            seen = json.loads(client.ok(f"gpusession --json {verb}"))
+            assert seen["leases"] == [name] and seen["parked"] == (verb == "park"), seen
+            client.until(state.format(word), 30)
     with check("what does not fit into parked_max is not parked, and who asks for it hears how much there is"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'parked_max = "100MiB"\nreturn_limit = "2s"\n')
         server.ok("systemctl restart gpuserver")
