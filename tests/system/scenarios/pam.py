@@ -1,4 +1,5 @@
-"""Logins succeed whatever the daemon does: absent, hung, deaf, garbled, dripping, or answering too much; and if the module panics."""
+"""Logins succeed, in time and without a trace, whatever the daemon does: absent, hung, deaf, garbled, dripping, late, or answering too
+much; and if the module panics."""
 from harness import TARGET, expect
 
 ORDER = 70
@@ -9,9 +10,10 @@ how, path = sys.argv[1], "/run/gpusession/pam.sock"
 if os.path.exists(path): os.unlink(path)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.bind(path); os.chmod(path, 0o600)
-s.listen(0 if how == "backlog" else 16)
+if how != "refused": s.listen(0 if how == "backlog" else 16)
 open("/run/fake.ready", "w")
 kept = []
+while how == "refused": time.sleep(1)
 while True:
     if how == "backlog":
         while True:
@@ -26,22 +28,31 @@ while True:
             for _ in range(64): c.send(b"GPUSESSION_ID=x\0" * 4000)
         elif how == "drip":
             for _ in range(60): c.send(b"G"); time.sleep(.1)
+        elif how == "closes": kept.pop().close()
+        elif how == "late": time.sleep(2); c.send(b"GPUSESSION_ID=aaaaaaaaaaaa\0")
         # "hung": says nothing
     except OSError: pass
 """
 HOW = {
+    "refused": "has left a socket and does not listen",
+    "closes": "accepts and closes",
     "hung": "accepts and says nothing",
     "backlog": "has a full backlog",
     "garbage": "answers garbage",
     "drip": "answers byte by byte",
     "toomuch": "answers far too much",
+    "late": "answers when nobody waits any more",
 }
+# These leave nothing to wait for.
+AT_ONCE = ("refused", "closes", "garbage", "drip", "toomuch")
 # What the module may wait for the daemon (timeout_ms), and how much later it may go on: its end is rounded up to the kernel's ticks.
 DEADLINE, LATE = 500, 20
 # The same for whole logins, which do more than that and never take as long twice. One that waited a second time would be later by DEADLINE.
 LOGIN_LATE = 150
 # A machine that does other things makes logins slower, never faster: of up to this many, one has to stay within its limit.
 TRIES = 8
+# But none of them takes so much longer than the deadline: less than a daemon that drips for six seconds, or answers each login in turn.
+SLACK = 3000
 
 
 def run(site, check):
@@ -49,15 +60,16 @@ def run(site, check):
     client.write("/root/fake.py", FAKE)
     own = {}
 
-    def login(note, *kinds):
-        """Logins wait for no more than the deadline, beside what they take without a daemon."""
+    def login(note, *kinds, wait=DEADLINE, answers=False):
+        """Logins wait for no more than the deadline, beside what they take without a daemon, and have the variables of one that answers."""
         for kind in kinds:
-            limit = own[kind] + DEADLINE + (LATE if kind == "module" else LOGIN_LATE)
+            limit = own[kind] + wait + (LATE if kind == "module" else LOGIN_LATE)
             took = client.logins(kind, TRIES, limit)
             note(f"{kind} {min(took):.0f} ms")
             assert min(took) <= limit, f"{kind}: {took} ms, more than {limit:.0f} ms"
-        seen = client.ok("ssh alice@client echo in")
-        assert seen == "in", seen
+            assert max(took) <= limit + SLACK, f"{kind}: {took} ms, where it takes {own[kind]:.0f} ms by itself"
+        seen = client.ok("ssh alice@client 'echo in ${GPUSESSION_ID-none} ${NCCL_DEBUG-none}'").split()
+        assert seen[0] == "in" and (seen[1] != "none" and seen[2] == "WARN" if answers else seen == ["in", "none", "none"]), seen
 
     client.ok("systemctl stop gpusession.service gpusession.socket")
     with check("a login with the daemon absent does not wait") as note:
@@ -70,7 +82,7 @@ def run(site, check):
     client.ok("systemctl start gpusession.socket gpusession.service")
     client.until("gpusession status | grep -q 'is ready'", 20)
     with check("a login while the daemon runs") as note:
-        login(note, "module", "su", "ssh", "first")
+        login(note, "module", "su", "ssh", "first", answers=True)
     with check("a login with the daemon stopped by SIGSTOP") as note:
         client.ok("systemctl kill -s STOP gpusession")
         try:
@@ -83,7 +95,7 @@ def run(site, check):
             client.ok("rm -f /run/fake.ready; mkdir -p /run/gpusession")
             client.start("fake", f"python3 /root/fake.py {how}")
             client.until("test -e /run/fake.ready", 10)
-            login(note, "module", "su", "ssh")
+            login(note, "module", "su", "ssh", wait=0 if how in AT_ONCE else DEADLINE)
             client.ok("systemctl stop fake; rm -f /run/gpusession/pam.sock")
     with check("a login with a module that panics") as note:
         module = "/usr/lib/x86_64-linux-gnu/security/pam_gpusession.so"
