@@ -1,5 +1,4 @@
-"""Logins succeed, in time and without a trace, whatever the daemon does: absent, hung, deaf, garbled, dripping, late, or answering too
-much; and if the module panics."""
+"""Logins succeed, and in time, whatever the daemon does: absent, hung, deaf, garbled, dripping, late, too much; and if the module panics."""
 from harness import TARGET, expect
 
 ORDER = 70
