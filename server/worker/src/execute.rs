@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf as _, Bytes, BytesMut};
 use gpusession_link::threads;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader};
@@ -25,13 +25,49 @@ const BLOCKED: Duration = Duration::from_millis(1);
 /// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it.
 const QUEUE_BYTES: usize = 64 << 20;
 
+/// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one
+/// buffer for each frame slow each other down.
+const INLINE: usize = 200;
+
 /// One frame of the log.
 #[derive(Clone)]
 pub struct Frame {
     /// Its header.
     pub header: Header,
     /// Its body.
-    pub body: Bytes,
+    pub body: Body,
+}
+
+/// A frame's body: a multiple of 8 bytes.
+#[derive(Clone)]
+pub enum Body {
+    /// Its length and its bytes.
+    Inline(u8, [u8; INLINE]),
+    /// A part of what was read.
+    Shared(Bytes),
+}
+
+impl Body {
+    /// Takes the body off the front of what was read.
+    fn take(buf: &mut BytesMut, len: usize) -> Self {
+        if len > INLINE {
+            return Self::Shared(buf.split_to(len).freeze());
+        }
+        let mut bytes = [0; INLINE];
+        buf.copy_to_slice(&mut bytes[..len]);
+        Self::Inline(len as u8, bytes)
+    }
+}
+
+impl std::ops::Deref for Body {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Inline(len, bytes) => &bytes[..usize::from(*len)],
+            Self::Shared(bytes) => bytes,
+        }
+    }
 }
 
 impl Frame {
@@ -161,9 +197,8 @@ impl Replay {
                 buf.reserve(len - buf.len());
                 break;
             }
-            let mut frame = buf.split_to(len).freeze();
-            let body = frame.split_off(HEADER);
-            frames.push(Frame { header, body });
+            buf.advance(HEADER);
+            frames.push(Frame { header, body: Body::take(buf, len - HEADER) });
         }
         if !frames.is_empty() {
             self.enqueue(session, frames)?;
@@ -275,18 +310,17 @@ impl Replay {
                 session.end("internal error in the worker");
             }
             session.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
-            let mut state = self.lock();
-            if state.main == executor.id {
-                state.busy = None;
-            }
         }
     }
 
-    /// Next frame for this executor, and whether it is one that it kept while it was blocked.
+    /// Next frame for this executor, which has finished the one before, and whether it is one that it kept while it was blocked.
     fn next(&self, session: &Session, executor: &mut Executor) -> Option<(Frame, bool)> {
         let spin = threads::spin_time();
         let mut spun = false;
         let mut state = self.lock();
+        if state.main == executor.id {
+            state.busy = None;
+        }
         loop {
             if state.ended && state.queue.is_empty() {
                 return None;
