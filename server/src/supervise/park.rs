@@ -210,6 +210,11 @@ impl Supervisor {
     /// A lease that is away has other GPUs from now on. Its workers have ended, or are about to.
     pub fn set_devices(&self, lease: &Lease, devices: Vec<DeviceLimit>) {
         if let Some(entry) = self.state().leases.get_mut(&lease.id).filter(|entry| entry.away) {
+            // A domain is of its GPUs.
+            if let Some(mps) = self.mps().filter(|_| lease.mps) {
+                mps.leave(&lease.id);
+                mps.join(lease, &devices);
+            }
             entry.lease = lease.clone();
             entry.ledger = Ledger::new(devices);
         }

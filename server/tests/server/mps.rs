@@ -300,6 +300,52 @@ async fn a_daemon_that_dies_is_started_again_with_its_limits() {
 }
 
 #[tokio::test]
+async fn a_lease_that_comes_back_on_another_gpu_is_in_that_gpus_domain() {
+    let site = Site::start("warm_workers = 0\nlend_after = \"1s\"").await;
+    let (mut a, mut b, mut c) = (
+        site.server.client("vm-a").await,
+        site.server.client("vm-b").await,
+        site.server.client("vm-c").await,
+    );
+    let whole = |half| AllocateRequest { memory_percent: 100.0, ..half };
+    let (lender, stays) = (lease(&mut a, whole).await, lease(&mut c, whole).await);
+    let (lent, free) = (lender.devices[0].uuid.clone(), stays.devices[0].uuid.clone());
+    assert_ne!(lent, free);
+    // Only the first one is lent: the second one has a program.
+    let _program = site.program(&mut c, &stays).await;
+    let wish = AllocateRequest { memory_percent: 100.0, request_id: "waits".into(), ..b.request() };
+    let mut borrowed = None;
+    eventually("one lends", async || {
+        borrowed = b.pool.allocate(wish.clone()).await.ok().map(|l| l.into_inner());
+        borrowed.is_some()
+    })
+    .await;
+    let borrowed = borrowed.expect("a lease");
+    assert_eq!(borrowed.devices[0].uuid, lent);
+    let _borrower = site.program(&mut b, &borrowed).await;
+    c.pool.release(ReleaseRequest { lease: stays.id }).await.unwrap();
+    assert!(site.server.verb(&["unpark", &lender.id]).status.success());
+    eventually("it has a GPU again", async || {
+        let leases = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
+        leases.iter().any(|l| l["lease"] == lender.id.as_str() && l["state"] == "idle")
+    })
+    .await;
+
+    let moved = site.program(&mut a, &lender).await;
+    let variable = |name: &str| moved.said["environment"][name].as_str().unwrap_or_default().to_string();
+    assert_eq!(variable("CUDA_VISIBLE_DEVICES"), free);
+    eventually("its old domain is gone", async || {
+        let mut mine = site.domains().into_iter().filter(|d| d["client"] == "vm-a");
+        mine.all(|d| d["gpus"] == serde_json::json!([free]))
+    })
+    .await;
+    let daemon = site.active("vm-a").await["daemon_pid"].as_u64().unwrap();
+    let environment = std::fs::read_to_string(format!("/proc/{daemon}/environ")).unwrap();
+    let pipe = format!("CUDA_MPS_PIPE_DIRECTORY={}\0", variable("CUDA_MPS_PIPE_DIRECTORY"));
+    assert!(environment.contains(&pipe), "the worker's daemon is that GPU's: {environment}");
+}
+
+#[tokio::test]
 async fn a_crash_makes_its_domain_suspect() {
     let site = Site::start("warm_workers = 1").await;
     let mut vm = site.server.client("vm-1").await;
