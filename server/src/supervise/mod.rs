@@ -60,6 +60,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(60);
 const SEND_LIMIT: Duration = Duration::from_secs(2);
 /// A process that was killed and is still there after this sits in the driver.
 const REAP_LIMIT: Duration = Duration::from_secs(10);
+/// How often a worker reports while its client's GPU work goes on.
+const REPORT: Duration = Duration::from_secs(1);
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
 /// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
@@ -1517,7 +1519,7 @@ impl Supervisor {
             }
             FromWorker::Usage(usage) => {
                 let passed = now.saturating_sub(worker.used_at);
-                worker.busy += passed.saturating_sub(Duration::from_micros(usage.idle_usec));
+                worker.busy += worked(passed, Duration::from_micros(usage.idle_usec));
                 worker.used_at = now;
                 worker.usage = usage;
                 let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
@@ -1733,6 +1735,13 @@ fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
+/// The time of GPU work that a report tells of, so long after the one before; `idle` is how long ago it ended.
+fn worked(passed: Duration, idle: Duration) -> Duration {
+    // A worker that says nothing rests: of a longer time only the end was work.
+    let seen = if passed < REPORT * 2 { passed } else { REPORT };
+    seen.saturating_sub(idle)
+}
+
 /// Text of a worker, fit for a log and a terminal.
 fn printable(text: &str) -> String {
     text.chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
@@ -1741,4 +1750,18 @@ fn printable(text: &str) -> String {
 /// A worker's id as people see it.
 pub fn hex(id: &WorkerId) -> String {
     data_encoding::HEXLOWER.encode(id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rests_between_reports_are_not_gpu_work() {
+        let ms = Duration::from_millis;
+        assert_eq!(worked(ms(1010), ms(10)), ms(1000), "it goes on");
+        assert_eq!(worked(ms(1010), ms(700)), ms(310), "it has ended");
+        assert_eq!(worked(ms(3_600_000), ms(400)), ms(600), "one second of an hour");
+        assert_eq!(worked(ms(1010), ms(5000)), ms(0), "the rest goes on");
+    }
 }
