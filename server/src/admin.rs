@@ -24,6 +24,7 @@ use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued
 use crate::pool::parking::ParkError;
 use crate::pool::service::{Pool, find_worker};
 use crate::pool::tokens::{TokenRecord, Tokens};
+use crate::registry::GpuUse;
 use crate::supervise::{WorkerView, hex};
 
 /// Bytes of a request.
@@ -281,6 +282,9 @@ pub struct StopView {
 /// A row of `gpuserver ps`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PsRow {
+    /// Whose worker it is: the server's name in the pool.
+    #[serde(default)]
+    pub server: String,
     /// Worker id.
     pub worker: String,
     /// Worker process on this host.
@@ -291,6 +295,9 @@ pub struct PsRow {
     pub lease: String,
     /// Who holds the lease.
     pub client: String,
+    /// On whose behalf; empty: the client's own.
+    #[serde(default)]
+    pub user: String,
     /// The program that it serves.
     pub program: Option<String>,
     /// The program's process on the client.
@@ -299,10 +306,16 @@ pub struct PsRow {
     pub uid: Option<u32>,
     /// Where its last connection came from.
     pub peer: Option<String>,
+    /// How its program's data travels, once there is a program: `tcp`.
+    #[serde(default)]
+    pub transport: Option<String>,
     /// Whether that is encrypted.
     pub encrypted: Option<bool>,
     /// GPUs that it sees.
     pub gpus: Vec<String>,
+    /// Their places in this server's list.
+    #[serde(default)]
+    pub gpu_indices: Vec<usize>,
     /// Device memory that its process has of the lease's, its context included.
     pub memory_bytes: u64,
     /// Driver calls, as the worker says.
@@ -684,19 +697,30 @@ pub async fn answer_remote(body: &[u8], pool: &Pool, name: &str, from: &str) -> 
     written(answer(ask, pool).await)
 }
 
-fn ps_row(w: WorkerView) -> PsRow {
+async fn ps_rows(pool: &Pool) -> Vec<PsRow> {
+    let server = &pool.facts().config.name;
+    let gpus = pool.registry().gpus().await;
+    pool.supervisor().workers().into_iter().map(|w| ps_row(w, server, &gpus)).collect()
+}
+
+fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
     let process = w.process;
+    let index = |uuid: &String| gpus.iter().position(|g| g.gpu.uuid == *uuid);
     PsRow {
+        server: server.into(),
         worker: hex(&w.id),
         pid: w.pid,
         state: w.phase.as_str().into(),
         lease: w.lease,
         client: w.client,
+        user: w.user,
         program: process.as_ref().map(|p| p.program.clone()),
         client_pid: process.as_ref().map(|p| p.pid),
         uid: process.as_ref().map(|p| p.uid),
         peer: w.peer.map(|p| p.to_string()),
+        transport: process.as_ref().map(|_| "tcp".into()),
         encrypted: process.as_ref().map(|p| p.encrypted),
+        gpu_indices: w.gpus.iter().filter_map(index).collect(),
         gpus: w.gpus,
         memory_bytes: w.memory_bytes,
         calls: w.usage.calls,
@@ -734,9 +758,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 programs: pool.supervisor().programs(true),
             }))
         }
-        Ask::Ps => show(serde_json::to_value(
-            pool.supervisor().workers().into_iter().map(ps_row).collect::<Vec<_>>(),
-        )),
+        Ask::Ps => show(serde_json::to_value(ps_rows(pool).await)),
         Ask::Leases => {
             let rows: Vec<_> = pool
                 .registry()

@@ -165,6 +165,8 @@ pub struct WorkerView {
     pub lease: String,
     /// The client that holds the lease.
     pub client: String,
+    /// On whose behalf; empty: the client's own.
+    pub user: String,
     /// What it is doing.
     pub phase: Phase,
     /// The process it serves.
@@ -900,6 +902,7 @@ impl Supervisor {
             pid: w.pid,
             lease: w.lease.clone(),
             client: w.client.clone(),
+            user: w.user.clone(),
             phase: w.phase,
             process: w.process.clone(),
             peer: w.peer,

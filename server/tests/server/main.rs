@@ -115,6 +115,35 @@ async fn join_allocate_use_release() {
 }
 
 #[tokio::test]
+async fn ps_shows_whose_program_uses_which_gpu_and_how() {
+    let server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let second = server.json(&["gpus"])["gpus"][1]["uuid"].as_str().unwrap().to_string();
+    let wish = AllocateRequest { devices: vec![second.clone()], user: "alice".into(), ..vm.request() };
+    let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("a program, and a worker without one", async || {
+        let states: Vec<_> = server.workers().iter().map(|w| w["state"].clone()).collect();
+        ["active", "warm"].iter().all(|state| states.iter().any(|s| s == state))
+    })
+    .await;
+    let rows = server.workers();
+    let row = |state: &str| rows.iter().find(|w| w["state"] == state).unwrap();
+    for row in [row("active"), row("warm")] {
+        assert_eq!((&row["server"], &row["user"]), (&"s1".into(), &"alice".into()));
+        assert_eq!(row["gpus"], serde_json::json!([second]));
+        assert_eq!(row["gpu_indices"], serde_json::json!([1]));
+    }
+    assert_eq!((&row("active")["transport"], &row("active")["encrypted"]), (&"tcp".into(), &true.into()));
+    assert!(row("warm")["transport"].is_null(), "nobody is connected");
+    let table = String::from_utf8(server.verb(&["ps"]).stdout).unwrap();
+    let shown = table.lines().find(|line| line.contains("vectorAdd")).unwrap();
+    let cell = |name: &str| shown[table.find(name).unwrap()..].split_whitespace().next().unwrap();
+    assert_eq!((cell("TRANSPORT"), cell("TLS"), cell("GPU")), ("tcp", "yes", "1"));
+}
+
+#[tokio::test]
 async fn what_a_daemon_had_in_stock_goes_with_it() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
