@@ -1,0 +1,186 @@
+//! The server's own supervisor, and workers of one lease on the simulated driver.
+
+use std::io::Read;
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use gpuserver::accounting::Accounting;
+use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
+use gpuserver::lease::{Lease, Priority, Share};
+use gpuserver::limits::Effective;
+use gpuserver::supervise::keep::Store;
+use gpuserver::supervise::{Options, Supervisor, Taken};
+use gpusession_proto::grant::Endpoint;
+use gpusession_proto::preface::LEN;
+use gpusession_proto::supervise::DeviceLimit;
+use gpusession_proto::ticket::Ticket;
+use tokio::runtime::Runtime;
+
+use crate::harness::{Client, KEY, LEASE, MIB, Machine, PATIENCE};
+
+pub const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
+
+/// The host's clock, and what a test adds to it.
+#[derive(Default)]
+pub struct Moved(Mutex<Duration>);
+
+impl Moved {
+    pub fn pass(&self, time: Duration) {
+        *self.0.lock().expect("a duration") += time;
+    }
+}
+
+impl Clock for Moved {
+    fn now(&self) -> Moment {
+        SystemClock.now() + *self.0.lock().expect("a duration")
+    }
+
+    fn unix(&self) -> u64 {
+        SystemClock.unix()
+    }
+}
+
+/// A supervisor with one lease, of 256 MiB.
+pub struct Site {
+    pub supervisor: Supervisor,
+    pub accounting: Accounting,
+    pub clock: Arc<Moved>,
+    pub runtime: Runtime,
+    machine: Arc<Machine>,
+    _folder: tempfile::TempDir,
+}
+
+impl Site {
+    /// For the only test of its program: workers have this process's variables.
+    pub fn new(warm_workers: u32) -> Self {
+        let machine = Machine::new();
+        // SAFETY: no other test is there, and this one has not started a thread of its own.
+        unsafe { std::env::set_var("SIMGPU_MACHINE", machine.name()) };
+        let folder = tempfile::tempdir().expect("a folder");
+        let accounting = Accounting::open(folder.path()).expect("a database");
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let options = Options {
+            program: env!("CARGO_BIN_EXE_gpuserver-worker").into(),
+            driver: machine.driver(),
+            cache: None,
+            warm_workers,
+            idle_exit: Duration::ZERO,
+            resume_grace: Duration::ZERO,
+            isolation: gpusession_proto::supervise::Isolation::Try,
+            mps: None,
+        };
+        let clock = Arc::new(Moved::default());
+        let supervisor = {
+            let _inside = runtime.enter();
+            let supervisor = Supervisor::new(
+                options,
+                Store::default(),
+                Vec::new(),
+                accounting.clone(),
+                clock.clone(),
+                Arc::new(SystemRandom),
+            )
+            .expect("a supervisor");
+            let limit =
+                DeviceLimit { uuid: GPU, memory_bytes: 256 * MIB, sm_percent: 100, context_bytes: 16 * MIB };
+            supervisor.add_lease(&lease(), vec![limit], Effective::default());
+            supervisor
+        };
+        Self { runtime, supervisor, accounting, clock, machine, _folder: folder }
+    }
+
+    /// Takes so many workers.
+    pub fn take(&self, count: usize) -> Vec<Taken> {
+        let mut taken = Vec::new();
+        while taken.len() < count {
+            let more = self.supervisor.take("vm", LEASE, count - taken.len(), Vec::new());
+            taken.extend(self.runtime.block_on(more).expect("workers"));
+        }
+        taken
+    }
+
+    /// A client of a worker that the supervisor gave out.
+    pub fn client(&self, taken: &Taken, pid: u32) -> Client {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let ticket = Ticket {
+            lease: LEASE.into(),
+            worker: taken.id,
+            uid: 1000,
+            pid,
+            boot_id: [1; 16],
+            issued_usec: 12,
+            nonce: [9; 16],
+            program: "python3".into(),
+        };
+        let endpoint = Endpoint {
+            server: "test".into(),
+            addresses: vec![listener.local_addr().expect("its number").to_string()],
+            worker: taken.id,
+            fingerprint: None,
+            ticket: ticket.seal(&KEY),
+            lease: LEASE.into(),
+            devices: 1,
+        };
+        let connecting =
+            std::thread::spawn(move || Client::open(&endpoint).expect("the worker admits the client"));
+        // As the data port does.
+        let (mut socket, peer) = listener.accept().expect("a connection");
+        let mut preface = vec![0; LEN];
+        socket.read_exact(&mut preface).expect("a preface");
+        let adopted = self.supervisor.adopt(&taken.id, socket, preface, peer, false);
+        adopted.map_err(|(e, _)| e).expect("it is handed over");
+        connecting.join().expect("a client")
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        // Workers of the supervisor share their simulated machine there, not in its folder.
+        let machine = self.machine.name().replace('-', "_");
+        for file in std::fs::read_dir("/dev/shm").into_iter().flatten().flatten() {
+            if file.file_name().to_string_lossy().ends_with(&machine) {
+                let _ = std::fs::remove_file(file.path());
+            }
+        }
+    }
+}
+
+fn lease() -> Lease {
+    let hex: String = GPU.iter().map(|b| format!("{b:02x}")).collect();
+    let gpu = format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
+    Lease {
+        id: LEASE.into(),
+        client: "vm".into(),
+        request_id: String::new(),
+        ticket_key: KEY,
+        fencing_token: 1,
+        shares: vec![Share { gpu, limit_bytes: 256 * MIB, sm_percent: 100 }],
+        ttl: Duration::from_secs(60),
+        boot_id: "b".into(),
+        encrypted: false,
+        user: String::new(),
+        uid: 0,
+        who: String::new(),
+        why: String::new(),
+        created_unix: 0,
+        exclusive: false,
+        priority: Priority::Normal,
+        persistent: false,
+        until_unix: 0,
+        on_idle: Default::default(),
+        idle_timeout: Default::default(),
+        hold: false,
+        mps: false,
+        pinned: false,
+    }
+}
+
+pub fn eventually(what: &str, check: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !check() {
+        assert!(start.elapsed() < PATIENCE, "not in time: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
