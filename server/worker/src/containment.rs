@@ -223,21 +223,23 @@ fn calls_only(mps: bool) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    /// In a process of its own: what is given up does not come back.
-    #[test]
-    fn what_is_given_up() {
-        const CHILD: &str = "CONTAINMENT_TEST";
-        if std::env::var_os(CHILD).is_none() {
-            let done = std::process::Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "containment::tests::what_is_given_up", "--nocapture"])
-                .env(CHILD, "1")
-                .output()
-                .unwrap();
-            let said = String::from_utf8_lossy(&done.stdout);
-            assert!(done.status.success() && said.contains("contained"), "{done:?}");
-            return;
-        }
-        let start = Start {
+    /// Set in a test's own process.
+    const ALONE: &str = "CONTAINMENT_TEST";
+
+    /// Runs a test in a process of its own, since what is given up does not come back.
+    fn alone(test: &str, variables: &[(&str, &Path)]) {
+        let done = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("containment::tests::{test}"), "--nocapture"])
+            .env(ALONE, "1")
+            .envs(variables.iter().copied())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success() && said.contains("contained"), "{done:?}");
+    }
+
+    fn start(mps: bool) -> Start {
+        Start {
             worker: [0; 16],
             lease: String::new(),
             ticket_key: [0; 32],
@@ -245,13 +247,25 @@ mod tests {
             devices: Vec::new(),
             require_tls: true,
             module_cache: None,
-            warm: true,
-            mps: false,
+            warm: !mps,
+            mps,
             resume_grace_s: 0,
             staging_bytes: 0,
             isolation: gpusession_proto::supervise::Isolation::Require,
-        };
-        let files = before_driver(&start);
+        }
+    }
+
+    fn denied(result: i64, what: &str) {
+        let error = std::io::Error::last_os_error().raw_os_error();
+        assert!(result == -1 && error == Some(libc::EPERM), "{what}: {result} {error:?}");
+    }
+
+    #[test]
+    fn what_is_given_up() {
+        if std::env::var_os(ALONE).is_none() {
+            return alone("what_is_given_up", &[]);
+        }
+        let files = before_driver(&start(false));
         let calls = before_client(false);
         // A kernel without Landlock says so.
         match files.as_slice() {
@@ -273,15 +287,11 @@ mod tests {
         calls.unwrap();
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
-        assert!(std::os::unix::net::UnixStream::pair().is_ok());
+        let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(std::process::Command::new("/bin/true").spawn().is_err());
         std::thread::spawn(|| {}).join().unwrap();
-        // SAFETY: plain system calls without memory.
+        // SAFETY: plain system calls; those that would take memory are refused before they look at it.
         unsafe {
-            let denied = |result: i64, what: &str| {
-                let error = std::io::Error::last_os_error().raw_os_error();
-                assert!(result == -1 && error == Some(libc::EPERM), "{what}: {result} {error:?}");
-            };
             let (own, parent) = (libc::getpid(), libc::getppid());
             denied(libc::kill(parent, 0).into(), "kill");
             denied(libc::syscall(libc::SYS_tkill, parent, 0), "tkill");
@@ -293,6 +303,46 @@ mod tests {
             assert_eq!((limit(0), limit(own)), (0, 0));
             denied(libc::fcntl(0, libc::F_SETOWN, parent).into(), "fcntl");
             denied(libc::ioctl(0, 0x8901, &parent).into(), "ioctl");
+            denied(libc::fork().into(), "fork");
+            denied(libc::syscall(libc::SYS_ptrace, libc::PTRACE_TRACEME, 0, 0, 0), "ptrace");
+            denied(libc::syscall(libc::SYS_process_vm_readv, parent, 0, 0, 0, 0, 0), "process_vm_readv");
+            denied(libc::syscall(libc::SYS_pidfd_getfd, 0, 0, 0), "pidfd_getfd");
+            denied(libc::syscall(libc::SYS_execve, 0, 0, 0), "execve");
+            denied(libc::syscall(libc::SYS_unshare, 0), "unshare");
+            denied(libc::syscall(libc::SYS_io_uring_setup, 0, 0), "io_uring_setup");
+            denied(libc::listen(std::os::fd::AsRawFd::as_raw_fd(&one), 1).into(), "listen");
+        }
+        println!("contained");
+        std::process::exit(0);
+    }
+
+    #[test]
+    fn under_mps_a_worker_reaches_its_daemon_and_nobody_else() {
+        use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+        const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
+        if std::env::var_os(ALONE).is_none() {
+            let folder = tempfile::tempdir().unwrap();
+            let pipes = folder.path().join("pipes");
+            std::fs::create_dir(&pipes).unwrap();
+            let _daemon = UnixListener::bind(pipes.join("control")).unwrap();
+            let test = "under_mps_a_worker_reaches_its_daemon_and_nobody_else";
+            return alone(test, &[(PIPES, pipes.as_path())]);
+        }
+        let pipes = PathBuf::from(std::env::var_os(PIPES).unwrap());
+        let files = before_driver(&start(true));
+        before_client(true).unwrap();
+        UnixStream::connect(pipes.join("control")).unwrap();
+        UnixDatagram::unbound().unwrap();
+        if files.is_empty() {
+            std::fs::write(pipes.join("log"), "x").unwrap();
+            assert!(std::fs::write(pipes.with_file_name("beside"), "x").is_err());
+        }
+        assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err(), "a network");
+        assert!(UnixListener::bind(pipes.join("own")).is_err(), "to be reached");
+        // SAFETY: plain system calls without memory.
+        unsafe {
+            denied(libc::socket(libc::AF_NETLINK, libc::SOCK_RAW, 0).into(), "netlink");
+            denied(libc::kill(libc::getppid(), 0).into(), "kill");
             denied(libc::fork().into(), "fork");
         }
         println!("contained");

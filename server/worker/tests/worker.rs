@@ -4,6 +4,7 @@ mod harness;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use harness::{
     CALLER, Client, KEY, MIB, Machine, Options, PATIENCE, Random, Raw, WINDOW, WINDOW_SIZE, Worker, event,
     exists, frame, frame_of, stream,
 };
+use nix::sys::resource::{Resource, getrlimit};
 use zerocopy::IntoBytes;
 
 const INVALID_VALUE: i32 = 1;
@@ -137,6 +139,39 @@ fn a_worker_that_was_not_warm_serves_too() {
     let machine = Machine::new();
     let worker = Worker::start_with(&machine, &Options { warm: false, ..Options::default() });
     works(&worker.client(false));
+}
+
+#[test]
+fn a_worker_that_serves_has_given_up_what_it_does_not_need() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let _client = worker.client(false);
+    let pid = worker.pid();
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads").flatten();
+    let threads: Vec<_> =
+        threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("status")).ok()).collect();
+    assert!(threads.len() > 1, "all of them");
+    for status in threads {
+        for line in ["Seccomp:\t2", "NoNewPrivs:\t1"] {
+            assert!(status.lines().any(|l| l == line), "{line} is not in {status}");
+        }
+    }
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).expect("its limits");
+    for (name, resource, most) in [
+        ("Max core file size", Resource::RLIMIT_CORE, 1),
+        ("Max open files", Resource::RLIMIT_NOFILE, 4096),
+        ("Max file size", Resource::RLIMIT_FSIZE, 16 << 30),
+    ] {
+        // What was less already stays.
+        let limit = getrlimit(resource).expect("a limit").1.min(most).to_string();
+        let row = limits.lines().find_map(|l| l.strip_prefix(name)).expect(name);
+        let both: Vec<_> = row.split_whitespace().take(2).collect();
+        assert_eq!(both, [&limit; 2], "{name}");
+    }
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid as i32), nix::sys::signal::Signal::SIGABRT)
+        .expect("it is there");
+    let status = worker.gone();
+    assert_eq!((status.signal(), status.core_dumped()), (Some(nix::libc::SIGABRT), false));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -358,8 +358,8 @@ impl Worker {
     }
 
     /// Ended in whatever way.
-    pub fn gone(&mut self) {
-        self.child.wait().expect("a child of ours");
+    pub fn gone(&mut self) -> ExitStatus {
+        self.child.wait().expect("a child of ours")
     }
 
     pub fn exited(&mut self) {
