@@ -1,5 +1,6 @@
 //! A real server process with fake workers, and clients of it.
 
+use std::ffi::OsString;
 use std::io::Read;
 use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
@@ -27,6 +28,8 @@ pub struct Server {
     process: Option<Child>,
     pub control: String,
     pub data: String,
+    /// Of its environment, beside what all servers have.
+    pub variables: Vec<(&'static str, OsString)>,
 }
 
 /// A program that stands in for another one.
@@ -65,7 +68,8 @@ impl Server {
         let folder = tempfile::tempdir().expect("a folder");
         // Any ELF file passes for a driver: nothing loads it.
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
-        let server = Self { folder, process: None, control: String::new(), data: String::new() };
+        let (control, data) = (String::new(), String::new());
+        let server = Self { folder, process: None, control, data, variables: Vec::new() };
         server.configure(driver, more);
         let made = server.verb(&["pool", "init"]);
         assert!(made.status.success(), "{made:?}");
@@ -104,7 +108,8 @@ impl Server {
             .env("GPUSERVER_CONF", self.path("gpuserver.toml"))
             .env("GPUSERVER_WORKER", example("fake-worker"))
             .env("SECRET_OF_THE_SERVER", "x")
-            .env_remove("NOTIFY_SOCKET");
+            .env_remove("NOTIFY_SOCKET")
+            .envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }
 

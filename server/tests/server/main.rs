@@ -7,6 +7,7 @@ mod health;
 mod mps;
 mod restart;
 mod sharing;
+mod workers;
 
 use std::collections::HashMap;
 use std::io::Write;
