@@ -1,7 +1,8 @@
 //! Stands in for `nvidia-cuda-mps-control` in the server's tests: the same commands and files, no GPU. With `-f` it is the daemon, without
 //! arguments it passes on what is said on its standard input. What it was asked is appended to `commands` beside the program.
 //!
-//! `fake_fault PID` makes a fault of that client's, `fake_deaf` makes the daemon answer nothing any more.
+//! `fake_client PID` makes that process a client, `fake_fault PID` makes a fault of that client's, `fake_deaf` makes the daemon answer
+//! nothing any more.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -60,6 +61,7 @@ fn daemon(socket: &Path) {
     let mut log = append(&folder("CUDA_MPS_LOG_DIRECTORY").join("server.log"));
     let mut server: Option<Child> = None;
     let mut state = "ACTIVE";
+    let mut clients: Vec<String> = Vec::new();
     let start = |server: &mut Option<Child>| {
         server.get_or_insert_with(|| Command::new(&program).arg("--server").spawn().unwrap());
     };
@@ -82,7 +84,15 @@ fn daemon(socket: &Path) {
             let answer = match words.as_slice() {
                 ["get_server_list"] => server.as_ref().map_or(String::new(), |s| s.id().to_string()),
                 ["get_server_status", _] => state.into(),
-                ["terminate_client", ..] => "0".into(),
+                ["terminate_client", _, pid] => {
+                    clients.retain(|client| client != pid);
+                    "0".into()
+                }
+                ["get_client_list", _] => clients.join("\n"),
+                ["fake_client", pid] => {
+                    clients.push(pid.to_string());
+                    String::new()
+                }
                 ["start_server", "-uid", _] => {
                     start(&mut server);
                     String::new()
