@@ -1349,12 +1349,13 @@ mod tests {
     #[test]
     fn values() {
         let config = parse(
-            "name = \"${SITE}-1\"\nlisten = \"127.0.0.1:0\"\nadvertise = [\"gpu1.lab:17601\", \"[fd00::1]:7\"]\n\
+            "name = \"${SITE}-1\"\nlisten = \"127.0.0.1:0\"\nadvertise = [\"gpu1.${SITE}:17601\", \"[fd00::1]:7\"]\n\
              data_ports = \"45201-46225\"\ngpus = [0, \"gpu-ABC\"]\nencryption = \"off\"\n\
              trusted_networks = [\"10.0.0.0/8\", \"fd00::/8\"]\nworker_idle_exit = \"1h 30min\"\nwarm_workers = 0\n",
         )
         .unwrap();
         assert_eq!(config.name, "lab-1");
+        assert_eq!(config.advertise[0], Advertised { host: "gpu1.lab".into(), port: Some(17601) });
         assert_eq!(config.advertise[1], Advertised { host: "fd00::1".into(), port: Some(7) });
         assert_eq!(config.gpus, Gpus::These(vec![GpuChoice::Index(0), GpuChoice::Uuid("GPU-abc".into())]));
         assert_eq!(config.worker_idle_exit, Duration::from_secs(5400));
@@ -1385,7 +1386,11 @@ mod tests {
         assert!(message("metrics_listen = \"7603\"").contains("127.0.0.1:7603"));
         assert!(parse("metrics_listen = \"0.0.0.0:7603\"").unwrap().warnings[0].contains("Prometheus"));
         assert!(message("data_ports = \"9-8\"").contains("ends before"));
-        assert!(message("name = \"${NOPE}\"").contains("NOPE is not set"));
+        assert_eq!(message("\nname = \"${NOPE}\""), "t.toml:2: name: environment variable NOPE is not set");
+        assert!(
+            message("[limits.user.a]\nmodels = [\"${SITE}\", \"${NOPE}\"]")
+                .starts_with("t.toml:2: limits.user.a.models: environment variable NOPE")
+        );
         assert!(message("name = \"a b\"").contains("t.toml:1: name = \"a b\": "));
         assert!(
             message("[limits]\ngpu = 1")

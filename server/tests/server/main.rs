@@ -15,6 +15,8 @@ use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use common::{Server, alive, eventually, exists, rest};
+use gpuserver::config::KEYS;
+use gpuserver::limits::{IDLE_TIMES, LIMITS};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{
@@ -730,6 +732,44 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     server.configure("no-probe.so", "");
     let checked = server.verb(&["check-config", "--explain"]);
     assert!(String::from_utf8_lossy(&checked.stdout).contains("good"), "{checked:?}");
+}
+
+#[tokio::test]
+async fn values_may_come_from_the_environment() {
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    server.configure("libcuda.so.1", "advertise = \"${GPU_HOST}:17601\"");
+    let line = format!("{}:7", server.path("gpuserver.toml").display());
+    let output = server.verb(&["serve"]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains(&format!("{line}: advertise: environment variable GPU_HOST is not set")), "{said}");
+    server.variables = vec![("GPU_HOST", "gpu1.lab".into())];
+    server.run().await;
+    let row = server.json(&["config", "get", "advertise"])["config"][0].clone();
+    assert_eq!((&row["value"], &row["origin"]), (&"gpu1.lab:17601".into(), &line.into()));
+}
+
+#[tokio::test]
+async fn a_server_says_what_it_starts_with() {
+    let mut server = Server::prepare("libcuda.so.1", "limits.client.vm-1.gpus = 3").await;
+    server.run_into("journal").await;
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    let says = |text: &str| assert!(journal.lines().any(|l| l.contains(text)), "{text} is not in {journal}");
+    for key in KEYS {
+        says(&format!(" {} = ", key.name));
+    }
+    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+        says(&format!(" limits.{} = ", limit.name));
+    }
+    let file = server.path("gpuserver.toml");
+    says(&format!(" limits.client.vm-1.gpus = 3 ({}:7)", file.display()));
+    says(" warm_workers = 2 (default)");
+    says("libcuda.so.1, workers are ");
+    for gpu in 0..2 {
+        says(&format!(" serves GPU-00000000-0000-0000-0000-{gpu:012} Fake GPU, 16384 MiB"));
+    }
+    says(&format!(" ready on {}, data on {}", server.control, server.data));
+    assert!(!journal.contains("PRIVATE KEY") && !journal.contains("SECRET_OF"), "{journal}");
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
+use gpuserver::accounting::{Accounting, Kind, Record};
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{
     self, AllocateRequest, DescribeRequest, Lease, ProcessEndedRequest, ReleaseRequest, WatchRequest,
@@ -732,6 +733,49 @@ async fn what_was_used_is_on_record() {
     let table = server.verb(&["accounting"]);
     assert!(String::from_utf8_lossy(&table.stdout).contains("vectorAdd (pid 42, uid 1000)"), "{table:?}");
     assert_eq!(server.verb(&["accounting", "--since", "soon"]).status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn records_are_kept_for_so_long() {
+    const DAY: u64 = 86400;
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    let accounting = Accounting::open(&server.path("state")).unwrap();
+    for days in [0, 89, 91, 400] {
+        accounting.add(Record {
+            kind: Kind::Lease,
+            lease: format!("{days} days ago"),
+            worker: String::new(),
+            client: "vm-1".into(),
+            user: String::new(),
+            uid: 0,
+            pid: 0,
+            program: String::new(),
+            gpus: Vec::new(),
+            start_unix: now - days * DAY - 1,
+            end_unix: now - days * DAY,
+            gpu_busy_usec: 0,
+            peak_memory_bytes: 0,
+            bytes_to_device: 0,
+            bytes_from_device: 0,
+            calls: 0,
+            reason: String::new(),
+            uids: Vec::new(),
+        });
+    }
+    drop(accounting);
+    let kept = |server: &Server| -> Vec<String> {
+        let records = server.json(&["accounting", "--since", "1000d"])["records"].clone();
+        let lease = |record: &serde_json::Value| record["lease"].as_str().unwrap().to_string();
+        records.as_array().unwrap().iter().map(lease).collect()
+    };
+    assert_eq!(kept(&server).len(), 4);
+    server.run().await;
+    eventually("90 days are kept", async || kept(&server) == ["89 days ago", "0 days ago"]).await;
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    server.configure("libcuda.so.1", "accounting_keep = \"1d\"");
+    server.run().await;
+    eventually("one day is kept", async || kept(&server) == ["0 days ago"]).await;
 }
 
 fn http(address: &str, request: &str) -> String {
