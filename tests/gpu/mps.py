@@ -215,18 +215,25 @@ class Mps(parking.Parking):
         self.wait_for_no_lease()
         return row
 
-    def train(self, count, name, lease=None):
-        """GPT-2 training by several programs at the same time: milliseconds per step of each. Without a lease, on the card itself."""
+    def train(self, count, name, lease=None, two_clients=False):
+        """GPT-2 training by several programs at the same time: milliseconds per step of each. Without a lease, on the card itself; else
+        all of one client, or every second one of another."""
         command = [self.args.python, "train_gpt2.py", "--steps", "20"]
         folder = self.args.out / f"rendezvous-{name}-{count}"
         folder.mkdir(exist_ok=True)
-        env, side = {"RENDEZVOUS": f"{folder}:{count}", "HF_HUB_OFFLINE": "1"}, "native"
+        who, side = [{}], "native"
         if lease:
             prefix = self.server.prefix()
             at = prefix.index("--")
             command = [*prefix[:at], *lease, *prefix[at:], *command]
-            env, side = {**self.server.client_environment(), **env}, "client"
-        running = [self.runner.start(side, f"gpt2-{name}-{count}", command, env) for _ in range(count)]
+            who, side = [self.server.client_environment()], "client"
+            if two_clients:
+                who.append(self.other_client())
+        env = {"RENDEZVOUS": f"{folder}:{count}", "HF_HUB_OFFLINE": "1"}
+        tag = f"gpt2-{name}-{count}"
+        running = [self.runner.start(side, tag, command, {**who[number % len(who)], **env}) for number in range(count)]
+        if two_clients:
+            self.check("they are two clients", self.until(lambda: len({row["client"] for row in self.leases()}) == 2, 60))
         results = [self.runner.finish(one, 300) for one in running]
         if lease:
             self.wait_for_no_lease()

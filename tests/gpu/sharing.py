@@ -75,8 +75,9 @@ class Sharing(mps.Mps):
         print("Programs of one lease", flush=True)
         self.programs_of_one()
         if not self.args.no_torch:
-            print("GPT-2 training by two programs at the same time", flush=True)
-            native, leased = self.train(2, "native"), self.train(2, "halves", ("--memory", "50%"))
+            print("GPT-2 training by two clients at the same time", flush=True)
+            native = self.train(2, "native")
+            leased = self.train(2, "halves", ("--memory", "50%"), two_clients=True)
             if (len(native), len(leased)) == (2, 2):
                 ratio = sum(1 / step for step in leased) / sum(1 / step for step in native)
                 self.note("step, native / with half a GPU each", f"{native} / {leased}", f"ms; throughput {ratio:.3f}")
