@@ -419,6 +419,24 @@ async fn a_silent_client_loses_its_lease() {
 }
 
 #[tokio::test]
+async fn a_silent_clients_program_ends_two_seconds_after_its_lease() {
+    const TTL: Duration = Duration::from_secs(5);
+    // One that has to be killed.
+    let server = Server::start_with("deaf-libcuda.so.1", "").await;
+    let mut vm = server.client("vm-1").await;
+    let request = AllocateRequest { ttl_usec: TTL.as_micros() as u64, ..vm.request() };
+    let lease = vm.pool.allocate(request).await.unwrap().into_inner();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    let begun = Instant::now();
+    vm.pool.renew(renew(&[&lease.id])).await.unwrap();
+    let renewed = Instant::now();
+    assert!(rest(&mut lane).is_empty());
+    let (from, to) = (begun.elapsed(), renewed.elapsed());
+    assert!(from >= TTL && to <= TTL + Duration::from_secs(2), "{from:?} {to:?}");
+}
+
+#[tokio::test]
 async fn leases_survive_the_server_and_workers_do_not() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
