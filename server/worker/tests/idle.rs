@@ -34,7 +34,7 @@ fn a_lease_rests_when_all_its_programs_rest() {
         let seen = Seen { processes, active: active.expect("a lease"), away: false, hint: None };
         Clock::default().tick(seen, &limits, site.clock.now())
     };
-    // What they said before is heard later, and is no longer ago then than when they said it.
+    // A report that was on its way counts from when it is heard on: then more time has to pass.
     let rest = || {
         site.clock.pass(PARK_AFTER);
         due() == Some(Act::Park)
