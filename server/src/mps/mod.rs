@@ -749,13 +749,8 @@ impl Mps {
                 () = domain.changed.notified() => {}
                 () = sleep(LOOK) => {}
             }
-            if let Some((mut culprits, why)) = read_logs(domain, &mut logs) {
-                if culprits.is_empty() {
-                    // Whose it is may stand in the next line.
-                    sleep(LOOK).await;
-                    culprits.extend(read_logs(domain, &mut logs).into_iter().flat_map(|(c, _)| c));
-                }
-                return End::Fault { culprits, why };
+            if let Some(fault) = fault(domain, &mut logs).await {
+                return fault;
             }
             if self.forget(domain) {
                 return End::Unneeded;
@@ -763,17 +758,20 @@ impl Mps {
             let now_percent = domain.percent();
             if now_percent != percent {
                 percent = now_percent;
-                apply(domain, generation).await;
+                if let Err(fault) = unless_fault(domain, &mut logs, apply(domain, generation)).await {
+                    return fault;
+                }
             }
             if suspected || Instant::now() >= check_at && domain.seated(generation.number) > 0 {
                 check_at = Instant::now() + if suspected { CHECK_SUSPECT } else { CHECK };
-                match state(&generation.control).await {
-                    Ok(ServerState::Fault) => {
+                match unless_fault(domain, &mut logs, state(&generation.control)).await {
+                    Err(fault) => return fault,
+                    Ok(Ok(ServerState::Fault)) => {
                         let why = "its server is in the state FAULT".into();
                         return End::Fault { culprits: Vec::new(), why };
                     }
-                    Ok(_) => missed = 0,
-                    Err(e) => {
+                    Ok(Ok(_)) => missed = 0,
+                    Ok(Err(e)) => {
                         missed += 1;
                         check_at = Instant::now() + CHECK_SUSPECT;
                         warn!("MPS of {}: {e}", domain.name());
@@ -782,6 +780,36 @@ impl Mps {
                             return End::Died("its control daemon does not answer".into());
                         }
                     }
+                }
+            }
+        }
+    }
+}
+
+/// The fault that a daemon's logs tell of, if there was one.
+async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
+    let (mut culprits, why) = read_logs(domain, logs)?;
+    if culprits.is_empty() {
+        // Whose it is may stand in the next line.
+        sleep(LOOK).await;
+        culprits.extend(read_logs(domain, logs).into_iter().flat_map(|(c, _)| c));
+    }
+    Some(End::Fault { culprits, why })
+}
+
+/// What a daemon answers, however long that takes it, unless its logs tell of a fault meanwhile.
+async fn unless_fault<T>(
+    domain: &Domain,
+    logs: &mut [Tail],
+    asked: impl Future<Output = T>,
+) -> Result<T, End> {
+    let mut asked = std::pin::pin!(asked);
+    loop {
+        tokio::select! {
+            answer = &mut asked => return Ok(answer),
+            () = sleep(LOOK) => {
+                if let Some(fault) = fault(domain, logs).await {
+                    return Err(fault);
                 }
             }
         }

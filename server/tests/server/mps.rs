@@ -363,6 +363,40 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
 }
 
 #[tokio::test]
+async fn a_fault_is_heard_of_while_the_daemon_does_not_answer() {
+    let site = Site::start("warm_workers = 1").await;
+    let mut vm = site.server.client("vm-1").await;
+    let granted = lease(&mut vm, as_it_is).await;
+    let (crashes, faults) = (site.program(&mut vm, &granted).await, site.program(&mut vm, &granted).await);
+    let pipe = faults.said["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap();
+    let pipe = std::path::Path::new(pipe);
+    let (control, variable) = (site.server.path("nvidia-cuda-mps-control"), "CUDA_MPS_PIPE_DIRECTORY");
+    eventually("the daemon is deaf", async || {
+        let mut says = Command::new(&control).env(variable, pipe).stdin(Stdio::piped()).spawn().unwrap();
+        let _ = says.stdin.take().unwrap().write_all(b"fake_deaf\n");
+        let heard = || site.asked("fake_deaf") > 0;
+        while !heard() && says.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Others may ask it then, and wait.
+        let _ = says.kill();
+        let _ = says.wait();
+        heard()
+    })
+    .await;
+    kill(Pid::from_raw(crashes.pid as i32), Signal::SIGKILL).unwrap();
+    eventually("it is asked whether it is well", async || {
+        std::fs::File::open(pipe.join("turn")).unwrap().try_lock().is_err()
+    })
+    .await;
+    let begun = Instant::now();
+    let log = std::fs::File::options().append(true).open(pipe.with_file_name("l").join("server.log"));
+    writeln!(log.unwrap(), "[x] Client {{{}, 1}} encountered a fatal GPU error.", faults.pid).unwrap();
+    eventually("its programs end", async || !alive(faults.pid)).await;
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
 async fn a_daemon_that_dies_is_started_again_with_its_limits() {
     let site = Site::start("warm_workers = 1").await;
     let mut vm = site.server.client("vm-1").await;
