@@ -155,13 +155,9 @@ impl PoolServer for Remote {
         self.call(SLOW_CALL, async |mut c| c.allocate(request).await).await
     }
 
-    async fn renew(
-        &self,
-        leases: Vec<String>,
-        boot_id: String,
-    ) -> Result<Vec<control::RenewedLease>, PoolError> {
+    async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError> {
         let request = control::RenewRequest { leases, boot_id };
-        Ok(self.call(CALL, async |mut c| c.renew(request).await).await?.leases)
+        self.call(CALL, async |mut c| c.renew(request).await).await
     }
 
     async fn release(&self, lease: String) -> Result<(), PoolError> {

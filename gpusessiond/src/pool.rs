@@ -86,11 +86,7 @@ pub trait PoolServer: Send + Sync {
     /// All or nothing; repeated with the same `request_id` it returns the same lease.
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError>;
     /// Extends leases and says that this client is alive.
-    async fn renew(
-        &self,
-        leases: Vec<String>,
-        boot_id: String,
-    ) -> Result<Vec<control::RenewedLease>, PoolError>;
+    async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError>;
     /// Gives a lease back. Releasing an unknown one succeeds.
     async fn release(&self, lease: String) -> Result<(), PoolError>;
     /// Takes workers for processes of a lease, `waiting` of which wait now: a lease whose GPUs were parked or lent gets them

@@ -551,6 +551,12 @@ async fn servers_come_go_and_are_left() {
     // A lease goes by its own object, too.
     let (id, path, fd) = create(&manager, &[], 0).await.unwrap();
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
+    // Drained by its own administrator: the next renewal tells.
+    for (drain, state) in [(true, "draining"), (false, "online")] {
+        sim.with(|s| s.draining = drain);
+        let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
+        until(&engine, |s| s.servers[0].state == state).await;
+    }
     let _: () = lease.call("Release", &()).await.unwrap();
     let seen = next_signals(&mut stream, "DeviceRemoved").await;
     let order: Vec<&str> = ["LeaseNew", "Released", "LeaseRemoved", "DeviceRemoved"].to_vec();

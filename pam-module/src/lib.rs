@@ -86,7 +86,7 @@ pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     let deadline = Instant::now() + options.timeout;
     let packet = exchange(&options.socket, &Request::Open(open).encode(), true, deadline)?;
     let reply = Reply::parse(&packet).map_err(|Malformed(what)| Trouble::new(what))?;
-    for (name, value) in &reply.environment {
+    for (name, value) in reply.environment.iter().filter(|(name, _)| options.allows(name)) {
         // The session's id is ours, and another one in an outer session's environment is stale here.
         if *name == "GPUSESSION_ID" || !pam.is_set(name, value) {
             pam.put(name, value);

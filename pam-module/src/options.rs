@@ -12,6 +12,9 @@ pub struct Options {
     pub min_uid: u32,
     /// `skip_services`: PAM services that are left alone, separated by commas.
     pub skip_services: Vec<String>,
+    /// `allow`: the variables that the daemon may set, separated by commas, each with an `*` for any end. Without it, all that
+    /// [`gpusession_login::check`] lets pass.
+    pub allow: Vec<String>,
     /// `socket`: where the daemon listens.
     pub socket: PathBuf,
     /// `debug`: says in the log why a session was not bound.
@@ -24,6 +27,7 @@ impl Default for Options {
             timeout: Duration::from_millis(500),
             min_uid: 1000,
             skip_services: vec!["systemd-user".into(), "gdm-launch-environment".into()],
+            allow: vec!["*".into()],
             socket: "/run/gpusession/pam.sock".into(),
             debug: false,
         }
@@ -44,6 +48,7 @@ impl Options {
                 }
                 "min_uid" => options.min_uid = value.parse().unwrap_or(options.min_uid),
                 "skip_services" => options.skip_services = value.split(',').map(str::to_owned).collect(),
+                "allow" => options.allow = value.split(',').map(str::to_owned).collect(),
                 "socket" if value.starts_with('/') => options.socket = value.into(),
                 "debug" => options.debug = true,
                 _ => {}
@@ -55,5 +60,14 @@ impl Options {
     /// Whether a service is left alone.
     pub fn skips(&self, service: &str) -> bool {
         self.skip_services.iter().any(|s| s == service)
+    }
+
+    /// Whether the daemon may set a variable. The session's id is what the module is there for.
+    pub fn allows(&self, name: &str) -> bool {
+        let fits = |pattern: &String| match pattern.strip_suffix('*') {
+            Some(begin) => name.starts_with(begin),
+            None => name == pattern,
+        };
+        name == "GPUSESSION_ID" || self.allow.iter().any(fits)
     }
 }

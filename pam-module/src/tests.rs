@@ -168,11 +168,24 @@ fn who_is_left_alone_costs_nothing() {
 }
 
 #[test]
+fn what_the_options_do_not_allow_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let environment = [("GPUSESSION_ID", "inner"), ("NCCL_DEBUG", "WARN"), ("PYTHONPATH", "x")];
+    let daemon = daemon(folder.path(), answer(&environment));
+    let mut login = alice();
+    let options = Options { allow: vec!["NCCL_*".into()], ..at(folder.path()) };
+    assert_eq!(open(&mut login, &options), Ok(true));
+    daemon.join().unwrap();
+    assert_eq!(login.list.keys().collect::<Vec<_>>(), ["GPUSESSION_ID", "NCCL_DEBUG"]);
+}
+
+#[test]
 fn options_are_read_leniently() {
     let read = Options::parse([
         "timeout_ms=200",
         "min_uid=0",
         "skip_services=a,b",
+        "allow=NCCL_*,OMP_NUM_THREADS",
         "debug",
         "socket=/a/b",
         "socket=c",
@@ -183,6 +196,8 @@ fn options_are_read_leniently() {
     assert_eq!((read.min_uid, read.debug), (0, true));
     assert_eq!(read.socket, Path::new("/a/b"));
     assert!(read.skips("b") && !read.skips("systemd-user"));
+    assert!(["NCCL_DEBUG", "OMP_NUM_THREADS", "GPUSESSION_ID"].iter().all(|name| read.allows(name)));
+    assert!(!["NCCL", "OMP_NUM_THREADS_", "PYTHONPATH"].iter().any(|name| read.allows(name)));
     assert_eq!(Options::parse(["timeout_ms=x", "min_uid=-1", "timeout_ms=0"]), Options::default());
     assert_eq!(Options::parse(["timeout_ms=999999"]).timeout, Duration::from_secs(5));
 }

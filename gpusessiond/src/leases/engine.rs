@@ -52,7 +52,7 @@ enum Message {
     Warn(Duration, String, oneshot::Sender<usize>),
     Drained(oneshot::Sender<()>),
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),
-    Renewed(usize, Vec<String>, Duration, Result<Vec<control::RenewedLease>, PoolError>),
+    Renewed(usize, Vec<String>, Duration, Result<control::RenewReply, PoolError>),
     Released(usize, String, Result<(), PoolError>),
     Workers(Slot, String, Result<Vec<control::Worker>, PoolError>),
     Event(usize, control::PoolEvent),
@@ -538,11 +538,16 @@ impl Actor {
                 self.machine.allocated(now, slot, result);
             }
             Message::Renewed(server, asked, rtt, result) => {
-                if result.is_ok() {
-                    self.about[server].last_seen_usec = wall_usec();
-                    self.about[server].rtt_usec = rtt.as_micros() as u64;
+                if let Ok(reply) = &result {
+                    let about = &mut self.about[server];
+                    about.last_seen_usec = wall_usec();
+                    about.rtt_usec = rtt.as_micros() as u64;
+                    if !reply.state.is_empty() && about.state != reply.state {
+                        about.state.clone_from(&reply.state);
+                        self.described = true;
+                    }
                 }
-                self.machine.renewed(now, server, &asked, result);
+                self.machine.renewed(now, server, &asked, result.map(|reply| reply.leases));
             }
             Message::Released(server, lease, result) => {
                 if let Err(error) = &result {
@@ -947,7 +952,7 @@ impl Actor {
             let asked = vec![id.clone()];
             let result = pool.renew(asked.clone(), boot).await;
             let _ = reply.send(match &result {
-                Ok(leases) => match leases.iter().find(|l| l.id == id) {
+                Ok(renewed) => match renewed.leases.iter().find(|l| l.id == id) {
                     Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec).min(longest)),
                     _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id} is lost"))),
                 },

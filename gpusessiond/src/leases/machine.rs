@@ -253,6 +253,8 @@ pub struct Machine {
     servers: Vec<Health>,
     names: Vec<Vec<String>>,
     releasing: Vec<Releasing>,
+    /// Leases of before a restart that nobody wants any more, and the names of their servers, none of which is known by it yet.
+    unplaced: Vec<(String, String)>,
     next_slot: Slot,
     boot_id: String,
     machine_id: String,
@@ -275,6 +277,7 @@ impl Machine {
             servers: Vec::new(),
             names: Vec::new(),
             releasing: Vec::new(),
+            unplaced: Vec::new(),
             next_slot: 1,
             boot_id,
             machine_id,
@@ -361,6 +364,9 @@ impl Machine {
         if !name.is_empty() && !names.iter().any(|n| n == name) {
             names.push(name.to_owned());
             self.retry_waiting(now);
+            for (_, lease) in self.unplaced.extract_if(.., |(server, _)| server == name).collect::<Vec<_>>() {
+                self.give_back(now, server, lease, now + RECOVERY * 10);
+            }
         }
     }
 
@@ -412,13 +418,11 @@ impl Machine {
                 let id = held.lease.id.clone();
                 self.give_back(now, held.server, id, held.expires);
             }
-            (_, Some(old)) => {
-                // Where its server is not known it ends by itself: nobody renews it.
-                let holds = |names: &Vec<String>| names.contains(&old.server);
-                if let Some(server) = self.names.iter().position(holds) {
-                    self.give_back(now, server, old.id, now + RECOVERY * 10);
-                }
-            }
+            (_, Some(old)) => match self.names.iter().position(|names| names.contains(&old.server)) {
+                Some(server) => self.give_back(now, server, old.id, now + RECOVERY * 10),
+                // When its server is known; where that is never, it ends by itself, since nobody renews it.
+                None => self.unplaced.push((old.server, old.id)),
+            },
             _ => {}
         }
         // A request under way answers into a slot that is gone: `allocated` gives that lease back.
@@ -2325,6 +2329,26 @@ mod tests {
         let ended = Action::EndWorker { slot, server: 1, lease: "l1".into(), worker: vec![9; 16] };
         assert!(actions(&mut m).contains(&ended));
         assert_eq!(m.slot(slot).unwrap().processes, 0);
+    }
+
+    #[test]
+    fn a_lease_whose_session_ended_while_no_daemon_ran_is_given_back_when_its_server_is_known() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        m.allocated(s(0), slot, Ok((0, control::Lease { server: "gpu-a".into(), ..lease("l1", 1) })));
+        let saved = m.saved();
+        let mut m = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(7));
+        m.restore(s(10), saved);
+        m.configure(s(10), vec![]);
+        m.add_server(s(10), "gpu-a.example:7601".into());
+        m.name_server(s(11), 0, "gpu-b");
+        assert!(!actions(&mut m).iter().any(|a| matches!(a, Action::Release { .. })));
+        m.name_server(s(12), 0, "gpu-a");
+        let given_back = Action::Release { server: 0, lease: "l1".into() };
+        assert!(actions(&mut m).contains(&given_back));
+        m.name_server(s(13), 0, "gpu-a");
+        assert!(!actions(&mut m).contains(&given_back), "once");
     }
 
     #[test]

@@ -33,6 +33,8 @@ pub struct SimState {
     pub idle_timeouts: HashMap<String, u64>,
     /// What a renewal says of every lease, as far as it is not a matter of the single one.
     pub renewed: control::RenewedLease,
+    /// An administrator lets it make no new leases.
+    pub draining: bool,
     /// Leases that were released.
     pub released: Vec<String>,
     /// Every allocation request.
@@ -54,6 +56,10 @@ pub struct SimState {
 }
 
 impl SimState {
+    fn word(&self) -> &'static str {
+        if self.draining { "draining" } else { "online" }
+    }
+
     /// Whether anybody hears of events.
     pub fn watched(&self) -> bool {
         !self.watchers.is_empty()
@@ -191,14 +197,10 @@ impl PoolServer for SimServer {
         })
     }
 
-    async fn renew(
-        &self,
-        leases: Vec<String>,
-        _boot_id: String,
-    ) -> Result<Vec<control::RenewedLease>, PoolError> {
+    async fn renew(&self, leases: Vec<String>, _boot_id: String) -> Result<control::RenewReply, PoolError> {
         self.call(|state| {
             let (of_all, idle_timeouts) = (&state.renewed, &state.idle_timeouts);
-            Ok(leases
+            let leases = leases
                 .into_iter()
                 .map(|id| {
                     let lost = !state.leases.iter().any(|(held, ..)| *held == id);
@@ -208,7 +210,8 @@ impl PoolServer for SimServer {
                     let renewed = control::RenewedLease { idle_timeout_usec, ..of_all.clone() };
                     control::RenewedLease { id, lost, reason, ttl_usec: 600_000_000, state, ..renewed }
                 })
-                .collect())
+                .collect();
+            Ok(control::RenewReply { leases, state: state.word().into() })
         })
     }
 
@@ -305,7 +308,7 @@ impl PoolServer for SimServer {
                 name: state.name.as_ref().unwrap_or(&self.name).clone(),
                 software: "gpuserver sim".into(),
                 protocol: 1,
-                state: "online".into(),
+                state: state.word().into(),
                 devices: (0..state.gpus)
                     .map(|i| control::Device {
                         uuid: self.uuid(i),

@@ -371,6 +371,11 @@ impl Pool {
         &self.monitor
     }
 
+    /// `draining` while no new leases are made, else `online`.
+    async fn state(&self) -> String {
+        if self.registry.draining().await.is_some() { "draining" } else { "online" }.into()
+    }
+
     /// As in 580.159.04: as NVML says, else as the driver said at the start; empty where neither does.
     pub fn driver_version(&self) -> String {
         let nvml =
@@ -1154,7 +1159,7 @@ impl PoolService for Service {
                 },
             });
         }
-        Ok(Response::new(wire::RenewReply { leases }))
+        Ok(Response::new(wire::RenewReply { leases, state: pool.state().await }))
     }
 
     async fn release(
@@ -1309,7 +1314,7 @@ impl PoolService for Service {
             driver_version: pool.driver_version(),
             cuda_version: facts.cuda_version,
             devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
-            state: if pool.registry.draining().await.is_some() { "draining" } else { "online" }.into(),
+            state: pool.state().await,
             data_addresses: pool.data_addresses(reached),
             idle_timeout_usec: micros(pool.default_timeouts(&client).first()),
             lease_ttl_usec: micros(DEFAULT_TTL),
