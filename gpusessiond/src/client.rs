@@ -161,7 +161,12 @@ impl PoolServer for Remote {
     }
 
     async fn release(&self, lease: String) -> Result<(), PoolError> {
-        let request = control::ReleaseRequest { lease };
+        let request = control::ReleaseRequest { lease, ..Default::default() };
+        self.call(CALL, async |mut c| c.release(request).await).await.map(|_| ())
+    }
+
+    async fn withdraw(&self, request_id: String) -> Result<(), PoolError> {
+        let request = control::ReleaseRequest { request_id, ..Default::default() };
         self.call(CALL, async |mut c| c.release(request).await).await.map(|_| ())
     }
 

@@ -89,6 +89,8 @@ pub trait PoolServer: Send + Sync {
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError>;
     /// Gives a lease back. Releasing an unknown one succeeds.
     async fn release(&self, lease: String) -> Result<(), PoolError>;
+    /// Takes a request that waits out of the server's queue.
+    async fn withdraw(&self, request_id: String) -> Result<(), PoolError>;
     /// Takes workers for processes of a lease, `waiting` of which wait now: a lease whose GPUs were parked or lent gets them
     /// back for those only.
     async fn take_workers(

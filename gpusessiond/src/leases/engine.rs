@@ -666,6 +666,13 @@ impl Actor {
                         Message::Renewed(server, leases, begun.elapsed(), result)
                     });
                 }
+                Action::Withdraw { server, request_id } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.withdraw(request_id.clone()).await;
+                        Message::Released(server, request_id, result)
+                    });
+                }
                 Action::Release { server, lease } => {
                     let pool = self.servers[server].clone();
                     self.spawn(async move {

@@ -77,6 +77,13 @@ pub enum Action {
         /// Lease id.
         lease: String,
     },
+    /// Take a request that waits out of a server's queue; answer with [`Machine::released`].
+    Withdraw {
+        /// Which server it waits at.
+        server: usize,
+        /// The request.
+        request_id: String,
+    },
     /// Take workers out of a lease's stock; answer with [`Machine::workers`].
     TakeWorkers {
         /// For which slot.
@@ -237,7 +244,9 @@ pub struct Health {
 #[derive(Debug)]
 struct Releasing {
     server: usize,
-    lease: String,
+    /// A lease, or a request that waits.
+    id: String,
+    waits: bool,
     retry: Time,
     attempt: u32,
     give_up: Time,
@@ -255,6 +264,8 @@ pub struct Machine {
     releasing: Vec<Releasing>,
     /// Leases of before a restart that nobody wants any more, and the names of their servers, none of which is known by it yet.
     unplaced: Vec<(String, String)>,
+    /// Requests that nobody wants any more, and whose answer is on its way.
+    unwanted: BTreeMap<Slot, String>,
     next_slot: Slot,
     boot_id: String,
     machine_id: String,
@@ -278,6 +289,7 @@ impl Machine {
             names: Vec::new(),
             releasing: Vec::new(),
             unplaced: Vec::new(),
+            unwanted: BTreeMap::new(),
             next_slot: 1,
             boot_id,
             machine_id,
@@ -411,6 +423,7 @@ impl Machine {
     /// A lease is not wanted any more.
     pub fn release(&mut self, now: Time, slot: Slot, reason: &str) {
         let Some(wanted) = self.slots.remove(&slot) else { return };
+        let request_id = self.request_id(&wanted.spec);
         // A later lease of the same name must not find this one, which may still be on its way back.
         self.next_generation(&wanted.spec);
         match (wanted.phase, wanted.recovery) {
@@ -423,17 +436,41 @@ impl Machine {
                 // When its server is known; where that is never, it ends by itself, since nobody renews it.
                 None => self.unplaced.push((old.server, old.id)),
             },
-            _ => {}
+            (Phase::Allocating, None) => drop(self.unwanted.insert(slot, request_id)),
+            (Phase::Waiting { .. }, None) => {
+                if wanted.trouble.is_some_and(|e| e.trouble == Trouble::NoCapacity) {
+                    self.withdraw(now, &request_id);
+                }
+            }
         }
         // A request under way answers into a slot that is gone: `allocated` gives that lease back.
         self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
     }
 
-    fn give_back(&mut self, now: Time, server: usize, lease: String, give_up: Time) {
+    /// Nobody waits for this request any more: those behind it in a queue, of this machine too, do not have to either. A server
+    /// that does not hear of it forgets it when it is not repeated.
+    fn withdraw(&mut self, now: Time, request_id: &str) {
+        for server in (0..self.servers.len()).filter(|i| self.servers[*i].trouble.is_none()) {
+            self.releasing.push(Releasing {
+                server,
+                id: request_id.to_owned(),
+                waits: true,
+                retry: now,
+                attempt: 0,
+                give_up: now,
+                in_flight: false,
+                makes_room_for: None,
+            });
+        }
+        self.run_releases(now);
+    }
+
+    fn give_back(&mut self, now: Time, server: usize, id: String, give_up: Time) {
         let give_up = give_up.max(now + RETRY_MIN);
         let releasing = Releasing {
             server,
-            lease,
+            id,
+            waits: false,
             retry: now,
             attempt: 0,
             give_up,
@@ -448,9 +485,16 @@ impl Machine {
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
         self.next_turn(now);
         let Some(wanted) = self.slots.get_mut(&slot).filter(|w| matches!(w.phase, Phase::Allocating)) else {
-            if let Ok((server, lease)) = result {
-                let expires = now + Duration::from_micros(lease.ttl_usec);
-                self.give_back(now, server, lease.id, expires);
+            let unwanted = self.unwanted.remove(&slot);
+            match (result, unwanted) {
+                (Ok((server, lease)), _) => {
+                    let expires = now + Duration::from_micros(lease.ttl_usec);
+                    self.give_back(now, server, lease.id, expires);
+                }
+                (Err(error), Some(request_id)) if error.trouble == Trouble::NoCapacity => {
+                    self.withdraw(now, &request_id);
+                }
+                _ => {}
             }
             return;
         };
@@ -856,9 +900,9 @@ impl Machine {
         }
     }
 
-    /// Answers [`Action::Release`].
-    pub fn released(&mut self, now: Time, server: usize, lease: &str, result: Result<(), PoolError>) {
-        let Some(at) = self.releasing.iter().position(|r| r.server == server && r.lease == lease) else {
+    /// Answers [`Action::Release`] and [`Action::Withdraw`].
+    pub fn released(&mut self, now: Time, server: usize, id: &str, result: Result<(), PoolError>) {
+        let Some(at) = self.releasing.iter().position(|r| r.server == server && r.id == id) else {
             return;
         };
         match result {
@@ -1015,11 +1059,7 @@ impl Machine {
             self.rng.shuffle(&mut servers);
         }
         servers.sort_by_key(|i| (wanted.last_server != Some(*i), self.servers[*i].trouble.is_some()));
-        let generation = self.generations.get(&wanted.spec.key).copied().unwrap_or(0);
-        let request_id = match &wanted.spec.request_id {
-            Some(id) if generation == 0 => id.clone(),
-            _ => format!("{}/{}/{generation}", self.boot_id, wanted.spec.key),
-        };
+        let request_id = self.request_id(&wanted.spec);
         let mut request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
         if let Some(old) = &wanted.recovery {
             // The stock of workers went with the daemon that had taken it.
@@ -1029,6 +1069,15 @@ impl Machine {
             wanted.phase = Phase::Allocating;
         }
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
+    }
+
+    /// What a lease is asked for by: the same whenever it is asked for again, until there was one.
+    fn request_id(&self, spec: &Spec) -> String {
+        let generation = self.generations.get(&spec.key).copied().unwrap_or(0);
+        match &spec.request_id {
+            Some(id) if generation == 0 => id.clone(),
+            _ => format!("{}/{}/{generation}", self.boot_id, spec.key),
+        }
     }
 
     /// The servers that may be asked for a lease.
@@ -1094,8 +1143,11 @@ impl Machine {
         for releasing in &mut self.releasing {
             if !releasing.in_flight && releasing.retry <= now {
                 releasing.in_flight = true;
-                self.actions
-                    .push_back(Action::Release { server: releasing.server, lease: releasing.lease.clone() });
+                let (server, id) = (releasing.server, releasing.id.clone());
+                self.actions.push_back(match releasing.waits {
+                    true => Action::Withdraw { server, request_id: id },
+                    false => Action::Release { server, lease: id },
+                });
             }
         }
     }
@@ -2069,6 +2121,9 @@ mod tests {
                     }
                     m.released(now, server, &lease, if broken { Err(unreachable()) } else { Ok(()) });
                 }
+                Action::Withdraw { server, request_id } => {
+                    m.released(now, server, &request_id, if broken { Err(unreachable()) } else { Ok(()) });
+                }
                 Action::TakeWorkers { slot, lease: id, count, .. } => {
                     let answer = if broken {
                         Err(unreachable())
@@ -2329,6 +2384,34 @@ mod tests {
         let ended = Action::EndWorker { slot, server: 1, lease: "l1".into(), worker: vec![9; 16] };
         assert!(actions(&mut m).contains(&ended));
         assert_eq!(m.slot(slot).unwrap().processes, 0);
+    }
+
+    #[test]
+    fn a_request_that_waits_and_is_not_wanted_any_more_leaves_the_queue() {
+        let full = || PoolError::new(Trouble::NoCapacity, "full");
+        let withdrawn = |m: &mut Machine| -> Vec<(usize, String)> {
+            let withdrawn = actions(m).into_iter().filter_map(|a| match a {
+                Action::Withdraw { server, request_id } => Some((server, request_id)),
+                _ => None,
+            });
+            withdrawn.collect()
+        };
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("a", 1), configured("b", 1), configured("c", 1)]);
+        let slots: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
+        // One has heard that it waits, one asks again just now, and one has never been answered.
+        m.allocated(s(0), slots[0], Err(full()));
+        m.allocated(s(0), slots[1], Err(unreachable()));
+        actions(&mut m);
+        m.configure(s(1), vec![]);
+        assert_eq!(withdrawn(&mut m), [(0, "boot/configured/a/0".into())]);
+        m.allocated(s(1), slots[2], Err(full()));
+        assert_eq!(withdrawn(&mut m), [(0, "boot/configured/c/0".into())], "when its answer has come");
+        // A server that does not hear of it is not told again: it forgets the request.
+        m.released(s(1), 0, "boot/configured/c/0", Err(unreachable()));
+        m.released(s(1), 0, "boot/configured/a/0", Ok(()));
+        m.tick(s(100));
+        assert_eq!((withdrawn(&mut m), m.releases_pending()), (vec![], 0));
     }
 
     #[test]

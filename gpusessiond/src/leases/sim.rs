@@ -33,6 +33,8 @@ pub struct SimState {
     pub idle_timeouts: HashMap<String, u64>,
     /// What a renewal says of every lease, as far as it is not a matter of the single one.
     pub renewed: control::RenewedLease,
+    /// Requests that were taken out of its queue.
+    pub withdrawn: Vec<String>,
     /// An administrator lets it make no new leases.
     pub draining: bool,
     /// Leases that were released.
@@ -219,6 +221,13 @@ impl PoolServer for SimServer {
         self.call(|state| {
             state.leases.retain(|(id, ..)| *id != lease);
             state.released.push(lease);
+            Ok(())
+        })
+    }
+
+    async fn withdraw(&self, request_id: String) -> Result<(), PoolError> {
+        self.call(|state| {
+            state.withdrawn.push(request_id);
             Ok(())
         })
     }

@@ -1172,6 +1172,9 @@ impl PoolService for Service {
         let wish = request.into_inner();
         let pool = pool.clone();
         whole(async move {
+            if !wish.request_id.is_empty() {
+                pool.registry.leave_queue(&client, &wish.request_id).await;
+            }
             let ended = pool.registry.release(Some(&client), &wish.lease).await;
             pool.ended(ended.as_slice(), RELEASED);
         })

@@ -114,6 +114,10 @@ impl Registry for LocalRegistry {
         self.locked().renew(client, id, self.clock.now())
     }
 
+    async fn leave_queue(&self, client: &str, request_id: &str) {
+        self.change(|table| table.leave_queue(client, request_id), |()| false);
+    }
+
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease> {
         let lease = self.change(|table| table.remove(client, id), Option::is_some)?;
         self.store_change().await;

@@ -52,6 +52,8 @@ pub trait Registry: Send + Sync {
     async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError>;
     /// Extends a client's lease; `None` where it has no such lease.
     async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
+    /// A client does not wait any more for what it asked for by this request.
+    async fn leave_queue(&self, client: &str, request_id: &str);
     /// Ends a lease; with a client only if it is that client's. `None`: there was none.
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
     /// Which of these leases have to be set aside for a request; none where that does not help.

@@ -79,7 +79,7 @@ async fn a_killed_process_that_does_not_end_breaks_its_gpu() {
     let (_lane, said) = server.adopt(&worker.id, 0, true);
     let pid = said["pid"].as_u64().unwrap() as u32;
     let Some(let_go) = keep_from_ending(pid) else { return };
-    vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+    vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
     let released = Instant::now();
     eventually("its GPU is broken", async || state(&server, &gpu).0 == "broken").await;
     assert!(released.elapsed() > Duration::from_secs(5), "it has a moment");
@@ -154,7 +154,7 @@ async fn a_card_that_fails_is_taken_out() {
     cards.say(&server);
     eventually("the error is counted", async || state(&server, &bad).0 == "broken").await;
     assert!(state(&server, &bad).1.contains("from 3 to 4"), "{:?}", state(&server, &bad));
-    let gone = vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await;
+    let gone = vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await;
     assert!(gone.is_ok() || gone.is_err_and(|status| status.code() == Code::NotFound));
     assert_eq!(vm.allocate(10.0).await.unwrap().devices[0].uuid, good);
     assert!(server.verb(&["on", &bad]).status.success());

@@ -109,7 +109,7 @@ async fn join_allocate_use_release() {
     let pids: Vec<u32> =
         server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     for _ in 0..2 {
-        vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+        vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
     }
     eventually("no worker is left", async || server.workers().is_empty() && !pids.iter().any(|p| alive(*p)))
         .await;
@@ -184,7 +184,7 @@ async fn clients_see_only_their_own() {
 
     assert!(b.pool.renew(renew(&[&mine.id])).await.unwrap().into_inner().leases[0].lost);
     assert_eq!(b.take(&mine.id).await.unwrap_err().code(), Code::NotFound);
-    b.pool.release(ReleaseRequest { lease: mine.id.clone() }).await.unwrap();
+    b.pool.release(ReleaseRequest { lease: mine.id.clone(), ..Default::default() }).await.unwrap();
     let yours = b.allocate(100.0).await.unwrap();
     assert_ne!(yours.devices[0].uuid, mine.devices[0].uuid);
     for lease in [&mine.id, &yours.id] {
@@ -545,7 +545,7 @@ async fn workers_that_do_not_start_are_explained() {
             assert_eq!(status.code(), Code::Unavailable);
             assert!(status.message().contains(reason), "{status}");
         }
-        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
         eventually("none is tried any more", async || server.workers().is_empty()).await;
     }
 }
@@ -811,7 +811,7 @@ async fn many_workers_leave_nothing_behind() {
                 }
             }
         }
-        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
         eventually("no worker is left", async || server.workers().is_empty()).await;
         eventually("the kernel has no children of the server's left", async || {
             let threads = std::fs::read_dir(format!("/proc/{server_pid}/task")).unwrap();

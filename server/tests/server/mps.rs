@@ -157,7 +157,7 @@ async fn a_lease_under_mps_from_start_to_end() {
     let second = site.program(&mut vm, &granted).await;
     assert!(site.server.verb(&["kill", &data_encoding::HEXLOWER.encode(&second.id)]).status.success());
     let third = site.program(&mut vm, &granted).await;
-    vm.pool.release(ReleaseRequest { lease: granted.id }).await.unwrap();
+    vm.pool.release(ReleaseRequest { lease: granted.id, ..Default::default() }).await.unwrap();
     for program in [second, third] {
         eventually("the worker is gone", async || !alive(program.pid)).await;
         assert_eq!(site.asked(&format!("terminate_client {server} {} (alive)", program.pid)), 1);
@@ -465,7 +465,7 @@ async fn a_lease_that_comes_back_on_another_gpu_is_in_that_gpus_domain() {
     let borrowed = borrowed.expect("a lease");
     assert_eq!(borrowed.devices[0].uuid, lent);
     let _borrower = site.program(&mut b, &borrowed).await;
-    c.pool.release(ReleaseRequest { lease: stays.id }).await.unwrap();
+    c.pool.release(ReleaseRequest { lease: stays.id, ..Default::default() }).await.unwrap();
     assert!(site.server.verb(&["unpark", &lender.id]).status.success());
     eventually("it has a GPU again", async || {
         let leases = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();

@@ -84,7 +84,7 @@ async fn every_limit_refuses_by_name() {
         assert!(row["origin"].as_str().unwrap().contains("90-runtime.toml:"), "{row}");
         server.unset(&of(limit));
         let lease = vm.pool.allocate(wish).await.unwrap().into_inner();
-        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
     }
     server.set(&of("servers"), "[\"other\"]");
     refused_by(vm.pool.describe(DescribeRequest {}).await, "servers", "this is s1");
@@ -193,7 +193,10 @@ async fn limits_change_while_clients_ask() {
                 match vm.allocate(30.0).await {
                     Ok(lease) => {
                         granted += 1;
-                        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+                        vm.pool
+                            .release(ReleaseRequest { lease: lease.id, ..Default::default() })
+                            .await
+                            .unwrap();
                     }
                     // The rates of 100 requests a second are exceeded as well.
                     Err(status) if details(&status).limit == "memory" => refused += 1,
@@ -215,7 +218,7 @@ async fn limits_change_while_clients_ask() {
         server.set("limits.memory", "75%");
         let more = judge.allocate(30.0).await.unwrap_or_else(|e| panic!("round {round}: {e}"));
         for lease in [fits, more] {
-            judge.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+            judge.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
         }
     }
     over.store(true, std::sync::atomic::Ordering::SeqCst);
@@ -251,7 +254,7 @@ async fn layers_and_users() {
     refused_by(a.allocate(10.0).await, "gpus", "of group lab");
     server.set("users.scope", "client");
     b.pool.allocate(wish).await.unwrap();
-    a.pool.release(ReleaseRequest { lease: first.id }).await.unwrap();
+    a.pool.release(ReleaseRequest { lease: first.id, ..Default::default() }).await.unwrap();
     a.allocate(10.0).await.unwrap();
 }
 
@@ -383,13 +386,34 @@ async fn who_comes_first_is_served_first() {
     let names: Vec<_> = queue["queue"].as_array().unwrap().iter().map(|r| r["client"].clone()).collect();
     assert_eq!(names, ["vm-b", "vm-c"]);
     server.verb(&["off", "1"]);
-    a.pool.release(ReleaseRequest { lease: held.id }).await.unwrap();
+    a.pool.release(ReleaseRequest { lease: held.id, ..Default::default() }).await.unwrap();
     assert_eq!(details(&named(&mut c, "boot", 1).await.unwrap_err()).position, 2, "not its turn");
     named(&mut b, "boot", 1).await.unwrap();
     assert_eq!(details(&named(&mut c, "boot", 1).await.unwrap_err()).position, 1);
     server.verb(&["on", "1"]);
     named(&mut c, "boot", 1).await.unwrap();
     assert_eq!(server.json(&["queue"])["queue"], serde_json::json!([]));
+}
+
+#[tokio::test]
+async fn who_does_not_want_it_any_more_is_waited_for_by_nobody() {
+    let server = Server::start().await;
+    let (mut a, mut b, mut c) =
+        (server.client("vm-a").await, server.client("vm-b").await, server.client("vm-c").await);
+    named(&mut a, "boot", 1).await.unwrap();
+    assert_eq!(details(&named(&mut b, "both", 2).await.unwrap_err()).position, 1);
+    let queued = async |client: &str| {
+        let queue = server.json(&["queue"])["queue"].clone();
+        queue.as_array().unwrap().iter().any(|r| r["client"] == client)
+    };
+    assert_eq!(details(&named(&mut c, "one", 1).await.unwrap_err()).position, 2);
+    // Another client cannot take it out by the request's name.
+    let withdraw = |id: &str| ReleaseRequest { request_id: id.into(), ..Default::default() };
+    c.pool.release(withdraw("both")).await.unwrap();
+    assert!(queued("vm-b").await);
+    b.pool.release(withdraw("both")).await.unwrap();
+    assert!(!queued("vm-b").await);
+    named(&mut c, "one", 1).await.unwrap();
 }
 
 #[tokio::test]
@@ -481,7 +505,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let of_last = server.json(&["leases"])["leases"].as_array().unwrap().clone();
     let of_last =
         of_last.iter().find(|l| l["client"] == "vm-81").unwrap()["lease"].as_str().unwrap().to_string();
-    last.pool.release(ReleaseRequest { lease: of_last }).await.unwrap();
+    last.pool.release(ReleaseRequest { lease: of_last, ..Default::default() }).await.unwrap();
     assert!(server.verb(&["unpark", &second[0]]).status.success());
     eventually("none lends", async || {
         let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
@@ -511,7 +535,7 @@ async fn gpus_and_the_server_are_taken_out() {
     assert_eq!(state(&server), ("off-pending".into(), "a fan is loud".into()));
     let renewed = vm.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases.remove(0);
     assert_eq!((renewed.lost, renewed.devices[0].state.as_str()), (false, "off-pending"), "its client knows");
-    vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+    vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
     assert_eq!(state(&server).0, "off");
     let wish = AllocateRequest { devices: vec![uuid.clone()], ..vm.request() };
     let status = vm.pool.allocate(wish.clone()).await.unwrap_err();
@@ -706,7 +730,7 @@ async fn what_was_used_is_on_record() {
         server.json(&[&["accounting"], words].concat())["records"].as_array().unwrap().clone()
     };
     eventually("the program is on record", async || records(&server, &[]).len() == 1).await;
-    vm.pool.release(ReleaseRequest { lease: lease.id.clone() }).await.unwrap();
+    vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
     eventually("the lease too", async || records(&server, &["--kind", "lease"]).len() == 1).await;
     // Also without a server.
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
@@ -817,7 +841,7 @@ async fn prometheus_reads_what_is_leased() {
         assert!(text.lines().any(|l| l == line), "{line} is not in {text}");
     }
     assert!(!text.contains("vectorAdd") && !text.contains("_ended_total{"), "no program by its name: {text}");
-    vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+    vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
     eventually("the ends are counted", async || {
         let text = get("/metrics");
         ["leases", "programs"].iter().all(|what| {

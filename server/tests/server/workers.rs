@@ -251,7 +251,7 @@ async fn run(site: Arc<Site>, mut vm: Client, seed: u64, leases: u64, programs: 
                 _ => running.push(socket),
             }
         }
-        vm.pool.release(ReleaseRequest { lease: lease.id }).await.unwrap();
+        vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
     }
     begun
 }
