@@ -180,6 +180,7 @@ class Mps(parking.Parking):
         """A client is killed in the middle of its work: the other one of its domain does not notice."""
         other, _, _ = self.program("--memory", "25%")
         leases = {row["lease"] for row in self.leases()}
+        beside, _ = self.worker_of(next(iter(leases)))
         victim, _, _ = self.program("--memory", "25%")
         lease = next(row["lease"] for row in self.leases() if row["lease"] not in leases)
         pid, _ = self.worker_of(lease)
@@ -195,7 +196,11 @@ class Mps(parking.Parking):
         self.note("time until it is", round(time.monotonic() - begun, 2), "s")
         self.note("card before / after", f"{used} / {self.used()}", "MiB")
         self.check("the other one's work goes on", other.expect("did").split()[2] == "0")
-        self.check("no fault is shown", not any(d["faults"] for d in self.domains()))
+        faults = [f for d in self.domains() for f in d["faults"]]
+        self.check("no fault is shown", not faults)
+        if faults:
+            self.note("workers, the killed program's first", [pid, beside], "")
+            self.note("faults", faults, "")
         other.end()
         victim.process.wait()
         self.wait_for_no_lease(90)
@@ -259,6 +264,7 @@ class Mps(parking.Parking):
             return {"figures": self.rows, "failed": self.bad}
         parts = {
             "limits": self.part_limits,
+            "kill": self.part_kill,
             "faults": self.part_faults,
             "throughput": self.part_throughput,
             "isolation": self.part_isolation,
@@ -283,10 +289,15 @@ class Mps(parking.Parking):
         self.configure('sharing = "mps"')
         self.killed_daemon(*self.limits())
 
-    def part_faults(self):
-        """See `killed_client` and `fault`."""
+    def part_kill(self):
+        """See `killed_client`; what goes wrong now and then shows by `--repeat`."""
         self.configure('sharing = "mps"')
-        self.killed_client()
+        for _ in range(self.args.repeat):
+            self.killed_client()
+
+    def part_faults(self):
+        """See `fault`."""
+        self.configure('sharing = "mps"')
         self.fault(other=True)
         self.fault(other=False)
 

@@ -9,8 +9,9 @@ ORDER = 90
 ROOT = HERE.parent.parent
 # What dpkg, systemd, podman and logins write themselves. System users stay (see packaging/README.md), so the user database may differ.
 NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt|containers)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
-# Where others write as well, what is ours is told by its name. Homes are their users', and what systemd notes of units is its own.
-SHARED = "/dev/shm /run /tmp /var/cache /var/lib /var/tmp -path /run/systemd -prune -o"
+# Where others write as well, what is ours is told by its name. Homes are their users', what systemd notes of units is its own, and so
+# are the pages that man has formatted.
+SHARED = "/dev/shm /run /tmp /var/cache /var/lib /var/tmp '(' -path /run/systemd -o -path /var/cache/man ')' -prune -o"
 FILES = f"(find / -xdev | grep -Ev '{NOT_OURS}'; find {SHARED} -name '*gpus*' -print) 2>/dev/null | LC_ALL=C sort -u"
 ALL = (*CLIENT_PACKAGES, "gpuserver")
 

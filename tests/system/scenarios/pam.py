@@ -67,7 +67,7 @@ def run(site, check):
             note(f"{kind} {min(took):.0f} ms")
             assert min(took) <= limit, f"{kind}: {took} ms, more than {limit:.0f} ms"
             assert max(took) <= limit + SLACK, f"{kind}: {took} ms, where it takes {own[kind]:.0f} ms by itself"
-        seen = client.ok("ssh alice@client 'echo in ${GPUSESSION_ID-none} ${NCCL_DEBUG-none}'").split()
+        seen = client.ok("ssh alice@client 'echo in $(printenv GPUSESSION_ID || echo none) $(printenv NCCL_DEBUG || echo none)'").split()
         assert seen[0] == "in" and (seen[1] != "none" and seen[2] == "WARN" if answers else seen == ["in", "none", "none"]), seen
 
     client.ok("systemctl stop gpusession.service gpusession.socket")
