@@ -54,6 +54,7 @@ enum Message {
     Allocated(Slot, Result<(usize, control::Lease), PoolError>),
     Renewed(usize, Vec<String>, Duration, Result<control::RenewReply, PoolError>),
     Released(usize, String, Result<(), PoolError>),
+    Withdrawn(usize, String, Result<(), PoolError>),
     Workers(Slot, String, Result<Vec<control::Worker>, PoolError>),
     Event(usize, control::PoolEvent),
     Described(usize, Duration, control::ServerDescription),
@@ -549,6 +550,12 @@ impl Actor {
                 }
                 self.machine.renewed(now, server, &asked, result.map(|reply| reply.leases));
             }
+            Message::Withdrawn(server, request, result) => {
+                if let Err(error) = &result {
+                    debug!("request {request} waits on: {error}");
+                }
+                self.machine.released(now, server, &request, result);
+            }
             Message::Released(server, lease, result) => {
                 if let Err(error) = &result {
                     warn!(gpusession_lease = lease, "release of {lease}: {error}");
@@ -670,7 +677,7 @@ impl Actor {
                     let pool = self.servers[server].clone();
                     self.spawn(async move {
                         let result = pool.withdraw(request_id.clone()).await;
-                        Message::Released(server, request_id, result)
+                        Message::Withdrawn(server, request_id, result)
                     });
                 }
                 Action::Release { server, lease } => {

@@ -171,6 +171,8 @@ pub struct Wanted {
     /// GPUs of the lease before this one.
     sticky: Vec<String>,
     last_server: Option<usize>,
+    /// The servers that were asked last.
+    asked: Vec<usize>,
     recovery: Option<Recovery>,
     /// Since when a lease of class `user` has neither a session nor a process.
     unused: Option<Time>,
@@ -264,8 +266,8 @@ pub struct Machine {
     releasing: Vec<Releasing>,
     /// Leases of before a restart that nobody wants any more, and the names of their servers, none of which is known by it yet.
     unplaced: Vec<(String, String)>,
-    /// Requests that nobody wants any more, and whose answer is on its way.
-    unwanted: BTreeMap<Slot, String>,
+    /// Requests that nobody wants any more, and whose answer is on its way; the servers that were asked.
+    unwanted: BTreeMap<Slot, (String, Vec<usize>)>,
     next_slot: Slot,
     boot_id: String,
     machine_id: String,
@@ -412,6 +414,7 @@ impl Machine {
             turn: None,
             sticky,
             last_server: None,
+            asked: Vec::new(),
             recovery,
             unused: None,
         };
@@ -424,6 +427,13 @@ impl Machine {
     pub fn release(&mut self, now: Time, slot: Slot, reason: &str) {
         let Some(wanted) = self.slots.remove(&slot) else { return };
         let request_id = self.request_id(&wanted.spec);
+        match &wanted.phase {
+            Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, wanted.asked))),
+            Phase::Waiting { .. } if wanted.trouble.is_some_and(|e| e.trouble == Trouble::NoCapacity) => {
+                self.withdraw(now, &request_id, wanted.asked);
+            }
+            _ => {}
+        }
         // A later lease of the same name must not find this one, which may still be on its way back.
         self.next_generation(&wanted.spec);
         match (wanted.phase, wanted.recovery) {
@@ -436,12 +446,7 @@ impl Machine {
                 // When its server is known; where that is never, it ends by itself, since nobody renews it.
                 None => self.unplaced.push((old.server, old.id)),
             },
-            (Phase::Allocating, None) => drop(self.unwanted.insert(slot, request_id)),
-            (Phase::Waiting { .. }, None) => {
-                if wanted.trouble.is_some_and(|e| e.trouble == Trouble::NoCapacity) {
-                    self.withdraw(now, &request_id);
-                }
-            }
+            _ => {}
         }
         // A request under way answers into a slot that is gone: `allocated` gives that lease back.
         self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
@@ -449,8 +454,8 @@ impl Machine {
 
     /// Nobody waits for this request any more: those behind it in a queue, of this machine too, do not have to either. A server
     /// that does not hear of it forgets it when it is not repeated.
-    fn withdraw(&mut self, now: Time, request_id: &str) {
-        for server in (0..self.servers.len()).filter(|i| self.servers[*i].trouble.is_none()) {
+    fn withdraw(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
+        for server in asked.into_iter().filter(|i| self.servers[*i].trouble.is_none()) {
             self.releasing.push(Releasing {
                 server,
                 id: request_id.to_owned(),
@@ -491,8 +496,8 @@ impl Machine {
                     let expires = now + Duration::from_micros(lease.ttl_usec);
                     self.give_back(now, server, lease.id, expires);
                 }
-                (Err(error), Some(request_id)) if error.trouble == Trouble::NoCapacity => {
-                    self.withdraw(now, &request_id);
+                (Err(error), Some((request_id, asked))) if error.trouble == Trouble::NoCapacity => {
+                    self.withdraw(now, &request_id, asked);
                 }
                 _ => {}
             }
@@ -568,7 +573,12 @@ impl Machine {
                         }
                         wanted.recovery = None;
                         wanted.processes = 0;
-                        let spec = wanted.spec.clone();
+                        let (spec, asked) = (wanted.spec.clone(), wanted.asked.clone());
+                        if error.trouble == Trouble::NoCapacity {
+                            // It waits there now, and would go before the next one.
+                            let request_id = self.request_id(&spec);
+                            self.withdraw(now, &request_id, asked);
+                        }
                         self.next_generation(&spec);
                     }
                 } else if wanted.spec.once && yields {
@@ -1067,6 +1077,7 @@ impl Machine {
         }
         if let Some(wanted) = self.slots.get_mut(&slot) {
             wanted.phase = Phase::Allocating;
+            wanted.asked.clone_from(&servers);
         }
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
     }
@@ -2412,6 +2423,23 @@ mod tests {
         m.released(s(1), 0, "boot/configured/a/0", Ok(()));
         m.tick(s(100));
         assert_eq!((withdrawn(&mut m), m.releases_pending()), (vec![], 0));
+    }
+
+    #[test]
+    fn a_lease_that_its_server_has_forgotten_does_not_wait_behind_the_question_for_it() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        m.allocated(s(0), slot, Ok((0, control::Lease { server: "s0:7601".into(), ..lease("l1", 1) })));
+        let mut m = restart(&m, &mut World::default(), s(10), 7);
+        m.configure(s(10), vec![configured("a", 1)]);
+        let slot = m.slots().next().unwrap().0;
+        assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/0");
+        m.allocated(s(10), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+        let withdrawn = Action::Withdraw { server: 0, request_id: "boot/configured/a/0".into() };
+        assert!(actions(&mut m).contains(&withdrawn));
+        m.tick(s(100));
+        assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/1");
     }
 
     #[test]

@@ -767,6 +767,13 @@ impl Mps {
                 match unless_fault(domain, &mut logs, state(&generation.control)).await {
                     Err(fault) => return fault,
                     Ok(Ok(ServerState::Fault)) => {
+                        // Its log may name the culprit, at once or a moment later.
+                        for _ in 0..2 {
+                            if let Some(fault) = fault(domain, &mut logs).await {
+                                return fault;
+                            }
+                            sleep(LOOK).await;
+                        }
                         let why = "its server is in the state FAULT".into();
                         return End::Fault { culprits: Vec::new(), why };
                     }

@@ -27,7 +27,7 @@ const QUEUE_BYTES: usize = 64 << 20;
 
 /// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one
 /// buffer for each frame slow each other down.
-const INLINE: usize = 200;
+const INLINE: usize = 192;
 
 /// One frame of the log.
 #[derive(Clone)]
@@ -42,10 +42,15 @@ pub struct Frame {
 #[derive(Clone)]
 pub enum Body {
     /// Its length and its bytes.
-    Inline(u8, [u8; INLINE]),
+    Inline(u8, Aligned),
     /// A part of what was read.
     Shared(Bytes),
 }
+
+/// As allocated memory is: the driver reads parameters of kernels in it.
+#[derive(Clone)]
+#[repr(align(8))]
+pub struct Aligned([u8; INLINE]);
 
 impl Body {
     /// Takes the body off the front of what was read.
@@ -53,8 +58,8 @@ impl Body {
         if len > INLINE {
             return Self::Shared(buf.split_to(len).freeze());
         }
-        let mut bytes = [0; INLINE];
-        buf.copy_to_slice(&mut bytes[..len]);
+        let mut bytes = Aligned([0; INLINE]);
+        buf.copy_to_slice(&mut bytes.0[..len]);
         Self::Inline(len as u8, bytes)
     }
 }
@@ -64,7 +69,7 @@ impl std::ops::Deref for Body {
 
     fn deref(&self) -> &[u8] {
         match self {
-            Self::Inline(len, bytes) => &bytes[..usize::from(*len)],
+            Self::Inline(len, bytes) => &bytes.0[..usize::from(*len)],
             Self::Shared(bytes) => bytes,
         }
     }
@@ -73,6 +78,12 @@ impl std::ops::Deref for Body {
 impl Frame {
     fn thread(&self) -> u32 {
         self.header.thread.get()
+    }
+
+    /// Memory that it takes while it waits.
+    fn held_bytes(&self) -> usize {
+        let shared = if let Body::Shared(bytes) = &self.body { bytes.len() } else { 0 };
+        size_of::<Self>() + shared
     }
 
     /// Reads the body from its start.
@@ -232,7 +243,7 @@ impl Replay {
                 state.last_thread = Some(frame.thread());
                 state.threads.insert(frame.thread());
             }
-            state.queued_bytes += HEADER + frame.body.len();
+            state.queued_bytes += frame.held_bytes();
             state.queue.push_back(frame);
         }
         if state.pause == Pause::Paused {
@@ -347,7 +358,7 @@ impl Replay {
                         Some(frame) => frame,
                         None => continue,
                     };
-                    state.queued_bytes -= HEADER + frame.body.len();
+                    state.queued_bytes -= frame.held_bytes();
                     let now = Instant::now();
                     session.activity.frame(frame.header.op.get(), now);
                     state.busy = Some((now, frame.clone()));
@@ -367,7 +378,7 @@ impl Replay {
                 let next = state.kept.get_mut(&executor.id).and_then(|kept| kept.later.pop_front());
                 if let Some(next) = next {
                     let frame = next.frame.clone();
-                    state.queued_bytes -= HEADER + frame.body.len();
+                    state.queued_bytes -= frame.held_bytes();
                     if let Some(kept) = state.kept.get_mut(&executor.id) {
                         kept.current = Some(next);
                     }

@@ -135,8 +135,9 @@ def changes(site, check, id):
         own = watched("Lease", everyones)
         until(lambda: own.get("State") == "idle", 20, lambda: own.get("State"))
         own = watched("Lease", everyones)
-        client.start("program", "longRun 10", user="alice")
+        client.start("program", "longRun 120", user="alice")
         own.comes(State="active", IdleSinceHint=0, IdleSinceHintMonotonic=0)
+        client.ok("systemctl stop program")
         own.comes(30, State="idle", IdleSinceHintMonotonic=lambda said: said > 0)
         assert own.said("IdleSinceHint")[-1] > 0, own.said("IdleSinceHint")
     with check("Server.State is announced when a server's cable is cut and when it is back, and the manager's State with it"):

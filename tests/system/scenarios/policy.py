@@ -198,6 +198,14 @@ def run(site, check):
         client.ok("ssh alice@client 'rm -f /tmp/one.toml; gpusession request -m 10% --ttl 3s -o /tmp/one.toml'")
         id = client.ok("grep ^id /tmp/one.toml").split('"')[1]
         client.until(f"! gpusession list | grep {id}", 30)
+    with check("a user has at most two persistent leases, however many extra_leases allows"):
+        policy("[access]\nextra_leases = 3\n")
+        persistent = [client.ok(f"su -l alice -c '{create}'").split('"')[1] for _ in range(2)]
+        expect(client.fails(f"su -l alice -c '{create}'"), "at most 2 persistent leases")
+        client.ok(f"su -l alice -c 'gpusession release {persistent[0]}'")
+        persistent[0] = client.ok(f"su -l alice -c '{create}'").split('"')[1]
+        for id in persistent:
+            client.ok(f"su -l alice -c 'gpusession release {id}'")
     with check("without the policy bob has GPUs again"):
         client.ok("rm /etc/gpusession/conf.d/policy.toml && systemctl reload gpusession")
         expect(client.until("ssh bob@client vectorAdd", 20), "sums right")

@@ -48,8 +48,10 @@ def ready(client):
 def without_daemon(client, command="true"):
     """As crashed, with a command in the time before it is started anew; how many descriptors systemd had then."""
     client.write(SLOW, "[Service]\nRestartSec=5\n")
-    seen = client.ok(f"systemctl daemon-reload; {DOWN}; {command}")
-    client.ok(f"rm {SLOW}; systemctl daemon-reload")
+    try:
+        seen = client.ok(f"systemctl daemon-reload; {DOWN}; {command}")
+    finally:
+        client.ok(f"rm {SLOW}; systemctl daemon-reload")
     ready(client)
     # Crashes of a test do not count as those of a daemon that cannot start.
     client.ok("systemctl reset-failed gpusession")
