@@ -198,7 +198,8 @@ async fn access_decides_and_a_named_lease_must_be_the_callers() {
     let (reply, _c) = ask_async(&socket.path, with(&own.id)).await;
     assert!(matches!(&reply, Reply::Granted(e) if e[0].lease == own.id), "{reply:?}");
     let (reply, _c) = ask_async(&socket.path, with("nonesuchlease")).await;
-    assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }));
+    let Reply::Denied { denial: Denial::NoDevice, reason } = reply else { panic!("{reply:?}") };
+    assert_eq!(reason, "there is no lease nonesuchlease of yours");
     if me != 0 {
         let other = engine.create(Spec::requested("other".into(), me + 1)).await.unwrap();
         let (reply, _c) = ask_async(&socket.path, with(&other.id)).await;

@@ -421,13 +421,14 @@ fn too_many_windows_do_no_harm() {
 /// What an admitted client sends ends its worker, for this reason.
 fn ends_with(bytes: &[u8], reason: &str) {
     let machine = Machine::new();
-    let mut worker = Worker::start(&machine);
-    let mut guest = worker.guest();
+    let (mut worker, mut beside) = (Worker::start(&machine), Worker::start(&machine));
+    let (mut guest, mut neighbour) = (worker.guest(), beside.guest());
     guest.write(bytes);
     let told = guest.answer(u64::MAX).expect_err("the end");
     assert!(told.contains(reason), "{told}, not {reason}");
     let ended = worker.ended();
     assert!(ended.contains(reason), "{ended}, not {reason}");
+    assert_eq!(neighbour.ask_words(op::MEM_INFO, &[]), Ok(0), "nobody else is disturbed");
 }
 
 #[test]

@@ -5,7 +5,17 @@ from harness import HERE, Failed, expect
 
 ORDER = 85
 SOURCES = "deb {uri} {suite} contrib non-free\n"
+APT = "export DEBIAN_FRONTEND=noninteractive; apt-get {} >/dev/null"
+# A library that the loader knows, and whether it is ours.
+LIBRARY = "ldconfig -p | grep libcuda.so.1"
 SMI = "nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader"
+
+
+def apt(host, verb):
+    """apt-get with the network."""
+    done = subprocess.run([HERE / "lab", "run", "--uplink", host.name, "sh", "-c", APT.format(verb)], capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(done.stdout + done.stderr)
 
 
 def install(host, suite, check):
@@ -14,16 +24,21 @@ def install(host, suite, check):
         uri = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, text=True).stdout.split()
         uri = next(u for u in uri if u.rstrip("/").endswith("/debian"))
         host.write("/etc/apt/sources.list.d/non-free.list", SOURCES.format(uri=uri, suite=suite))
-        apt = "export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends nvidia-smi"
-        done = subprocess.run([HERE / "lab", "run", "--uplink", host.name, "sh", "-c", apt], capture_output=True, text=True)
-        if done.returncode:
-            raise Failed(done.stdout + done.stderr)
+        apt(host, "update -qq")
+        apt(host, "install -y -qq --no-install-recommends nvidia-smi")
         seen = host.ok("dpkg --get-selections gpusession-libs libnvidia-ml1 nvidia-smi")
         assert seen.count("install") == 3, seen
     with check(f"{suite}: it shows the machine's lease, since the loader finds our libnvidia-ml.so.1 first"):
         seen = host.ok(f"su -l alice -c '{SMI}'").splitlines()
         assert len(seen) == 2 and all(line.startswith("GPU-") and line.endswith("1024 MiB") for line in seen), seen
         expect(host.ok("su -l alice -c nvidia-smi"), "gpusession simulated GPU")
+        expect(host.ok(f"ssh alice@{host.name} vectorAdd"), "sums right")
+    with check(f"{suite}: Debian's libcuda1, which comes by way of an alternative, is not shadowed; without it ours is back"):
+        apt(host, "install -y -qq --no-install-recommends libcuda1")
+        seen = host.ok(LIBRARY)
+        assert "gpusession" not in seen, seen
+        apt(host, "purge -y -qq libcuda1")
+        expect(host.ok(LIBRARY), "gpusession")
         expect(host.ok(f"ssh alice@{host.name} vectorAdd"), "sums right")
 
 
@@ -35,7 +50,7 @@ def run(site, check):
         client.write("/root/theirs/DEBIAN/control", "Package: libcuda1\nVersion: 1\nArchitecture: amd64\n"
                      "Maintainer: Somebody <somebody@example.org>\nDescription: libcuda.so.1 of somebody else\n")
         expect(client.ok("dpkg-deb -b /root/theirs /root/theirs.deb && dpkg -i /root/theirs.deb 2>&1"), "its programs go on using that")
-        seen = client.ok("ldconfig -p | grep libcuda.so.1")
+        seen = client.ok(LIBRARY)
         assert "gpusession" not in seen, seen
         # What the other library is: a simulated driver of this machine's own, without a lease.
         expect(client.ok("su -l alice -c 'SIMGPU_DEVICES=1 deviceQuery'"), "2048")
