@@ -194,6 +194,11 @@ def run(site, check):
         seen = client.ok(f"busctl get-property {MANAGER} State PoolTarget PoolReady BootAllocationComplete")
         assert seen.split() == ["s", '"ready"', "u", "2", "u", "2", "b", "true"], seen
         expect(client.ok(f"su -l alice -c 'busctl call {MANAGER} ListLeases'"), id)
+    with check("the bus lets no user have the daemon's name, or send it what it does not offer"):
+        for call in ("call org.freedesktop.DBus /org/freedesktop/DBus org.freedesktop.DBus RequestName su org.gpusession1 0",
+                     f"set-property {MANAGER} LeasesMax t 9"):
+            seen = client.fails(f"busctl {call}", user="alice")
+            assert "not allowed" in seen or "denied" in seen, seen
     with check("busctl monitor shows a lease come and go, each object before its signal, and nothing of a lease that is gone"):
         client.start("monitor", "stdbuf -oL busctl monitor --json=short org.gpusession1")
         client.until("grep Monitoring /run/monitor.out", 10)

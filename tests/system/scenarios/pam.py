@@ -9,7 +9,10 @@ how, path = sys.argv[1], "/run/gpusession/pam.sock"
 if os.path.exists(path): os.unlink(path)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.bind(path); os.chmod(path, 0o600)
+# Whose a socket is shows the uid that it has begun to listen with.
+if how == "stranger": os.chmod(path, 0o666); os.seteuid(65534)
 if how != "refused": s.listen(0 if how == "backlog" else 16)
+os.seteuid(0)
 open("/run/fake.ready", "w")
 kept = []
 while how == "refused": time.sleep(1)
@@ -28,6 +31,7 @@ while True:
         elif how == "drip":
             for _ in range(60): c.send(b"G"); time.sleep(.1)
         elif how == "closes": kept.pop().close()
+        elif how == "stranger": c.recv(4096); c.send(b"gpsL\x01\0\x01\0\x0d\0\x0c\0GPUSESSION_IDaaaaaaaaaaaa")
         elif how == "late": time.sleep(2); c.send(b"GPUSESSION_ID=aaaaaaaaaaaa\0")
         # "hung": says nothing
     except OSError: pass
@@ -41,9 +45,10 @@ HOW = {
     "drip": "answers byte by byte",
     "toomuch": "answers far too much",
     "late": "answers when nobody waits any more",
+    "stranger": "is another user's process with a good answer",
 }
 # These leave nothing to wait for.
-AT_ONCE = ("refused", "closes", "garbage", "drip", "toomuch")
+AT_ONCE = ("refused", "closes", "garbage", "drip", "toomuch", "stranger")
 # What the module may wait for the daemon (timeout_ms), and how much later it may go on: its end is rounded up to the kernel's ticks.
 DEADLINE, LATE = 500, 20
 # The same for whole logins, which do more than that and never take as long twice. One that waited a second time would be later by DEADLINE.
