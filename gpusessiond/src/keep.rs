@@ -207,6 +207,21 @@ mod tests {
     }
 
     #[test]
+    fn the_names_of_a_full_store_fit_into_one_variable() {
+        // The kernel's MAX_ARG_STRLEN: with more, systemd could not start the daemon.
+        const LONGEST: usize = 128 << 10;
+        let unit = include_str!("../../units/systemd/gpusession.service");
+        let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax=")).unwrap();
+        let names = [
+            Kept::Process { lease: "abcdefghijkl".into(), worker: [0xff; 16] }.name(),
+            Kept::LeaseFd { key: "request/0123456789abcdef01234567".into() }.name(),
+        ];
+        let name = names.iter().map(String::len).max().unwrap() + ":".len();
+        let sockets = "LISTEN_FDNAMES=".len() + 4 * "gpusession.socket:".len();
+        assert!(sockets + most.parse::<usize>().unwrap() * name < LONGEST);
+    }
+
+    #[test]
     fn state_of_another_boot_is_not_trusted() {
         let folder = tempfile::tempdir().unwrap();
         let mut state = State::new(folder.path(), "boot-a".into());
