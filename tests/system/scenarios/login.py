@@ -97,8 +97,9 @@ def run(site, check):
     client.write("/etc/gpusession/conf.d/bobs.toml", '[[lease]]\nname = "bobs"\nfor_user = "bob"\nmemory = "20%"\n')
     client.ok("systemctl reload gpusession")
     client.until("gpusession status | grep -q 'bobs .*\\bready'", 20)
-    client.ok("rm -f /tmp/cron.out /tmp/bob.out /tmp/at.out; systemctl start cron atd")
+    client.ok("rm -f /tmp/cron.out /tmp/bob.out /tmp/at.out /tmp/off.out; systemctl start cron atd")
     client.ok(f"su -l alice -c 'echo \"{PROBE} >/tmp/at.out 2>&1\" | at now 2>&1'")
+    client.ok("su -l alice -c 'export GPUSESSION_DISABLE=1; echo \"vectorAdd >/tmp/off.out 2>&1\" | at now 2>&1'")
 
     for what, how, user, given in ROWS:
         with check(what):
@@ -146,10 +147,13 @@ def run(site, check):
     with check("podman, with the specification for containers"):
         expect(client.ok(f"{PODMAN} --device gpusession.org/gpu=all --rootfs /srv/box vectorAdd"), RIGHT)
         client.fails(f"{PODMAN} --rootfs /srv/box vectorAdd")
+        off = f"{PODMAN} -e GPUSESSION_DISABLE=1 --device gpusession.org/gpu=all --rootfs /srv/box vectorAdd"
+        expect(client.fails(off), "cudaErrorNoDevice")
     with check("podman without root"):
         expect(client.ok(f"ssh alice@client {PODMAN} --device gpusession.org/gpu=all --rootfs /home/alice/box vectorAdd"), RIGHT)
     with check("at, which keeps the variables of the shell that it is typed in"):
         right(client.until(f"grep '{RIGHT}' /tmp/at.out && cat /tmp/at.out", 30), "alice", "both")
+        client.until("grep cudaErrorNoDevice /tmp/off.out", 30, "GPUSESSION_DISABLE=1 comes along, too")
     with check("cron"):
         right(client.until(f"grep '{RIGHT}' /tmp/cron.out && cat /tmp/cron.out", 90), "alice", "none")
     with check("cron, of a user with a lease of his own"):
