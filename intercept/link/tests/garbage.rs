@@ -1,66 +1,21 @@
 //! What a worker that is broken, or somebody in its place, can do to a program: end its connection, and say why.
 
-use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener};
-use std::sync::Arc;
+mod peer;
+
 use std::time::{Duration, Instant};
 
 use gpusession_link::link::{Caller, Lost};
-use gpusession_link::{Events, Link};
-use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
-use gpusession_proto::grant::Endpoint;
-use gpusession_proto::preface;
+use gpusession_proto::frame::{HEADER, Header, MAX_BODY, op};
+use peer::link;
 use zerocopy::IntoBytes as _;
 
 const CALLER: Caller = Caller { thread: 1, ctx: 1 };
 /// More than any answer takes, less than somebody would wait.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-struct Quiet;
-
-impl Events for Quiet {
-    fn output(&self, _: &[u8], _: &[u8]) {}
-    fn call_host(&self, _: &Arc<Link>, _: u64) {}
-    fn host_changed(&self, _: u64, _: u64, _: &[u8]) {}
-    fn lost(&self, _: &str) {}
-}
-
-/// A peer that answers the greeting, says `garbage` and nothing more.
-fn peer(garbage: Vec<u8>) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    std::thread::spawn(move || {
-        let (mut socket, _) = listener.accept().unwrap();
-        let mut start = [0; preface::LEN + HEADER];
-        socket.read_exact(&mut start).unwrap();
-        let mut header = Header::parse(start[preface::LEN..].try_into().unwrap()).unwrap();
-        socket.read_exact(&mut vec![0; header.body_len()]).unwrap();
-        (header.op, header.ctx) = (op::REPLY.into(), 0.into());
-        let mut reply = Vec::new();
-        let mut w = Writer::new(&mut reply, &header);
-        w.bytes(&[0; 32]);
-        w.finish();
-        socket.write_all(&reply).unwrap();
-        let _ = socket.write_all(&garbage);
-        let _ = socket.shutdown(Shutdown::Write);
-        let mut rest = [0; 4096];
-        while socket.read(&mut rest).is_ok_and(|n| n > 0) {}
-    });
-    address
-}
-
 /// What a program's calls are told.
 fn told(garbage: Vec<u8>) -> String {
-    let endpoint = Endpoint {
-        server: "gpu1".into(),
-        addresses: vec![peer(garbage)],
-        worker: [0; 16],
-        fingerprint: None,
-        ticket: vec![0; 100],
-        lease: "abcdefghijkl".into(),
-        devices: 1,
-    };
-    let (link, _) = Link::open(&endpoint, Box::new(Quiet), |_| {}).expect("the greeting is answered");
+    let link = link(Some(garbage));
     let begun = Instant::now();
     let call = || link.call(op::STREAM_SYNC, CALLER, |w| w.word(0)).map(|reply| reply.status);
     let Err(Lost(reason)) = call() else { panic!("an answer") };
