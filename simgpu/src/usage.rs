@@ -59,10 +59,15 @@ pub fn path(config: &Config) -> PathBuf {
     dir.unwrap_or_else(|| "/dev/shm".into()).join(format!("simgpu-{uid}-{machine}"))
 }
 
-/// Start time of a process in clock ticks, which tells it from a later one with the same number.
+/// Start time of a process in clock ticks, which tells it from a later one with the same number. One that has ended and was not
+/// waited for yet has none: a driver frees its memory when it ends.
 fn start_time(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let (state, threads, start) = (fields.next()?, fields.nth(16)?, fields.nth(1)?);
+    // A main thread that has ended before others is a zombie, too.
+    let ended = matches!(state, "Z" | "X") && threads.parse::<u32>().is_ok_and(|n| n <= 1);
+    if ended { None } else { start.parse().ok() }
 }
 
 impl Usage {
@@ -367,5 +372,29 @@ mod tests {
         usage.give(0, 600);
         assert_eq!(Usage::open(&config).used(0), 0);
         std::fs::remove_file(path(&config)).ok();
+    }
+
+    #[test]
+    fn a_zombie_has_ended_but_not_while_its_threads_run() {
+        let until = |pid: u32, state: char| {
+            let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            while !stat().rsplit_once(')').unwrap().1.trim_start().starts_with(state) {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        };
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        assert!(start_time(child.id()).is_some());
+        child.kill().unwrap();
+        until(child.id(), 'Z');
+        assert_eq!(start_time(child.id()), None);
+        child.wait().unwrap();
+        // Its main thread ends, another one goes on.
+        let code = "import ctypes, threading, time\nthreading.Thread(target=lambda: time.sleep(60)).start()\n\
+                    ctypes.CDLL(None).pthread_exit(None)";
+        let mut child = std::process::Command::new("python3").args(["-c", code]).spawn().unwrap();
+        until(child.id(), 'Z');
+        assert!(start_time(child.id()).is_some());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 }
