@@ -1,11 +1,10 @@
 # Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
-# Programs need nothing of this. Forks nothing in a login session; GPUSESSION_DISABLE=1 turns it off.
+# Programs need nothing of this. Forks nothing; GPUSESSION_DISABLE=1 turns it off.
 if status is-interactive; and test "$GPUSESSION_DISABLE" != 1
-    if string match -q '/run/user/*' -- "$XDG_RUNTIME_DIR"
-        set -g __gpusession_file /run/gpusession/notice/(string replace -r '.*/' '' -- $XDG_RUNTIME_DIR)
-    else
-        set -g __gpusession_file /run/gpusession/notice/(id -u)
-    end
+    # fish does not tell its uid.
+    while read -l key real others
+        test "$key" = Uid:; and set -g __gpusession_file /run/gpusession/notice/$real
+    end </proc/self/status
     set -g __gpusession_said ''
     # Shows the notice once each time that it has changed.
     function __gpusession_notice --on-event fish_prompt

@@ -24,17 +24,17 @@ case $-:${GPUSESSION_DISABLE-} in
             PROMPT_COMMAND="__gpusession_notice${PROMPT_COMMAND:+; $PROMPT_COMMAND}"
         fi
     else
-        # Other shells have no hook: once, now. The folder is named by the uid, which they do not know without a fork.
-        case ${XDG_RUNTIME_DIR-} in
-        /run/user/*)
-            if [ -s "/run/gpusession/notice/${XDG_RUNTIME_DIR##*/}" ]; then
-                while IFS= read -r __gpusession_line; do
-                    printf '%s\n' "$__gpusession_line"
-                done <"/run/gpusession/notice/${XDG_RUNTIME_DIR##*/}"
-                unset __gpusession_line
-            fi
-            ;;
-        esac
+        # Other shells have no hook: once, now. They do not tell their uid.
+        __gpusession_uid=none
+        while read -r __gpusession_key __gpusession_uid __gpusession_line; do
+            case $__gpusession_key in Uid:) break ;; esac
+        done 2>/dev/null </proc/self/status
+        if [ -s "/run/gpusession/notice/$__gpusession_uid" ]; then
+            while IFS= read -r __gpusession_line; do
+                printf '%s\n' "$__gpusession_line"
+            done <"/run/gpusession/notice/$__gpusession_uid"
+        fi
+        unset __gpusession_key __gpusession_uid __gpusession_line
     fi
     ;;
 esac

@@ -1,3 +1,15 @@
-# Shows the notice that gpusession.csh has found; an alias cannot say this.
-cat $__gpusession_file
-@ __gpusession_said = ( -M $__gpusession_file )
+# Shows the notice that gpusession.csh has found, once each time that it has changed. csh can read a file without a fork only as
+# commands, and those of the daemon are not to be trusted with a shell: the names of a folder's files are the lines.
+if ($?nonomatch) then
+    set __gpusession_now = ( $__gpusession_folder/* )
+else
+    set nonomatch
+    set __gpusession_now = ( $__gpusession_folder/* )
+    unset nonomatch
+endif
+if ("$__gpusession_now" != "$__gpusession_said") then
+    foreach __gpusession_line ( $__gpusession_now:q )
+        if (-e $__gpusession_line:q) echo $__gpusession_line:t:q
+    end
+endif
+set __gpusession_said = ( $__gpusession_now:q )

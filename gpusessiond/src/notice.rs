@@ -1,7 +1,7 @@
 //! What users are told at their shells' next prompt: a file for each uid, with one line for each thing to know.
 //!
 //! Shell drop-ins show a file once whenever it has changed. Only users with a login session get one; it goes when there is
-//! nothing left to say.
+//! nothing left to say. For csh, which cannot read a file without a fork, the lines are also the names of the files in a folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,11 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tracing::warn;
 
 use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot, Update};
 use crate::places;
 use crate::values::human_duration;
+
+/// Longest name of a file, in bytes.
+const NAME_MAX: usize = 255;
 
 /// Writes notices for as long as the lease manager runs.
 pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
@@ -119,7 +123,7 @@ impl Files {
     /// Notices of an earlier daemon are void.
     fn new(folder: PathBuf) -> Self {
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
-            let _ = fs::remove_file(entry.path());
+            let _ = fs::remove_file(entry.path()).or_else(|_| fs::remove_dir_all(entry.path()));
         }
         Self { folder, shown: BTreeMap::new(), failing: false }
     }
@@ -127,6 +131,7 @@ impl Files {
     fn show(&mut self, lines: &BTreeMap<u32, Vec<String>>) {
         for uid in self.shown.keys().filter(|uid| !lines.contains_key(uid)) {
             let _ = fs::remove_file(self.folder.join(uid.to_string()));
+            let _ = fs::remove_dir_all(self.folder.join(folder_of(*uid)));
         }
         self.shown.retain(|uid, _| lines.contains_key(uid));
         for (uid, lines) in lines {
@@ -149,9 +154,36 @@ impl Files {
 }
 
 fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
-    let text: String =
-        lines.iter().map(|line| format!("{}\n", line.replace(char::is_control, " "))).collect();
-    places::publish(&folder.join(uid.to_string()), text.as_bytes())
+    let lines: Vec<String> = lines.iter().map(|line| line.replace(char::is_control, " ")).collect();
+    let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+    places::publish(&folder.join(uid.to_string()), text.as_bytes())?;
+
+    let (names, new) = (folder.join(folder_of(uid)), folder.join(format!(".{uid}.new")));
+    let _ = fs::remove_dir_all(&new);
+    fs::create_dir(&new)?;
+    for line in &lines {
+        fs::write(new.join(file_name(line)), "")?;
+    }
+    // A shell that looks meanwhile sees the old ones or the new ones.
+    match renameat2(AT_FDCWD, &new, AT_FDCWD, &names, RenameFlags::RENAME_EXCHANGE) {
+        Ok(()) => fs::remove_dir_all(&new),
+        Err(_) => fs::rename(&new, &names),
+    }
+}
+
+/// The folder whose files' names are a user's lines.
+fn folder_of(uid: u32) -> String {
+    format!("{uid}.lines")
+}
+
+/// A line as the name of a file, cut where it is too long. `echo` may take a backslash for an escape.
+fn file_name(line: &str) -> String {
+    let mut name = line.replace(['/', '\\'], "\u{2215}");
+    if name.len() > NAME_MAX {
+        name.truncate(name.floor_char_boundary(NAME_MAX - "…".len()));
+        name.push('…');
+    }
+    name
 }
 
 #[cfg(test)]
@@ -245,7 +277,44 @@ mod tests {
             "no control characters"
         );
         assert_eq!(fs::metadata(notices.join("1000")).unwrap().permissions().mode() & 0o777, 0o644);
+        assert_eq!(fs::read_dir(&notices).unwrap().count(), 2, "and one for csh");
         files.show(&BTreeMap::new());
         assert_eq!(fs::read_dir(&notices).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn csh_shows_a_line_whatever_is_in_it() {
+        let lines = [
+            "gpusession: !! !$ !-1 wow!",
+            "gpusession: $HOME ${HOME} $(id) `id` $$",
+            "gpusession: * ? [a-z] {a,b} ~ ; & | > < ( ) # ^x^y %1 \"q\"",
+            "gpusession: -n",
+            "gpusession: it's 'two'' quotes'",
+            "gpusession: ä €",
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        for text in ["an earlier one", "two\nlines", &lines.join("\n")] {
+            write(folder.path(), 7, &text.lines().map(String::from).collect::<Vec<_>>()).unwrap();
+            let names = fs::read_dir(folder.path().join(folder_of(7))).unwrap();
+            assert_eq!(names.count(), text.lines().count());
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left over");
+        // As at a prompt: history is on. It is not to be forked.
+        let script = format!(
+            "set history = 9 prompt; set prompt; limit maxproc 0; set __gpusession_said = (); \
+             set __gpusession_folder = {}; source {}/../profile.d/notice.csh",
+            folder.path().join(folder_of(7)).display(),
+            env!("CARGO_MANIFEST_DIR"),
+        );
+        match std::process::Command::new("tcsh").args(["-f", "-c", &script]).output() {
+            Ok(done) => {
+                let said = String::from_utf8_lossy(&done.stdout);
+                assert_eq!(said.lines().collect::<BTreeSet<_>>(), BTreeSet::from(lines), "{done:?}");
+            }
+            Err(_) => assert!(std::env::var("REQUIRE_SHELLS").as_deref() != Ok("1"), "tcsh is not there"),
+        }
+        assert_eq!(file_name("1/2 a\\b"), "1\u{2215}2 a\u{2215}b");
+        let long = file_name(&"€".repeat(1000));
+        assert!(long.len() <= NAME_MAX && long.len() > NAME_MAX - 4 && long.ends_with("€…"), "{long}");
     }
 }
