@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -161,6 +162,8 @@ fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
     let (names, new) = (folder.join(folder_of(uid)), folder.join(format!(".{uid}.new")));
     let _ = fs::remove_dir_all(&new);
     fs::create_dir(&new)?;
+    // The daemon's umask is strict.
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o755))?;
     for line in &lines {
         fs::write(new.join(file_name(line)), "")?;
     }
@@ -188,8 +191,6 @@ fn file_name(line: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
-
     use super::*;
     use crate::config::LeaseConfig;
     use crate::leases::Spec;

@@ -8,6 +8,8 @@ SOURCES = "deb {uri} {suite} contrib non-free\n"
 APT = "export DEBIAN_FRONTEND=noninteractive; apt-get {} >/dev/null"
 # A library that the loader knows, and whether it is ours.
 LIBRARY = "ldconfig -p | grep libcuda.so.1"
+# Runs a command as if NVIDIA's kernel driver were loaded.
+WITH_DRIVER = "unshare -m sh -ec 'mount -t tmpfs none /proc/driver; mkdir /proc/driver/nvidia; {}'"
 SMI = "nvidia-smi --query-gpu=uuid,memory.total --format=csv,noheader"
 
 
@@ -45,6 +47,14 @@ def install(host, suite, check):
 def run(site, check):
     client = site.client
     install(client, "bookworm", check)
+    with check("where NVIDIA's kernel driver is loaded, without a library so far, the loader does not get ours"):
+        triggers = "dpkg-trigger --by-package=libc-bin {} && dpkg --triggers-only gpusession-libs 2>&1"
+        seen = client.ok(WITH_DRIVER.format(triggers.format("ldconfig")))
+        expect(seen, "this machine has a loaded NVIDIA kernel driver: its programs go on using that")
+        client.fails(LIBRARY)
+        # A library that came and is gone again.
+        client.ok(triggers.format("/usr/lib/x86_64-linux-gnu/libcuda.so.1"))
+        expect(client.ok(LIBRARY), "gpusession")
     with check("a libcuda.so.1 of another package that is installed after ours is not shadowed"):
         client.push([site.sim_library()], "/root/theirs/usr/lib/x86_64-linux-gnu")
         client.write("/root/theirs/DEBIAN/control", "Package: libcuda1\nVersion: 1\nArchitecture: amd64\n"

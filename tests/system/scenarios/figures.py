@@ -9,7 +9,7 @@ GRANT = r"""
 import re, statistics, subprocess
 took = []
 for _ in range(11):
-    trace = subprocess.run(["strace", "-f", "-ttt", "-T", "-e", "trace=connect,read,recvfrom,close", "vectorAdd"], capture_output=True, text=True).stderr
+    trace = subprocess.run(["strace", "-f", "--seccomp-bpf", "-ttt", "-T", "-e", "trace=connect,read,recvfrom,close", "vectorAdd"], capture_output=True, text=True).stderr
     begin = fd = end = None
     for line in trace.splitlines():
         if not (when := re.match(r"(?:\[pid +\d+\] )?(\d+\.\d+) \w+\(", line)):
@@ -22,7 +22,7 @@ for _ in range(11):
         elif begin and end is None and "connect(" in line:
             end = last
     took.append(end - begin)
-print(f"{statistics.median(took) * 1000:.1f} ms, at most {max(took) * 1000:.1f} ms, under strace")
+print(f"{statistics.median(took) * 1000:.1f} ms, at most {max(took) * 1000:.1f} ms, with strace on these calls")
 """
 # How often the daemon has slept: what ends a sleep is a wake-up.
 SLEEPS = "awk '/^voluntary_ctxt/ { n += $2 } END { print n }' /proc/$(systemctl show -P MainPID gpusession)/task/*/status"

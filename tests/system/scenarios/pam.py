@@ -47,13 +47,14 @@ HOW = {
     "late": "answers when nobody waits any more",
     "stranger": "is another user's process with a good answer",
 }
-# These leave nothing to wait for.
-AT_ONCE = ("refused", "closes", "garbage", "drip", "toomuch", "stranger")
+# These leave nothing to wait for; the one that drips hears of a login's end with its next byte.
+AT_ONCE = {"refused": 0, "closes": 0, "garbage": 0, "drip": 100, "toomuch": 0, "stranger": 0}
 # What the module may wait for the daemon (timeout_ms), and how much later it may go on: its end is rounded up to the kernel's ticks.
 DEADLINE, LATE = 500, 20
 # The same for whole logins, which do more than that and never take as long twice. One that waited a second time would be later by DEADLINE.
 LOGIN_LATE = 150
-# A machine that does other things makes logins slower, never faster: of up to this many, one has to stay within its limit.
+# A machine that does other things makes logins slower, never faster: of this many, most have to stay within their limit where only the
+# module is measured, and one where the whole login is.
 TRIES = 8
 # But none of them takes so much longer than the deadline: less than a daemon that drips for six seconds, or answers each login in turn.
 SLACK = 3000
@@ -68,9 +69,10 @@ def run(site, check):
         """Logins wait for no more than the deadline, beside what they take without a daemon, and have the variables of one that answers."""
         for kind in kinds:
             limit = own[kind] + wait + (LATE if kind == "module" else LOGIN_LATE)
-            took = client.logins(kind, TRIES, limit)
-            note(f"{kind} {min(took):.0f} ms")
-            assert min(took) <= limit, f"{kind}: {took} ms, more than {limit:.0f} ms"
+            took = client.logins(kind, TRIES) if kind == "module" else client.logins(kind, TRIES, limit)
+            typical = sorted(took)[len(took) // 2] if kind == "module" else min(took)
+            note(f"{kind} {typical:.0f} ms")
+            assert typical <= limit, f"{kind}: {took} ms, more than {limit:.0f} ms"
             assert max(took) <= limit + SLACK, f"{kind}: {took} ms, where it takes {own[kind]:.0f} ms by itself"
         seen = client.ok("ssh alice@client 'echo in $(printenv GPUSESSION_ID || echo none) $(printenv NCCL_DEBUG || echo none)'").split()
         assert seen[0] == "in" and (seen[1] != "none" and seen[2] == "WARN" if answers else seen == ["in", "none", "none"]), seen
@@ -99,7 +101,7 @@ def run(site, check):
             client.ok("rm -f /run/fake.ready; mkdir -p /run/gpusession")
             client.start("fake", f"python3 /root/fake.py {how}")
             client.until("test -e /run/fake.ready", 10)
-            login(note, "module", "su", "ssh", wait=0 if how in AT_ONCE else DEADLINE)
+            login(note, "module", "su", "ssh", wait=AT_ONCE.get(how, DEADLINE))
             client.ok("systemctl stop fake; rm -f /run/gpusession/pam.sock")
     with check("a login with a module that panics") as note:
         module = "/usr/lib/x86_64-linux-gnu/security/pam_gpusession.so"

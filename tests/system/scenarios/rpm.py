@@ -2,6 +2,7 @@
 import subprocess
 
 from harness import HERE, Failed, Host, expect
+from scenarios.beside import LIBRARY, WITH_DRIVER
 from scenarios.packages import pool_of_one
 from scenarios.policy import lease
 
@@ -36,11 +37,24 @@ def run(site, check):
     # There is no userland of an rpm distribution here: dependencies cannot be looked up, all else is as it is there.
     rpm = "rpm --nodeps --ignoresize"
     older, newer = build(site, "rpms-older", "--version", "0.0.9"), build(site, "rpms")
+    host.push(newer, "/root/newer")
+    with check("beside another libcuda.so.1, or a kernel driver of NVIDIA's, the loader does not get ours"):
+        libs = "/root/newer/gpusession-libs-*.rpm"
+        host.push([site.sim_library()], "/opt/theirs")
+        host.ok("echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
+        expect(host.ok(f"{rpm} -i {libs} 2>&1"), "this machine has /opt/theirs/libcuda.so.1: its programs go on using that")
+        host.fails(f"{LIBRARY} | grep gpusession")
+        host.ok("rm /etc/ld.so.conf.d/theirs.conf && ldconfig")
+        expect(host.ok(f"{rpm} -U --replacepkgs {libs} && {LIBRARY}"), "/usr/lib64/gpusession/libcuda.so.1")
+        seen = host.ok(f"{WITH_DRIVER.format(f'{rpm} -U --replacepkgs {libs}')} 2>&1")
+        expect(seen, "this machine has a loaded NVIDIA kernel driver: its programs go on using that")
+        host.fails(LIBRARY)
+        host.ok("rpm -e gpusession-libs")
     with check("the packages install: users are made, the loader knows the library, nothing is started"):
         host.push(older, "/root/older")
         host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
         host.ok("id gpusession && id gpuserver")
-        expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/usr/lib64/gpusession/libcuda.so.1")
+        expect(host.ok(LIBRARY), "/usr/lib64/gpusession/libcuda.so.1")
         host.fails("systemctl is-active gpusession gpuserver")
     with check("a program runs on a leased GPU"):
         pool_of_one(site, host, SIM)
@@ -50,7 +64,6 @@ def run(site, check):
     with check("a service that runs is restarted by an upgrade, and configuration is kept"):
         host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
         before = host.ok("systemctl show -P MainPID gpusession")
-        host.push(newer, "/root/newer")
         host.ok(f"{rpm} -U /root/newer/*.rpm 2>&1")
         after = host.ok("systemctl show -P MainPID gpusession")
         assert after not in (before, "0"), f"main process {before} before, {after} after"
@@ -76,7 +89,7 @@ def run(site, check):
     with check("erasing stops the service and takes the library from the loader"):
         host.ok(f"{rpm} -e gpusession gpusession-libs libpam-gpusession gpuserver 2>&1".replace(" --ignoresize", ""))
         host.fails("systemctl is-active gpusession gpuserver")
-        host.fails("ldconfig -p | grep libcuda.so.1")
+        host.fails(LIBRARY)
         # Folders may stay: cargo-generate-rpm packs files only.
         seen = host.ok("find / -xdev \\( -path /var/log -o -path /root -o -path /proc -o -path /var/lib/rpm \\) -prune "
                        "-o -name '*gpus*' ! -type d -print")
