@@ -33,6 +33,22 @@ KILL = ("n=$(systemctl show -P NRestarts gpusession); systemctl kill -s KILL gpu
 HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
         "test $(systemctl show -P NRestarts gpusession) -gt {} && exit; done; exit 1")
 
+# In the daemon's place: as many descriptors as systemd keeps, and one more, of a process that ends with it.
+FULL = "/run/systemd/system/gpusession.service.d/full.conf"
+FILL = r"""
+import array, os, signal, socket
+s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+address = os.environ["NOTIFY_SOCKET"]
+s.connect(address.replace("@", "\0", 1) if address[0] == "@" else address)
+for n in range(MOST + 1):
+    fd = os.pidfd_open(os.getpid())
+    name = f"process.abcdefghijkl.{n:032x}"
+    s.sendmsg([f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0".encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    os.close(fd)
+s.send(b"READY=1")
+signal.pause()
+"""
+
 
 def typed(client, name, command):
     """Starts what reads from `/run/NAME`, to which others write later, until `NAME-open` is stopped."""
@@ -90,6 +106,27 @@ def known(client, check):
         client.until(f"test $({STORED}) = {none}", 10)
 
 
+def full_store(client, check):
+    """systemd can start a daemon whose store is as full as it may be, and the daemon can start with that."""
+    with check("a daemon whose descriptor store is full is started anew, and throws away what it does not know") as note:
+        ready(client)
+        before, none = lease(client, "everyone"), int(client.ok(STORED))
+        most = int(client.ok("systemctl show -P FileDescriptorStoreMax gpusession"))
+        client.write("/run/fill.py", FILL.replace("MOST", str(most)))
+        client.write(FULL, "[Service]\nExecStart=\nExecStart=/usr/bin/python3 /run/fill.py\n")
+        try:
+            client.ok("systemctl daemon-reload && systemctl restart gpusession")
+            client.until(f"test $({STORED}) = {most}", 20)
+        finally:
+            client.ok(f"rm {FULL}; systemctl daemon-reload")
+        begin = time.monotonic()
+        client.ok("systemctl restart gpusession")
+        ready(client)
+        note(f"{most} descriptors, {time.monotonic() - begin:.1f} s to the leases")
+        client.until(f"test $({STORED}) = {none}", 20)
+        assert lease(client, "everyone") == before, "another lease"
+
+
 def session_lives(client, check):
     """The lease of a login session and the session itself outlive the daemon, and end with the session's leader."""
     def bound():
@@ -133,6 +170,7 @@ def session_lives(client, check):
 def run(site, check):
     client = site.client
     known(client, check)
+    full_store(client, check)
     session_lives(client, check)
 
     def lives_through(what, name, seconds=5):
