@@ -7,6 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gpusession_proto::control::{self, enrolment_client::EnrolmentClient, pool_client::PoolClient};
 use hyper_util::rt::TokioIo;
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::TcpUserTimeout;
 use rustls::ClientConfig;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -20,6 +22,10 @@ use crate::pool::{PoolError, PoolServer, Trouble};
 
 /// Until a connection stands, TLS included.
 const CONNECT: Duration = Duration::from_secs(5);
+/// Until what was sent has to have arrived: the kernel ends the connection otherwise, and wakes nobody before.
+const ARRIVAL: Duration = Duration::from_secs(15);
+/// How often a server that says nothing is asked whether it is there. Each time costs some wake-ups, also while heartbeats are answered.
+const SILENCE: Duration = Duration::from_secs(30);
 /// Until an ordinary call is answered.
 const CALL: Duration = Duration::from_secs(10);
 /// Until a lease or a cold worker is there: workers are started for it.
@@ -74,7 +80,7 @@ fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> 
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
         .connect_timeout(CONNECT)
-        .http2_keep_alive_interval(Duration::from_secs(10))
+        .http2_keep_alive_interval(SILENCE)
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true)
         .user_agent(concat!("gpusession/", env!("CARGO_PKG_VERSION")))
@@ -89,6 +95,7 @@ fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> 
 async fn connect(address: &str, tls: Arc<ClientConfig>) -> std::io::Result<TlsStream<TcpStream>> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
+    setsockopt(&stream, TcpUserTimeout, &(ARRIVAL.as_millis() as u32))?;
     TlsConnector::from(tls).connect(identity::server_name(), stream).await
 }
 
