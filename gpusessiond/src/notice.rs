@@ -183,7 +183,8 @@ fn folder_of(uid: u32) -> String {
 fn file_name(line: &str) -> String {
     let mut name = line.replace(['/', '\\'], "\u{2215}");
     if name.len() > NAME_MAX {
-        name.truncate(name.floor_char_boundary(NAME_MAX - "…".len()));
+        let end = (0..=NAME_MAX - "…".len()).rev().find(|end| name.is_char_boundary(*end));
+        name.truncate(end.unwrap_or(0));
         name.push('…');
     }
     name

@@ -182,8 +182,10 @@ impl Publisher {
             *self.shared.boot_complete.lock().unwrap_or_else(|e| e.into_inner()) = true;
         }
         self.show_servers(&snapshot).await?;
+        // A lease names its devices and a device its leases: each path is on the bus before it is named.
         self.show_devices_added(&snapshot).await?;
         self.show_leases(&snapshot).await?;
+        self.show_devices_changed(&snapshot).await?;
         self.show_devices_removed(&snapshot).await?;
         self.shared.published.send_replace(snapshot);
         self.show_manager().await
@@ -257,29 +259,36 @@ impl Publisher {
         Ok(())
     }
 
+    /// New ones, with the leases that are on the bus already.
     async fn show_devices_added(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
-        for (uuid, entry) in devices(snapshot) {
-            let path = device_path(&uuid);
-            match self.devices.get(&uuid) {
-                Some(before) if *before == entry => {}
-                Some(_) => {
-                    let object = self.interface::<Device>(&path).await?;
-                    let (device, emitter) = (object.get().await, object.signal_emitter());
-                    let before = &device.shown.set(entry.clone());
-                    announce!(device, emitter, before, &entry;
-                        leases_changed: |d: &DeviceEntry| d.leases.clone(),
-                        state_changed: |d: &DeviceEntry| state_of(&d.view).to_owned(),
-                        health_changed: |d: &DeviceEntry| health_of(&d.view),
-                    );
-                    self.devices.insert(uuid, entry);
-                }
-                None => {
-                    self.devices.insert(uuid.clone(), entry.clone());
-                    let object = Device { shared: self.shared.clone(), shown: Shown::new(entry) };
-                    self.connection.object_server().at(path.as_ref(), object).await?;
-                    Manager::device_new(&self.emitter(PATH)?, &uuid, path).await?;
-                }
+        for (uuid, mut entry) in devices(snapshot) {
+            if self.devices.contains_key(&uuid) {
+                continue;
             }
+            entry.leases.retain(|path| self.leases.keys().any(|id| lease_path(id) == *path));
+            let path = device_path(&uuid);
+            self.devices.insert(uuid.clone(), entry.clone());
+            let object = Device { shared: self.shared.clone(), shown: Shown::new(entry) };
+            self.connection.object_server().at(path.as_ref(), object).await?;
+            Manager::device_new(&self.emitter(PATH)?, &uuid, path).await?;
+        }
+        Ok(())
+    }
+
+    async fn show_devices_changed(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
+        for (uuid, entry) in devices(snapshot) {
+            if self.devices.get(&uuid).is_none_or(|before| *before == entry) {
+                continue;
+            }
+            let object = self.interface::<Device>(&device_path(&uuid)).await?;
+            let (device, emitter) = (object.get().await, object.signal_emitter());
+            let before = &device.shown.set(entry.clone());
+            announce!(device, emitter, before, &entry;
+                leases_changed: |d: &DeviceEntry| d.leases.clone(),
+                state_changed: |d: &DeviceEntry| state_of(&d.view).to_owned(),
+                health_changed: |d: &DeviceEntry| health_of(&d.view),
+            );
+            self.devices.insert(uuid, entry);
         }
         Ok(())
     }

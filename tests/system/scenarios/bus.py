@@ -124,7 +124,7 @@ def changes(site, check, id):
         manager, gpu = watched("Manager", PATH), watched("Device", None)
         leases(ENOUGH)
         manager.comes(State="ready", PoolTarget=3, PoolReady=3, NCurrentLeases=held + 1)
-        mores = f"{PATH}/lease/{lease(client, 'more')}"
+        mores = f"{PATH}/lease/{escaped(lease(client, 'more'))}"
         # One of the two that everyone's lease has.
         gpu.path, = watched("Lease", mores).get("Devices")
         gpu.comes(Leases=lambda said: sorted(said) == sorted([everyones, mores]))
