@@ -26,6 +26,7 @@ use crate::pool::service::{Pool, find_worker};
 use crate::pool::tokens::{TokenRecord, Tokens};
 use crate::registry::GpuUse;
 use crate::supervise::{WorkerView, hex};
+use crate::threads::{self, Thread};
 
 /// Bytes of a request.
 const MAX_REQUEST: usize = 64 << 10;
@@ -41,6 +42,8 @@ pub enum Ask {
     Status,
     /// Workers.
     Ps,
+    /// Workers and their threads.
+    Threads,
     /// Leases.
     Leases,
     /// GPUs.
@@ -184,6 +187,7 @@ impl Ask {
             self,
             Self::Status
                 | Self::Ps
+                | Self::Threads
                 | Self::Leases
                 | Self::Gpus
                 | Self::Clients
@@ -330,6 +334,9 @@ pub struct PsRow {
     pub idle_usec: u64,
     /// Since its start.
     pub age_usec: u64,
+    /// Of its process, where they were asked for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub threads: Vec<Thread>,
 }
 
 /// A row of `gpuserver leases`.
@@ -729,6 +736,7 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         isolation: w.isolation.clone(),
         idle_usec: w.usage.idle_usec,
         age_usec: micros(w.age),
+        threads: Vec::new(),
     }
 }
 
@@ -759,6 +767,13 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             }))
         }
         Ask::Ps => show(serde_json::to_value(ps_rows(pool).await)),
+        Ask::Threads => {
+            let mut rows = ps_rows(pool).await;
+            for row in &mut rows {
+                row.threads = row.pid.map_or_else(Vec::new, threads::of);
+            }
+            show(serde_json::to_value(rows))
+        }
         Ask::Leases => {
             let rows: Vec<_> = pool
                 .registry()

@@ -41,3 +41,4 @@ pub mod registry;
 pub mod serve;
 pub mod store;
 pub mod supervise;
+pub mod threads;

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -99,6 +100,12 @@ pub enum Verb {
     },
     /// List workers: one process per client process, and those kept warm
     Ps {
+        /// Of all servers of this host, whose configurations lie beside each other: gpuserver.toml, gpuserver-NAME.toml
+        #[arg(long)]
+        all: bool,
+        /// Show the threads of their processes
+        #[arg(long)]
+        threads: bool,
         /// Print JSON
         #[arg(long)]
         json: bool,
@@ -432,16 +439,75 @@ impl Target {
     fn of(cli: &Cli) -> anyhow::Result<Self> {
         let remote = cli.server.as_deref().map(|server| Remote::new(server, cli.identity.as_deref()));
         let remote = remote.transpose()?;
-        let config = load_config(cli);
+        let here = Self::here(&config_file(cli).0, load_config(cli));
+        Ok(Self { remote, ..here })
+    }
+
+    /// The server of this host whose configuration is in `file`.
+    fn here(file: &Path, config: Result<Config, ConfigError>) -> Self {
         let socket = match &config {
             Ok(config) => config.admin_socket(),
-            Err(_) => config::admin_socket_beside(&config_file(cli).0, &|name| std::env::var(name).ok()),
+            Err(_) => config::admin_socket_beside(file, &|name| std::env::var(name).ok()),
         };
-        Ok(Self { socket, config, remote })
+        Self { socket, config, remote: None }
+    }
+
+    /// The servers whose configurations lie beside that one.
+    fn beside(cli: &Cli) -> Vec<Self> {
+        let file = config_file(cli).0;
+        let file = std::path::absolute(&file).unwrap_or(file);
+        let folder = file.parent().and_then(|f| std::fs::read_dir(f).ok()).into_iter().flatten().flatten();
+        let is_one = |path: &Path| {
+            let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".toml"));
+            name.is_some_and(|n| n == "gpuserver" || n.starts_with("gpuserver-"))
+        };
+        let files: BTreeSet<PathBuf> =
+            folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone()]).collect();
+        files
+            .into_iter()
+            .map(|f| Self::here(&f, read_config(&f, f == file && cli.config.is_some())))
+            .collect()
     }
 
     fn config(&self) -> Result<&Config, ConfigError> {
         self.config.as_ref().map_err(Clone::clone)
+    }
+}
+
+/// `gpuserver ps`
+fn ps(
+    out: &mut dyn Write,
+    cli: &Cli,
+    server: &Target,
+    all: bool,
+    threads: bool,
+    json: bool,
+) -> anyhow::Result<()> {
+    let ask = if threads { Ask::Threads } else { Ask::Ps };
+    let mut rows = Vec::new();
+    if all {
+        if server.remote.is_some() {
+            return Err(admin::local_only("--all asks the servers of this host").into());
+        }
+        let mut runs = false;
+        for server in Target::beside(cli) {
+            if let Some(value) = running(&server, &ask)? {
+                runs = true;
+                rows.extend(serde_json::from_value::<Vec<admin::PsRow>>(value)?);
+            }
+        }
+        if !runs {
+            must_run(server, &ask)?;
+        }
+    } else {
+        rows = serde_json::from_value(must_run(server, &ask)?)?;
+    }
+    if json {
+        show::json(out, "workers", serde_json::to_value(rows)?)
+    } else if threads {
+        show::threads(out, rows, all)
+    } else {
+        show::ps(out, rows, all)
     }
 }
 
@@ -481,14 +547,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 show::status(out, &serde_json::from_value(value)?)
             }
         }
-        Verb::Ps { json } => {
-            let value = must_run(&server, &Ask::Ps)?;
-            if *json {
-                show::json(out, "workers", value)
-            } else {
-                show::ps(out, serde_json::from_value(value)?)
-            }
-        }
+        Verb::Ps { all, threads, json } => ps(out, cli, &server, *all, *threads, *json),
         Verb::Leases { json } => {
             let value = must_run(&server, &Ask::Leases)?;
             if *json {
@@ -747,7 +806,7 @@ pub fn wants_json(cli: &Cli) -> bool {
         }
         | Verb::Clients { json, .. }
         | Verb::Status { json }
-        | Verb::Ps { json }
+        | Verb::Ps { json, .. }
         | Verb::Top { json, .. }
         | Verb::Leases { json }
         | Verb::Gpus { json }

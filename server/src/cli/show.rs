@@ -82,10 +82,52 @@ pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `gpuserver ps`
-pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
+const NO_WORKERS: &str = "no workers: no client holds a lease";
+
+/// Whose program a worker serves.
+fn program(r: &PsRow) -> String {
+    match (&r.program, r.client_pid, r.uid) {
+        (Some(program), Some(pid), Some(uid)) => format!("{program} (pid {pid}, uid {uid})"),
+        _ => "-".into(),
+    }
+}
+
+/// `gpuserver ps --threads`; `all`: of several servers.
+pub fn threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
+    let n = rows.len();
+    let mut table = table(&["SERVER", "WORKER", "PID", "CLIENT", "PROGRAM", "TID", "THREAD", "STATE", "CPU"]);
+    for r in &rows {
+        for (i, t) in r.threads.iter().enumerate() {
+            let first = |text: String| if i == 0 { text } else { String::new() };
+            table.add_row([
+                first(r.server.clone()),
+                first(r.worker.get(..12).unwrap_or(&r.worker).to_string()),
+                first(dash(r.pid)),
+                first(r.client.clone()),
+                first(program(r)),
+                t.tid.to_string(),
+                t.name.clone(),
+                t.state.clone(),
+                format!("{}.{:02} s", t.cpu_usec / 1_000_000, t.cpu_usec / 10_000 % 100),
+            ]);
+        }
+    }
+    hide_server(&mut table, all);
+    print(out, &table, n, NO_WORKERS)
+}
+
+/// Which server is of interest where there are several.
+fn hide_server(table: &mut Table, all: bool) {
+    if let Some(column) = table.column_mut(0).filter(|_| !all) {
+        column.set_constraint(comfy_table::ColumnConstraint::Hidden);
+    }
+}
+
+/// `gpuserver ps`; `all`: of several servers.
+pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
+        "SERVER",
         "WORKER",
         "PID",
         "STATE",
@@ -102,11 +144,9 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
         "AGE",
     ]);
     for r in rows {
-        let program = match (r.program, r.client_pid, r.uid) {
-            (Some(program), Some(pid), Some(uid)) => format!("{program} (pid {pid}, uid {uid})"),
-            _ => "-".into(),
-        };
+        let program = program(&r);
         table.add_row([
+            r.server,
             r.worker.get(..12).unwrap_or(&r.worker).to_string(),
             dash(r.pid),
             r.state,
@@ -128,7 +168,8 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>) -> anyhow::Result<()> {
             span(r.age_usec),
         ]);
     }
-    print(out, &table, n, "no workers: no client holds a lease")
+    hide_server(&mut table, all);
+    print(out, &table, n, NO_WORKERS)
 }
 
 /// `gpuserver leases`

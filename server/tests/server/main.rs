@@ -144,6 +144,48 @@ async fn ps_shows_whose_program_uses_which_gpu_and_how() {
     let shown = table.lines().find(|line| line.contains("vectorAdd")).unwrap();
     let cell = |name: &str| shown[table.find(name).unwrap()..].split_whitespace().next().unwrap();
     assert_eq!((cell("TRANSPORT"), cell("TLS"), cell("GPU")), ("tcp", "yes", "1"));
+
+    // The threads of its worker's process are the kernel's.
+    let rows = server.json(&["ps", "--threads"])["workers"].as_array().unwrap().clone();
+    let pid = row("active")["pid"].as_u64().unwrap();
+    let threads = rows.iter().find(|w| w["pid"] == pid).unwrap()["threads"].as_array().unwrap().clone();
+    assert_eq!(threads[0]["tid"], pid);
+    assert!(threads.iter().all(|t| t["name"].is_string() && t["cpu_usec"].is_u64()), "{threads:?}");
+    let table = String::from_utf8(server.verb(&["ps", "--threads"]).stdout).unwrap();
+    assert!(
+        table.contains("TID") && table.contains("vectorAdd (pid") && !table.contains("SERVER"),
+        "{table}"
+    );
+}
+
+#[tokio::test]
+async fn ps_shows_all_servers_of_a_host() {
+    let (server, other) = (Server::start().await, Server::start().await);
+    for (server, client) in [(&server, "vm-1"), (&other, "vm-2")] {
+        let mut vm = server.client(client).await;
+        vm.pool.allocate(vm.request()).await.unwrap();
+    }
+    std::fs::copy(other.path("gpuserver.toml"), server.path("gpuserver-other.toml")).unwrap();
+    // One that does not run.
+    std::fs::write(server.path("gpuserver-off.toml"), "runtime_dir = \"/nonexistent\"\n").unwrap();
+    let clients = |words: &[&str]| {
+        let rows = server.json(words)["workers"].as_array().unwrap().clone();
+        rows.iter()
+            .map(|w| w["client"].as_str().unwrap().to_owned())
+            .collect::<std::collections::BTreeSet<_>>()
+    };
+    eventually("workers of both", async || {
+        clients(&["ps", "--all"]) == ["vm-1", "vm-2"].map(String::from).into()
+    })
+    .await;
+    assert_eq!(clients(&["ps"]), ["vm-1".to_owned()].into());
+    let table = String::from_utf8(server.verb(&["ps", "--all"]).stdout).unwrap();
+    assert!(table.starts_with("SERVER") && table.contains("vm-2"), "{table}");
+    let remote = server.verb(&["ps", "--all", "--server", "127.0.0.1:1", "--json"]);
+    assert!(
+        !remote.status.success() && String::from_utf8_lossy(&remote.stdout).contains("\"local\""),
+        "{remote:?}"
+    );
 }
 
 #[tokio::test]

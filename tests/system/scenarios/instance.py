@@ -50,9 +50,9 @@ def run(site, check):
             expect(seen, "steps right")
             expect(seen, "status 0")
 
-    with check("its descriptors are in systemd's store"):
+    with check("its descriptors are in systemd's store, and ps --all shows its workers beside those of other servers"):
         client.start("program", f"{RUN} longRun 3", user="alice")
-        host.until(f"{SERVER} ps | grep longRun", 20)
+        host.until("gpuserver ps --all | grep '^blue .* longRun'", 20)
         stored = int(host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}"))
         assert stored > 0, stored
         client.until("! systemctl is-active program", 20)
