@@ -1,11 +1,13 @@
 //! The login socket: `pam_gpusession.so` tells here that a session begins or ends.
 //!
 //! Only root is heard. The answer comes from memory: no server is asked, and a slow user database is not waited for. A
-//! session lasts as long as its leader, the process that opened it, which a pidfd watches; the close that PAM promises is
-//! only a faster way to hear of it. Sessions are written down below the runtime directory, so that another start of the
+//! session lasts as long as its leaders, the processes that opened it, which pidfds watch; the close that PAM promises is
+//! only a faster way to hear of it. There are several where a user logs in once more inside a session of logind's, as by
+//! `su` in two panes of a terminal multiplexer. Sessions are written down below the runtime directory, so that another start of the
 //! daemon knows those that are still there.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
@@ -55,7 +57,7 @@ pub struct Session {
     pub tty: String,
     /// Where the user comes from; empty where that is not known.
     pub rhost: String,
-    /// The process that opened it; the session ends with it.
+    /// The process that opened it first.
     pub leader: u32,
     /// When that process started, in clock ticks since boot: tells it apart from another one with its pid.
     pub leader_start: u64,
@@ -63,9 +65,22 @@ pub struct Session {
     pub logind: Option<String>,
 }
 
+/// A process that opened a session: its pid, and when it started.
+type Leader = (u32, u64);
+
 struct Known {
     session: Arc<Session>,
-    watch: AbortHandle,
+    /// Those that are still there; the session ends with the last.
+    leaders: BTreeMap<Leader, AbortHandle>,
+}
+
+/// What is written of a session.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    #[serde(flatten)]
+    session: Session,
+    #[serde(default)]
+    leaders: Vec<Leader>,
 }
 
 /// The sessions that are open now.
@@ -84,15 +99,21 @@ impl Sessions {
             return sessions;
         }
         for path in std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())) {
-            let read = || {
-                let session: Session = serde_json::from_slice(&std::fs::read(&path).ok()?).ok()?;
-                let pidfd = grant::pidfd_open(session.leader).ok()?;
-                // In this order: what the pidfd stands for is what has just been looked at.
-                (start_of(session.leader)? == session.leader_start).then_some((session, pidfd))
+            let read = || serde_json::from_slice::<Written>(&std::fs::read(&path).ok()?).ok();
+            let there = |leader: Leader| {
+                let pidfd = grant::pidfd_open(leader.0).ok()?;
+                // In this order: what the pidfd stands for is what is looked at now.
+                (start_of(leader.0)? == leader.1).then_some((leader, pidfd))
             };
-            match read() {
-                Some((session, pidfd)) => drop(sessions.add(session, pidfd)),
-                None => drop(std::fs::remove_file(&path)),
+            let written = read().map(|Written { session, mut leaders }| {
+                leaders.push((session.leader, session.leader_start));
+                leaders.sort_unstable();
+                leaders.dedup();
+                (session, leaders.into_iter().filter_map(there).collect::<Vec<_>>())
+            });
+            match written {
+                Some((session, leaders)) if !leaders.is_empty() => drop(sessions.add(session, leaders)),
+                _ => drop(std::fs::remove_file(&path)),
             }
         }
         sessions
@@ -120,20 +141,26 @@ impl Sessions {
     /// A login of the leader `pid`; the id of its session. `su` to oneself inside a session opens no other one.
     fn open(self: &Arc<Self>, open: Open, pid: u32, pidfd: OwnedFd) -> Option<String> {
         let leader_start = start_of(pid)?;
+        let leader = (pid, leader_start);
         let logind = logind_session(pid);
-        let same = |s: &Session| {
-            s.uid == open.uid
-                && ((s.leader == pid && s.leader_start == leader_start)
-                    || (logind.is_some() && s.logind == logind))
+        let same = |k: &Known| {
+            k.session.uid == open.uid
+                && (k.leaders.contains_key(&leader) || (logind.is_some() && k.session.logind == logind))
         };
         let id = {
-            let known = self.known();
-            if let Some(there) = known.values().find(|k| same(&k.session)) {
-                return Some(there.session.id.clone());
-            }
-            if known.len() >= SESSIONS {
+            let mut known = self.known();
+            let leaders: usize = known.values().map(|k| k.leaders.len()).sum();
+            let there = known.values_mut().find(|k| same(k));
+            if leaders >= SESSIONS && there.as_ref().is_none_or(|k| !k.leaders.contains_key(&leader)) {
                 warn!("more than {SESSIONS} sessions: this login is not counted");
                 return None;
+            }
+            if let Some(there) = there {
+                if let Entry::Vacant(new) = there.leaders.entry(leader) {
+                    new.insert(self.watch(leader, pidfd)?);
+                    self.write(there);
+                }
+                return Some(there.session.id.clone());
             }
             std::iter::repeat_with(mint).find(|id| !known.contains_key(id))?
         };
@@ -144,10 +171,6 @@ impl Sessions {
         }
         let session =
             Session { id: id.clone(), uid, user, service, tty, rhost, leader: pid, leader_start, logind };
-        let session = self.add(session, pidfd)?;
-        if let Err(error) = self.write(&session) {
-            debug!("session {id} is forgotten when the daemon restarts: {error}");
-        }
         info!(
             message_id = Event::SessionOpened.id(),
             gpusession_user = session.uid,
@@ -156,41 +179,67 @@ impl Sessions {
             session.user,
             session.service
         );
+        self.add(session, vec![(leader, pidfd)])?;
         Some(id)
     }
 
-    fn add(self: &Arc<Self>, session: Session, pidfd: OwnedFd) -> Option<Arc<Session>> {
+    fn add(self: &Arc<Self>, session: Session, leaders: Vec<(Leader, OwnedFd)>) -> Option<()> {
+        let session = Arc::new(session);
+        let mut known = self.known();
+        let leaders: BTreeMap<_, _> = leaders
+            .into_iter()
+            .filter_map(|(leader, pidfd)| Some((leader, self.watch(leader, pidfd)?)))
+            .collect();
+        if leaders.is_empty() {
+            return None;
+        }
+        let new = Known { session: session.clone(), leaders };
+        self.write(&new);
+        known.insert(session.id.clone(), new);
+        // Its end is not heard of before.
+        self.leases.session_opened(session);
+        Some(())
+    }
+
+    /// Hears of a leader's end.
+    fn watch(self: &Arc<Self>, leader: Leader, pidfd: OwnedFd) -> Option<AbortHandle> {
         // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.ok()?;
-        let session = Arc::new(session);
-        let (sessions, id) = (self.clone(), session.id.clone());
-        let mut known = self.known();
-        let watch = tokio::spawn(async move {
+        let sessions = self.clone();
+        let watch = async move {
             // A pidfd becomes readable when its process has ended.
             drop(pidfd.readable().await);
-            sessions.remove(|s| s.id == id);
-        })
-        .abort_handle();
-        known.insert(session.id.clone(), Known { session: session.clone(), watch });
-        drop(known);
-        self.leases.session_opened(session.clone());
-        Some(session)
+            sessions.ended(|l| *l == leader);
+        };
+        Some(tokio::spawn(watch).abort_handle())
     }
 
     /// The leader `pid` says that its session is over.
     fn close(&self, pid: u32) {
         let start = start_of(pid);
-        self.remove(|s| s.leader == pid && start.is_none_or(|start| start == s.leader_start));
+        self.ended(|l| l.0 == pid && start.is_none_or(|start| start == l.1));
     }
 
-    fn remove(&self, which: impl Fn(&Session) -> bool) {
-        let ended: Vec<Known> = {
-            let mut known = self.known();
-            let ids: Vec<String> =
-                known.iter().filter(|(_, k)| which(&k.session)).map(|(id, _)| id.clone()).collect();
-            ids.iter().filter_map(|id| known.remove(id)).collect()
-        };
-        for Known { session, watch } in ended {
+    /// These leaders have ended, and with the last one its session.
+    fn ended(&self, which: impl Fn(&Leader) -> bool) {
+        let mut over = Vec::new();
+        self.known().retain(|_, known| {
+            let before = known.leaders.len();
+            known.leaders.retain(|leader, watch| {
+                let ended = which(leader);
+                if ended {
+                    watch.abort();
+                }
+                !ended
+            });
+            match known.leaders.len() {
+                0 => over.push(known.session.clone()),
+                now if now < before => self.write(known),
+                _ => {}
+            }
+            !known.leaders.is_empty()
+        });
+        for session in over {
             let _ = std::fs::remove_file(self.folder.join(&session.id));
             info!(
                 message_id = Event::SessionClosed.id(),
@@ -201,15 +250,22 @@ impl Sessions {
                 session.user
             );
             self.leases.session_closed(&session.id);
-            watch.abort();
         }
     }
 
     /// Written beside and renamed, so that nobody reads half of it.
-    fn write(&self, session: &Session) -> io::Result<()> {
-        let new = self.folder.join(format!(".{}.new", session.id));
-        std::fs::write(&new, serde_json::to_vec(session)?)?;
-        std::fs::rename(new, self.folder.join(&session.id))
+    fn write(&self, known: &Known) {
+        let id = &known.session.id;
+        let new = self.folder.join(format!(".{id}.new"));
+        let written =
+            Written { session: (*known.session).clone(), leaders: known.leaders.keys().copied().collect() };
+        let done = serde_json::to_vec(&written)
+            .map_err(io::Error::other)
+            .and_then(|text| std::fs::write(&new, text))
+            .and_then(|()| std::fs::rename(new, self.folder.join(id)));
+        if let Err(error) = done {
+            debug!("session {id} is forgotten when the daemon restarts: {error}");
+        }
     }
 }
 

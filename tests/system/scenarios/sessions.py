@@ -46,6 +46,18 @@ GRANTS = "journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=a6447700829
 
 # Free memory of the GPU that a program gets, in MiB, says whose lease it is: 50 % of 2048 MiB are everyone's, 20 % a session's or bob's.
 EVERYONES, OWN = "1024", "409"
+# A lease for each of bob's sessions. Two logins of his from one session of alice's, as in two panes of a terminal multiplexer; the
+# first one ends before the second.
+TWICE = '[[lease]]\nname = "twice"\nclass = "session"\nfor_user = "bob"\nmemory = "20%"\n'
+PANES = """#!/bin/sh
+rm -f /tmp/pane-*
+echo secret | su -l bob -c 'echo $GPUSESSION_ID; memFree; touch /tmp/pane-one; until test -e /tmp/pane-two; do sleep 0.1; done' &
+until test -e /tmp/pane-one; do sleep 0.1; done
+echo secret | su -l bob -c 'echo $GPUSESSION_ID; memFree; touch /tmp/pane-two; until test -e /tmp/pane-over; do sleep 0.1; done; memFree' &
+wait %1
+touch /tmp/pane-over
+wait
+"""
 # One lease of alice for as long as she is there, and one of the machine that yields to others.
 CLASSES = """
 [[lease]]
@@ -141,6 +153,20 @@ def run(site, check):
         client.ok(f"su -l bob -c 'gpusession release {bobs}'")
         if bobs in client.ok("gpusession list"):
             raise Failed("still there")
+    client.write("/etc/gpusession/conf.d/sessions.toml", TWICE)
+    client.write("/usr/local/bin/panes", PANES, "755")
+    client.ok("systemctl reload gpusession")
+    with check("logins of one user inside one session share its lease until the last of them ends, also over a restart of the daemon"):
+        seen = client.ok("ssh alice@client panes 2>/dev/null").split()
+        assert len(seen) == 5 and seen == [seen[0], OWN, seen[0], OWN, OWN], seen
+        client.until(f"test $({NAMES} | grep -c twice) = 0", 20)
+        restarting = PANES.replace("wait %1\n", "wait %1; until test -e /tmp/pane-restarted; do sleep 0.1; done\n")
+        client.write("/usr/local/bin/panes", restarting, "755")
+        client.start("panes", "ssh alice@client panes")
+        client.until("test -e /tmp/pane-two", 20)
+        client.ok("systemctl restart gpusession && touch /tmp/pane-restarted")
+        seen = client.until("! systemctl is-active panes >/dev/null && cat /run/panes.out", 30)
+        assert [word for word in seen.split() if word == OWN] == [OWN] * 3, seen
     client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
     client.ok("gpusession reload")
     with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):
