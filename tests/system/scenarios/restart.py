@@ -32,7 +32,13 @@ KILL = ("n=$(systemctl show -P NRestarts gpusession); systemctl kill -s KILL gpu
         "test $(systemctl show -P NRestarts gpusession) -gt $n && systemctl is-active gpusession && exit; done; exit 1")
 HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
         "test $(systemctl show -P NRestarts gpusession) -gt {} && exit; done; exit 1")
-
+# A unit that needs GPUs from its start.
+NEEDS = """[Unit]
+Requires=gpusession-ready.target
+After=gpusession-ready.target
+[Service]
+ExecStart=/bin/sleep infinity
+"""
 # In the daemon's place: as many descriptors as systemd keeps, and one more, of a process that ends with it.
 FULL = "/run/systemd/system/gpusession.service.d/full.conf"
 FILL = r"""
@@ -169,6 +175,9 @@ def session_lives(client, check):
 
 def run(site, check):
     client = site.client
+    client.write("/run/systemd/system/needs.service", NEEDS)
+    client.ok("systemctl daemon-reload && systemctl start needs")
+    needs = client.ok("systemctl show -P MainPID needs")
     known(client, check)
     full_store(client, check)
     session_lives(client, check)
@@ -214,6 +223,13 @@ def run(site, check):
     lives_through(UPGRADE, "an upgrade of the client's packages", 9)
     with check("the client has the new versions"):
         assert "0.0.9" not in client.ok(VERSIONS + " ".join(CLIENT_PACKAGES))
+
+    with check("through all that a unit that needs gpusession-ready.target has gone on; it ends with systemctl stop gpusession"):
+        assert client.ok("systemctl show -P MainPID needs") == needs != "0"
+        client.ok("systemctl stop gpusession")
+        client.fails("systemctl is-active needs")
+        client.ok("systemctl start gpusession; rm /run/systemd/system/needs.service; systemctl daemon-reload")
+        client.until("gpusession status | grep -q 'is ready'", 20)
 
     def serves():
         """The server that serves the program, and its worker's process."""
