@@ -12,22 +12,45 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
-use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot, Update};
+use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot};
 use crate::places;
 use crate::values::human_duration;
 
 /// Longest name of a file, in bytes.
 const NAME_MAX: usize = 255;
 
+/// How long a lease that was lost is spoken of when there is another one.
+const REPLACED: Duration = Duration::from_secs(600);
+
 /// Writes notices for as long as the lease manager runs.
 pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
     let mut files = Files::new(folder);
     let mut news = News::default();
     let mut updates = leases.updates();
-    while let Some(update) = updates.recv().await {
-        files.show(&news.after(&update));
+    let mut last = None;
+    loop {
+        let over = async {
+            match news.next_end() {
+                Some(end) => sleep_until(end).await,
+                None => std::future::pending().await,
+            }
+        };
+        let changes = tokio::select! {
+            update = updates.recv() => match update {
+                Some(update) => {
+                    last = Some(update.snapshot);
+                    update.changes
+                }
+                None => return,
+            },
+            () = over => Vec::new(),
+        };
+        if let Some(snapshot) = &last {
+            files.show(&news.after(&changes, snapshot, Instant::now()));
+        }
     }
 }
 
@@ -35,6 +58,8 @@ pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
 #[derive(Default)]
 struct News {
     said: BTreeMap<Slot, String>,
+    /// Leases that were lost and are there again: what was said of it is said until then.
+    replaced: BTreeMap<Slot, (String, Instant)>,
 }
 
 /// What happens, and how much time is left; the server says only why, where that is over.
@@ -50,10 +75,11 @@ fn called(lease: &LeaseView) -> &str {
 }
 
 impl News {
-    /// The lines of each user after an update.
-    fn after(&mut self, update: &Update) -> BTreeMap<u32, Vec<String>> {
-        let find = |slot: Slot| update.snapshot.leases.iter().find(|l| l.slot == slot);
-        for change in &update.changes {
+    /// The lines of each user after some changes.
+    fn after(&mut self, changes: &[Change], snapshot: &Snapshot, now: Instant) -> BTreeMap<u32, Vec<String>> {
+        let find = |slot: Slot| snapshot.leases.iter().find(|l| l.slot == slot);
+        self.replaced.retain(|_, (_, end)| *end > now);
+        for change in changes {
             match change {
                 Change::PrepareForLoss { slot, left, reason, .. } => {
                     if let Some(lease) = find(*slot) {
@@ -67,6 +93,11 @@ impl News {
                         let text =
                             format!("GPU lease {name} is lost: {reason}; another one is being asked for");
                         self.said.insert(*slot, text);
+                        // Often there is another one before anybody looks, who then wonders why a program has ended.
+                        let text = format!(
+                            "GPU lease {name} was lost: {reason}; programs that are started now have another one"
+                        );
+                        self.replaced.insert(*slot, (text, now + REPLACED));
                     }
                 }
                 // In use again, or held again: the warning is over.
@@ -75,18 +106,26 @@ impl News {
                         self.said.remove(slot);
                     }
                 }
-                Change::Removed { slot, .. } | Change::Failed { slot, .. } => drop(self.said.remove(slot)),
+                Change::Removed { slot, .. } | Change::Failed { slot, .. } => {
+                    self.said.remove(slot);
+                    self.replaced.remove(slot);
+                }
                 Change::New { .. } | Change::Stock { .. } | Change::Server { .. } => {}
             }
         }
         let mut lines: BTreeMap<u32, Vec<String>> = BTreeMap::new();
-        for lease in &update.snapshot.leases {
+        for lease in &snapshot.leases {
             let Some(line) = self.line(lease) else { continue };
-            for uid in readers(lease, &update.snapshot) {
+            for uid in readers(lease, snapshot) {
                 lines.entry(uid).or_default().push(format!("gpusession: {line}"));
             }
         }
         lines
+    }
+
+    /// When there is less to say, though nothing happens.
+    fn next_end(&self) -> Option<Instant> {
+        self.replaced.values().map(|(_, end)| *end).min()
     }
 
     fn line(&self, lease: &LeaseView) -> Option<String> {
@@ -97,6 +136,10 @@ impl News {
         }
         if let Some(said) = self.said.get(&lease.slot) {
             return Some(said.clone());
+        }
+        if let Some((was, _)) = self.replaced.get(&lease.slot).filter(|_| lease.state != LeaseState::Pending)
+        {
+            return Some(was.clone());
         }
         match lease.state {
             LeaseState::Parked => Some(format!(
@@ -222,7 +265,7 @@ mod tests {
         }
     }
 
-    fn update(changes: Vec<Change>, leases: Vec<LeaseView>) -> Update {
+    fn seen_by(leases: Vec<LeaseView>) -> Snapshot {
         let session = |uid| {
             Arc::new(Session {
                 id: format!("s{uid}"),
@@ -237,31 +280,50 @@ mod tests {
             })
         };
         let sessions = vec![session(1000), session(1001)];
-        Update { changes, snapshot: Arc::new(Snapshot { leases, sessions, ..Snapshot::default() }) }
+        Snapshot { leases, sessions, ..Snapshot::default() }
     }
 
     #[test]
     fn users_who_are_logged_in_hear_what_concerns_them_until_it_is_over() {
         let mut news = News::default();
+        let now = Instant::now();
         let everyones = lease(1, u32::MAX, LeaseState::Active);
         let anothers = lease(2, 1001, LeaseState::Active);
         let nobodys = lease(3, 1002, LeaseState::Active);
         let all = vec![everyones.clone(), anothers, nobodys];
-        assert!(news.after(&update(vec![], all.clone())).is_empty());
+        assert!(news.after(&[], &seen_by(all.clone()), now).is_empty());
         let left = Duration::from_secs(300);
         let warn = |slot| Change::PrepareForLoss { slot, left, reason: "idle".into(), idle: true };
-        let lines = news.after(&update(vec![warn(1), warn(2), warn(3)], all.clone()));
+        let lines = news.after(&[warn(1), warn(2), warn(3)], &seen_by(all.clone()), now);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1: idle (in 5 min)"]);
         assert_eq!(lines[&1001].len(), 2);
         assert!(!lines.contains_key(&1002), "not logged in");
-        let lines = news.after(&update(vec![Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], all));
+        let lines =
+            news.after(&[Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], &seen_by(all), now);
         assert!(lines.is_empty(), "in use again: {lines:?}");
 
         let mut waiting = LeaseView { state: LeaseState::Pending, ..everyones };
         let full = PoolError { place: Some((3, 40)), ..PoolError::new(Trouble::NoCapacity, "full") };
         waiting.trouble = Some(full);
-        let lines = news.after(&update(vec![], vec![waiting]));
+        let lines = news.after(&[], &seen_by(vec![waiting]), now);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1 waits, position 3 of 40"]);
+    }
+
+    #[test]
+    fn a_lost_lease_is_spoken_of_when_there_is_another_one() {
+        let (mut news, begin) = (News::default(), Instant::now());
+        let held = lease(1, u32::MAX, LeaseState::Active);
+        let wanted = LeaseView { state: LeaseState::Pending, ..held.clone() };
+        let lost = [Change::Lost { slot: 1, id: "id1".into(), reason: "gone".into() }];
+        let lines = news.after(&lost, &seen_by(vec![wanted]), begin);
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; another one is being asked for"]);
+        let was = "gpusession: GPU lease l1 was lost: gone; programs that are started now have another one";
+        for changes in [vec![Change::Granted { slot: 1 }], vec![Change::Changed { slot: 1 }]] {
+            assert_eq!(news.after(&changes, &seen_by(vec![held.clone()]), begin)[&1000], [was]);
+        }
+        let end = news.next_end().unwrap();
+        assert_eq!(end, begin + REPLACED);
+        assert!(news.after(&[], &seen_by(vec![held]), end).is_empty() && news.next_end().is_none());
     }
 
     #[test]

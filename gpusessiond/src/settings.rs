@@ -2,14 +2,15 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tokio::sync::{Mutex, watch};
 use tracing::{error, info, warn};
 
 use crate::access::Gate;
-use crate::config::{Class, Config, ConfigError};
-use crate::leases::{Leases, Spec};
+use crate::config::{Config, ConfigError};
+use crate::leases::{Leases, Owner, Spec};
 
 /// See the module.
 pub struct Settings {
@@ -19,13 +20,27 @@ pub struct Settings {
     leases: Arc<dyn Leases>,
     /// One change at a time.
     changing: Mutex<()>,
+    /// Leases for users who are not known.
+    unknown_users: watch::Sender<Vec<Spec>>,
 }
+
+/// How long the user database may take; the start waits meanwhile.
+const LOOK_UP: Duration = Duration::from_secs(1);
+/// Until users who were not known are looked up again.
+const ASK_AGAIN: Duration = Duration::from_secs(30);
 
 impl Settings {
     /// A configuration that was read from `path`; nothing is wanted before [`Settings::apply`].
     pub fn new(path: PathBuf, config: Config, gate: Arc<Gate>, leases: Arc<dyn Leases>) -> Arc<Self> {
         let current = watch::channel(Arc::new(config)).0;
-        Arc::new(Self { path, current, gate, leases, changing: Mutex::new(()) })
+        Arc::new(Self {
+            path,
+            current,
+            gate,
+            leases,
+            changing: Mutex::new(()),
+            unknown_users: watch::channel(Vec::new()).0,
+        })
     }
 
     /// The configuration as it is now.
@@ -43,14 +58,34 @@ impl Settings {
         self.current.subscribe()
     }
 
-    /// Wants what the configuration says.
+    /// Wants what the configuration says, and says where it names users whom nobody knows.
     pub async fn apply(&self) {
+        self.want().await;
+        for spec in self.unknown_users.borrow().iter() {
+            warn!("lease {}: there is no user {}", spec.name, spec.user);
+        }
+    }
+
+    async fn want(&self) {
         let config = self.get();
         self.gate.set(config.access.clone());
         if config.transport != Config::default().transport {
             warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
         }
-        self.leases.configure(specs(&config).await).await;
+        let specs = specs(&config).await;
+        let unknown = |s: &&Spec| s.uid.is_none() && matches!(s.owner, Owner::User(_));
+        self.unknown_users.send_replace(specs.iter().filter(unknown).cloned().collect());
+        self.leases.configure(specs).await;
+    }
+
+    /// Asks again for users whom the user database did not know: at boot it may come after this daemon.
+    pub async fn follow_users(&self) {
+        let mut unknown = self.unknown_users.subscribe();
+        while unknown.wait_for(|unknown| !unknown.is_empty()).await.is_ok() {
+            tokio::time::sleep(ASK_AGAIN).await;
+            let _one = self.changing.lock().await;
+            self.want().await;
+        }
     }
 
     /// Reads the files anew and applies what changed. With files that cannot be used, everything stays as it is.
@@ -80,17 +115,20 @@ impl Settings {
 
 /// The leases of a configuration, with the uids of the users that it names.
 async fn specs(config: &Config) -> Vec<Spec> {
-    let mut specs = Vec::with_capacity(config.leases.len());
-    for (order, lease) in (0..).zip(&config.leases) {
-        let mut spec = Spec::configured(lease, order);
-        if let Some(name) = lease.for_user.clone() {
-            let user = tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name)).await;
-            spec.uid = user.ok().and_then(Result::ok).flatten().map(|u| u.uid.as_raw());
-            if spec.uid.is_none() && matches!(lease.class, Class::Boot | Class::Background) {
-                warn!("lease {}: there is no user {}", lease.name, spec.user);
-            }
+    let look_up = |name: String| tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name));
+    // All at once: a database that hangs holds up the start once.
+    let specs: Vec<_> = (0..)
+        .zip(&config.leases)
+        .map(|(order, lease)| (Spec::configured(lease, order), lease.for_user.clone().map(look_up)))
+        .collect();
+    let deadline = tokio::time::Instant::now() + LOOK_UP;
+    let mut found = Vec::with_capacity(specs.len());
+    for (mut spec, user) in specs {
+        if let Some(user) = user {
+            let user = tokio::time::timeout_at(deadline, user).await.ok().and_then(Result::ok);
+            spec.uid = user.and_then(Result::ok).flatten().map(|u| u.uid.as_raw());
         }
-        specs.push(spec);
+        found.push(spec);
     }
-    specs
+    found
 }

@@ -213,22 +213,48 @@ fn says_no_polkit(error: &zbus::Error) -> bool {
 pub struct Creating<'a> {
     shared: &'a Shared,
     owner: u32,
+    persistent: bool,
 }
+
+/// How many leases of a user are in the making.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct UnderWay {
+    all: usize,
+    persistent: usize,
+}
+
+/// Persistent leases of one user.
+const MAX_PERSISTENT: usize = 2;
 
 impl<'a> Creating<'a> {
     /// Reserves one of the leases that a user may hold beside the configured ones. Only root goes beyond `extra_leases`.
-    pub fn begin(shared: &'a Shared, caller: u32, owner: u32) -> Result<Self> {
+    pub fn begin(shared: &'a Shared, caller: u32, owner: u32, persistent: bool) -> Result<Self> {
         let mut creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        let under_way = creating.get(&owner).copied().unwrap_or(0);
-        may_hold_more(shared, caller, owner, under_way)?;
-        creating.insert(owner, under_way + 1);
-        Ok(Self { shared, owner })
+        let under_way = creating.entry(owner).or_default();
+        let allowed = may_hold_more(shared, caller, owner, under_way.all).and_then(|()| {
+            let leases = shared.leases.snapshot();
+            let held = |l: &&LeaseView| l.uid == owner && l.spec.persistent;
+            let held = leases.borrow().leases.iter().filter(held).count();
+            if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
+                return Err(BusError::quota_exceeded(format!(
+                    "at most {MAX_PERSISTENT} persistent leases of one user"
+                )));
+            }
+            Ok(())
+        });
+        if allowed.is_ok() {
+            under_way.all += 1;
+            under_way.persistent += usize::from(persistent);
+        } else if *under_way == UnderWay::default() {
+            creating.remove(&owner);
+        }
+        allowed.map(|()| Self { shared, owner, persistent })
     }
 
     /// Whether [`Creating::begin`] would.
     pub fn could(shared: &Shared, caller: u32, owner: u32) -> bool {
         let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        may_hold_more(shared, caller, owner, creating.get(&owner).copied().unwrap_or(0)).is_ok()
+        may_hold_more(shared, caller, owner, creating.get(&owner).map_or(0, |u| u.all)).is_ok()
     }
 }
 
@@ -253,9 +279,10 @@ fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> 
 impl Drop for Creating<'_> {
     fn drop(&mut self) {
         let mut creating = self.shared.creating.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(count) = creating.get_mut(&self.owner) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(under_way) = creating.get_mut(&self.owner) {
+            under_way.all -= 1;
+            under_way.persistent -= usize::from(self.persistent);
+            if under_way.all == 0 {
                 creating.remove(&self.owner);
             }
         }

@@ -47,7 +47,7 @@ pub struct Shared {
     /// Every configured lease has been held at once since the start.
     pub(crate) boot_complete: Mutex<bool>,
     /// Leases being created, per owner.
-    pub(crate) creating: Mutex<HashMap<u32, usize>>,
+    pub(crate) creating: Mutex<HashMap<u32, authority::UnderWay>>,
     /// Why polkit did not decide when it was last asked; empty if it did.
     pub(crate) polkit_trouble: Mutex<String>,
 }

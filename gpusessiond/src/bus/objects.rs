@@ -23,8 +23,6 @@ use crate::values::path_element;
 
 /// `CreateLease` flag: the lease outlives its requester.
 const PERSISTENT: u64 = 1;
-/// Leases of one user that outlive their requester.
-const MAX_PERSISTENT: usize = 2;
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
 /// How long `CanCreateLease` waits for a server.
@@ -299,12 +297,7 @@ impl Manager {
         }
         let owner = self.owner(&mut request, uid)?;
         call.may(Self::deed(uid, owner)).await?;
-        let creating = Creating::begin(&self.shared, uid, owner)?;
-        if persistent && uid != 0 && self.persistent(owner) >= MAX_PERSISTENT {
-            return Err(BusError::quota_exceeded(format!(
-                "at most {MAX_PERSISTENT} persistent leases of one user"
-            )));
-        }
+        let creating = Creating::begin(&self.shared, uid, owner, persistent)?;
         let mut spec = request.spec;
         spec.persistent = persistent;
         spec.user = self.shared.settings.gate().person(owner).await.name.unwrap_or_default();
@@ -597,14 +590,6 @@ async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {
         Ok(left) => Ok(usec(left)),
         Err(e) if e.trouble == Trouble::NoSuchLease => Err(BusError::lease_lost(e.message)),
         Err(e) => Err(e.into()),
-    }
-}
-
-impl Manager {
-    fn persistent(&self, uid: u32) -> usize {
-        let leases = self.shared.leases.snapshot();
-        let snapshot = leases.borrow();
-        snapshot.leases.iter().filter(|l| l.uid == uid && l.spec.persistent).count()
     }
 }
 

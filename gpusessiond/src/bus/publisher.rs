@@ -178,7 +178,7 @@ impl Publisher {
 
     /// Makes the bus look like the snapshot.
     async fn show(&mut self, snapshot: Arc<Snapshot>) -> zbus::Result<()> {
-        if snapshot.pool().0 == snapshot.pool().1 && snapshot.servers.iter().any(|s| s.state == "online") {
+        if snapshot.booted() && snapshot.servers.iter().any(|s| s.state == "online") {
             *self.shared.boot_complete.lock().unwrap_or_else(|e| e.into_inner()) = true;
         }
         self.show_servers(&snapshot).await?;

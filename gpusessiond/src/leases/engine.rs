@@ -26,6 +26,8 @@ use crate::config::Class;
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
+/// Shown for a user whom the user database does not know: neither everyone nor anybody.
+const UNKNOWN_USER: u32 = u32::MAX - 1;
 /// How long a watch pauses before it reconnects, at first and at most.
 const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
@@ -883,7 +885,7 @@ impl Actor {
                     id: held.map_or(pending_name, |h| h.lease.id.clone()),
                     uid: match spec.owner {
                         Owner::Uid(uid) => uid,
-                        Owner::User(_) => spec.uid.unwrap_or(u32::MAX),
+                        Owner::User(_) => spec.uid.unwrap_or(UNKNOWN_USER),
                         Owner::Everyone => u32::MAX,
                     },
                     state: held.map_or(LeaseState::Pending, |h| h.state),

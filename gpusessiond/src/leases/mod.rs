@@ -508,6 +508,12 @@ impl Snapshot {
             configured().filter(|l| l.state != LeaseState::Pending).map(|l| l.devices.len() as u32).sum();
         (configured().map(|l| l.spec.gpus).sum(), ready)
     }
+
+    /// Whether every lease of class boot that the configuration wants is held.
+    pub fn booted(&self) -> bool {
+        let mut boot = self.leases.iter().filter(|l| !l.spec.once && l.spec.class == Class::Boot);
+        boot.all(|l| l.state != LeaseState::Pending)
+    }
 }
 
 /// What happened, and how things are after it.

@@ -92,7 +92,7 @@ def run(site, check):
               "su -l alice -c 'touch ~/.zshrc'; rm -rf /run/shells")
     client.write("/root/shells.py", SHELLS)
     client.start("shells", "python3 /root/shells.py")
-    client.until("test $(find /run/shells -size +0 | wc -l) -ge 5", 20)
+    client.until("test $(find /run/shells -type f -size +0 | wc -l) -ge 5", 20)
     before = lease(client, "everyone")
     client.start("holder", "killVictim 64", user="alice")
     client.until("grep -q READY /run/holder.out", 20)
@@ -116,16 +116,22 @@ def run(site, check):
     with check("sh, which has no hook for prompts, says it when it starts"):
         seen = client.ok("ssh -tt alice@client 'exec dash -l -i'", stdin="exit\n")
         assert seen.count("is lost") == 1, seen
-    with check("when the GPUs are back nobody is told anything any more"):
+    with check("when the GPUs are back each prompt says once why a program has ended"):
         server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
         server.ok(f"gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
         client.until("gpusession status | grep -q 'everyone .*\\bready'", 40)
-        client.until("test ! -s /run/gpusession/notice/1000", 10)
+        client.until("grep 'was lost: .*; programs that are started now have another one' /run/gpusession/notice/1000", 10)
+        for shell in ("bash", "zsh", "fish", "tcsh"):
+            client.until(f"grep -a 'was lost' /run/shells/{shell}", 10)
         client.ok("systemctl stop shells holder; true")
         for shell, times in {"bash": 1, "zsh": 1, "fish": 1, "tcsh": 1, "off": 0}.items():
             seen = client.ok(f"cat /run/shells/{shell}")
-            assert seen.count("is lost") == times, f"{shell}: {seen.count('is lost')} times\n{seen[-3000:]}"
+            for text in ("is lost", "was lost"):
+                assert seen.count(text) == times, f"{shell}: {text} {seen.count(text)} times\n{seen[-3000:]}"
             assert "rror" not in seen and "not found" not in seen, seen
+    # What was lost is not spoken of by another daemon.
+    client.ok("systemctl restart gpusession")
+    client.until("gpusession status | grep -q 'is ready' && test ! -e /run/gpusession/notice/1000", 20)
     client.write("/root/forks.py", FORKS)
 
     def forks(shell, off=""):
