@@ -15,6 +15,8 @@ use crate::exit::{Failure, Result, code};
 /// The list of our folders that packages install, and the link that makes the loader read it.
 const LIST: &str = "usr/share/gpusession/ld.so.conf";
 const LINK: &str = "etc/ld.so.conf.d/gpusession.conf";
+/// What it leads to where an administrator does not want that.
+const NOTHING: &str = "/dev/null";
 /// Debian's profile of the PAM module.
 const PROFILE: &str = "usr/share/pam-configs/gpusession";
 
@@ -132,12 +134,15 @@ impl System {
         }
     }
 
-    /// `setup-libs --remove`: takes our library from the loader.
+    /// `setup-libs --remove`: takes our library from the loader. A link to nothing stays, so that an upgrade does not give it back.
     pub fn remove_libraries(&self) -> Result<Outcome> {
         let link = self.root.join(LINK);
         match fs::remove_file(&link) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&link, &error)),
             _ => {}
+        }
+        if self.root.join(LIST).exists() {
+            symlink(NOTHING, &link).map_err(|error| at(&link, &error))?;
         }
         self.ldconfig(&[])?;
         let first = self.drivers()?.into_iter().next();
@@ -295,7 +300,11 @@ mod tests {
         assert_eq!(system.libraries(false).unwrap(), outcome, "twice is as good as once");
         system.remove_libraries().unwrap();
         assert_eq!(first(&system), None);
-        assert!(!root.path().join(LINK).exists());
+        assert_eq!(
+            fs::read_link(root.path().join(LINK)).unwrap(),
+            Path::new(NOTHING),
+            "an upgrade leaves it alone"
+        );
         system.remove_libraries().unwrap();
     }
 

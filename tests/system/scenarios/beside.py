@@ -70,3 +70,7 @@ def run(site, check):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
         client.ok("gpusession setup-libs --remove && dpkg -P libcuda1 2>&1")
         expect(client.ok("gpusession setup-libs"), "programs use")
+    with check("setup-libs --remove lasts: an upgrade does not give ours to the loader again"):
+        client.ok("gpusession setup-libs --remove && dpkg -i /root/debs/gpusession-libs_*.deb 2>&1")
+        client.fails(LIBRARY)
+        expect(client.ok("gpusession setup-libs"), "programs use")

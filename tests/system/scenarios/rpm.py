@@ -54,6 +54,9 @@ def run(site, check):
         host.push(older, "/root/older")
         host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
         host.ok("id gpusession && id gpuserver")
+        host.ok(f"gpusession setup-libs --remove && {rpm} -U --replacepkgs --oldpackage /root/older/gpusession-libs-*.rpm 2>&1")
+        host.fails(LIBRARY)
+        host.ok("gpusession setup-libs")
         expect(host.ok(LIBRARY), "/usr/lib64/gpusession/libcuda.so.1")
         host.fails("systemctl is-active gpusession gpuserver")
     with check("a program runs on a leased GPU"):
