@@ -349,7 +349,8 @@ async fn restarting(bus: &zbus::Connection) -> bool {
         let job = proxy(job, "org.freedesktop.systemd1.Job").await?;
         job.get_property::<String>("JobType").await
     };
-    match tokio::time::timeout(Duration::from_secs(2), ask).await {
+    // Long: taken for a stop, a restart would give the leases back.
+    match tokio::time::timeout(Duration::from_secs(10), ask).await {
         Ok(Ok(kind)) => kind == "restart",
         Ok(Err(error)) => {
             warn!("systemd does not say whether this is a restart: {error}");
@@ -434,6 +435,8 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
             let _ = settings.reload().await;
         }
     };
+    let users = settings.clone();
+    tokio::spawn(async move { users.follow_users().await });
     let mut changed = settings.subscribe();
     let following = async {
         while changed.changed().await.is_ok() {

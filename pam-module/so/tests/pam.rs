@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use gpusession_login::{MAX_REPLY, Reply, Request};
 
 /// The deadline that the tests give the module.
-const TIMEOUT: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(4);
 /// What a login may take beyond it: loading libpam, and a busy machine. One that waited twice would take longer.
-const SLACK: Duration = Duration::from_millis(1900);
+const SLACK: Duration = Duration::from_millis(3900);
 
 /// A library that cargo builds with this test program; `deps` is the folder of both.
 fn built(below_deps: &str) -> PathBuf {

@@ -214,7 +214,8 @@ async fn programs_outlive_the_server() {
     let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();
     assert_eq!((&record["program"], &record["calls"]), (&"vectorAdd".into(), &7.into()));
     // A stop is a stop.
-    let pids: Vec<u32> = server.workers().iter().map(|w| pid(&w["pid"])).collect();
+    let pids: Vec<u32> =
+        server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     assert!(pids.len() >= 3 && systemd.workers() >= 3);
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
     assert!(!pids.iter().any(|p| alive(*p)));
@@ -261,7 +262,8 @@ async fn what_is_not_understood_is_ended() {
         eventually("it ended", async || !alive(pid(&gone["pid"]))).await;
     }
     assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
-    let pids: Vec<u32> = server.workers().iter().map(|w| pid(&w["pid"])).collect();
+    let pids: Vec<u32> =
+        server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     eventually("what is kept is what there is", async || systemd.workers() == server.workers().len()).await;
     // Nor do they listen to an end by force.
     assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));

@@ -178,7 +178,7 @@ async fn a_worker_has_no_more_of_the_servers_memory_than_its_limit() {
     );
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;
     let stays = server.client("vm-0").await.allocate(50.0).await.unwrap();

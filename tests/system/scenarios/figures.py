@@ -34,7 +34,7 @@ def run(site, check):
         client.lab("reboot")
         client.until("gpusession status | grep -q 'is ready'", 20)
         up = "systemctl show -P ActiveEnterTimestampMonotonic network-online.target"
-        granted = ("journalctl -b -t gpusessiond -o json --no-pager | python3 -c \"import json, sys; "
+        granted = ("journalctl --sync; journalctl -b -t gpusessiond -o json --no-pager | python3 -c \"import json, sys; "
                    "print(next(int(l['__MONOTONIC_TIMESTAMP']) for l in map(json.loads, sys.stdin) if l.get('GPUSESSION_LEASE')))\"")
         start = "systemctl show -P ExecMainStartTimestampMonotonic gpusession"
         started, lease = int(client.ok(start)), int(client.ok(granted))
@@ -67,7 +67,7 @@ def run(site, check):
         note(client.ok("su -l alice -c 'vectorAdd >/dev/null; time -p vectorAdd' 2>&1 | awk '/^real/ { print $2 \" s\" }'"))
     with check("device memory free again after kill -9 (goal: 2 s)") as note:
         before = client.ok("su -l alice -c memFree")
-        client.start("holder", "python3 /usr/local/bin/idle_program.py 0.5 </dev/zero", user="alice")
+        client.start("holder", "python3 /usr/local/bin/idle_program.py 0.5 < <(sleep 1000)", user="alice")
         client.until(f"test $(su -l alice -c memFree) -lt {before}", 20)
         free = ("import os, subprocess, time; pid = int(subprocess.check_output(['pgrep', '-f', '^python3 .*idle_program'])); begin = time.monotonic(); "
                 f"os.kill(pid, 9)\nwhile subprocess.check_output(['su', '-l', 'alice', '-c', 'memFree']).strip() != b'{before}': pass\n"

@@ -137,7 +137,7 @@ def run(site, check):
         server.until("gpuserver ps | grep longRun", 20)
         client.ok("echo check >/tmp/holder")
         expect(client.until("grep error /run/holder.out", 20), "error 46")
-        expect(server.ok("journalctl -b -t gpuserver -o cat --no-pager"), "not free again within 2s (return_limit)")
+        expect(server.ok("journalctl --sync; journalctl -b -t gpuserver -o cat --no-pager"), "not free again within 2s (return_limit)")
         client.ok("pkill longRun; gpusession release /root/full.toml")
         client.until(f"gpusession list --json | grep -q {name}", 10)
     server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")

@@ -60,7 +60,7 @@ def run(site, check):
     host.push([site.deb(name) for name in ("gpuserver", "gpusession-libs")], "/root/newer")
     host.install([deb for deb in older(site) if deb.name.startswith(("gpuserver", "gpusession-libs"))])
     host.until(f"{SERVER} status", 20)
-    lives_through(f"{UPGRADE}; test \"$(dpkg-query -W -f '${{Version}}' gpuserver)\" != 0.0.9-1", "an upgrade")
+    lives_through(f"{UPGRADE}; test \"$(dpkg-query -W -f '${{Version}}' gpuserver)\" != 0.0.9-1", "an upgrade", 15)
     with check("stopped, it drains, ends its program and leaves no process"):
         client.start("program", f"{RUN} longRun 60; echo status $?", user="alice")
         host.until(f"{SERVER} ps | grep longRun", 20)

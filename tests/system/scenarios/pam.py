@@ -49,8 +49,8 @@ HOW = {
 }
 # These leave nothing to wait for; the one that drips hears of a login's end with its next byte.
 AT_ONCE = {"refused": 0, "closes": 0, "garbage": 0, "drip": 100, "toomuch": 0, "stranger": 0}
-# What the module may wait for the daemon (timeout_ms), and how much later it may go on: its end is rounded up to the kernel's ticks.
-DEADLINE, LATE = 500, 20
+# What the module may wait for the daemon (timeout_ms), and how much later it may go on: a stand-in in Python answers some of these, too.
+DEADLINE, LATE = 500, 100
 # The same for whole logins, which do more than that and never take as long twice. One that waited a second time would be later by DEADLINE.
 LOGIN_LATE = 150
 # A machine that does other things makes logins slower, never faster: of this many, most have to stay within their limit where only the

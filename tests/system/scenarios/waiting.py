@@ -48,9 +48,9 @@ def run(site, check):
         seen = "".join(other.ok(f"busctl get-property org.gpusession1 /org/gpusession1/lease/{name} org.gpusession1.Lease QueuePosition WaitsFor")
                        for name in ("first", "second"))
         assert all(text in seen for text in ("(uu) 1 2", "(uu) 2 2", "GPU(s) are wanted")), seen
-        expect(other.ok("journalctl -b -t gpusessiond MESSAGE_ID=3c5bcca2e10b4c509583dce6a9babeb1 -o cat --no-pager"), "lease first waits: position")
+        expect(other.ok("journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=3c5bcca2e10b4c509583dce6a9babeb1 -o cat --no-pager"), "lease first waits: position")
         expect(other.ok("systemctl status gpusession --no-pager"), "waiting: position")
-        expect(site.servers[0].ok("journalctl -b -t gpuserver MESSAGE_ID=1b2f23ff354d44fb8b9cec6cfd471c07 -o cat --no-pager"), "client2")
+        expect(site.servers[0].ok("journalctl --sync; journalctl -b -t gpuserver MESSAGE_ID=1b2f23ff354d44fb8b9cec6cfd471c07 -o cat --no-pager"), "client2")
     with check("alice reads it at her prompt there, once"):
         other.write("/root/prompt.exp", PROMPT)
         seen = other.ok("expect /root/prompt.exp")
