@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
 use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
 use gpusessiond::bus::{NAME, PATH};
-use gpusessiond::config::Config;
+use gpusessiond::config::{Class, Config};
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Wish};
 use gpusessiond::pool::{PoolError, Trouble};
@@ -90,6 +90,26 @@ async fn next_signals(stream: &mut MessageStream, until: &str) -> Vec<String> {
     };
     tokio::time::timeout(PATIENCE, collect).await.unwrap_or_else(|_| panic!("no {until}"));
     seen
+}
+
+#[tokio::test]
+async fn a_lease_that_fills_up_is_not_waited_for_at_boot() {
+    let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 3));
+    let engine = engine(&[&sim]);
+    let mut config = config(&[2, 3]);
+    config.leases[1].class = Class::Background;
+    let _api = serve(&bus, &engine, &config).await;
+    want(&engine, &config).await;
+    let manager = manager(&bus.connect().await).await;
+    let complete = async {
+        while !manager.get_property::<bool>("BootAllocationComplete").await.unwrap() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, complete).await.unwrap();
+    let (wanted, ready): (u32, u32) =
+        (manager.get_property("PoolTarget").await.unwrap(), manager.get_property("PoolReady").await.unwrap());
+    assert_eq!((wanted, ready), (5, 2));
 }
 
 #[tokio::test]
@@ -571,7 +591,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
     let engine = engine(&[&sim]);
     let mut config = config(&[1]);
-    config.leases[0].class = gpusessiond::config::Class::Session;
+    config.leases[0].class = Class::Session;
     let _api = serve(&bus, &engine, &config).await;
     common::settings(&engine, &config, std::path::Path::new("/nonexistent")).apply().await;
     let connection = bus.connect().await;
