@@ -25,7 +25,8 @@ pub fn of(pid: u32) -> Vec<Thread> {
     let mut threads: Vec<Thread> = tasks
         .filter_map(|task| parse(&fs::read_to_string(task.path().join("stat")).ok()?, tick_usec))
         .collect();
-    threads.sort_by_key(|t| t.tid);
+    // Numbers begin anew some time.
+    threads.sort_by_key(|t| (t.tid != pid, t.tid));
     threads
 }
 

@@ -461,8 +461,10 @@ impl Target {
             let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".toml"));
             name.is_some_and(|n| n == "gpuserver" || n.starts_with("gpuserver-"))
         };
+        // The server without a name needs no file.
+        let unnamed = file.with_file_name("gpuserver.toml");
         let files: BTreeSet<PathBuf> =
-            folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone()]).collect();
+            folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone(), unnamed]).collect();
         files
             .into_iter()
             .map(|f| Self::here(&f, read_config(&f, f == file && cli.config.is_some())))
@@ -489,14 +491,18 @@ fn ps(
         if server.remote.is_some() {
             return Err(admin::local_only("--all asks the servers of this host").into());
         }
-        let mut runs = false;
+        let mut answered = false;
         for server in Target::beside(cli) {
-            if let Some(value) = running(&server, &ask)? {
-                runs = true;
-                rows.extend(serde_json::from_value::<Vec<admin::PsRow>>(value)?);
+            match running(&server, &ask) {
+                Ok(Some(value)) => {
+                    answered = true;
+                    rows.extend(serde_json::from_value::<Vec<admin::PsRow>>(value)?);
+                }
+                Ok(None) => {}
+                Err(e) => eprintln!("gpuserver: {}: {e:#}", server.socket.display()),
             }
         }
-        if !runs {
+        if !answered {
             must_run(server, &ask)?;
         }
     } else {
