@@ -75,10 +75,13 @@ fn main() -> ExitCode {
         std::process::exit(INTERNAL.into());
     }));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
-    match runtime
-        .context("runtime")
-        .and_then(|runtime| runtime.block_on(daemon(path, config, level, inherited)))
-    {
+    let ended = runtime.context("runtime").and_then(|runtime| {
+        let ended = runtime.block_on(daemon(path, config, level, inherited));
+        // A user database that hangs does not keep it.
+        runtime.shutdown_background();
+        ended
+    });
+    match ended {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             error!("{error:#}");

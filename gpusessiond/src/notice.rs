@@ -58,8 +58,8 @@ pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
 #[derive(Default)]
 struct News {
     said: BTreeMap<Slot, String>,
-    /// Leases that were lost and are there again: what was said of it is said until then.
-    replaced: BTreeMap<Slot, (String, Instant)>,
+    /// Leases that were lost: what is said of it once there is another one, and from then on until when.
+    replaced: BTreeMap<Slot, (String, Option<Instant>)>,
 }
 
 /// What happens, and how much time is left; the server says only why, where that is over.
@@ -78,7 +78,7 @@ impl News {
     /// The lines of each user after some changes.
     fn after(&mut self, changes: &[Change], snapshot: &Snapshot, now: Instant) -> BTreeMap<u32, Vec<String>> {
         let find = |slot: Slot| snapshot.leases.iter().find(|l| l.slot == slot);
-        self.replaced.retain(|_, (_, end)| *end > now);
+        self.replaced.retain(|_, (_, end)| end.is_none_or(|end| end > now));
         for change in changes {
             match change {
                 Change::PrepareForLoss { slot, left, reason, .. } => {
@@ -97,13 +97,16 @@ impl News {
                         let text = format!(
                             "GPU lease {name} was lost: {reason}; programs that are started now have another one"
                         );
-                        self.replaced.insert(*slot, (text, now + REPLACED));
+                        self.replaced.insert(*slot, (text, None));
                     }
                 }
                 // In use again, or held again: the warning is over.
                 Change::Granted { slot } | Change::Changed { slot } => {
                     if find(*slot).is_none_or(|l| l.state == LeaseState::Active) {
                         self.said.remove(slot);
+                        if let Some((_, end)) = self.replaced.get_mut(slot) {
+                            end.get_or_insert(now + REPLACED);
+                        }
                     }
                 }
                 Change::Removed { slot, .. } | Change::Failed { slot, .. } => {
@@ -125,7 +128,7 @@ impl News {
 
     /// When there is less to say, though nothing happens.
     fn next_end(&self) -> Option<Instant> {
-        self.replaced.values().map(|(_, end)| *end).min()
+        self.replaced.values().filter_map(|(_, end)| *end).min()
     }
 
     fn line(&self, lease: &LeaseView) -> Option<String> {
@@ -172,10 +175,14 @@ impl Files {
         Self { folder, shown: BTreeMap::new(), failing: false }
     }
 
+    fn remove(&self, uid: u32) {
+        let _ = fs::remove_file(self.folder.join(uid.to_string()));
+        let _ = fs::remove_dir_all(self.folder.join(folder_of(uid)));
+    }
+
     fn show(&mut self, lines: &BTreeMap<u32, Vec<String>>) {
         for uid in self.shown.keys().filter(|uid| !lines.contains_key(uid)) {
-            let _ = fs::remove_file(self.folder.join(uid.to_string()));
-            let _ = fs::remove_dir_all(self.folder.join(folder_of(*uid)));
+            self.remove(*uid);
         }
         self.shown.retain(|uid, _| lines.contains_key(uid));
         for (uid, lines) in lines {
@@ -187,11 +194,14 @@ impl Files {
                     self.failing = false;
                     self.shown.insert(*uid, lines.clone());
                 }
-                Err(error) if !self.failing => {
-                    warn!("{}: {error}: prompts show no notices", self.folder.display());
-                    self.failing = true;
+                Err(error) => {
+                    // Not half of it, and not for ever.
+                    self.remove(*uid);
+                    self.shown.remove(uid);
+                    if !std::mem::replace(&mut self.failing, true) {
+                        warn!("{}: {error}: prompts show no notices", self.folder.display());
+                    }
                 }
-                Err(_) => {}
             }
         }
     }
@@ -202,7 +212,7 @@ fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
     let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
     places::publish(&folder.join(uid.to_string()), text.as_bytes())?;
 
-    let (names, new) = (folder.join(folder_of(uid)), folder.join(format!(".{uid}.new")));
+    let (names, new) = (folder.join(folder_of(uid)), folder.join(format!(".{uid}.lines.new")));
     let _ = fs::remove_dir_all(&new);
     fs::create_dir(&new)?;
     // The daemon's umask is strict.
@@ -311,11 +321,11 @@ mod tests {
 
     #[test]
     fn a_lost_lease_is_spoken_of_when_there_is_another_one() {
-        let (mut news, begin) = (News::default(), Instant::now());
+        let (mut news, begin) = (News::default(), Instant::now() + 2 * REPLACED);
         let held = lease(1, u32::MAX, LeaseState::Active);
         let wanted = LeaseView { state: LeaseState::Pending, ..held.clone() };
         let lost = [Change::Lost { slot: 1, id: "id1".into(), reason: "gone".into() }];
-        let lines = news.after(&lost, &seen_by(vec![wanted]), begin);
+        let lines = news.after(&lost, &seen_by(vec![wanted]), begin - 2 * REPLACED);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; another one is being asked for"]);
         let was = "gpusession: GPU lease l1 was lost: gone; programs that are started now have another one";
         for changes in [vec![Change::Granted { slot: 1 }], vec![Change::Changed { slot: 1 }]] {

@@ -1,11 +1,14 @@
 //! The configuration as it is now, and how it changes while the daemon runs.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nix::unistd::User;
 use sd_notify::NotifyState;
 use tokio::sync::{Mutex, watch};
+use tokio::task::JoinHandle;
 use tracing::{error, info, warn};
 
 use crate::access::Gate;
@@ -22,6 +25,7 @@ pub struct Settings {
     changing: Mutex<()>,
     /// Leases for users who are not known.
     unknown_users: watch::Sender<Vec<Spec>>,
+    users: Mutex<Users>,
 }
 
 /// How long the user database may take; the start waits meanwhile.
@@ -40,6 +44,7 @@ impl Settings {
             leases,
             changing: Mutex::new(()),
             unknown_users: watch::channel(Vec::new()).0,
+            users: Mutex::default(),
         })
     }
 
@@ -61,18 +66,22 @@ impl Settings {
     /// Wants what the configuration says, and says where it names users whom nobody knows.
     pub async fn apply(&self) {
         self.want().await;
+        if self.get().transport != Config::default().transport {
+            warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
+        }
         for spec in self.unknown_users.borrow().iter() {
-            warn!("lease {}: there is no user {}", spec.name, spec.user);
+            warn!("lease {}: the user database knows no user {}", spec.name, spec.user);
         }
     }
 
     async fn want(&self) {
         let config = self.get();
         self.gate.set(config.access.clone());
-        if config.transport != Config::default().transport {
-            warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
-        }
-        let specs = specs(&config).await;
+        let uids = self.users.lock().await.of(&config).await;
+        self.configure(specs(&config, &uids)).await;
+    }
+
+    async fn configure(&self, specs: Vec<Spec>) {
         let unknown = |s: &&Spec| s.uid.is_none() && matches!(s.owner, Owner::User(_));
         self.unknown_users.send_replace(specs.iter().filter(unknown).cloned().collect());
         self.leases.configure(specs).await;
@@ -84,7 +93,12 @@ impl Settings {
         while unknown.wait_for(|unknown| !unknown.is_empty()).await.is_ok() {
             tokio::time::sleep(ASK_AGAIN).await;
             let _one = self.changing.lock().await;
-            self.want().await;
+            let config = self.get();
+            let uids = self.users.lock().await.of(&config).await;
+            // Nothing else is to be asked for again by this.
+            if self.unknown_users.borrow().iter().any(|s| uids.contains_key(&s.user)) {
+                self.configure(specs(&config, &uids)).await;
+            }
         }
     }
 
@@ -114,21 +128,74 @@ impl Settings {
 }
 
 /// The leases of a configuration, with the uids of the users that it names.
-async fn specs(config: &Config) -> Vec<Spec> {
-    let look_up = |name: String| tokio::task::spawn_blocking(move || nix::unistd::User::from_name(&name));
-    // All at once: a database that hangs holds up the start once.
-    let specs: Vec<_> = (0..)
-        .zip(&config.leases)
-        .map(|(order, lease)| (Spec::configured(lease, order), lease.for_user.clone().map(look_up)))
-        .collect();
-    let deadline = tokio::time::Instant::now() + LOOK_UP;
-    let mut found = Vec::with_capacity(specs.len());
-    for (mut spec, user) in specs {
-        if let Some(user) = user {
-            let user = tokio::time::timeout_at(deadline, user).await.ok().and_then(Result::ok);
-            spec.uid = user.and_then(Result::ok).flatten().map(|u| u.uid.as_raw());
+fn specs(config: &Config, uids: &BTreeMap<String, u32>) -> Vec<Spec> {
+    let leases = (0..).zip(&config.leases);
+    leases
+        .map(|(order, lease)| {
+            let uid = lease.for_user.as_ref().and_then(|name| uids.get(name).copied());
+            Spec { uid, ..Spec::configured(lease, order) }
+        })
+        .collect()
+}
+
+/// A name, and what the user database says of it.
+type Looked = (String, nix::Result<Option<User>>);
+
+/// What the user database says of the users that configurations name.
+#[derive(Default)]
+struct Users {
+    known: BTreeMap<String, u32>,
+    /// A database that hangs keeps one thread, not one for each time that it is asked.
+    asking: Option<JoinHandle<Vec<Looked>>>,
+}
+
+impl Users {
+    /// Asks for all of them. Of those for whom there is no answer in time, what was known before.
+    async fn of(&mut self, config: &Config) -> BTreeMap<String, u32> {
+        let names: BTreeSet<String> = config.leases.iter().filter_map(|l| l.for_user.clone()).collect();
+        if names.is_empty() {
+            return BTreeMap::new();
         }
-        found.push(spec);
+        let ask = || names.into_iter().map(|name| (name.clone(), User::from_name(&name))).collect();
+        let asking = self.asking.get_or_insert_with(|| tokio::task::spawn_blocking(ask));
+        if let Ok(answers) = tokio::time::timeout(LOOK_UP, asking).await {
+            self.asking = None;
+            for (name, answer) in answers.unwrap_or_default() {
+                match answer {
+                    Ok(Some(user)) => drop(self.known.insert(name, user.uid.as_raw())),
+                    Ok(None) => drop(self.known.remove(&name)),
+                    Err(_) => {}
+                }
+            }
+        }
+        self.known.clone()
     }
-    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::LeaseConfig;
+
+    fn config(names: &[&str]) -> Config {
+        let lease =
+            |name: &&str| LeaseConfig { for_user: Some((*name).to_owned()), ..LeaseConfig::default() };
+        Config { leases: names.iter().map(lease).collect(), ..Config::default() }
+    }
+
+    #[tokio::test]
+    async fn users_are_asked_for_and_stay_known_while_the_database_hangs() {
+        let mut users = Users::default();
+        let config = config(&["root", "nobody-of-this-name"]);
+        let uids = users.of(&config).await;
+        assert_eq!(uids, BTreeMap::from([("root".to_owned(), 0)]));
+        assert_eq!(specs(&config, &uids).iter().map(|s| s.uid).collect::<Vec<_>>(), [Some(0), None]);
+        // One that does not answer: nobody is asked beside it, and what it says later counts.
+        let (answer, hangs) = std::sync::mpsc::channel();
+        users.asking = Some(tokio::task::spawn_blocking(move || hangs.recv().unwrap_or_default()));
+        assert_eq!(users.of(&config).await, uids);
+        assert!(users.asking.is_some());
+        answer.send(vec![("root".to_owned(), Ok(None))]).unwrap();
+        assert!(users.of(&config).await.is_empty() && users.asking.is_none());
+    }
 }

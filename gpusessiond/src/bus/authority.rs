@@ -233,7 +233,7 @@ impl<'a> Creating<'a> {
         let under_way = creating.entry(owner).or_default();
         let allowed = may_hold_more(shared, caller, owner, under_way.all).and_then(|()| {
             let leases = shared.leases.snapshot();
-            let held = |l: &&LeaseView| l.uid == owner && l.spec.persistent;
+            let held = |l: &&LeaseView| l.uid == owner && l.spec.persistent && !l.devices.is_empty();
             let held = leases.borrow().leases.iter().filter(held).count();
             if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
                 return Err(BusError::quota_exceeded(format!(

@@ -44,7 +44,7 @@ pub struct Shared {
     pub(crate) calls: Mutex<HashMap<u32, usize>>,
     /// Grows with each published snapshot: replies wait for it, so that what they name exists.
     pub(crate) published: watch::Sender<Arc<Snapshot>>,
-    /// Every configured lease has been held at once since the start.
+    /// Every lease of class boot has been held at once since the start.
     pub(crate) boot_complete: Mutex<bool>,
     /// Leases being created, per owner.
     pub(crate) creating: Mutex<HashMap<u32, authority::UnderWay>>,

@@ -686,7 +686,7 @@ impl Lease {
         self.view.get().id.clone()
     }
 
-    #[zbus(property(emits_changed_signal = "const"), name = "UID")]
+    #[zbus(property, name = "UID")]
     fn uid(&self) -> u32 {
         self.view.get().uid
     }

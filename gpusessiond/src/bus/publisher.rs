@@ -237,6 +237,8 @@ impl Publisher {
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
                 let before = &lease.view.set(view.clone());
                 announce!(lease, emitter, before, view;
+                    // Of a user whom the user database did not know.
+                    u_i_d_changed: |l: &LeaseView| l.uid,
                     state_changed: |l: &LeaseView| l.state,
                     queue_position_changed: waits_at,
                     waits_for_changed: |l: &LeaseView| waits_for(l).to_owned(),

@@ -1201,6 +1201,7 @@ fn same(a: &Snapshot, b: &Snapshot) -> bool {
         && a.leases.iter().zip(&b.leases).all(|(a, b)| {
             a.slot == b.slot
                 && a.id == b.id
+                && a.uid == b.uid
                 && a.state == b.state
                 && a.trouble == b.trouble
                 && a.fencing_token == b.fencing_token

@@ -1287,7 +1287,7 @@ impl Machine {
         self.tick(now);
     }
 
-    /// A session's leader has ended.
+    /// The last of a session's leaders has ended.
     pub fn session_closed(&mut self, now: Time, id: &str) {
         if self.sessions.remove(id).is_none() {
             return;

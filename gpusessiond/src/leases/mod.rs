@@ -411,7 +411,7 @@ pub struct LeaseView {
     pub id: String,
     /// What was asked for.
     pub spec: Spec,
-    /// Owner's uid; that of nobody in particular is `u32::MAX`.
+    /// Owner's uid; that of nobody in particular is `u32::MAX`, of a user who is not known one less.
     pub uid: u32,
     /// State.
     pub state: LeaseState,

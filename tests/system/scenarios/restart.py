@@ -38,6 +38,7 @@ Requires=gpusession-ready.target
 After=gpusession-ready.target
 [Service]
 ExecStart=/bin/sleep infinity
+ExecStop=/bin/sh -c '/usr/local/bin/vectorAdd >/run/needs.out 2>&1'
 """
 # In the daemon's place: as many descriptors as systemd keeps, and one more, of a process that ends with it.
 FULL = "/run/systemd/system/gpusession.service.d/full.conf"
@@ -224,9 +225,11 @@ def run(site, check):
     with check("the client has the new versions"):
         assert "0.0.9" not in client.ok(VERSIONS + " ".join(CLIENT_PACKAGES))
 
-    with check("through all that a unit that needs gpusession-ready.target has gone on; it ends with systemctl stop gpusession"):
+    with check("through all that a unit that needs gpusession-ready.target has gone on; systemctl stop gpusession ends it while it has GPUs"):
         assert client.ok("systemctl show -P MainPID needs") == needs != "0"
+        client.fails("test -e /run/needs.out")
         client.ok("systemctl stop gpusession")
+        expect(client.ok("cat /run/needs.out"), "sums right")
         client.fails("systemctl is-active needs")
         client.ok("systemctl start gpusession; rm /run/systemd/system/needs.service; systemctl daemon-reload")
         client.until("gpusession status | grep -q 'is ready'", 20)
