@@ -65,20 +65,16 @@ impl Settings {
 
     /// Wants what the configuration says, and says where it names users whom nobody knows.
     pub async fn apply(&self) {
-        self.want().await;
-        if self.get().transport != Config::default().transport {
+        let config = self.get();
+        self.gate.set(config.access.clone());
+        let uids = self.users.lock().await.of(&config).await;
+        self.configure(specs(&config, &uids)).await;
+        if config.transport != Config::default().transport {
             warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
         }
         for spec in self.unknown_users.borrow().iter() {
             warn!("lease {}: the user database knows no user {}", spec.name, spec.user);
         }
-    }
-
-    async fn want(&self) {
-        let config = self.get();
-        self.gate.set(config.access.clone());
-        let uids = self.users.lock().await.of(&config).await;
-        self.configure(specs(&config, &uids)).await;
     }
 
     async fn configure(&self, specs: Vec<Spec>) {

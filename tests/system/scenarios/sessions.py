@@ -1,6 +1,6 @@
 """Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
 from harness import Failed, expect
-from scenarios.bus import MANAGER
+from scenarios.bus import MANAGER, escaped
 from scenarios.policy import lease
 from scenarios.restart import typed
 
@@ -46,6 +46,8 @@ GRANTS = "journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=a6447700829
 
 # Free memory of the GPU that a program gets, in MiB, says whose lease it is: 50 % of 2048 MiB are everyone's, 20 % a session's or bob's.
 EVERYONES, OWN = "1024", "409"
+# One whose user comes later, as from a network's database after boot.
+LATE = '[[lease]]\nname = "late"\nfor_user = "carol"\nmemory = "20%"\n'
 # A lease for each of bob's sessions. Two logins of his from one session of alice's, as in two panes of a terminal multiplexer; the
 # first one ends before the second.
 TWICE = '[[lease]]\nname = "twice"\nclass = "session"\nfor_user = "bob"\nmemory = "20%"\n'
@@ -167,6 +169,18 @@ def run(site, check):
         client.ok("systemctl restart gpusession && touch /tmp/pane-restarted")
         seen = client.until("! systemctl is-active panes >/dev/null && cat /run/panes.out", 30)
         assert [word for word in seen.split() if word == OWN] == [OWN] * 3, seen
+    client.write("/etc/gpusession/conf.d/sessions.toml", LATE)
+    client.ok("systemctl reload gpusession")
+    with check("a lease of a user whom nobody knows yet is nobody's, and the user's without a reload once there is one"):
+        client.until(f"{READY} late", 20)
+        late = lease(client, "late")
+        path = f"/org/gpusession1/lease/{escaped(late)}"
+        uid = f"busctl get-property org.gpusession1 {path} org.gpusession1.Lease UID"
+        assert client.ok(uid) == "u 4294967294"
+        client.ok("useradd -m carol")
+        client.until(f'test "$({uid})" = "u $(id -u carol)"', 60)
+        client.ok(f"su -l carol -c 'gpusession release {late}'")
+        client.ok("userdel -rf carol 2>/dev/null; ! id carol")
     client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
     client.ok("gpusession reload")
     with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):
