@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
 /// is written to the socket raises it.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -31,11 +31,13 @@ pub enum ToWorker {
         /// The peer's address, for the log.
         peer: String,
     },
-    /// End now; the client is told `reason`.
+    /// End now; the client is told `reason`. Under MPS as with [`FromWorker::Ended`].
     Stop {
         /// For the client's error text and the log.
         reason: String,
     },
+    /// Answers [`FromWorker::Ended`] under MPS: the GPU work is over, the process may exit.
+    Exit,
     /// Call the driver no more until [`ToWorker::Resume`], if nothing is going on; answered with [`FromWorker::Paused`].
     Pause,
     /// Go on.
@@ -77,7 +79,7 @@ pub struct Start {
     /// Initialise the driver before a client comes (not under MPS).
     pub warm: bool,
     /// It is a client of NVIDIA's MPS: it fails if the driver did not find the daemon, and before it ends the supervisor ends its GPU
-    /// work, once told by [`FromWorker::Ended`], and answers with [`ToWorker::Stop`].
+    /// work, once told by [`FromWorker::Ended`], and answers with [`ToWorker::Exit`].
     pub mps: bool,
     /// Seconds a worker waits for a lost client to come back.
     pub resume_grace_s: u32,
@@ -145,10 +147,12 @@ pub enum FromWorker {
     /// What the process has done so far. Sent at most every second while something changes.
     Usage(Usage),
 
-    /// The client ended or the driver failed: the worker exits after this.
+    /// The client ended, the driver failed, or it was told to stop: the worker exits after this, under MPS after [`ToWorker::Exit`].
     Ended {
         /// Why, for the log and accounting.
         reason: String,
+        /// Whether its GPU work is known to be done.
+        quiet: bool,
     },
     /// The answer to [`ToWorker::Pause`].
     Paused {
@@ -225,6 +229,7 @@ mod tests {
             ToWorker::Start(start),
             ToWorker::Adopt { preface: vec![3; 40], peer: "peer".into() },
             ToWorker::Stop { reason: "reason".into() },
+            ToWorker::Exit,
             ToWorker::Pause,
             ToWorker::Resume,
             ToWorker::MemoryGranted { device: 1, serial: 200, bytes: 300, left: 400 },
@@ -244,7 +249,7 @@ mod tests {
             FromWorker::Admitted { uid: 1000, pid: 42, program: "program".into(), encrypted: true },
             FromWorker::Refused { reason: "refused".into() },
             FromWorker::Usage(usage),
-            FromWorker::Ended { reason: "ended".into() },
+            FromWorker::Ended { reason: "ended".into(), quiet: true },
             FromWorker::Paused { quiet: true },
             FromWorker::Wanted,
             FromWorker::Contained { lacking: vec!["seccomp".into()] },
@@ -259,6 +264,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (1, "34656436c66e3b43"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (2, "e9a0a3c14df23fa7"), "raise VERSION, and write both here");
     }
 }

@@ -41,6 +41,11 @@ pub fn serve() {
     let _ = std::thread::Builder::new().name("simgpu-restore".into()).spawn(work);
 }
 
+/// Whether this process would be a client of MPS, which cannot be checkpointed.
+pub fn under_mps() -> bool {
+    std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
+}
+
 fn perform(
     driver: &'static Driver,
     mail: &Mail,
@@ -49,7 +54,7 @@ fn perform(
     held: &mut Option<RwLockWriteGuard<'static, ()>>,
     saved: &mut Option<Saved>,
 ) -> Result {
-    if !driver.config.checkpoint || std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() {
+    if !driver.config.checkpoint || under_mps() {
         return Err(NOT_SUPPORTED);
     }
     std::thread::sleep(Duration::from_millis(driver.config.checkpoint_ms));

@@ -153,7 +153,8 @@ impl Device {
                     -1
                 }
             }
-            132 | 133 => 0,
+            132 => 0,
+            133 => crate::checkpoint::under_mps().into(),
             135..=138 => 0,
             139 => 0x1eb8_10de,
             140 => 0,

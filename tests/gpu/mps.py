@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import time
 
 import parking
@@ -176,8 +177,8 @@ class Mps(parking.Parking):
             program.process.kill()
             program.process.wait()
 
-    def killed_client(self):
-        """A client is killed in the middle of its work: the other one of its domain does not notice."""
+    def killed_client(self, kernels):
+        """A client is killed in the middle of short kernels or of a long one: the other one of its domain does not notice."""
         other, _, _ = self.program("--memory", "25%")
         leases = {row["lease"] for row in self.leases()}
         beside, _ = self.worker_of(next(iter(leases)))
@@ -185,14 +186,14 @@ class Mps(parking.Parking):
         lease = next(row["lease"] for row in self.leases() if row["lease"] not in leases)
         pid, _ = self.worker_of(lease)
         other.say(f"busy 6 {MANY}")
-        victim.say(f"busy 60 {MANY}")
+        victim.say("long" if kernels == "long" else f"busy 60 {MANY}")
         time.sleep(2)
         used = self.used()
         run = victim.process.pid
         for child in pathlib.Path(f"/proc/{run}/task/{run}/children").read_text().split() or [run]:
             os.kill(int(child), signal.SIGKILL)
         begun = time.monotonic()
-        self.check("its worker is gone within 2 s", self.until(lambda: not os.path.exists(f"/proc/{pid}"), 2))
+        self.check(f"{kernels} kernels: its worker is gone within 2 s", self.until(lambda: not os.path.exists(f"/proc/{pid}"), 2))
         self.note("time until it is", round(time.monotonic() - begun, 2), "s")
         self.note("card before / after", f"{used} / {self.used()}", "MiB")
         self.check("the other one's work goes on", other.expect("did").split()[2] == "0")
@@ -265,6 +266,7 @@ class Mps(parking.Parking):
         parts = {
             "limits": self.part_limits,
             "kill": self.part_kill,
+            "driver": self.part_driver,
             "faults": self.part_faults,
             "throughput": self.part_throughput,
             "isolation": self.part_isolation,
@@ -293,7 +295,50 @@ class Mps(parking.Parking):
         """See `killed_client`; what goes wrong now and then shows by `--repeat`."""
         self.configure('sharing = "mps"')
         for _ in range(self.args.repeat):
-            self.killed_client()
+            self.killed_client("short")
+            self.killed_client("long")
+
+    def part_driver(self):
+        """What becomes of a program without gpusession when another one of its MPS server is killed: why a worker ends as it does."""
+        folder = self.args.out / "mps-driver"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+        program = [*self.native, self.args.python, "mps_program.py"]
+
+        def started():
+            one = parking.Program(program, env, self.log, self.here)
+            self.programs.append(one)
+            one.expect("ready")
+            return one
+
+        def say(line):
+            asked = subprocess.run(["nvidia-cuda-mps-control"], input=line + "\n", env=env, capture_output=True, text=True, timeout=30)
+            return asked.stdout.split()
+
+        def ends(wait):
+            """Whether a program ends with one that is killed so many seconds after MPS was told to end its work; None: it was not told."""
+            other, victim = started(), started()
+            other.say(f"busy 3 {MANY}")
+            victim.say(f"busy 60 {MANY}")
+            time.sleep(1)
+            if wait is not None:
+                self.check("MPS ends its work", all(say(f"terminate_client {s} {victim.process.pid}") == ["0"] for s in say("get_server_list")))
+                time.sleep(wait)
+            victim.process.kill()
+            code = other.expect("did").split()[2]
+            other.end()
+            return code != "0"
+
+        with subprocess.Popen(["nvidia-cuda-mps-control", "-f"], env=env, stdout=self.log, stderr=self.log) as daemon:
+            try:
+                self.check("the daemon answers", self.until(lambda: say("get_default_active_thread_percentage")))
+                for name, wait in (("killed", None), ("MPS told, killed at once", 0), ("MPS told, killed 0.5 s later", 0.5)):
+                    reached = sum(ends(wait) for _ in range(self.args.repeat))
+                    self.note(f"{name}: the other one ended too", f"{reached} of {self.args.repeat}", "")
+                self.check("after 0.5 s nobody else ends", not reached)
+            finally:
+                say("quit -t 2")
+                daemon.wait(30)
 
     def part_faults(self):
         """See `fault`."""
@@ -315,6 +360,10 @@ class Mps(parking.Parking):
         program, sms, _ = self.program("--sm-percent", "50")
         self.check("a program runs", float(self.rates([program], FEW, 1)[0]) > 0)
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
-        self.note("isolation", next(row["isolation"] for row in workers if row["state"] == "active"), f"{sms} multiprocessors")
+        worker = next(row for row in workers if row["state"] == "active")
+        self.note("isolation", worker["isolation"], f"{sms} multiprocessors")
+        status = pathlib.Path(f"/proc/{worker['pid']}/status").read_text()
+        filtered = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)["Seccomp"] == "2"
+        self.check("its system calls are filtered, if all could be given up", filtered or worker["isolation"] != "full")
         program.end()
         self.wait_for_no_lease()

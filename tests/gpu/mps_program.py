@@ -3,6 +3,7 @@
 
     start             prints `ready SMS MIB`: multiprocessors and memory as the driver says
     line `busy S B`   launches kernels of B blocks for S seconds, then `did LAUNCHES_PER_SECOND CODE`
+    line `long`       launches a kernel of about a minute, prints `launched CODE`
     line `alloc MIB`  takes device memory, prints `alloc CODE`
     line `fault`      writes to an address that is not there, prints `fault CODE`
     line `check`      waits for the GPU, prints `state CODE`
@@ -19,6 +20,7 @@ import time
 MULTIPROCESSORS = 16
 THREADS = 256
 ITERATIONS = 200000
+LONG = 4000000000
 
 PTX = b"""
 .version 6.4
@@ -102,6 +104,8 @@ class Program:
         """One line of stdin."""
         if words[0] == "busy":
             self.busy(float(words[1]), int(words[2]))
+        elif words[0] == "long":
+            print("launched", self.launch(4096, LONG, self.out.value), flush=True)
         elif words[0] == "alloc":
             address = ctypes.c_uint64()
             print("alloc", self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(int(words[1]) << 20)), flush=True)

@@ -268,21 +268,23 @@ impl Seat {
     }
 
     /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Takes at most a
-    /// second, whatever the daemon does.
-    pub async fn terminate(&self, pid: u32) {
+    /// second, whatever the daemon does. Whether there was somebody to do it.
+    pub async fn terminate(&self, pid: u32) -> bool {
         let mut last = String::new();
         let ends = async {
             while self.generation.alive.load(Ordering::Relaxed) {
                 match self.try_to_terminate(pid).await {
-                    Ok(()) => return,
+                    Ok(()) => return true,
                     Err(e) => last = e,
                 }
                 sleep(Duration::from_millis(20)).await;
             }
+            false
         };
-        if timeout(TERMINATE_LIMIT, ends).await.is_err() {
+        timeout(TERMINATE_LIMIT, ends).await.unwrap_or_else(|_| {
             warn!("MPS of {} did not end process {pid}'s GPU work in time: {last}", self.domain.name());
-        }
+            false
+        })
     }
 
     async fn try_to_terminate(&self, pid: u32) -> Result<(), String> {

@@ -1214,7 +1214,7 @@ impl Supervisor {
             Ok(End::Left) => return None,
             Ok(End::Ended(status)) => describe(status),
             Err(reason) => {
-                self.end_gpu_work(id).await;
+                self.end_gpu_work(id, false).await;
                 process.kill();
                 self.reaped(id, &mut process).await;
                 reason
@@ -1318,7 +1318,7 @@ impl Supervisor {
             let _ = send(&ToWorker::Start(start), None).await;
             limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         }
-        let (mut channel_open, mut killed) = (true, false);
+        let (mut channel_open, mut killed, mut said_end) = (true, false, false);
         // It has a moment to end by itself, unless it was killed already.
         let ending = |killed: bool, limit| {
             if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) }
@@ -1341,7 +1341,6 @@ impl Supervisor {
                 }
                 Some(command) = stops.recv() => match command {
                     Command::Stop { reason } => {
-                        self.end_gpu_work(id).await;
                         let _ = send(&ToWorker::Stop { reason }, None).await;
                         limit = ending(killed, limit);
                     }
@@ -1364,6 +1363,7 @@ impl Supervisor {
                         self.stuck(id);
                     } else {
                         debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
+                        self.end_gpu_work(id, said_end).await;
                         process.kill();
                         limit = Some((Instant::now() + REAP_LIMIT, ""));
                     }
@@ -1393,7 +1393,16 @@ impl Supervisor {
                             && limit.is_some_and(|(_, why)| !why.is_empty()) {
                             limit = None;
                         }
+                        let ended = match message {
+                            FromWorker::Ended { quiet, .. } if !std::mem::replace(&mut said_end, true) => Some(quiet),
+                            _ => None,
+                        };
                         self.heard(id, message);
+                        if let Some(quiet) = ended {
+                            self.end_gpu_work(id, quiet).await;
+                            let _ = send(&ToWorker::Exit, None).await;
+                            limit = ending(killed, limit);
+                        }
                     }
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
@@ -1479,11 +1488,12 @@ impl Supervisor {
                     let _ = self.0.events.send(event);
                 }
             }
-            FromWorker::Ended { reason } if worker.seat.is_some() && worker.process.is_some() => {
+            FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.process.is_some() => {
                 // It waits for the end of its GPU work.
-                stop(id, worker, &printable(&reason));
+                worker.phase = Phase::Ending;
+                worker.ended_because.get_or_insert(printable(&reason));
             }
-            FromWorker::Failed { reason } | FromWorker::Ended { reason } => {
+            FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
             FromWorker::Admitted { uid, pid, program, encrypted } => {

@@ -11,6 +11,9 @@ use tracing::{info, warn};
 use super::{Phase, State, Supervisor, TakeError, Worker, WorkerId, hex, stop};
 use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
 
+/// After MPS ended the work of a client, the GPU still lets go of it: a process that exits meanwhile takes others of its domain with it.
+/// With driver 580 that took 0.2 s.
+const SETTLE: Duration = Duration::from_millis(500);
 /// How long programs may learn from the driver of a fault before their workers are ended.
 const FAULT_GRACE: Duration = Duration::from_secs(1);
 
@@ -34,15 +37,18 @@ impl Supervisor {
         Ok(variables)
     }
 
-    /// Before a worker ends that uses the GPU under MPS.
-    pub(super) async fn end_gpu_work(&self, id: &WorkerId) {
+    /// Before a worker ends that uses the GPU under MPS. `quiet`: it says that it has no work there.
+    pub(super) async fn end_gpu_work(&self, id: &WorkerId, quiet: bool) {
         let seat = {
             let state = self.state();
             let worker = state.workers.get(id).filter(|w| w.process.is_some());
             worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
         };
         if let Some((seat, pid)) = seat {
-            seat.terminate(pid).await;
+            let ended = seat.terminate(pid).await;
+            if ended && !quiet {
+                tokio::time::sleep(SETTLE).await;
+            }
         }
     }
 

@@ -8,6 +8,7 @@
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
+//! * `...busy...`: under MPS, workers end in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
@@ -171,11 +172,14 @@ fn serve() {
             }
             ToWorker::Pause | ToWorker::Resume => {}
             ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
-            ToWorker::Stop { .. } => {
-                if !start.as_ref().is_some_and(|s| s.driver.contains("deaf")) {
-                    return;
+            ToWorker::Stop { reason } => match start.as_ref() {
+                Some(s) if s.driver.contains("deaf") => {}
+                Some(s) if s.mps && !lanes.is_empty() => {
+                    tell(&FromWorker::Ended { reason, quiet: !s.driver.contains("busy") });
                 }
-            }
+                _ => return,
+            },
+            ToWorker::Exit => return,
         }
     }
 }

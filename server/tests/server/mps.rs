@@ -221,6 +221,27 @@ async fn a_limit_ends_gpu_work_before_its_worker() {
 }
 
 #[tokio::test]
+async fn a_worker_in_the_middle_of_its_work_exits_later() {
+    let settles = Duration::from_millis(500);
+    for (driver, busy) in [("libcuda.so.1", false), ("busy-libcuda.so.1", true), ("deaf-libcuda.so.1", true)]
+    {
+        let site = Site::start_with(driver, "").await;
+        let mut vm = site.server.client("vm-1").await;
+        let granted = lease(&mut vm, as_it_is).await;
+        let program = site.program(&mut vm, &granted).await;
+        let ended = ProcessEndedRequest { lease: granted.id.clone(), worker: program.id.clone() };
+        vm.pool.process_ended(ended).await.unwrap();
+        eventually("MPS is asked", async || site.asked("terminate_client") == 1).await;
+        let asked = Instant::now();
+        eventually("the worker is gone", async || !alive(program.pid)).await;
+        // It was asked a little earlier than that was seen.
+        let after = asked.elapsed() + Duration::from_millis(100);
+        assert!(!busy || after >= settles, "{driver}: {after:?}");
+        assert_eq!(site.asked("terminate_client"), 1, "{:?}", site.commands());
+    }
+}
+
+#[tokio::test]
 async fn silence_and_a_stop_end_gpu_work_before_its_workers() {
     let mut site = Site::start("").await;
     let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);

@@ -84,10 +84,22 @@ pub fn run() -> ExitCode {
             }
             Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
             Ok(Some((ToWorker::TakenOver, _))) => worker.quota.ask_again(),
-            Ok(Some((ToWorker::Stop { reason }, _))) => worker.end(&reason),
+            Ok(Some((ToWorker::Stop { reason }, _))) => {
+                // What the supervisor says next is heard.
+                let (stopping, why) = (worker.clone(), reason.clone());
+                let stop = move || stopping.end(&why);
+                if std::thread::Builder::new().name("stop".into()).spawn(stop).is_err() {
+                    worker.end(&reason);
+                }
+            }
+            Ok(Some((ToWorker::Exit, _))) => {
+                if let Some(session) = worker.session.get() {
+                    session.may_exit();
+                }
+            }
             Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
                 Some(session) => session.replay.pause(session),
-                None => supervisor.tell(&FromWorker::Paused { quiet: false }),
+                None => drop(supervisor.tell(&FromWorker::Paused { quiet: false })),
             },
             Ok(Some((ToWorker::Resume, _))) => {
                 if let Some(session) = worker.session.get() {
@@ -184,9 +196,9 @@ fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error
 impl Worker {
     fn end(&self, reason: &str) -> ! {
         if let Some(session) = self.session.get() {
-            session.stop(reason)
+            session.end(reason)
         }
-        self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
+        self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet: true });
         // SAFETY: ends the process without running the driver's exit handlers.
         unsafe { libc::_exit(0) }
     }

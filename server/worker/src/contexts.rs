@@ -186,9 +186,7 @@ impl Contexts {
 
     /// Waits for everything that runs on any of the devices. The first trouble is told when all have ended.
     pub fn synchronize(&self, driver: &Driver) -> Result<(), Status> {
-        // SAFETY: a context is current.
-        let one = |ctx: Object| within(driver, ctx.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }));
-        self.all().into_iter().map(one).fold(Ok(()), Result::and)
+        synchronize(driver, self.all())
     }
 
     /// Everything about the devices that the client answers by itself afterwards.
@@ -267,6 +265,13 @@ impl Contexts {
         // SAFETY: leaving the context.
         check(unsafe { (driver.call.cuCtxSetCurrent)(std::ptr::null_mut()) })
     }
+}
+
+/// Waits for everything that runs in contexts of this worker. The first trouble is told when all have ended.
+pub fn synchronize(driver: &Driver, contexts: Vec<Object>) -> Result<(), Status> {
+    // SAFETY: a context is current.
+    let one = |ctx: Object| within(driver, ctx.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }));
+    contexts.into_iter().map(one).fold(Ok(()), Result::and)
 }
 
 /// Does something with a context of this worker current.

@@ -132,6 +132,8 @@ enum Pause {
     Paused,
     /// As before, and the supervisor knows that the client wants something.
     Wanted,
+    /// Nobody calls the driver any more: the worker ends.
+    Over,
 }
 
 struct Kept {
@@ -331,6 +333,11 @@ impl Replay {
         let mut state = self.lock();
         if state.main == executor.id {
             state.busy = None;
+        } else if let Some(kept) = state.kept.get_mut(&executor.id) {
+            let finished = kept.current.take().is_some();
+            if finished && state.held > 0 {
+                self.changed.notify_all();
+            }
         }
         loop {
             if state.ended && state.queue.is_empty() {
@@ -342,11 +349,13 @@ impl Replay {
                 state = self.lock();
                 // What came meanwhile is work, too.
                 let quiet = quiet && state.idle();
-                state.pause = if quiet { Pause::Paused } else { Pause::No };
+                if state.pause == Pause::Asked {
+                    state.pause = if quiet { Pause::Paused } else { Pause::No };
+                }
                 session.supervisor().tell(&FromWorker::Paused { quiet });
                 continue;
             }
-            if matches!(state.pause, Pause::Paused | Pause::Wanted) {
+            if matches!(state.pause, Pause::Paused | Pause::Wanted | Pause::Over) {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
@@ -364,11 +373,7 @@ impl Replay {
                     state.busy = Some((now, frame.clone()));
                     return Some((frame, false));
                 }
-            } else if let Some(kept) = state.kept.get_mut(&executor.id) {
-                let finished = kept.current.take().is_some();
-                if finished && state.held > 0 {
-                    self.changed.notify_all();
-                }
+            } else if state.kept.contains_key(&executor.id) {
                 if held(&state, executor.id) {
                     state.held += 1;
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -433,8 +438,28 @@ impl Replay {
 
     /// Goes on.
     pub fn resume(&self) {
-        self.lock().pause = Pause::No;
+        let mut state = self.lock();
+        if state.pause != Pause::Over {
+            state.pause = Pause::No;
+        }
+        drop(state);
         self.changed.notify_all();
+    }
+
+    /// Calls the driver no more, for good. Whether all calls came back by then.
+    pub fn halt(&self, deadline: Instant) -> bool {
+        self.lock().pause = Pause::Over;
+        loop {
+            let state = self.lock();
+            if state.busy.is_none() && state.kept.values().all(|kept| kept.current.is_none()) {
+                return true;
+            }
+            drop(state);
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Whether an executor is in a frame now: it waits for the GPU or for bytes.

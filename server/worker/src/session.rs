@@ -9,7 +9,7 @@ use gpusession_proto::frame::{HEADER, Header, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
-use crate::contexts::Contexts;
+use crate::contexts::{Contexts, synchronize};
 use crate::driver::{Driver, Status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
@@ -76,15 +76,18 @@ pub struct Session {
     pub lane_secret: [u8; 32],
     last_late: AtomicI32,
     sending: Mutex<()>,
-    ending: OnceLock<()>,
-    /// Under MPS: whether the supervisor has ended its GPU work.
-    awaits_stop: AtomicBool,
+    /// Whether the supervisor was told.
+    ending: OnceLock<bool>,
+    /// Under MPS, only once the supervisor has ended its GPU work.
+    may_exit: AtomicBool,
 }
 
 /// How long a client has to hear why its worker ends.
 const HEAR: Duration = Duration::from_secs(1);
+/// Under MPS, how long the GPU has to finish what it was given.
+const DRAIN: Duration = Duration::from_millis(500);
 /// Under MPS, how long the supervisor has to end the worker's GPU work.
-const STOP_LIMIT: Duration = Duration::from_millis(1500);
+const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 impl Session {
     /// A session for a client that was just admitted.
@@ -125,7 +128,7 @@ impl Session {
             last_late: AtomicI32::new(0),
             sending: Mutex::new(()),
             ending: OnceLock::new(),
-            awaits_stop: AtomicBool::new(start.mps),
+            may_exit: AtomicBool::new(!start.mps),
         }
     }
 
@@ -199,17 +202,16 @@ impl Session {
         }
     }
 
-    /// Ends the worker at the supervisor's word.
-    pub fn stop(&self, reason: &str) -> ! {
-        self.awaits_stop.store(false, Ordering::Relaxed);
-        self.end(reason)
+    /// The supervisor has ended the worker's GPU work.
+    pub fn may_exit(&self) {
+        self.may_exit.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the worker: the client and the supervisor are told why. Device memory goes with the process.
+    /// Ends the worker: the supervisor and the client are told why. Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
+        let exits = || self.may_exit.load(Ordering::Relaxed);
         // A client that does not read must not keep its worker: it gets this long to hear why.
-        let patience =
-            HEAR + if self.awaits_stop.load(Ordering::Relaxed) { STOP_LIMIT } else { Duration::ZERO };
+        let patience = HEAR + if exits() { Duration::ZERO } else { DRAIN + EXIT_LIMIT };
         let patience = std::thread::Builder::new().name("end".into()).spawn(move || {
             std::thread::sleep(patience);
             // SAFETY: as below.
@@ -220,16 +222,34 @@ impl Session {
             unsafe { libc::_exit(0) }
         }
         // Whoever comes second waits until both were told.
-        self.ending.get_or_init(|| {
-            self.supervisor.tell(&FromWorker::Ended { reason: reason.into() });
+        let told = *self.ending.get_or_init(|| {
+            // A client of MPS that ends in the middle of its work takes others with it.
+            let quiet = !exits() && self.drain();
+            let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
             self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+            told
         });
-        // A client of MPS that ends in the middle of its work takes others with it.
-        let told = Instant::now();
-        while self.awaits_stop.load(Ordering::Relaxed) && told.elapsed() < STOP_LIMIT {
+        let since = Instant::now();
+        while told && !exits() && since.elapsed() < EXIT_LIMIT {
             std::thread::sleep(Duration::from_millis(2));
         }
         // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
         unsafe { libc::_exit(0) }
+    }
+
+    /// Gives the GPU nothing more, and what it has got a moment. Whether it has done everything.
+    fn drain(&self) -> bool {
+        let deadline = Instant::now() + DRAIN;
+        if !self.replay.halt(deadline) || !self.lanes.idle() {
+            return false;
+        }
+        // In a thread of its own: a kernel may never end.
+        let (tell, told) = std::sync::mpsc::channel();
+        let (driver, contexts) = (self.driver, self.contexts.all());
+        let wait = move || {
+            let _ = tell.send(synchronize(driver, contexts).is_ok());
+        };
+        std::thread::Builder::new().name("drain".into()).spawn(wait).is_ok()
+            && told.recv_timeout(deadline.saturating_duration_since(Instant::now())) == Ok(true)
     }
 }

@@ -56,10 +56,9 @@ impl Supervisor {
         Ok(Some((message, fd)))
     }
 
-    /// Tells the supervisor something. It being gone is noticed where messages are received.
-    pub fn tell(&self, message: &FromWorker) {
-        if let Ok(packet) = postcard::to_allocvec(message) {
-            let _ = send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL);
-        }
+    /// Tells the supervisor something; `false`: it is gone, which is noticed where messages are received.
+    pub fn tell(&self, message: &FromWorker) -> bool {
+        postcard::to_allocvec(message)
+            .is_ok_and(|packet| send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL).is_ok())
     }
 }

@@ -845,22 +845,11 @@ fn memory_of_a_client_that_is_gone_is_free_at_once() {
     for busy in [false, true] {
         let mut first = Worker::start(&machine);
         let mut guest = first.guest();
-        assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 512 * MIB, 0]), Ok(0));
-        assert!(watcher.memory().0 <= before - 512 * MIB, "one machine");
-        if busy {
-            // The stream waits for a value that nobody will write, and an executor for the stream.
-            assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
-            let mut item = [0u64; 6];
-            // CU_STREAM_MEM_OP_WAIT_VALUE_32: operation, address, value, flags (equal).
-            (item[0], item[1], item[2], item[3]) = (1, WINDOW, 77, 1);
-            let waits = guest.ask(op::STREAM_BATCH, |w| {
-                w.word(stream(1));
-                w.word(0);
-                w.bytes(item.as_bytes());
-            });
-            assert_eq!(waits, Ok(0));
-            guest.write(&frame(op::STREAM_SYNC, 100, |w| w.word(stream(1))));
+        match busy {
+            true => work_without_end(&mut guest),
+            false => assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 512 * MIB, 0]), Ok(0)),
         }
+        assert!(watcher.memory().0 <= before - 512 * MIB, "one machine");
         let pid = first.pid();
         guest.close();
         assert_eq!(first.ended_within(PATIENCE), "the client has ended");
@@ -996,6 +985,63 @@ fn a_worker_ends_with_its_supervisor() {
         let lost = client.try_call(op::MEM_INFO, &[]).expect_err("the worker is gone");
         assert!(lost.0.contains("the GPU server was stopped") || lost.0.contains("lost"), "{lost}");
     }
+}
+
+/// A stream waits for a value that nobody will write, and an executor for the stream.
+fn work_without_end(guest: &mut Raw) {
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 512 * MIB, 0]), Ok(0));
+    assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
+    let mut item = [0u64; 6];
+    // CU_STREAM_MEM_OP_WAIT_VALUE_32: operation, address, value, flags (equal).
+    (item[0], item[1], item[2], item[3]) = (1, WINDOW, 77, 1);
+    let waits = guest.ask(op::STREAM_BATCH, |w| {
+        w.word(stream(1));
+        w.word(0);
+        w.bytes(item.as_bytes());
+    });
+    assert_eq!(waits, Ok(0));
+    guest.write(&frame(op::STREAM_SYNC, 100, |w| w.word(stream(1))));
+}
+
+#[test]
+fn under_mps_a_worker_exits_when_its_gpu_work_was_ended() {
+    let machine = Machine::new();
+    let driver = vec![("CUDA_MPS_PIPE_DIRECTORY", "/run/mps".to_string())];
+    let options = Options { mps: true, warm: false, driver, ..Options::default() };
+    for (stopped, busy) in [(true, false), (true, true), (false, false), (false, true)] {
+        let mut worker = Worker::start_with(&machine, &options);
+        let mut guest = worker.guest();
+        if busy {
+            work_without_end(&mut guest);
+        }
+        let begun = Instant::now();
+        let kept = if stopped {
+            Some(guest)
+        } else {
+            guest.close();
+            None
+        };
+        if stopped {
+            worker.tell(&ToWorker::Stop { reason: "the client has ended".into() });
+        }
+        let said = worker.wait_for(|m| matches!(m, FromWorker::Ended { .. }));
+        assert_eq!(said, FromWorker::Ended { reason: "the client has ended".into(), quiet: !busy });
+        assert_eq!(begun.elapsed() >= Duration::from_millis(500), busy, "{:?}", begun.elapsed());
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(exists(worker.pid()), "it waits for the end of its GPU work");
+        worker.tell(&ToWorker::Exit);
+        worker.exited_within(Duration::from_secs(1));
+        drop(kept);
+    }
+    // Nobody says so: not for ever.
+    let mut worker = Worker::start_with(&machine, &options);
+    worker.guest().close();
+    worker.wait_for(|m| matches!(m, FromWorker::Ended { .. }));
+    worker.exited();
+    // Nor for a supervisor that is gone, with which MPS went.
+    let mut worker = Worker::start_with(&machine, &options);
+    let _guest = worker.guest();
+    worker.abandoned();
 }
 
 #[test]

@@ -370,7 +370,7 @@ impl Worker {
     pub fn ended_within(&mut self, limit: Duration) -> String {
         self.exited_within(limit);
         let reason = self.told.iter().rev().find_map(|m| match m {
-            FromWorker::Ended { reason } => Some(reason.clone()),
+            FromWorker::Ended { reason, .. } => Some(reason.clone()),
             _ => None,
         });
         reason.expect("the worker says why it ends")
