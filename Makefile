@@ -21,7 +21,7 @@ CARGO_DENY := $(TOOLS)/bin/cargo-deny
 CARGO_DEB_VERSION := 3.8.0
 CARGO_GENERATE_RPM_VERSION := 0.21.1
 CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpusession-nvml simgpu gpusession-manual
-SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check units/libexec/gpuserver-end units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
+SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
 .PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
@@ -165,14 +165,15 @@ PAGES := user-guide.md admin-guide.md sharing.md idle-and-parking.md isolation.m
 install:
 	@test -x $(RELEASE)/gpusession || { echo 'install: make build first'; exit 1; }
 	install -D -m 755 -t $(DESTDIR)$(prefix)/bin $(RELEASE)/gpusession $(RELEASE)/gpuserver
-	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker units/libexec/gpuserver-end
+	install -D -m 755 -t $(DESTDIR)$(libexecdir) $(RELEASE)/gpusessiond $(RELEASE)/gpuserver-worker units/libexec/*
 	install -D -m 644 $(RELEASE)/libgpusession_cuda.so $(DESTDIR)$(libdir)/gpusession/libcuda.so.1
 	install -D -m 644 $(RELEASE)/libgpusession_nvml.so $(DESTDIR)$(libdir)/gpusession/libnvidia-ml.so.1
 	install -D -m 644 $(RELEASE)/libpam_gpusession.so $(DESTDIR)$(libdir)/security/pam_gpusession.so
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/pam-configs pam-module/pam-configs/gpusession
 	install -D -m 644 $(RELEASE)/libsimgpu.so $(DESTDIR)$(libdir)/gpusession/sim/libcuda.so.1
 	ln -sf libcuda.so.1 $(DESTDIR)$(libdir)/gpusession/sim/libnvidia-ml.so.1
-	install -D -m 644 -t $(DESTDIR)$(unitdir) $(filter-out %.md,$(wildcard units/systemd/*.*))
+	install -D -m 644 -t $(DESTDIR)$(unitdir) $(filter-out %.d,$(wildcard units/systemd/*.*))
+	install -D -m 644 -t $(DESTDIR)$(unitdir)/paths.target.d units/systemd/paths.target.d/*
 	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/sysusers.d units/sysusers.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/tmpfiles.d units/tmpfiles.d/*.conf
 	install -D -m 644 -t $(DESTDIR)$(prefix)/lib/systemd/catalog units/catalog/*.catalog

@@ -2,7 +2,7 @@
 import subprocess
 
 from harness import HERE, Failed, Host, expect
-from scenarios.beside import LIBRARY, WITH_DRIVER
+from scenarios.beside import LIBRARY, OURS, with_driver
 from scenarios.packages import pool_of_one
 from scenarios.policy import lease
 
@@ -38,17 +38,21 @@ def run(site, check):
     rpm = "rpm --nodeps --ignoresize"
     older, newer = build(site, "rpms-older", "--version", "0.0.9"), build(site, "rpms")
     host.push(newer, "/root/newer")
-    with check("beside another libcuda.so.1, or a kernel driver of NVIDIA's, the loader does not get ours"):
+    with check("beside another libcuda.so.1, before or after ours, or a kernel driver of NVIDIA's, the loader does not get ours"):
         libs = "/root/newer/gpusession-libs-*.rpm"
         host.push([site.sim_library()], "/opt/theirs")
         host.ok("echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
         expect(host.ok(f"{rpm} -i {libs} 2>&1"), "this machine has /opt/theirs/libcuda.so.1: its programs go on using that")
-        host.fails(f"{LIBRARY} | grep gpusession")
+        host.fails(OURS)
         host.ok("rm /etc/ld.so.conf.d/theirs.conf && ldconfig")
-        expect(host.ok(f"{rpm} -U --replacepkgs {libs} && {LIBRARY}"), "/usr/lib64/gpusession/libcuda.so.1")
-        seen = host.ok(f"{WITH_DRIVER.format(f'{rpm} -U --replacepkgs {libs}')} 2>&1")
-        expect(seen, "this machine has a loaded NVIDIA kernel driver: its programs go on using that")
-        host.fails(LIBRARY)
+        host.until(OURS, 5)
+        host.ok("echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
+        host.until(f"! {OURS}", 5)
+        host.ok(f"{rpm} -U --replacepkgs {libs}")
+        host.fails(OURS)
+        host.ok("rm /etc/ld.so.conf.d/theirs.conf && ldconfig")
+        host.until(OURS, 5)
+        with_driver(host, f"{rpm} -U --replacepkgs {libs}")
         host.ok("rpm -e gpusession-libs")
     with check("the packages install: users are made, the loader knows the library, nothing is started"):
         host.push(older, "/root/older")
