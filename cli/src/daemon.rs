@@ -188,6 +188,14 @@ impl Daemon {
         self.manager.release_lease(id).await.map_err(of_bus)
     }
 
+    /// The same, where a lease that is there no more is what was wanted.
+    pub async fn release_if_there(&self, id: &str) -> Result<()> {
+        match self.manager.release_lease(id).await {
+            Err(zbus::Error::MethodError(name, ..)) if name == NO_SUCH_LEASE => Ok(()),
+            other => other.map_err(of_bus),
+        }
+    }
+
     /// `Reload`.
     pub async fn reload(&self) -> Result<()> {
         self.manager.reload().await.map_err(of_bus)
@@ -279,7 +287,7 @@ fn of_bus(error: zbus::Error) -> Failure {
         "org.freedesktop.DBus.Error.NotSupported" => {
             (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
         }
-        "org.gpusession1.Error.NoSuchLease" => (code::FAILED, "`gpusession list` shows the leases there are"),
+        NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows the leases there are"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
         "org.freedesktop.DBus.Error.InvalidFileContent" => {
             (code::CONFIGURATION, "the configuration in force stays as it was")
@@ -295,5 +303,7 @@ fn of_bus(error: zbus::Error) -> Failure {
     let failure = Failure::new(code, message);
     if hint.is_empty() { failure } else { failure.hint(hint) }
 }
+
+const NO_SUCH_LEASE: &str = "org.gpusession1.Error.NoSuchLease";
 
 const DAEMON_HINT: &str = "`systemctl status gpusession` says why; `systemctl start gpusession` starts it";

@@ -66,10 +66,10 @@ impl Failure {
             Trouble::NoCapacity => {
                 (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")
             }
-            Trouble::NeverFits => (
-                code::NO_CAPACITY,
-                "`gpusession list` shows which GPUs there are; ask for less or another model",
-            ),
+            // Not "no capacity now": trying again does not help.
+            Trouble::NeverFits => {
+                (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
+            }
             Trouble::Quota => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
             }

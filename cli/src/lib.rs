@@ -551,11 +551,7 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
     let (id, pending) = if looks_like_a_file {
         let file = LeaseFile::load(path)?;
         let pending = match file.via {
-            Via::Daemon => match Daemon::connect().await?.release(&file.id).await {
-                // It has ended by itself: what was wanted.
-                Err(failure) if failure.code == code::FAILED => None,
-                result => result.map(|()| None)?,
-            },
+            Via::Daemon => Daemon::connect().await?.release_if_there(&file.id).await.map(|()| None)?,
             Via::Servers => release_at(&file).await?,
         };
         let _ = std::fs::remove_file(path);

@@ -17,7 +17,7 @@ use gpusession_proto::supervise::Isolation;
 
 use crate::lease::{Memory, Reserve, Rules};
 use crate::limits::{
-    self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope, parse_size,
+    self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, OF_CLIENTS, ON_IDLE, Scope, parse_size,
 };
 
 /// The configuration file that is read when none is named.
@@ -523,6 +523,7 @@ fn read_table(
             && (LIMITS
                 .iter()
                 .any(|l| l.name == name && (layer != Layer::Default || !IDLE_TIMES.contains(&name)))
+                && !(matches!(layer, Layer::User(_)) && OF_CLIENTS.contains(&name))
                 || matches!(layer, Layer::Group(_)) && ["clients", "users"].contains(&name))
         {
             let value = convert(value.get_ref(), env).map_err(bad)?;
@@ -550,6 +551,11 @@ fn read_table(
 }
 
 fn unknown(written: &str) -> String {
+    if let Some(name) = OF_CLIENTS.iter().find(|name| written.rsplit('.').next() == Some(name)) {
+        return format!(
+            "`{written}`: a request does not say for which user it is; write limits.{name}, limits.client.NAME.{name} or limits.group.NAME.{name}"
+        );
+    }
     if let Some(key) = KEYS.iter().find(|k| written.rsplit('.').next() == Some(k.name)) {
         return format!("unknown key `{written}`; did you mean `{}`?", key.name);
     }
@@ -1460,6 +1466,17 @@ mod tests {
         assert_eq!(config.rules.reserve[0].gpus, 1);
         assert_eq!(config.rules.overcommit_percent, 150);
         assert!(config.warnings.iter().any(|w| w.contains("overcommit")));
+    }
+
+    #[test]
+    fn a_user_has_no_rate() {
+        let said = parse("[limits.user.bob]\nrequests_per_s = 3\n").unwrap_err().to_string();
+        assert!(
+            said.contains(
+                "t.toml:2: `limits.user.bob.requests_per_s`: a request does not say for which user"
+            ),
+            "{said}"
+        );
     }
 
     #[test]

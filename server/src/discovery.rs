@@ -1,17 +1,19 @@
 //! Which GPUs the driver shows. A child process asks it, so that this one never loads CUDA.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
 use object::{Object, ObjectSymbol};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::config::{Config, ConfigError, GpuChoice, Gpus};
 use crate::lease::Gpu;
 use crate::mps;
+use crate::store::{self, StoreError};
 use crate::supervise::spawn::clean_environment;
 
 /// Exported by gpusession's own libcuda, which must never be a server's driver.
@@ -174,6 +176,31 @@ pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError
     Ok(probe)
 }
 
+/// What a context takes of each GPU with one version of the driver.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Contexts {
+    driver_version: Option<String>,
+    /// Bytes, by UUID.
+    bytes: BTreeMap<String, u64>,
+}
+
+/// The probe measures what a context takes by what is free before and after. Programs that live on over a restart use and free
+/// memory meanwhile: then what was measured without them counts, and where the probe could not measure.
+pub fn settle_contexts(state_dir: &Path, probe: &mut Probe, in_use: bool) -> Result<(), StoreError> {
+    let file = state_dir.join("contexts.json");
+    let known: Contexts = store::read(&file).unwrap_or_default();
+    let known = if known.driver_version == probe.driver_version { known.bytes } else { BTreeMap::new() };
+    for gpu in &mut probe.devices {
+        if let Some(before) = known.get(&gpu.uuid)
+            && (in_use || gpu.context_bytes == 0)
+        {
+            gpu.context_bytes = *before;
+        }
+    }
+    let bytes = probe.devices.iter().map(|gpu| (gpu.uuid.clone(), gpu.context_bytes)).collect();
+    store::write(&file, &Contexts { driver_version: probe.driver_version.clone(), bytes })
+}
+
 /// The GPUs that the configuration chooses. One that is not there is an error: a wrong list never means all.
 pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> {
     let these = match gpus {
@@ -252,6 +279,26 @@ mod tests {
             compute_mode: 0,
             mps: false,
         }
+    }
+
+    #[test]
+    fn what_a_context_takes_is_measured_without_programs() {
+        let folder = tempfile::tempdir().unwrap();
+        let settled = |version: &str, measured: [u64; 2], in_use| {
+            let devices = [gpu(1), gpu(2)].into_iter().zip(measured);
+            let devices = devices.map(|(gpu, context_bytes)| Gpu { context_bytes, ..gpu }).collect();
+            let mut probe = Probe { driver_version: Some(version.into()), cuda_version: 13000, devices };
+            settle_contexts(folder.path(), &mut probe, in_use).unwrap();
+            [probe.devices[0].context_bytes, probe.devices[1].context_bytes]
+        };
+        assert_eq!(settled("580", [500, 600], false), [500, 600]);
+        assert_eq!(
+            settled("580", [9000, 0], true),
+            [500, 600],
+            "a program took memory, another gave it back"
+        );
+        assert_eq!(settled("580", [510, 0], false), [510, 600], "the second one was full");
+        assert_eq!(settled("590", [700, 0], true), [700, 0], "another driver");
     }
 
     #[test]

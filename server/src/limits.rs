@@ -1,7 +1,8 @@
 //! What a client or a user may have: limits in layers, and which of them apply.
 //!
-//! A limit is set for everybody, for a group, for a client, or for a user. The one for everybody holds where no other does; of the
-//! others that apply the smallest wins.
+//! A limit is set for everybody, for a group, for a client, or for a user. For a client the one for everybody holds where no other
+//! does. A user's come on top: the user's name is the client's word, which may get it less and never more. Of those that hold the
+//! smallest wins.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -92,6 +93,9 @@ pub const LIMITS: &[Limit] = &[
         "time without programs after which it lends its GPUs; 0 is never",
     ),
 ];
+
+/// Limits of which a user cannot have one: a request does not say whose it is.
+pub const OF_CLIENTS: [&str; 1] = ["requests_per_s"];
 
 /// Limits that are keys of their own for everybody, not of `[limits]`.
 pub const IDLE_TIMES: [&str; 4] = ["warn_after", "park_after", "release_after", "lend_after"];
@@ -188,7 +192,7 @@ pub fn parse_memory(text: &str) -> Result<Memory, String> {
 /// For whom a limit is set.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Layer {
-    /// Whoever has no other.
+    /// Every client that has no other.
     Default,
     /// The clients and users of a group, each of them.
     Group(String),
@@ -293,27 +297,28 @@ impl Limits {
     }
 
     fn those(&self, holds: impl Fn(&Layer, bool) -> bool) -> Arc<[Entry]> {
-        let mut out = Vec::new();
+        let (mut out, holds) = (Vec::new(), &holds);
         for limit in LIMITS {
             let of_name = || self.entries.iter().filter(|e| e.name == limit.name);
+            let held = |of_user| {
+                let those = of_name().filter(move |e| holds(&e.layer, of_user));
+                those.map(move |e| Entry { of_user, ..e.clone() })
+            };
             let before = out.len();
-            for of_user in [false, true] {
-                let held = of_name().filter(|e| holds(&e.layer, of_user));
-                out.extend(held.map(|e| Entry { of_user, ..e.clone() }));
-            }
-            if out.len() > before {
-                continue;
-            }
-            match of_name().find(|e| e.layer == Layer::Default) {
-                Some(entry) => out.push(entry.clone()),
-                None => out.push(Entry {
+            out.extend(held(false));
+            if out.len() == before {
+                let set = of_name().find(|e| e.layer == Layer::Default);
+                out.push(set.cloned().unwrap_or_else(|| Entry {
                     name: limit.name,
                     layer: Layer::Default,
                     // Checked by a test.
                     bound: Bound::parse(limit.kind, limit.default).unwrap_or(Bound::Number(0)),
                     origin: "default".into(),
                     of_user: false,
-                }),
+                }));
+            }
+            if !OF_CLIENTS.contains(&limit.name) {
+                out.extend(held(true));
             }
         }
         out.into()
@@ -448,7 +453,14 @@ mod tests {
         assert_eq!(number(&limits, "gpus", "vm-2", ""), 8, "a group has more than everybody");
         assert_eq!(number(&limits, "gpus", "vm-1", ""), 4);
         assert_eq!(number(&limits, "gpus", "vm-1", "alice"), 1);
-        assert_eq!(number(&limits, "gpus", "db-1", "bob"), 8, "a user of the group");
+        assert_eq!(number(&limits, "gpus", "db-1", "bob"), 2, "a user gets its client less, never more");
+        assert_eq!(number(&limits, "gpus", "vm-2", "alice"), 1);
+        let of = |client, user| limits.of(client, user).entries("gpus").cloned().collect::<Vec<_>>();
+        assert_eq!(
+            of("db-1", "bob").iter().map(|e| e.of_user).collect::<Vec<_>>(),
+            [false, true],
+            "both count"
+        );
         assert_eq!(number(&limits, "workers", "vm-1", ""), 64, "the default of the program");
         let effective = limits.of("vm-1", "alice");
         let (entry, _) = effective.smallest("gpus").unwrap();

@@ -101,6 +101,8 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
         end = stop.wait() => return Ok(end),
     };
+    let mut probe = probe;
+    discovery::settle_contexts(&config.state_dir, &mut probe, !left.workers.is_empty())?;
     let mut gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
     let mps = discovery::share_by_mps(&config, &driver, &probe.devices, &mut gpus).map_err(as_config)?;
     info!(
@@ -255,7 +257,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         }
     };
     if forced {
-        supervisor.kill_all();
+        supervisor.kill_all().await;
     } else {
         let _ = timeout(Duration::from_secs(1), control_task).await;
     }

@@ -322,7 +322,7 @@ class Mps(parking.Parking):
             victim.say(f"busy 60 {MANY}")
             time.sleep(1)
             if wait is not None:
-                self.check("MPS ends its work", all(say(f"terminate_client {s} {victim.process.pid}") == ["0"] for s in say("get_server_list")))
+                self.check("MPS ends its work", [say(f"terminate_client {s} {victim.process.pid}") for s in say("get_server_list")] == [["0"]])
                 time.sleep(wait)
             victim.process.kill()
             code = other.expect("did").split()[2]

@@ -674,10 +674,15 @@ impl Pool {
             let why = "the client asks more often";
             return Err(beyond(entry.exceeded(why, "a daemon asks by itself as often as it needs to")));
         }
+        self.serves(&allowed).map(|()| client)
+    }
+
+    /// Whether this is a server for whom these limits hold.
+    fn serves(&self, allowed: &Effective) -> Result<(), Status> {
         let here = self.facts.config.name.as_str();
         match allowed.not_listed("servers", |name| name == here) {
             Some(entry) => Err(beyond(entry.exceeded(format!("this is {here}"), "use one of these servers"))),
-            None => Ok(client),
+            None => Ok(()),
         }
     }
 
@@ -1032,6 +1037,7 @@ impl PoolService for Service {
             usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
         };
         let allowed = pool.limits_of(&client, &wish.user);
+        pool.serves(&allowed)?;
         let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
         let memory = match (wish.memory_bytes, wish.memory_percent) {
             (0, 0.0) => Memory::Percent(100.0),

@@ -58,6 +58,8 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 const TAKE_LIMIT: Duration = Duration::from_secs(60);
 /// A worker that does not read its channel for so long is stuck.
 const SEND_LIMIT: Duration = Duration::from_secs(2);
+/// How long a server that is forced to quit waits for those that it has killed.
+const KILL_LIMIT: Duration = Duration::from_millis(500);
 /// A process that was killed and is still there after this sits in the driver.
 const REAP_LIMIT: Duration = Duration::from_secs(10);
 /// How often a worker reports while its client's GPU work goes on.
@@ -1053,11 +1055,28 @@ impl Supervisor {
         }
     }
 
-    /// Kills every worker, those too that would outlive this server.
-    pub fn kill_all(&self) {
-        let mut state = self.state();
-        state.closing = true;
-        state.workers.values().filter_map(|w| w.pid).for_each(end_group);
+    /// Kills every worker, those too that would outlive this server. Waits a moment for their ends, which are accounted.
+    pub async fn kill_all(&self) {
+        let gone = async {
+            loop {
+                let mut empty = Box::pin(self.0.empty.notified());
+                empty.as_mut().enable();
+                {
+                    let mut state = self.state();
+                    state.closing = true;
+                    for worker in state.workers.values_mut() {
+                        worker.phase = Phase::Ending;
+                        worker.ended_because.get_or_insert_with(|| "the server was forced to quit".into());
+                        worker.pid.into_iter().for_each(end_group);
+                    }
+                    if state.workers.is_empty() {
+                        return;
+                    }
+                }
+                empty.await;
+            }
+        };
+        let _ = timeout(KILL_LIMIT, gone).await;
     }
 
     /// Leaves every worker to the next server and starts none any more. What was meant for them is sent; those that are not in
@@ -1185,6 +1204,7 @@ impl Supervisor {
                 Err(e) => {
                     let pid = this.state().workers.get(&id).and_then(|w| w.pid);
                     end_group(pid.unwrap_or_default());
+                    this.suspect(&id);
                     this.gone(&id, format!("internal error: {e}"));
                 }
             }
@@ -1314,6 +1334,8 @@ impl Supervisor {
         };
         // A worker that ended already is told by its exit status, not by its closed channel.
         let mut limit = None;
+        // Such a worker does not outlive its server, so that it is one of this server.
+        let mps = start.as_ref().is_some_and(|start| start.mps);
         if let Some(start) = start {
             let _ = send(&ToWorker::Start(start), None).await;
             limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
@@ -1322,6 +1344,11 @@ impl Supervisor {
         // It has a moment to end by itself, unless it was killed already.
         let ending = |killed: bool, limit| {
             if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) }
+        };
+        // One that only closes its channel does not get more time by that.
+        let sooner = |killed: bool, limit: Option<(Instant, _)>| match limit {
+            Some((at, _)) if at < Instant::now() + STOP_GRACE => limit,
+            _ => ending(killed, limit),
         };
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
@@ -1335,7 +1362,11 @@ impl Supervisor {
                     while channel_open
                         && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
                     {
+                        said_end |= matches!(message, FromWorker::Ended { .. });
                         self.heard(id, message);
+                    }
+                    if !killed && !said_end {
+                        self.suspect(id);
                     }
                     return status.map(End::Ended).map_err(|e| e.to_string());
                 }
@@ -1394,7 +1425,7 @@ impl Supervisor {
                             limit = None;
                         }
                         let ended = match message {
-                            FromWorker::Ended { quiet, .. } if !std::mem::replace(&mut said_end, true) => Some(quiet),
+                            FromWorker::Ended { quiet, .. } if mps && !std::mem::replace(&mut said_end, true) => Some(quiet),
                             _ => None,
                         };
                         self.heard(id, message);
@@ -1407,11 +1438,11 @@ impl Supervisor {
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
                         channel_open = false;
-                        limit = ending(killed, limit);
+                        limit = sooner(killed, limit);
                     }
                     Err(e) if e.raw_os_error().is_some() => {
                         channel_open = false;
-                        limit = ending(killed, limit);
+                        limit = sooner(killed, limit);
                     }
                     Err(e) => return Err(e.to_string()),
                 },
@@ -1571,7 +1602,7 @@ impl Supervisor {
 
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
-        let Some(Worker { book: worker, kept, seat, trial, .. }) = state.workers.remove(id) else { return };
+        let Some(Worker { book: worker, kept, trial, .. }) = state.workers.remove(id) else { return };
         if let Some(kept) = kept {
             self.0.store.forget(kept);
         }
@@ -1586,9 +1617,6 @@ impl Supervisor {
         };
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
-        if let Some(seat) = seat.filter(|_| !told && worker.process.is_some()) {
-            seat.suspect();
-        }
         let reason = match worker.ended_because {
             Some(reason) if told => reason,
             Some(reason) => format!("{reason} ({end})"),

@@ -52,6 +52,16 @@ impl Supervisor {
         }
     }
 
+    /// A worker ended without a word: if it was in the middle of its GPU work, others feel it.
+    pub(super) fn suspect(&self, id: &WorkerId) {
+        let state = self.state();
+        if let Some(worker) = state.workers.get(id).filter(|w| w.process.is_some())
+            && let Some(seat) = &worker.seat
+        {
+            seat.suspect();
+        }
+    }
+
     /// Whether the MPS server of a lease's domain serves one program more. Workers of the stock have no context and do not count.
     pub(super) fn room_under_mps(&self, state: &State, lease: &str) -> Result<(), TakeError> {
         let Some(mps) = self.mps().filter(|_| state.leases.get(lease).is_some_and(|l| l.lease.mps)) else {

@@ -281,3 +281,17 @@ async fn without_a_store_nothing_outlives_the_server() {
     assert!(rest(&mut lane).is_empty());
     assert!(!alive(pid(&said["pid"])));
 }
+
+#[tokio::test]
+async fn what_a_forced_end_ends_is_on_record() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("it is served", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));
+    server.run().await;
+    let rows = server.json(&["accounting", "--kind", "process"]);
+    assert_eq!(rows["records"][0]["reason"], "the server was forced to quit", "{rows}");
+}

@@ -273,6 +273,13 @@ async fn a_group_limits_each_of_its_members() {
     a.pool.allocate(of(&a, "carol")).await.unwrap();
     server.set("users.scope", "client");
     b.pool.allocate(of(&b, "bob")).await.unwrap();
+    // Names of users are the client's word: they get it no more than itself.
+    refused_by(a.pool.allocate(of(&a, "dave")).await, "gpus", "of everybody");
+    server.set("limits.user.dave.gpus", "9");
+    refused_by(a.pool.allocate(of(&a, "dave")).await, "gpus", "of everybody");
+    server.set("limits.user.erin.servers", "[\"other\"]");
+    refused_by(b.pool.allocate(of(&b, "erin")).await, "servers", "of user erin");
+    b.pool.allocate(of(&b, "frank")).await.unwrap();
 }
 
 #[tokio::test]

@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn under_mps_a_worker_reaches_its_daemon_and_nobody_else() {
+    fn under_mps_a_worker_reaches_a_daemon_and_no_network() {
         use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
         const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
         if std::env::var_os(ALONE).is_none() {
@@ -325,7 +325,7 @@ mod tests {
             let pipes = folder.path().join("pipes");
             std::fs::create_dir(&pipes).unwrap();
             let _daemon = UnixListener::bind(pipes.join("control")).unwrap();
-            let test = "under_mps_a_worker_reaches_its_daemon_and_nobody_else";
+            let test = "under_mps_a_worker_reaches_a_daemon_and_no_network";
             return alone(test, &[(PIPES, pipes.as_path())]);
         }
         let pipes = PathBuf::from(std::env::var_os(PIPES).unwrap());

@@ -314,7 +314,9 @@ impl Replay {
                 // Known to wait: others, if there are any, go on at once.
                 let mut state = self.lock();
                 let others = (bulk || state.threads.len() > 1) && state.main == executor.id;
-                if others && self.hand_over(session, &mut state).is_err() {
+                let failed = others && self.hand_over(session, &mut state).is_err();
+                drop(state);
+                if failed {
                     session.end("no thread for another executor");
                 }
             }

@@ -77,11 +77,11 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
 /// The probe's second process: holds a context on every device.
 pub const HOLD: &str = "--hold-contexts";
 
-/// What a context of one more process takes of each device: the difference that a second process makes. Nothing where that
-/// cannot be found out.
+/// What a context of one more process takes of each device: the difference that a second process makes. 0 where that cannot be
+/// found out.
 fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
     let measure = || -> Option<Vec<u64>> {
-        let before = hold_contexts(driver, count).ok()?;
+        let before = hold_contexts(driver, count);
         let mut other = Command::new(std::env::current_exe().ok()?)
             .args([HOLD, path])
             .stdin(Stdio::piped())
@@ -94,26 +94,27 @@ fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
         // Its input ends, and with it the process.
         drop(other.stdin.take());
         let _ = other.wait();
-        let differences = before.iter().zip(after.ok()?).map(|(before, after)| before.saturating_sub(after));
-        holds.then(|| differences.collect())
+        let difference = |(before, after): (&Option<u64>, Option<u64>)| {
+            before.zip(after).map_or(0, |(before, after)| before.saturating_sub(after))
+        };
+        holds.then(|| before.iter().zip(after).map(difference).collect())
     };
     measure().unwrap_or_default()
 }
 
-/// Makes a context on every device; returns each one's free memory.
-fn hold_contexts(driver: &Driver, count: i32) -> Result<Vec<u64>, Status> {
-    (0..count)
-        .map(|device| {
-            let (mut ctx, mut free, mut total) = (std::ptr::null_mut(), 0, 0);
-            // SAFETY: out pointers are valid; the context stays retained until the process ends.
-            unsafe {
-                check((driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, device))?;
-                check((driver.call.cuCtxSetCurrent)(ctx))?;
-                check((driver.call.cuMemGetInfo_v2)(&mut free, &mut total))?;
-            }
-            Ok(free as u64)
-        })
-        .collect()
+/// Makes a context on every device; returns each one's free memory, unless it has no room for one or is another's.
+fn hold_contexts(driver: &Driver, count: i32) -> Vec<Option<u64>> {
+    let one = |device| {
+        let (mut ctx, mut free, mut total) = (std::ptr::null_mut(), 0, 0);
+        // SAFETY: out pointers are valid; the context stays retained until the process ends.
+        unsafe {
+            check((driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, device)).ok()?;
+            check((driver.call.cuCtxSetCurrent)(ctx)).ok()?;
+            check((driver.call.cuMemGetInfo_v2)(&mut free, &mut total)).ok()?;
+        }
+        Some(free as u64)
+    };
+    (0..count).map(one).collect()
 }
 
 /// Holds contexts until its input ends.
@@ -130,7 +131,7 @@ pub fn hold(path: &str) -> ExitCode {
             }
         })
         .map_err(say)?;
-        hold_contexts(driver, count).map_err(say)?;
+        hold_contexts(driver, count);
         std::io::stdout()
             .write_all(b"1")
             .and_then(|()| std::io::stdout().flush())

@@ -79,7 +79,7 @@ pub struct Session {
     /// Whether the supervisor was told.
     ending: OnceLock<bool>,
     /// Under MPS, only once the supervisor has ended its GPU work.
-    may_exit: AtomicBool,
+    may_exit: Arc<AtomicBool>,
 }
 
 /// How long a client has to hear why its worker ends.
@@ -128,7 +128,7 @@ impl Session {
             last_late: AtomicI32::new(0),
             sending: Mutex::new(()),
             ending: OnceLock::new(),
-            may_exit: AtomicBool::new(!start.mps),
+            may_exit: Arc::new(AtomicBool::new(!start.mps)),
         }
     }
 
@@ -211,13 +211,17 @@ impl Session {
     pub fn end(&self, reason: &str) -> ! {
         let exits = || self.may_exit.load(Ordering::Relaxed);
         // A client that does not read must not keep its worker: it gets this long to hear why.
-        let patience = HEAR + if exits() { Duration::ZERO } else { DRAIN + EXIT_LIMIT };
-        let patience = std::thread::Builder::new().name("end".into()).spawn(move || {
-            std::thread::sleep(patience);
+        let may_exit = self.may_exit.clone();
+        let patience = move || {
+            let since = Instant::now();
+            std::thread::sleep(HEAR);
+            while !may_exit.load(Ordering::Relaxed) && since.elapsed() < DRAIN + EXIT_LIMIT {
+                std::thread::sleep(Duration::from_millis(2));
+            }
             // SAFETY: as below.
             unsafe { libc::_exit(0) }
-        });
-        if patience.is_err() {
+        };
+        if std::thread::Builder::new().name("end".into()).spawn(patience).is_err() {
             // SAFETY: as below.
             unsafe { libc::_exit(0) }
         }
@@ -240,16 +244,15 @@ impl Session {
     /// Gives the GPU nothing more, and what it has got a moment. Whether it has done everything.
     fn drain(&self) -> bool {
         let deadline = Instant::now() + DRAIN;
-        if !self.replay.halt(deadline) || !self.lanes.idle() {
-            return false;
-        }
+        let halted = self.replay.halt(deadline) && self.lanes.idle();
         // In a thread of its own: a kernel may never end.
         let (tell, told) = std::sync::mpsc::channel();
         let (driver, contexts) = (self.driver, self.contexts.all());
         let wait = move || {
             let _ = tell.send(synchronize(driver, contexts).is_ok());
         };
-        std::thread::Builder::new().name("drain".into()).spawn(wait).is_ok()
-            && told.recv_timeout(deadline.saturating_duration_since(Instant::now())) == Ok(true)
+        let waits = std::thread::Builder::new().name("drain".into()).spawn(wait).is_ok();
+        let left = deadline.saturating_duration_since(Instant::now());
+        waits && told.recv_timeout(left) == Ok(true) && halted
     }
 }

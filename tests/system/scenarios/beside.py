@@ -60,11 +60,14 @@ def run(site, check):
     install(client, "bookworm", check)
     with check("where NVIDIA's kernel driver is loaded, without a library so far, the loader does not get ours"):
         with_driver(client, "dpkg -i /root/debs/gpusession-libs_*.deb")
-    with check("a libcuda.so.1 of another package that is installed after ours is not shadowed, and dpkg says so"):
+    with check("a libcuda.so.1 of another package that is installed after ours is not shadowed, and somebody says so"):
         client.push([site.sim_library()], "/root/theirs/usr/lib/x86_64-linux-gnu")
         client.write("/root/theirs/DEBIAN/control", "Package: libcuda1\nVersion: 1\nArchitecture: amd64\n"
                      "Maintainer: Somebody <somebody@example.org>\nDescription: libcuda.so.1 of somebody else\n")
-        expect(client.ok("dpkg-deb -b /root/theirs /root/theirs.deb && dpkg -i /root/theirs.deb 2>&1"), "its programs go on using that")
+        said = client.ok("dpkg-deb -b /root/theirs /root/theirs.deb && dpkg -i /root/theirs.deb 2>&1; "
+                         "journalctl --sync; journalctl -b -u gpusession-loader -o cat")
+        # Whoever of the two was first.
+        expect(said, "libcuda.so.1: its programs go on using that")
         client.fails(OURS)
         # What the other library is: a simulated driver of this machine's own, without a lease.
         expect(client.ok("su -l alice -c 'SIMGPU_DEVICES=1 deviceQuery'"), "2048")

@@ -57,6 +57,8 @@ def run(site, check):
             host.install(before_upgrade)
             host.ok("dpkg --audit && test -z \"$(dpkg --audit)\"")
             host.fails("systemctl is-active gpusession gpuserver")
+            # But for the unit that notices other drivers.
+            host.ok("systemctl is-active gpusession-loader.path")
         with check(f"{name}: our libcuda.so.1 is the loader's, and login sessions have the module"):
             expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/gpusession/libcuda.so.1")
             host.ok("grep -q pam_gpusession /etc/pam.d/common-session")
