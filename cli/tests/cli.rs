@@ -462,6 +462,10 @@ async fn request_and_release_through_a_file() {
     tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released == [id.clone()])).await.unwrap();
     assert!(!site.file("lease.toml").exists());
     assert_eq!(site.run(&["release", &id]).await.code, 1, "no such lease");
+    // A file of a lease that ended by itself is done with.
+    std::fs::write(site.file("lease.toml"), &text).unwrap();
+    assert_eq!(site.run(&["release", "lease.toml"]).await.code, 0);
+    assert!(!site.file("lease.toml").exists());
     assert_eq!(site.run(&["run", "--lease", "lease.toml", "--", "true"]).await.code, 125);
     std::fs::write(site.file("bad.toml"), "id = \"x\"\nvia = \"daemon\"\ngpus = 1\nserverz = []\n").unwrap();
     let bad = site.run(&["release", "bad.toml"]).await;

@@ -581,6 +581,9 @@ fn run_without_a_daemon_leases_and_gives_back() {
     let told: serde_json::Value = serde_json::from_slice(&released.stdout).unwrap();
     let id = text(&first.stdout).trim().to_owned();
     assert_eq!(told, serde_json::json!({ "schema": 1, "lease": id, "released": true, "trouble": null }));
+    // Not 75: trying again does not help.
+    let request = site.gpusession(&["request", "--server", &address, "--memory", "999GiB", "-o", &file]);
+    assert_eq!(request.status.code(), Some(1), "{}", text(&request.stderr));
     let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
     assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
     // The server is down: released all the same.

@@ -375,3 +375,80 @@ pub async fn join_pool(
     home.store(&reply.certificate_pem, &key.serialize_pem(), &reply.authority_pem, servers.clone())?;
     Ok(Joined { name: reply.client_name, servers })
 }
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+    use rustls::pki_types::PrivatePkcs8KeyDer;
+    use rustls::server::{ClientHello, ResolvesServerCert};
+    use rustls::sign::CertifiedKey;
+    use rustls::{ClientConnection, ServerConfig, ServerConnection};
+
+    use super::*;
+
+    /// Shows a certificate, whether or not it has its key.
+    #[derive(Debug)]
+    struct Shows(Arc<CertifiedKey>);
+
+    impl ResolvesServerCert for Shows {
+        fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+            Some(self.0.clone())
+        }
+    }
+
+    /// Whom somebody who joins believes: a server of a pool that shows its certificate with this key, where the token pins that pool
+    /// or another.
+    fn believes(shown_with: impl FnOnce(KeyPair) -> KeyPair, pins_it: bool) -> Result<(), rustls::Error> {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let authority = params.self_signed(&key).unwrap();
+        let own = KeyPair::generate().unwrap();
+        let server = CertificateParams::new(vec![join::any_server().into()]).unwrap();
+        let server = server.signed_by(&own, &Issuer::new(params, key)).unwrap();
+        let shown = PrivatePkcs8KeyDer::from(shown_with(own).serialize_der()).into();
+        let shown = provider().key_provider.load_private_key(shown).unwrap();
+        let chain = vec![server.der().clone(), authority.der().clone()];
+        let config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .unwrap()
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::new(Shows(Arc::new(CertifiedKey::new(chain, shown)))));
+        let mut server = ServerConnection::new(Arc::new(config)).unwrap();
+
+        let pinned = if pins_it { sha256(authority.der()) } else { [7; 32] };
+        let verifier = Arc::new(Pinned { authority: pinned, provider: provider() });
+        let config = builder().dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
+        let mut client = ClientConnection::new(Arc::new(config), server_name()).unwrap();
+        while client.is_handshaking() {
+            let mut wire = Vec::new();
+            while client.wants_write() {
+                client.write_tls(&mut wire).unwrap();
+            }
+            let mut rest = &wire[..];
+            while !rest.is_empty() {
+                server.read_tls(&mut rest).unwrap();
+                server.process_new_packets()?;
+            }
+            let mut wire = Vec::new();
+            while server.wants_write() {
+                server.write_tls(&mut wire).unwrap();
+            }
+            let mut rest = &wire[..];
+            while !rest.is_empty() {
+                client.read_tls(&mut rest).unwrap();
+                client.process_new_packets()?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn who_joins_believes_only_the_pool_of_its_token() {
+        assert_eq!(believes(|own| own, true), Ok(()));
+        let impostor = believes(|_| KeyPair::generate().unwrap(), true);
+        assert_eq!(impostor, Err(rustls::CertificateError::BadSignature.into()));
+        let another = believes(|own| own, false).unwrap_err().to_string();
+        assert!(another.contains("not of the pool that the join token is for"), "{another}");
+    }
+}
