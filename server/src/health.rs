@@ -90,8 +90,9 @@ pub async fn check_compute_modes(pool: &Pool) {
 /// What a card says of itself, against what it said before.
 async fn look(pool: &Pool, before: Option<&GpuReading>, now: &GpuReading) {
     let uuid = uuid_text(&now.uuid);
+    // One that is wrong stays wrong, whoever puts the GPU back.
     if let Some(mode) = now.compute_mode
-        && before.is_none_or(|before| before.compute_mode != now.compute_mode)
+        && (mode != 0 || before.is_none_or(|before| before.compute_mode != now.compute_mode))
     {
         compute_mode(pool, &uuid, mode).await;
     }

@@ -163,13 +163,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         isolation: config.isolation,
         mps,
     };
-    let registry = Arc::new(LocalRegistry::open(
-        &config.state_dir,
-        gpus,
-        config.rules.clone(),
-        clock.clone(),
-        random.clone(),
-    )?);
+    let (registry, lost) =
+        LocalRegistry::open(&config.state_dir, gpus, config.rules.clone(), clock.clone(), random.clone())?;
+    let registry = Arc::new(registry);
     let monitor = Monitor::start(options.program.clone(), driver.clone());
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
@@ -186,6 +182,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
+    pool.ended(&lost, "a GPU of it is no longer served");
     health::check_compute_modes(&pool).await;
     pool.resume().await;
 

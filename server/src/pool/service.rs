@@ -585,7 +585,7 @@ impl Pool {
     }
 
     /// Ends the workers of leases that are over, and tells their clients, unless they know.
-    fn ended(&self, leases: &[Lease], reason: &str) {
+    pub fn ended(&self, leases: &[Lease], reason: &str) {
         for lease in leases {
             info!(
                 message_id = Said::LeaseReclaimed.id(),

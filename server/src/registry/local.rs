@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tracing::{error, warn};
+use tracing::error;
 
 use super::{GpuUse, Registry, Standing};
 use crate::clock::{Clock, Random};
@@ -32,18 +32,12 @@ impl LocalRegistry {
         rules: Rules,
         clock: Arc<dyn Clock>,
         random: Arc<dyn Random>,
-    ) -> Result<Self, StoreError> {
+    ) -> Result<(Self, Vec<Lease>), StoreError> {
         let file = state_dir.join("leases.json");
         let (table, lost) = Table::new(gpus, rules, store::read(&file)?, clock.now());
-        for lease in lost {
-            warn!(
-                gpusession_lease = lease.id,
-                gpusession_client = lease.client,
-                "lease {} ended: a GPU of it is no longer served",
-                lease.id
-            );
-        }
-        Ok(Self { table: Mutex::new(table), gpus: Mutex::default(), file: Shared::new(file), clock, random })
+        let this =
+            Self { table: Mutex::new(table), gpus: Mutex::default(), file: Shared::new(file), clock, random };
+        Ok((this, lost))
     }
 
     // The table is consistent between any two of its methods, also after a panic elsewhere.

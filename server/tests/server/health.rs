@@ -92,6 +92,29 @@ async fn a_killed_process_that_does_not_end_breaks_its_gpu() {
 }
 
 #[tokio::test]
+async fn a_gpu_whose_memory_stays_in_use_after_a_worker_is_taken_out() {
+    let mut server = Server::prepare("libcuda.so.1", "").await;
+    let mut cards = Cards::of(&server);
+    server.run().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(10.0).await.unwrap();
+    let gpu = lease.devices[0].uuid.clone();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (lane, said) = server.adopt(&worker.id, 0, true);
+    let pid = said["pid"].as_u64().unwrap() as u32;
+    cards.card(&gpu).processes = vec![(pid, Some(100 << 20))];
+    cards.say(&server);
+    drop(lane);
+    vm.pool.release(ReleaseRequest { lease: lease.id, ..Default::default() }).await.unwrap();
+    eventually("the worker is gone", async || !alive(pid)).await;
+    let gone = Instant::now();
+    eventually("its GPU is broken", async || state(&server, &gpu).0 == "broken").await;
+    assert!(gone.elapsed() > Duration::from_secs(5), "the driver has a moment");
+    let (_, why) = state(&server, &gpu);
+    assert!(why.contains(&format!("memory of process {pid}, which has ended, is still in use")), "{why}");
+}
+
+#[tokio::test]
 async fn a_process_has_no_more_than_its_lease() {
     let mut server = Server::prepare("libcuda.so.1", "").await;
     let mut cards = Cards::of(&server);
@@ -146,6 +169,8 @@ async fn a_card_that_fails_is_taken_out() {
     cards.say(&server);
     eventually("the mode is seen", async || state(&server, good).0 == "broken").await;
     assert!(state(&server, good).1.contains("EXCLUSIVE_PROCESS"), "{:?}", state(&server, good));
+    assert!(server.verb(&["on", good]).status.success());
+    eventually("it is out again", async || state(&server, good).0 == "broken").await;
     cards.card(good).compute_mode = Some(0);
     cards.say(&server);
     eventually("it is mended", async || state(&server, good).0 == "free").await;

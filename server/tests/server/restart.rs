@@ -295,3 +295,17 @@ async fn what_a_forced_end_ends_is_on_record() {
     let rows = server.json(&["accounting", "--kind", "process"]);
     assert_eq!(rows["records"][0]["reason"], "the server was forced to quit", "{rows}");
 }
+
+#[tokio::test]
+async fn a_lease_whose_gpu_is_served_no_more_is_on_record() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    server.signal(Signal::SIGKILL);
+    let other = if lease.devices[0].uuid.ends_with('0') { 1 } else { 0 };
+    server.configure("libcuda.so.1", &format!("gpus = [{other}]"));
+    server.run().await;
+    let rows = server.json(&["accounting", "--kind", "lease"]);
+    assert_eq!(rows["records"][0]["lease"], lease.id.as_str(), "{rows}");
+    assert_eq!(rows["records"][0]["reason"], "a GPU of it is no longer served");
+}
