@@ -404,7 +404,7 @@ mod tests {
         let key = KeyPair::generate().unwrap();
         let authority = params.self_signed(&key).unwrap();
         let own = KeyPair::generate().unwrap();
-        let server = CertificateParams::new(vec![join::any_server().into()]).unwrap();
+        let server = CertificateParams::new(vec![join::any_server()]).unwrap();
         let server = server.signed_by(&own, &Issuer::new(params, key)).unwrap();
         let shown = PrivatePkcs8KeyDer::from(shown_with(own).serialize_der()).into();
         let shown = provider().key_provider.load_private_key(shown).unwrap();
