@@ -849,6 +849,27 @@ fn programs_and_leases_outlive_the_daemon() {
 }
 
 #[test]
+fn a_second_signal_ends_a_daemon_that_waits_for_programs() {
+    let mut site = Site::new();
+    let _server = site.start_server();
+    site.configure("[client]\nname = \"vm-1\"\n[[lease]]\nmemory = \"25%\"\n", &site.token());
+    let mut systemd = Systemd::new(site.path("notify"));
+    let mut daemon = systemd.start(&site);
+    site.lease();
+    let helper = Helper::start(&site.path("run/grant.sock"));
+    assert!(helper.granted);
+    site.described("a program", |d| d["leases"][0]["processes"] == 1);
+    daemon.signal(Signal::SIGTERM);
+    site.until("the daemon stops", |_| {
+        systemd.work();
+        systemd.heard.contains("giving leases back").then_some(())
+    });
+    assert_eq!(daemon.0.try_wait().unwrap(), None, "it waits for the program");
+    assert_eq!(daemon.stop(), 2);
+    helper.kill();
+}
+
+#[test]
 fn a_reload_changes_only_what_changed() {
     let mut site = Site::new();
     let server = site.start_server();
