@@ -37,6 +37,13 @@ pub fn fingerprint(certificate: &CertificateDer<'_>) -> [u8; 32] {
     out
 }
 
+/// What a user is told of somebody who is not the program's worker.
+fn impostor(does: &str) -> Error {
+    Error::General(format!(
+        "who answers for the GPU server {does}: is there something between this machine and the server?"
+    ))
+}
+
 impl ServerCertVerifier for Pinned {
     fn verify_server_cert(
         &self,
@@ -49,7 +56,7 @@ impl ServerCertVerifier for Pinned {
         if fingerprint(end_entity) == self.fingerprint {
             Ok(ServerCertVerified::assertion())
         } else {
-            Err(Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+            Err(impostor("shows another certificate than the server said"))
         }
     }
 
@@ -73,12 +80,13 @@ impl ServerCertVerifier for Pinned {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(
-            message,
-            certificate,
-            signature,
-            &self.provider.signature_verification_algorithms,
-        )
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms).map_err(|error| match error {
+            Error::InvalidCertificate(CertificateError::BadSignature) => {
+                impostor("shows the certificate of this program's worker without having its key")
+            }
+            other => other,
+        })
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
