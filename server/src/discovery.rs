@@ -188,6 +188,7 @@ struct Contexts {
 /// memory meanwhile: then what was measured without them counts, and where the probe could not measure.
 pub fn settle_contexts(state_dir: &Path, probe: &mut Probe, in_use: bool) -> Result<(), StoreError> {
     let file = state_dir.join("contexts.json");
+    // What cannot be read is measured anew.
     let known: Contexts = store::read(&file).unwrap_or_default();
     let known = if known.driver_version == probe.driver_version { known.bytes } else { BTreeMap::new() };
     for gpu in &mut probe.devices {

@@ -1027,29 +1027,37 @@ impl Supervisor {
         }
     }
 
-    /// Ends every worker and starts none any more; returns when the last one is gone.
-    pub async fn close(&self, reason: &str) {
+    /// Starts no worker any more, and does something to those that there are until the last one is gone.
+    async fn until_none(&self, mut what: impl FnMut(&mut State)) {
         loop {
             let mut empty = Box::pin(self.0.empty.notified());
             empty.as_mut().enable();
             {
                 let mut state = self.state();
                 state.closing = true;
-                for (id, lease) in state.leases.drain() {
-                    lease.changed.notify_waiters();
-                    if let Some(mps) = self.mps() {
-                        mps.leave(&id);
-                    }
-                }
+                what(&mut state);
                 if state.workers.is_empty() {
-                    break;
-                }
-                for (id, worker) in &mut state.workers {
-                    stop(id, worker, reason);
+                    return;
                 }
             }
             empty.await;
         }
+    }
+
+    /// Ends every worker and starts none any more; returns when the last one is gone.
+    pub async fn close(&self, reason: &str) {
+        let end = |state: &mut State| {
+            for (id, lease) in state.leases.drain() {
+                lease.changed.notify_waiters();
+                if let Some(mps) = self.mps() {
+                    mps.leave(&id);
+                }
+            }
+            for (id, worker) in &mut state.workers {
+                stop(id, worker, reason);
+            }
+        };
+        self.until_none(end).await;
         if let Some(mps) = self.mps() {
             mps.close().await;
         }
@@ -1057,52 +1065,31 @@ impl Supervisor {
 
     /// Kills every worker, those too that would outlive this server. Waits a moment for their ends, which are accounted.
     pub async fn kill_all(&self) {
-        let gone = async {
-            loop {
-                let mut empty = Box::pin(self.0.empty.notified());
-                empty.as_mut().enable();
-                {
-                    let mut state = self.state();
-                    state.closing = true;
-                    for worker in state.workers.values_mut() {
-                        worker.phase = Phase::Ending;
-                        worker.ended_because.get_or_insert_with(|| "the server was forced to quit".into());
-                        worker.pid.into_iter().for_each(end_group);
-                    }
-                    if state.workers.is_empty() {
-                        return;
-                    }
-                }
-                empty.await;
+        let kill = |state: &mut State| {
+            for worker in state.workers.values_mut() {
+                worker.phase = Phase::Ending;
+                worker.ended_because.get_or_insert_with(|| "the server was forced to quit".into());
+                worker.pid.into_iter().for_each(end_group);
             }
         };
-        let _ = timeout(KILL_LIMIT, gone).await;
+        let _ = timeout(KILL_LIMIT, self.until_none(kill)).await;
     }
 
     /// Leaves every worker to the next server and starts none any more. What was meant for them is sent; those that are not in
     /// the store end.
     pub async fn hand_over(&self) {
-        let left = async {
-            loop {
-                let mut empty = Box::pin(self.0.empty.notified());
-                empty.as_mut().enable();
-                {
-                    let mut state = self.state();
-                    if !std::mem::replace(&mut state.closing, true) {
-                        for (id, worker) in &mut state.workers {
-                            match worker.kept {
-                                Some(_) => drop(worker.stop.send(Command::Leave)),
-                                None => stop(id, worker, "the server is restarted"),
-                            }
-                        }
-                    }
-                    if state.workers.is_empty() {
-                        return;
-                    }
-                }
-                empty.await;
+        let mut told = false;
+        let left = self.until_none(|state| {
+            if std::mem::replace(&mut told, true) {
+                return;
             }
-        };
+            for (id, worker) in &mut state.workers {
+                match worker.kept {
+                    Some(_) => drop(worker.stop.send(Command::Leave)),
+                    None => stop(id, worker, "the server is restarted"),
+                }
+            }
+        });
         if timeout(LEAVE_LIMIT, left).await.is_err() {
             debug!("some workers did not take in time what was meant for them");
         }
