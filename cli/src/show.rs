@@ -55,7 +55,10 @@ fn state_words(lease: &DescribedLease) -> String {
         "active" | "idle" => {
             format!("in use by {} process{}", lease.processes, if lease.processes == 1 { "" } else { "es" })
         }
-        other => other.into(),
+        other => match (lease.position, lease.waiting) {
+            (Some(position), Some(length)) => format!("{other}, waits, position {position} of {length}"),
+            _ => other.into(),
+        },
     }
 }
 
@@ -162,7 +165,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
         out.push_str(&table(&rows));
     }
     let mut trouble = Vec::new();
-    for lease in described.leases.iter().filter(|l| l.state == "pending") {
+    for lease in described.leases.iter().filter(|l| l.state == "pending" || l.position.is_some()) {
         let why = lease.trouble.as_deref().unwrap_or("asking the pool");
         let place = match (lease.position, lease.waiting) {
             (Some(position), Some(length)) => format!("position {position} of {length}: "),

@@ -123,7 +123,7 @@ fn refusal(status: &Status) -> Option<PoolError> {
         Kind::NeverFits => Trouble::NeverFits,
         Kind::NotAccepted => Trouble::Refused,
     };
-    let place = (refusal.position > 0).then_some((refusal.position, refusal.waiting.max(refusal.position)));
+    let place = PoolError::place_of(refusal.position, refusal.waiting);
     Some(PoolError { place, ..PoolError::new(trouble, status.message()) })
 }
 

@@ -132,10 +132,12 @@ impl News {
     }
 
     fn line(&self, lease: &LeaseView) -> Option<String> {
-        let waits = lease.trouble.as_ref().filter(|_| lease.state == LeaseState::Pending);
-        if let (Some(place), false) = (waits.and_then(|t| t.place), self.said.contains_key(&lease.slot)) {
-            let (position, length) = place;
-            return Some(format!("GPU lease {} waits, position {position} of {length}", called(lease)));
+        let waits = lease.waits();
+        // What was said of a parked one led to its being parked.
+        let said = lease.state != LeaseState::Parked && self.said.contains_key(&lease.slot);
+        if let (Some((position, length)), false) = (waits.and_then(|t| t.place), said) {
+            let word = if lease.state == LeaseState::Parked { "is parked and waits" } else { "waits" };
+            return Some(format!("GPU lease {} {word}, position {position} of {length}", called(lease)));
         }
         if let Some(said) = self.said.get(&lease.slot) {
             return Some(said.clone());
@@ -317,6 +319,26 @@ mod tests {
         waiting.trouble = Some(full);
         let lines = news.after(&[], &seen_by(vec![waiting]), now);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1 waits, position 3 of 40"]);
+    }
+
+    #[test]
+    fn a_parked_lease_that_is_wanted_back_waits() {
+        let (mut news, now) = (News::default(), Instant::now());
+        let mut parked = lease(1, 1000, LeaseState::Parked);
+        let warned = [Change::PrepareForLoss {
+            slot: 1,
+            left: Duration::ZERO,
+            reason: "no GPU work for 1 h".into(),
+            idle: true,
+        }];
+        let lines = news.after(&warned, &seen_by(vec![parked.clone()]), now);
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1: no GPU work for 1 h"]);
+        let full = PoolError { place: Some((1, 2)), ..PoolError::new(Trouble::NoCapacity, "full") };
+        parked.trouble = Some(full);
+        let lines = news.after(&[], &seen_by(vec![parked.clone()]), now);
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is parked and waits, position 1 of 2"]);
+        parked.state = LeaseState::Active;
+        assert!(news.after(&[Change::Changed { slot: 1 }], &seen_by(vec![parked]), now).is_empty());
     }
 
     #[test]

@@ -69,6 +69,11 @@ impl PoolError {
         Self { trouble, message: message.into(), place: None }
     }
 
+    /// Place and length of a queue as servers send them; none where the place is 0.
+    pub fn place_of(position: u32, waiting: u32) -> Option<(u32, u32)> {
+        (position > 0).then_some((position, waiting.max(position)))
+    }
+
     /// The message, with the place in the queue if there is one.
     pub fn waiting(&self) -> String {
         match self.place {

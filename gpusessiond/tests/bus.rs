@@ -420,6 +420,12 @@ async fn other_gpus_and_their_health_are_told() {
         limit_bytes: 1 << 20,
         ..Default::default()
     };
+    // Its programs go on, and others have its GPUs.
+    let wanted = StateChange { state: "returning".into(), position: 1, waiting: 2, ..Default::default() };
+    sim.send(PoolEvent { lease: id.clone(), event: Some(Event::State(wanted)) });
+    changed(&mut stream, "State", "parked".to_owned()).await;
+    assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (1, 2));
+    assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "other leases have its GPUs now");
     let back = StateChange {
         state: "active".into(),
         devices: vec![device(1, "leased", 7)],

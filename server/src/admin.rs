@@ -782,7 +782,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 .into_iter()
                 .map(|s| LeaseRow {
                     state: pool.lease_state(&s.lease.id).0.into(),
-                    position: pool.lease_state(&s.lease.id).1,
+                    position: pool.lease_state(&s.lease.id).1.position,
                     warm: pool.supervisor().ready(&s.lease.id),
                     idle_usec: micros(pool.idle_for(&s.lease.id)),
                     lease: s.lease.id,
@@ -885,13 +885,13 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 };
                 Refusal::new(code, e.to_string())
             })?;
-            let (state, _) = pool.parking().state(&lease).unwrap_or(("active", 0));
+            let state = pool.parking().state(&lease).map_or("active", |(state, _)| state);
             Ok(serde_json::json!({ "lease": lease, "state": state }))
         }
         Ask::Unpark { lease } => {
             let lease = find_lease(pool, &lease).await?;
-            let (state, position) = pool.unpark(&lease).await;
-            Ok(serde_json::json!({ "lease": lease, "state": state, "position": position }))
+            let (state, place) = pool.unpark(&lease).await;
+            Ok(serde_json::json!({ "lease": lease, "state": state, "position": place.position }))
         }
         Ask::Off { gpu, reason } => {
             let uuid = find_gpu(pool, &gpu).await?;

@@ -365,6 +365,15 @@ struct Waiting {
     asked: Moment,
 }
 
+/// Where a lease stands among those that wait for the same; all 0: it waits for nobody.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Place {
+    /// From 1.
+    pub position: u32,
+    /// How many there are.
+    pub waiting: u32,
+}
+
 /// A request that waits, as listings show it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingView {
@@ -988,10 +997,10 @@ impl Table {
         there
     }
 
-    /// A lease that was set aside wants its parts back: `Ok` once it has them, else the number of leases that are before it.
+    /// A lease that was set aside wants its parts back: `Ok` once it has them, else its place among those that do.
     /// Nobody who comes later is served before it. One that `may_move` gets other GPUs of the same kind where its own are taken
     /// (`true` then), with another fencing token.
-    pub fn take_back(&mut self, id: &str, may_move: bool) -> Result<bool, usize> {
+    pub fn take_back(&mut self, id: &str, may_move: bool) -> Result<bool, Place> {
         let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(false) };
         let may_move = may_move && !held.lease.pinned;
         let turn = *turn.get_or_insert_with(|| {
@@ -1025,12 +1034,12 @@ impl Table {
         let same = |other: &Held| {
             may_move || other.lease.shares.iter().any(|o| shares.iter().any(|s| s.gpu == o.gpu))
         };
-        Err(self
-            .aside
-            .iter()
-            .filter(|(_, t)| t.is_some_and(|t| t < turn))
-            .filter(|(other, _)| self.held.get(*other).is_some_and(same))
-            .count())
+        let others = self.aside.iter().filter(|(other, _)| self.held.get(*other).is_some_and(same));
+        let turns: Vec<u64> = others.filter_map(|(_, turn)| *turn).collect();
+        Err(Place {
+            position: turns.iter().filter(|other| **other <= turn).count() as u32,
+            waiting: turns.len() as u32,
+        })
     }
 
     /// GPUs of the same kind as a lease's, with room for it now; its own where they have.
@@ -1642,6 +1651,10 @@ pub(crate) mod tests {
         ]
     }
 
+    fn place(position: u32, waiting: u32) -> Result<bool, Place> {
+        Err(Place { position, waiting })
+    }
+
     #[test]
     fn what_is_set_aside_comes_back_in_turn() {
         let mut table = table(1);
@@ -1656,8 +1669,9 @@ pub(crate) mod tests {
         let b = get(&mut table, "b", 50.0).unwrap();
         let c = get(&mut table, "c", 50.0).unwrap();
         assert!(table.set_aside(&b));
-        assert_eq!(table.take_back(&a, false), Err(0), "c is in the way");
-        assert_eq!(table.take_back(&b, false), Err(1), "a asked first, though there is room for b");
+        assert_eq!(table.take_back(&a, false), place(1, 1), "c is in the way");
+        assert_eq!(table.take_back(&b, false), place(2, 2), "a asked first, though there is room for b");
+        assert_eq!(table.take_back(&a, false), place(1, 2), "and b is behind it");
         assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
         // A restart of the server: they are still aside, and nobody waits.
         let (mut again, lost) =
@@ -1688,9 +1702,9 @@ pub(crate) mod tests {
         let (a, b) = (get(&mut table, "a", 0, false), get(&mut table, "b", 2, true));
         assert!(table.set_aside(&a.id) && table.set_aside(&b.id));
         let takers = [get(&mut table, "c", 0, false), get(&mut table, "d", 2, false)];
-        assert_eq!(table.take_back(&a.id, false), Err(0), "its programs' memory is bound to the GPU");
+        assert_eq!(table.take_back(&a.id, false), place(1, 1), "its programs' memory is bound to the GPU");
         table.stay_aside(&a.id);
-        assert_eq!(table.take_back(&b.id, true), Err(0), "its client wants this one");
+        assert_eq!(table.take_back(&b.id, true), place(1, 1), "its client wants this one");
         table.stay_aside(&b.id);
         assert_eq!(table.take_back(&a.id, true), Ok(true));
         let (moved, _) = table.get(&a.id, Duration::ZERO).unwrap();
@@ -1701,7 +1715,7 @@ pub(crate) mod tests {
         assert_eq!(table.take_back(&a.id, true), Ok(false));
         assert!(table.set_aside(&a.id));
         table.withdraw(&on(4), Some(Withdrawn::Off("a fan is loud".into())));
-        assert_eq!(table.take_back(&a.id, true), Err(0));
+        assert_eq!(table.take_back(&a.id, true), place(1, 1));
         table.remove(None, &takers[0].id);
         assert_eq!(table.take_back(&a.id, true), Ok(true));
         assert_eq!(table.get(&a.id, Duration::ZERO).unwrap().0.shares[0].gpu, on(0));

@@ -37,7 +37,7 @@ pub(super) fn describe(shared: &Shared) -> Value {
 
 fn lease(l: &LeaseView) -> Value {
     let trouble = l.trouble.as_ref();
-    let place = trouble.and_then(|t| t.place);
+    let place = l.waits().and_then(|t| t.place);
     json!({
         "id": l.id,
         "name": l.spec.name,

@@ -836,16 +836,12 @@ pub(super) fn sm_percent(view: &LeaseView) -> u32 {
 
 /// Place in a server's queue, and its length.
 pub(super) fn waits_at(view: &LeaseView) -> (u32, u32) {
-    view.trouble
-        .as_ref()
-        .filter(|_| view.state == LeaseState::Pending)
-        .and_then(|t| t.place)
-        .unwrap_or_default()
+    view.waits().and_then(|t| t.place).unwrap_or_default()
 }
 
-/// Why a lease that is wanted is not held.
+/// Why a lease that is wanted is not held, or one that is parked does not come back.
 pub(super) fn waits_for(view: &LeaseView) -> &str {
-    view.trouble.as_ref().filter(|_| view.state == LeaseState::Pending).map_or("", |t| &t.message)
+    view.waits().map_or("", |t| &t.message)
 }
 
 /// `org.gpusession1.Device`.

@@ -895,7 +895,7 @@ impl Actor {
                     expires_usec: held.map_or(0, |h| at_wall(h.expires)),
                     fencing_token: held.map_or(0, |h| h.lease.fencing_token),
                     encrypted: held.is_some_and(|h| h.lease.encrypted),
-                    trouble: wanted.trouble.clone(),
+                    trouble: held.and_then(Held::waits).or_else(|| wanted.trouble.clone()),
                     retry_in: match wanted.phase {
                         Phase::Waiting { retry } => Some(retry.saturating_sub(now)),
                         _ => None,

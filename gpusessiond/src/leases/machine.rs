@@ -121,6 +121,8 @@ pub struct Held {
     pub server: usize,
     /// Active, idle, parked or draining.
     pub state: LeaseState,
+    /// Place among those that wait for the same GPUs, from 1, and how many they are: of a parked lease whose programs go on.
+    pub place: Option<(u32, u32)>,
     /// When it was granted.
     pub since: Time,
     /// When it ends unless it is renewed.
@@ -136,6 +138,14 @@ pub struct Held {
     missed: usize,
     /// Workers that have ended, the latest last.
     ended: VecDeque<Vec<u8>>,
+}
+
+impl Held {
+    /// What it waits for, if it does.
+    pub fn waits(&self) -> Option<PoolError> {
+        let place = Some(self.place?);
+        Some(PoolError { place, ..PoolError::new(Trouble::NoCapacity, "other leases have its GPUs now") })
+    }
 }
 
 /// Where a slot is in its life.
@@ -537,6 +547,7 @@ impl Machine {
                     since: now,
                     stock,
                     idle_since: None,
+                    place: None,
                     taking: false,
                     take_again: now,
                     take_attempt: 0,
@@ -656,7 +667,7 @@ impl Machine {
             held.expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
         }
         if let Some(state) = LeaseState::of_server(&renewed.state) {
-            self.set_state(now, slot, state);
+            self.set_state(now, slot, state, PoolError::place_of(renewed.position, renewed.waiting));
         }
         self.set_devices(slot, renewed.devices, renewed.fencing_token);
         if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase)
@@ -695,12 +706,12 @@ impl Machine {
         }
     }
 
-    fn set_state(&mut self, now: Time, slot: Slot, state: LeaseState) {
+    fn set_state(&mut self, now: Time, slot: Slot, state: LeaseState, place: Option<(u32, u32)>) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
-        if held.state == state {
+        if (held.state, held.place) == (state, place) {
             return;
         }
-        held.state = state;
+        (held.state, held.place) = (state, place);
         held.idle_since = match state {
             LeaseState::Idle | LeaseState::Parked => held.idle_since.or(Some(now)),
             _ => None,
@@ -726,7 +737,7 @@ impl Machine {
             Some(Event::Lost(loss)) => self.lose(now, slot, &loss.reason),
             Some(Event::State(change)) => {
                 if let Some(state) = LeaseState::of_server(&change.state) {
-                    self.set_state(now, slot, state);
+                    self.set_state(now, slot, state, PoolError::place_of(change.position, change.waiting));
                 }
                 self.set_devices(slot, change.devices, change.fencing_token);
             }
@@ -1421,7 +1432,7 @@ impl Machine {
             .collect();
         for slot in held {
             let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
-            self.set_state(now, slot, state);
+            self.set_state(now, slot, state, None);
             if let Some(left) = grace {
                 let reason = "this machine leaves its server".to_owned();
                 self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
@@ -1602,6 +1613,38 @@ mod tests {
         assert_eq!(uuid(&m), "GPU-third");
         m.event(s(3), 0, state(vec![device("a"), device("b")]));
         assert_eq!(uuid(&m), "GPU-third", "not as many as it has");
+    }
+
+    #[test]
+    fn a_parked_lease_whose_programs_go_on_has_a_place_in_the_queue() {
+        let mut m = machine(1);
+        m.configure(s(0), vec![configured("l", 1)]);
+        let slot = *m.slots.keys().next().expect("one");
+        m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+        let mut told_of = |state: &str, position, waiting| {
+            let state = state.into();
+            let change = control::StateChange { state, position, waiting, ..Default::default() };
+            let event = Some(control::pool_event::Event::State(change));
+            m.event(s(1), 0, control::PoolEvent { lease: "l1".into(), event });
+            let held = m.slots[&slot].held().expect("held");
+            (held.state, held.place, told(&actions(&mut m)).contains(&Change::Changed { slot }))
+        };
+        let parked = LeaseState::Parked;
+        assert_eq!(told_of("parked", 0, 0), (parked, None, true));
+        assert_eq!(told_of("returning", 2, 3), (parked, Some((2, 3)), true));
+        assert_eq!(told_of("returning", 2, 3), (parked, Some((2, 3)), false));
+        assert_eq!(told_of("returning", 1, 1), (parked, Some((1, 1)), true));
+        assert_eq!(told_of("returning", 0, 0), (parked, None, true), "its memory is on its way");
+        assert_eq!(told_of("active", 0, 0), (LeaseState::Active, None, true));
+        told_of("returning", 1, 2);
+        let renewed = control::RenewedLease {
+            id: "l1".into(),
+            state: "returning".into(),
+            position: 1,
+            ..Default::default()
+        };
+        m.renewed(s(2), 0, &["l1".into()], Ok(vec![renewed]));
+        assert_eq!(m.slots[&slot].held().expect("held").place, Some((1, 1)), "news may be missed");
     }
 
     #[test]

@@ -444,6 +444,15 @@ pub struct LeaseView {
 }
 
 impl LeaseView {
+    /// Why it waits: for GPUs, or parked for those that it had.
+    pub fn waits(&self) -> Option<&PoolError> {
+        self.trouble.as_ref().filter(|trouble| match self.state {
+            LeaseState::Pending => true,
+            LeaseState::Parked => trouble.place.is_some(),
+            _ => false,
+        })
+    }
+
     /// How the data of its programs travels, and why; empty while pending.
     pub fn transport(&self) -> (&'static str, &'static str) {
         match (self.devices.is_empty(), self.encrypted) {

@@ -14,6 +14,7 @@ use tracing::{error, info, warn};
 use super::service::Pool;
 use crate::clock::Moment;
 use crate::idle::Clock;
+use crate::lease::Place;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{NotParked, Parker};
 
@@ -54,10 +55,10 @@ pub enum ParkError {
 enum Stage {
     Parking,
     Away,
-    /// How many are before it, once that is known.
+    /// Its place, once that is known.
     Waiting {
         since: Moment,
-        before: Option<usize>,
+        place: Place,
     },
     Returning,
 }
@@ -92,15 +93,15 @@ impl Parking {
     }
 
     /// What a lease is, if it does not simply hold its GPUs: its state's name, and its place among those that wait.
-    pub fn state(&self, lease: &str) -> Option<(&'static str, u32)> {
+    pub fn state(&self, lease: &str) -> Option<(&'static str, Place)> {
         let away = self.away();
         let entry = away.get(lease)?;
         Some(match (entry.stage, entry.parkers.is_empty()) {
-            (Stage::Parking, _) => ("parking", 0),
-            (Stage::Away, true) => ("lent", 0),
-            (Stage::Away, false) => ("parked", 0),
-            (Stage::Waiting { before, .. }, _) => ("returning", before.unwrap_or(0) as u32 + 1),
-            (Stage::Returning, _) => ("returning", 0),
+            (Stage::Parking, _) => ("parking", Place::default()),
+            (Stage::Away, true) => ("lent", Place::default()),
+            (Stage::Away, false) => ("parked", Place::default()),
+            (Stage::Waiting { place, .. }, _) => ("returning", place),
+            (Stage::Returning, _) => ("returning", Place::default()),
         })
     }
 
@@ -259,22 +260,22 @@ impl Pool {
     }
 
     /// Asks for a lease's GPUs back; returns its state and place after a moment.
-    pub async fn unpark(&self, lease: &str) -> (&'static str, u32) {
+    pub async fn unpark(&self, lease: &str) -> (&'static str, Place) {
         self.wants_back(lease);
         let _ = timeout(LOOK, self.parking().changed.notified()).await;
-        self.parking().state(lease).unwrap_or(("active", 0))
+        self.parking().state(lease).unwrap_or(("active", Place::default()))
     }
 
     fn wants_back(&self, lease: &str) {
         let mut away = self.parking().away();
         if let Some(entry) = away.get_mut(lease).filter(|a| a.stage == Stage::Away) {
-            entry.stage = Stage::Waiting { since: self.now(), before: None };
+            entry.stage = Stage::Waiting { since: self.now(), place: Place::default() };
             self.parking().due.notify_one();
         }
     }
 
     /// Waits until a lease has its GPUs, for at most `limit`.
-    pub async fn bring_back(&self, lease: &str, limit: Duration) -> Result<(), u32> {
+    pub async fn bring_back(&self, lease: &str, limit: Duration) -> Result<(), Place> {
         self.wants_back(lease);
         let back = async {
             loop {
@@ -285,7 +286,7 @@ impl Pool {
                 let _ = timeout(LOOK, changed).await;
             }
         };
-        timeout(limit, back).await.map_err(|_| self.parking().state(lease).map_or(0, |(_, place)| place))
+        timeout(limit, back).await.map_err(|_| self.parking().state(lease).unwrap_or_default().1)
     }
 
     /// Brings back what is wanted, as there is room. Never returns.
@@ -317,7 +318,7 @@ impl Pool {
             queue.sort();
             for (since, lease) in queue {
                 self.returns(&lease).await;
-                if self.parking().state(&lease).is_some_and(|(_, place)| place > 0) {
+                if self.parking().state(&lease).is_some_and(|(_, place)| place.position > 0) {
                     self.lend_to(&lease).await;
                 }
                 let limit = self.config().return_limit;
@@ -335,21 +336,34 @@ impl Pool {
             return;
         }
         let taken = self.registry().take_back(lease, parking.may_move(lease)).await;
-        let told = taken.err();
-        let parkers = {
+        let waits = taken.err().unwrap_or_default();
+        let (told, parkers) = {
             let mut away = parking.away();
             let Some(entry) = away.get_mut(lease) else { return };
-            let Stage::Waiting { since, before } = entry.stage else { return };
-            if let Some(now) = told {
-                if before != Some(now) {
-                    info!(gpusession_lease = lease, "lease {lease} waits for its GPUs, {now} are before it");
-                }
-                entry.stage = Stage::Waiting { since, before: Some(now) };
-                return;
+            let Stage::Waiting { since, place } = entry.stage else { return };
+            if taken.is_err() {
+                entry.stage = Stage::Waiting { since, place: waits };
+                (place, None)
+            } else {
+                entry.stage = Stage::Returning;
+                (place, Some(std::mem::take(&mut entry.parkers)))
             }
-            entry.stage = Stage::Returning;
-            std::mem::take(&mut entry.parkers)
         };
+        if told != waits {
+            let Place { position, waiting } = waits;
+            if taken.is_err() {
+                info!(
+                    gpusession_lease = lease,
+                    "lease {lease} waits for its GPUs, position {position} of {waiting}"
+                );
+            }
+            let change =
+                wire::StateChange { state: "returning".into(), position, waiting, ..Default::default() };
+            if let Some(standing) = self.registry().get(lease).await {
+                self.tell_change(&standing.lease.client, lease, change);
+            }
+        }
+        let Some(parkers) = parkers else { return };
         if taken == Ok(true) {
             self.moved(lease).await;
         }
@@ -398,9 +412,9 @@ impl Pool {
                 reason: "its GPUs are back".into(),
                 devices: self.devices_of(&standing.lease).await,
                 fencing_token: standing.lease.fencing_token,
+                ..Default::default()
             };
-            let event = PoolEvent { lease: lease.into(), event: Some(Event::State(change)) };
-            self.tell(&standing.lease.client, event);
+            self.tell_change(&standing.lease.client, lease, change);
         }
         parking.changed.notify_waiters();
     }
@@ -417,6 +431,9 @@ impl Pool {
             entry.parkers.drain(..).map(|(id, _)| id).collect()
         };
         self.registry().stay_aside(lease).await;
+        if let Some(standing) = self.registry().get(lease).await {
+            self.tell_state(&standing.lease.client, lease, "lent", "");
+        }
         let why = format!(
             "the program was parked, and its GPU was not free again within {} (return_limit)",
             crate::config::show_duration(limit)
@@ -448,6 +465,10 @@ impl Pool {
 
     pub(super) fn tell_state(&self, client: &str, lease: &str, state: &str, reason: &str) {
         let change = wire::StateChange { state: state.into(), reason: reason.into(), ..Default::default() };
+        self.tell_change(client, lease, change);
+    }
+
+    fn tell_change(&self, client: &str, lease: &str, change: wire::StateChange) {
         self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 

@@ -34,7 +34,8 @@ use crate::config::{Config, is_live};
 use crate::guard::{Certificate, Peer};
 use crate::idle::OnIdle;
 use crate::lease::{
-    AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Priority, Request as LeaseRequest, Share, Withdrawn,
+    AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Place, Priority, Request as LeaseRequest, Share,
+    Withdrawn,
 };
 use crate::limits::{Effective, Exceeded, Rates};
 use crate::monitor::Monitor;
@@ -687,10 +688,10 @@ impl Pool {
     }
 
     /// What a lease is, and its place among those that wait for their GPUs.
-    pub fn lease_state(&self, lease: &str) -> (&'static str, u32) {
+    pub fn lease_state(&self, lease: &str) -> (&'static str, Place) {
         let idle = || self.parking.clock(lease, |clock| clock.hint().is_some());
         let serves = || if self.supervisor.activity(lease).0 > 0 && !idle() { "active" } else { "idle" };
-        self.parking.state(lease).unwrap_or_else(|| (serves(), 0))
+        self.parking.state(lease).unwrap_or_else(|| (serves(), Place::default()))
     }
 
     /// A lease's id, if it is that client's.
@@ -1141,7 +1142,7 @@ impl PoolService for Service {
         for id in wish.leases {
             leases.push(match pool.registry.renew(&client, &id).await {
                 Some(ttl) => {
-                    let (state, _) = pool.lease_state(&id);
+                    let (state, place) = pool.lease_state(&id);
                     let standing = pool.registry.get(&id).await;
                     let lease = standing.map(|s| s.lease);
                     let lease = lease.as_ref();
@@ -1152,6 +1153,8 @@ impl PoolService for Service {
                         id,
                         ttl_usec: micros(ttl),
                         state: state.into(),
+                        position: place.position,
+                        waiting: place.waiting,
                         ..Default::default()
                     }
                 }
@@ -1204,10 +1207,10 @@ impl PoolService for Service {
             if wish.waiting == 0 || !mine {
                 return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
             }
-            pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|place| {
+            pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|Place { position, waiting }| {
                 Status::unavailable(format!(
-                    "the lease's GPUs were given to others while it was idle, and are not free yet: place {place} among \
-                     those that wait"
+                    "the lease's GPUs were given to others while it was idle, and are not free yet: position {position} of \
+                     {waiting} that wait"
                 ))
             })?;
         }
@@ -1266,8 +1269,8 @@ impl PoolService for Service {
                 ParkError::Failed(_) => Status::internal(text),
             }
         })?;
-        let (state, position) = pool.parking.state(&lease).unwrap_or(("active", 0));
-        Ok(Response::new(wire::ParkReply { state: state.into(), position }))
+        let (state, place) = pool.parking.state(&lease).unwrap_or(("active", Place::default()));
+        Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
     }
 
     async fn unpark(
@@ -1276,8 +1279,8 @@ impl PoolService for Service {
     ) -> Result<Response<wire::ParkReply>, Status> {
         let pool = &self.0;
         let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
-        let (state, position) = pool.unpark(&lease).await;
-        Ok(Response::new(wire::ParkReply { state: state.into(), position }))
+        let (state, place) = pool.unpark(&lease).await;
+        Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
     }
 
     async fn idle_hint(

@@ -11,7 +11,7 @@ use tracing::error;
 
 use super::{GpuUse, Registry, Standing};
 use crate::clock::{Clock, Random};
-use crate::lease::{AllocateError, Gpu, Lease, Request, Rules, Table, WaitingView, Withdrawn};
+use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Table, WaitingView, Withdrawn};
 use crate::store::{self, Shared, StoreError};
 
 /// See the module.
@@ -134,7 +134,7 @@ impl Registry for LocalRegistry {
         self.table().lenders_back(id, may_move, candidates)
     }
 
-    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, usize> {
+    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, Place> {
         let (was, taken) = self.change(
             |table| (table.is_aside(id), table.take_back(id, may_move)),
             |(was, taken)| *was && taken.is_ok(),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::lease::{AllocateError, Gpu, Lease, Request, Rules, WaitingView, Withdrawn};
+use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, WaitingView, Withdrawn};
 
 pub mod local;
 
@@ -62,9 +62,9 @@ pub trait Registry: Send + Sync {
     async fn set_aside(&self, id: &str) -> bool;
     /// The same for a lease that was set aside and wants its parts back.
     async fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String>;
-    /// `Ok` once a lease that was set aside has its parts again (`true`: on other GPUs, which it gets only if it `may_move`), else the
-    /// number of leases that are before it.
-    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, usize>;
+    /// `Ok` once a lease that was set aside has its parts again (`true`: on other GPUs, which it gets only if it `may_move`), else its
+    /// place among those that wait for the same.
+    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, Place>;
     /// It does not want them any more.
     async fn stay_aside(&self, id: &str);
     /// Whether a lease holds no part of a GPU now.

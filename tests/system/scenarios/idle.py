@@ -123,6 +123,22 @@ def run(site, check):
         expect(server.fails(f"gpuserver park {name}"), "no room in host memory for 256 MiB: parked_max leaves 100 MiB")
         client.ok("echo spin 1 >/tmp/holder")
         client.until("grep spun /run/holder.out", 10)
+    with check("a program that waits for its GPU has a place in the queue, which its user sees, and goes on when it is free"):
+        server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
+        server.ok(f"gpuserver park {name}")
+        client.ok("gpusession request -n 2 --memory 60% --ttl 1h -o /root/full.toml")
+        client.start("other", "gpusession run --lease /root/full.toml -- longRun 60")
+        server.until("gpuserver ps | grep longRun", 20)
+        before = client.ok("grep -c intact /run/holder.out")
+        client.ok("echo check >/tmp/holder")
+        expect(client.until("su -l alice -c 'gpusession status' | grep position", 20), "parked, waits, position 1 of 1")
+        path = client.ok("busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager GetLease s " + name).split('"')[1]
+        assert client.ok(f"busctl get-property org.gpusession1 {path} org.gpusession1.Lease QueuePosition") == "(uu) 1 1"
+        expect(server.ok(f"gpuserver leases | grep {name}"), "returning (place 1)")
+        assert client.ok("grep -c intact /run/holder.out") == before
+        client.ok("pkill longRun; gpusession release /root/full.toml")
+        client.until(f"test $(grep -c intact /run/holder.out) -gt {before}", 30)
+        client.until(state.format("active"), 10)
     with check("a program that waits for its GPU beyond return_limit is told, and the GPU stays with who has it"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'return_limit = "2s"\n')
         end_holder(client)
