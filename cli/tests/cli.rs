@@ -242,13 +242,15 @@ async fn a_parked_lease_that_is_wanted_back_shows_its_place() {
     use gpusession_proto::control::{PoolEvent, StateChange, pool_event::Event};
     let site = Site::new(1, &config(&[1])).await.ready().await;
     let id = site.engine.snapshot().borrow().leases[0].id.clone();
-    let change =
-        StateChange { state: "returning".into(), position: 1, waiting: 2, ..Default::default() };
+    let change = StateChange { state: "returning".into(), position: 1, waiting: 2, ..Default::default() };
     site.sim.send(PoolEvent { lease: id, event: Some(Event::State(change)) });
     let mut snapshot = site.engine.snapshot();
     snapshot.wait_for(|s| s.leases[0].state == LeaseState::Parked).await.unwrap();
     let lease = &json(&site.run(&["list", "--json"]).await)["leases"][0];
-    assert_eq!((&lease["state"], &lease["position"], &lease["waiting"]), (&"parked".into(), &1.into(), &2.into()));
+    assert_eq!(
+        (&lease["state"], &lease["position"], &lease["waiting"]),
+        (&"parked".into(), &1.into(), &2.into())
+    );
     let status = site.run(&["status"]).await;
     assert!(status.out.contains("parked, waits, position 1 of 2"), "{}", status.out);
     assert!(status.out.contains("waits: position 1 of 2: other leases have its GPUs now"), "{}", status.out);

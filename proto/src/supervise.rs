@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
 /// is written to the socket raises it.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -200,6 +200,8 @@ pub struct Usage {
     pub bytes_from_device: u64,
     /// Device memory in use, in bytes.
     pub memory_bytes: u64,
+    /// CUDA contexts on the device that has the most of them; each takes one of an MPS server's places.
+    pub contexts: u32,
     /// Microseconds since the GPU or a copy of the client's was last seen at work.
     pub idle_usec: u64,
 }
@@ -241,6 +243,7 @@ mod tests {
             bytes_to_device: 200,
             bytes_from_device: 300,
             memory_bytes: 400,
+            contexts: 450,
             idle_usec: 500,
         };
         let from = [
@@ -264,6 +267,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (2, "e9a0a3c14df23fa7"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (3, "cd26d4aa65973de6"), "raise VERSION, and write both here");
     }
 }

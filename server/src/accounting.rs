@@ -12,6 +12,11 @@ use tracing::warn;
 
 /// By the second of the end, then in the order in which they came.
 const RECORDS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("records");
+/// Programs that run, by worker, as they were last seen.
+const RUNNING: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("running");
+/// Why a program ended whose end no server saw.
+const UNSEEN: &str =
+    "its end was not seen, nor what it did in its last minute: the server or its host ended without a word";
 /// Records that are written at once.
 const BATCH: usize = 256;
 
@@ -107,6 +112,8 @@ pub struct AccountingError {
 
 enum Order {
     Add(Box<Record>),
+    Note(Box<Record>),
+    KeepRunning(BTreeSet<String>),
     /// Forget what ended before.
     Forget(u64),
     Flush(mpsc::Sender<()>),
@@ -185,6 +192,17 @@ impl Accounting {
         self.order(Order::Add(Box::new(record)));
     }
 
+    /// Writes down a program that runs, for a server that finds it gone.
+    pub fn note(&self, record: Record) {
+        self.order(Order::Note(Box::new(record)));
+    }
+
+    /// Of the programs that an earlier server saw running, those of these workers still do; the others have ended when they were last seen,
+    /// as far as anybody knows.
+    pub fn keep_running(&self, workers: BTreeSet<String>) {
+        self.order(Order::KeepRunning(workers));
+    }
+
     /// What has ended since the server started, by client.
     pub fn totals(&self) -> BTreeMap<String, Totals> {
         self.0.totals.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -240,13 +258,31 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64) {
             let transaction = database.begin_write()?;
             {
                 let mut table = transaction.open_table(RECORDS)?;
+                let mut running = transaction.open_table(RUNNING)?;
+                // A record is plain data: it always serializes.
+                let bytes = |record: &Record| serde_json::to_vec(record).unwrap_or_default();
+                let mut key = |record: &Record| {
+                    number += 1;
+                    (record.end_unix, number - 1)
+                };
                 for order in orders {
                     match order {
                         Order::Add(record) => {
-                            // A record is plain data: it always serializes.
-                            let bytes = serde_json::to_vec(&record).unwrap_or_default();
-                            table.insert((record.end_unix, number), bytes.as_slice())?;
-                            number += 1;
+                            table.insert(key(&record), bytes(&record).as_slice())?;
+                            running.remove(record.worker.as_str())?;
+                        }
+                        Order::Note(record) => {
+                            running.insert(record.worker.as_str(), bytes(&record).as_slice())?;
+                        }
+                        Order::KeepRunning(workers) => {
+                            for entry in running.extract_if(|worker, _| !workers.contains(worker))? {
+                                let (_, value) = entry?;
+                                let Ok(record) = serde_json::from_slice::<Record>(value.value()) else {
+                                    continue;
+                                };
+                                let record = Record { reason: UNSEEN.into(), ..record };
+                                table.insert(key(&record), bytes(&record).as_slice())?;
+                            }
                         }
                         Order::Forget(unix) => table.retain_in(..(unix, 0), |_, _| false)?,
                         Order::Flush(done) => flushed.push(done),
@@ -403,6 +439,39 @@ mod tests {
         assert_eq!(accounting.list(&two).unwrap().len(), 2);
         accounting.forget_before(120);
         assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 3);
+    }
+
+    #[test]
+    fn what_ran_when_a_server_was_gone_is_on_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |worker: &str, seen: u64| Record {
+            worker: worker.into(),
+            reason: String::new(),
+            ..record(Kind::Process, "l1", "vm-1", seen)
+        };
+        {
+            let accounting = Accounting::open(folder.path()).unwrap();
+            for worker in ["ends", "stays", "lost"] {
+                accounting.note(of(worker, 100));
+            }
+            accounting.note(of("lost", 160));
+            accounting.add(record(Kind::Lease, "l0", "vm-1", 170));
+            accounting.add(Record { reason: "it ended".into(), ..of("ends", 180) });
+        }
+        let seen = |accounting: &Accounting| {
+            let programs = Wanted { kind: Some(Kind::Process), ..Wanted::default() };
+            let records = accounting.list(&programs).unwrap();
+            records.into_iter().map(|r| (r.worker, r.end_unix, r.reason)).collect::<Vec<_>>()
+        };
+        let is = |worker: &str, end: u64, reason: &str| (worker.to_owned(), end, reason.to_owned());
+        for _ in 0..2 {
+            let accounting = Accounting::open(folder.path()).unwrap();
+            accounting.keep_running(["stays".to_owned()].into());
+            assert_eq!(seen(&accounting), [is("lost", 160, UNSEEN), is("ends", 180, "it ended")]);
+        }
+        let accounting = Accounting::open(folder.path()).unwrap();
+        accounting.keep_running(BTreeSet::new());
+        assert_eq!(seen(&accounting)[0], is("stays", 100, UNSEEN));
     }
 
     #[test]

@@ -33,7 +33,7 @@ use crate::supervise::spawn::{Spawner, clean_environment};
 pub mod control;
 mod log;
 
-/// Programs that one MPS server serves, as the driver limits them (48 before driver 570, 60 since).
+/// Contexts of programs that one MPS server serves, as the driver limits them (48 before driver 570, 60 since).
 pub const MAX_CLIENTS: usize = 48;
 /// A daemon that does not answer by then has failed.
 const START_LIMIT: Duration = Duration::from_secs(20);

@@ -64,6 +64,8 @@ const KILL_LIMIT: Duration = Duration::from_millis(500);
 const REAP_LIMIT: Duration = Duration::from_secs(10);
 /// How often a worker reports while its client's GPU work goes on.
 const REPORT: Duration = Duration::from_secs(1);
+/// How often accounting notes a program that does something, in seconds.
+const NOTED_EVERY: u64 = 60;
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
 /// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
@@ -584,6 +586,7 @@ impl Supervisor {
         for left in std::mem::take(&mut state.left) {
             self.take_up(&mut state, left);
         }
+        self.0.accounting.keep_running(state.workers.keys().map(hex).collect());
     }
 
     fn take_up(&self, state: &mut State, left: LeftWorker) {
@@ -757,7 +760,7 @@ impl Supervisor {
 
     /// How many of `count` workers the lease's client and user may take now.
     fn room(&self, state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
-        self.room_under_mps(state, lease)?;
+        let count = self.room_under_mps(state, lease, count)?;
         Self::room_in_limits(state, lease, count)
     }
 
@@ -1535,6 +1538,7 @@ impl Supervisor {
                 if let Some(lease) = lease {
                     lease.ledger.admit(*id);
                 }
+                self.note(id, worker);
             }
             FromWorker::Refused { reason } => {
                 if let Some(more) = self.0.refusals.may() {
@@ -1551,8 +1555,11 @@ impl Supervisor {
             FromWorker::Usage(usage) => {
                 let passed = now.saturating_sub(worker.used_at);
                 worker.busy += worked(passed, Duration::from_micros(usage.idle_usec));
-                worker.used_at = now;
+                let before = std::mem::replace(&mut worker.used_at, now);
                 worker.usage = usage;
+                if before.as_secs() / NOTED_EVERY != now.as_secs() / NOTED_EVERY {
+                    self.note(id, worker);
+                }
                 let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
                 worker.active = worker.active.max(active);
             }
@@ -1587,6 +1594,38 @@ impl Supervisor {
         }
     }
 
+    /// What accounting knows of a worker's program until now.
+    fn record(&self, id: &WorkerId, worker: &Book) -> Option<Record> {
+        let process = worker.process.as_ref()?;
+        Some(Record {
+            kind: Kind::Process,
+            lease: worker.lease.clone(),
+            worker: hex(id),
+            client: worker.client.clone(),
+            user: worker.user.clone(),
+            uid: process.uid,
+            pid: process.pid,
+            program: process.program.clone(),
+            gpus: worker.gpus.clone(),
+            start_unix: worker.admitted_unix,
+            end_unix: self.0.clock.unix(),
+            gpu_busy_usec: u64::try_from(worker.busy.as_micros()).unwrap_or(u64::MAX),
+            peak_memory_bytes: worker.usage.memory_bytes,
+            bytes_to_device: worker.usage.bytes_to_device,
+            bytes_from_device: worker.usage.bytes_from_device,
+            calls: worker.usage.calls,
+            reason: String::new(),
+            uids: Vec::new(),
+        })
+    }
+
+    /// For the case that this server does not see the program's end.
+    fn note(&self, id: &WorkerId, worker: &Book) {
+        if let Some(record) = self.record(id, worker) {
+            self.0.accounting.note(record);
+        }
+    }
+
     fn gone(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
         let Some(Worker { book: worker, kept, trial, .. }) = state.workers.remove(id) else { return };
@@ -1604,7 +1643,7 @@ impl Supervisor {
         };
         let told = worker.phase == Phase::Ending;
         let early = matches!(worker.phase, Phase::Starting | Phase::Warm);
-        let reason = match worker.ended_because {
+        let reason = match worker.ended_because.clone() {
             Some(reason) if told => reason,
             Some(reason) => format!("{reason} ({end})"),
             None => end,
@@ -1619,27 +1658,8 @@ impl Supervisor {
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());
             state.ended.push(ended);
         }
-        if let Some(process) = &worker.process {
-            self.0.accounting.add(Record {
-                kind: Kind::Process,
-                lease: lease_id.clone(),
-                worker: worker_id.clone(),
-                client: worker.client.clone(),
-                user: worker.user.clone(),
-                uid: process.uid,
-                pid: process.pid,
-                program: process.program.clone(),
-                gpus: worker.gpus.clone(),
-                start_unix: worker.admitted_unix,
-                end_unix: self.0.clock.unix(),
-                gpu_busy_usec: u64::try_from(worker.busy.as_micros()).unwrap_or(u64::MAX),
-                peak_memory_bytes,
-                bytes_to_device: worker.usage.bytes_to_device,
-                bytes_from_device: worker.usage.bytes_from_device,
-                calls: worker.usage.calls,
-                reason: reason.clone(),
-                uids: Vec::new(),
-            });
+        if let Some(record) = self.record(id, &worker) {
+            self.0.accounting.add(Record { peak_memory_bytes, reason: reason.clone(), ..record });
         }
         let mut pause = None;
         if let Some(lease) = state.leases.get_mut(&worker.lease) {

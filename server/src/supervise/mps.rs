@@ -62,20 +62,28 @@ impl Supervisor {
         }
     }
 
-    /// Whether the MPS server of a lease's domain serves one program more. Workers of the stock have no context and do not count.
-    pub(super) fn room_under_mps(&self, state: &State, lease: &str) -> Result<(), TakeError> {
+    /// How many of `count` programs more the MPS server of a lease's domain serves. Workers of the stock have no context and do not
+    /// count; who was given one has one soon.
+    pub(super) fn room_under_mps(
+        &self,
+        state: &State,
+        lease: &str,
+        count: usize,
+    ) -> Result<usize, TakeError> {
         let Some(mps) = self.mps().filter(|_| state.leases.get(lease).is_some_and(|l| l.lease.mps)) else {
-            return Ok(());
+            return Ok(count);
         };
         let domain = mps.leases_beside(lease);
         let uses = |w: &&Worker| w.given && domain.contains(&w.lease);
-        let n = state.workers.values().filter(uses).count();
-        match n {
-            0..MAX_CLIENTS => Ok(()),
-            _ => Err(TakeError::Mps(format!(
-                "{n} programs use the GPU by MPS, the most that one MPS server serves; end one, or ask for a lease with \
-                 sharing = \"time-slice\""
+        let contexts = |w: &Worker| w.usage.contexts.max(1) as usize;
+        let (programs, taken) =
+            state.workers.values().filter(uses).fold((0, 0), |(n, taken), w| (n + 1, taken + contexts(w)));
+        match MAX_CLIENTS.saturating_sub(taken) {
+            0 => Err(TakeError::Mps(format!(
+                "{programs} programs with {taken} contexts use the GPU by MPS, and one MPS server serves {MAX_CLIENTS}; end one, or \
+                 ask for a lease with sharing = \"time-slice\""
             ))),
+            left => Ok(count.min(left)),
         }
     }
 

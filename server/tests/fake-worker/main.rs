@@ -158,6 +158,7 @@ fn serve() {
                     bytes_to_device: 100,
                     bytes_from_device: 200,
                     memory_bytes: 0,
+                    contexts: if s.driver.contains("contexts") { 40 } else { 1 },
                     idle_usec: 0,
                 }));
                 if s.driver.contains("hungry") {

@@ -564,7 +564,23 @@ async fn no_more_programs_than_a_server_of_mps_serves() {
     }
     let status = a.take(&mine.id).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted);
-    assert!(status.message().starts_with("48 programs use the GPU by MPS"), "{status}");
+    assert!(status.message().starts_with("48 programs with 48 contexts use the GPU by MPS"), "{status}");
+}
+
+#[tokio::test]
+async fn contexts_that_a_program_makes_take_places_too() {
+    let site = Site::start_with("contexts-libcuda.so.1", "").await;
+    let mut vm = site.server.client("vm-1").await;
+    let lease = lease(&mut vm, as_it_is).await;
+    site.active("vm-1").await;
+    let _program = site.program(&mut vm, &lease).await;
+    // It has 40.
+    for _ in 0..8 {
+        vm.take(&lease.id).await.unwrap();
+    }
+    let status = vm.take(&lease.id).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().starts_with("9 programs with 48 contexts use the GPU by MPS"), "{status}");
 }
 
 #[tokio::test]

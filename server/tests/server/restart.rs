@@ -262,6 +262,10 @@ async fn what_is_not_understood_is_ended() {
         eventually("it ended", async || !alive(pid(&gone["pid"]))).await;
     }
     assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
+    // What they did is on record, though nobody could read what the server knew of them.
+    let unseen = |r: &&serde_json::Value| r["reason"].as_str().unwrap().starts_with("its end was not seen");
+    let rows = server.json(&["accounting", "--kind", "process"]);
+    assert_eq!(rows["records"].as_array().unwrap().iter().filter(unseen).count(), 2, "{rows}");
     let pids: Vec<u32> =
         server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     eventually("what is kept is what there is", async || systemd.workers() == server.workers().len()).await;
@@ -294,6 +298,27 @@ async fn what_a_forced_end_ends_is_on_record() {
     server.run().await;
     let rows = server.json(&["accounting", "--kind", "process"]);
     assert_eq!(rows["records"][0]["reason"], "the server was forced to quit", "{rows}");
+}
+
+#[tokio::test]
+async fn what_ran_when_the_server_was_killed_is_on_record() {
+    let mut server = Server::start().await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, _) = server.adopt(&worker.id, 0, true);
+    eventually("it is served", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    assert_eq!(server.json(&["accounting"])["records"].as_array().unwrap().len(), 0);
+    server.signal(Signal::SIGKILL);
+    server.run().await;
+    let rows = server.json(&["accounting", "--kind", "process"]);
+    let record = &rows["records"][0];
+    assert_eq!(
+        (&record["program"], &record["lease"]),
+        (&"vectorAdd".into(), &lease.id.clone().into()),
+        "{rows}"
+    );
+    assert!(record["reason"].as_str().unwrap().starts_with("its end was not seen"), "{rows}");
 }
 
 #[tokio::test]

@@ -89,6 +89,7 @@ impl Activity {
                     bytes_to_device: session.lanes.bytes_to_device(),
                     bytes_from_device: session.lanes.bytes_from_device(),
                     memory_bytes: session.quota.used(),
+                    contexts: session.contexts.most_on_a_device(),
                     idle_usec: 0,
                 };
                 if told != Some((last, usage)) {

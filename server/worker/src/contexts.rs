@@ -80,6 +80,13 @@ impl Contexts {
         })
     }
 
+    /// How many there are on the device that has the most of them, primary ones included.
+    pub fn most_on_a_device(&self) -> u32 {
+        let created = self.created.all();
+        let on = |device: usize| 1 + created.iter().filter(|(_, on)| *on as usize == device).count() as u32;
+        (0..self.devices.len()).map(on).max().unwrap_or(0)
+    }
+
     /// The driver's ordinal of a client's device.
     pub fn device(&self, ordinal: u64) -> Result<i32, Status> {
         self.devices.get(ordinal as usize).copied().ok_or(101)
