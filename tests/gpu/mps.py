@@ -15,6 +15,39 @@ import parking
 MANY, FEW = 4096, 26
 
 
+class Native:
+    """An MPS daemon without gpusession, and programs under it."""
+
+    def __init__(self, mps):
+        folder = mps.args.out / "mps-driver"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.mps = mps
+        self.env = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+
+    def __enter__(self):
+        log = self.mps.log
+        self.daemon = subprocess.Popen(["nvidia-cuda-mps-control", "-f"], env=self.env, stdout=log, stderr=log)
+        self.mps.check("the daemon answers", self.mps.until(lambda: self.say("get_default_active_thread_percentage")))
+        return self
+
+    def __exit__(self, *_):
+        self.say("quit -t 2")
+        self.daemon.wait(30)
+
+    def program(self):
+        """One that is ready."""
+        mps = self.mps
+        one = parking.Program([*mps.native, mps.args.python, "mps_program.py"], self.env, mps.log, mps.here)
+        mps.programs.append(one)
+        one.expect("ready")
+        return one
+
+    def say(self, line):
+        """The words of the daemon's answer."""
+        asked = subprocess.run(["nvidia-cuda-mps-control"], input=line + "\n", env=self.env, capture_output=True, text=True, timeout=30)
+        return asked.stdout.split()
+
+
 class Mps(parking.Parking):
     """All parts."""
 
@@ -267,6 +300,7 @@ class Mps(parking.Parking):
             "limits": self.part_limits,
             "kill": self.part_kill,
             "driver": self.part_driver,
+            "contexts": self.part_contexts,
             "faults": self.part_faults,
             "throughput": self.part_throughput,
             "isolation": self.part_isolation,
@@ -300,45 +334,49 @@ class Mps(parking.Parking):
 
     def part_driver(self):
         """What becomes of a program without gpusession when another one of its MPS server is killed: why a worker ends as it does."""
-        folder = self.args.out / "mps-driver"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        program = [*self.native, self.args.python, "mps_program.py"]
-
-        def started():
-            one = parking.Program(program, env, self.log, self.here)
-            self.programs.append(one)
-            one.expect("ready")
-            return one
-
-        def say(line):
-            asked = subprocess.run(["nvidia-cuda-mps-control"], input=line + "\n", env=env, capture_output=True, text=True, timeout=30)
-            return asked.stdout.split()
-
-        def ends(wait):
+        def ends(daemon, wait):
             """Whether a program ends with one that is killed so many seconds after MPS was told to end its work; None: it was not told."""
-            other, victim = started(), started()
+            other, victim = daemon.program(), daemon.program()
             other.say(f"busy 3 {MANY}")
             victim.say(f"busy 60 {MANY}")
             time.sleep(1)
             if wait is not None:
-                self.check("MPS ends its work", [say(f"terminate_client {s} {victim.process.pid}") for s in say("get_server_list")] == [["0"]])
+                answers = [daemon.say(f"terminate_client {s} {victim.process.pid}") for s in daemon.say("get_server_list")]
+                self.check("MPS ends its work", answers == [["0"]])
                 time.sleep(wait)
             victim.process.kill()
             code = other.expect("did").split()[2]
             other.end()
             return code != "0"
 
-        with subprocess.Popen(["nvidia-cuda-mps-control", "-f"], env=env, stdout=self.log, stderr=self.log) as daemon:
-            try:
-                self.check("the daemon answers", self.until(lambda: say("get_default_active_thread_percentage")))
-                for name, wait in (("killed", None), ("MPS told, killed at once", 0), ("MPS told, killed 0.5 s later", 0.5)):
-                    reached = sum(ends(wait) for _ in range(self.args.repeat))
-                    self.note(f"{name}: the other one ended too", f"{reached} of {self.args.repeat}", "")
-                self.check("after 0.5 s nobody else ends", not reached)
-            finally:
-                say("quit -t 2")
-                daemon.wait(30)
+        with Native(self) as daemon:
+            for name, wait in (("killed", None), ("MPS told, killed at once", 0), ("MPS told, killed 0.5 s later", 0.5)):
+                reached = sum(ends(daemon, wait) for _ in range(self.args.repeat))
+                self.note(f"{name}: the other one ended too", f"{reached} of {self.args.repeat}", "")
+            self.check("after 0.5 s nobody else ends", not reached)
+
+    def part_contexts(self):
+        """Contexts that programs make take places of the MPS server: the driver's own, and when a program is refused here."""
+        with Native(self) as daemon:
+            native = daemon.program()
+            native.say("contexts 100")
+            made, code = native.expect("contexts").split()[1:]
+            self.note("the driver's own limit: contexts beside the first", made, f"then error {code}")
+            native.end()
+        self.configure('sharing = "mps"')
+        program, _, _ = self.program("--memory", "60%")
+        self.check("a program makes 47 more", self.ask(program, "contexts 47", "contexts") == ["47", "0"])
+        # The worker reports once a second.
+        time.sleep(2)
+        env = {**os.environ, **self.server.client_environment(), "GPUSESSION_TRACE": "why"}
+        prefix = self.server.prefix()
+        command = [*prefix[:-1], "--memory", "25%", *prefix[-1:], self.args.python, "mps_program.py"]
+        one = subprocess.run(command, env=env, cwd=self.here, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+        self.note("one more program", one.stdout.strip(), one.stderr.strip())
+        self.check("is refused with the reason", "one MPS server serves" in one.stderr and not one.stdout.startswith("ready"))
+        self.check("and the first goes on", self.ask(program, "check", "state") == ["0"])
+        program.end()
+        self.wait_for_no_lease()
 
     def part_faults(self):
         """See `fault`."""

@@ -4,6 +4,7 @@
     start             prints `ready SMS MIB`: multiprocessors and memory as the driver says
     line `busy S B`   launches kernels of B blocks for S seconds, then `did LAUNCHES_PER_SECOND CODE`
     line `long`       launches a kernel of about a minute, prints `launched CODE`
+    line `contexts N` makes so many contexts more, or as many as it can, prints `contexts MADE CODE`
     line `alloc MIB`  takes device memory, prints `alloc CODE`
     line `fault`      writes to an address that is not there, prints `fault CODE`
     line `check`      waits for the GPU, prints `state CODE`
@@ -91,6 +92,15 @@ class Program:
             done += 4
         print("did", round(done / (time.monotonic() - begun), 2), code, flush=True)
 
+    def contexts(self, count):
+        """As many contexts more, of which none is current."""
+        for made in range(count):
+            code = self.call("cuCtxCreate_v2", ctypes.byref(ctypes.c_void_p()), 0, 0)
+            if code != 0:
+                return made, code
+            self.must("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        return count, 0
+
     def devices(self):
         """The UUIDs of all devices, in hexadecimal."""
         count, uuid, found = ctypes.c_int(), (ctypes.c_ubyte * 16)(), []
@@ -106,6 +116,8 @@ class Program:
             self.busy(float(words[1]), int(words[2]))
         elif words[0] == "long":
             print("launched", self.launch(4096, LONG, self.out.value), flush=True)
+        elif words[0] == "contexts":
+            print("contexts", *self.contexts(int(words[1])), flush=True)
         elif words[0] == "alloc":
             address = ctypes.c_uint64()
             print("alloc", self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(int(words[1]) << 20)), flush=True)
