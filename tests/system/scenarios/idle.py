@@ -116,15 +116,7 @@ def run(site, check):
             seen = json.loads(client.ok(f"gpusession --json {verb}"))
             assert seen["leases"] == [name] and seen["parked"] == (verb == "park"), seen
             client.until(state.format(word), 30)
-    with check("what does not fit into parked_max is not parked, and who asks for it hears how much there is"):
-        server.write("/etc/gpusession/gpuserver.d/idle.toml", 'parked_max = "100MiB"\nreturn_limit = "2s"\n')
-        server.ok("systemctl restart gpuserver")
-        client.until("gpusession status | grep -q 'is ready'", 20)
-        expect(server.fails(f"gpuserver park {name}"), "no room in host memory for 256 MiB: parked_max leaves 100 MiB")
-        client.ok("echo spin 1 >/tmp/holder")
-        client.until("grep spun /run/holder.out", 10)
     with check("a program that waits for its GPU has a place in the queue, which its user sees, and goes on when it is free"):
-        server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
         server.ok(f"gpuserver park {name}")
         client.ok("gpusession request -n 2 --memory 60% --ttl 1h -o /root/full.toml")
         client.start("other", "gpusession run --lease /root/full.toml -- longRun 60")
@@ -139,6 +131,13 @@ def run(site, check):
         client.ok("pkill longRun; gpusession release /root/full.toml")
         client.until(f"test $(grep -c intact /run/holder.out) -gt {before}", 30)
         client.until(state.format("active"), 10)
+    with check("what does not fit into parked_max is not parked, and who asks for it hears how much there is"):
+        server.write("/etc/gpusession/gpuserver.d/idle.toml", 'parked_max = "100MiB"\nreturn_limit = "2s"\n')
+        server.ok("systemctl restart gpuserver")
+        client.until("gpusession status | grep -q 'is ready'", 20)
+        expect(server.fails(f"gpuserver park {name}"), "no room in host memory for 256 MiB: parked_max leaves 100 MiB")
+        client.ok("echo spin 1 >/tmp/holder")
+        client.until("grep spun /run/holder.out", 10)
     with check("a program that waits for its GPU beyond return_limit is told, and the GPU stays with who has it"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'return_limit = "2s"\n')
         end_holder(client)
