@@ -54,10 +54,16 @@ pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
     }
 }
 
+struct Said {
+    text: String,
+    /// A warning of rest, which being parked ends too.
+    idle: bool,
+}
+
 /// What has been said of leases and still holds.
 #[derive(Default)]
 struct News {
-    said: BTreeMap<Slot, String>,
+    said: BTreeMap<Slot, Said>,
     /// Leases that were lost: what is said of it once there is another one, and from then on until when.
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
 }
@@ -81,10 +87,11 @@ impl News {
         self.replaced.retain(|_, (_, end)| end.is_none_or(|end| end > now));
         for change in changes {
             match change {
-                Change::PrepareForLoss { slot, left, reason, .. } => {
+                Change::PrepareForLoss { slot, left, reason, idle } => {
                     if let Some(lease) = find(*slot) {
                         let name = called(lease);
-                        self.said.insert(*slot, format!("GPU lease {name}: {}", warning(*left, reason)));
+                        let text = format!("GPU lease {name}: {}", warning(*left, reason));
+                        self.said.insert(*slot, Said { text, idle: *idle });
                     }
                 }
                 Change::Lost { slot, reason, .. } => {
@@ -92,7 +99,7 @@ impl News {
                         let name = called(lease);
                         let text =
                             format!("GPU lease {name} is lost: {reason}; another one is being asked for");
-                        self.said.insert(*slot, text);
+                        self.said.insert(*slot, Said { text, idle: false });
                         // Often there is another one before anybody looks, who then wonders why a program has ended.
                         let text = format!(
                             "GPU lease {name} was lost: {reason}; programs that are started now have another one"
@@ -102,7 +109,12 @@ impl News {
                 }
                 // In use again, or held again: the warning is over.
                 Change::Granted { slot } | Change::Changed { slot } => {
-                    if find(*slot).is_none_or(|l| l.state == LeaseState::Active) {
+                    let state = find(*slot).map(|l| l.state);
+                    if state == Some(LeaseState::Parked) && self.said.get(slot).is_some_and(|said| said.idle)
+                    {
+                        self.said.remove(slot);
+                    }
+                    if state.is_none_or(|state| state == LeaseState::Active) {
                         self.said.remove(slot);
                         if let Some((_, end)) = self.replaced.get_mut(slot) {
                             end.get_or_insert(now + REPLACED);
@@ -133,14 +145,12 @@ impl News {
 
     fn line(&self, lease: &LeaseView) -> Option<String> {
         let waits = lease.waits();
-        // What was said of a parked one led to its being parked.
-        let said = lease.state != LeaseState::Parked && self.said.contains_key(&lease.slot);
-        if let (Some((position, length)), false) = (waits.and_then(|t| t.place), said) {
+        if let Some(said) = self.said.get(&lease.slot) {
+            return Some(said.text.clone());
+        }
+        if let Some((position, length)) = waits.and_then(|t| t.place) {
             let word = if lease.state == LeaseState::Parked { "is parked and waits" } else { "waits" };
             return Some(format!("GPU lease {} {word}, position {position} of {length}", called(lease)));
-        }
-        if let Some(said) = self.said.get(&lease.slot) {
-            return Some(said.clone());
         }
         if let Some((was, _)) = self.replaced.get(&lease.slot).filter(|_| lease.state != LeaseState::Pending)
         {
@@ -324,21 +334,30 @@ mod tests {
     #[test]
     fn a_parked_lease_that_is_wanted_back_waits() {
         let (mut news, now) = (News::default(), Instant::now());
-        let mut parked = lease(1, 1000, LeaseState::Parked);
-        let warned = [Change::PrepareForLoss {
+        let mut lease = lease(1, 1000, LeaseState::Active);
+        let warned = |idle| Change::PrepareForLoss {
             slot: 1,
             left: Duration::ZERO,
-            reason: "no GPU work for 1 h".into(),
-            idle: true,
-        }];
-        let lines = news.after(&warned, &seen_by(vec![parked.clone()]), now);
-        assert_eq!(lines[&1000], ["gpusession: GPU lease l1: no GPU work for 1 h"]);
-        let full = PoolError { place: Some((1, 2)), ..PoolError::new(Trouble::NoCapacity, "full") };
-        parked.trouble = Some(full);
-        let lines = news.after(&[], &seen_by(vec![parked.clone()]), now);
-        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is parked and waits, position 1 of 2"]);
-        parked.state = LeaseState::Active;
-        assert!(news.after(&[Change::Changed { slot: 1 }], &seen_by(vec![parked]), now).is_empty());
+            reason: if idle { "no GPU work for 1 h" } else { "the GPU server stops" }.into(),
+            idle,
+        };
+        let mut line = |lease: &LeaseView, change| {
+            let lines = news.after(&[change], &seen_by(vec![lease.clone()]), now);
+            lines.get(&1000).map(|lines| lines.join("; ").replace("gpusession: GPU lease l1", ""))
+        };
+        assert_eq!(line(&lease, warned(true)).as_deref(), Some(": no GPU work for 1 h"));
+        lease.state = LeaseState::Parked;
+        let changed = || Change::Changed { slot: 1 };
+        assert!(line(&lease, changed()).unwrap().starts_with(" is parked: its device memory"));
+        lease.trouble =
+            Some(PoolError { place: Some((1, 2)), ..PoolError::new(Trouble::NoCapacity, "full") });
+        assert_eq!(line(&lease, changed()).as_deref(), Some(" is parked and waits, position 1 of 2"));
+        lease.trouble = None;
+        assert!(line(&lease, changed()).unwrap().starts_with(" is parked: its device memory"));
+        assert_eq!(line(&lease, warned(false)).as_deref(), Some(": the GPU server stops"));
+        assert_eq!(line(&lease, changed()).as_deref(), Some(": the GPU server stops"), "that is not over");
+        lease.state = LeaseState::Active;
+        assert_eq!(line(&lease, changed()), None);
     }
 
     #[test]

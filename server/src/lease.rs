@@ -1031,9 +1031,10 @@ impl Table {
             }
             return Ok(true);
         }
-        let same = |other: &Held| {
-            may_move || other.lease.shares.iter().any(|o| shares.iter().any(|s| s.gpu == o.gpu))
-        };
+        let kind = |gpu: &str| self.gpu(gpu).map(|g| (&g.name, g.memory_bytes, g.mps));
+        let fits = |a: &str, b: &str| a == b || may_move && kind(a) == kind(b);
+        let same =
+            |other: &Held| other.lease.shares.iter().any(|o| shares.iter().any(|s| fits(&s.gpu, &o.gpu)));
         let others = self.aside.iter().filter(|(other, _)| self.held.get(*other).is_some_and(same));
         let turns: Vec<u64> = others.filter_map(|(_, turn)| *turn).collect();
         Err(Place {

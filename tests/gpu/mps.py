@@ -27,12 +27,19 @@ class Native:
     def __enter__(self):
         log = self.mps.log
         self.daemon = subprocess.Popen(["nvidia-cuda-mps-control", "-f"], env=self.env, stdout=log, stderr=log)
-        self.mps.check("the daemon answers", self.mps.until(lambda: self.say("get_default_active_thread_percentage")))
+        try:
+            self.mps.check("the daemon answers", self.mps.until(lambda: self.say("get_default_active_thread_percentage")))
+        except BaseException:
+            self.daemon.kill()
+            raise
         return self
 
     def __exit__(self, *_):
-        self.say("quit -t 2")
-        self.daemon.wait(30)
+        try:
+            self.say("quit -t 2")
+            self.daemon.wait(30)
+        finally:
+            self.daemon.kill()
 
     def program(self):
         """One that is ready."""
@@ -362,6 +369,7 @@ class Mps(parking.Parking):
             native.say("contexts 100")
             made, code = native.expect("contexts").split()[1:]
             self.note("the driver's own limit: contexts beside the first", made, f"then error {code}")
+            self.check("it is no less than the server's", int(made) >= 47)
             native.end()
         self.configure('sharing = "mps"')
         program, _, _ = self.program("--memory", "60%")

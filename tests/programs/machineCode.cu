@@ -2,6 +2,8 @@
 // computes nothing.
 #include "driver.h"
 
+#include <cstring>
+
 struct Wide {
     double factor;
     char tail[5];
@@ -53,7 +55,9 @@ int main() {
         right += found[i] == 2 * 3 * primes[i % 4];
         untouched += found[i] == 0;
     }
-    EXPECT(right == COUNT || untouched == COUNT);
+    cudaDeviceProp device;
+    CHECK(cudaGetDeviceProperties(&device, 0));
+    EXPECT(std::strstr(device.name, "simulated") ? untouched == COUNT : right == COUNT);
     std::printf("machineCode: the kernel %s\n", right ? "computed" : "was not run");
     CHECK(cudaFree(out));
     return 0;

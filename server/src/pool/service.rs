@@ -1208,10 +1208,13 @@ impl PoolService for Service {
                 return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
             }
             pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|Place { position, waiting }| {
-                Status::unavailable(format!(
-                    "the lease's GPUs were given to others while it was idle, and are not free yet: position {position} of \
-                     {waiting} that wait"
-                ))
+                Status::unavailable(match position {
+                    0 => "the device memory of the lease's other programs is still on its way back".to_owned(),
+                    _ => format!(
+                        "the lease's GPUs were given to others while it was idle, and are not free yet: position {position} \
+                         of {waiting} that wait"
+                    ),
+                })
             })?;
         }
         let taken = pool.supervisor.take(&client, &wish.lease, count, environment).await.map_err(|e| {

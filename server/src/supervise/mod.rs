@@ -64,7 +64,7 @@ const KILL_LIMIT: Duration = Duration::from_millis(500);
 const REAP_LIMIT: Duration = Duration::from_secs(10);
 /// How often a worker reports while its client's GPU work goes on.
 const REPORT: Duration = Duration::from_secs(1);
-/// How often accounting notes a program that does something, in seconds.
+/// How often accounting notes the programs that run, in seconds.
 const NOTED_EVERY: u64 = 60;
 /// Workers of one lease.
 const MAX_PER_LEASE: usize = 64;
@@ -420,6 +420,8 @@ struct State {
     closing: bool,
     isolation_told: bool,
     trial: Trial,
+    /// When programs that run were noted for accounting, in minutes.
+    noted: u64,
 }
 
 impl State {
@@ -880,6 +882,13 @@ impl Supervisor {
                 let says = lease.ledger.tick(now);
                 say(workers, Some(&lease.ledger), says);
             }
+            let minute = now.as_secs() / NOTED_EVERY;
+            if std::mem::replace(&mut state.noted, minute) != minute {
+                for worker in state.workers.values() {
+                    self.note(worker, state.leases.get(&worker.lease));
+                }
+            }
+            let State { workers, leases, .. } = &mut *state;
             for id in &surplus {
                 if let Some(worker) = workers.get_mut(id) {
                     stop(id, worker, "the lease is idle: one ready worker is enough");
@@ -1535,10 +1544,10 @@ impl Supervisor {
                 worker.process = Some(ClientProcess { uid, pid, program, encrypted });
                 worker.phase = Phase::Active;
                 (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
-                if let Some(lease) = lease {
+                if let Some(lease) = &mut lease {
                     lease.ledger.admit(*id);
                 }
-                self.note(id, worker);
+                self.note(worker, lease.as_deref());
             }
             FromWorker::Refused { reason } => {
                 if let Some(more) = self.0.refusals.may() {
@@ -1555,11 +1564,8 @@ impl Supervisor {
             FromWorker::Usage(usage) => {
                 let passed = now.saturating_sub(worker.used_at);
                 worker.busy += worked(passed, Duration::from_micros(usage.idle_usec));
-                let before = std::mem::replace(&mut worker.used_at, now);
+                worker.used_at = now;
                 worker.usage = usage;
-                if before.as_secs() / NOTED_EVERY != now.as_secs() / NOTED_EVERY {
-                    self.note(id, worker);
-                }
                 let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
                 worker.active = worker.active.max(active);
             }
@@ -1595,12 +1601,12 @@ impl Supervisor {
     }
 
     /// What accounting knows of a worker's program until now.
-    fn record(&self, id: &WorkerId, worker: &Book) -> Option<Record> {
+    fn record(&self, worker: &Book, peak_memory_bytes: u64) -> Option<Record> {
         let process = worker.process.as_ref()?;
         Some(Record {
             kind: Kind::Process,
             lease: worker.lease.clone(),
-            worker: hex(id),
+            worker: hex(&worker.id),
             client: worker.client.clone(),
             user: worker.user.clone(),
             uid: process.uid,
@@ -1610,7 +1616,7 @@ impl Supervisor {
             start_unix: worker.admitted_unix,
             end_unix: self.0.clock.unix(),
             gpu_busy_usec: u64::try_from(worker.busy.as_micros()).unwrap_or(u64::MAX),
-            peak_memory_bytes: worker.usage.memory_bytes,
+            peak_memory_bytes,
             bytes_to_device: worker.usage.bytes_to_device,
             bytes_from_device: worker.usage.bytes_from_device,
             calls: worker.usage.calls,
@@ -1620,8 +1626,9 @@ impl Supervisor {
     }
 
     /// For the case that this server does not see the program's end.
-    fn note(&self, id: &WorkerId, worker: &Book) {
-        if let Some(record) = self.record(id, worker) {
+    fn note(&self, worker: &Book, lease: Option<&LeaseState>) {
+        let peak = lease.map_or(worker.usage.memory_bytes, |lease| lease.ledger.peak(&worker.id));
+        if let Some(record) = self.record(worker, peak) {
             self.0.accounting.note(record);
         }
     }
@@ -1658,8 +1665,8 @@ impl Supervisor {
             let ended = (pid, worker.gpus.clone(), self.0.clock.now());
             state.ended.push(ended);
         }
-        if let Some(record) = self.record(id, &worker) {
-            self.0.accounting.add(Record { peak_memory_bytes, reason: reason.clone(), ..record });
+        if let Some(record) = self.record(&worker, peak_memory_bytes) {
+            self.0.accounting.add(Record { reason: reason.clone(), ..record });
         }
         let mut pause = None;
         if let Some(lease) = state.leases.get_mut(&worker.lease) {

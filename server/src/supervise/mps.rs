@@ -75,7 +75,7 @@ impl Supervisor {
         };
         let domain = mps.leases_beside(lease);
         let uses = |w: &&Worker| w.given && domain.contains(&w.lease);
-        let contexts = |w: &Worker| w.usage.contexts.max(1) as usize;
+        let contexts = |w: &Worker| (w.usage.contexts as usize).clamp(1, MAX_CLIENTS);
         let (programs, taken) =
             state.workers.values().filter(uses).fold((0, 0), |(n, taken), w| (n + 1, taken + contexts(w)));
         match MAX_CLIENTS.saturating_sub(taken) {
