@@ -47,6 +47,21 @@ fn a_lease_rests_when_all_its_programs_rest() {
     rests.put(WINDOW, b"work");
     eventually("the other one works", || due().is_none());
 
+    // What a server writes down that finds them gone: what this one counted a minute ago at most.
+    eventually("their calls are reported", || {
+        site.supervisor.workers().iter().filter(|w| w.process.is_some()).all(|w| w.usage.calls > 1)
+    });
+    site.clock.pass(Duration::from_secs(60));
+    site.supervisor.tick();
+    site.accounting.keep_running(Default::default());
+    let unseen = site.accounting.list(&Wanted::default()).expect("records");
+    assert_eq!(unseen.len(), 2, "{unseen:?}");
+    for record in unseen {
+        assert!(record.peak_memory_bytes >= 2 * MIB && record.calls > 1, "{record:?}");
+        assert!(record.reason.starts_with("its end was not seen"), "{record:?}");
+    }
+    site.accounting.forget_before(u64::MAX);
+
     // Half hours of rest are no GPU time.
     for worker in &taken {
         site.supervisor.end_worker(&worker.id, None, "ended by the test");
