@@ -10,6 +10,8 @@ from harness import Failed, expect
 ORDER = 45
 # Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
 BOUND, SILENT = 2, 62
+# Of a machine with another boot, which is believed 10 s after the last word of the one before.
+REBOOT = 14
 # Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
 ENDINGS = r"""
 #include <stdlib.h>
@@ -105,6 +107,13 @@ def run(site, check):
         client.lab("kill")
         note(program.reclaimed(time.time(), SILENT))
         client.lab("start")
+        client.until("vectorAdd", 60, user="alice")
+    with check(f"power loss of the client, which boots again at once: within {REBOOT} s") as note:
+        program = Program(site)
+        client.lab("kill")
+        begin = time.time()
+        client.lab("start")
+        note(program.reclaimed(begin, REBOOT))
         client.until("vectorAdd", 60, user="alice")
     with check("nothing is left on the servers"):
         for server in site.servers:
