@@ -38,8 +38,9 @@ events! {
          from now on: `gpusession list` shows them.";
     /// A lease of GPUs has to wait.
     LeaseWaits = 0x3c5bcca2e10b4c509583dce6a9babeb1: CLIENT, "A lease of GPUs has to wait", "gpusession.toml(5)",
-        "No server has what is asked for: @GPUSESSION_REASON@. The daemon goes on asking, with growing pauses;\n\
-         `gpusession status` shows the place in the queue. Ask for less in gpusession.toml, or for more servers, if this lasts.";
+        "No server gives what is asked for: @GPUSESSION_REASON@. The daemon goes on asking, with growing pauses;\n\
+         `gpusession status` shows the place in the queue. If this lasts, see whether the servers can be reached, ask for less in\n\
+         gpusession.toml, or for more servers.";
     /// A lease of GPUs was lost.
     LeaseLost = 0x83f6a800a3ea487e81baca4df66f999a: CLIENT, "A lease of GPUs was lost", "gpusession-status(1)",
         "The lease @GPUSESSION_LEASE@ is gone without having been released: @GPUSESSION_REASON@. Programs that ran on it get\n\
@@ -64,7 +65,7 @@ events! {
     LeaseReclaimed = 0xb33b7a197cde42a497afb486369f74ce: SERVER, "A lease of GPUs is over", "gpuserver-leases(8)",
         "The lease @GPUSESSION_LEASE@ of @GPUSESSION_CLIENT@ is over: @GPUSESSION_REASON@. Its workers have been ended.";
     /// A GPU server does not answer.
-    ServerLost = 0x6ff34f01d228494abdf676921495ecad: CLIENT, "A GPU server does not answer", "gpuserver(8)",
+    ServerLost = 0x6ff34f01d228494abdf676921495ecad: CLIENT, "A GPU server does not answer", "gpusession-status(1)",
         "The server @GPUSESSION_SERVER@ does not answer: @GPUSESSION_REASON@. Programs on its GPUs wait for it for 60 seconds.\n\
          See whether it runs (systemctl status gpuserver, there) and whether ports 7601 and 7602 are open on the way.";
     /// A GPU server answers again.

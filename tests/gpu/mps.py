@@ -246,10 +246,10 @@ class Mps(parking.Parking):
         victim.process.wait()
         self.wait_for_no_lease(90)
 
-    def throughput(self, sharing):
-        """One program alone, two together; kernels that fill the card and kernels that do not."""
+    def throughput(self, sharing, two_clients=False):
+        """One program alone, two together, of one client or of two; kernels that fill the card and kernels that do not."""
         first, _, _ = self.program("--memory", "25%")
-        second, _, _ = self.program("--memory", "25%")
+        second, _, _ = self.program("--memory", "25%", other=two_clients)
         row = {}
         for name, blocks in (("large", MANY), ("small", FEW)):
             alone = self.rates([first], blocks)[0]
@@ -285,9 +285,10 @@ class Mps(parking.Parking):
             self.wait_for_no_lease()
         return [value[0] for r in results for name, value in r.measurements().items() if name.endswith("_step")]
 
-    def training(self, sharing):
+    def training(self, sharing, two_clients=False):
         """One and two of them."""
-        one, two = (self.train(count, sharing, ("--memory", "40%")) for count in (1, 2))
+        name = sharing.replace(", ", "-").replace(" ", "-")
+        one, two = (self.train(count, name, ("--memory", "40%"), two_clients and count == 2) for count in (1, 2))
         if (len(one), len(two)) == (1, 2):
             gain = sum(one[0] / step for step in two)
             self.note(f"{sharing}, GPT-2 training step: one / two of them", f"{one[0]:.1f} / {two}", f"ms, {gain:.2f} x")
@@ -310,6 +311,7 @@ class Mps(parking.Parking):
             "contexts": self.part_contexts,
             "faults": self.part_faults,
             "throughput": self.part_throughput,
+            "clients": self.part_clients,
             "isolation": self.part_isolation,
         }
         for name, part in parts.items():
@@ -392,13 +394,34 @@ class Mps(parking.Parking):
         self.fault(other=True)
         self.fault(other=False)
 
-    def part_throughput(self):
-        """The table."""
-        for sharing in ("time-slice", "mps"):
-            self.configure(f'sharing = "{sharing}"')
-            self.throughput(sharing)
+    def table(self, *rows):
+        """Throughput and training: name, whether of two clients, configuration."""
+        for name, two_clients, lines in rows:
+            self.configure(*lines)
+            self.throughput(name, two_clients)
             if not self.args.no_torch:
-                self.training(sharing)
+                self.training(name, two_clients)
+
+    def part_throughput(self):
+        """The table, of two programs of one client."""
+        self.table(("time-slice", False, ['sharing = "time-slice"']), ("mps", False, ['sharing = "mps"']))
+
+    def part_clients(self):
+        """The same of two clients, which have a domain each unless the configuration puts them into one; what a fault reaches then."""
+        shared = ['sharing = "mps"', 'mps_domain = "server"']
+        self.table(
+            ("time-slice, two clients", True, ['sharing = "time-slice"']),
+            ("mps, two clients", True, ['sharing = "mps"']),
+            ("mps, two clients in one domain", True, shared),
+        )
+        first, _, _ = self.program("--memory", "25%")
+        second, _, _ = self.program("--memory", "25%", other=True)
+        self.check("one domain has both", [d["client"] for d in self.domains()] == ["*"])
+        first.say("fault")
+        self.check("the fault is the program's own", first.expect("fault").split()[1:] != ["0"])
+        self.check("it ends the other client's program too", self.died(second))
+        self.stop()
+        self.wait_for_no_lease(90)
 
     def part_isolation(self):
         """Workers that give up what they do not need."""

@@ -264,12 +264,13 @@ class Parking:
         """The idle clock: warned, parked, at work again; a program that waits for its GPU is not idle; lending."""
         before = list(self.args.server_config)
         self.configured([*before, 'warn_after = "2s"', 'park_after = "4s"', 'lend_after = "2s"'])
+        log = self.args.out / "server.log"
+        earlier = log.stat().st_size
         program = self.start(["idle_program.py", "0.125"])
         program.expect("ready")
         lease = self.only_lease()
         self.check("parked by the clock", self.until(lambda: self.state(lease)[0] == "parked"))
-        log = (self.args.out / "server.log").read_text()
-        self.check("warned before", WARNING in log)
+        self.check("warned before", WARNING.encode() in log.read_bytes()[earlier:])
         self.check("goes on", self.intact(program) >= 0)
         begun, seen = time.monotonic(), set()
         while time.monotonic() - begun < 7:

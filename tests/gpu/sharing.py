@@ -16,6 +16,8 @@ class Sharing(mps.Mps):
         second, _, seen = self.program("--memory", "50%", other=True)
         self.note("memory seen by each", f"{mib} / {seen}", "MiB")
         self.check("each sees its lease's memory", {mib, seen} == limits)
+        cards = {row["memory_bytes"] // 2 >> 20 for row in json.loads(self.server.tool("gpus", "--json"))["gpus"]}
+        self.check("which is half of the card's", limits <= cards)
         self.check("most of it can be had", self.ask(first, f"alloc {mib * 3 // 4}", "alloc") == ["0"])
         self.check("more than the lease has cannot: out of memory", self.ask(first, f"alloc {mib // 2}", "alloc") == ["2"])
         self.check("which is no fault", self.ask(first, "check", "state") == ["0"])

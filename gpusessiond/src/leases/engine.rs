@@ -770,7 +770,7 @@ impl Actor {
     fn log_servers(&mut self, snapshot: &Snapshot) {
         for (index, server) in snapshot.servers.iter().enumerate() {
             let lost = matches!(server.state.as_str(), "suspect" | "offline" | "unauthorized");
-            if lost && server.last_seen_usec > 0 && self.lost.insert(index) {
+            if lost && self.lost.insert(index) {
                 warn!(
                     message_id = Event::ServerLost.id(),
                     gpusession_server = server.name,

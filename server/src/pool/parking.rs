@@ -178,13 +178,15 @@ impl Pool {
             }
             // Reserved before anything is moved.
             let taken: u64 = away.values().map(|a| a.bytes).sum();
+            // What is being moved is not in what the host has less yet.
+            let coming: u64 = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes).sum();
             let left = self
                 .facts()
                 .config
                 .parked_max
                 .of(total)
                 .saturating_sub(taken)
-                .min(available.saturating_sub(HOST_MARGIN));
+                .min(available.saturating_sub(HOST_MARGIN).saturating_sub(coming));
             if bytes > left {
                 return Err(ParkError::NoRoom { wanted: bytes.div_ceil(1 << 20), left: left >> 20 });
             }

@@ -1,6 +1,7 @@
 //! The control service: what clients of the pool ask for over mutual TLS, and what a machine without a certificate may
 //! ask for, which is to join.
 
+use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -113,9 +114,14 @@ pub struct Pool {
     random: Arc<dyn Random>,
     quiet: Quiet,
     parking: Parking,
+    /// Leases whose clients know that they end by `lease_ttl`.
+    ending: Mutex<HashSet<String>>,
     /// Whether an administrator wants the server to stop, and at once.
     stop: watch::Sender<Option<bool>>,
 }
+
+/// How long before its end the holder of a lease hears of it, in seconds.
+const END_WARNING: u64 = 600;
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -161,6 +167,7 @@ impl Pool {
             random,
             quiet: Quiet::default(),
             parking: Parking::default(),
+            ending: Mutex::default(),
             stop: watch::channel(None).0,
         })
     }
@@ -316,10 +323,35 @@ impl Pool {
     /// Tells every client that holds a lease that it will be lost.
     pub async fn warn_all(&self, left: Duration, reason: &str) {
         for standing in self.registry.leases().await {
-            let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
-            let event =
-                PoolEvent { lease: standing.lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) };
-            self.tell(&standing.lease.client, event);
+            self.warn(standing.lease, left, reason);
+        }
+    }
+
+    fn warn(&self, lease: Lease, left: Duration, reason: &str) {
+        let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
+        self.tell(
+            &lease.client,
+            PoolEvent { lease: lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) },
+        );
+    }
+
+    /// Tells clients once whose leases cannot be renewed for much longer.
+    async fn warn_of_ends(&self, unix: u64) {
+        let leases = self.registry.leases().await.into_iter().map(|standing| standing.lease);
+        let soon = |l: &Lease| l.until_unix != 0 && l.until_unix <= unix + END_WARNING;
+        let ending: Vec<Lease> = leases.filter(soon).collect();
+        let new: Vec<Lease> = {
+            let mut known = locked(&self.ending);
+            known.retain(|id| ending.iter().any(|lease| lease.id == *id));
+            ending.into_iter().filter(|lease| known.insert(lease.id.clone())).collect()
+        };
+        for lease in new {
+            let left = Duration::from_secs(lease.until_unix.saturating_sub(unix));
+            self.warn(
+                lease,
+                left,
+                "the lease ends: it was renewed for nearly as long as the server's limit lease_ttl allows",
+            );
         }
     }
 
@@ -568,6 +600,7 @@ impl Pool {
             expired.into_iter().partition(|l| l.until_unix != 0 && l.until_unix <= unix);
         self.ended(&silent, "the client was silent for too long");
         self.ended(&old, "it was renewed for as long as the limit lease_ttl allows");
+        self.warn_of_ends(unix).await;
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
             if !self.registry.holds(&lease).await {
@@ -1223,6 +1256,9 @@ impl PoolService for Service {
                 TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),
                 TakeError::Away => Status::unavailable(text),
+                TakeError::Memory => {
+                    unfit(tonic::Code::ResourceExhausted, text, wire::refusal::Kind::Limit, 0, 0)
+                }
                 TakeError::TooMany(_) | TakeError::Mps(_) => Status::resource_exhausted(text),
                 TakeError::Environment(_) => Status::invalid_argument(text),
                 TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),

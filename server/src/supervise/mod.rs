@@ -219,6 +219,12 @@ pub enum TakeError {
     /// Workers do not start.
     #[error("no worker starts on this server: {0}")]
     NotStarting(String),
+    /// Contexts are memory of the lease.
+    #[error(
+        "the lease's GPU memory has no room for the context of another program; end one that uses the GPU, or ask for a larger \
+         lease"
+    )]
+    Memory,
     /// Its MPS server serves as many as it can.
     #[error("{0}")]
     Mps(String),
@@ -763,7 +769,19 @@ impl Supervisor {
     /// How many of `count` workers the lease's client and user may take now.
     fn room(&self, state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
         let count = self.room_under_mps(state, lease, count)?;
+        let count = Self::room_in_memory(state, lease, count)?;
         Self::room_in_limits(state, lease, count)
+    }
+
+    /// Those that were given out and serve nobody yet count, too.
+    fn room_in_memory(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
+        let Some(entry) = state.leases.get(lease) else { return Ok(count) };
+        let soon =
+            |w: &&Worker| w.lease == lease && w.given && w.process.is_none() && w.phase != Phase::Ending;
+        match entry.ledger.contexts_left().saturating_sub(state.workers.values().filter(soon).count()) {
+            0 => Err(TakeError::Memory),
+            left => Ok(count.min(left)),
+        }
     }
 
     fn room_in_limits(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {

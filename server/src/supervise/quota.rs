@@ -122,6 +122,13 @@ impl Ledger {
         self.held.keys().map(|w| self.of(w, device)).fold(0, u64::saturating_add)
     }
 
+    /// How many programs more have room for their contexts on every device.
+    pub fn contexts_left(&self) -> usize {
+        let left = |(at, limit): (usize, &DeviceLimit)| self.left(at).checked_div(limit.context_bytes);
+        let fewest = self.devices.iter().enumerate().filter_map(left).min();
+        fewest.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
+    }
+
     fn left(&self, device: usize) -> u64 {
         self.devices.get(device).map_or(0, |d| d.memory_bytes.saturating_sub(self.used(device)))
     }

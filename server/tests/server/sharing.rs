@@ -108,21 +108,23 @@ async fn every_limit_refuses_by_name() {
     server.adopt(&second.id, 0, true);
 
     // However often it is renewed.
-    server.set(&of("lease_ttl"), "1s");
+    server.set(&of("lease_ttl"), "2s");
     let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let short = vm.allocate(10.0).await.unwrap();
+    let mut warned = Vec::new();
     let reason = loop {
         vm.pool.renew(renew(&[&short.id])).await.unwrap();
         match watch.message().await.unwrap().expect("the stream goes on") {
             event if event.lease != short.id => {}
-            event => {
-                if let Some(Event::Lost(loss)) = event.event {
-                    break loss.reason;
-                }
-            }
+            event => match event.event {
+                Some(Event::PrepareForLoss(warning)) => warned.push((warning.reason, warning.idle)),
+                Some(Event::Lost(loss)) => break loss.reason,
+                _ => {}
+            },
         }
     };
     assert!(reason.contains("lease_ttl"), "{reason}");
+    assert!(matches!(&warned[..], [(reason, false)] if reason.contains("lease_ttl")), "once: {warned:?}");
 
     server.set(&of("requests_per_s"), "2");
     let mut refused = None;

@@ -179,6 +179,24 @@ const OWN_PROCESS: &[i64] =
 const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
 const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
 
+/// The same calls have other numbers in the x32 ABI, where a kernel has it.
+fn no_x32() -> Result<(), seccompiler::Error> {
+    if cfg!(not(target_arch = "x86_64")) {
+        return Ok(());
+    }
+    const X32: u32 = 0x4000_0000;
+    const EPERM: u32 = 0x0005_0000 | libc::EPERM as u32;
+    const ALLOW: u32 = 0x7fff_0000;
+    let step = |code, jt, jf, k| seccompiler::sock_filter { code, jt, jf, k };
+    // Loads the number, which is the first word; compares; answers.
+    apply_filter_all_threads(&[
+        step(0x20, 0, 0, 0),
+        step(0x35, 0, 1, X32),
+        step(0x06, 0, 0, EPERM),
+        step(0x06, 0, 0, ALLOW),
+    ])
+}
+
 /// With `mps` the driver makes connections of its own to NVIDIA's daemon, for as long as the program runs; the server answers no
 /// worker on its administration socket.
 fn calls_only(mps: bool) -> Result<(), String> {
@@ -195,6 +213,7 @@ fn calls_only(mps: bool) -> Result<(), String> {
     };
     let rule = |conditions| SeccompRule::new(conditions).map_err(said);
     let when = |argument, operator, value| rule(vec![condition(argument, operator, value)?]);
+    no_x32().map_err(|e| e.to_string())?;
     // The newer call hides its flags from filters: the C library falls back to the older one.
     install(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
@@ -203,6 +222,9 @@ fn calls_only(mps: bool) -> Result<(), String> {
         rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
     } else {
         rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
+        // A pair of stream sockets speaks to nobody else; one of datagram sockets may name a receiver.
+        let datagrams = when(1, SeccompCmpOp::MaskedEq(0xf), libc::SOCK_DGRAM as u64)?;
+        rules.insert(libc::SYS_socketpair, vec![datagrams]);
     }
     let own = u64::from(std::process::id());
     for call in OWN_PROCESS {
@@ -287,6 +309,7 @@ mod tests {
         calls.unwrap();
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
+        assert!(std::os::unix::net::UnixDatagram::pair().is_err());
         let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(std::process::Command::new("/bin/true").spawn().is_err());
         std::thread::spawn(|| {}).join().unwrap();
@@ -311,6 +334,8 @@ mod tests {
             denied(libc::syscall(libc::SYS_unshare, 0), "unshare");
             denied(libc::syscall(libc::SYS_io_uring_setup, 0, 0), "io_uring_setup");
             denied(libc::listen(std::os::fd::AsRawFd::as_raw_fd(&one), 1).into(), "listen");
+            #[cfg(target_arch = "x86_64")]
+            denied(libc::syscall(0x4000_0000 | libc::SYS_getpid), "x32");
         }
         println!("contained");
         std::process::exit(0);

@@ -232,12 +232,18 @@ impl Lanes {
         self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Bytes that came for the device over lanes.
+    /// Bytes that came, or went, in a frame instead.
+    pub fn inline(&self, to_device: usize, from_device: usize) {
+        self.received.fetch_add(to_device as u64, Ordering::Relaxed);
+        self.sent.fetch_add(from_device as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes that came for the device.
     pub fn bytes_to_device(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Bytes of the device that went out over lanes.
+    /// Bytes of the device that went out.
     pub fn bytes_from_device(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }

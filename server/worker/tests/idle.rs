@@ -48,8 +48,15 @@ fn a_lease_rests_when_all_its_programs_rest() {
     eventually("the other one works", || due().is_none());
 
     // What a server writes down that finds them gone: what this one counted a minute ago at most.
-    eventually("their calls are reported", || {
-        site.supervisor.workers().iter().filter(|w| w.process.is_some()).all(|w| w.usage.calls > 1)
+    for client in [&works, &rests] {
+        assert_eq!(client.get(WINDOW, 3), b"wor");
+    }
+    eventually("their copies are reported", || {
+        site.supervisor
+            .workers()
+            .iter()
+            .filter(|w| w.process.is_some())
+            .all(|w| w.usage.bytes_from_device == 3)
     });
     site.clock.pass(Duration::from_secs(60));
     site.supervisor.tick();
@@ -69,8 +76,11 @@ fn a_lease_rests_when_all_its_programs_rest() {
     eventually("both are on record", || {
         site.accounting.list(&Wanted::default()).expect("records").len() == 2
     });
-    for record in site.accounting.list(&Wanted::default()).expect("records") {
+    let records = site.accounting.list(&Wanted::default()).expect("records");
+    for record in &records {
         assert!(record.gpu_busy_usec < 60_000_000, "{record:?}");
+        assert!(record.gpu_busy_usec > 0, "{record:?}");
+        assert_eq!((record.bytes_to_device, record.bytes_from_device), (4, 3), "{record:?}");
     }
     site.runtime.block_on(site.supervisor.close("the test ends"));
 }

@@ -9,9 +9,9 @@ mod supervised;
 use std::time::Duration;
 
 use gpuserver::accounting::Wanted;
-use gpuserver::supervise::Event;
+use gpuserver::supervise::{Event, TakeError};
 use gpusession_proto::frame::op;
-use harness::{Client, MIB, WINDOW};
+use harness::{Client, LEASE, MIB, WINDOW};
 use supervised::{GPU, Site, eventually};
 
 const OUT_OF_MEMORY: i32 = 2;
@@ -61,6 +61,20 @@ fn four_processes_share_one_limit() {
     supervisor.reconcile(&readings);
     eventually("it is ended", || supervisor.workers().iter().filter(|w| w.process.is_some()).count() == 2);
     assert!(supervisor.workers().iter().all(|w| w.pid != Some(pids[2])));
+
+    // A program gets a worker while there is room for its context.
+    let more = |count| site.runtime.block_on(supervisor.take("vm", LEASE, count, Vec::new()));
+    eventually("what it had is free", || sum() < 256 * MIB);
+    let room = ((256 * MIB - sum()) / (16 * MIB)) as usize;
+    let mut given = 0;
+    let refused = loop {
+        match more(16) {
+            Ok(workers) => given += workers.len(),
+            Err(refused) => break refused,
+        }
+        assert!(given <= room, "{given} of {room}");
+    };
+    assert_eq!((given, refused), (room, TakeError::Memory));
 
     // What an ended process had is gone soon, or its GPU is not well.
     let mut events = supervisor.events();

@@ -75,7 +75,8 @@ def run(site, check):
         client.ok("dpkg -P libcuda1 2>&1")
         client.until(OURS, 5)
         client.ok("mkdir -p /opt/theirs && cp /root/theirs/usr/lib/x86_64-linux-gnu/libcuda.so.1 /opt/theirs")
-        client.ok("systemctl stop gpusession-loader.path && echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
+        # It may be looking still, for the package that went.
+        client.ok("systemctl stop gpusession-loader.path gpusession-loader-changed gpusession-loader && echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
         client.ok(OURS)
         client.ok("systemctl start gpusession-loader.path")
         client.until(f"! {OURS}", 5)

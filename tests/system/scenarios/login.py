@@ -126,6 +126,11 @@ def run(site, check):
             expect(before, "setting=none models=none")
             expect(after, "setting=WARN models=/srv/models")
             assert seen.count(RIGHT) == 2, seen
+    for shell in ("csh", "tcsh"):
+        with check(f"a login shell, {shell} -l: what it reads is in order"):
+            seen = client.ok(f"ssh alice@client {shell} -l", stdin=f"{PROBE}\nexit 0\n")
+            right("\n".join(line for line in seen.splitlines() if "tty" not in line), "alice", "both")
+            assert not [word for word in ("rror", "ndefined", "ot found") if word in seen], seen
     with check("what a user has set stays"):
         expect(client.ok(f"ssh alice@client 'env NCCL_DEBUG=INFO {PROBE}'"), "setting=INFO")
         client.ok("echo 'NCCL_DEBUG=TRACE' >>/etc/environment")

@@ -51,12 +51,17 @@ def run(site, check):
         expect(client.fails("ssh alice@client 'GPUSESSION_TRACE=why vectorAdd'", timeout=60), "cudaErrorSystemNotReady")
         client.fails("systemctl is-active needs-gpus gpusession-ready.target")
         expect(client.ok("systemctl show -P StatusText gpusession"), "0/2 GPUs leased; waiting: ")
+    with check("the journal says that the server does not answer, and why the lease waits"):
+        lost = client.until("journalctl -b -x -t gpusessiond MESSAGE_ID=6ff34f01d228494abdf676921495ecad --no-pager | grep -A9 Subject", 30)
+        expect(lost, "A GPU server does not answer")
     client.start("shell", "until [ -e /tmp/now ]; do sleep 0.1; done; vectorAdd; echo status $?", user="alice")
     with check("when the server is back, a shell from before has GPUs"):
         server.lab("heal")
         client.until("gpusession status | grep -q 'is ready'", 60)
         client.ok("touch /tmp/now")
         expect(client.until("grep status /run/shell.out && cat /run/shell.out", 20), "sums right")
+    with check("and the journal that it answers again"):
+        client.until("journalctl -b -t gpusessiond MESSAGE_ID=e377d21fb9aa491e9c2ccdce898d5c6f --no-pager -o cat | grep 'answers again'", 20)
     with check("and the unit that waited for gpusession-ready.target has started"):
         client.until("systemctl is-active needs-gpus", 20)
         client.ok("rm /root/slow; systemctl disable --now needs-gpus slow-network; "

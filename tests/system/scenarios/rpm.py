@@ -57,6 +57,7 @@ def run(site, check):
     with check("the packages install: users are made, the loader knows the library, nothing is started"):
         host.push(older, "/root/older")
         host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
+        host.ok("test -e /etc/profile.d/gpusession.csh && test ! -e /etc/csh/login.d/gpusession.csh")
         host.ok("id gpusession && id gpuserver")
         host.ok(f"gpusession setup-libs --remove && {rpm} -U --replacepkgs --oldpackage /root/older/gpusession-libs-*.rpm 2>&1")
         host.fails(LIBRARY)

@@ -90,6 +90,7 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
         if bytes.len() != len {
             return Err(status::INVALID_VALUE.into());
         }
+        session.lanes.inline(len, 0);
         // SAFETY: the driver has taken pageable bytes when it returns.
         return Ok(check(unsafe {
             (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), len, stream)
@@ -153,6 +154,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         });
         return Ok(queued?);
     }
+    session.lanes.inline(0, len);
     let failed = |error: Status| {
         // Who does not wait for an answer waits for the bytes.
         if !wait {
@@ -213,6 +215,7 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
                     return Err(status::INVALID_VALUE.into());
                 }
                 packed.copy_from_slice(bytes);
+                session.lanes.inline(len, 0);
             } else {
                 receive(session, frame.header.seq.get(), &mut packed)?;
             }
@@ -231,6 +234,7 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
             settle(session, answer);
             if len <= INLINE_MAX {
                 answer.bytes(&packed);
+                session.lanes.inline(0, len);
             } else {
                 send(session, frame.header.seq.get(), &packed)?;
             }
