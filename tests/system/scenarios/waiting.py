@@ -34,8 +34,8 @@ PLACES = ("gpusession list --json | python3 -c \"import json, sys; print(*sorted
 
 
 def run(site, check):
-    client, other = site.client, Host("client2")
-    site.boot("client2")
+    client, other, third = site.client, Host("client2"), Host("client3")
+    site.boot("client2", "client3")
     with check("a second machine, whose leases do not fit beside the first one's, waits in order"):
         site.install_client(other)
         token = site.servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
@@ -57,11 +57,21 @@ def run(site, check):
         assert seen.count("position 1 of 2") == 1, seen
     with check("her programs are told to try again"):
         expect(other.fails("ssh alice@client2 vectorAdd"), "cudaErrorSystemNotReady")
+    with check("a third machine, which asks later, waits behind them: three machines and two GPUs"):
+        site.install_client(third)
+        token = site.servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
+        third.write("/etc/gpusession/conf.d/lease.toml", '[[lease]]\nname = "third"\nmemory = "80%"\n')
+        third.ok(f"gpusession join gpu1 {token}")
+        third.ok("systemctl enable --now gpusession")
+        third.until(f"{PLACES} | grep -q 3/3", 30)
     with check("GPUs that the first machine gives back go to those who have waited longest"):
         before = lease(client, "everyone")
         client.ok("gpusession release " + before)
         other.until("gpusession status | grep -q 'is ready: 2 GPU'", 60)
         expect(other.ok("ssh alice@client2 vectorAdd"), "sums right")
+        third.until(f"{PLACES} | grep -q ^1/", 10)
+        third.ok("systemctl stop gpusession")
+        third.lab("down")
     with check("and the first machine, which asks again, waits behind them"):
         client.ok("systemctl reload gpusession")
         client.until(f"{PLACES} | grep -q 1/1", 30)
