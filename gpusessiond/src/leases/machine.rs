@@ -131,6 +131,8 @@ pub struct Held {
     pub stock: VecDeque<control::Worker>,
     /// Since when nobody uses it, as the server says.
     pub idle_since: Option<Time>,
+    /// Whether it was said that its time to live ends.
+    warned: bool,
     taking: bool,
     take_again: Time,
     take_attempt: u32,
@@ -227,6 +229,13 @@ pub struct Saved {
 }
 
 impl Wanted {
+    /// When it is due to say that the time to live ends which was asked for: ten minutes before, or a quarter of it.
+    fn warns_at(&self) -> Option<Time> {
+        let held = self.held().filter(|h| !h.warned && !self.spec.renewed_by_itself())?;
+        let before = Duration::from_secs(600).min(self.spec.ttl.unwrap_or_default() / 4);
+        Some(held.expires.saturating_sub(before))
+    }
+
     /// The lease, if it is held.
     pub fn held(&self) -> Option<&Held> {
         match &self.phase {
@@ -548,6 +557,7 @@ impl Machine {
                     stock,
                     idle_since: None,
                     place: None,
+                    warned: false,
                     taking: false,
                     take_again: now,
                     take_attempt: 0,
@@ -664,7 +674,9 @@ impl Machine {
         }
         if renewed.ttl_usec > 0 {
             let longest = ttl.unwrap_or(Duration::MAX);
-            held.expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
+            let expires = now + Duration::from_micros(renewed.ttl_usec).min(longest);
+            held.warned &= expires <= held.expires;
+            held.expires = expires;
         }
         if let Some(state) = LeaseState::of_server(&renewed.state) {
             self.set_state(now, slot, state, PoolError::place_of(renewed.position, renewed.waiting));
@@ -982,6 +994,7 @@ impl Machine {
             .collect();
         self.run_users(now);
         self.run_drains(now);
+        self.run_warnings(now);
         for slot in expired {
             let Some(wanted) = self.slots.get(&slot) else { continue };
             let Some(held) = wanted.held() else { continue };
@@ -1174,6 +1187,19 @@ impl Machine {
         }
     }
 
+    /// Leases whose time to live was asked for, and is nearly over.
+    fn run_warnings(&mut self, now: Time) {
+        let due = |w: &Wanted| w.warns_at().is_some_and(|at| at <= now);
+        let due: Vec<Slot> = self.slots.iter().filter(|(_, w)| due(w)).map(|(slot, _)| *slot).collect();
+        for slot in due {
+            let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { continue };
+            held.warned = true;
+            let left = held.expires.saturating_sub(now);
+            let reason = "its time to live ends, unless its owner renews it".to_owned();
+            self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
+        }
+    }
+
     /// When [`Machine::tick`] has something to do next.
     pub fn deadline(&self) -> Option<Time> {
         let lingering = self.slots.values().filter_map(|w| Some(w.unused? + USER_LINGER));
@@ -1183,7 +1209,8 @@ impl Machine {
             Phase::Allocating => None,
             Phase::Held(held) => {
                 let fill = held.missed + SPARE > held.stock.len() && !held.taking;
-                Some(if fill { held.expires.min(held.take_again) } else { held.expires })
+                let ends = wanted.warns_at().unwrap_or(held.expires);
+                Some(if fill { ends.min(held.take_again) } else { ends })
             }
         });
         let servers = self.servers.iter().filter(|h| !h.in_flight).map(|h| h.next);
@@ -1754,10 +1781,15 @@ mod tests {
             "not by the heartbeat"
         );
         let renewed = control::RenewedLease { id: "l1".into(), ttl_usec: 600_000_000, ..Default::default() };
+        let warned = |m: &mut Machine, now: Time| {
+            m.tick(now);
+            let told = told(&actions(m));
+            told.iter().filter(|c| matches!(c, Change::PrepareForLoss { idle: false, .. })).count()
+        };
+        assert_eq!((warned(&mut m, s(449)), warned(&mut m, s(450)), warned(&mut m, s(451))), (0, 1, 0));
         m.renewed(s(500), 0, &["l1".into()], Ok(vec![renewed]));
-        m.tick(s(1099));
+        assert_eq!((warned(&mut m, s(949)), warned(&mut m, s(950)), warned(&mut m, s(1099))), (0, 1, 0));
         assert!(m.slot(slot).is_some());
-        actions(&mut m);
         m.tick(s(1100));
         assert!(m.slot(slot).is_none());
         assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
