@@ -376,14 +376,19 @@ class Mps(parking.Parking):
         self.configure('sharing = "mps"')
         program, _, _ = self.program("--memory", "60%")
         self.check("a program makes 47 more", self.ask(program, "contexts 47", "contexts") == ["47", "0"])
-        # The worker reports once a second.
-        time.sleep(2)
         env = {**os.environ, **self.server.client_environment(), "GPUSESSION_TRACE": "why"}
         prefix = self.server.prefix()
         command = [*prefix[:-1], "--memory", "25%", *prefix[-1:], self.args.python, "mps_program.py"]
-        one = subprocess.run(command, env=env, cwd=self.here, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
-        self.note("one more program", one.stdout.strip(), one.stderr.strip())
-        self.check("is refused with the reason", "one MPS server serves" in one.stderr and not one.stdout.startswith("ready"))
+
+        def refused():
+            """Once the first one's worker, which reports once a second, has said how many it has."""
+            one = subprocess.run(command, env=env, cwd=self.here, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+            said = "one MPS server serves" in one.stderr and not one.stdout.startswith("ready")
+            if said:
+                self.note("one more program", one.stdout.strip(), one.stderr.strip())
+            return said
+
+        self.check("one more is refused with the reason", self.until(refused))
         self.check("and the first goes on", self.ask(program, "check", "state") == ["0"])
         program.end()
         self.wait_for_no_lease()

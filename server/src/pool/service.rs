@@ -337,9 +337,7 @@ impl Pool {
 
     /// Tells clients once whose leases cannot be renewed for much longer.
     async fn warn_of_ends(&self, unix: u64) {
-        let leases = self.registry.leases().await.into_iter().map(|standing| standing.lease);
-        let soon = |l: &Lease| l.until_unix != 0 && l.until_unix <= unix + END_WARNING;
-        let ending: Vec<Lease> = leases.filter(soon).collect();
+        let ending = self.registry.ending(unix + END_WARNING).await;
         let new: Vec<Lease> = {
             let mut known = locked(&self.ending);
             known.retain(|id| ending.iter().any(|lease| lease.id == *id));
@@ -1256,10 +1254,9 @@ impl PoolService for Service {
                 TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),
                 TakeError::Away => Status::unavailable(text),
-                TakeError::Memory => {
-                    unfit(tonic::Code::ResourceExhausted, text, wire::refusal::Kind::Limit, 0, 0)
+                TakeError::TooMany(_) | TakeError::Memory | TakeError::Mps(_) => {
+                    Status::resource_exhausted(text)
                 }
-                TakeError::TooMany(_) | TakeError::Mps(_) => Status::resource_exhausted(text),
                 TakeError::Environment(_) => Status::invalid_argument(text),
                 TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
             }

@@ -186,6 +186,12 @@ impl Registry for LocalRegistry {
         table.leases(self.clock.now()).map(|(lease, left)| Standing { lease: lease.clone(), left }).collect()
     }
 
+    async fn ending(&self, unix: u64) -> Vec<Lease> {
+        let table = self.table();
+        let leases = table.leases(self.clock.now()).map(|(lease, _)| lease);
+        leases.filter(|lease| lease.until_unix != 0 && lease.until_unix <= unix).cloned().collect()
+    }
+
     async fn of_client(&self, client: &str) -> Vec<Standing> {
         let table = self.table();
         let mine = table.leases(self.clock.now()).filter(|(lease, _)| lease.client == client);

@@ -79,6 +79,8 @@ pub trait Registry: Send + Sync {
     async fn get(&self, id: &str) -> Option<Standing>;
     /// All leases.
     async fn leases(&self) -> Vec<Standing>;
+    /// Those that cannot be renewed beyond a time, in seconds since 1970.
+    async fn ending(&self, unix: u64) -> Vec<Lease>;
     /// A client's leases.
     async fn of_client(&self, client: &str) -> Vec<Standing>;
     /// Whether there is such a lease.

@@ -291,9 +291,7 @@ async fn what_a_forced_end_ends_is_on_record() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
-    let worker = vm.take(&lease.id).await.unwrap();
-    let (_lane, _) = server.adopt(&worker.id, 0, true);
-    eventually("it is served", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    let (_worker, _lane, _) = program(&server, &mut vm, &lease.id).await;
     assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));
     server.run().await;
     let rows = server.json(&["accounting", "--kind", "process"]);
@@ -305,9 +303,7 @@ async fn what_ran_when_the_server_was_killed_is_on_record() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
-    let worker = vm.take(&lease.id).await.unwrap();
-    let (_lane, _) = server.adopt(&worker.id, 0, true);
-    eventually("it is served", async || server.workers().iter().any(|w| w["state"] == "active")).await;
+    let (_worker, _lane, _) = program(&server, &mut vm, &lease.id).await;
     assert_eq!(server.json(&["accounting"])["records"].as_array().unwrap().len(), 0);
     server.signal(Signal::SIGKILL);
     server.run().await;
