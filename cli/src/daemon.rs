@@ -73,6 +73,7 @@ pub struct DescribedLease {
     pub transport: String,
     pub transport_reason: String,
     pub trouble: Option<String>,
+    pub trouble_kind: Option<String>,
     pub position: Option<u32>,
     pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,

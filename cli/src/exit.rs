@@ -70,7 +70,7 @@ impl Failure {
             Trouble::NeverFits => {
                 (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
             }
-            Trouble::Quota => {
+            Trouble::Quota | Trouble::OutOfMemory => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
             }
             Trouble::NotReady | Trouble::Unreachable => {

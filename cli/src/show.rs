@@ -165,7 +165,16 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
         out.push_str(&table(&rows));
     }
     let mut trouble = Vec::new();
-    for lease in described.leases.iter().filter(|l| l.state == "pending" || l.position.is_some()) {
+    for lease in &described.leases {
+        if lease.state != "pending" && lease.position.is_none() {
+            // Those that have GPUs say only what keeps another program from them; what is wrong with the server is said there.
+            if let (Some("limit" | "out-of-memory"), Some(why)) =
+                (lease.trouble_kind.as_deref(), &lease.trouble)
+            {
+                trouble.push(format!("{} has no room for another program: {why}", lease.name_or_id()));
+            }
+            continue;
+        }
         let why = lease.trouble.as_deref().unwrap_or("asking the pool");
         let place = match (lease.position, lease.waiting) {
             (Some(position), Some(length)) => format!("position {position} of {length}: "),

@@ -348,6 +348,22 @@ async fn status_says_why_a_lease_waits() {
 }
 
 #[tokio::test]
+async fn status_says_why_a_lease_has_no_room_for_a_program() {
+    let site = Site::new(0, &config(&[1])).await;
+    site.sim.with(|s| {
+        s.refuses_workers = Some(PoolError::new(Trouble::OutOfMemory, "its memory is full"));
+        s.gpus = 1;
+    });
+    until(&site.engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].trouble.is_some()).await;
+    let status = site.run(&["status"]).await;
+    assert!(status.out.contains("l1 has no room for another program: its memory is full"), "{}", status.out);
+    site.sim.with(|s| s.refuses_workers = None);
+    until(&site.engine, |s| s.leases[0].stock > 0).await;
+    let status = site.run(&["status"]).await;
+    assert!(!status.out.contains("no room"), "{}", status.out);
+}
+
+#[tokio::test]
 async fn run_uses_the_sessions_lease_and_passes_everything_through() {
     let mut config = config(&[2]);
     config.environment.insert("NCCL_DEBUG".into(), "it's".into());

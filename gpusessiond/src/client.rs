@@ -122,6 +122,7 @@ fn refusal(status: &Status) -> Option<PoolError> {
         Kind::Limit => Trouble::Quota,
         Kind::NeverFits => Trouble::NeverFits,
         Kind::NotAccepted => Trouble::Refused,
+        Kind::OutOfMemory => Trouble::OutOfMemory,
     };
     let place = PoolError::place_of(refusal.position, refusal.waiting);
     Some(PoolError { place, ..PoolError::new(trouble, status.message()) })

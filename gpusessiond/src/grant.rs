@@ -51,6 +51,8 @@ impl Default for Limits {
 /// Most driver variables that a request may name, and the longest name or value.
 const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
+/// How long a program that a limit refuses waits for another one that may be ending.
+const ENDING: Duration = Duration::from_secs(5);
 /// Longest program name in tickets.
 const MAX_PROGRAM: usize = 64;
 
@@ -307,7 +309,7 @@ impl Server {
                 let event = match denial {
                     Denial::NoDevice => Event::AccessDenied,
                     Denial::ProtocolMismatch => Event::ProtocolMismatch,
-                    Denial::Quota => Event::LimitRefuses,
+                    Denial::Quota | Denial::OutOfMemory => Event::LimitRefuses,
                     Denial::NotReady => Event::LeaseWaits,
                 };
                 info!(
@@ -328,15 +330,17 @@ impl Server {
     /// Asks until there is an answer or the time for waiting is over.
     async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
-        let deadline = Instant::now() + wait;
+        let begun = Instant::now();
         let mut snapshot = self.leases.snapshot();
         loop {
             snapshot.mark_unchanged();
             let answer = self.leases.grant(caller.clone(), wish.clone()).await;
-            if !matches!(answer, Answer::Wait(..)) {
-                return answer;
-            }
-            match tokio::time::timeout_at(deadline, snapshot.changed()).await {
+            let wait = match &answer {
+                Answer::Wait(Denial::NotReady, _) => wait,
+                Answer::Wait(..) => wait.min(ENDING),
+                _ => return answer,
+            };
+            match tokio::time::timeout_at(begun + wait, snapshot.changed()).await {
                 Ok(Ok(())) => {}
                 _ => return answer,
             }

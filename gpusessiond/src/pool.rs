@@ -13,6 +13,8 @@ pub enum Trouble {
     NoCapacity,
     /// A limit of this client or user refuses.
     Quota,
+    /// Other programs of the lease have its memory.
+    OutOfMemory,
     /// No GPU of the server would ever do.
     NeverFits,
     /// No server is known yet.
@@ -35,6 +37,7 @@ impl Trouble {
         match self {
             Self::NoCapacity => "no-capacity",
             Self::Quota => "limit",
+            Self::OutOfMemory => "out-of-memory",
             Self::NeverFits => "never-fits",
             Self::NotReady => "not-ready",
             Self::Unreachable => "unreachable",

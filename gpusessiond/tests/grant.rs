@@ -142,7 +142,9 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
 #[tokio::test]
 async fn every_reason_for_no_gpu_has_its_own_error() {
     type Prepare = fn(&SimServer);
-    let cases: [(Prepare, Config, Denial, &str); 5] = [
+    const FULL: fn() -> PoolError = || PoolError::new(Trouble::OutOfMemory, "no room for another context");
+    const MANY: fn() -> PoolError = || PoolError::new(Trouble::Quota, "no more than 2 programs");
+    let cases: [(Prepare, Config, Denial, &str); 7] = [
         (|_| {}, Config { leases: vec![], ..quick() }, Denial::NoDevice, "no lease is configured"),
         (
             |s| s.with(|s| s.failing = Some(PoolError::new(Trouble::Unreachable, "gpu-a does not answer"))),
@@ -153,6 +155,8 @@ async fn every_reason_for_no_gpu_has_its_own_error() {
         (|s| s.with(|s| s.gpus = 0), quick(), Denial::NotReady, "all GPUs are taken"),
         (|s| s.with(|s| s.quota = Some(0)), quick(), Denial::Quota, "over the limit"),
         (|s| s.with(|s| s.no_workers = true), quick(), Denial::NotReady, "starting a worker"),
+        (|s| s.with(|s| s.refuses_workers = Some(FULL())), quick(), Denial::OutOfMemory, "no room"),
+        (|s| s.with(|s| s.refuses_workers = Some(MANY())), quick(), Denial::Quota, "no more than 2 programs"),
     ];
     for (prepare, config, denial, words) in cases {
         let sim = SimServer::new("gpu-a", 1);
@@ -344,6 +348,28 @@ async fn slow_callers_hold_nobody_up_and_one_user_cannot_take_all_places() {
         }
     };
     tokio::time::timeout(PATIENCE, again).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
+    for environment in [vec![], vec![("CUDA_DEVICE_MAX_CONNECTIONS".to_string(), "1".to_string())]] {
+        for trouble in [Trouble::Quota, Trouble::OutOfMemory] {
+            let sim = SimServer::new("gpu-a", 1);
+            sim.with(|s| s.refuses_workers = Some(PoolError::new(trouble, "one program at a time")));
+            let engine = engine(&[&sim]);
+            let config = Config { wait: PATIENCE, ..config(&[1]) };
+            want(&engine, &config).await;
+            until(&engine, |s| s.leases[0].state == LeaseState::Active).await;
+            let socket = GrantSocket::start(&engine, &config, Limits::default());
+            let asking = ask_async(&socket.path, Request { environment: environment.clone(), ..request() });
+            let ends = async {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                sim.with(|s| s.refuses_workers = None);
+            };
+            let ((reply, _connection), ()) = tokio::join!(asking, ends);
+            assert!(matches!(reply, Reply::Granted(_)), "{trouble:?}, {environment:?}: {reply:?}");
+        }
+    }
 }
 
 #[tokio::test]

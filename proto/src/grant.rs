@@ -87,6 +87,8 @@ pub enum Denial {
     Quota,
     /// Library, daemon and server disagree: `CUDA_ERROR_SYSTEM_DRIVER_MISMATCH`.
     ProtocolMismatch,
+    /// Other programs have the lease's memory, after the wait: `CUDA_ERROR_OUT_OF_MEMORY`.
+    OutOfMemory,
 }
 
 impl Denial {
@@ -97,6 +99,7 @@ impl Denial {
             Self::NotReady => 802,
             Self::Quota => 46,
             Self::ProtocolMismatch => 803,
+            Self::OutOfMemory => 2,
         }
     }
 }

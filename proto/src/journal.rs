@@ -55,7 +55,7 @@ events! {
          A configured lease is asked for anew afterwards, unless the daemon itself stops.";
     /// A limit refuses GPUs.
     LimitRefuses = 0x5177d173d2ef49f288aba01572469454: BOTH, "A limit refuses GPUs", "gpuserver.toml(5)",
-        "What is asked for is beyond a limit of this client or user: @GPUSESSION_REASON@. It does not pass by itself: ask for less, or raise the\n\
+        "What is asked for is beyond a limit of this client, user or lease: @GPUSESSION_REASON@. Ask for less, end a program, or raise the\n\
          limit on the server (`gpuserver limits` shows which hold).";
     /// A lease of GPUs was parked.
     LeaseParked = 0x8e7515e298c743afb957f9de8ab9f3bf: BOTH, "A lease of GPUs was parked", "gpusession-unpark(1)",

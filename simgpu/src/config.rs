@@ -15,6 +15,8 @@ pub enum CubinPolicy {
 pub struct Config {
     pub devices: u32,
     pub memory: u64,
+    /// What each context takes of it.
+    pub context: u64,
     pub name: String,
     /// Processes with the same machine name share its memory.
     pub machine: String,
@@ -57,6 +59,7 @@ impl Default for Config {
         Config {
             devices: 1,
             memory: 2 << 30,
+            context: 0,
             name: "gpusession simulated GPU".into(),
             machine: "default".into(),
             driver_version: 13000,
@@ -119,6 +122,7 @@ impl Config {
             match key {
                 "devices" => self.devices = number(value).filter(|n| *n <= 16)? as u32,
                 "memory" => self.memory = size(value)?,
+                "context" => self.context = size(value)?,
                 "name" => self.name = value.into(),
                 "machine" => self.machine = value.into(),
                 "driver_version" => self.driver_version = number(value)? as u32,

@@ -354,6 +354,17 @@ impl Space {
         self.usage.report_xid(self.cards[device as usize], code);
     }
 
+    /// A context needs memory of its device.
+    pub fn context_made(&self, device: u32) -> Result {
+        let had = self.usage.take(self.cards[device as usize], self.config.context, self.config.memory);
+        if had { Ok(()) } else { Err(OUT_OF_MEMORY) }
+    }
+
+    /// It has ended.
+    pub fn context_gone(&self, device: u32) {
+        self.usage.give(self.cards[device as usize], self.config.context);
+    }
+
     fn charge(&self, device: u32, size: u64) -> Result {
         let n = self.allocations.fetch_add(1, Ordering::Relaxed) + 1;
         let every = self.config.fail_alloc_every;

@@ -1,5 +1,10 @@
 #!/usr/bin/env python3
-"""Four programs with the lease of this one: each asks for 40 % of its memory; then the first ends, and the last asks again."""
+"""Programs that share the lease of this one.
+
+    memory      four: each asks for 40 % of its memory; then the first ends, and the last asks again. Prints `codes ...` twice
+    contexts    one after the other until there is no room for the context of another; then the first ends, and one more begins.
+                Prints `begun N`, `refused SECONDS ...` with what the refused one said, and `then ...` with what the last said
+"""
 
 import os
 import pathlib
@@ -15,10 +20,15 @@ def asked(program, mib):
     return program.expect("alloc").split()[1]
 
 
-def main():
-    """Prints `codes ...` twice."""
+def begin():
+    """A program that says `ready ...`, or why not."""
     here = pathlib.Path(__file__).resolve().parent
-    programs = [Program([sys.executable, "mps_program.py"], dict(os.environ), sys.stderr, here) for _ in range(4)]
+    return Program([sys.executable, "mps_program.py"], dict(os.environ), sys.stderr, here)
+
+
+def memory():
+    """See above."""
+    programs = [begin() for _ in range(4)]
     mib = [int(program.expect("ready").split()[2]) for program in programs][0] * 2 // 5
     print("codes", *(asked(program, mib) for program in programs), flush=True)
     programs[0].end()
@@ -30,5 +40,24 @@ def main():
         program.end()
 
 
+def contexts():
+    """See above."""
+    programs = []
+    while True:
+        start, program = time.monotonic(), begin()
+        said = program.line()
+        if not said.startswith("ready"):
+            break
+        programs.append(program)
+    print("begun", len(programs), flush=True)
+    print("refused", round(time.monotonic() - start, 1), said, flush=True)
+    program.end()
+    programs.pop(0).end()
+    last = begin()
+    print("then", last.line(), flush=True)
+    for program in [*programs, last]:
+        program.end()
+
+
 if __name__ == "__main__":
-    main()
+    {"memory": memory, "contexts": contexts}[sys.argv[1]]()

@@ -29,11 +29,24 @@ class Sharing(mps.Mps):
 
     def programs_of_one(self):
         """Four programs of one lease have its memory together."""
-        four = self.start(["lease_programs.py"], lease=("--memory", "50%"))
+        four = self.start(["lease_programs.py", "memory"], lease=("--memory", "50%"))
         codes = [four.expect("codes").split()[1:] for _ in range(2)]
         four.end()
         self.check("four programs of a lease, 40 % each: two get it", codes[0] == ["0", "0", "2", "2"])
         self.check("when one ends, another gets it", codes[1] == ["0"])
+        self.wait_for_no_lease()
+
+    def contexts(self):
+        """Programs of one lease begin as long as their contexts fit into its memory."""
+        each = max(row["context_bytes"] for row in json.loads(self.server.tool("gpus", "--json"))["gpus"])
+        self.note("memory of a context", each >> 20, "MiB")
+        programs = self.start(["lease_programs.py", "contexts"], lease=("--memory", f"{each * 13 // 5}"))
+        self.check("a lease with the memory of 2.6 contexts: two programs begin", programs.expect("begun").split()[1] == "2")
+        seconds, *said = programs.expect("refused").split()[1:]
+        self.note("the third one waits", seconds, "s")
+        self.check("and hears out of memory", said == ["cuInit:", "error", "2"])
+        self.check("when one ends, another begins", programs.expect("then").split()[1] == "ready")
+        programs.end()
         self.wait_for_no_lease()
 
     def cards(self):
@@ -72,10 +85,15 @@ class Sharing(mps.Mps):
             self.apart()
         if "apart" in self.args.only:
             return {"figures": self.rows, "failed": self.bad}
-        print("Two clients with half a GPU each", flush=True)
-        self.halves()
-        print("Programs of one lease", flush=True)
-        self.programs_of_one()
+        if "contexts" not in self.args.only:
+            print("Two clients with half a GPU each", flush=True)
+            self.halves()
+            print("Programs of one lease", flush=True)
+            self.programs_of_one()
+        print("Contexts of programs of one lease", flush=True)
+        self.contexts()
+        if "contexts" in self.args.only:
+            return {"figures": self.rows, "failed": self.bad}
         if not self.args.no_torch:
             print("GPT-2 training by two clients at the same time", flush=True)
             native = self.train(2, "native")

@@ -33,6 +33,9 @@ const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Tries to tell a server that a process has ended.
 const ENDED_TRIES: u32 = 6;
+/// When a worker that starts for a program is asked for again after a limit has refused it.
+const COLD_RETRIES: [Duration; 3] =
+    [Duration::from_millis(250), Duration::from_secs(1), Duration::from_secs(2)];
 
 enum Message {
     Create(Box<Spec>, oneshot::Sender<Result<LeaseView, PoolError>>),
@@ -1082,7 +1085,7 @@ impl Actor {
         }
         let Some(workers) = self.machine.take(now, &held) else {
             let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
-            let _ = reply.send(no_gpu(trouble, "the server is starting a worker"));
+            let _ = reply.send(no_worker(trouble, "the server is starting a worker"));
             return;
         };
         let answer = self.mint(&caller, &wish, &held, workers);
@@ -1113,7 +1116,7 @@ impl Actor {
                 let worker = if failed.is_some() {
                     None
                 } else {
-                    match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
+                    match take_cold(&pool, &held.lease.id, &wish.environment).await {
                         Ok(workers) if workers.is_empty() => {
                             failed = Some(PoolError::new(Trouble::NoCapacity, "the server has no worker"));
                             None
@@ -1168,15 +1171,43 @@ impl Actor {
     }
 }
 
+/// A worker with an environment of its own. What a program that is ending has is waited for.
+async fn take_cold(
+    pool: &Arc<dyn PoolServer>,
+    lease: &str,
+    environment: &HashMap<String, String>,
+) -> Result<Vec<control::Worker>, PoolError> {
+    let mut pauses = COLD_RETRIES.iter();
+    loop {
+        match pool.take_workers(lease.to_owned(), 1, 1, environment.clone()).await {
+            Err(error) if matches!(error.trouble, Trouble::Quota | Trouble::OutOfMemory) => {
+                let Some(pause) = pauses.next() else { return Err(error) };
+                tokio::time::sleep(*pause).await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
 /// What a process hears that finds no GPU: whether waiting may help is the trouble's to say.
 fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     match trouble {
         None => Answer::Wait(Denial::NotReady, otherwise.into()),
         Some(e) => match e.trouble {
             Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+            Trouble::OutOfMemory => Answer::Wait(Denial::OutOfMemory, e.message.clone()),
             Trouble::Protocol => Answer::Denied(Denial::ProtocolMismatch, e.message.clone()),
             _ => Answer::Wait(Denial::NotReady, e.waiting()),
         },
+    }
+}
+
+/// The same where the lease is there and has no worker for it: limits have room when another of its programs ends, which may
+/// be on its way.
+fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
+    match no_gpu(trouble, otherwise) {
+        Answer::Denied(denial @ Denial::Quota, reason) => Answer::Wait(denial, reason),
+        answer => answer,
     }
 }
 

@@ -53,6 +53,8 @@ pub struct SimState {
     pub trusts_network: bool,
     /// No worker can be taken while this is set.
     pub no_workers: bool,
+    /// Workers are refused.
+    pub refuses_workers: Option<PoolError>,
     counter: u64,
     watchers: Vec<mpsc::Sender<control::PoolEvent>>,
 }
@@ -170,7 +172,11 @@ impl PoolServer for SimServer {
                 usec => usec.min(IDLE_TIMEOUT),
             };
             state.idle_timeouts.insert(id.clone(), idle_timeout_usec);
-            let workers = if state.no_workers { vec![] } else { vec![worker(state, &id)] };
+            let workers = if state.no_workers || state.refuses_workers.is_some() {
+                vec![]
+            } else {
+                vec![worker(state, &id)]
+            };
             Ok(control::Lease {
                 ticket_key: KEY.to_vec(),
                 fencing_token: state.counter,
@@ -242,6 +248,9 @@ impl PoolServer for SimServer {
         self.call(|state| {
             if !state.leases.iter().any(|(id, ..)| *id == lease) {
                 return Err(PoolError::new(Trouble::NoSuchLease, "no such lease"));
+            }
+            if let Some(error) = &state.refuses_workers {
+                return Err(error.clone());
             }
             if state.no_workers {
                 return Ok(vec![]);

@@ -55,6 +55,7 @@ fn each_denial_has_its_code() {
         (Denial::NotReady, 802),
         (Denial::Quota, 46),
         (Denial::ProtocolMismatch, 803),
+        (Denial::OutOfMemory, 2),
     ] {
         let (output, asked) = after(vec![denied(denial, "for this reason")]);
         all_say(&output, status, &["for this reason"]);

@@ -88,6 +88,7 @@ fn denied(refused: &Refused) -> Status {
     trace::why(&refused.reason);
     match refused.denial {
         Denial::Quota => status::NO_PERMISSION,
+        Denial::OutOfMemory => status::MEMORY,
         Denial::ProtocolMismatch => status::LIB_RM_VERSION_MISMATCH,
         Denial::NoDevice | Denial::NotReady => status::DRIVER_NOT_LOADED,
     }

@@ -1248,15 +1248,21 @@ impl PoolService for Service {
                 })
             })?;
         }
-        let taken = pool.supervisor.take(&client, &wish.lease, count, environment).await.map_err(|e| {
+        let taken = match wish.waiting {
+            0 => pool.supervisor.take(&client, &wish.lease, count, environment).await,
+            _ => pool.supervisor.take_for_waiting(&client, &wish.lease, count, environment).await,
+        };
+        let taken = taken.map_err(|e| {
             let text = e.to_string();
             match e {
                 TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),
                 TakeError::Away => Status::unavailable(text),
-                TakeError::TooMany(_) | TakeError::Memory | TakeError::Mps(_) => {
-                    Status::resource_exhausted(text)
+                TakeError::Memory => {
+                    let kind = wire::refusal::Kind::OutOfMemory;
+                    unfit(tonic::Code::ResourceExhausted, text, kind, 0, 0)
                 }
+                TakeError::TooMany(_) | TakeError::Mps(_) => Status::resource_exhausted(text),
                 TakeError::Environment(_) => Status::invalid_argument(text),
                 TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
             }

@@ -56,6 +56,8 @@ const STOP_GRACE: Duration = Duration::from_secs(1);
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// How long a call waits for a worker to get ready.
 const TAKE_LIMIT: Duration = Duration::from_secs(60);
+/// How long a program waits for room that others of its lease make.
+const ROOM_LIMIT: Duration = Duration::from_secs(1);
 /// A worker that does not read its channel for so long is stuck.
 const SEND_LIMIT: Duration = Duration::from_secs(2);
 /// How long a server that is forced to quit waits for those that it has killed.
@@ -763,6 +765,39 @@ impl Supervisor {
             if tokio::time::timeout_at(deadline, changed).await.is_err() {
                 return Err(TakeError::TooSlow);
             }
+        }
+    }
+
+    /// As [`Supervisor::take`], for programs that wait: where there is no room for them, the lease's other programs are first
+    /// asked for memory that they do not use, and those that are ending have a moment.
+    pub async fn take_for_waiting(
+        &self,
+        client: &str,
+        lease: &str,
+        count: usize,
+        environment: Vec<(String, String)>,
+    ) -> Result<Vec<Taken>, TakeError> {
+        let deadline = Instant::now() + ROOM_LIMIT;
+        let mut recalled = false;
+        loop {
+            // Registered before the look at what there is, so that no change is missed.
+            let changed =
+                self.state().leases.get(lease).map(|l| Box::pin(l.changed.clone().notified_owned()));
+            let mut changed = changed.ok_or(TakeError::NoLease)?;
+            changed.as_mut().enable();
+            let over = Instant::now() >= deadline;
+            match self.take(client, lease, count, environment.clone()).await {
+                Err(TakeError::Memory | TakeError::Mps(_)) if !over => {}
+                answer => return answer,
+            }
+            if !std::mem::replace(&mut recalled, true) {
+                let mut state = self.state();
+                let State { workers, leases, .. } = &mut *state;
+                if let Some(lease) = leases.get(lease) {
+                    say(workers, Some(&lease.ledger), lease.ledger.recall());
+                }
+            }
+            let _ = tokio::time::timeout_at(deadline, changed).await;
         }
     }
 
@@ -1500,6 +1535,7 @@ impl Supervisor {
                 if let Some(lease) = lease {
                     let says = lease.ledger.returned(id, device, bytes);
                     say(workers, Some(&lease.ledger), says);
+                    lease.changed.notify_waiters();
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version } => {

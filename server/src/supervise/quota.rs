@@ -129,6 +129,13 @@ impl Ledger {
         fewest.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
     }
 
+    /// Asks everybody for what they were granted and do not use.
+    pub fn recall(&self) -> Vec<Say> {
+        let has = |held: &Vec<Held>| held.iter().any(|h| h.granted > 0);
+        let asked = self.held.iter().filter(|(_, held)| has(held));
+        asked.map(|(worker, _)| Say::Recall { worker: *worker }).collect()
+    }
+
     fn left(&self, device: usize) -> u64 {
         self.devices.get(device).map_or(0, |d| d.memory_bytes.saturating_sub(self.used(device)))
     }
@@ -328,6 +335,18 @@ mod tests {
         assert_eq!(l.used(0), 1448 * MIB, "a second program's context is over the limit: it gets no memory");
         assert_eq!(l.ask([2; 16], 0, 1, MIB, T).len(), 1);
         assert_eq!(granted(&l.returned(&[1; 16], 0, 48 * MIB)), 0);
+    }
+
+    #[test]
+    fn a_program_more_is_worth_what_the_others_do_not_use() {
+        let mut l = ledger(256 * MIB, 100 * MIB);
+        l.admit([1; 16]);
+        assert!(l.recall().is_empty(), "nothing was granted");
+        l.ask([1; 16], 0, 1, 10 * MIB, T);
+        assert_eq!(l.contexts_left(), 0);
+        assert_eq!(l.recall(), [Say::Recall { worker: [1; 16] }]);
+        l.returned(&[1; 16], 0, 54 * MIB);
+        assert_eq!(l.contexts_left(), 1);
     }
 
     #[test]

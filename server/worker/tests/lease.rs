@@ -17,6 +17,40 @@ use supervised::{GPU, Site, eventually};
 const OUT_OF_MEMORY: i32 = 2;
 
 #[test]
+fn memory_that_a_program_does_not_use_is_room_for_another() {
+    let site = Site::new(1);
+    let _inside = site.runtime.enter();
+    let client = site.client(&site.take(1)[0], 1);
+    // Of 256 MiB, 16 are for its context. It uses 130, and has 192.
+    for (slot, mib) in [2, 64, 64].into_iter().enumerate() {
+        assert_eq!(client.refused(op::ALLOC, &[WINDOW + slot as u64 * 64 * MIB, mib * MIB, 0]), 0);
+    }
+    let take = |count| site.runtime.block_on(site.supervisor.take("vm", LEASE, count, Vec::new()));
+    let mut given = 0;
+    let refused = loop {
+        match take(3 - given.min(2)) {
+            Ok(workers) => given += workers.len(),
+            Err(refused) => break refused,
+        }
+    };
+    assert_eq!((given, refused), (3, TakeError::Memory), "48 MiB are left");
+    let waits = || site.runtime.block_on(site.supervisor.take_for_waiting("vm", LEASE, 1, Vec::new()));
+    for _ in 0..3 {
+        assert_eq!(waits().map(|w| w.len()), Ok(1), "62 MiB that it was granted come back");
+    }
+    assert_eq!(waits().map(|w| w.len()), Err(TakeError::Memory));
+    // One that ends leaves its place to who waits.
+    let other = site.supervisor.clone();
+    let ending = site.supervisor.workers().into_iter().find(|w| w.process.is_some()).expect("the first").id;
+    site.runtime.spawn(async move {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        other.end_worker(&ending, None, "ended by the test");
+    });
+    assert_eq!(waits().map(|w| w.len()), Ok(1));
+    site.runtime.block_on(site.supervisor.close("the test ends"));
+}
+
+#[test]
 fn four_processes_share_one_limit() {
     let site = Site::new(4);
     let _inside = site.runtime.enter();

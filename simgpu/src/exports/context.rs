@@ -13,9 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 fn create(device: i32, flags: u32) -> Result<Arc<Context>> {
-    driver()?.device(device)?;
+    let d = driver()?;
+    d.device(device)?;
     check_flags(flags)?;
     not_poisoned()?;
+    d.space.context_made(device as u32)?;
     let ctx = Context::new(device as u32, false, flags);
     with_stack(|s| s.push(ctx.clone()))?;
     Ok(ctx)
@@ -30,8 +32,11 @@ fn destroy(h: usize) -> Result {
     if ctx.primary {
         return Err(INVALID_CONTEXT);
     }
-    ctx.references.store(0, Ordering::SeqCst);
-    ctx.tear_down(driver()?);
+    let d = driver()?;
+    if ctx.references.swap(0, Ordering::SeqCst) > 0 {
+        d.space.context_gone(ctx.device);
+    }
+    ctx.tear_down(d);
     let _ = CONTEXTS.remove(h);
     with_stack(|s| {
         if s.last().is_some_and(|top| Arc::ptr_eq(top, &ctx)) {
@@ -45,7 +50,10 @@ fn release(device: i32) -> Result {
     let ctx = &d.device(device)?.primary;
     let before = ctx.references.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
     match before {
-        Ok(1) => ctx.tear_down(d),
+        Ok(1) => {
+            ctx.tear_down(d);
+            d.space.context_gone(ctx.device);
+        }
         Ok(_) => {}
         Err(_) => return Err(INVALID_CONTEXT),
     }
@@ -55,8 +63,11 @@ fn release(device: i32) -> Result {
 fn reset(device: i32) -> Result {
     let d = driver()?;
     let ctx = &d.device(device)?.primary;
-    ctx.references.store(0, Ordering::SeqCst);
+    let was_active = ctx.references.swap(0, Ordering::SeqCst) > 0;
     ctx.tear_down(d);
+    if was_active {
+        d.space.context_gone(ctx.device);
+    }
     Ok(())
 }
 
@@ -101,14 +112,19 @@ fn limit_default(id: u32) -> Result<u64> {
 
 export! {
     fn cuDevicePrimaryCtxRetain(pctx: *mut usize, device: i32) {
-        let ctx = &driver()?.device(device)?.primary;
+        let d = driver()?;
+        let ctx = &d.device(device)?.primary;
         if pctx.is_null() {
             return Err(INVALID_VALUE);
         }
         if !ctx.active() {
             not_poisoned()?;
         }
-        ctx.references.fetch_add(1, Ordering::SeqCst);
+        if ctx.references.fetch_add(1, Ordering::SeqCst) == 0 {
+            d.space.context_made(ctx.device).inspect_err(|_| {
+                ctx.references.fetch_sub(1, Ordering::SeqCst);
+            })?;
+        }
         out(pctx, handle(ctx))
     }
 
