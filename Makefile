@@ -54,7 +54,7 @@ $(RELEASE)/libpam_gpusession.so:
 	@install -D -m 755 $(OUT)/pam/libpam_gpusession.so $@
 
 programs:
-	@.ci/setup build test
+	@.ci/setup build programs
 	@$(MAKE) --no-print-directory -s -C tests/programs
 
 docs:
@@ -66,11 +66,11 @@ docs:
 # ---- trying
 
 demo: build
-	@.ci/setup test
+	@.ci/setup programs
 	@tests/demo/demo --no-build $(DEMO_ARGUMENTS)
 
 gpu-bundle: build
-	@.ci/setup test
+	@.ci/setup programs
 	@tests/gpu/bundle --bin $(RELEASE)/gpusession --bin $(RELEASE)/gpuserver --bin $(RELEASE)/gpuserver-worker \
 		--lib $(RELEASE)/libgpusession_cuda.so:gpusession/libcuda.so.1 \
 		--lib $(RELEASE)/libgpusession_nvml.so:gpusession/libnvidia-ml.so.1
@@ -84,7 +84,7 @@ test: test-system test-conformance test-unit
 
 # Tests of the workspace start each other's programs, which are built first.
 test-unit:
-	@.ci/setup build test
+	@.ci/setup build programs test
 	@profile.d/check
 	$(CARGO) build --locked --workspace --bins --lib
 	@if $(CARGO) nextest --version >/dev/null 2>&1; then \

@@ -7,6 +7,7 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use std::io::IoSliceMut;
@@ -136,6 +137,20 @@ struct Site {
     variables: Vec<(&'static str, String)>,
 }
 
+/// A port that nobody listens on, and that nobody gets for a connection while a server is away: outside the kernel's range for those.
+fn free_port() -> u16 {
+    loop {
+        let port = 20_000
+            + (std::process::id() as u16).wrapping_mul(7) % 5_000
+            + NEXT_PORT.fetch_add(1, Ordering::Relaxed);
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
+
 impl Site {
     /// A pool with one server, not started yet.
     fn new() -> Self {
@@ -153,7 +168,7 @@ impl Site {
             worker: programs().join("examples/fake-worker"),
             variables: Vec::new(),
         };
-        site.server_listens("127.0.0.1:0", "0");
+        site.server_listens(&format!("127.0.0.1:{}", free_port()), &free_port().to_string());
         site.gpuserver(&["pool", "init"]);
         site
     }
@@ -168,9 +183,9 @@ impl Site {
         }
         site.driver = site.path("sim/libcuda.so.1");
         site.worker = built.join("gpuserver-worker");
-        let machine = format!("site-{}", std::process::id());
+        let machine = format!("site_{}", std::process::id());
         site.variables = vec![("SIMGPU_DEVICES", "2".into()), ("SIMGPU_MACHINE", machine)];
-        site.server_listens("127.0.0.1:0", "0");
+        site.server_listens(&format!("127.0.0.1:{}", free_port()), &free_port().to_string());
         site
     }
 
@@ -220,9 +235,9 @@ impl Site {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts the server; from the second time on with the ports of the first.
     fn start_server(&mut self) -> Running {
-        let child = self.server_command().arg("serve").stderr(Stdio::null()).spawn().unwrap();
+        let log = std::fs::File::create(self.path("server.log")).unwrap();
+        let child = self.server_command().arg("serve").stderr(log).spawn().unwrap();
         let status = self.until("the server", |site| {
             let output = site.server_command().args(["status", "--json"]).output().unwrap();
             output
@@ -231,8 +246,6 @@ impl Site {
                 .then(|| serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap())
         });
         self.address = status["server"]["control_address"].as_str().unwrap().to_owned();
-        let data = status["server"]["data_address"].as_str().unwrap().rsplit(':').next().unwrap().to_owned();
-        self.server_listens(&self.address, &data);
         Running(child)
     }
 
@@ -293,7 +306,10 @@ impl Site {
             if let Some(found) = test(self) {
                 return found;
             }
-            assert!(Instant::now() < end, "{what}: not in time");
+            if Instant::now() >= end {
+                let log = std::fs::read_to_string(self.path("server.log")).unwrap_or_default();
+                panic!("{what}: not in time; the server said: {log}");
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
     }

@@ -53,6 +53,8 @@ const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
 /// How long a program that a limit refuses waits for another one that may be ending.
 const ENDING: Duration = Duration::from_secs(5);
+/// How soon it asks again where every try is a call to the server.
+const AGAIN: Duration = Duration::from_millis(500);
 /// Longest program name in tickets.
 const MAX_PROGRAM: usize = 64;
 
@@ -330,17 +332,30 @@ impl Server {
     /// Asks until there is an answer or the time for waiting is over.
     async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
-        let begun = Instant::now();
+        let deadline = Instant::now() + wait;
+        let mut refused_since = None;
         let mut snapshot = self.leases.snapshot();
         loop {
             snapshot.mark_unchanged();
             let answer = self.leases.grant(caller.clone(), wish.clone()).await;
-            let wait = match &answer {
-                Answer::Wait(Denial::NotReady, _) => wait,
-                Answer::Wait(..) => wait.min(ENDING),
+            let (until, pause) = match &answer {
+                Answer::Wait(Denial::NotReady, _) => (deadline, None),
+                Answer::Wait(..) => {
+                    let since = *refused_since.get_or_insert_with(Instant::now);
+                    // The server is asked each time for a worker that would start for this program.
+                    let pause = (!wish.environment.is_empty()).then_some(AGAIN);
+                    (deadline.min(since + ENDING), pause)
+                }
                 _ => return answer,
             };
-            match tokio::time::timeout_at(begun + wait, snapshot.changed()).await {
+            let turn = async {
+                match pause {
+                    Some(pause) => tokio::time::sleep(pause).await,
+                    None => snapshot.changed().await?,
+                }
+                Ok::<_, tokio::sync::watch::error::RecvError>(())
+            };
+            match tokio::time::timeout_at(until, turn).await {
                 Ok(Ok(())) => {}
                 _ => return answer,
             }

@@ -368,7 +368,24 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             };
             let ((reply, _connection), ()) = tokio::join!(asking, ends);
             assert!(matches!(reply, Reply::Granted(_)), "{trouble:?}, {environment:?}: {reply:?}");
+            assert!(sim.with(|s| s.waiting.contains(&1)), "the server is told that a program waits");
         }
+    }
+}
+
+#[tokio::test]
+async fn a_server_of_another_version_is_not_tried() {
+    let sim = SimServer::new("gpu-a", 1);
+    sim.with(|s| s.protocol = Some(9));
+    let engine = engine(&[&sim]);
+    let config = quick();
+    want(&engine, &config).await;
+    until(&engine, |s| held(s) && s.servers[0].protocol == 9).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    for environment in [vec![], vec![("CUDA_DEVICE_MAX_CONNECTIONS".to_string(), "1".to_string())]] {
+        let (reply, _c) = ask_async(&socket.path, Request { environment, ..request() }).await;
+        let Reply::Denied { denial: Denial::ProtocolMismatch, reason } = reply else { panic!("{reply:?}") };
+        assert!(reason.starts_with("gpu-a speaks version 9 of the data plane"), "{reason}");
     }
 }
 

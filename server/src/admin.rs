@@ -60,9 +60,9 @@ pub enum Ask {
         /// Its name.
         name: String,
     },
-    /// End a worker.
+    /// End a worker, or a lease.
     Kill {
-        /// The start of its id.
+        /// The start of the id of either.
         worker: String,
     },
     /// Move the device memory of a lease's programs to host memory.
@@ -867,11 +867,19 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             let (known, leases) = pool.forget(&name).await.map_err(|e| internal(&e))?;
             Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
         }
-        Ask::Kill { worker } => {
-            let id = find_worker(pool, &worker).map_err(|m| Refusal::new("no-such-worker", m))?;
-            pool.supervisor().end_worker(&id, None, "ended by an administrator");
-            Ok(serde_json::json!({ "worker": hex(&id) }))
-        }
+        Ask::Kill { worker } => match find_worker(pool, &worker) {
+            Ok(id) => {
+                pool.supervisor().end_worker(&id, None, BY_HAND);
+                Ok(serde_json::json!({ "worker": hex(&id) }))
+            }
+            Err(no_worker) => {
+                let lease = find_lease(pool, &worker)
+                    .await
+                    .map_err(|e| Refusal::new("no-such-worker", format!("{no_worker}; {}", e.message)))?;
+                pool.end_lease(&lease, BY_HAND).await;
+                Ok(serde_json::json!({ "lease": lease }))
+            }
+        },
         Ask::Park { lease } => {
             let lease = find_lease(pool, &lease).await?;
             pool.park(&lease, "an administrator asked for it").await.map_err(|e| {
@@ -1032,6 +1040,9 @@ pub fn not_issued(e: &NotIssued) -> Refusal {
 }
 
 /// Finds the one lease whose id starts with `prefix`.
+/// Why a worker or lease has ended.
+const BY_HAND: &str = "ended by an administrator";
+
 async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
     let all = pool.registry().leases().await;
     let fits: Vec<_> = all.into_iter().map(|s| s.lease.id).filter(|id| id.starts_with(prefix)).collect();

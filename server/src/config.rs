@@ -1061,6 +1061,7 @@ fn check(
     let mut limits = check_limits(&raw, scope, &mut report)?;
     limits.entries.extend(idle);
     let idle = limits.of("", "").idle();
+    warnings.extend(limits.without_effect());
     let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
     for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
         let memory = Bound::Memory(r.memory);
@@ -1100,11 +1101,14 @@ fn check(
         })?;
     }
     let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
-    if first.is_some_and(|first| idle.warn.is_zero() || idle.warn >= first) {
-        warnings.push(
-            "warn_after is off or not before park_after and release_after: programs are not warned in time"
+    match first {
+        Some(_) if idle.warn.is_zero() => warnings
+            .push("warn_after is off: programs are not warned before park_after and release_after".into()),
+        Some(first) if idle.warn >= first => warnings.push(
+            "warn_after is not before park_after and release_after: programs are warned after five sixths of the shorter one"
                 .into(),
-        );
+        ),
+        _ => {}
     }
     if let Some((low, high)) = around.ephemeral {
         for (key, port) in [("listen", listen.port()), ("data_ports", data_ports.0)] {
@@ -1466,6 +1470,24 @@ mod tests {
         assert_eq!(config.rules.reserve[0].gpus, 1);
         assert_eq!(config.rules.overcommit_percent, 150);
         assert!(config.warnings.iter().any(|w| w.contains("overcommit")));
+        assert!(!config.warnings.iter().any(|w| w.contains("no effect")), "{:?}", config.warnings);
+    }
+
+    #[test]
+    fn limits_without_effect_are_named() {
+        let warnings = |text: &str| -> Vec<String> {
+            parse(text).unwrap().warnings.into_iter().filter(|w| w.contains("no effect")).collect()
+        };
+        let alice =
+            warnings("[limits.user.alice]\ngpus = 9\nworkers = 8\npark_after = 0\nstaging = \"1MiB\"\n");
+        assert_eq!(alice.len(), 2, "{alice:?}");
+        assert!(alice[0].starts_with("gpus = 9 of user alice (t.toml:2) has no effect: "), "{alice:?}");
+        assert!(alice[1].starts_with("park_after = "), "{alice:?}");
+        // Somebody's client has more.
+        assert!(warnings("[limits.client.a]\ngpus = 9\n[limits.user.alice]\ngpus = 9\n").is_empty());
+        let group = "[limits.group.lab]\nusers = [\"bob\"]\ngpus = 2\n";
+        assert_eq!(warnings(group).len(), 1);
+        assert!(warnings(&group.replace("users", "clients")).is_empty());
     }
 
     #[test]

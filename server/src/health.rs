@@ -1,6 +1,7 @@
 //! What is wrong with a GPU takes it out of what is leased, with the reason; an administrator puts it back
 //! (`gpuserver on GPU`). And what the driver says of processes is compared with what they were granted.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use gpusession_proto::readings::{Fault, GpuReading, uuid_text};
@@ -69,15 +70,44 @@ const COMPUTE_MODE: &str = "compute mode";
 
 /// Takes a GPU out whose compute mode lets one program alone use it, and puts it back once the mode is mended.
 async fn compute_mode(pool: &Pool, uuid: &str, mode: u32) {
+    mends_itself(pool, uuid, COMPUTE_MODE, alone(uuid, mode)).await;
+}
+
+/// Takes a GPU out with a reason that starts with `what`; without one puts it back where it was out for that.
+async fn mends_itself(pool: &Pool, uuid: &str, what: &str, why: Option<String>) {
     let gpus = pool.registry().gpus().await;
     let Some(gpu) = gpus.iter().find(|gpu| gpu.gpu.uuid == uuid) else { return };
-    match (alone(uuid, mode), &gpu.withdrawn) {
+    match (why, &gpu.withdrawn) {
         (Some(why), None) => pool.withdraw(uuid, Some(Withdrawn::Broken(why))).await,
-        (None, Some(Withdrawn::Broken(why))) if why.starts_with(COMPUTE_MODE) => {
-            pool.withdraw(uuid, None).await
-        }
+        (None, Some(Withdrawn::Broken(why))) if why.starts_with(what) => pool.withdraw(uuid, None).await,
         _ => return,
     };
+}
+
+const SILENT: &str = "NVML tells nothing of it any more";
+/// Readings in a row without a word of a GPU, one a second.
+const SILENT_READINGS: u32 = 5;
+
+/// How long NVML has been silent about GPUs that it once spoke of, in readings.
+#[derive(Default)]
+struct Silence(HashMap<[u8; 16], u32>);
+
+impl Silence {
+    /// What one more reading shows: GPUs that have been silent for long enough now, and those that were and are not any more.
+    fn listen(&mut self, readings: &[GpuReading]) -> (Vec<[u8; 16]>, Vec<[u8; 16]>) {
+        let speaks = |r: &&GpuReading| {
+            r.memory_used_bytes.is_some() || r.compute_mode.is_some() || r.temperature_c.is_some()
+        };
+        for silent in self.0.values_mut() {
+            *silent = silent.saturating_add(1);
+        }
+        let heard = readings.iter().filter(speaks).map(|r| r.uuid);
+        let back = heard
+            .filter(|uuid| self.0.insert(*uuid, 0).is_some_and(|silent| silent > SILENT_READINGS))
+            .collect();
+        let lost = self.0.iter().filter(|(_, silent)| **silent == SILENT_READINGS).map(|(uuid, _)| *uuid);
+        (lost.collect(), back)
+    }
 }
 
 /// Looks at the compute modes that the driver reported at the start.
@@ -111,6 +141,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     let mut faults = monitor.events();
     let mut readings = monitor.readings();
     let mut seen: Option<Arc<Readings>> = None;
+    let mut silence = Silence::default();
     loop {
         tokio::select! {
             event = events.recv() => match event {
@@ -140,6 +171,14 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                     for gpu in &latest.gpus {
                         look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu).await;
                     }
+                    // Programs there may still come to an end; nobody else is sent there.
+                    let (lost, back) = silence.listen(&latest.gpus);
+                    for uuid in lost {
+                        mends_itself(&pool, &uuid_text(&uuid), SILENT, Some(SILENT.into())).await;
+                    }
+                    for uuid in back {
+                        mends_itself(&pool, &uuid_text(&uuid), SILENT, None).await;
+                    }
                     seen = Some(latest);
                 }
             }
@@ -150,6 +189,27 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gpu_that_falls_silent_and_speaks_again() {
+        let speaks = |n| GpuReading { uuid: [n; 16], temperature_c: Some(40), ..GpuReading::default() };
+        let mute = |n| GpuReading { uuid: [n; 16], ..GpuReading::default() };
+        let nothing = (vec![], vec![]);
+        let mut silence = Silence::default();
+        // The third never had anything to say.
+        assert_eq!(silence.listen(&[speaks(1), speaks(2), mute(3)]), nothing);
+        for _ in 1..SILENT_READINGS {
+            assert_eq!(silence.listen(&[mute(1), mute(3)]), nothing);
+        }
+        assert_eq!(
+            silence.listen(&[mute(1), speaks(2), mute(3)]),
+            (vec![[1; 16]], vec![]),
+            "2 was heard in time"
+        );
+        assert_eq!(silence.listen(&[mute(1), speaks(2)]), nothing, "said once");
+        assert_eq!(silence.listen(&[speaks(1), speaks(2)]), (vec![], vec![[1; 16]]));
+        assert_eq!(silence.listen(&[speaks(1), speaks(2)]), nothing);
+    }
 
     #[test]
     fn faults_of_cards_and_of_programs() {

@@ -76,6 +76,12 @@ impl Timeouts {
         Self { warn: self.warn.min(of.first() * 5 / 6), ..of }
     }
 
+    /// A warning that would come too late comes as long before the measure as by the defaults. One that is off stays so.
+    pub fn warned_in_time(self) -> Self {
+        let first = self.first();
+        if first.is_zero() || self.warn < first { self } else { Self { warn: first * 5 / 6, ..self } }
+    }
+
     /// Those of a lease that asks for something of its own; the limit `on_idle` has allowed it.
     pub fn asked(self, on_idle: OnIdle, hold: bool) -> Self {
         let off = Duration::ZERO;

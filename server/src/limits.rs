@@ -276,6 +276,34 @@ impl Limits {
         self.groups.iter().find(|(n, _)| n == name).map(|(_, group)| group)
     }
 
+    /// Limits of users that change nothing: a user has no more than everybody, unless a client has.
+    pub fn without_effect(&self) -> Vec<String> {
+        let size = |bound: &Bound| match bound {
+            Bound::Number(n) | Bound::Size(n) => Some(*n),
+            // Zero is never.
+            Bound::Time(t) => Some(u64::try_from(t.as_micros()).unwrap_or(u64::MAX).wrapping_sub(1)),
+            _ => None,
+        };
+        let everybody = self.of("", "");
+        let of_users = |entry: &&Entry| match &entry.layer {
+            Layer::User(_) => true,
+            Layer::Group(name) => self.group(name).is_some_and(|g| g.clients.is_empty()),
+            _ => false,
+        };
+        let more = |entry: &&Entry| {
+            let clients = self.entries.iter().filter(|e| e.name == entry.name && !of_users(e));
+            let most = clients.chain(everybody.entries(entry.name)).filter_map(|e| size(&e.bound)).max();
+            most.zip(size(&entry.bound)).is_some_and(|(most, own)| own > most)
+        };
+        let say = |e: &Entry| {
+            let Entry { name, bound, layer, origin, .. } = e;
+            format!(
+                "{name} = {bound} of {layer} ({origin}) has no effect: no client may have as much, and users get no more"
+            )
+        };
+        self.entries.iter().filter(of_users).filter(more).map(say).collect()
+    }
+
     /// The limits that hold for a client on behalf of a user (empty: the client's own).
     pub fn of(&self, client: &str, user: &str) -> Effective {
         let is_user = |name: &String| name == user && !user.is_empty();

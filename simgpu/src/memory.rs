@@ -781,7 +781,11 @@ mod tests {
     fn space() -> Space {
         let config =
             Config { memory: 64 << 20, machine: format!("mem-{}", std::process::id()), ..Config::default() };
-        Space::new(&Arc::new(config), vec![0])
+        let config = Arc::new(config);
+        let space = Space::new(&config, vec![0]);
+        // Nobody else is to share it.
+        let _ = std::fs::remove_file(crate::usage::path(&config));
+        space
     }
 
     #[test]

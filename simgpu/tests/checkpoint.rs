@@ -127,4 +127,5 @@ fn another_process_is_checkpointed() {
         );
         ok(context::cuCtxSynchronize());
     }
+    let _ = std::fs::remove_file(simgpu::usage::path(simgpu::driver::config()));
 }

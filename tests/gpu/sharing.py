@@ -44,6 +44,7 @@ class Sharing(mps.Mps):
         self.check("a lease with the memory of 2.6 contexts: two programs begin", programs.expect("begun").split()[1] == "2")
         seconds, *said = programs.expect("refused").split()[1:]
         self.note("the third one waits", seconds, "s")
+        self.check("not much longer than 5 s", float(seconds) < 7)
         self.check("and hears out of memory", said == ["cuInit:", "error", "2"])
         self.check("when one ends, another begins", programs.expect("then").split()[1] == "ready")
         programs.end()

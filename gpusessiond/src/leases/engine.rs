@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::journal::Event;
+use gpusession_proto::preface;
 use gpusession_proto::readings::{Query, View};
 use gpusession_proto::ticket::Ticket;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -33,9 +34,6 @@ const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Tries to tell a server that a process has ended.
 const ENDED_TRIES: u32 = 6;
-/// When a worker that starts for a program is asked for again after a limit has refused it.
-const COLD_RETRIES: [Duration; 3] =
-    [Duration::from_millis(250), Duration::from_secs(1), Duration::from_secs(2)];
 
 enum Message {
     Create(Box<Spec>, oneshot::Sender<Result<LeaseView, PoolError>>),
@@ -161,6 +159,7 @@ impl Engine {
             creating: HashMap::new(),
             drained: Vec::new(),
             said: HashMap::new(),
+            refused: HashMap::new(),
             lost: HashSet::new(),
             parked: HashSet::new(),
             about: Vec::new(),
@@ -398,6 +397,8 @@ struct Actor {
     drained: Vec<oneshot::Sender<()>>,
     /// What was last said of a waiting lease.
     said: HashMap<Slot, String>,
+    /// Why a lease's server gives no worker: said once for each reason, too.
+    refused: HashMap<Slot, String>,
     /// Servers and leases whose silence and parking have been said.
     lost: HashSet<usize>,
     parked: HashSet<Slot>,
@@ -569,8 +570,13 @@ impl Actor {
                 self.describe(server);
             }
             Message::Workers(slot, lease, result) => {
-                if let Err(error) = &result {
-                    warn!(gpusession_lease = lease, "no worker for {lease}: {error}");
+                let refused = result.as_ref().err().map(|error| error.message.clone());
+                if self.refused.get(&slot) != refused.as_ref() {
+                    if let Some(reason) = &refused {
+                        warn!(gpusession_lease = lease, "no worker for {lease}: {reason}");
+                    }
+                    self.refused.retain(|known, _| *known != slot);
+                    self.refused.extend(refused.map(|reason| (slot, reason)));
                 }
                 self.machine.workers(now, slot, &lease, result);
             }
@@ -1079,6 +1085,10 @@ impl Actor {
             let _ = reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is on its way"));
             return;
         }
+        if let Some(reason) = held.iter().find_map(|slot| self.speaks_otherwise(*slot)) {
+            let _ = reply.send(Answer::Denied(Denial::ProtocolMismatch, reason));
+            return;
+        }
         if !wish.environment.is_empty() {
             self.grant_cold(caller, wish, held, reply);
             return;
@@ -1092,6 +1102,19 @@ impl Actor {
         if let Err(Answer::Granted(_, granted)) = reply.send(answer) {
             self.processes_ended(granted);
         }
+    }
+
+    /// What a lease's server would refuse a program's connection for.
+    fn speaks_otherwise(&self, slot: Slot) -> Option<String> {
+        let about = &self.about[self.machine.slot(slot)?.held()?.server];
+        let ours = u32::from(preface::VERSION);
+        // Zero: it was not heard yet.
+        (![0, ours].contains(&about.protocol)).then(|| {
+            format!(
+                "{} speaks version {} of the data plane, this machine version {ours}: update the older one",
+                about.name, about.protocol
+            )
+        })
     }
 
     /// A process with a driver environment of its own gets workers that start for it.
@@ -1116,7 +1139,7 @@ impl Actor {
                 let worker = if failed.is_some() {
                     None
                 } else {
-                    match take_cold(&pool, &held.lease.id, &wish.environment).await {
+                    match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
                         Ok(workers) if workers.is_empty() => {
                             failed = Some(PoolError::new(Trouble::NoCapacity, "the server has no worker"));
                             None
@@ -1134,8 +1157,8 @@ impl Actor {
             let (endpoints, granted) = mint(&caller, &wish.program, boot_id, issued, &taken);
             let answer = match failed {
                 None => Answer::Granted(endpoints, granted.clone()),
-                Some(e) => match no_gpu(Some(&e), "") {
-                    Answer::Wait(denial, reason) => Answer::Denied(denial, reason),
+                Some(e) => match no_worker(Some(&e), "") {
+                    Answer::Wait(denial @ Denial::NotReady, reason) => Answer::Denied(denial, reason),
                     answer => answer,
                 },
             };
@@ -1167,24 +1190,6 @@ impl Actor {
         for one in granted {
             let worker = if one.worker == [0; 16] { Vec::new() } else { one.worker.to_vec() };
             self.machine.process_ended(now, one.slot, &one.lease, worker);
-        }
-    }
-}
-
-/// A worker with an environment of its own. What a program that is ending has is waited for.
-async fn take_cold(
-    pool: &Arc<dyn PoolServer>,
-    lease: &str,
-    environment: &HashMap<String, String>,
-) -> Result<Vec<control::Worker>, PoolError> {
-    let mut pauses = COLD_RETRIES.iter();
-    loop {
-        match pool.take_workers(lease.to_owned(), 1, 1, environment.clone()).await {
-            Err(error) if matches!(error.trouble, Trouble::Quota | Trouble::OutOfMemory) => {
-                let Some(pause) = pauses.next() else { return Err(error) };
-                tokio::time::sleep(*pause).await;
-            }
-            answer => return answer,
         }
     }
 }

@@ -138,11 +138,22 @@ pub struct Held {
     take_attempt: u32,
     /// Processes that found the stock empty since it was last filled.
     missed: usize,
+    /// How many of them the call under way, or the last one, was made for.
+    asked_for: usize,
+    /// A call for nobody was refused: the next process asks at once.
+    spare_refused: bool,
     /// Workers that have ended, the latest last.
     ended: VecDeque<Vec<u8>>,
 }
 
 impl Held {
+    /// A call for workers came to nothing. Processes that it was not made for need not wait as long.
+    fn tried(&mut self, now: Time, rng: &mut fastrand::Rng) {
+        self.take_attempt += 1;
+        let pause = backoff(rng, self.take_attempt).min(TAKE_RETRY_MAX);
+        self.take_again = if self.missed > 0 && self.asked_for == 0 { now } else { now + pause };
+    }
+
     /// What it waits for, if it does.
     pub fn waits(&self) -> Option<PoolError> {
         let place = Some(self.place?);
@@ -562,6 +573,8 @@ impl Machine {
                     take_again: now,
                     take_attempt: 0,
                     missed: 0,
+                    asked_for: 0,
+                    spare_refused: false,
                     ended: VecDeque::new(),
                 }));
                 for worker in ended {
@@ -812,6 +825,9 @@ impl Machine {
                 complete = false;
                 if let Some(Phase::Held(held)) = self.slots.get_mut(slot).map(|w| &mut w.phase) {
                     held.missed += 1;
+                    if std::mem::take(&mut held.spare_refused) {
+                        held.take_again = now;
+                    }
                 }
                 self.fill(now, *slot);
             }
@@ -880,12 +896,13 @@ impl Machine {
             return;
         }
         held.taking = true;
+        held.asked_for = held.missed.min(wanted);
         let action = Action::TakeWorkers {
             slot,
             server: held.server,
             lease: held.lease.id.clone(),
             count: wanted as u32,
-            waiting: held.missed.min(wanted) as u32,
+            waiting: held.asked_for as u32,
         };
         self.actions.push_back(action);
     }
@@ -903,9 +920,12 @@ impl Machine {
             return;
         }
         held.taking = false;
-        held.missed = 0;
+        // Those who came meanwhile were not asked for.
+        held.missed -= held.missed.min(held.asked_for);
+        let limit = |e: &PoolError| matches!(e.trouble, Trouble::Quota | Trouble::OutOfMemory);
         match result {
             Ok(workers) if !workers.is_empty() => {
+                held.missed = 0;
                 held.take_attempt = 0;
                 held.take_again = now;
                 let ended = &held.ended;
@@ -914,12 +934,13 @@ impl Machine {
                 self.tell(Change::Stock { slot });
             }
             Ok(_) => {
-                held.take_attempt += 1;
-                held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
+                held.tried(now, &mut self.rng);
+                // No limit refuses any more.
+                self.slots.entry(slot).and_modify(|w| w.trouble = w.trouble.take().filter(|e| !limit(e)));
             }
             Err(error) => {
-                held.take_attempt += 1;
-                held.take_again = now + backoff(&mut self.rng, held.take_attempt).min(TAKE_RETRY_MAX);
+                held.tried(now, &mut self.rng);
+                held.spare_refused = limit(&error) && held.asked_for == 0;
                 if error.trouble == Trouble::NoSuchLease {
                     // A server that is stopping says so as well, and has the lease again when it comes back.
                     let (server, expires) = (held.server, held.expires);

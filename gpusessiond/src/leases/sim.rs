@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use gpusession_proto::control;
+use gpusession_proto::preface;
 use gpusession_proto::readings::uuid_text;
 use tokio::sync::{mpsc, watch};
 
@@ -53,6 +54,10 @@ pub struct SimState {
     pub trusts_network: bool,
     /// No worker can be taken while this is set.
     pub no_workers: bool,
+    /// Another version of the data plane.
+    pub protocol: Option<u32>,
+    /// For how many processes each call for workers was made.
+    pub waiting: Vec<u32>,
     /// Workers are refused.
     pub refuses_workers: Option<PoolError>,
     counter: u64,
@@ -242,10 +247,11 @@ impl PoolServer for SimServer {
         &self,
         lease: String,
         count: u32,
-        _waiting: u32,
+        waiting: u32,
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError> {
         self.call(|state| {
+            state.waiting.push(waiting);
             if !state.leases.iter().any(|(id, ..)| *id == lease) {
                 return Err(PoolError::new(Trouble::NoSuchLease, "no such lease"));
             }
@@ -325,7 +331,7 @@ impl PoolServer for SimServer {
             Ok(control::ServerDescription {
                 name: state.name.as_ref().unwrap_or(&self.name).clone(),
                 software: "gpuserver sim".into(),
-                protocol: 1,
+                protocol: state.protocol.unwrap_or(preface::VERSION.into()),
                 state: state.word().into(),
                 devices: (0..state.gpus)
                     .map(|i| control::Device {

@@ -124,7 +124,8 @@ impl Device {
     }
 }
 
-/// Attributes that a network cannot give are not claimed, whatever the card says of itself on its own machine.
+/// Attributes that a network cannot give, or whose calls are not forwarded, are not claimed, whatever the card says of itself on its own
+/// machine.
 fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
     const OVERRIDDEN: &[i32] = &[
         89,  // CONCURRENT_MANAGED_ACCESS
@@ -142,6 +143,11 @@ fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
         125, // IPC_EVENT_SUPPORTED
         128, // HANDLE_TYPE_FABRIC_SUPPORTED
         132, // MULTICAST_SUPPORTED
+        112, // SPARSE_CUDA_ARRAY_SUPPORTED
+        121, // DEFERRED_MAPPING_CUDA_ARRAY_SUPPORTED
+        129, // UNIFIED_FUNCTION_POINTERS
+        136, // MEM_DECOMPRESS_ALGORITHM_MASK
+        137, // MEM_DECOMPRESS_MAXIMUM_LENGTH
     ];
     if OVERRIDDEN.contains(&attribute) { value.map(|_| 0) } else { value }
 }

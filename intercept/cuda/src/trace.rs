@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::{Mutex, Once, OnceLock, PoisonError};
 
+use gpusession_link::grant::privileged;
+
 struct Wanted {
     why: bool,
     missing: bool,
@@ -74,7 +76,8 @@ pub fn failed(name: &'static str, status: i32) {
 pub fn print(line: &str) {
     static FILE: OnceLock<Option<Mutex<std::fs::File>>> = OnceLock::new();
     let file = FILE.get_or_init(|| {
-        let path = std::env::var_os("GPUSESSION_TRACE_FILE")?;
+        // A program with more rights than its user writes no file that the user names.
+        let path = std::env::var_os("GPUSESSION_TRACE_FILE").filter(|_| !privileged())?;
         std::fs::OpenOptions::new().append(true).create(true).open(path).ok().map(Mutex::new)
     });
     // Nobody to tell if even this cannot be written.

@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use gpusession_link::grant::privileged;
+
 fn wanted(word: &str) -> bool {
     std::env::var("GPUSESSION_TRACE").is_ok_and(|t| t.split(',').any(|w| w.trim() == word))
 }
@@ -28,7 +30,9 @@ pub fn failed(name: &str, status: u32) {
 }
 
 fn print(line: &str) {
+    // A program with more rights than its user writes no file that the user names.
     let file = std::env::var_os("GPUSESSION_TRACE_FILE")
+        .filter(|_| !privileged())
         .and_then(|path| std::fs::OpenOptions::new().append(true).create(true).open(path).ok());
     // Nobody to tell if even this cannot be written.
     let _ = match file {

@@ -255,9 +255,10 @@ pub enum Verb {
         #[arg(long, global = true)]
         json: bool,
     },
-    /// End a worker; its program sees its GPU fail
+    /// End a worker, or a lease with all its workers; programs see their GPUs fail
     Kill {
-        /// The worker's id, or the start of it
+        /// Id of the worker or lease, or the start of it
+        #[arg(value_name = "WORKER|LEASE")]
         worker: String,
         /// Print JSON
         #[arg(long)]
@@ -663,7 +664,13 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             if *json {
                 return show::json(out, "killed", value);
             }
-            writeln!(out, "worker {} is ending", value["worker"].as_str().unwrap_or_default())?;
+            match value["lease"].as_str() {
+                Some(lease) => writeln!(
+                    out,
+                    "lease {lease} has ended; one that its client has configured is asked for anew"
+                )?,
+                None => writeln!(out, "worker {} is ending", value["worker"].as_str().unwrap_or_default())?,
+            }
             Ok(())
         }
     }

@@ -22,12 +22,12 @@ impl Pool {
         if lease.mps || self.parking().never(&lease.id).is_some() {
             limits.park = Duration::ZERO;
         }
-        limits
+        limits.warned_in_time()
     }
 
     /// When measures are taken against a client's leases that ask for nothing of their own.
     pub fn default_timeouts(&self, client: &str) -> Timeouts {
-        self.limits_of(client, "").idle()
+        self.limits_of(client, "").idle().warned_in_time()
     }
 
     /// A lease's owner calls it idle from now on, or no longer; what it is then. One whose GPUs are away cannot be idler.

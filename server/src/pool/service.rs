@@ -1254,6 +1254,23 @@ impl PoolService for Service {
         };
         let taken = taken.map_err(|e| {
             let text = e.to_string();
+            let beyond_limit = matches!(
+                e,
+                TakeError::Limit(_) | TakeError::Memory | TakeError::Mps(_) | TakeError::TooMany(_)
+            );
+            // A stock that does not fill up is no news.
+            if beyond_limit
+                && wish.waiting > 0
+                && let Some(more) = pool.quiet.may()
+            {
+                info!(
+                    message_id = Said::LimitRefuses.id(),
+                    gpusession_client = client,
+                    gpusession_lease = wish.lease,
+                    gpusession_reason = text,
+                    "no worker for {client}: {text}{more}"
+                );
+            }
             match e {
                 TakeError::Limit(exceeded) => beyond(exceeded),
                 TakeError::NoLease => Status::not_found(text),

@@ -415,6 +415,8 @@ struct LeaseState {
     /// When its last process ended, or it began.
     unused: Moment,
     changed: Arc<Notify>,
+    /// When its programs were last asked for memory that they do not use.
+    recalled: Option<Moment>,
 }
 
 #[derive(Default)]
@@ -580,6 +582,7 @@ impl Supervisor {
                 away: false,
                 unused,
                 changed: Arc::default(),
+                recalled: None,
             };
             state.leases.insert(lease.id.clone(), entry);
             let of_it = state.left.extract_if(.., |l| l.book.lease == lease.id).collect::<Vec<_>>();
@@ -648,11 +651,23 @@ impl Supervisor {
         self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
     }
 
-    /// Other limits hold for a lease's new work from now on.
+    /// Other limits hold for a lease's new work from now on. Those that a ready worker was started with are not its own: another one
+    /// takes its place.
     pub fn set_limits(&self, lease: &str, limits: Effective) {
-        if let Some(entry) = self.state().leases.get_mut(lease) {
-            entry.limits = limits;
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        let Some(entry) = leases.get_mut(lease) else { return };
+        let before = staging(&std::mem::replace(&mut entry.limits, limits));
+        if before == staging(&entry.limits) {
+            return;
         }
+        let ready = |w: &Worker| w.lease == lease && matches!(w.phase, Phase::Warm | Phase::Taken);
+        for (id, worker) in workers.iter_mut().filter(|(_, w)| ready(w)) {
+            stop(id, worker, "the limit staging has changed");
+            entry.stock.forget(id);
+        }
+        drop(state);
+        self.refill(lease);
     }
 
     /// Ends all workers of a lease and keeps no stock for it any longer.
@@ -727,10 +742,9 @@ impl Supervisor {
             let changed = {
                 let mut state = self.state();
                 // Again each time: others of the client or user may have taken some meanwhile.
-                let count = self.room(&state, lease, count.max(1))?;
+                let count = self.room(&state, client, lease, count.max(1))?;
                 let State { workers, leases, .. } = &mut *state;
-                let entry =
-                    leases.get_mut(lease).filter(|l| l.lease.client == client).ok_or(TakeError::NoLease)?;
+                let entry = leases.get_mut(lease).ok_or(TakeError::NoLease)?;
                 if entry.away {
                     return Err(TakeError::Away);
                 }
@@ -778,7 +792,6 @@ impl Supervisor {
         environment: Vec<(String, String)>,
     ) -> Result<Vec<Taken>, TakeError> {
         let deadline = Instant::now() + ROOM_LIMIT;
-        let mut recalled = false;
         loop {
             // Registered before the look at what there is, so that no change is missed.
             let changed =
@@ -787,22 +800,32 @@ impl Supervisor {
             changed.as_mut().enable();
             let over = Instant::now() >= deadline;
             match self.take(client, lease, count, environment.clone()).await {
-                Err(TakeError::Memory | TakeError::Mps(_)) if !over => {}
+                Err(TakeError::Memory) if !over => self.recall(lease),
+                Err(TakeError::Mps(_)) if !over => {}
                 answer => return answer,
-            }
-            if !std::mem::replace(&mut recalled, true) {
-                let mut state = self.state();
-                let State { workers, leases, .. } = &mut *state;
-                if let Some(lease) = leases.get(lease) {
-                    say(workers, Some(&lease.ledger), lease.ledger.recall());
-                }
             }
             let _ = tokio::time::timeout_at(deadline, changed).await;
         }
     }
 
+    /// Asks a lease's programs for memory that they do not use: once in a while, however many wait for it.
+    fn recall(&self, lease: &str) {
+        let now = self.0.clock.now();
+        let mut state = self.state();
+        let State { workers, leases, .. } = &mut *state;
+        if let Some(lease) = leases.get_mut(lease)
+            && lease.recalled.is_none_or(|at| now >= at + ROOM_LIMIT)
+        {
+            lease.recalled = Some(now);
+            say(workers, Some(&lease.ledger), lease.ledger.recall());
+        }
+    }
+
     /// How many of `count` workers the lease's client and user may take now.
-    fn room(&self, state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
+    fn room(&self, state: &State, client: &str, lease: &str, count: usize) -> Result<usize, TakeError> {
+        if state.leases.get(lease).is_none_or(|l| l.lease.client != client) {
+            return Err(TakeError::NoLease);
+        }
         let count = self.room_under_mps(state, lease, count)?;
         let count = Self::room_in_memory(state, lease, count)?;
         Self::room_in_limits(state, lease, count)
@@ -837,9 +860,8 @@ impl Supervisor {
     ) -> Result<Vec<Taken>, TakeError> {
         let id = {
             let state = self.state();
-            self.room(&state, lease, 1)?;
-            let entry = state.leases.get(lease).filter(|l| l.lease.client == client);
-            if entry.ok_or(TakeError::NoLease)?.away {
+            self.room(&state, client, lease, 1)?;
+            if state.leases.get(lease).is_some_and(|l| l.away) {
                 return Err(TakeError::Away);
             }
             let mine =
@@ -855,7 +877,7 @@ impl Supervisor {
             let changed = {
                 let mut state = self.state();
                 // Others may have taken the last place while it started.
-                Self::room_in_limits(&state, lease, 1)?;
+                self.room(&state, client, lease, 1)?;
                 let entry = state.leases.get(lease).ok_or(TakeError::NoLease)?;
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
@@ -1201,7 +1223,7 @@ impl Supervisor {
             warm: !entry.lease.mps,
             mps: entry.lease.mps,
             resume_grace_s: options.resume_grace.as_secs() as u32,
-            staging_bytes: entry.limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes),
+            staging_bytes: staging(&entry.limits),
             isolation: state.trial.next(options.isolation),
         };
         let (commands, stop, queues) = queues();
@@ -1533,9 +1555,12 @@ impl Supervisor {
             }
             FromWorker::MemoryReturned { device, bytes } => {
                 if let Some(lease) = lease {
+                    let before = lease.ledger.contexts_left();
                     let says = lease.ledger.returned(id, device, bytes);
                     say(workers, Some(&lease.ledger), says);
-                    lease.changed.notify_waiters();
+                    if lease.ledger.contexts_left() > before {
+                        lease.changed.notify_waiters();
+                    }
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version } => {
@@ -1811,6 +1836,11 @@ fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: V
             let _ = worker.stop.send(Command::Tell(message));
         }
     }
+}
+
+/// The most mapped host memory that a worker keeps copies of.
+fn staging(limits: &Effective) -> u64 {
+    limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes)
 }
 
 fn take_one(worker: &mut Worker) -> Option<Taken> {

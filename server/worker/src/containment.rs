@@ -138,6 +138,12 @@ const NEVER: &[i64] = &[
     libc::SYS_fsopen,
     libc::SYS_open_by_handle_at,
     libc::SYS_name_to_handle_at,
+    // What these make outlives the process that made it.
+    libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_semget,
+    libc::SYS_msgget,
+    libc::SYS_mq_open,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_userfaultfd,

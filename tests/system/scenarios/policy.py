@@ -85,6 +85,13 @@ def run(site, check):
         expect(client.ok(f"{denied} -x"), "[access] and [[lease]] in gpusession.toml say who has GPUs")
     with check("alice has"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+    with check("a program with more rights than alice's writes no file that she names; one of her own does"):
+        client.ok("install -m 4755 $(command -v vectorAdd) /usr/local/bin/more-rights")
+        trace = "GPUSESSION_TRACE=why,summary GPUSESSION_TRACE_FILE"
+        client.run(f"ssh alice@client {trace}=/home/alice/root-made-this more-rights")
+        client.fails("test -e /home/alice/root-made-this")
+        client.ok(f"ssh alice@client {trace}=/home/alice/trace vectorAdd")
+        expect(client.ok("cat /home/alice/trace"), "gpusession: ")
     with check("in a container without root, alice has and her subordinate uids have not"):
         box(client)
         podman = f"ssh alice@client {PODMAN} --device gpusession.org/gpu=all"
