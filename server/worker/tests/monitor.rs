@@ -18,6 +18,7 @@ impl Monitor {
             .arg("--monitor")
             .arg(machine.driver())
             .env("SIMGPU_MACHINE", machine.name())
+            .envs(machine.driver().parent().map(|folder| ("XDG_RUNTIME_DIR", folder)))
             .env("SIMGPU_DEVICES", "2")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
