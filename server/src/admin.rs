@@ -924,7 +924,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     code: "leased".into(),
                     message: format!("GPU {uuid} is leased: {}", holders.join(", ")),
                     hint: format!(
-                        "`gpuserver off {gpu}` makes no new leases on it; drop it when these have ended"
+                        "`gpuserver off {gpu}` makes no new leases on it; drop it when these have ended, or end them: `gpuserver kill LEASE`"
                     ),
                 });
             }
