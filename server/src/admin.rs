@@ -62,7 +62,7 @@ pub enum Ask {
     },
     /// End a worker, or a lease.
     Kill {
-        /// The start of the id of either.
+        /// The worker's id, or the start of it; or the lease's.
         worker: String,
     },
     /// Move the device memory of a lease's programs to host memory.
@@ -872,12 +872,10 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 pool.supervisor().end_worker(&id, None, BY_HAND);
                 Ok(serde_json::json!({ "worker": hex(&id) }))
             }
+            // Whole: the start of an id may be a worker's that has ended meanwhile.
+            Err(_) if pool.end_lease(&worker, BY_HAND).await => Ok(serde_json::json!({ "lease": worker })),
             Err(no_worker) => {
-                let lease = find_lease(pool, &worker)
-                    .await
-                    .map_err(|e| Refusal::new("no-such-worker", format!("{no_worker}; {}", e.message)))?;
-                pool.end_lease(&lease, BY_HAND).await;
-                Ok(serde_json::json!({ "lease": lease }))
+                Err(Refusal::new("no-such-worker", format!("{no_worker}, and there is no lease of this id")))
             }
         },
         Ask::Park { lease } => {
@@ -1039,10 +1037,10 @@ pub fn not_issued(e: &NotIssued) -> Refusal {
     Refusal::new(code, e.to_string())
 }
 
-/// Finds the one lease whose id starts with `prefix`.
 /// Why a worker or lease has ended.
 const BY_HAND: &str = "ended by an administrator";
 
+/// Finds the one lease whose id starts with `prefix`.
 async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
     let all = pool.registry().leases().await;
     let fits: Vec<_> = all.into_iter().map(|s| s.lease.id).filter(|id| id.starts_with(prefix)).collect();

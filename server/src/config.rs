@@ -1483,6 +1483,7 @@ mod tests {
         assert_eq!(alice.len(), 2, "{alice:?}");
         assert!(alice[0].starts_with("gpus = 9 of user alice (t.toml:2) has no effect: "), "{alice:?}");
         assert!(alice[1].starts_with("park_after = "), "{alice:?}");
+        assert_eq!(warnings("[users]\nscope = \"site\"\n[limits.user.alice]\ngpus = 9\n").len(), 0);
         // Somebody's client has more.
         assert!(warnings("[limits.client.a]\ngpus = 9\n[limits.user.alice]\ngpus = 9\n").is_empty());
         let group = "[limits.group.lab]\nusers = [\"bob\"]\ngpus = 2\n";

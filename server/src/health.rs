@@ -93,7 +93,8 @@ const SILENT_READINGS: u32 = 5;
 struct Silence(HashMap<[u8; 16], u32>);
 
 impl Silence {
-    /// What one more reading shows: GPUs that have been silent for long enough now, and those that were and are not any more.
+    /// What one more reading shows: GPUs that have been silent for long enough, and those that were, perhaps before this server
+    /// started, and are not any more.
     fn listen(&mut self, readings: &[GpuReading]) -> (Vec<[u8; 16]>, Vec<[u8; 16]>) {
         let speaks = |r: &&GpuReading| {
             r.memory_used_bytes.is_some() || r.compute_mode.is_some() || r.temperature_c.is_some()
@@ -103,9 +104,9 @@ impl Silence {
         }
         let heard = readings.iter().filter(speaks).map(|r| r.uuid);
         let back = heard
-            .filter(|uuid| self.0.insert(*uuid, 0).is_some_and(|silent| silent > SILENT_READINGS))
+            .filter(|uuid| self.0.insert(*uuid, 0).is_none_or(|silent| silent > SILENT_READINGS))
             .collect();
-        let lost = self.0.iter().filter(|(_, silent)| **silent == SILENT_READINGS).map(|(uuid, _)| *uuid);
+        let lost = self.0.iter().filter(|(_, silent)| **silent >= SILENT_READINGS).map(|(uuid, _)| *uuid);
         (lost.collect(), back)
     }
 }
@@ -168,9 +169,6 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                 let latest = readings.borrow_and_update().clone();
                 if let Some(latest) = latest {
                     pool.supervisor().reconcile(&latest.memory_of_processes());
-                    for gpu in &latest.gpus {
-                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu).await;
-                    }
                     // Programs there may still come to an end; nobody else is sent there.
                     let (lost, back) = silence.listen(&latest.gpus);
                     for uuid in lost {
@@ -178,6 +176,9 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                     }
                     for uuid in back {
                         mends_itself(&pool, &uuid_text(&uuid), SILENT, None).await;
+                    }
+                    for gpu in &latest.gpus {
+                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu).await;
                     }
                     seen = Some(latest);
                 }
@@ -197,7 +198,12 @@ mod tests {
         let nothing = (vec![], vec![]);
         let mut silence = Silence::default();
         // The third never had anything to say.
-        assert_eq!(silence.listen(&[speaks(1), speaks(2), mute(3)]), nothing);
+        assert_eq!(
+            silence.listen(&[speaks(1), mute(3)]),
+            (vec![], vec![[1; 16]]),
+            "an earlier server may have missed it"
+        );
+        assert_eq!(silence.listen(&[speaks(1), speaks(2), mute(3)]), (vec![], vec![[2; 16]]));
         for _ in 1..SILENT_READINGS {
             assert_eq!(silence.listen(&[mute(1), mute(3)]), nothing);
         }
@@ -206,7 +212,11 @@ mod tests {
             (vec![[1; 16]], vec![]),
             "2 was heard in time"
         );
-        assert_eq!(silence.listen(&[mute(1), speaks(2)]), nothing, "said once");
+        assert_eq!(
+            silence.listen(&[mute(1), speaks(2)]),
+            (vec![[1; 16]], vec![]),
+            "still, whoever puts it back"
+        );
         assert_eq!(silence.listen(&[speaks(1), speaks(2)]), (vec![], vec![[1; 16]]));
         assert_eq!(silence.listen(&[speaks(1), speaks(2)]), nothing);
     }

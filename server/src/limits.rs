@@ -97,6 +97,9 @@ pub const LIMITS: &[Limit] = &[
 /// Limits of which a user cannot have one: a request does not say whose it is.
 pub const OF_CLIENTS: [&str; 1] = ["requests_per_s"];
 
+/// Limits of which each lease or program takes a part.
+const COUNTED: [&str; 4] = ["gpus", "workers", "connections", "max_persistent"];
+
 /// Limits that are keys of their own for everybody, not of `[limits]`.
 pub const IDLE_TIMES: [&str; 4] = ["warn_after", "park_after", "release_after", "lend_after"];
 
@@ -290,7 +293,12 @@ impl Limits {
             Layer::Group(name) => self.group(name).is_some_and(|g| g.clients.is_empty()),
             _ => false,
         };
+        // There a user's are counted over all clients.
+        let counted = |name| self.scope == Scope::Site && COUNTED.contains(&name);
         let more = |entry: &&Entry| {
+            if counted(entry.name) {
+                return false;
+            }
             let clients = self.entries.iter().filter(|e| e.name == entry.name && !of_users(e));
             let most = clients.chain(everybody.entries(entry.name)).filter_map(|e| size(&e.bound)).max();
             most.zip(size(&entry.bound)).is_some_and(|(most, own)| own > most)

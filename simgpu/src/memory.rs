@@ -779,8 +779,9 @@ mod tests {
     use super::*;
 
     fn space() -> Space {
-        let config =
-            Config { memory: 64 << 20, machine: format!("mem-{}", std::process::id()), ..Config::default() };
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let machine = format!("mem-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let config = Config { memory: 64 << 20, machine, ..Config::default() };
         let config = Arc::new(config);
         let space = Space::new(&config, vec![0]);
         // Nobody else is to share it.

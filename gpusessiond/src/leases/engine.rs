@@ -575,8 +575,10 @@ impl Actor {
                     if let Some(reason) = &refused {
                         warn!(gpusession_lease = lease, "no worker for {lease}: {reason}");
                     }
-                    self.refused.retain(|known, _| *known != slot);
-                    self.refused.extend(refused.map(|reason| (slot, reason)));
+                    match refused {
+                        Some(reason) => drop(self.refused.insert(slot, reason)),
+                        None => drop(self.refused.remove(&slot)),
+                    }
                 }
                 self.machine.workers(now, slot, &lease, result);
             }
@@ -758,6 +760,7 @@ impl Actor {
                     }
                 }
                 Change::Removed { slot, .. } => {
+                    self.refused.remove(slot);
                     if let Some(reply) = self.creating.remove(slot) {
                         let _ = reply.send(Err(ended()));
                     }

@@ -920,8 +920,10 @@ impl Machine {
             return;
         }
         held.taking = false;
-        // Those who came meanwhile were not asked for.
-        held.missed -= held.missed.min(held.asked_for);
+        // Those who came while a call for nobody was under way still wait.
+        if held.asked_for > 0 {
+            held.missed = 0;
+        }
         let limit = |e: &PoolError| matches!(e.trouble, Trouble::Quota | Trouble::OutOfMemory);
         match result {
             Ok(workers) if !workers.is_empty() => {
@@ -935,7 +937,7 @@ impl Machine {
             }
             Ok(_) => {
                 held.tried(now, &mut self.rng);
-                // No limit refuses any more.
+                // That a limit refused is no longer true.
                 self.slots.entry(slot).and_modify(|w| w.trouble = w.trouble.take().filter(|e| !limit(e)));
             }
             Err(error) => {
@@ -1882,6 +1884,41 @@ mod tests {
         assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "late".into() }));
         m.released(s(3), 0, "late", Ok(()));
         assert_eq!(m.releases_pending(), 0);
+    }
+
+    #[test]
+    fn a_program_does_not_wait_because_a_spare_was_refused() {
+        let mut m = machine(1);
+        let slot = m.want(s(0), configured("a", 1));
+        m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
+        let asks = |m: &mut Machine| -> Vec<u32> {
+            let waiting = |a| match a {
+                Action::TakeWorkers { waiting, .. } => Some(waiting),
+                _ => None,
+            };
+            actions(m).into_iter().filter_map(waiting).collect()
+        };
+        assert!(m.take(s(0), &[slot]).is_some());
+        assert_eq!(asks(&mut m), [0]);
+        let refused = || Err(PoolError::new(Trouble::OutOfMemory, "no room for another"));
+        m.workers(s(0), slot, "l1", refused());
+        m.tick(s(0));
+        assert!(asks(&mut m).is_empty(), "nobody waits");
+        assert!(m.take(s(0), &[slot]).is_none());
+        assert_eq!(asks(&mut m), [1], "at once");
+        m.workers(s(0), slot, "l1", refused());
+        assert!(m.take(s(0), &[slot]).is_none());
+        assert!(asks(&mut m).is_empty(), "not again at once");
+        m.tick(s(3));
+        assert_eq!(asks(&mut m), [1]);
+        // One comes while a call for nobody is under way.
+        m.workers(s(3), slot, "l1", refused());
+        m.tick(s(6));
+        assert_eq!(asks(&mut m), [0]);
+        assert!(m.take(s(6), &[slot]).is_none());
+        m.workers(s(6), slot, "l1", refused());
+        m.tick(s(6));
+        assert_eq!(asks(&mut m), [1]);
     }
 
     #[test]

@@ -257,7 +257,7 @@ pub enum Verb {
     },
     /// End a worker, or a lease with all its workers; programs see their GPUs fail
     Kill {
-        /// Id of the worker or lease, or the start of it
+        /// Id of the worker, or the start of it; or the whole id of a lease
         #[arg(value_name = "WORKER|LEASE")]
         worker: String,
         /// Print JSON

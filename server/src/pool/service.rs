@@ -113,6 +113,8 @@ pub struct Pool {
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     quiet: Quiet,
+    /// The same for programs that a limit refuses.
+    quiet_of_workers: Quiet,
     parking: Parking,
     /// Leases whose clients know that they end by `lease_ttl`.
     ending: Mutex<HashSet<String>>,
@@ -166,6 +168,7 @@ impl Pool {
             clock,
             random,
             quiet: Quiet::default(),
+            quiet_of_workers: Quiet::default(),
             parking: Parking::default(),
             ending: Mutex::default(),
             stop: watch::channel(None).0,
@@ -249,7 +252,11 @@ impl Pool {
             message: e.to_string(),
             hint: "the running configuration stays as it was".into(),
         })?;
+        let warnings = fresh.warnings.clone();
         let (holds, waits) = self.reload(fresh).await;
+        for line in &warnings {
+            warn!("configuration: {line}");
+        }
         for line in &holds {
             info!("configuration: {line}");
         }
@@ -1261,7 +1268,7 @@ impl PoolService for Service {
             // A stock that does not fill up is no news.
             if beyond_limit
                 && wish.waiting > 0
-                && let Some(more) = pool.quiet.may()
+                && let Some(more) = pool.quiet_of_workers.may()
             {
                 info!(
                     message_id = Said::LimitRefuses.id(),

@@ -661,10 +661,19 @@ impl Supervisor {
         if before == staging(&entry.limits) {
             return;
         }
-        let ready = |w: &Worker| w.lease == lease && matches!(w.phase, Phase::Warm | Phase::Taken);
-        for (id, worker) in workers.iter_mut().filter(|(_, w)| ready(w)) {
-            stop(id, worker, "the limit staging has changed");
+        let waits_for_a_program = |w: &Worker| {
+            w.lease == lease
+                && w.stocked
+                && w.connections == 0
+                && w.process.is_none()
+                && w.phase != Phase::Ending
+        };
+        for (id, worker) in workers.iter_mut().filter(|(_, w)| waits_for_a_program(w)) {
+            if worker.phase == Phase::Starting {
+                entry.stock.give_up();
+            }
             entry.stock.forget(id);
+            stop(id, worker, "the limit staging has changed");
         }
         drop(state);
         self.refill(lease);

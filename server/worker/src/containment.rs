@@ -141,9 +141,17 @@ const NEVER: &[i64] = &[
     // What these make outlives the process that made it.
     libc::SYS_shmget,
     libc::SYS_shmat,
+    libc::SYS_shmctl,
     libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
     libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
     libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_userfaultfd,
@@ -333,6 +341,9 @@ mod tests {
             denied(libc::fcntl(0, libc::F_SETOWN, parent).into(), "fcntl");
             denied(libc::ioctl(0, 0x8901, &parent).into(), "ioctl");
             denied(libc::fork().into(), "fork");
+            denied(libc::shmget(libc::IPC_PRIVATE, 4096, 0o600).into(), "shmget");
+            denied(libc::semget(libc::IPC_PRIVATE, 1, 0o600).into(), "semget");
+            denied(libc::msgget(libc::IPC_PRIVATE, 0o600).into(), "msgget");
             denied(libc::syscall(libc::SYS_ptrace, libc::PTRACE_TRACEME, 0, 0, 0), "ptrace");
             denied(libc::syscall(libc::SYS_process_vm_readv, parent, 0, 0, 0, 0, 0), "process_vm_readv");
             denied(libc::syscall(libc::SYS_pidfd_getfd, 0, 0, 0), "pidfd_getfd");

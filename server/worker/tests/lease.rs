@@ -9,7 +9,7 @@ mod supervised;
 use std::time::Duration;
 
 use gpuserver::accounting::Wanted;
-use gpuserver::supervise::{Event, TakeError};
+use gpuserver::supervise::{Event, Phase, TakeError};
 use gpusession_proto::frame::op;
 use harness::{Client, LEASE, MIB, WINDOW};
 use supervised::{GPU, Site, eventually};
@@ -47,6 +47,35 @@ fn memory_that_a_program_does_not_use_is_room_for_another() {
         other.end_worker(&ending, None, "ended by the test");
     });
     eventually("it has the place", || waits().map(|w| w.len()) == Ok(1));
+    site.runtime.block_on(site.supervisor.close("the test ends"));
+}
+
+#[test]
+fn ready_workers_have_the_limits_that_hold_now() {
+    use gpuserver::limits::{Bound, Entry, Layer, Limits};
+    let site = Site::new(1);
+    let _inside = site.runtime.enter();
+    let taken = site.take(2);
+    let _client = site.client(&taken[0], 1);
+    let ids = || site.supervisor.workers().into_iter().map(|w| w.id).collect::<Vec<_>>();
+    let set = |bytes| {
+        let bound = Bound::Size(bytes);
+        let entry =
+            Entry { name: "staging", layer: Layer::Default, bound, origin: "t".into(), of_user: false };
+        let mut limits = Limits::default();
+        limits.entries.push(entry);
+        site.supervisor.set_limits(LEASE, limits.of("vm", ""));
+    };
+    set(MIB);
+    eventually("who waits for a program is another one", || {
+        let now = ids();
+        now.len() > 1 && now.contains(&taken[0].id) && !now.contains(&taken[1].id)
+    });
+    eventually("and is ready", || site.supervisor.workers().iter().any(|w| w.phase == Phase::Warm));
+    let before = ids();
+    set(MIB);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(ids(), before, "the same limit");
     site.runtime.block_on(site.supervisor.close("the test ends"));
 }
 

@@ -88,7 +88,7 @@ def run(site, check):
     with check("a program with more rights than alice's writes no file that she names; one of her own does"):
         client.ok("install -m 4755 $(command -v vectorAdd) /usr/local/bin/more-rights")
         trace = "GPUSESSION_TRACE=why,summary GPUSESSION_TRACE_FILE"
-        client.run(f"ssh alice@client {trace}=/home/alice/root-made-this more-rights")
+        expect(client.run(f"ssh alice@client {trace}=/home/alice/root-made-this more-rights 2>&1").out, "gpusession: ")
         client.fails("test -e /home/alice/root-made-this")
         client.ok(f"ssh alice@client {trace}=/home/alice/trace vectorAdd")
         expect(client.ok("cat /home/alice/trace"), "gpusession: ")
