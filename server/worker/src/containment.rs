@@ -34,10 +34,11 @@ const READ: &[&str] = &[
     "/etc/passwd",
     "/etc/group",
 ];
-/// Read and written beside the lease's GPUs: devices that are everybody's, shared memory, and this process's own threads, whose names
-/// NVIDIA's driver sets (a failure there fails `cuInit`).
-const WRITE: &[&str] =
-    &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/shm", OWN_THREADS];
+/// Read and written beside the lease's GPUs: devices that are everybody's, and this process's own threads, whose names NVIDIA's
+/// driver sets (a failure there fails `cuInit`).
+const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", OWN_THREADS];
+/// Files that are there are read and written; only clients of MPS make any: nobody would count them.
+const SHARED_MEMORY: &str = "/dev/shm";
 const OWN_THREADS: &str = "/proc/self/task";
 /// Open files, and bytes of one that is written.
 const MAX_FILES: u64 = 4096;
@@ -88,12 +89,17 @@ fn files_only(start: &Start) -> Result<(), String> {
     let (gpus, known) = if start.mps { (vec!["/dev".into()], Ok(())) } else { devices::of(&uuids) };
     let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
     let write = write.chain(gpus.iter().map(PathBuf::as_path));
+    let shared = match start.mps {
+        true => AccessFs::from_all(abi),
+        false => AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::Truncate,
+    };
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))
         .and_then(Ruleset::create)
         .and_then(|r| r.add_rules(path_beneath_rules(read.chain(target), AccessFs::from_read(abi))))
         .and_then(|r| r.add_rules(path_beneath_rules(write, AccessFs::from_all(abi))))
+        .and_then(|r| r.add_rules(path_beneath_rules([SHARED_MEMORY], shared)))
         .and_then(|r| r.restrict_self())
         .map_err(said)?;
     match status.ruleset {
@@ -309,6 +315,7 @@ mod tests {
                 let denied = std::fs::read_dir("/root").or_else(|_| std::fs::read_dir("/home"));
                 assert_eq!(denied.unwrap_err().kind(), std::io::ErrorKind::PermissionDenied);
                 assert!(std::fs::write("/tmp/containment-test", "x").is_err());
+                assert!(std::fs::write("/dev/shm/containment-test", "x").is_err());
                 assert!(std::fs::read("/proc/self/stat").is_ok() && std::fs::read("/dev/null").is_ok());
                 // As the driver does it.
                 let name = |thread: i32| std::fs::write(format!("/proc/self/task/{thread}/comm"), "named");
