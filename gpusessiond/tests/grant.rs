@@ -363,12 +363,12 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             let socket = GrantSocket::start(&engine, &config, Limits::default());
             let asking = ask_async(&socket.path, Request { environment: environment.clone(), ..request() });
             let ends = async {
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                // The server is told that a program waits, and refuses.
+                sim.until(|s| s.waiting.contains(&1)).await;
                 sim.with(|s| s.refuses_workers = None);
             };
             let ((reply, _connection), ()) = tokio::join!(asking, ends);
             assert!(matches!(reply, Reply::Granted(_)), "{trouble:?}, {environment:?}: {reply:?}");
-            assert!(sim.with(|s| s.waiting.contains(&1)), "the server is told that a program waits");
         }
     }
 }

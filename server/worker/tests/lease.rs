@@ -40,12 +40,8 @@ fn memory_that_a_program_does_not_use_is_room_for_another() {
     }
     assert_eq!(waits().map(|w| w.len()), Err(TakeError::Memory));
     // One that ends leaves its place to who waits.
-    let other = site.supervisor.clone();
     let ending = site.supervisor.workers().into_iter().find(|w| w.process.is_some()).expect("the first").id;
-    site.runtime.spawn(async move {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        other.end_worker(&ending, None, "ended by the test");
-    });
+    site.supervisor.end_worker(&ending, None, "ended by the test");
     eventually("it has the place", || waits().map(|w| w.len()) == Ok(1));
     site.runtime.block_on(site.supervisor.close("the test ends"));
 }
@@ -72,10 +68,10 @@ fn ready_workers_have_the_limits_that_hold_now() {
         now.len() > 1 && now.contains(&taken[0].id) && !now.contains(&taken[1].id)
     });
     eventually("and is ready", || site.supervisor.workers().iter().any(|w| w.phase == Phase::Warm));
-    let before = ids();
+    let ending = || site.supervisor.workers().iter().any(|w| w.phase == Phase::Ending);
+    eventually("the others are gone", || !ending());
     set(MIB);
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(ids(), before, "the same limit");
+    assert!(!ending(), "the same limit");
     site.runtime.block_on(site.supervisor.close("the test ends"));
 }
 
