@@ -77,7 +77,22 @@ pub struct DescribedLease {
     pub position: Option<u32>,
     pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,
+    /// A daemon of an earlier version says nothing of them.
+    #[serde(default)]
+    pub failures: Vec<DescribedFailure>,
     pub devices: Vec<DescribedDevice>,
+}
+
+/// A program that could not begin on a lease, or lost its GPUs.
+#[derive(Debug, Clone, Deserialize)]
+pub struct DescribedFailure {
+    pub usec: u64,
+    pub uid: u32,
+    pub user: String,
+    pub pid: u32,
+    pub program: String,
+    pub running: bool,
+    pub reason: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]

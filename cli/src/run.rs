@@ -14,7 +14,7 @@ use gpusessiond::config::{Config, Sharing};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, Here};
-use gpusessiond::leases::{Leases, Spec};
+use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
 use gpusessiond::places;
 use gpusessiond::pool::PoolServer;
 use gpusessiond::values::{Memory, SmPercent, control_address};
@@ -25,6 +25,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::exit::{Failure, Result};
 
+/// How long after a program's end its libraries' last words are waited for.
+const LAST_WORDS: Duration = Duration::from_millis(250);
 /// Signals that a person or a batch system sends to `gpusession run` and means for the program.
 const PASSED_ON: [Signal; 6] =
     [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
@@ -157,6 +159,7 @@ pub async fn direct(
         ("GPUSESSION_LEASE".to_owned(), lease.id.clone().into()),
     ];
     let code = program_with(program, environment).await;
+    complain(engine.as_ref(), lease.slot).await;
     serving.abort();
     if known.is_some() {
         return code;
@@ -164,6 +167,18 @@ pub async fn direct(
     engine.release(lease.slot, "its program has ended").await;
     engine.shutdown(Duration::from_secs(5)).await;
     code
+}
+
+/// Says what the program's libraries have told of workers that did not serve it: no daemon shows it later.
+async fn complain(engine: &dyn Leases, slot: Slot) {
+    let mut snapshot = engine.snapshot();
+    let over = |s: &Arc<Snapshot>| s.leases.iter().all(|l| l.slot != slot || l.processes == 0);
+    let _ = tokio::time::timeout(LAST_WORDS, snapshot.wait_for(over)).await;
+    let leases = snapshot.borrow().leases.clone();
+    for (failure, _) in leases.iter().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
+        let what = if failure.running { "lost its GPUs" } else { "could not be served" };
+        eprintln!("gpusession: process {} ({}) {what}: {}", failure.pid, failure.program, failure.reason);
+    }
 }
 
 /// Before the program runs, an interrupt ends the waiting.

@@ -1,11 +1,11 @@
 //! What people read: `status`, `list`.
 
 use std::fmt::Write as _;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use gpusessiond::values::{human_bytes, human_duration};
 
-use crate::daemon::{Described, DescribedLease};
+use crate::daemon::{Described, DescribedFailure, DescribedLease};
 
 /// Aligns columns; the last one is as wide as it is.
 fn table(rows: &[Vec<String>]) -> String {
@@ -133,6 +133,19 @@ pub fn variable(key: &str) -> &'static str {
     }
 }
 
+/// What became of a program that the lease did not serve.
+fn failed(lease: &DescribedLease, failure: &DescribedFailure) -> String {
+    let DescribedFailure { usec, uid, user, pid, program, running, reason } = failure;
+    let user = if user.is_empty() { format!("uid {uid}") } else { user.clone() };
+    let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
+    format!(
+        "{}: process {pid} ({program}) of {user} {} {} ago: {reason}",
+        lease.name_or_id(),
+        if *running { "lost its GPUs" } else { "could not be served" },
+        human_duration(since)
+    )
+}
+
 /// `gpusession status`; `reason` is why a program started here would have no GPU.
 pub fn status(described: &Described, reason: Option<&str>) -> String {
     let mut out = String::new();
@@ -166,6 +179,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
     }
     let mut trouble = Vec::new();
     for lease in &described.leases {
+        trouble.extend(lease.failures.iter().rev().map(|failure| failed(lease, failure)));
         if lease.state != "pending" && lease.position.is_none() {
             // Those that have GPUs say only what keeps another program from them; what is wrong with the server is said there.
             if let (Some("limit" | "out-of-memory"), Some(why)) =

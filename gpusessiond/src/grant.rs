@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use gpusession_proto::grant::{Denial, Reply, Request, VERSION, Want};
+use gpusession_proto::grant::{
+    Denial, MAX_OUTCOME, MAX_OUTCOMES, MAX_REASON, Outcome, Reply, Request, VERSION, Want,
+};
 use gpusession_proto::journal::Event;
 use gpusession_proto::message;
 use gpusession_proto::quiet::Quiet;
@@ -26,7 +28,7 @@ use tracing::{debug, info, warn};
 
 use crate::access::Gate;
 use crate::keep::{Kept, Store};
-use crate::leases::{Answer, Caller, Leases, Wish};
+use crate::leases::{Answer, Caller, Failure, Granted, Leases, Wish};
 use crate::login::Sessions;
 
 /// Bounds on what callers may take of the daemon.
@@ -55,6 +57,8 @@ const MAX_VARIABLE: usize = 4096;
 const ENDING: Duration = Duration::from_secs(5);
 /// How soon it asks again where every try is a call to the server.
 const AGAIN: Duration = Duration::from_millis(500);
+/// How long what a process has said is read after its end.
+const LAST_WORDS: Duration = Duration::from_millis(100);
 /// Longest program name in tickets.
 const MAX_PROGRAM: usize = 64;
 
@@ -303,9 +307,8 @@ impl Server {
                     caller.uid
                 );
                 self.answer(&mut stream, &Reply::Granted(endpoints)).await?;
-                ended(stream, pidfd).await;
+                self.follow(stream, pidfd, guard, &caller, &wish.program).await;
                 debug!("process {} has ended", caller.pid);
-                drop(guard);
             }
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
                 let event = match denial {
@@ -360,6 +363,66 @@ impl Server {
                 _ => return answer,
             }
         }
+    }
+
+    /// Until the process has ended, or has said that it does not use its workers. One that only closed its connection (as
+    /// `closefrom` does) still runs.
+    async fn follow(
+        &self,
+        stream: UnixStream,
+        pidfd: Option<AsyncFd<OwnedFd>>,
+        guard: Guard,
+        caller: &Caller,
+        program: &str,
+    ) {
+        let granted = guard.granted.clone();
+        let mut outcomes = Outcomes::default();
+        loop {
+            tokio::select! {
+                biased;
+                outcome = outcomes.next(&stream) => match outcome {
+                    Some(outcome) => if !self.became(outcome, &granted, caller, program) {
+                        break;
+                    },
+                    None => {
+                        match &pidfd {
+                            Some(_) => process_end(pidfd.as_ref()).await,
+                            None => gone(&stream, None).await,
+                        }
+                        break;
+                    }
+                },
+                () = process_end(pidfd.as_ref()) => break,
+            }
+        }
+        drop(guard);
+        // Its last words may still lie in the socket; a child that has inherited the connection keeps nobody waiting.
+        let rest = async {
+            while let Some(outcome) = outcomes.next(&stream).await {
+                self.became(outcome, &granted, caller, program);
+            }
+        };
+        let _ = tokio::time::timeout(LAST_WORDS, rest).await;
+    }
+
+    /// Passes on what a process says of its workers; whether it goes on with them.
+    fn became(&self, outcome: Outcome, granted: &[Granted], caller: &Caller, program: &str) -> bool {
+        let (lease, reason, running) = match outcome {
+            Outcome::Served => {
+                granted.iter().for_each(|one| self.leases.became(one.slot, caller.uid, None));
+                return true;
+            }
+            Outcome::Unserved { lease, reason } => (lease, reason, false),
+            Outcome::Lost { lease, reason } => (lease, reason, true),
+        };
+        if let Some(one) = granted.iter().find(|one| one.lease == lease) {
+            let reason = reason.chars().filter(|c| !c.is_control()).take(MAX_REASON).collect();
+            let (uid, pid, program) = (caller.uid, caller.pid, program.to_owned());
+            let user = caller.user.clone().unwrap_or_default();
+            let failure = Failure { uid, user, pid, program, reason, running };
+            self.leases.became(one.slot, uid, Some(failure));
+        }
+        running
     }
 
     async fn answer(&self, stream: &mut UnixStream, reply: &Reply) -> io::Result<()> {
@@ -447,14 +510,37 @@ async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
     }
 }
 
-/// Until the process has ended. A process that only closed its connection (as `closefrom` does) still runs.
-async fn ended(stream: UnixStream, pidfd: Option<AsyncFd<OwnedFd>>) {
-    if pidfd.is_some() {
-        process_end(pidfd.as_ref()).await;
-    } else {
-        gone(&stream, None).await;
+/// Reads what a process says of its workers; what is half there stays for the next call.
+#[derive(Default)]
+struct Outcomes {
+    bytes: Vec<u8>,
+    read: usize,
+}
+
+impl Outcomes {
+    /// The next one; none when the connection has ended, or there is too much or nothing to understand.
+    async fn next(&mut self, stream: &UnixStream) -> Option<Outcome> {
+        while self.read < MAX_OUTCOMES {
+            if let Some(prefix) = self.bytes.first_chunk() {
+                let length = message::body_len(*prefix).ok().filter(|length| *length <= MAX_OUTCOME)?;
+                if let Some(body) = self.bytes.get(4..4 + length) {
+                    let outcome = message::decode(body).ok()?;
+                    self.bytes.drain(..4 + length);
+                    self.read += 1;
+                    return Some(outcome);
+                }
+            }
+            stream.readable().await.ok()?;
+            let mut bytes = [0; 1024];
+            match stream.try_read(&mut bytes) {
+                Ok(0) => return None,
+                Ok(n) => self.bytes.extend_from_slice(&bytes[..n]),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return None,
+            }
+        }
+        None
     }
-    drop(stream);
 }
 
 fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {

@@ -278,6 +278,7 @@ mod tests {
             fencing_token: 0,
             encrypted: true,
             trouble: None,
+            failures: Vec::new(),
             retry_in: None,
             stock: 0,
             processes: 0,

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use common::{GrantSocket, Helper, PATIENCE, ask_async, config, engine, read_reply, request, until, want};
-use gpusession_proto::grant::{Denial, Reply, Request, Want};
+use gpusession_proto::grant::{Denial, MAX_OUTCOME, MAX_OUTCOMES, Outcome, Reply, Request, Want};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, uuid_bytes};
 use gpusession_proto::ticket::Ticket;
@@ -122,6 +122,79 @@ async fn a_process_that_closes_its_connection_keeps_its_gpu() {
     helper.kill();
     sim.until(|s| s.ended.len() == 1).await;
     assert_eq!(engine.snapshot().borrow().leases[0].processes, 1);
+}
+
+fn failures(snapshot: &gpusessiond::leases::Snapshot) -> Vec<(u32, bool, String)> {
+    snapshot.leases[0].failures.iter().map(|(f, _)| (f.pid, f.running, f.reason.clone())).collect()
+}
+
+#[tokio::test]
+async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let me = std::process::id();
+    let granted = async || {
+        let (reply, connection) = ask_async(&socket.path, request()).await;
+        let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+        (endpoints[0].lease.clone(), connection)
+    };
+
+    let (lease, mut first) = granted().await;
+    let reason = "server gpu-a at 10.0.0.1:7602: refused\n\u{1b}[31m".to_owned();
+    first.write_all(&message::encode(&Outcome::Unserved { lease: lease.clone(), reason })).unwrap();
+    until(&engine, |s| !s.leases[0].failures.is_empty()).await;
+    let unserved = (me, false, "server gpu-a at 10.0.0.1:7602: refused[31m".to_owned());
+    assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
+    // This test is the process, and runs on: its worker goes back all the same, and it is not counted any more.
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
+    until(&engine, |s| s.leases[0].processes == 0).await;
+
+    let (_, mut second) = granted().await;
+    let (served, lost) = (Outcome::Served, Outcome::Lost { lease, reason: "END: fault".into() });
+    second.write_all(&message::encode(&served)).unwrap();
+    until(&engine, |s| s.leases[0].failures.is_empty()).await;
+    // In pieces, and with the end of the connection behind them.
+    let bytes = message::encode(&lost);
+    second.write_all(&bytes[..7]).unwrap();
+    tokio::task::yield_now().await;
+    second.write_all(&bytes[7..]).unwrap();
+    drop(second);
+    until(&engine, |s| failures(s) == [(me, true, "END: fault".into())]).await;
+    assert_eq!(engine.snapshot().borrow().leases[0].processes, 1, "it still runs");
+}
+
+#[tokio::test]
+async fn nonsense_about_workers_changes_nothing() {
+    let sim = SimServer::new("gpu-a", 1);
+    let engine = engine(&[&sim]);
+    let config = config(&[1]);
+    want(&engine, &config).await;
+    let socket = GrantSocket::start(&engine, &config, Limits::default());
+    let unserved = |lease: &str| {
+        message::encode(&Outcome::Unserved { lease: lease.to_owned(), reason: "nonsense".into() })
+    };
+    let many = message::encode(&Outcome::Served).repeat(MAX_OUTCOMES);
+    let long = message::encode(&Outcome::Lost { lease: String::new(), reason: "x".repeat(MAX_OUTCOME) });
+    for before in [many, long, vec![0xff; 8192], message::encode(&7u32)] {
+        let (reply, mut connection) = ask_async(&socket.path, request()).await;
+        let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+        connection.write_all(&before).unwrap();
+        // Not read any more.
+        connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
+    }
+    // Of a lease that is not its own.
+    let (_, mut stranger) = ask_async(&socket.path, request()).await;
+    stranger.write_all(&unserved("nosuchlease")).unwrap();
+    until(&engine, |s| s.leases[0].processes == 4).await;
+    assert_eq!(failures(&engine.snapshot().borrow()), []);
+    // The next program's words arrive.
+    let (reply, mut connection) = ask_async(&socket.path, request()).await;
+    let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
+    connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
+    until(&engine, |s| failures(s).len() == 1 && s.leases[0].processes == 4).await;
 }
 
 #[tokio::test]

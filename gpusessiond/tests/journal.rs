@@ -10,8 +10,10 @@ use std::sync::Arc;
 
 use common::{GrantSocket, PATIENCE, ask_async, config, engine, request, until, want};
 use gpusession_proto::control::{Loss, PoolEvent, StateChange, Warning, pool_event};
+use gpusession_proto::grant::{Outcome, Reply};
 use gpusession_proto::journal::{CATALOGS, Event, catalog};
 use gpusession_proto::login::{Open, Request};
+use gpusession_proto::message;
 use gpusessiond::access::Gate;
 use gpusessiond::environment::Environment;
 use gpusessiond::grant::Limits;
@@ -139,6 +141,18 @@ async fn each_event_says_whom_it_concerns_and_why() {
     let path = grants.path.clone();
     tokio::task::spawn_blocking(move || say_something_else(&path)).await.unwrap();
     journal.has(Event::ProtocolMismatch, &[("USER", &me), ("REASON", "the library and the daemon")]).await;
+
+    let open = GrantSocket::start(&engine, &config, Limits::default());
+    let about = || ("second".to_owned(), "refused".to_owned());
+    for (event, outcome) in [
+        (Event::ProgramUnserved, (|(lease, reason)| Outcome::Unserved { lease, reason }) as fn(_) -> _),
+        (Event::ProgramLost, |(lease, reason)| Outcome::Lost { lease, reason }),
+    ] {
+        let (reply, mut connection) = ask_async(&open.path, request()).await;
+        assert!(matches!(reply, Reply::Granted(_)), "{reply:?}");
+        connection.write_all(&message::encode(&outcome(about()))).unwrap();
+        journal.has(event, &[("LEASE", "second"), ("USER", &me), ("REASON", "refused")]).await;
+    }
 
     let folder = tempfile::tempdir().unwrap();
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());

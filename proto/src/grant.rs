@@ -2,7 +2,8 @@
 //!
 //! One request and one reply per connection, framed as in [`crate::message`]. The daemon takes the caller's
 //! uid, pid and cgroup from the socket; what the request says is only a hint. The connection stays open: its end
-//! (or the caller's pidfd) tells the daemon that the process has ended.
+//! (or the caller's pidfd) tells the daemon that the process has ended. On it the library says what became of its
+//! workers ([`Outcome`]); nobody answers that, and neither side needs it.
 
 use serde::{Deserialize, Serialize};
 
@@ -75,6 +76,34 @@ pub struct Endpoint {
     /// GPUs that the worker has.
     pub devices: u32,
 }
+
+/// What became of granted workers, from `libcuda.so.1` to the daemon: what people see of it is the caller's word only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// All of them serve the program.
+    Served,
+    /// One of them could not be reached, or said no: the program uses none of this grant.
+    Unserved {
+        /// Its lease.
+        lease: String,
+        /// One line for a person.
+        reason: String,
+    },
+    /// One of them is gone while the program used it.
+    Lost {
+        /// Its lease.
+        lease: String,
+        /// One line for a person.
+        reason: String,
+    },
+}
+
+/// Longest encoded [`Outcome`], in bytes, without its length prefix.
+pub const MAX_OUTCOME: usize = 4096;
+/// Longest reason in an [`Outcome`], in characters.
+pub const MAX_REASON: usize = 500;
+/// Most of them that a daemon reads of one process.
+pub const MAX_OUTCOMES: usize = 16;
 
 /// Why a process gets no GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -81,6 +81,15 @@ events! {
     /// A program got no GPU.
     AccessDenied = 0x4195922267ea4a9eba8b2031c74f4446: CLIENT, "A program got no GPU", "gpusession.toml(5)",
         "A program of user @GPUSESSION_USER@ got no GPU: @GPUSESSION_REASON@. [access] and [[lease]] in gpusession.toml say who has GPUs.";
+    /// A program could not use the GPUs that were granted to it.
+    ProgramUnserved = 0x5d0f6a3b1c7e4b0c9a52e8f4d7316ab9: CLIENT, "A program could not reach its GPUs", "gpusession-status(1)",
+        "A program of user @GPUSESSION_USER@ was granted GPUs of the lease @GPUSESSION_LEASE@ and could not use them, as it says:\n\
+         @GPUSESSION_REASON@. The lease is held over port 7601; programs need port 7602 of the server, too.";
+    /// A program lost its GPUs while it ran.
+    ProgramLost = 0x0e9b7c52f8d64a6fb3714c2d95ea08f3: CLIENT, "A program lost its GPUs", "gpusession-status(1)",
+        "A program of user @GPUSESSION_USER@ ran on GPUs of the lease @GPUSESSION_LEASE@ and has lost them, as it says:\n\
+         @GPUSESSION_REASON@. Its CUDA calls answer CUDA_ERROR_DEVICE_UNAVAILABLE; the next program is served by a new worker, if the lease\n\
+         is still held.";
     /// A login session began.
     SessionOpened = 0xbbcbf565bfc34c4aa087ee0927b52991: CLIENT, "A login session began", "pam_gpusession(8)",
         "Session @GPUSESSION_SESSION@ of user @GPUSESSION_USER@ began. Leases of class \"session\" that are the user's are held until it ends.";

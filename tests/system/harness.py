@@ -149,6 +149,17 @@ class Host:
         if done.returncode:
             raise Failed(done.stderr)
 
+    @contextlib.contextmanager
+    def refuses(self, port):
+        """Answers connections to a port as a firewall does that lets nobody through."""
+        nft = ["nsenter", "-t", str(lab.leader(lab.host(self.name))), "-n", "nft"]
+        rules = f"table inet refuses {{ chain input {{ type filter hook input priority 0; tcp dport {port} reject with tcp reset; }}; }}"
+        subprocess.run([*nft, "-f", "-"], input=rules, text=True, check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*nft, "delete table inet refuses"], check=True)
+
     def logins(self, how, count, limit=-1):
         """Milliseconds that each of `count` logins took; with a limit, they end with the first one within it."""
         if self.run("test -e /root/logins.py").code:

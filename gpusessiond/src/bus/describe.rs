@@ -5,10 +5,10 @@ use serde_json::{Value, json};
 use super::Shared;
 use super::objects::{cuda_version, state_of};
 use crate::config::Class;
-use crate::leases::{DeviceView, LeaseView, ServerView};
+use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
 
-/// Grows by new keys only, within one schema.
-pub(super) fn describe(shared: &Shared) -> Value {
+/// As this user may see it. Grows by new keys only, within one schema.
+pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
     let snapshot = shared.leases.snapshot().borrow().clone();
     let (target, ready) = snapshot.pool();
     let config = shared.settings.get();
@@ -22,7 +22,7 @@ pub(super) fn describe(shared: &Shared) -> Value {
         "boot_allocation_complete": shared.boot_complete(),
         "configuration": config.files,
         "environment": config.environment,
-        "leases": snapshot.leases.iter().filter(|l| super::publisher::shown(l)).map(lease).collect::<Vec<_>>(),
+        "leases": snapshot.leases.iter().filter(|l| super::publisher::shown(l)).map(|l| lease(l, uid)).collect::<Vec<_>>(),
         "servers": snapshot.servers.iter().map(server).collect::<Vec<_>>(),
         "sessions": snapshot.sessions.iter().map(|s| json!({
             "id": s.id,
@@ -35,8 +35,10 @@ pub(super) fn describe(shared: &Shared) -> Value {
     })
 }
 
-fn lease(l: &LeaseView) -> Value {
+fn lease(l: &LeaseView, uid: u32) -> Value {
     let trouble = l.trouble.as_ref();
+    // Programs write the reasons themselves, and nobody has to read those of strangers.
+    let readable = |(failure, _): &&(Failure, u64)| uid == 0 || uid == failure.uid;
     let place = l.waits().and_then(|t| t.place);
     json!({
         "id": l.id,
@@ -61,12 +63,25 @@ fn lease(l: &LeaseView) -> Value {
         "transport_reason": l.transport().1,
         "trouble": trouble.map(|t| &t.message),
         "trouble_kind": trouble.map(|t| t.trouble.as_str()),
+        "failures": l.failures.iter().filter(|f| readable(f)).map(failure).collect::<Vec<_>>(),
         "position": place.map(|p| p.0),
         "waiting": place.map(|p| p.1),
         "retry_in_usec": l.retry_in.map(|d| d.as_micros() as u64),
         "who": l.spec.who,
         "why": l.spec.why,
         "devices": l.devices.iter().map(device).collect::<Vec<_>>(),
+    })
+}
+
+fn failure((failure, usec): &(Failure, u64)) -> Value {
+    json!({
+        "usec": usec,
+        "uid": failure.uid,
+        "user": failure.user,
+        "pid": failure.pid,
+        "program": failure.program,
+        "running": failure.running,
+        "reason": failure.reason,
     })
 }
 

@@ -432,8 +432,8 @@ impl Manager {
         #[zbus(connection)] connection: &Connection,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
-        let _call = Call::begin(&self.shared, connection, &header).await?;
-        Ok(super::describe::describe(&self.shared).to_string())
+        let call = Call::begin(&self.shared, connection, &header).await?;
+        Ok(super::describe::describe(&self.shared, call.uid).to_string())
     }
 
     #[zbus(signal)]

@@ -19,8 +19,8 @@ use super::alarm::Alarm;
 use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time, Wanted};
 use super::readings::{self, Place};
 use super::{
-    Answer, Caller, Change, DeviceView, Granted, LeaseState, LeaseView, Leases, Owner, ServerView, Slot,
-    Snapshot, Spec, Update, Wish,
+    Answer, Caller, Change, DeviceView, Failure, Granted, LeaseState, LeaseView, Leases, Owner, ServerView,
+    Slot, Snapshot, Spec, Update, Wish,
 };
 use crate::access::Gate;
 use crate::config::Class;
@@ -32,6 +32,10 @@ const UNKNOWN_USER: u32 = u32::MAX - 1;
 /// How long a watch pauses before it reconnects, at first and at most.
 const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
+/// How long people are shown that a lease has failed a program, while it serves none.
+const FAILURE_SHOWN: Duration = Duration::from_secs(600);
+/// Of how many users that is kept, for each lease.
+const MAX_FAILURES: usize = 16;
 /// Tries to tell a server that a process has ended.
 const ENDED_TRIES: u32 = 6;
 
@@ -44,6 +48,7 @@ enum Message {
     Places(Caller, Wish, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
+    Became(Slot, u32, Option<Failure>),
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
     Freed(Slot),
     Configure(Vec<Spec>, oneshot::Sender<()>),
@@ -160,6 +165,7 @@ impl Engine {
             drained: Vec::new(),
             said: HashMap::new(),
             refused: HashMap::new(),
+            failures: HashMap::new(),
             lost: HashSet::new(),
             parked: HashSet::new(),
             about: Vec::new(),
@@ -288,6 +294,10 @@ impl Leases for Engine {
         let _ = self.messages.send(Message::Ended(granted));
     }
 
+    fn became(&self, slot: Slot, uid: u32, failure: Option<Failure>) {
+        let _ = self.messages.send(Message::Became(slot, uid, failure));
+    }
+
     async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError> {
         let (pool, lease) = self.holder(slot).await?;
         pool.park(lease, park).await
@@ -399,6 +409,8 @@ struct Actor {
     said: HashMap<Slot, String>,
     /// Why a lease's server gives no worker: said once for each reason, too.
     refused: HashMap<Slot, String>,
+    /// The last program of each user that a lease failed, and when, until it serves another one; the newest last.
+    failures: HashMap<Slot, Vec<(Failure, Time)>>,
     /// Servers and leases whose silence and parking have been said.
     lost: HashSet<usize>,
     parked: HashSet<Slot>,
@@ -473,6 +485,7 @@ impl Actor {
                 let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
             }
             Message::Ended(granted) => self.processes_ended(granted),
+            Message::Became(slot, uid, failure) => self.became(slot, uid, failure),
             Message::Resume(lease, worker, reply) => {
                 let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
                 if let Some(granted) = &granted {
@@ -761,6 +774,7 @@ impl Actor {
                 }
                 Change::Removed { slot, .. } => {
                     self.refused.remove(slot);
+                    self.failures.remove(slot);
                     if let Some(reply) = self.creating.remove(slot) {
                         let _ = reply.send(Err(ended()));
                     }
@@ -914,6 +928,14 @@ impl Actor {
                     },
                     stock: held.map_or(0, |h| h.stock.len()),
                     processes: wanted.processes,
+                    failures: self
+                        .failures
+                        .get(&slot)
+                        .into_iter()
+                        .flatten()
+                        .filter(|(_, at)| now.saturating_sub(*at) < FAILURE_SHOWN)
+                        .map(|(failure, at)| (failure.clone(), at_wall(*at)))
+                        .collect(),
                     idle_timeout_usec: held.map_or(0, |h| h.lease.idle_timeout_usec),
                     idle_since_usec: held
                         .and_then(|h| h.idle_since)
@@ -1188,6 +1210,34 @@ impl Actor {
         Answer::Granted(endpoints, granted)
     }
 
+    /// What became of a user's program; the same of the same one is said once, however often it tries.
+    fn became(&mut self, slot: Slot, uid: u32, failure: Option<Failure>) {
+        let now = self.now();
+        let Some(wanted) = self.machine.slot(slot) else { return };
+        let failures = self.failures.entry(slot).or_default();
+        let before = failures.iter().position(|(f, _)| f.uid == uid).map(|at| failures.remove(at).0);
+        let Some(failure) = failure else { return };
+        if before.as_ref() != Some(&failure) {
+            let lease = wanted.held().map_or(&wanted.spec.name, |held| &held.lease.id);
+            let (event, what) = match failure.running {
+                true => (Event::ProgramLost, "has lost its GPUs"),
+                false => (Event::ProgramUnserved, "could not be served"),
+            };
+            let Failure { pid, program, reason, .. } = &failure;
+            warn!(
+                message_id = event.id(),
+                gpusession_lease = lease,
+                gpusession_user = uid,
+                gpusession_reason = reason,
+                "process {pid} ({program}) of uid {uid} {what}: {reason}"
+            );
+        }
+        if failures.len() == MAX_FAILURES {
+            failures.remove(0);
+        }
+        failures.push((failure, now));
+    }
+
     fn processes_ended(&mut self, granted: Vec<Granted>) {
         let now = self.now();
         for one in granted {
@@ -1247,6 +1297,7 @@ fn same(a: &Snapshot, b: &Snapshot) -> bool {
                 && a.idle_timeout_usec == b.idle_timeout_usec
                 && a.devices.iter().map(shown).eq(b.devices.iter().map(shown))
                 && a.processes == b.processes
+                && a.failures.iter().map(|f| &f.0).eq(b.failures.iter().map(|f| &f.0))
         })
         && a.sessions == b.sessions
         && a.servers.len() == b.servers.len()

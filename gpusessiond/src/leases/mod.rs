@@ -435,6 +435,9 @@ pub struct LeaseView {
     pub stock: usize,
     /// Processes that use it.
     pub processes: usize,
+    /// The last program of each user that it failed lately, if it has served none of that user since; and when, in wall-clock
+    /// microseconds. The newest last.
+    pub failures: Vec<(Failure, u64)>,
     /// Since when nobody uses it, as the server says: wall-clock and since boot, in microseconds; 0 while in use.
     pub idle_since_usec: (u64, u64),
     /// Rest after which the server parks it or takes it back, in microseconds; 0: never, or the server does not say.
@@ -571,6 +574,23 @@ pub struct Granted {
     pub worker: [u8; 16],
 }
 
+/// A program that a lease's GPUs did not serve, or not to its end, in its own words: shown to its user and to root.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// Its user.
+    pub uid: u32,
+    /// User name, if the user database knows one.
+    pub user: String,
+    /// Its process id.
+    pub pid: u32,
+    /// Its name.
+    pub program: String,
+    /// One line, without control characters.
+    pub reason: String,
+    /// It ran on them, and lost them; else it could not begin.
+    pub running: bool,
+}
+
 /// Answer to a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
@@ -617,6 +637,8 @@ pub trait Leases: Send + Sync {
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// The process has ended (or never got its answer).
     fn ended(&self, granted: Vec<Granted>);
+    /// What a user's process says of a lease that was granted to it: that it is served, or not.
+    fn became(&self, slot: Slot, uid: u32, failure: Option<Failure>);
     /// A process that an earlier daemon granted a worker to; `None` if the lease is not there any more.
     async fn resume(&self, lease: &str, worker: [u8; 16]) -> Option<Granted>;
     /// A login session has begun; leases of class `session` that are its user's are held until it ends.

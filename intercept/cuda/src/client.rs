@@ -17,7 +17,7 @@ use crate::devices::{Device, Peer};
 use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
 use crate::streams::Positions;
 use crate::window::{self, Window};
-use crate::{clients, handles, thread, trace};
+use crate::{clients, errors, handles, thread, trace};
 
 /// Windows offered to the worker at once.
 const OFFERED: usize = 3;
@@ -59,11 +59,18 @@ pub struct Client {
 }
 
 /// Why there is no worker.
-pub enum Failed {
-    /// It does not answer; another one may serve.
-    Lost(Lost),
-    /// It says no, with a `CUresult`.
-    Status(i32),
+pub struct Failed {
+    /// What the program is told; none where it does not answer, and another one may serve.
+    pub status: Option<i32>,
+    /// One line for a person.
+    pub reason: String,
+}
+
+impl From<i32> for Failed {
+    fn from(status: i32) -> Self {
+        let name = errors::find(status).map_or("an unknown error".into(), |(name, _)| name.to_string_lossy());
+        Self { status: Some(status), reason: format!("its worker cannot serve this program: {name}") }
+    }
 }
 
 /// The newest CUDA version whose calls this library knows.
@@ -105,6 +112,7 @@ impl gpusession_link::Events for Events {
             client.spoil(DEVICE_UNAVAILABLE);
         }
         trace::why(reason);
+        clients::lost(self.0, reason);
     }
 }
 
@@ -135,35 +143,37 @@ impl Client {
             }
         });
         let made = match opened {
-            Ok((link, reply)) => {
-                let made = Self::greeted(number, link.clone(), &reply, &windows);
-                made.inspect_err(|_| link.close()).map_err(Failed::Status)
-            }
-            Err(lost) => Err(Failed::Lost(lost)),
+            Ok((link, reply)) => Self::greeted(number, link.clone(), &reply, &windows).map_err(|failed| {
+                link.close();
+                Failed { reason: format!("server {}: {}", link.server, failed.reason), ..failed }
+            }),
+            Err(lost) => Err(Failed { status: None, reason: lost.0 }),
         };
         let taken = made.as_ref().map_or(0, |client| client.whole_window.start);
         windows.into_iter().filter(|base| *base != taken).for_each(window::withdraw);
         made
     }
 
-    fn greeted(number: u8, link: Arc<Link>, reply: &Reply, offered: &[u64]) -> Result<Self> {
+    fn greeted(
+        number: u8,
+        link: Arc<Link>,
+        reply: &Reply,
+        offered: &[u64],
+    ) -> std::result::Result<Self, Failed> {
         if reply.status != 0 {
-            return Err(reply.status);
+            return Err(reply.status.into());
         }
         let mut r = reply.reader();
         let _secret = string(&mut r)?;
         let base = word(&mut r)?;
         if !offered.contains(&base) {
-            trace::why(&format!(
-                "server {} could not reserve any of the offered address windows",
-                link.server
-            ));
-            return Err(SYSTEM_NOT_READY);
+            let reason = "its worker could not reserve any of the offered address windows".into();
+            return Err(Failed { status: Some(SYSTEM_NOT_READY), reason });
         }
         let driver_version = word(&mut r)? as i32;
         let count = word(&mut r)?;
         if count > u64::from(handles::FIRST_CREATED) {
-            return Err(UNKNOWN);
+            return Err(UNKNOWN.into());
         }
         let mut devices = (0..count as u32)
             .map(|local| Device::read(&mut r, local))

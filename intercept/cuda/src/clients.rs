@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use gpusession_link::grant;
+use gpusession_link::grant::{self, Grant};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 use gpusession_proto::readings::tell_apart;
@@ -28,6 +28,8 @@ struct Clients {
     more: Vec<Client>,
     /// The program's devices in its order: number of the client, ordinal there.
     visible: Vec<(u8, u32)>,
+    /// What the daemon gave; held for as long as the process lives.
+    grant: Grant,
 }
 
 static CLIENTS: OnceLock<std::result::Result<Clients, i32>> = OnceLock::new();
@@ -111,6 +113,13 @@ pub fn even_in_host_function() -> Result<&'static Client> {
 /// A client by number, as the link's own threads know it: none before `cuInit` has succeeded.
 pub fn by_number(number: u8) -> Option<&'static Client> {
     CLIENTS.get()?.as_ref().ok()?.by_number(number)
+}
+
+/// A client's worker is gone: for those who ask the daemon what became of the program. Before `cuInit` has succeeded it says so itself.
+pub fn lost(number: u8, reason: &str) {
+    if let Some(Ok(clients)) = CLIENTS.get() {
+        clients.grant.lost(number.into(), reason);
+    }
 }
 
 /// Whether there are several clients.
@@ -197,12 +206,13 @@ const ATTEMPTS: u32 = 3;
 const ATTEMPTS_FOR: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// A client for each endpoint; with those that are there already each ends when one fails.
-fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, Failed> {
+/// A client for each endpoint; with those that are there already each ends when one fails, whose number is told.
+fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)> {
     if endpoints.len() > MOST {
         trace::why(&format!("the program has {} leases: only the first {MOST} are used", endpoints.len()));
     }
-    (0..).zip(endpoints.iter().take(MOST)).map(|(number, endpoint)| Client::open(endpoint, number)).collect()
+    let one = |(number, endpoint)| Client::open(endpoint, number).map_err(|failed| (number, failed));
+    (0..).zip(endpoints.iter().take(MOST)).map(one).collect()
 }
 
 impl Clients {
@@ -215,11 +225,16 @@ impl Clients {
             })?;
             match open(&grant.endpoints) {
                 Ok(clients) => {
-                    let _ = grant.keep();
-                    return Self::new(clients);
+                    grant.served();
+                    return Self::new(clients, grant);
                 }
-                Err(Failed::Status(status)) => return Err(status),
-                Err(Failed::Lost(lost)) => trace::why(&lost.0),
+                Err((number, Failed { status, reason })) => {
+                    trace::why(&reason);
+                    grant.unserved(number.into(), &reason);
+                    if let Some(status) = status {
+                        return Err(status);
+                    }
+                }
             }
             if attempt == ATTEMPTS || begun.elapsed() > ATTEMPTS_FOR {
                 break;
@@ -229,7 +244,7 @@ impl Clients {
         Err(SYSTEM_NOT_READY)
     }
 
-    fn new(mut clients: Vec<Client>) -> Result<Self> {
+    fn new(mut clients: Vec<Client>, grant: Grant) -> Result<Self> {
         let mut devices: Vec<_> =
             clients.iter_mut().flat_map(|c| c.devices.iter_mut().map(|d| (c.number, d))).collect();
         let pci: Vec<_> =
@@ -252,7 +267,7 @@ impl Clients {
         }
         let more = clients.split_off(1);
         let first = clients.pop().ok_or(INVALID_DEVICE)?;
-        Ok(Self { first, more, visible })
+        Ok(Self { first, more, visible, grant })
     }
 
     fn all(&self) -> impl Iterator<Item = &Client> {

@@ -1,16 +1,18 @@
 //! Asking the client daemon for a worker, or about the GPUs.
 
 use std::io::{self, Read, Write};
-use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gpusession_proto::grant::{Denial, Endpoint, Reply, Request, VERSION, Want};
+use gpusession_proto::grant::{Denial, Endpoint, MAX_REASON, Outcome, Reply, Request, VERSION, Want};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, View};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, send, setsockopt, socket, sockopt,
+};
+use nix::sys::stat::fstat;
 use nix::sys::time::{TimeVal, TimeValLike};
 
 /// Where the daemon listens unless `GPUSESSION_SOCKET` says otherwise.
@@ -23,18 +25,51 @@ const READINGS_PATIENCE: Duration = Duration::from_secs(15);
 /// The daemon asks nobody for a version.
 const VERSION_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended.
+/// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended. Whoever
+/// uses the workers keeps it for as long as the process lives.
 pub struct Grant {
     /// One for each lease, in device order.
     pub endpoints: Vec<Endpoint>,
     connection: OwnedFd,
+    inode: Option<u64>,
 }
 
 impl Grant {
-    /// Keeps the connection open for as long as the process lives.
-    pub fn keep(self) -> Vec<Endpoint> {
-        let _ = ManuallyDrop::new(self.connection);
-        self.endpoints
+    fn new(endpoints: Vec<Endpoint>, connection: OwnedFd) -> Self {
+        let inode = fstat(&connection).ok().map(|about| about.st_ino);
+        Self { endpoints, connection, inode }
+    }
+
+    /// All workers serve the program.
+    pub fn served(&self) {
+        self.tell(&Outcome::Served);
+    }
+
+    /// The worker of this number could not be had: none of the grant is used.
+    pub fn unserved(self, endpoint: usize, reason: &str) {
+        let (lease, reason) = self.about(endpoint, reason);
+        self.tell(&Outcome::Unserved { lease, reason });
+    }
+
+    /// The worker of this number is gone.
+    pub fn lost(&self, endpoint: usize, reason: &str) {
+        let (lease, reason) = self.about(endpoint, reason);
+        self.tell(&Outcome::Lost { lease, reason });
+    }
+
+    fn about(&self, endpoint: usize, reason: &str) -> (String, String) {
+        let lease = self.endpoints.get(endpoint).map(|e| e.lease.clone()).unwrap_or_default();
+        (lease, reason.chars().take(MAX_REASON).collect())
+    }
+
+    /// For people who ask the daemon later: the program waits for nothing here, and goes on without.
+    fn tell(&self, outcome: &Outcome) {
+        // A program may have closed all its descriptors, and this one's number may be something of its own by now.
+        let still_ours = fstat(&self.connection).is_ok_and(|about| Some(about.st_ino) == self.inode);
+        if still_ours {
+            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+            let _ = send(self.connection.as_raw_fd(), &message::encode(outcome), flags);
+        }
     }
 }
 
@@ -72,7 +107,7 @@ pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
         (Reply::Granted(endpoints), _) if endpoints.is_empty() => {
             Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
         }
-        (Reply::Granted(endpoints), connection) => Ok(Grant { endpoints, connection }),
+        (Reply::Granted(endpoints), connection) => Ok(Grant::new(endpoints, connection)),
         (reply, _) => Err(refused(reply)),
     }
 }

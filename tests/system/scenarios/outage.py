@@ -1,4 +1,6 @@
 """Boots while the servers are out of reach, and the other direction: they come back, GPUs appear by themselves."""
+import json
+
 from harness import expect
 
 ORDER = 50
@@ -62,6 +64,31 @@ def run(site, check):
         expect(client.until("grep status /run/shell.out && cat /run/shell.out", 20), "sums right")
     with check("and the journal that it answers again"):
         client.until("journalctl -b -t gpusessiond MESSAGE_ID=e377d21fb9aa491e9c2ccdce898d5c6f --no-pager -o cat | grep 'answers again'", 20)
+    with check("where only the data port is closed, status and the journal say what a program could not reach, to its user and root") as note:
+        with server.refuses(7602):
+            expect(client.fails("ssh alice@client vectorAdd", timeout=60), "cudaErrorSystemNotReady")
+            line = client.ok("gpusession status | grep -o '! .*could not be served.*'")
+            assert all(words in line for words in ("(vectorAdd) of alice", "server gpu1 at ", ":7602: Connection refused")), line
+            note(line)
+            expect(client.ok("ssh alice@client gpusession status"), "could not be served")
+            assert "could not be served" not in client.ok("ssh bob@client gpusession status")
+            told = client.ok("journalctl -b -x -t gpusessiond MESSAGE_ID=5d0f6a3b1c7e4b0c9a52e8f4d7316ab9 --no-pager")
+            assert all(words in told for words in ("A program could not reach its GPUs", ":7602: Connection refused", "programs need port 7602")), told
+            assert told.count("could not be served") == 1, f"once for one program: {told}"
+            assert not json.loads(client.ok("gpusession status --json"))["leases"][0]["processes"], "its workers went back"
+    with check("until it is open again"):
+        expect(client.ok("ssh alice@client vectorAdd"), "sums right")
+        assert "could not be served" not in client.ok("gpusession status")
+    with check("a program that loses its worker while it runs is named, too"):
+        client.start("victim", "(echo fail; sleep 100) | python3 /usr/local/bin/idle_program.py 0.1", user="alice")
+        client.until("grep -q ready /run/victim.out", 20)
+        workers = [w for w in json.loads(server.ok("gpuserver ps --json"))["workers"] if w["program"] == "python3"]
+        server.ok(f"kill -9 {workers[0]['pid']}")
+        client.until("grep 'failed 46' /run/victim.out", 20)
+        line = client.until("gpusession status | grep -o '! .*lost its GPUs.*'", 5)
+        assert "(python3) of alice" in line and "connection to gpu1 lost" in line, line
+        note(line)
+        client.ok("journalctl -b -t gpusessiond MESSAGE_ID=0e9b7c52f8d64a6fb3714c2d95ea08f3 --no-pager | grep 'has lost its GPUs'; systemctl stop victim")
     with check("and the unit that waited for gpusession-ready.target has started"):
         client.until("systemctl is-active needs-gpus", 20)
         client.ok("rm /root/slow; systemctl disable --now needs-gpus slow-network; "
