@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use crate::usage::DEVICES;
+
 /// What to do with images that hold machine code only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CubinPolicy {
@@ -120,7 +122,7 @@ impl Config {
     fn set(&mut self, key: &str, value: &str) -> bool {
         let mut apply = || -> Option<()> {
             match key {
-                "devices" => self.devices = number(value).filter(|n| *n <= 16)? as u32,
+                "devices" => self.devices = number(value).filter(|n| *n <= DEVICES as u64)? as u32,
                 "memory" => self.memory = size(value)?,
                 "context" => self.context = size(value)?,
                 "name" => self.name = value.into(),

@@ -11,7 +11,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub const DEVICES: usize = 16;
+/// Most devices of a machine.
+pub const DEVICES: usize = 128;
 const ENTRIES: usize = 512;
 const WORDS: usize = 2 + DEVICES;
 /// After the entries: how many faults there were, then the last of them.
@@ -41,7 +42,7 @@ pub struct Fault {
 pub struct Usage {
     file: Option<File>,
     words: *const AtomicU64,
-    /// Kept when the file cannot be had.
+    /// In place of a file that cannot be had.
     own: Box<[AtomicU64]>,
 }
 
@@ -72,8 +73,7 @@ fn start_time(pid: u32) -> Option<u64> {
 
 impl Usage {
     pub fn open(config: &Config) -> Arc<Usage> {
-        let own = (0..ALL_WORDS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
-        let mut usage = Usage { file: None, words: own.as_ptr(), own };
+        let mut usage = Usage { file: None, words: std::ptr::null(), own: Box::default() };
         let bytes = ALL_WORDS * 8;
         let options = OpenOptions::new()
             .read(true)
@@ -102,12 +102,15 @@ impl Usage {
                 usage.file = Some(file);
             }
         }
+        if usage.words.is_null() {
+            usage.own = (0..ALL_WORDS).map(|_| AtomicU64::new(0)).collect();
+            usage.words = usage.own.as_ptr();
+        }
         Arc::new(usage)
     }
 
     fn word(&self, entry: usize, word: usize) -> &AtomicU64 {
         debug_assert!(entry < ENTRIES && word < WORDS);
-        let _ = &self.own;
         // SAFETY: the index is inside the table, which is mapped (or `own`).
         unsafe { &*self.words.add(entry * WORDS + word) }
     }
