@@ -31,7 +31,7 @@ use super::watch::{Events, Watches};
 use crate::accounting::{Accounting, Kind, Record};
 use crate::admin;
 use crate::clock::{Clock, Moment, Random};
-use crate::config::{Config, is_live};
+use crate::config::{Config, Origin, is_live};
 use crate::guard::{Certificate, Peer};
 use crate::idle::OnIdle;
 use crate::lease::{
@@ -299,7 +299,18 @@ impl Pool {
             std::fs::create_dir_all(folder).map_err(|e| failed(&format!("{}: {e}", folder.display())))?;
         }
         store::write_bytes(&path, text.as_bytes(), 0o640).map_err(|e| failed(&e))?;
-        match self.read_again().await {
+        let mut outcome = self.read_again().await;
+        if let (Ok(_), Some(_), origin) = (&outcome, value, self.config().origin(key))
+            && !matches!(&origin, Origin::Default)
+            && !matches!(&origin, Origin::File(file, _) if *file == path)
+        {
+            outcome = Err(No {
+                code: "failed".into(),
+                message: format!("{origin} sets {key}, and is read after {}", path.display()),
+                hint: "change it there, and `systemctl reload gpuserver`".into(),
+            });
+        }
+        match outcome {
             Ok(changed) => Ok(changed),
             Err(refusal) => {
                 let restored = match before {

@@ -603,6 +603,14 @@ async fn the_configuration_changes_while_running() {
         assert!(said.contains(text) || said.contains("unknown key"), "{said}");
         assert_eq!(get(&server, "warm_workers").0, "3");
     }
+    // Nor does what a later file overrules.
+    let runtime = std::fs::read_to_string(server.path("gpuserver.d/90-runtime.toml")).unwrap();
+    std::fs::write(server.path("gpuserver.d/site.toml"), "park_after = \"7min\"\n").unwrap();
+    let output = server.verb(&["config", "set", "park_after", "9min"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("site.toml:1 sets park_after"), "{said}");
+    assert_eq!(std::fs::read_to_string(server.path("gpuserver.d/90-runtime.toml")).unwrap(), runtime);
+    std::fs::remove_file(server.path("gpuserver.d/site.toml")).unwrap();
     // SIGHUP: a bad file changes nothing, a good one does.
     let running = server.json(&["status"])["server"]["pid"].as_i64().unwrap();
     let hup = || kill(nix::unistd::Pid::from_raw(running as i32), Signal::SIGHUP).unwrap();
