@@ -322,6 +322,9 @@ pub struct PsRow {
     pub gpu_indices: Vec<usize>,
     /// Device memory that its process has of the lease's, its context included.
     pub memory_bytes: u64,
+    /// How much of it the worker was never granted: code, stacks, the driver's own.
+    #[serde(default)]
+    pub unasked_bytes: u64,
     /// Driver calls, as the worker says.
     pub calls: u64,
     /// Copied to the device.
@@ -730,6 +733,7 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         gpu_indices: w.gpus.iter().filter_map(index).collect(),
         gpus: w.gpus,
         memory_bytes: w.memory_bytes,
+        unasked_bytes: w.unasked_bytes,
         calls: w.usage.calls,
         bytes_to_device: w.usage.bytes_to_device,
         bytes_from_device: w.usage.bytes_from_device,

@@ -6,6 +6,7 @@
     line `long`       launches a kernel of about a minute, prints `launched CODE`
     line `contexts N` makes so many contexts more, or as many as it can, prints `contexts MADE CODE`
     line `alloc MIB`  takes device memory, prints `alloc CODE`
+    line `free`       gives the last of that back, prints `free CODE`
     line `fault`      writes to an address that is not there, prints `fault CODE`
     line `check`      waits for the GPU, prints `state CODE`
     line `devices`    prints `devices UUID...` of all that there are
@@ -54,7 +55,7 @@ class Program:
         self.cuda = ctypes.CDLL("libcuda.so.1")
         self.must("cuInit", 0)
         context, module, total = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        self.kernel, self.out = ctypes.c_void_p(), ctypes.c_uint64()
+        self.kernel, self.out, self.taken = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
         self.must("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         self.must("cuCtxSetCurrent", context)
         self.must("cuDeviceTotalMem_v2", ctypes.byref(total), 0)
@@ -119,8 +120,10 @@ class Program:
         elif words[0] == "contexts":
             print("contexts", *self.contexts(int(words[1])), flush=True)
         elif words[0] == "alloc":
-            address = ctypes.c_uint64()
-            print("alloc", self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(int(words[1]) << 20)), flush=True)
+            self.taken = ctypes.c_uint64()
+            print("alloc", self.call("cuMemAlloc_v2", ctypes.byref(self.taken), ctypes.c_size_t(int(words[1]) << 20)), flush=True)
+        elif words[0] == "free":
+            print("free", self.call("cuMemFree_v2", self.taken), flush=True)
         elif words[0] == "fault":
             code = self.launch(1, 1, 16)
             print("fault", code or self.call("cuCtxSynchronize"), flush=True)

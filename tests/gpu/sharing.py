@@ -30,10 +30,11 @@ class Sharing(mps.Mps):
     def programs_of_one(self):
         """Four programs of one lease have its memory together."""
         four = self.start(["lease_programs.py", "memory"], lease=("--memory", "50%"))
-        codes = [four.expect("codes").split()[1:] for _ in range(2)]
+        codes = [four.expect("codes").split()[1:] for _ in range(3)]
         four.end()
         self.check("four programs of a lease, 40 % each: two get it", codes[0] == ["0", "0", "2", "2"])
-        self.check("when one ends, another gets it", codes[1] == ["0"])
+        self.check("what one gives back, another gets at once", codes[1] == ["0"])
+        self.check("when one ends, another gets it", codes[2] == ["0"])
         self.wait_for_no_lease()
 
     def contexts(self):

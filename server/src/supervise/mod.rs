@@ -187,6 +187,8 @@ pub struct WorkerView {
     pub isolation: String,
     /// Device memory that its process has of the lease's, its context included.
     pub memory_bytes: u64,
+    /// How much of it the worker was never granted: code, stacks, the driver's own.
+    pub unasked_bytes: u64,
     /// Since when it exists.
     pub age: Duration,
 }
@@ -995,6 +997,9 @@ impl Supervisor {
         let now = self.0.clock.now();
         let state = self.state();
         let State { workers, leases, .. } = &*state;
+        let counted = |lease: &str, of: &dyn Fn(&Ledger, usize) -> u64| {
+            leases.get(lease).map_or(0, |l| (0..l.ledger.devices().len()).map(|d| of(&l.ledger, d)).sum())
+        };
         let view = |(id, w): (&WorkerId, &Worker)| WorkerView {
             id: *id,
             pid: w.pid,
@@ -1007,9 +1012,8 @@ impl Supervisor {
             gpus: w.gpus.clone(),
             usage: w.usage,
             isolation: w.isolation.clone(),
-            memory_bytes: leases
-                .get(&w.lease)
-                .map_or(0, |l| (0..l.ledger.devices().len()).map(|device| l.ledger.of(id, device)).sum()),
+            memory_bytes: counted(&w.lease, &|ledger, device| ledger.of(id, device)),
+            unasked_bytes: counted(&w.lease, &|ledger, device| ledger.unasked(id, device)),
             age: now.saturating_sub(w.since),
         };
         let mut out: Vec<_> = workers.iter().map(view).collect();
@@ -1104,11 +1108,7 @@ impl Supervisor {
                 stop(id, worker, "its process uses a GPU that its lease does not have");
             }
         }
-        let offenders: Vec<_> = leases
-            .values()
-            .flat_map(|l| l.ledger.offenders())
-            .map(|(id, _, unasked)| (id, unasked))
-            .collect();
+        let offenders: Vec<_> = leases.values().flat_map(|l| l.ledger.offenders()).collect();
         for (id, unasked) in offenders {
             if let Some(worker) = workers.get_mut(&id) {
                 warn!(

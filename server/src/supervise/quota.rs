@@ -16,9 +16,11 @@ use crate::clock::Moment;
 const CHUNK: u64 = 64 << 20;
 /// A worker that does not answer a recall by then keeps what it has.
 const RECALL_LIMIT: Duration = Duration::from_secs(1);
-/// Memory that a process may have on a device though its worker never asked for it: code of modules, stacks of kernels, the
-/// driver's own. A worker that has more while its lease is over its limit does not keep to its grants.
+/// How far a lease may be over its limit on a device, by what processes have though their workers never asked for it: code of
+/// modules, stacks of kernels, the driver's own. The first process may take so much, each further one what is below.
 pub const UNASKED: u64 = 1 << 30;
+/// See [`UNASKED`].
+pub const UNASKED_EACH: u64 = 256 << 20;
 
 /// What to tell a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,6 +112,18 @@ impl Ledger {
             (Some(held), Some(limit)) => Self::charged(limit, held),
             _ => 0,
         }
+    }
+
+    /// How many of them it was never granted, its context aside.
+    pub fn unasked(&self, worker: &WorkerId, device: usize) -> u64 {
+        match (self.held.get(worker).and_then(|h| h.get(device)), self.devices.get(device)) {
+            (Some(held), Some(limit)) => Self::beyond(limit, held),
+            _ => 0,
+        }
+    }
+
+    fn beyond(limit: &DeviceLimit, held: &Held) -> u64 {
+        held.real.saturating_sub(held.granted.saturating_add(limit.context_bytes))
     }
 
     /// The most that a worker's process had on all devices together.
@@ -204,7 +218,12 @@ impl Ledger {
 
     /// A worker gives memory back; an answer to a recall does so even if it is nothing.
     pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<Say> {
-        if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize)) {
+        let limit = self.devices.get(device as usize);
+        let held = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize));
+        if let (Some(limit), Some(held)) = (limit, held) {
+            // What it had not used is in no reading; the rest is free before the next one says so.
+            let unused = held.granted.saturating_add(limit.context_bytes).saturating_sub(held.real);
+            held.real = held.real.saturating_sub(bytes.saturating_sub(unused));
             held.granted = held.granted.saturating_sub(bytes);
         }
         for asking in self.asking.iter_mut().filter(|a| a.device == device as usize) {
@@ -248,20 +267,25 @@ impl Ledger {
         self.marked(worker, device);
     }
 
-    /// Workers whose processes have memory that they never asked for, on a device where the lease is over its limit.
-    pub fn offenders(&self) -> Vec<(WorkerId, usize, u64)> {
-        let mut out = Vec::new();
+    /// Workers to be ended so that no lease is over its limit by more than it may be: those whose processes have the most that
+    /// they never asked for, with how much that is.
+    pub fn offenders(&self) -> Vec<(WorkerId, u64)> {
+        let mut out: Vec<(WorkerId, u64)> = Vec::new();
         for (device, limit) in self.devices.iter().enumerate() {
-            if self.used(device) <= limit.memory_bytes {
-                continue;
-            }
-            for (id, held) in &self.held {
-                let unasked = held[device]
-                    .real
-                    .saturating_sub(held[device].granted.saturating_add(limit.context_bytes));
-                if unasked > UNASKED {
-                    out.push((*id, device, unasked));
-                }
+            let unasked = |held: &Vec<Held>| Self::beyond(limit, &held[device]);
+            let mut staying: Vec<_> =
+                self.held.iter().filter(|(id, _)| out.iter().all(|(ended, _)| ended != *id)).collect();
+            staying.sort_by_key(|(_, held)| unasked(held));
+            let over = |staying: &[(&WorkerId, &Vec<Held>)]| {
+                let used = staying.iter().map(|(_, held)| Self::charged(limit, &held[device]));
+                let further = staying.len().saturating_sub(1) as u64;
+                let most = limit.memory_bytes.saturating_add(UNASKED + further * UNASKED_EACH);
+                used.fold(0, u64::saturating_add) > most
+            };
+            while over(&staying)
+                && let Some((id, held)) = staying.pop().filter(|(_, held)| unasked(held) > 0)
+            {
+                out.push((*id, unasked(held)));
             }
         }
         out
@@ -393,10 +417,54 @@ mod tests {
         assert_eq!(l.used(0), 1400 * MIB);
         // More than it ever asked for, and the lease is over its limit.
         l.reading(&[2; 16], 0, 3800 * MIB);
-        assert_eq!(l.offenders(), [([2; 16], 0, 3300 * MIB)]);
-        assert_eq!(l.peak(&[2; 16]), 3800 * MIB);
+        assert_eq!(l.used(0), 4700 * MIB);
+        assert!(l.offenders().is_empty(), "two programs may have 1.25 GiB more together");
+        l.reading(&[2; 16], 0, 4500 * MIB);
+        assert_eq!((l.offenders(), l.unasked(&[2; 16], 0)), (vec![([2; 16], 4000 * MIB)], 4000 * MIB));
+        assert_eq!(l.peak(&[2; 16]), 4500 * MIB);
         l.reading(&[2; 16], 0, 500 * MIB);
         assert!(l.offenders().is_empty());
+    }
+
+    #[test]
+    fn what_is_given_back_is_free_before_the_next_reading() {
+        let mut l = ledger(1024 * MIB, 100 * MIB);
+        l.admit([1; 16]);
+        l.admit([2; 16]);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 640 * MIB, T)), 640 * MIB);
+        // All of it in use, and the driver has taken some for itself.
+        l.reading(&[1; 16], 0, 790 * MIB);
+        assert_eq!(l.ask([2; 16], 0, 1, 512 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+        assert_eq!(granted(&l.returned(&[1; 16], 0, 600 * MIB)), 512 * MIB);
+        assert_eq!((l.of(&[1; 16], 0), l.unasked(&[1; 16], 0)), (190 * MIB, 50 * MIB));
+        // What was granted and never used is in no reading.
+        let mut l = ledger(1024 * MIB, 100 * MIB);
+        l.admit([1; 16]);
+        l.ask([1; 16], 0, 1, 640 * MIB, T);
+        l.reading(&[1; 16], 0, 300 * MIB);
+        l.returned(&[1; 16], 0, 440 * MIB);
+        assert_eq!(l.of(&[1; 16], 0), 300 * MIB);
+    }
+
+    #[test]
+    fn a_lease_is_brought_back_to_its_limit_by_those_who_are_beyond_their_grants() {
+        let mut l = ledger(4096 * MIB, 0);
+        for n in 1..=6 {
+            l.admit([n; 16]);
+        }
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 4096 * MIB, T)), 4096 * MIB);
+        // 1 GiB for the first, 256 MiB for each of the five others.
+        for n in 2..=6 {
+            l.reading(&[n; 16], 0, 460 * MIB);
+        }
+        assert!(l.offenders().is_empty(), "each less than a GiB, and together not too much");
+        l.reading(&[6; 16], 0, 500 * MIB);
+        assert_eq!(l.offenders(), [([6; 16], 500 * MIB)], "together too much: the one that has the most");
+        for n in 2..=6 {
+            l.reading(&[n; 16], 0, 1000 * MIB);
+        }
+        assert_eq!(l.offenders().len(), 4, "as many as it takes, and who keeps to its grants stays");
+        assert!(l.offenders().iter().all(|(id, _)| *id != [1; 16]));
     }
 
     proptest! {
