@@ -174,8 +174,8 @@ async fn complain(engine: &dyn Leases, slot: Slot) {
     let mut snapshot = engine.snapshot();
     let over = |s: &Arc<Snapshot>| s.leases.iter().all(|l| l.slot != slot || l.processes == 0);
     let _ = tokio::time::timeout(LAST_WORDS, snapshot.wait_for(over)).await;
-    let leases = snapshot.borrow().leases.clone();
-    for (failure, _) in leases.iter().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
+    let last = snapshot.borrow().clone();
+    for (failure, _) in last.leases.iter().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
         let what = if failure.running { "lost its GPUs" } else { "could not be served" };
         eprintln!("gpusession: process {} ({}) {what}: {}", failure.pid, failure.program, failure.reason);
     }

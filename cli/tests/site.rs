@@ -422,6 +422,11 @@ fn a_gpu_that_fails_is_taken_out_and_its_leases_go_elsewhere() {
         (gpu["state"].as_str().unwrap().to_owned(), gpu["reason"].as_str().unwrap_or_default().to_owned())
     };
 
+    site.until("what NVML says of the GPUs", |site| {
+        let known =
+            |gpu: &serde_json::Value| gpu["used_bytes"].is_u64() && gpu["utilization_percent"].is_u64();
+        gpus(site).iter().all(known).then_some(())
+    });
     // A program's own fault is nobody else's business; with it the monitor listens.
     site.fault(holder as u32, XID, 31);
     assert_eq!(state(&site, holder).0, "leased");
@@ -617,7 +622,7 @@ fn data_without_encryption_is_shown_on_both_ends() {
     use std::io::Write as _;
     let mut site = Site::new();
     let mut file = std::fs::File::options().append(true).open(site.path("gpuserver.toml")).unwrap();
-    writeln!(file, "encryption = \"off\"").unwrap();
+    writeln!(file, "encryption = \"off\"\ntrusted_networks = [\"127.0.0.0/8\"]").unwrap();
     let _server = site.start_server();
     site.configure("[[lease]]\n", &site.token());
     let _daemon = site.start_daemon();

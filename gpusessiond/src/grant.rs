@@ -269,7 +269,7 @@ impl Server {
             access: person.access,
             session: session.map(|s| s.id.clone()),
         };
-        let program: String = request.program.chars().filter(|c| !c.is_control()).take(MAX_PROGRAM).collect();
+        let program = printable(&request.program, MAX_PROGRAM);
         let wish = Wish {
             lease: request.lease.filter(|l| !l.is_empty()),
             program,
@@ -375,13 +375,13 @@ impl Server {
         caller: &Caller,
         program: &str,
     ) {
-        let granted = guard.granted.clone();
+        let mut granted = guard.granted.clone();
         let mut outcomes = Outcomes::default();
         loop {
             tokio::select! {
                 biased;
                 outcome = outcomes.next(&stream) => match outcome {
-                    Some(outcome) => if !self.became(outcome, &granted, caller, program) {
+                    Some(outcome) => if !self.became(outcome, &mut granted, caller, program) {
                         break;
                     },
                     None => {
@@ -399,28 +399,30 @@ impl Server {
         // Its last words may still lie in the socket; a child that has inherited the connection keeps nobody waiting.
         let rest = async {
             while let Some(outcome) = outcomes.next(&stream).await {
-                self.became(outcome, &granted, caller, program);
+                self.became(outcome, &mut granted, caller, program);
             }
         };
         let _ = tokio::time::timeout(LAST_WORDS, rest).await;
     }
 
-    /// Passes on what a process says of its workers; whether it goes on with them.
-    fn became(&self, outcome: Outcome, granted: &[Granted], caller: &Caller, program: &str) -> bool {
+    /// Passes on what a process says of its workers, one failure of each; whether it goes on with them.
+    fn became(&self, outcome: Outcome, granted: &mut Vec<Granted>, caller: &Caller, program: &str) -> bool {
         let (lease, reason, running) = match outcome {
             Outcome::Served => {
                 granted.iter().for_each(|one| self.leases.became(one.slot, caller.uid, None));
                 return true;
             }
-            Outcome::Unserved { lease, reason } => (lease, reason, false),
+            Outcome::Unserved { again: true, .. } => return false,
+            Outcome::Unserved { lease, reason, .. } => (lease, reason, false),
             Outcome::Lost { lease, reason } => (lease, reason, true),
         };
-        if let Some(one) = granted.iter().find(|one| one.lease == lease) {
-            let reason = reason.chars().filter(|c| !c.is_control()).take(MAX_REASON).collect();
+        if let Some(at) = granted.iter().position(|one| one.lease == lease) {
+            let slot = granted.swap_remove(at).slot;
             let (uid, pid, program) = (caller.uid, caller.pid, program.to_owned());
             let user = caller.user.clone().unwrap_or_default();
-            let failure = Failure { uid, user, pid, program, reason, running };
-            self.leases.became(one.slot, uid, Some(failure));
+            let failure =
+                Failure { uid, user, pid, program, reason: printable(&reason, MAX_REASON), running };
+            self.leases.became(slot, uid, Some(failure));
         }
         running
     }
@@ -460,6 +462,15 @@ impl Drop for Guard {
         }
         self.leases.ended(std::mem::take(&mut self.granted));
     }
+}
+
+/// What people may be shown of a stranger's words: so many characters, and none that moves others about on a terminal.
+fn printable(text: &str, most: usize) -> String {
+    let moves = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}'..='\u{200f}')
+    };
+    text.chars().filter(|c| !moves(*c)).take(most).collect()
 }
 
 async fn read_request(stream: &mut UnixStream, limit: usize) -> io::Result<Request> {

@@ -143,17 +143,24 @@ async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served
     };
 
     let (lease, mut first) = granted().await;
-    let reason = "server gpu-a at 10.0.0.1:7602: refused\n\u{1b}[31m".to_owned();
-    first.write_all(&message::encode(&Outcome::Unserved { lease: lease.clone(), reason })).unwrap();
+    let reason = "server gpu-a at 10.0.0.1:7602: refused\n\u{1b}[31m\u{202e}".to_owned();
+    let unserved = |again| Outcome::Unserved { lease: lease.clone(), reason: reason.clone(), again };
+    // It tries again: its worker goes back, and nobody is told.
+    let (_, mut before) = granted().await;
+    before.write_all(&message::encode(&unserved(true))).unwrap();
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
+    assert_eq!(failures(&engine.snapshot().borrow()), []);
+    first.write_all(&message::encode(&unserved(false))).unwrap();
     until(&engine, |s| !s.leases[0].failures.is_empty()).await;
     let unserved = (me, false, "server gpu-a at 10.0.0.1:7602: refused[31m".to_owned());
     assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
     // This test is the process, and runs on: its worker goes back all the same, and it is not counted any more.
-    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
+    tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 2)).await.expect("at once");
     until(&engine, |s| s.leases[0].processes == 0).await;
 
     let (_, mut second) = granted().await;
-    let (served, lost) = (Outcome::Served, Outcome::Lost { lease, reason: "END: fault".into() });
+    let (served, lost) =
+        (Outcome::Served, Outcome::Lost { lease: lease.clone(), reason: "END: fault".into() });
     second.write_all(&message::encode(&served)).unwrap();
     until(&engine, |s| s.leases[0].failures.is_empty()).await;
     // In pieces, and with the end of the connection behind them.
@@ -174,7 +181,8 @@ async fn nonsense_about_workers_changes_nothing() {
     want(&engine, &config).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     let unserved = |lease: &str| {
-        message::encode(&Outcome::Unserved { lease: lease.to_owned(), reason: "nonsense".into() })
+        let reason = "nonsense".into();
+        message::encode(&Outcome::Unserved { lease: lease.to_owned(), reason, again: false })
     };
     let many = message::encode(&Outcome::Served).repeat(MAX_OUTCOMES);
     let long = message::encode(&Outcome::Lost { lease: String::new(), reason: "x".repeat(MAX_OUTCOME) });

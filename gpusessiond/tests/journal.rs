@@ -145,7 +145,10 @@ async fn each_event_says_whom_it_concerns_and_why() {
     let open = GrantSocket::start(&engine, &config, Limits::default());
     let about = || ("second".to_owned(), "refused".to_owned());
     for (event, outcome) in [
-        (Event::ProgramUnserved, (|(lease, reason)| Outcome::Unserved { lease, reason }) as fn(_) -> _),
+        (
+            Event::ProgramUnserved,
+            (|(lease, reason)| Outcome::Unserved { lease, reason, again: false }) as fn(_) -> _,
+        ),
         (Event::ProgramLost, |(lease, reason)| Outcome::Lost { lease, reason }),
     ] {
         let (reply, mut connection) = ask_async(&open.path, request()).await;

@@ -88,6 +88,8 @@ pub enum Outcome {
         lease: String,
         /// One line for a person.
         reason: String,
+        /// The library asks for others now; else the program hears of it.
+        again: bool,
     },
     /// One of them is gone while the program used it.
     Lost {

@@ -84,7 +84,8 @@ events! {
     /// A program could not use the GPUs that were granted to it.
     ProgramUnserved = 0x5d0f6a3b1c7e4b0c9a52e8f4d7316ab9: CLIENT, "A program could not reach its GPUs", "gpusession-status(1)",
         "A program of user @GPUSESSION_USER@ was granted GPUs of the lease @GPUSESSION_LEASE@ and could not use them, as it says:\n\
-         @GPUSESSION_REASON@. The lease is held over port 7601; programs need port 7602 of the server, too.";
+         @GPUSESSION_REASON@. If no connection came about, open data_ports of the server (7602) for this machine: holding a\n\
+         lease needs its control port only. What else a worker refuses is in the server's journal.";
     /// A program lost its GPUs while it ran.
     ProgramLost = 0x0e9b7c52f8d64a6fb3714c2d95ea08f3: CLIENT, "A program lost its GPUs", "gpusession-status(1)",
         "A program of user @GPUSESSION_USER@ ran on GPUs of the lease @GPUSESSION_LEASE@ and has lost them, as it says:\n\

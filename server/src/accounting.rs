@@ -56,7 +56,7 @@ pub struct Record {
     pub end_unix: u64,
     /// Time in which GPU work or copies went on, to the second; of a lease the sum over its programs.
     pub gpu_busy_usec: u64,
-    /// The most device memory at a time; of a lease the largest of its programs'.
+    /// The most device memory at a time; of a lease that of all its programs together.
     pub peak_memory_bytes: u64,
     /// Copied to the GPUs.
     pub bytes_to_device: u64,
@@ -331,7 +331,8 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
     for record in out.iter_mut().filter(|r| r.kind == Kind::Lease) {
         if let Some(([busy, peak, to, from, calls], uids)) = of_lease.get(&record.lease) {
             record.gpu_busy_usec = *busy;
-            record.peak_memory_bytes = *peak;
+            // Counted anew after a restart of the server.
+            record.peak_memory_bytes = record.peak_memory_bytes.max(*peak);
             record.bytes_to_device = *to;
             record.bytes_from_device = *from;
             record.calls = *calls;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gpusession_proto::join::{self, JoinToken};
+use gpusession_proto::readings::uuid_bytes;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
@@ -325,6 +326,9 @@ pub struct PsRow {
     /// How much of it the worker was never granted: code, stacks, the driver's own.
     #[serde(default)]
     pub unasked_bytes: u64,
+    /// Time in which GPU work or copies of it went on, to the second.
+    #[serde(default)]
+    pub gpu_busy_usec: u64,
     /// Driver calls, as the worker says.
     pub calls: u64,
     /// Copied to the device.
@@ -456,6 +460,12 @@ pub struct GpuRow {
     pub memory_bytes: u64,
     /// Of that, promised to leases.
     pub leased_bytes: u64,
+    /// Of that, in use by all processes of the host, as NVML says.
+    #[serde(default)]
+    pub used_bytes: Option<u64>,
+    /// Percent of the last sample period with a kernel running, as NVML says.
+    #[serde(default)]
+    pub utilization_percent: Option<u32>,
     /// Compute capability.
     pub compute_capability: String,
     /// free, leased, off, off-pending, stopped, broken.
@@ -734,6 +744,7 @@ fn ps_row(w: WorkerView, server: &str, gpus: &[GpuUse]) -> PsRow {
         gpus: w.gpus,
         memory_bytes: w.memory_bytes,
         unasked_bytes: w.unasked_bytes,
+        gpu_busy_usec: micros(w.busy),
         calls: w.usage.calls,
         bytes_to_device: w.usage.bytes_to_device,
         bytes_from_device: w.usage.bytes_from_device,
@@ -818,6 +829,8 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             show(serde_json::to_value(rows))
         }
         Ask::Gpus => {
+            let latest = pool.monitor().readings().borrow().clone();
+            let reading = |uuid| latest.as_ref()?.gpu(&uuid_bytes(uuid)?);
             let rows: Vec<_> = pool
                 .registry()
                 .gpus()
@@ -834,6 +847,8 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     pci_address: g.gpu.pci_address.clone(),
                     memory_bytes: g.gpu.memory_bytes,
                     leased_bytes: g.used_bytes,
+                    used_bytes: reading(&g.gpu.uuid).and_then(|r| r.memory_used_bytes),
+                    utilization_percent: reading(&g.gpu.uuid).and_then(|r| r.utilization_percent),
                     compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
                     leases: g.leases.clone(),
                 })

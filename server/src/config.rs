@@ -45,6 +45,7 @@ const LIVE: &[&str] = &[
     "release_after",
     "lend_after",
     "return_limit",
+    "parked_max",
     "overcommit",
     "users.scope",
     "drain_timeout",
@@ -86,11 +87,7 @@ pub const KEYS: &[Key] = &[
         help: "absolute path of the CUDA driver library that workers load",
     },
     Key { name: "registry", default: "local", help: "\"local\": this server alone decides about its GPUs" },
-    Key {
-        name: "encryption",
-        default: "on",
-        help: "\"on\", or \"off\" for peers inside trusted_networks and on this host",
-    },
+    Key { name: "encryption", default: "on", help: "\"on\", or \"off\" for peers inside trusted_networks" },
     Key {
         name: "trusted_networks",
         default: "[]",
@@ -347,6 +344,13 @@ impl Config {
         self.report.iter().find(|(k, ..)| *k == key).map_or(Origin::Default, |(.., o)| o.clone())
     }
 
+    /// The same of a key as people may write it, with quotes that TOML does not need.
+    pub fn origin_of(&self, key: &str) -> Origin {
+        let plain = |key: &str| key.replace(['"', '\''], "");
+        let found = self.report.iter().find(|(k, ..)| plain(k) == plain(key));
+        found.map_or(Origin::Default, |(.., origin)| origin.clone())
+    }
+
     /// The administration socket.
     pub fn admin_socket(&self) -> PathBuf {
         self.runtime_dir.join("admin.sock")
@@ -355,7 +359,7 @@ impl Config {
     /// Whether a data connection from `peer` may go without encryption.
     pub fn may_be_clear(&self, peer: IpAddr) -> bool {
         let peer = peer.to_canonical();
-        !self.encryption && (peer.is_loopback() || self.trusted_networks.iter().any(|n| n.contains(&peer)))
+        !self.encryption && self.trusted_networks.iter().any(|n| n.contains(&peer))
     }
 }
 
@@ -1086,6 +1090,11 @@ fn check(
     if encryption && !trusted_networks.is_empty() {
         warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
     }
+    if !encryption && trusted_networks.is_empty() {
+        warnings.push(
+            "encryption = \"off\" has no effect without trusted_networks: all data is encrypted".into(),
+        );
+    }
     if mps.is_some() {
         if !idle.park.is_zero() {
             warnings.push(
@@ -1370,7 +1379,7 @@ mod tests {
         assert_eq!(config.gpus, Gpus::These(vec![GpuChoice::Index(0), GpuChoice::Uuid("GPU-abc".into())]));
         assert_eq!(config.worker_idle_exit, Duration::from_secs(5400));
         assert!(config.may_be_clear("::ffff:10.2.3.4".parse().unwrap()));
-        assert!(config.may_be_clear("127.0.0.1".parse().unwrap()));
+        assert!(!config.may_be_clear("127.0.0.1".parse().unwrap()), "which a forwarded port looks like, too");
         assert!(!config.may_be_clear("192.0.2.1".parse().unwrap()));
         assert!(config.warnings[0].contains("45201"), "{:?}", config.warnings);
         assert!(

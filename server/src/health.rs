@@ -129,6 +129,12 @@ async fn look(pool: &Pool, before: Option<&GpuReading>, now: &GpuReading) {
     }
     // Not every card and driver reports such an error as an event.
     let errors = |reading: Option<&GpuReading>| reading.and_then(|r| r.uncorrected_ecc);
+    // Those of before are dealt with, or an administrator knows of them.
+    if let (None, Some(count @ 1..)) = (before, errors(Some(now))) {
+        warn!(
+            "{uuid}: {count} uncorrected ECC errors before this server started; `gpuserver off` takes it out"
+        );
+    }
     if let (Some(before), Some(now)) = (errors(before), errors(Some(now)))
         && now > before
     {

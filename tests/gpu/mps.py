@@ -84,26 +84,9 @@ class Mps(parking.Parking):
         entries = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         return pid, dict(entry.split("=", 1) for entry in entries if entry.startswith("CUDA_MPS"))
 
-    def other_client(self):
-        """A second client of the pool: the environment in which `gpusession run` is it."""
-        home = self.args.out / "config-2"
-        env = {**os.environ, "XDG_CONFIG_HOME": str(home)}
-        if not home.exists():
-            home.mkdir(parents=True)
-            token = json.loads(self.server.tool("token", "create", "--json"))["token"]
-            token = token["token"] if isinstance(token, dict) else token
-            address = f"127.0.0.1:{self.args.port}"
-            self.server.call(["./bin/gpusession", "join", token, "--server", address, "--user", "--name", "other"], env)
-        return env
-
     def program(self, *lease, other=False):
         """A program with a lease of its own; it, and what it says of the card."""
-        env = self.other_client() if other else self.server.client_environment()
-        before, self.server.client_environment = self.server.client_environment, lambda: env
-        try:
-            program = self.start(["mps_program.py"], lease=lease)
-        finally:
-            self.server.client_environment = before
+        program = self.start(["mps_program.py"], lease=lease, other=other)
         words = program.expect("ready").split()
         return program, int(words[1]), int(words[2])
 
@@ -158,8 +141,9 @@ class Mps(parking.Parking):
         self.note("time until it is", round(time.monotonic() - begun, 2), "s")
         code = self.ask(part, "check", "state")[0]
         self.note("program that ran meanwhile", "goes on" if code == "0" else f"error {code}", "")
-        again, seen, _ = self.program("--sm-percent", "25", "--memory", "25%")
+        again, seen, mib = self.program("--sm-percent", "25", "--memory", "25%")
         self.check("limits hold for a new one", seen == sms)
+        self.check("that of memory, too", self.ask(again, f"alloc {mib + 64}", "alloc") == ["2"])
         self.note("servers", [(s["pid"], s["state"], s["clients"]) for s in self.domains()[0]["servers"]], "")
         part.end()
         again.end()
@@ -261,7 +245,7 @@ class Mps(parking.Parking):
         self.wait_for_no_lease()
         return row
 
-    def train(self, count, name, lease=None, two_clients=False):
+    def train(self, count, name, lease=None, two_clients=False, meanwhile=lambda: None):
         """GPT-2 training by several programs at the same time: milliseconds per step of each. Without a lease, on the card itself; else
         all of one client, or every second one of another."""
         command = [self.args.python, "train_gpt2.py", "--steps", "20"]
@@ -280,6 +264,7 @@ class Mps(parking.Parking):
         running = [self.runner.start(side, tag, command, {**who[number % len(who)], **env}) for number in range(count)]
         if two_clients:
             self.check("they are two clients", self.until(lambda: len({row["client"] for row in self.leases()}) == 2, 60))
+        meanwhile()
         results = [self.runner.finish(one, 300) for one in running]
         if lease:
             self.wait_for_no_lease()

@@ -72,8 +72,20 @@ class Parking:
         self.card = shutil.which("nvidia-smi") is not None
         self.native = shlex.split(args.native_prefix)
 
-    def start(self, words, native=False, lease=()):
-        """Start a Python script, on the card itself or with a lease of its own."""
+    def other_client(self):
+        """A second client of the pool: the environment in which `gpusession run` is it."""
+        home = self.args.out / "config-2"
+        env = {**os.environ, "XDG_CONFIG_HOME": str(home)}
+        if not home.exists():
+            home.mkdir(parents=True)
+            token = json.loads(self.server.tool("token", "create", "--json"))["token"]
+            token = token["token"] if isinstance(token, dict) else token
+            address = f"127.0.0.1:{self.args.port}"
+            self.server.call(["./bin/gpusession", "join", token, "--server", address, "--user", "--name", "other"], env)
+        return env
+
+    def start(self, words, native=False, lease=(), other=False):
+        """Start a Python script, on the card itself or with a lease of its own, of this client or the other one."""
         command = [self.args.python, *words]
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -83,7 +95,7 @@ class Parking:
             prefix = self.server.prefix()
             at = prefix.index("--") if "--" in prefix else len(prefix)
             command = [*prefix[:at], *lease, *prefix[at:], *command]
-            env.update(self.server.client_environment())
+            env.update(self.other_client() if other else self.server.client_environment())
         program = Program(command, env, self.log, self.here)
         self.programs.append(program)
         return program
@@ -169,8 +181,9 @@ class Parking:
         self.note("card, program parked", self.settled(), "MiB")
         self.note("card, before any of them", free, "MiB")
         self.check("parked", self.state(lease) == ("parked", 0))
-        other = self.start(["idle_program.py", str(other_gib)])
+        other = self.start(["idle_program.py", str(other_gib)], other=True)
         other.expect("ready")
+        self.check("of another client", len({row["client"] for row in self.leases()}) == 2)
         self.note("card, another client at work", self.used(), "MiB")
         self.check("the other client's memory is good", self.intact(other) >= 0)
         first.say("check")

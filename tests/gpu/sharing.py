@@ -51,6 +51,12 @@ class Sharing(mps.Mps):
         programs.end()
         self.wait_for_no_lease()
 
+    def hungry(self):
+        """A third program, which asks for more than it may have."""
+        third, _, mib = self.program("--memory", "15%", other=True)
+        self.check("beside them one asks for more than its lease has: out of memory", self.ask(third, f"alloc {mib + 64}", "alloc") == ["2"])
+        third.end()
+
     def cards(self):
         """The UUIDs of the server's cards, as programs are told them."""
         return {row["uuid"].partition("-")[2].replace("-", "").lower() for row in json.loads(self.server.tool("gpus", "--json"))["gpus"]}
@@ -105,4 +111,6 @@ class Sharing(mps.Mps):
                 self.note("step, native / with half a GPU each", f"{native} / {leased}", f"ms; throughput {ratio:.3f}")
             else:
                 self.check("GPT-2 training", False)
+            beside = self.train(2, "beside", ("--memory", "40%"), two_clients=True, meanwhile=self.hungry)
+            self.check("which neither of them notices", len(beside) == 2 and max(beside) < 1.5 * max(leased))
         return {"figures": self.rows, "failed": self.bad}

@@ -1,11 +1,16 @@
 //! `Describe`: everything as JSON, for `gpusession status` and bug reports.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use serde_json::{Value, json};
 
 use super::Shared;
 use super::objects::{cuda_version, state_of};
 use crate::config::Class;
 use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
+
+/// How long people are shown that a lease has failed a program, while it serves none.
+const FAILURE_SHOWN: Duration = Duration::from_secs(600);
 
 /// As this user may see it. Grows by new keys only, within one schema.
 pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
@@ -38,7 +43,10 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
 fn lease(l: &LeaseView, uid: u32) -> Value {
     let trouble = l.trouble.as_ref();
     // Programs write the reasons themselves, and nobody has to read those of strangers.
-    let readable = |(failure, _): &&(Failure, u64)| uid == 0 || uid == failure.uid;
+    let readable = |(failure, usec): &&(Failure, u64)| {
+        let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
+        (uid == 0 || uid == failure.uid) && since < FAILURE_SHOWN
+    };
     let place = l.waits().and_then(|t| t.place);
     json!({
         "id": l.id,

@@ -32,8 +32,6 @@ const UNKNOWN_USER: u32 = u32::MAX - 1;
 /// How long a watch pauses before it reconnects, at first and at most.
 const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
-/// How long people are shown that a lease has failed a program, while it serves none.
-const FAILURE_SHOWN: Duration = Duration::from_secs(600);
 /// Of how many users that is kept, for each lease.
 const MAX_FAILURES: usize = 16;
 /// Tries to tell a server that a process has ended.
@@ -933,7 +931,6 @@ impl Actor {
                         .get(&slot)
                         .into_iter()
                         .flatten()
-                        .filter(|(_, at)| now.saturating_sub(*at) < FAILURE_SHOWN)
                         .map(|(failure, at)| (failure.clone(), at_wall(*at)))
                         .collect(),
                     idle_timeout_usec: held.map_or(0, |h| h.lease.idle_timeout_usec),

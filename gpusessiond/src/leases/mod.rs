@@ -435,7 +435,7 @@ pub struct LeaseView {
     pub stock: usize,
     /// Processes that use it.
     pub processes: usize,
-    /// The last program of each user that it failed lately, if it has served none of that user since; and when, in wall-clock
+    /// The last program of each user that it failed, if it has served none of that user since; and when, in wall-clock
     /// microseconds. The newest last.
     pub failures: Vec<(Failure, u64)>,
     /// Since when nobody uses it, as the server says: wall-clock and since boot, in microseconds; 0 while in use.

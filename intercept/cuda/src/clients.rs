@@ -218,7 +218,7 @@ fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)
 impl Clients {
     fn connect() -> Result<Self> {
         let begun = Instant::now();
-        for attempt in 1.. {
+        for attempt in 1..=ATTEMPTS {
             let grant = grant::ask(limits()).map_err(|refused| {
                 trace::why(&refused.reason);
                 refused.denial.cuda_error()
@@ -230,14 +230,12 @@ impl Clients {
                 }
                 Err((number, Failed { status, reason })) => {
                     trace::why(&reason);
-                    grant.unserved(number.into(), &reason);
-                    if let Some(status) = status {
-                        return Err(status);
+                    let again = status.is_none() && attempt < ATTEMPTS && begun.elapsed() <= ATTEMPTS_FOR;
+                    grant.unserved(number.into(), &reason, again);
+                    if !again {
+                        return Err(status.unwrap_or(SYSTEM_NOT_READY));
                     }
                 }
-            }
-            if attempt == ATTEMPTS || begun.elapsed() > ATTEMPTS_FOR {
-                break;
             }
             std::thread::sleep(PAUSE * attempt);
         }

@@ -45,10 +45,10 @@ impl Grant {
         self.tell(&Outcome::Served);
     }
 
-    /// The worker of this number could not be had: none of the grant is used.
-    pub fn unserved(self, endpoint: usize, reason: &str) {
+    /// The worker of this number could not be had: none of the grant is used. `again`: another one is asked for.
+    pub fn unserved(self, endpoint: usize, reason: &str, again: bool) {
         let (lease, reason) = self.about(endpoint, reason);
-        self.tell(&Outcome::Unserved { lease, reason });
+        self.tell(&Outcome::Unserved { lease, reason, again });
     }
 
     /// The worker of this number is gone.

@@ -624,7 +624,14 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             if *json {
                 show::json(out, "limits", value)
             } else {
-                show::limits(out, serde_json::from_value(value)?)
+                show::limits(out, serde_json::from_value(value)?)?;
+                if !user.is_empty() {
+                    writeln!(
+                        out,
+                        "{user}'s count for leases of {user}'s own; one for all users of a machine is the machine's"
+                    )?;
+                }
+                Ok(())
             }
         }
         Verb::Accounting { since, until, client, user, kind, csv, json } => {
@@ -720,10 +727,10 @@ fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32, json: bool
     let every = config::parse_duration(every)
         .filter(|d| !d.is_zero())
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
-    let mut before: std::collections::HashMap<String, u64> = std::collections::HashMap::new();
+    let mut before = show::Seen::new();
     for look in 1.. {
         let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
-        let calls = rows.iter().map(|r| (r.worker.clone(), r.calls)).collect();
+        let seen = show::seen(&rows);
         let rows = show::busiest(rows, &before, every.as_secs_f64());
         if json {
             writeln!(out, "{}", json!({ "schema": 1, "top": rows }))?;
@@ -734,7 +741,7 @@ fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32, json: bool
             show::top(out, rows)?;
         }
         out.flush()?;
-        before = calls;
+        before = seen;
         if look == times {
             break;
         }

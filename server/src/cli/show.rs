@@ -206,7 +206,8 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
 /// `gpuserver gpus`
 pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["GPU", "NAME", "UUID", "PCI", "STATE", "LEASED", "MEMORY", "LEASES"]);
+    let mut table =
+        table(&["GPU", "NAME", "UUID", "PCI", "STATE", "BUSY", "USED", "LEASED", "MEMORY", "LEASES"]);
     for r in rows {
         table.add_row([
             r.index.to_string(),
@@ -217,6 +218,8 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
                 Some(reason) => format!("{}: {reason}", r.state),
                 None => r.state,
             },
+            r.utilization_percent.map_or_else(|| "-".into(), |percent| format!("{percent} %")),
+            r.used_bytes.map_or_else(|| "-".into(), mib),
             mib(r.leased_bytes),
             mib(r.memory_bytes),
             if r.leases.is_empty() { "-".into() } else { r.leases.join(" ") },
@@ -349,33 +352,49 @@ pub struct TopRow {
     row: PsRow,
     /// Since the look before; none at the first one.
     calls_per_second: Option<u64>,
+    /// Of the time since the look before, how much it kept its GPUs at work.
+    gpu_busy_percent: Option<u64>,
 }
 
-/// Workers that serve programs, the busiest first; `before` has what they had called at the look before.
-pub fn busiest(
-    rows: Vec<PsRow>,
-    before: &std::collections::HashMap<String, u64>,
-    seconds: f64,
-) -> Vec<TopRow> {
-    let rate =
-        |row: &PsRow| Some((row.calls.saturating_sub(*before.get(&row.worker)?) as f64 / seconds) as u64);
-    let serving = rows.into_iter().filter(|row| row.program.is_some());
-    let mut rows: Vec<_> = serving.map(|row| TopRow { calls_per_second: rate(&row), row }).collect();
-    rows.sort_by_key(|top| std::cmp::Reverse((top.calls_per_second, top.row.memory_bytes)));
+/// What a look at the workers has seen, for the next one: calls and microseconds of GPU work.
+pub type Seen = std::collections::HashMap<String, (u64, u64)>;
+
+/// For the next look.
+pub fn seen(rows: &[PsRow]) -> Seen {
+    rows.iter().map(|row| (row.worker.clone(), (row.calls, row.gpu_busy_usec))).collect()
+}
+
+/// Workers that serve programs, the busiest first; `before` is what the look before has seen.
+pub fn busiest(rows: Vec<PsRow>, before: &Seen, seconds: f64) -> Vec<TopRow> {
+    let one = |row: PsRow| {
+        let before = before.get(&row.worker);
+        let calls = before.map(|(calls, _)| (row.calls.saturating_sub(*calls) as f64 / seconds) as u64);
+        let busy = before.map(|(_, busy)| {
+            // Known to the second: a look may see more than the time that has passed.
+            ((row.gpu_busy_usec.saturating_sub(*busy) as f64 / seconds / 1e4) as u64).min(100)
+        });
+        TopRow { calls_per_second: calls, gpu_busy_percent: busy, row }
+    };
+    let mut rows: Vec<_> = rows.into_iter().filter(|row| row.program.is_some()).map(one).collect();
+    rows.sort_by_key(|top| {
+        std::cmp::Reverse((top.gpu_busy_percent, top.calls_per_second, top.row.memory_bytes))
+    });
     rows
 }
 
 /// `gpuserver top`
 pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table =
-        table(&["PROGRAM", "CLIENT", "UID", "LEASE", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU"]);
-    for TopRow { row, calls_per_second } in rows {
+    let mut table = table(&[
+        "PROGRAM", "CLIENT", "UID", "LEASE", "GPU", "CALLS/S", "MEMORY", "IDLE", "TO GPU", "FROM GPU",
+    ]);
+    for TopRow { row, calls_per_second, gpu_busy_percent } in rows {
         table.add_row([
             row.program.unwrap_or_default(),
             row.client,
             dash(row.uid),
             row.lease,
+            gpu_busy_percent.map_or_else(|| "-".into(), |percent| format!("{percent} %")),
             dash(calls_per_second),
             mib(row.memory_bytes),
             span(row.idle_usec),

@@ -181,8 +181,7 @@ impl Pool {
             // What is being moved is not in what the host has less yet.
             let coming: u64 = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes).sum();
             let left = self
-                .facts()
-                .config
+                .config()
                 .parked_max
                 .of(total)
                 .saturating_sub(taken)

@@ -227,6 +227,7 @@ impl Pool {
             warm_workers: fresh.warm_workers,
             worker_idle_exit: fresh.worker_idle_exit,
             return_limit: fresh.return_limit,
+            parked_max: fresh.parked_max,
             rules: fresh.rules,
             drain_timeout: fresh.drain_timeout,
             accounting_keep: fresh.accounting_keep,
@@ -299,17 +300,21 @@ impl Pool {
             std::fs::create_dir_all(folder).map_err(|e| failed(&format!("{}: {e}", folder.display())))?;
         }
         store::write_bytes(&path, text.as_bytes(), 0o640).map_err(|e| failed(&e))?;
-        let mut outcome = self.read_again().await;
-        if let (Ok(_), Some(_), origin) = (&outcome, value, self.config().origin(key))
-            && !matches!(&origin, Origin::Default)
-            && !matches!(&origin, Origin::File(file, _) if *file == path)
-        {
-            outcome = Err(No {
-                code: "failed".into(),
-                message: format!("{origin} sets {key}, and is read after {}", path.display()),
-                hint: "change it there, and `systemctl reload gpuserver`".into(),
+        // Nothing holds yet: what the files come to now.
+        let overruled =
+            self.load().ok().filter(|_| value.is_some()).and_then(|fresh| match fresh.origin_of(key) {
+                Origin::Default => None,
+                Origin::File(file, _) if file == path => None,
+                origin => Some(No {
+                    code: "failed".into(),
+                    message: format!("{origin} sets {key}, and is read after {}", path.display()),
+                    hint: "change it there, and `systemctl reload gpuserver`".into(),
+                }),
             });
-        }
+        let outcome = match overruled {
+            Some(refusal) => Err(refusal),
+            None => self.read_again().await,
+        };
         match outcome {
             Ok(changed) => Ok(changed),
             Err(refusal) => {
@@ -363,11 +368,17 @@ impl Pool {
         };
         for lease in new {
             let left = Duration::from_secs(lease.until_unix.saturating_sub(unix));
-            self.warn(
-                lease,
-                left,
-                "the lease ends: it was renewed for nearly as long as the server's limit lease_ttl allows",
-            );
+            let why = self.lived(&lease, "it was renewed for nearly as long as that allows");
+            self.warn(lease, left, &format!("the lease ends: {why}"));
+        }
+    }
+
+    /// What the limit `lease_ttl` does to a lease.
+    fn lived(&self, lease: &Lease, why: &str) -> String {
+        match self.limits_of(&lease.client, &lease.user).smallest("lease_ttl") {
+            Some((limit, _)) => limit.exceeded(why, "a configured lease is asked for anew").text,
+            // It was changed since the lease began.
+            None => format!("limit lease_ttl: {why}"),
         }
     }
 
@@ -615,7 +626,10 @@ impl Pool {
         let (old, silent): (Vec<_>, Vec<_>) =
             expired.into_iter().partition(|l| l.until_unix != 0 && l.until_unix <= unix);
         self.ended(&silent, "the client was silent for too long");
-        self.ended(&old, "it was renewed for as long as the limit lease_ttl allows");
+        for lease in &old {
+            let why = self.lived(lease, "it was renewed for as long as that allows");
+            self.ended(std::slice::from_ref(lease), &why);
+        }
         self.warn_of_ends(unix).await;
         // Leases that ended while their stock was being set up.
         for lease in self.supervisor.leases() {
@@ -646,6 +660,7 @@ impl Pool {
                 lease.id,
                 lease.client
             );
+            let peak_memory_bytes = self.supervisor.peak(&lease.id);
             self.supervisor.end_lease(&lease.id, reason);
             self.accounting.add(Record {
                 kind: Kind::Lease,
@@ -660,7 +675,7 @@ impl Pool {
                 start_unix: lease.created_unix,
                 end_unix: self.clock.unix(),
                 gpu_busy_usec: 0,
-                peak_memory_bytes: 0,
+                peak_memory_bytes,
                 bytes_to_device: 0,
                 bytes_from_device: 0,
                 calls: 0,

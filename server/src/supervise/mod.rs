@@ -189,6 +189,8 @@ pub struct WorkerView {
     pub memory_bytes: u64,
     /// How much of it the worker was never granted: code, stacks, the driver's own.
     pub unasked_bytes: u64,
+    /// Time in which its GPU work or copies went on, to the second.
+    pub busy: Duration,
     /// Since when it exists.
     pub age: Duration,
 }
@@ -1013,6 +1015,7 @@ impl Supervisor {
             usage: w.usage,
             isolation: w.isolation.clone(),
             memory_bytes: counted(&w.lease, &|ledger, device| ledger.of(id, device)),
+            busy: w.busy,
             unasked_bytes: counted(&w.lease, &|ledger, device| ledger.unasked(id, device)),
             age: now.saturating_sub(w.since),
         };
@@ -1054,6 +1057,11 @@ impl Supervisor {
     /// The leases that a stock is kept for.
     pub fn leases(&self) -> Vec<String> {
         self.state().leases.keys().cloned().collect()
+    }
+
+    /// The most device memory that a lease's programs had at a time.
+    pub fn peak(&self, lease: &str) -> u64 {
+        self.state().leases.get(lease).map_or(0, |l| l.ledger.peak_of_all())
     }
 
     /// Ready workers of a lease.
@@ -1108,7 +1116,16 @@ impl Supervisor {
                 stop(id, worker, "its process uses a GPU that its lease does not have");
             }
         }
-        let offenders: Vec<_> = leases.values().flat_map(|l| l.ledger.offenders()).collect();
+        for lease in leases.values_mut() {
+            let before = lease.ledger.contexts_left();
+            let says = lease.ledger.all_read();
+            say(workers, Some(&lease.ledger), says);
+            if lease.ledger.contexts_left() > before {
+                lease.changed.notify_waiters();
+            }
+        }
+        let stays = |id: &WorkerId| workers.get(id).is_some_and(|w| w.phase != Phase::Ending);
+        let offenders: Vec<_> = leases.values().flat_map(|l| l.ledger.offenders(stays)).collect();
         for (id, unasked) in offenders {
             if let Some(worker) = workers.get_mut(&id) {
                 warn!(
@@ -1118,7 +1135,11 @@ impl Supervisor {
                     hex(&id),
                     unasked >> 20
                 );
-                stop(&id, worker, "its process has more device memory than its lease");
+                stop(
+                    &id,
+                    worker,
+                    "its lease is over its memory limit, by memory that its process has and was never granted",
+                );
             }
         }
     }

@@ -748,7 +748,14 @@ async fn a_second_machine_under_one_identity_is_refused() {
 
 #[tokio::test]
 async fn encryption_off_is_for_trusted_peers() {
-    let server = Server::start_with("libcuda.so.1", "encryption = \"off\"\nadvertise = \"gpu1.lab\"").await;
+    for (networks, encrypted) in [("[\"10.0.0.0/8\"]", true), ("[\"127.0.0.0/8\"]", false)] {
+        encryption_off(networks, encrypted).await;
+    }
+}
+
+async fn encryption_off(networks: &str, encrypted: bool) {
+    let more = format!("encryption = \"off\"\ntrusted_networks = {networks}\nadvertise = \"gpu1.lab\"");
+    let server = Server::start_with("libcuda.so.1", &more).await;
     let token = server.token(&[]);
     let key = KeyPair::generate().unwrap();
     let csr = CertificateParams::new(vec![]).unwrap().serialize_request(&key).unwrap().pem().unwrap();
@@ -772,11 +779,11 @@ async fn encryption_off_is_for_trusted_peers() {
     let wish =
         AllocateRequest { gpus: 1, boot_id: "b1".into(), machine_id: "m".into(), ..Default::default() };
     let lease = pool.allocate(wish).await.unwrap().into_inner();
-    assert!(!lease.encrypted, "loopback is trusted");
+    assert_eq!(lease.encrypted, encrypted, "{networks}");
     let take = TakeWorkersRequest { lease: lease.id, count: 1, ..Default::default() };
     let worker = pool.take_workers(take).await.unwrap().into_inner().workers.remove(0);
-    let (_lane, said) = server.adopt(&worker.id, 0, false);
-    assert_eq!(said["require_tls"], false);
+    let (_lane, said) = server.adopt(&worker.id, 0, encrypted);
+    assert_eq!(said["require_tls"], encrypted);
 }
 
 #[tokio::test]

@@ -73,7 +73,7 @@ def run(site, check):
             expect(client.ok("ssh alice@client gpusession status"), "could not be served")
             assert "could not be served" not in client.ok("ssh bob@client gpusession status")
             told = client.ok("journalctl -b -x -t gpusessiond MESSAGE_ID=5d0f6a3b1c7e4b0c9a52e8f4d7316ab9 --no-pager")
-            assert all(words in told for words in ("A program could not reach its GPUs", ":7602: Connection refused", "programs need port 7602")), told
+            assert all(words in told for words in ("A program could not reach its GPUs", ":7602: Connection refused", "open data_ports of the server (7602)")), told
             assert told.count("could not be served") == 1, f"once for one program: {told}"
             assert not json.loads(client.ok("gpusession status --json"))["leases"][0]["processes"], "its workers went back"
     with check("until it is open again"):
