@@ -1138,7 +1138,7 @@ impl Supervisor {
                 stop(
                     &id,
                     worker,
-                    "its lease is over its memory limit, by memory that its process has and was never granted",
+                    "its lease is over its memory limit, and its process has the most that was never granted",
                 );
             }
         }

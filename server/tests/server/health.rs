@@ -127,7 +127,7 @@ async fn a_process_has_no_more_than_its_lease() {
     let own = lease.devices[0].uuid.clone();
     let other = *GPUS.iter().find(|gpu| **gpu != own).unwrap();
     for (gpu, bytes, why) in [
-        (own.as_str(), 12u64 << 30, "more device memory than its lease"),
+        (own.as_str(), 12u64 << 30, "its lease is over its memory limit"),
         (other, 1 << 20, "uses a GPU that its lease does not have"),
     ] {
         let worker = vm.take(&lease.id).await.unwrap();
