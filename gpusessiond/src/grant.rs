@@ -407,21 +407,20 @@ impl Server {
 
     /// Passes on what a process says of its workers, one failure of each; whether it goes on with them.
     fn became(&self, outcome: Outcome, granted: &mut Vec<Granted>, caller: &Caller, program: &str) -> bool {
-        let (lease, reason, running) = match outcome {
+        let (lease, reason, running, again) = match outcome {
             Outcome::Served => {
                 granted.iter().for_each(|one| self.leases.became(one.slot, caller.uid, None));
                 return true;
             }
-            Outcome::Unserved { again: true, .. } => return false,
-            Outcome::Unserved { lease, reason, .. } => (lease, reason, false),
-            Outcome::Lost { lease, reason } => (lease, reason, true),
+            Outcome::Unserved { lease, reason, again } => (lease, reason, false, again),
+            Outcome::Lost { lease, reason } => (lease, reason, true, false),
         };
         if let Some(at) = granted.iter().position(|one| one.lease == lease) {
             let slot = granted.swap_remove(at).slot;
             let (uid, pid, program) = (caller.uid, caller.pid, program.to_owned());
             let user = caller.user.clone().unwrap_or_default();
-            let failure =
-                Failure { uid, user, pid, program, reason: printable(&reason, MAX_REASON), running };
+            let reason = printable(&reason, MAX_REASON);
+            let failure = Failure { uid, user, pid, program, reason, running, again };
             self.leases.became(slot, uid, Some(failure));
         }
         running
@@ -468,7 +467,7 @@ impl Drop for Guard {
 fn printable(text: &str, most: usize) -> String {
     let moves = |c: char| {
         c.is_control()
-            || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}'..='\u{200f}')
+            || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}'..='\u{200f}' | '\u{61c}')
     };
     text.chars().filter(|c| !moves(*c)).take(most).collect()
 }

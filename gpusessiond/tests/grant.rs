@@ -145,13 +145,13 @@ async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served
     let (lease, mut first) = granted().await;
     let reason = "server gpu-a at 10.0.0.1:7602: refused\n\u{1b}[31m\u{202e}".to_owned();
     let unserved = |again| Outcome::Unserved { lease: lease.clone(), reason: reason.clone(), again };
-    // It tries again: its worker goes back, and nobody is told.
+    // It tries again: its worker goes back.
     let (_, mut before) = granted().await;
     before.write_all(&message::encode(&unserved(true))).unwrap();
     tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
-    assert_eq!(failures(&engine.snapshot().borrow()), []);
+    until(&engine, |s| s.leases[0].failures.first().is_some_and(|(failure, _)| failure.again)).await;
     first.write_all(&message::encode(&unserved(false))).unwrap();
-    until(&engine, |s| !s.leases[0].failures.is_empty()).await;
+    until(&engine, |s| s.leases[0].failures.first().is_some_and(|(failure, _)| !failure.again)).await;
     let unserved = (me, false, "server gpu-a at 10.0.0.1:7602: refused[31m".to_owned());
     assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
     // This test is the process, and runs on: its worker goes back all the same, and it is not counted any more.

@@ -119,7 +119,12 @@ pub async fn check_compute_modes(pool: &Pool) {
 }
 
 /// What a card says of itself, against what it said before.
-async fn look(pool: &Pool, before: Option<&GpuReading>, now: &GpuReading) {
+async fn look(
+    pool: &Pool,
+    before: Option<&GpuReading>,
+    now: &GpuReading,
+    errors: &mut HashMap<[u8; 16], u64>,
+) {
     let uuid = uuid_text(&now.uuid);
     // One that is wrong stays wrong, whoever puts the GPU back.
     if let Some(mode) = now.compute_mode
@@ -128,17 +133,19 @@ async fn look(pool: &Pool, before: Option<&GpuReading>, now: &GpuReading) {
         compute_mode(pool, &uuid, mode).await;
     }
     // Not every card and driver reports such an error as an event.
-    let errors = |reading: Option<&GpuReading>| reading.and_then(|r| r.uncorrected_ecc);
-    // Those of before are dealt with, or an administrator knows of them.
-    if let (None, Some(count @ 1..)) = (before, errors(Some(now))) {
-        warn!(
-            "{uuid}: {count} uncorrected ECC errors before this server started; `gpuserver off` takes it out"
-        );
-    }
-    if let (Some(before), Some(now)) = (errors(before), errors(Some(now)))
-        && now > before
-    {
-        failed(pool, &uuid, format!("its count of uncorrected ECC errors went from {before} to {now}")).await;
+    let Some(count) = now.uncorrected_ecc else { return };
+    match errors.insert(now.uuid, count) {
+        Some(before) if count > before => {
+            failed(pool, &uuid, format!("its count of uncorrected ECC errors went from {before} to {count}"))
+                .await;
+        }
+        // They are dealt with, or an administrator knows of them.
+        None if count > 0 => {
+            warn!(
+                "{uuid}: {count} uncorrected ECC errors before this server started; `gpuserver off` takes it out"
+            );
+        }
+        _ => {}
     }
 }
 
@@ -149,6 +156,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     let mut readings = monitor.readings();
     let mut seen: Option<Arc<Readings>> = None;
     let mut silence = Silence::default();
+    let mut errors = HashMap::new();
     loop {
         tokio::select! {
             event = events.recv() => match event {
@@ -184,7 +192,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                         mends_itself(&pool, &uuid_text(&uuid), SILENT, None).await;
                     }
                     for gpu in &latest.gpus {
-                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu).await;
+                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu, &mut errors).await;
                     }
                     seen = Some(latest);
                 }

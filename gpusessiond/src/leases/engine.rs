@@ -1214,7 +1214,7 @@ impl Actor {
         let failures = self.failures.entry(slot).or_default();
         let before = failures.iter().position(|(f, _)| f.uid == uid).map(|at| failures.remove(at).0);
         let Some(failure) = failure else { return };
-        if before.as_ref() != Some(&failure) {
+        if !failure.again && before.as_ref() != Some(&failure) {
             let lease = wanted.held().map_or(&wanted.spec.name, |held| &held.lease.id);
             let (event, what) = match failure.running {
                 true => (Event::ProgramLost, "has lost its GPUs"),

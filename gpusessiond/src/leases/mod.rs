@@ -589,6 +589,8 @@ pub struct Failure {
     pub reason: String,
     /// It ran on them, and lost them; else it could not begin.
     pub running: bool,
+    /// It tries once more; if it is refused then, this still is why.
+    pub again: bool,
 }
 
 /// Answer to a process.

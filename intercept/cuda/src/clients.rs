@@ -218,7 +218,8 @@ fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)
 impl Clients {
     fn connect() -> Result<Self> {
         let begun = Instant::now();
-        for attempt in 1..=ATTEMPTS {
+        let mut attempt = 1;
+        loop {
             let grant = grant::ask(limits()).map_err(|refused| {
                 trace::why(&refused.reason);
                 refused.denial.cuda_error()
@@ -238,8 +239,8 @@ impl Clients {
                 }
             }
             std::thread::sleep(PAUSE * attempt);
+            attempt += 1;
         }
-        Err(SYSTEM_NOT_READY)
     }
 
     fn new(mut clients: Vec<Client>, grant: Grant) -> Result<Self> {

@@ -1118,7 +1118,7 @@ impl Supervisor {
         }
         for lease in leases.values_mut() {
             let before = lease.ledger.contexts_left();
-            let says = lease.ledger.all_read();
+            let says = lease.ledger.all_read(now);
             say(workers, Some(&lease.ledger), says);
             if lease.ledger.contexts_left() > before {
                 lease.changed.notify_waiters();

@@ -216,7 +216,7 @@ impl Supervisor {
                 mps.join(lease, &devices);
             }
             entry.lease = lease.clone();
-            entry.ledger = Ledger::new(devices);
+            entry.ledger = Ledger::new(devices).with_peak(entry.ledger.peak_of_all());
         }
     }
 

@@ -18,7 +18,7 @@ const CHUNK: u64 = 64 << 20;
 const RECALL_LIMIT: Duration = Duration::from_secs(1);
 /// Readings until what a worker has given back is in none of them any more: the first may have been taken before.
 const SETTLED: u8 = 2;
-/// Readings come each second. Without them, what was given back is believed no longer than this to be in use.
+/// Readings come each second. Without any for so long, what workers were granted is all that is known.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 /// How far a lease may be over its limit on a device, by what processes have though their workers never asked for it: code of
 /// modules, stacks of kernels, the driver's own. So much together, beside what is below of each.
@@ -54,8 +54,20 @@ struct Held {
     granted: u64,
     real: u64,
     peak: u64,
-    /// Readings that may still count what it has given back.
-    unsettled: u8,
+    /// The most that was granted since the last reading, and between the two before: readings may still count it.
+    high: [u64; 2],
+}
+
+impl Held {
+    fn grant(&mut self, granted: u64) {
+        self.high[0] = self.high[0].max(self.granted).max(granted);
+        self.granted = granted;
+    }
+
+    /// What was given back and may be in the last reading.
+    fn unsettled(&self) -> u64 {
+        self.high[0].max(self.high[1]).saturating_sub(self.granted)
+    }
 }
 
 #[derive(Debug)]
@@ -66,8 +78,8 @@ struct Asking {
     bytes: u64,
     awaiting: BTreeSet<WorkerId>,
     until: Moment,
-    /// It has waited for readings for long enough.
-    given_up: bool,
+    /// How many readings it waits for, after the others have answered.
+    readings: u8,
 }
 
 /// See the module.
@@ -76,6 +88,7 @@ pub struct Ledger {
     devices: Vec<DeviceLimit>,
     held: BTreeMap<WorkerId, Vec<Held>>,
     asking: Vec<Asking>,
+    read_at: Option<Moment>,
     /// The most that all processes had at a time, on all devices together.
     peak: u64,
 }
@@ -83,7 +96,12 @@ pub struct Ledger {
 impl Ledger {
     /// Nobody uses anything yet.
     pub fn new(devices: Vec<DeviceLimit>) -> Self {
-        Self { devices, held: BTreeMap::new(), asking: Vec::new(), peak: 0 }
+        Self { devices, held: BTreeMap::new(), asking: Vec::new(), read_at: None, peak: 0 }
+    }
+
+    /// Processes had so much at a time before.
+    pub fn with_peak(self, peak: u64) -> Self {
+        Self { peak, ..self }
     }
 
     /// The lease's devices and limits.
@@ -113,7 +131,8 @@ impl Ledger {
         self.admit(worker);
         for (device, now) in self.devices.iter().zip(self.held.get_mut(&worker).into_iter().flatten()) {
             if let Some((_, granted, peak)) = held.iter().find(|(uuid, ..)| *uuid == device.uuid) {
-                (now.granted, now.peak) = (*granted, *peak);
+                now.grant(*granted);
+                now.peak = *peak;
             }
         }
     }
@@ -138,8 +157,10 @@ impl Ledger {
         }
     }
 
+    /// What its process has beyond its grants, whenever it was read.
     fn beyond(limit: &DeviceLimit, held: &Held) -> u64 {
-        held.real.saturating_sub(held.granted.saturating_add(limit.context_bytes))
+        let granted = held.granted.saturating_add(held.unsettled());
+        held.real.saturating_sub(granted.saturating_add(limit.context_bytes))
     }
 
     /// The most that a worker's process had on all devices together.
@@ -203,7 +224,7 @@ impl Ledger {
             bytes,
             awaiting: others.clone(),
             until: now + RECALL_LIMIT,
-            given_up: false,
+            readings: SETTLED,
         };
         if fits || others.is_empty() && !self.may_come_to_fit(&asking) {
             return vec![self.answer(worker, at, serial, bytes, true)];
@@ -215,10 +236,10 @@ impl Ledger {
     /// Whether only what was given back, and is in the last readings still, is in the way.
     fn may_come_to_fit(&self, asking: &Asking) -> bool {
         let Some(limit) = self.devices.get(asking.device) else { return false };
-        let settling = self.held.values().any(|held| held[asking.device].unsettled > 0);
+        let settling = self.held.values().any(|held| held[asking.device].unsettled() > 0);
         let granted = |held: &Vec<Held>| held[asking.device].granted.saturating_add(limit.context_bytes);
         let sum = self.held.values().map(granted).fold(asking.bytes, u64::saturating_add);
-        asking.bytes > 0 && !asking.given_up && settling && sum <= limit.memory_bytes
+        asking.bytes > 0 && asking.readings > 0 && settling && sum <= limit.memory_bytes
     }
 
     /// Whether a grant keeps the sum within the limit. What a process has beyond its grants is used up by the grant first.
@@ -242,7 +263,7 @@ impl Ledger {
             0
         };
         if let Some(held) = self.held.get_mut(&worker).and_then(|h| h.get_mut(device)) {
-            held.granted = held.granted.saturating_add(granted);
+            held.grant(held.granted.saturating_add(granted));
         }
         self.marked(&worker, device);
         Say::Granted { worker, device: device as u32, serial, bytes: granted, left: self.left(device) }
@@ -251,10 +272,7 @@ impl Ledger {
     /// A worker gives memory back; an answer to a recall does so even if it is nothing.
     pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<Say> {
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize)) {
-            held.granted = held.granted.saturating_sub(bytes);
-            if bytes > 0 {
-                held.unsettled = SETTLED;
-            }
+            held.grant(held.granted.saturating_sub(bytes));
         }
         for asking in self.asking.iter_mut().filter(|a| a.device == device as usize) {
             asking.awaiting.remove(worker);
@@ -274,21 +292,36 @@ impl Ledger {
 
     /// Answers those whose wait for others took too long.
     pub fn tick(&mut self, now: Moment) -> Vec<Say> {
+        if self.read_at.is_some_and(|at| at + SETTLE_LIMIT <= now) {
+            self.read_at = None;
+            for held in self.held.values_mut() {
+                for (limit, held) in self.devices.iter().zip(held) {
+                    held.real = held.real.min(held.granted.saturating_add(limit.context_bytes));
+                    held.high = [0; 2];
+                }
+            }
+        }
         for asking in self.asking.iter_mut().filter(|a| a.until <= now) {
             asking.awaiting.clear();
-            asking.given_up = asking.until + SETTLE_LIMIT <= now;
+            if asking.until + SETTLE_LIMIT <= now {
+                asking.readings = 0;
+            }
         }
         self.settle()
     }
 
     fn settle(&mut self) -> Vec<Say> {
-        let (ready, waiting): (Vec<Asking>, _) =
-            std::mem::take(&mut self.asking).into_iter().partition(|a| {
-                a.awaiting.is_empty() && (self.fits(&a.worker, a.device, a.bytes) || !self.may_come_to_fit(a))
-            });
-        self.asking = waiting;
-        // Memory is short: exactly what was asked for.
-        ready.into_iter().map(|a| self.answer(a.worker, a.device, a.serial, a.bytes, false)).collect()
+        let mut says = Vec::new();
+        for asking in std::mem::take(&mut self.asking) {
+            let fits = self.fits(&asking.worker, asking.device, asking.bytes);
+            if asking.awaiting.is_empty() && (fits || !self.may_come_to_fit(&asking)) {
+                // Memory is short: exactly what was asked for.
+                says.push(self.answer(asking.worker, asking.device, asking.serial, asking.bytes, false));
+            } else {
+                self.asking.push(asking);
+            }
+        }
+        says
     }
 
     /// What the driver says a process has on a device.
@@ -300,9 +333,13 @@ impl Ledger {
     }
 
     /// All processes have been read once more.
-    pub fn all_read(&mut self) -> Vec<Say> {
+    pub fn all_read(&mut self, now: Moment) -> Vec<Say> {
+        self.read_at = Some(now);
         for held in self.held.values_mut().flatten() {
-            held.unsettled = held.unsettled.saturating_sub(1);
+            held.high = [held.granted, held.high[0]];
+        }
+        for asking in self.asking.iter_mut().filter(|a| a.awaiting.is_empty()) {
+            asking.readings = asking.readings.saturating_sub(1);
         }
         self.settle()
     }
@@ -322,7 +359,9 @@ impl Ledger {
                 .collect();
             staying.sort_by_key(|(_, held)| unasked(held));
             loop {
-                let used = staying.iter().map(|(_, held)| Self::charged(limit, &held[device]));
+                let used = staying.iter().map(|(_, held)| {
+                    held[device].granted.saturating_add(limit.context_bytes).saturating_add(unasked(held))
+                });
                 let may = staying.iter().map(|(_, held)| unasked(held).min(UNASKED_EACH));
                 let most = may.fold(limit.memory_bytes.saturating_add(UNASKED), u64::saturating_add);
                 if used.fold(0, u64::saturating_add) <= most {
@@ -481,14 +520,14 @@ mod tests {
         assert_eq!(granted(&l.ask([1; 16], 0, 1, 640 * MIB, T)), 640 * MIB);
         // All of it in use, and the driver has taken some for itself.
         l.reading(&[1; 16], 0, 790 * MIB);
-        assert!(l.all_read().is_empty());
+        assert!(l.all_read(T).is_empty());
         assert_eq!(l.ask([2; 16], 0, 1, 512 * MIB, T), [Say::Recall { worker: [1; 16] }]);
         assert!(l.returned(&[1; 16], 0, 640 * MIB).is_empty(), "the driver says that it is in use");
         // This reading was taken before it was given back.
         l.reading(&[1; 16], 0, 790 * MIB);
-        assert!(l.all_read().is_empty());
+        assert!(l.all_read(T).is_empty());
         l.reading(&[1; 16], 0, 150 * MIB);
-        assert_eq!(granted(&l.all_read()), 512 * MIB);
+        assert_eq!(granted(&l.all_read(T)), 512 * MIB);
         assert_eq!((l.of(&[1; 16], 0), l.unasked(&[1; 16], 0)), (150 * MIB, 50 * MIB));
         assert_eq!(
             (l.peak(&[1; 16]), l.peak_of_all()),
@@ -499,12 +538,61 @@ mod tests {
         l.returned(&[1; 16], 0, 0);
         assert_eq!(l.ask([1; 16], 0, 2, 400 * MIB, T), [Say::Recall { worker: [2; 16] }]);
         assert_eq!(granted(&l.returned(&[2; 16], 0, 0)), 0);
-        // Without readings nobody waits for ever.
-        l.reading(&[2; 16], 0, 612 * MIB);
-        l.ask([1; 16], 0, 3, 400 * MIB, T);
-        assert!(l.returned(&[2; 16], 0, 512 * MIB).is_empty());
-        assert!(l.tick(T + RECALL_LIMIT).is_empty());
-        assert_eq!(granted(&l.tick(T + RECALL_LIMIT + SETTLE_LIMIT)), 0);
+    }
+
+    #[test]
+    fn a_reading_of_before_harms_nobody() {
+        let mut l = ledger(48 * 1024 * MIB, 100 * MIB);
+        for n in 1..=2 {
+            l.admit([n; 16]);
+            l.reading(&[n; 16], 0, 150 * MIB);
+        }
+        l.all_read(T);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 40 * 1024 * MIB, T)), 40 * 1024 * MIB);
+        // All is read, given back and granted to the other one before the reading comes.
+        assert_eq!(l.ask([2; 16], 0, 1, 40 * 1024 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+        assert_eq!(granted(&l.returned(&[1; 16], 0, 40 * 1024 * MIB)), 40 * 1024 * MIB);
+        l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
+        l.reading(&[2; 16], 0, 150 * MIB);
+        l.all_read(T);
+        assert!(l.offenders(|_| true).is_empty());
+        // Who keeps what it says it gave back is found by the next ones.
+        l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
+        l.all_read(T);
+        assert_eq!(l.offenders(|_| true).len(), 1);
+    }
+
+    #[test]
+    fn those_who_wait_are_answered_one_by_one_and_without_readings_too() {
+        let mut l = ledger(1000 * MIB, 0);
+        for n in 1..=4 {
+            l.admit([n; 16]);
+        }
+        for n in 1..=2 {
+            assert!(granted(&l.ask([n; 16], 0, 1, 450 * MIB, T)) >= 450 * MIB);
+            l.reading(&[n; 16], 0, 450 * MIB);
+        }
+        l.all_read(T);
+        let all = l.held.values().map(|h| h[0].granted).collect::<Vec<_>>();
+        for n in 3..=4 {
+            assert!(!l.ask([n; 16], 0, 1, 300 * MIB, T).is_empty());
+        }
+        assert!(l.returned(&[1; 16], 0, all[0]).is_empty() && l.returned(&[2; 16], 0, all[1]).is_empty());
+        l.reading(&[1; 16], 0, 0);
+        assert_eq!(granted(&l.all_read(T)), 300 * MIB, "the second one waits on");
+        l.reading(&[2; 16], 0, 0);
+        assert_eq!(granted(&l.all_read(T)), 300 * MIB);
+
+        let mut l = ledger(1000 * MIB, 0);
+        l.admit([1; 16]);
+        l.admit([2; 16]);
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, 960 * MIB, T)), 960 * MIB);
+        l.reading(&[1; 16], 0, 960 * MIB);
+        l.all_read(T);
+        l.ask([2; 16], 0, 1, 800 * MIB, T);
+        assert!(l.returned(&[1; 16], 0, 960 * MIB).is_empty());
+        // The monitor has ended: what workers say counts.
+        assert_eq!(granted(&l.tick(T + SETTLE_LIMIT)), 800 * MIB);
     }
 
     #[test]
@@ -568,7 +656,7 @@ mod tests {
                             for n in 0..4u8 {
                                 l.reading(&[n; 16], 0, seen[usize::from(n)] + (100 + unasked) * MIB);
                             }
-                            l.all_read()
+                            l.all_read(T)
                         }
                         None => vec![],
                     },
