@@ -1,9 +1,9 @@
 //! Asking the client daemon for a worker, or about the GPUs.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gpusession_proto::grant::{Denial, Endpoint, MAX_REASON, Outcome, Reply, Request, VERSION, Want};
@@ -12,7 +12,6 @@ use gpusession_proto::readings::{Query, View};
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, send, setsockopt, socket, sockopt,
 };
-use nix::sys::stat::fstat;
 use nix::sys::time::{TimeVal, TimeValLike};
 
 /// Where the daemon listens unless `GPUSESSION_SOCKET` says otherwise.
@@ -30,14 +29,15 @@ const VERSION_PATIENCE: Duration = Duration::from_secs(1);
 pub struct Grant {
     /// One for each lease, in device order.
     pub endpoints: Vec<Endpoint>,
-    connection: OwnedFd,
-    inode: Option<u64>,
+    connection: UnixStream,
+    /// Where the daemon has bound its end.
+    peer: Option<PathBuf>,
 }
 
 impl Grant {
-    fn new(endpoints: Vec<Endpoint>, connection: OwnedFd) -> Self {
-        let inode = fstat(&connection).ok().map(|about| about.st_ino);
-        Self { endpoints, connection, inode }
+    fn new(endpoints: Vec<Endpoint>, connection: UnixStream) -> Self {
+        let peer = peer(&connection);
+        Self { endpoints, connection, peer }
     }
 
     /// All workers serve the program.
@@ -65,12 +65,16 @@ impl Grant {
     /// For people who ask the daemon later: the program waits for nothing here, and goes on without.
     fn tell(&self, outcome: &Outcome) {
         // A program may have closed all its descriptors, and this one's number may be something of its own by now.
-        let still_ours = fstat(&self.connection).is_ok_and(|about| Some(about.st_ino) == self.inode);
-        if still_ours {
+        if self.peer.is_some() && peer(&self.connection) == self.peer {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             let _ = send(self.connection.as_raw_fd(), &message::encode(outcome), flags);
         }
     }
+}
+
+/// What a connection is to; none where it is no connection to a named socket.
+fn peer(connection: &UnixStream) -> Option<PathBuf> {
+    connection.peer_addr().ok()?.as_pathname().map(Path::to_owned)
 }
 
 /// No GPU for this process.
@@ -139,7 +143,7 @@ fn exchange(
     environment: Vec<(String, String)>,
     want: Want,
     patience: Duration,
-) -> Result<(Reply, OwnedFd), Refused> {
+) -> Result<(Reply, UnixStream), Refused> {
     if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") && !privileged() {
         return Err(Refused::new(Denial::NoDevice, "GPUSESSION_DISABLE=1 is set"));
     }
@@ -183,7 +187,7 @@ fn exchange(
         message::decode::<Reply>(&body).map_err(io::Error::other)
     })();
     let reply = exchange.map_err(|e| failed("exchange with the daemon at", e))?;
-    Ok((reply, OwnedFd::from(stream)))
+    Ok((reply, stream))
 }
 
 /// The program's name, as listings show it.

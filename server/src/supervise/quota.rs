@@ -116,7 +116,12 @@ impl Ledger {
     }
 
     fn mark_all(&mut self) {
-        let all = (0..self.devices.len()).map(|device| self.used(device)).fold(0, u64::saturating_add);
+        // What was given back counts for whoever has it now, and not twice.
+        let on = |(device, limit): (usize, &DeviceLimit)| {
+            let settled = |held: &Vec<Held>| Self::settled(limit, &held[device]);
+            self.held.values().map(settled).fold(0, u64::saturating_add)
+        };
+        let all = self.devices.iter().enumerate().map(on).fold(0, u64::saturating_add);
         self.peak = self.peak.max(all);
     }
 
@@ -166,6 +171,11 @@ impl Ledger {
     /// The most that a worker's process had on all devices together.
     pub fn peak(&self, worker: &WorkerId) -> u64 {
         self.held.get(worker).map_or(0, |h| h.iter().map(|h| h.peak).sum())
+    }
+
+    /// What counts of a process without what it has given back.
+    fn settled(limit: &DeviceLimit, held: &Held) -> u64 {
+        held.granted.saturating_add(limit.context_bytes).saturating_add(Self::beyond(limit, held))
     }
 
     /// The most that all processes had at a time, on all devices together, since this server counts.
@@ -359,9 +369,7 @@ impl Ledger {
                 .collect();
             staying.sort_by_key(|(_, held)| unasked(held));
             loop {
-                let used = staying.iter().map(|(_, held)| {
-                    held[device].granted.saturating_add(limit.context_bytes).saturating_add(unasked(held))
-                });
+                let used = staying.iter().map(|(_, held)| Self::settled(limit, &held[device]));
                 let may = staying.iter().map(|(_, held)| unasked(held).min(UNASKED_EACH));
                 let most = may.fold(limit.memory_bytes.saturating_add(UNASKED), u64::saturating_add);
                 if used.fold(0, u64::saturating_add) <= most {
@@ -556,6 +564,7 @@ mod tests {
         l.reading(&[2; 16], 0, 150 * MIB);
         l.all_read(T);
         assert!(l.offenders(|_| true).is_empty());
+        assert_eq!(l.peak_of_all(), (40 * 1024 + 250) * MIB, "at a time");
         // Who keeps what it says it gave back is found by the next ones.
         l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
         l.all_read(T);
