@@ -341,11 +341,7 @@ pub struct Config {
 impl Config {
     /// Where a key's value was written.
     pub fn origin(&self, key: &str) -> Origin {
-        self.report.iter().find(|(k, ..)| *k == key).map_or(Origin::Default, |(.., o)| o.clone())
-    }
-
-    /// The same of a key as people may write it, with quotes that TOML does not need.
-    pub fn origin_of(&self, key: &str) -> Origin {
+        // People may write a key with quotes that TOML does not need.
         let plain = |key: &str| key.replace(['"', '\''], "");
         let found = self.report.iter().find(|(k, ..)| plain(k) == plain(key));
         found.map_or(Origin::Default, |(.., origin)| origin.clone())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Programs that share the lease of this one.
 
-    memory      four: each asks for 40 % of its memory; the second gives it back and the third asks, once; then the first ends, and
+    memory      four: each asks for 40 % of its memory; at a line on stdin the second gives it back and the third asks, once; then the first ends, and
                 the last asks again. Prints `codes ...` three times
     contexts    one after the other until there is no room for the context of another; then the first ends, and one more begins.
                 Prints `begun N`, `refused SECONDS ...` with what the refused one said, and `then ...` with what the last said
@@ -32,8 +32,8 @@ def memory():
     programs = [begin() for _ in range(4)]
     mib = [int(program.expect("ready").split()[2]) for program in programs][0] * 2 // 5
     print("codes", *(asked(program, mib) for program in programs), flush=True)
-    # Until the server has seen in the driver's figures what each has.
-    time.sleep(2.5)
+    # The server has seen in the driver's figures what each has.
+    sys.stdin.readline()
     programs[1].say("free")
     programs[1].expect("free")
     print("codes", asked(programs[2], mib), flush=True)

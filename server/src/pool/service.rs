@@ -302,7 +302,7 @@ impl Pool {
         store::write_bytes(&path, text.as_bytes(), 0o640).map_err(|e| failed(&e))?;
         // Nothing holds yet: what the files come to now.
         let overruled =
-            self.load().ok().filter(|_| value.is_some()).and_then(|fresh| match fresh.origin_of(key) {
+            self.load().ok().filter(|_| value.is_some()).and_then(|fresh| match fresh.origin(key) {
                 Origin::Default => None,
                 Origin::File(file, _) if file == path => None,
                 origin => Some(No {
