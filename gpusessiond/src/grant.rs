@@ -19,6 +19,7 @@ use gpusession_proto::journal::Event;
 use gpusession_proto::message;
 use gpusession_proto::quiet::Quiet;
 use gpusession_proto::readings::MAX_QUERIES;
+use gpusession_proto::ticket;
 use nix::sys::socket::{getsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
@@ -270,9 +271,11 @@ impl Server {
             session: session.map(|s| s.id.clone()),
         };
         let program = printable(&request.program, MAX_PROGRAM);
+        let executable = printable(&request.executable, usize::MAX);
         let wish = Wish {
             lease: request.lease.filter(|l| !l.is_empty()),
             program,
+            executable: ticket::shortened(&executable).to_owned(),
             environment: request.environment.into_iter().collect(),
         };
         if request.want == Want::Version {

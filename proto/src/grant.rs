@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::readings::{Query, View};
 
 /// Version of this exchange; a daemon that does not know it answers [`Denial::ProtocolMismatch`].
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// From `libcuda.so.1` to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +23,8 @@ pub struct Request {
     pub session: Option<String>,
     /// The program's name, for listings.
     pub program: String,
+    /// The file that it runs, for accounting; see [`crate::ticket::shortened`].
+    pub executable: String,
     /// Environment variables of the driver that differ from their defaults (see `names.md`).
     pub environment: Vec<(String, String)>,
     /// What it wants.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
 /// is written to the socket raises it.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -136,6 +136,8 @@ pub enum FromWorker {
         pid: u32,
         /// The program's name.
         program: String,
+        /// The file that it runs.
+        executable: String,
         /// Whether the connection is encrypted.
         encrypted: bool,
     },
@@ -249,7 +251,13 @@ mod tests {
         let from = [
             FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
             FromWorker::Failed { reason: "failed".into() },
-            FromWorker::Admitted { uid: 1000, pid: 42, program: "program".into(), encrypted: true },
+            FromWorker::Admitted {
+                uid: 1000,
+                pid: 42,
+                program: "program".into(),
+                executable: "/a".into(),
+                encrypted: true,
+            },
             FromWorker::Refused { reason: "refused".into() },
             FromWorker::Usage(usage),
             FromWorker::Ended { reason: "ended".into(), quiet: true },
@@ -267,6 +275,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (3, "cd26d4aa65973de6"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (4, "eb9cc3c0073c2d09"), "raise VERSION, and write both here");
     }
 }

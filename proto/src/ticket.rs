@@ -24,6 +24,8 @@ pub struct Ticket {
     pub nonce: [u8; 16],
     /// The program's name, for listings.
     pub program: String,
+    /// The file that it runs, for accounting, at most [`MAX_EXECUTABLE`] bytes. Like the name, the program's own word.
+    pub executable: String,
 }
 
 /// Why a ticket was refused.
@@ -51,6 +53,14 @@ impl std::error::Error for Refused {}
 
 const SEAL: usize = blake3::OUT_LEN;
 const MAX_TICKET: usize = 1024;
+/// Longest name of a file that a program runs, in bytes.
+pub const MAX_EXECUTABLE: usize = 200;
+
+/// The end of a file's name that is too long: what it is stands there.
+pub fn shortened(executable: &str) -> &str {
+    let from = executable.len().saturating_sub(MAX_EXECUTABLE);
+    executable.char_indices().find(|(at, _)| *at >= from).map_or("", |(at, _)| &executable[at..])
+}
 
 impl Ticket {
     /// Seals the ticket with the lease's key.
@@ -97,6 +107,7 @@ mod tests {
             issued_usec: 12,
             nonce: [9; 16],
             program: "python3".into(),
+            executable: "/usr/bin/python3.13".into(),
         }
     }
 
@@ -104,6 +115,19 @@ mod tests {
     fn opens_what_was_sealed() {
         let sealed = ticket().seal(&[3; 32]);
         assert_eq!(Ticket::open(&sealed, &[3; 32], &[7; 16]), Ok(ticket()));
+    }
+
+    #[test]
+    fn the_longest_names_fit() {
+        let program = "𝄞".repeat(64);
+        for (path, kept) in
+            [("/a/b".to_string(), 4), ("x".repeat(300), 200), ("𝄞€".repeat(100), 199), (String::new(), 0)]
+        {
+            let executable = shortened(&path).to_owned();
+            assert!(path.ends_with(&executable) && executable.len() == kept, "{executable}");
+            let longest = Ticket { program: program.clone(), executable, ..ticket() };
+            assert_eq!(Ticket::open(&longest.seal(&[3; 32]), &[3; 32], &[7; 16]), Ok(longest));
+        }
     }
 
     #[test]

@@ -48,6 +48,9 @@ pub struct Record {
     pub pid: u32,
     /// Name of the program; empty for a lease.
     pub program: String,
+    /// The file that it ran, as the program said; empty for a lease.
+    #[serde(default)]
+    pub executable: String,
     /// UUIDs.
     pub gpus: Vec<String>,
     /// Seconds since 1970.
@@ -347,7 +350,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
 pub fn csv(records: &[Record]) -> String {
     let mut out = String::from(
         "kind,lease,worker,client,user,uid,pid,program,gpus,start_unix,end_unix,gpu_busy_usec,peak_memory_bytes,\
-         bytes_to_device,bytes_from_device,calls,reason,uids\r\n",
+         bytes_to_device,bytes_from_device,calls,reason,uids,executable\r\n",
     );
     for r in records {
         let kind = match r.kind {
@@ -373,6 +376,7 @@ pub fn csv(records: &[Record]) -> String {
             r.calls.to_string(),
             r.reason.clone(),
             r.uids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
+            r.executable.clone(),
         ];
         let quoted = fields.map(|f| {
             // A spreadsheet would take what begins with these for a formula.
@@ -399,6 +403,7 @@ mod tests {
             uid: 1000,
             pid: 42,
             program: "a,\"b\"".into(),
+            executable: "/opt/a".into(),
             gpus: vec!["GPU-1".into()],
             start_unix: 5,
             end_unix,
@@ -493,6 +498,6 @@ mod tests {
         assert_eq!(lines.len(), 2);
         assert!(lines[0].starts_with("kind,lease,worker"));
         assert!(lines[1].contains(",\"a,\"\"b\"\"\",GPU-1,5,100,1500000,"), "{}", lines[1]);
-        assert!(lines[1].ends_with(",30,'=its client process ended,"), "{}", lines[1]);
+        assert!(lines[1].ends_with(",30,'=its client process ended,,/opt/a"), "{}", lines[1]);
     }
 }

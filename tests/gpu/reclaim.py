@@ -1,5 +1,6 @@
 """`./run reclaim`: how soon device memory is free again, whatever ends its program. The lease stays."""
 
+import json
 import os
 import signal
 import time
@@ -14,39 +15,55 @@ MIB = 1024
 class Reclaim(parking.Parking):
     """Each cause once: from the cause to the moment at which the card has the memory back."""
 
-    def program(self):
-        """A program with memory in use; the card's use without it and with it."""
+    def start_programs(self, count):
+        """Programs that share the memory in use among them; what the card has in use with them."""
         before = self.settled()
-        command, env = self.server.remote([self.args.python, "idle_program.py", str(MIB / 1024)])
-        program = parking.Program(command, {**os.environ, **env}, self.log, self.here)
-        self.programs.append(program)
-        program.expect("ready")
+        command, env = self.server.remote([self.args.python, "idle_program.py", str(MIB / 1024 / count)])
+        started = [parking.Program(command, {**os.environ, **env}, self.log, self.here) for _ in range(count)]
+        self.programs += started
+        for program in started:
+            program.expect("ready")
         during = self.used()
         if during - before < MIB:
             raise RuntimeError(f"{MIB} MiB in use are not seen: {before} MiB before, {during} during")
-        return program, during
+        return started, during
 
-    def measure(self, name, end, bound=BOUND):
-        """End a program in one way."""
-        program, during = self.program()
+    def measure(self, name, end, bound=BOUND, count=1, before=lambda _: None):
+        """End programs in one way."""
+        started, during = self.start_programs(count)
+        for program in started:
+            before(program)
         begun = time.monotonic()
-        end(program)
+        for program in started:
+            end(program)
         # Everything but what idle workers keep.
         free = self.until(lambda: self.used() <= during - MIB, bound + 8)
         took = time.monotonic() - begun
         self.note(f"{name}: {MIB} MiB free again after", round(took, 2), "s")
         self.check(f"{name}: within {bound} s", free and took <= bound)
-        try:
-            # What it has forked.
-            os.killpg(program.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        for program in started:
+            try:
+                # What it has forked.
+                os.killpg(program.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
     def fork_and_die(self, program):
         """Its child lives on."""
         program.say("fork")
         program.expect("forked")
         program.process.kill()
+
+    def in_a_kernel(self, program):
+        """It is in the middle of a kernel of a minute."""
+        program.say("kernel 60")
+        time.sleep(0.5)
+
+    def deaf(self, _):
+        """Its worker does nothing any more, not even end."""
+        workers = json.loads(self.server.tool("ps", "--json"))["workers"]
+        (pid,) = (row["pid"] for row in workers if row["state"] == "active")
+        os.kill(pid, signal.SIGSTOP)
 
     def silence(self, program):
         """All that is the client's stands still: the program, and what holds its lease."""
@@ -55,9 +72,15 @@ class Reclaim(parking.Parking):
 
     def run(self):
         """Everything; whether it was as it has to be."""
+        def kill(program):
+            program.process.kill()
+
         self.measure("exit", lambda p: p.process.stdin.close())
         self.measure("abort", lambda p: p.process.send_signal(signal.SIGABRT))
-        self.measure("kill -9", lambda p: p.process.kill())
+        self.measure("kill -9", kill)
+        self.measure("kill -9 of eight programs at once", kill, count=8)
+        self.measure("kill -9 in the middle of a kernel", kill, before=self.in_a_kernel)
+        self.measure("kill -9, and a worker that does not react", kill, before=self.deaf)
         self.measure("a fork that outlives its parent", self.fork_and_die)
         # Booted hosts show it with simulated GPUs.
         if self.card:

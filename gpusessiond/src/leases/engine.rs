@@ -1176,7 +1176,7 @@ impl Actor {
                 // Each slot was counted above; one without a worker is taken back by the same path as the others.
                 taken.push((slot, held, worker.unwrap_or_default()));
             }
-            let (endpoints, granted) = mint(&caller, &wish.program, boot_id, issued, &taken);
+            let (endpoints, granted) = mint(&caller, &wish, boot_id, issued, &taken);
             let answer = match failed {
                 None => Answer::Granted(endpoints, granted.clone()),
                 Some(e) => match no_worker(Some(&e), "") {
@@ -1200,7 +1200,7 @@ impl Actor {
             .filter_map(|(slot, worker)| Some((*slot, self.machine.slot(*slot)?.held()?.clone(), worker)))
             .collect();
         let (endpoints, granted) =
-            mint(caller, &wish.program, self.here.boot_id, self.now().as_micros() as u64, &taken);
+            mint(caller, wish, self.here.boot_id, self.now().as_micros() as u64, &taken);
         for (slot, ..) in &taken {
             self.machine.process_started(*slot);
         }
@@ -1317,7 +1317,7 @@ fn devices(held: &Held) -> Vec<DeviceView> {
 
 fn mint(
     caller: &Caller,
-    program: &str,
+    wish: &Wish,
     boot_id: [u8; 16],
     issued_usec: u64,
     taken: &[(Slot, Held, control::Worker)],
@@ -1345,7 +1345,8 @@ fn mint(
             boot_id,
             issued_usec,
             nonce,
-            program: program.to_owned(),
+            program: wish.program.clone(),
+            executable: wish.executable.clone(),
         };
         endpoints.push(Endpoint {
             server: held.lease.server.clone(),

@@ -559,6 +559,8 @@ pub struct Wish {
     pub lease: Option<String>,
     /// Its program.
     pub program: String,
+    /// The file that it runs, as it says.
+    pub executable: String,
     /// Driver environment that differs from the stock's.
     pub environment: HashMap<String, String>,
 }

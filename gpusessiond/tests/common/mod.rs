@@ -220,6 +220,7 @@ pub fn request() -> Request {
         lease: None,
         session: None,
         program: "test".into(),
+        executable: "/opt/test".into(),
         environment: Vec::new(),
         want: Want::Workers,
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use gpusession_proto::grant::{Denial, Endpoint, MAX_REASON, Outcome, Reply, Request, VERSION, Want};
 use gpusession_proto::message;
 use gpusession_proto::readings::{Query, View};
+use gpusession_proto::ticket;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, send, setsockopt, socket, sockopt,
 };
@@ -170,6 +171,7 @@ fn exchange(
         lease: if privileged() { None } else { std::env::var("GPUSESSION_LEASE").ok() },
         session: if privileged() { None } else { std::env::var("GPUSESSION_ID").ok() },
         program: program(),
+        executable: executable(),
         environment,
         want,
     };
@@ -194,4 +196,10 @@ fn exchange(
 fn program() -> String {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     name.trim().chars().take(64).collect()
+}
+
+/// The file that it runs.
+fn executable() -> String {
+    let path = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+    ticket::shortened(&path.to_string_lossy()).to_owned()
 }

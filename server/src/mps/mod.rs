@@ -21,7 +21,7 @@ use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use tokio::process::{Child, Command};
 use tokio::sync::{Notify, mpsc};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tracing::{debug, info, warn};
 
 use self::control::{ANSWER_LIMIT, Control, ServerState};
@@ -44,8 +44,6 @@ const LOOK: Duration = Duration::from_millis(200);
 /// How often a domain with workers is asked whether it is well. A crashed worker makes it at once.
 const CHECK: Duration = Duration::from_secs(5);
 const CHECK_SUSPECT: Duration = Duration::from_secs(1);
-/// The most that ending a client's GPU work may take before its worker is ended all the same.
-const TERMINATE_LIMIT: Duration = Duration::from_secs(1);
 /// The most that workers may take to end after a fault.
 const FAULT_LIMIT: Duration = Duration::from_secs(10);
 /// How long a daemon may take to quit.
@@ -267,13 +265,13 @@ impl Seat {
         self.generation.pipe()
     }
 
-    /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Takes at most a
-    /// second, whatever the daemon does. Whether there was somebody to do it.
-    pub async fn terminate(&self, pid: u32) -> bool {
+    /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Whether it was done by
+    /// that time; whatever the daemon does, this returns then.
+    pub async fn terminate(&self, pid: u32, by: Instant) -> bool {
         let mut last = String::new();
         let ends = async {
             while self.generation.alive.load(Ordering::Relaxed) {
-                match self.try_to_terminate(pid).await {
+                match self.try_to_terminate(pid, by).await {
                     Ok(()) => return true,
                     Err(e) => last = e,
                 }
@@ -281,19 +279,19 @@ impl Seat {
             }
             false
         };
-        timeout(TERMINATE_LIMIT, ends).await.unwrap_or_else(|_| {
+        timeout_at(by, ends).await.unwrap_or_else(|_| {
             warn!("MPS of {} did not end process {pid}'s GPU work in time: {last}", self.domain.name());
             false
         })
     }
 
-    async fn try_to_terminate(&self, pid: u32) -> Result<(), String> {
+    async fn try_to_terminate(&self, pid: u32, by: Instant) -> Result<(), String> {
         // CUDA_SUCCESS, and CUDA_ERROR_INVALID_CONTEXT: it has no work.
         const DONE: [&str; 2] = ["0", "201"];
         let control = &self.generation.control;
         for server in control.servers().await? {
             let question = format!("terminate_client {server} {pid}");
-            let answer = control.ask(&question, TERMINATE_LIMIT).await?;
+            let answer = control.ask(&question, by - Instant::now()).await?;
             if !DONE.contains(&answer.trim()) {
                 return Err(format!("{question}: {}", answer.trim()));
             }

@@ -671,6 +671,7 @@ impl Pool {
                 uid: lease.uid,
                 pid: 0,
                 program: String::new(),
+                executable: String::new(),
                 gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
                 start_unix: lease.created_unix,
                 end_unix: self.clock.unix(),

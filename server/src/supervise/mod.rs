@@ -17,10 +17,11 @@ use std::time::Duration;
 use gpusession_proto::supervise::{
     DeviceLimit, FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage,
 };
+use gpusession_proto::ticket;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, info, warn};
 
 use self::channel::Channel;
@@ -50,8 +51,10 @@ pub mod spawn;
 pub mod stock;
 mod trial;
 
-/// A worker that does not end within this after it was told to is killed.
+/// A worker that does not end within this after it was told to is killed. What it had is free again soon enough after that.
 const STOP_GRACE: Duration = Duration::from_secs(1);
+/// The same of a worker under MPS. MPS has the rest of its time, see `mps::END_LIMIT`.
+const STOP_GRACE_MPS: Duration = Duration::from_millis(750);
 /// A worker that is not ready by then has failed. Drivers of many GPUs without persistence take tens of seconds.
 const START_LIMIT: Duration = Duration::from_secs(120);
 /// How long a call waits for a worker to get ready.
@@ -156,6 +159,8 @@ pub struct ClientProcess {
     pub pid: u32,
     /// The program's name.
     pub program: String,
+    /// The file that it runs.
+    pub executable: String,
     /// Whether its connection is encrypted.
     pub encrypted: bool,
 }
@@ -1338,7 +1343,7 @@ impl Supervisor {
             Ok(End::Left) => return None,
             Ok(End::Ended(status)) => describe(status),
             Err(reason) => {
-                self.end_gpu_work(id, false).await;
+                self.end_gpu_work(id, false, Instant::now() + mps::END_LIMIT).await;
                 process.kill();
                 self.reaped(id, &mut process).await;
                 reason
@@ -1445,15 +1450,13 @@ impl Supervisor {
             limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
         }
         let (mut channel_open, mut killed, mut said_end) = (true, false, false);
-        // It has a moment to end by itself, unless it was killed already.
-        let ending = |killed: bool, limit| {
-            if killed { limit } else { Some((Instant::now() + STOP_GRACE, "")) }
+        // It has a moment to end by itself, once: nothing that it says or does not say makes that longer.
+        let (grace, in_all) = if mps { (STOP_GRACE_MPS, mps::END_LIMIT) } else { (STOP_GRACE, STOP_GRACE) };
+        let sooner = |limit: Option<(Instant, _)>, at| match limit {
+            Some((before, _)) if before < at => limit,
+            _ => Some((at, "")),
         };
-        // One that only closes its channel does not get more time by that.
-        let sooner = |killed: bool, limit: Option<(Instant, _)>| match limit {
-            Some((at, _)) if at < Instant::now() + STOP_GRACE => limit,
-            _ => ending(killed, limit),
-        };
+        let mut gone_by = None;
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
         let mut patience = false;
@@ -1476,8 +1479,13 @@ impl Supervisor {
                 }
                 Some(command) = stops.recv() => match command {
                     Command::Stop { reason } => {
-                        let _ = send(&ToWorker::Stop { reason }, None).await;
-                        limit = ending(killed, limit);
+                        gone_by.get_or_insert_with(|| Instant::now() + in_all);
+                        let at = Instant::now() + grace;
+                        if !killed {
+                            limit = sooner(limit, at);
+                        }
+                        // One that does not read does not live longer by that.
+                        let _ = timeout_at(at, channel.send(&ToWorker::Stop { reason }, None)).await;
                     }
                     Command::Tell(message) => send(&message, None).await?,
                     Command::Leave => {
@@ -1498,7 +1506,9 @@ impl Supervisor {
                         self.stuck(id);
                     } else {
                         debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
-                        self.end_gpu_work(id, said_end).await;
+                        if !said_end {
+                            self.end_gpu_work(id, false, gone_by.unwrap_or_else(|| Instant::now() + in_all)).await;
+                        }
                         process.kill();
                         limit = Some((Instant::now() + REAP_LIMIT, ""));
                     }
@@ -1534,19 +1544,26 @@ impl Supervisor {
                         };
                         self.heard(id, message);
                         if let Some(quiet) = ended {
-                            self.end_gpu_work(id, quiet).await;
-                            let _ = send(&ToWorker::Exit, None).await;
-                            limit = ending(killed, limit);
+                            let by = *gone_by.get_or_insert_with(|| Instant::now() + in_all);
+                            self.end_gpu_work(id, quiet, by).await;
+                            let _ = timeout_at(by, channel.send(&ToWorker::Exit, None)).await;
+                            if !killed {
+                                limit = Some((by, ""));
+                            }
                         }
                     }
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
                         channel_open = false;
-                        limit = sooner(killed, limit);
+                        if !killed {
+                            limit = sooner(limit, Instant::now() + grace);
+                        }
                     }
                     Err(e) if e.raw_os_error().is_some() => {
                         channel_open = false;
-                        limit = sooner(killed, limit);
+                        if !killed {
+                            limit = sooner(limit, Instant::now() + grace);
+                        }
                     }
                     Err(e) => return Err(e.to_string()),
                 },
@@ -1635,7 +1652,7 @@ impl Supervisor {
             FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
-            FromWorker::Admitted { uid, pid, program, encrypted } => {
+            FromWorker::Admitted { uid, pid, program, executable, encrypted } => {
                 // A worker serves one process.
                 if worker.process.is_some() || worker.phase != Phase::Taken {
                     return;
@@ -1650,7 +1667,8 @@ impl Supervisor {
                     worker.client
                 );
                 worker.active = self.0.clock.now();
-                worker.process = Some(ClientProcess { uid, pid, program, encrypted });
+                let executable = printable(ticket::shortened(&executable));
+                worker.process = Some(ClientProcess { uid, pid, program, executable, encrypted });
                 worker.phase = Phase::Active;
                 (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
                 if let Some(lease) = &mut lease {
@@ -1721,6 +1739,7 @@ impl Supervisor {
             uid: process.uid,
             pid: process.pid,
             program: process.program.clone(),
+            executable: process.executable.clone(),
             gpus: worker.gpus.clone(),
             start_unix: worker.admitted_unix,
             end_unix: self.0.clock.unix(),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use gpusession_proto::supervise::Start;
 use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
 use super::{Phase, State, Supervisor, TakeError, Worker, WorkerId, hex, stop};
@@ -14,6 +15,8 @@ use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
 /// After MPS ended the work of a client, the GPU still lets go of it: a process that exits meanwhile takes others of its domain with it.
 /// With driver 580 that took 0.2 s.
 const SETTLE: Duration = Duration::from_millis(500);
+/// A worker is gone this long after it was told to end, whatever it and MPS do: with what the driver takes to free its memory, within 2 s.
+pub(super) const END_LIMIT: Duration = Duration::from_millis(1750);
 /// How long programs may learn from the driver of a fault before their workers are ended.
 const FAULT_GRACE: Duration = Duration::from_secs(1);
 
@@ -37,17 +40,17 @@ impl Supervisor {
         Ok(variables)
     }
 
-    /// Before a worker ends that uses the GPU under MPS. `quiet`: it says that it has no work there.
-    pub(super) async fn end_gpu_work(&self, id: &WorkerId, quiet: bool) {
+    /// Before a worker ends that uses the GPU under MPS. `quiet`: it says that it has no work there. Returns by that time.
+    pub(super) async fn end_gpu_work(&self, id: &WorkerId, quiet: bool, by: Instant) {
         let seat = {
             let state = self.state();
             let worker = state.workers.get(id).filter(|w| w.process.is_some());
             worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
         };
         if let Some((seat, pid)) = seat {
-            let ended = seat.terminate(pid).await;
-            if ended && !quiet {
-                tokio::time::sleep(SETTLE).await;
+            let settle = if quiet { Duration::ZERO } else { SETTLE };
+            if seat.terminate(pid, by - settle).await {
+                sleep(settle).await;
             }
         }
     }
@@ -109,7 +112,7 @@ impl Supervisor {
                     let this = self.clone();
                     // The other domains need not wait for it.
                     tokio::spawn(async move {
-                        tokio::time::sleep(FAULT_GRACE).await;
+                        sleep(FAULT_GRACE).await;
                         this.end_seats(generation, |worker| {
                             Some(match worker.pid {
                                 _ if worker.process.is_none() => "its MPS server failed".into(),

@@ -151,6 +151,7 @@ fn serve() {
                     uid: 1000,
                     pid: 42,
                     program: "vectorAdd".into(),
+                    executable: "/opt/vectorAdd".into(),
                     encrypted: preface.tls(),
                 });
                 tell(&FromWorker::Usage(Usage {

@@ -222,12 +222,12 @@ async fn a_limit_ends_gpu_work_before_its_worker() {
 
 #[tokio::test]
 async fn a_worker_in_the_middle_of_its_work_exits_later() {
-    let (settles, second) = (Duration::from_millis(500), Duration::from_secs(1));
+    let settles = Duration::from_millis(500);
     // One that is deaf is waited for first.
     let drivers = [
         ("libcuda.so.1", Duration::ZERO),
         ("busy-libcuda.so.1", settles),
-        ("deaf-libcuda.so.1", second + settles),
+        ("deaf-libcuda.so.1", Duration::from_millis(750) + settles),
     ];
     for (driver, after) in drivers {
         let site = Site::start_with(driver, "").await;
@@ -239,7 +239,7 @@ async fn a_worker_in_the_middle_of_its_work_exits_later() {
         vm.pool.process_ended(ended).await.unwrap();
         eventually("the worker is gone", async || !alive(program.pid)).await;
         let took = begun.elapsed();
-        assert!(took >= after && took < after + 2 * second, "{driver}: {took:?}");
+        assert!(took >= after && took < Duration::from_secs(2), "{driver}: {took:?}");
         assert_eq!(site.asked("terminate_client"), 1, "{:?}", site.commands());
     }
 }

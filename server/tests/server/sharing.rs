@@ -757,6 +757,7 @@ async fn what_was_used_is_on_record() {
         (&process["kind"], &process["program"], &process["uid"], &process["pid"]),
         (&"process".into(), &"vectorAdd".into(), &1000.into(), &42.into())
     );
+    assert_eq!(process["executable"], "/opt/vectorAdd");
     for record in [process, of_lease] {
         assert_eq!(record["calls"], 7, "{record}");
         assert_eq!(record["bytes_from_device"], 200, "{record}");
@@ -792,6 +793,7 @@ async fn records_are_kept_for_so_long() {
             uid: 0,
             pid: 0,
             program: String::new(),
+            executable: String::new(),
             gpus: Vec::new(),
             start_unix: now - days * DAY - 1,
             end_unix: now - days * DAY,

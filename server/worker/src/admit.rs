@@ -303,6 +303,7 @@ impl Worker {
             uid: ticket.uid,
             pid: ticket.pid,
             program: ticket.program,
+            executable: ticket.executable,
             encrypted,
         });
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);

@@ -118,7 +118,13 @@ fn a_good_client_is_served_in_clear() {
     let admitted = worker.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
     assert_eq!(
         admitted,
-        FromWorker::Admitted { uid: 1000, pid: 4242, program: "python3".into(), encrypted: false }
+        FromWorker::Admitted {
+            uid: 1000,
+            pid: 4242,
+            program: "python3".into(),
+            executable: "/usr/bin/python3".into(),
+            encrypted: false
+        }
     );
     works(&client);
 }

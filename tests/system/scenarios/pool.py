@@ -37,6 +37,7 @@ def run(site, check):
         client.until(f"! gpusession list --json | grep -q {before} && gpusession status | grep -q 'is ready'", 90)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
         second.until("gpuserver accounting | grep vectorAdd", 10)
+        expect(second.ok("gpuserver accounting --csv --kind process"), ",/usr/local/bin/vectorAdd")
     with check("a client that one server has revoked goes to the other one"):
         first.ok("systemctl start gpuserver")
         first.until("gpuserver status", 20)

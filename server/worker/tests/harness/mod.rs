@@ -410,6 +410,7 @@ impl Worker {
             issued_usec: 12,
             nonce: [9; 16],
             program: "python3".into(),
+            executable: "/usr/bin/python3".into(),
         }
     }
 

@@ -113,6 +113,7 @@ impl Site {
             issued_usec: 12,
             nonce: [9; 16],
             program: "python3".into(),
+            executable: "/usr/bin/python3".into(),
         };
         let endpoint = Endpoint {
             server: "test".into(),
