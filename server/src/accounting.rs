@@ -40,7 +40,7 @@ pub struct Record {
     pub worker: String,
     /// Who held it.
     pub client: String,
-    /// On whose behalf; empty: the client's own.
+    /// Whose it was: who the lease is for, else, of a program, who ran it; empty: the client's own.
     pub user: String,
     /// User id on the client.
     pub uid: u32,
@@ -72,6 +72,9 @@ pub struct Record {
     /// Of a lease, who ran programs on it: one of the whole machine is nobody's own. Known when records are listed.
     #[serde(default)]
     pub uids: Vec<u32>,
+    /// The same by name.
+    #[serde(default)]
+    pub users: Vec<String>,
 }
 
 /// Which records are wanted.
@@ -84,7 +87,7 @@ pub struct Wanted {
     pub until_unix: u64,
     /// Of this client; empty: all.
     pub client: String,
-    /// On behalf of this user, or, as a user id, with programs of that user's; empty: all.
+    /// Of this user, by name or id, or with programs of that user's; empty: all.
     pub user: String,
     /// Only of this kind.
     pub kind: Option<Kind>,
@@ -99,7 +102,10 @@ fn ran(r: &Record, uid: u32) -> bool {
 impl Wanted {
     fn fits(&self, r: &Record) -> bool {
         (self.client.is_empty() || r.client == self.client)
-            && (self.user.is_empty() || r.user == self.user || self.user.parse().is_ok_and(|uid| ran(r, uid)))
+            && (self.user.is_empty()
+                || r.user == self.user
+                || r.users.contains(&self.user)
+                || self.user.parse().is_ok_and(|uid| ran(r, uid)))
             && self.kind.is_none_or(|k| k == r.kind)
     }
 }
@@ -312,14 +318,21 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
     let table = transaction.open_table(RECORDS)?;
     let end = if wanted.until_unix == 0 { u64::MAX } else { wanted.until_unix };
     let mut out: Vec<Record> = Vec::new();
-    // Sums over a lease's programs, which ended with it or before it.
-    let mut of_lease: HashMap<String, ([u64; 5], BTreeSet<u32>)> = HashMap::new();
+    // Over a lease's programs, which ended with it or before it: sums, and who ran them.
+    #[derive(Default)]
+    struct Programs {
+        sums: [u64; 5],
+        uids: BTreeSet<u32>,
+        users: BTreeSet<String>,
+    }
+    let mut of_lease: HashMap<String, Programs> = HashMap::new();
     for entry in table.iter()? {
         let (key, value) = entry?;
         let Ok(mut record) = serde_json::from_slice::<Record>(value.value()) else { continue };
         if record.kind == Kind::Process {
-            let (sums, uids) = of_lease.entry(record.lease.clone()).or_default();
+            let Programs { sums, uids, users } = of_lease.entry(record.lease.clone()).or_default();
             uids.insert(record.uid);
+            users.extend((!record.user.is_empty()).then(|| record.user.clone()));
             sums[0] += record.gpu_busy_usec;
             sums[1] = sums[1].max(record.peak_memory_bytes);
             sums[2] += record.bytes_to_device;
@@ -332,7 +345,9 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
         }
     }
     for record in out.iter_mut().filter(|r| r.kind == Kind::Lease) {
-        if let Some(([busy, peak, to, from, calls], uids)) = of_lease.get(&record.lease) {
+        if let Some(Programs { sums: [busy, peak, to, from, calls], uids, users }) =
+            of_lease.get(&record.lease)
+        {
             record.gpu_busy_usec = *busy;
             // Counted anew after a restart of the server.
             record.peak_memory_bytes = record.peak_memory_bytes.max(*peak);
@@ -340,6 +355,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
             record.bytes_from_device = *from;
             record.calls = *calls;
             record.uids = uids.iter().copied().collect();
+            record.users = users.iter().cloned().collect();
         }
     }
     out.retain(|record| wanted.fits(record));
@@ -350,7 +366,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
 pub fn csv(records: &[Record]) -> String {
     let mut out = String::from(
         "kind,lease,worker,client,user,uid,pid,program,gpus,start_unix,end_unix,gpu_busy_usec,peak_memory_bytes,\
-         bytes_to_device,bytes_from_device,calls,reason,uids,executable\r\n",
+         bytes_to_device,bytes_from_device,calls,reason,uids,executable,users\r\n",
     );
     for r in records {
         let kind = match r.kind {
@@ -377,6 +393,7 @@ pub fn csv(records: &[Record]) -> String {
             r.reason.clone(),
             r.uids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
             r.executable.clone(),
+            r.users.join(" "),
         ];
         let quoted = fields.map(|f| {
             // A spreadsheet would take what begins with these for a formula.
@@ -414,6 +431,7 @@ mod tests {
             calls: 30,
             reason: "=its client process ended".into(),
             uids: Vec::new(),
+            users: Vec::new(),
         }
     }
 
@@ -427,11 +445,16 @@ mod tests {
             accounting.add(Record { uid: 0, ..record(Kind::Lease, "l1", "vm-1", 110) });
             accounting.add(record(Kind::Process, "l2", "vm-2", 120));
             accounting.add(Record { user: "alice".into(), uid: 7, ..record(Kind::Lease, "l4", "vm-4", 130) });
+            accounting.add(Record { user: "bob".into(), uid: 8, ..record(Kind::Process, "l5", "vm-5", 140) });
+            accounting.add(Record { uid: 0, ..record(Kind::Lease, "l5", "vm-5", 140) });
         }
         let accounting = Accounting::open(folder.path()).unwrap();
         accounting.add(record(Kind::Process, "l3", "vm-2", 120));
         let all = accounting.list(&Wanted::default()).unwrap();
-        assert_eq!(all.iter().map(|r| r.end_unix).collect::<Vec<_>>(), [100, 110, 110, 120, 120, 130]);
+        assert_eq!(
+            all.iter().map(|r| r.end_unix).collect::<Vec<_>>(),
+            [100, 110, 110, 120, 120, 130, 140, 140]
+        );
         let leases = Wanted { kind: Some(Kind::Lease), since_unix: 105, ..Wanted::default() };
         let lease = accounting.list(&leases).unwrap().remove(0);
         assert_eq!((lease.gpu_busy_usec, lease.peak_memory_bytes, lease.calls), (3_000_000, 110 << 20, 60));
@@ -444,10 +467,12 @@ mod tests {
         let programs = [(Kind::Process, 100), (Kind::Process, 110), (Kind::Lease, 110), (Kind::Process, 120)];
         assert_eq!(of("1000"), [&programs[..], &[(Kind::Process, 120)]].concat());
         assert_eq!((of("0"), of("alice")), (vec![], vec![(Kind::Lease, 130)]));
+        assert_eq!(of("bob"), [(Kind::Process, 140), (Kind::Lease, 140)]);
+        assert_eq!(of("8"), of("bob"));
         let two = Wanted { client: "vm-2".into(), until_unix: 121, ..Wanted::default() };
         assert_eq!(accounting.list(&two).unwrap().len(), 2);
         accounting.forget_before(120);
-        assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 3);
+        assert_eq!(accounting.list(&Wanted::default()).unwrap().len(), 5);
     }
 
     #[test]
@@ -498,6 +523,6 @@ mod tests {
         assert_eq!(lines.len(), 2);
         assert!(lines[0].starts_with("kind,lease,worker"));
         assert!(lines[1].contains(",\"a,\"\"b\"\"\",GPU-1,5,100,1500000,"), "{}", lines[1]);
-        assert!(lines[1].ends_with(",30,'=its client process ended,,/opt/a"), "{}", lines[1]);
+        assert!(lines[1].ends_with(",30,'=its client process ended,,/opt/a,"), "{}", lines[1]);
     }
 }

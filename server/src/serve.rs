@@ -170,6 +170,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
         Supervisor::new(options, store.clone(), left.workers, accounting, clock.clone(), random.clone())?;
+    supervisor.set_all_limits(config.limits.clone());
     let facts = Facts {
         control: control.local_addr()?,
         data: data.local_addr()?,

@@ -10,7 +10,7 @@ use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::journal::Event;
 use gpusession_proto::preface;
 use gpusession_proto::readings::{Query, View};
-use gpusession_proto::ticket::Ticket;
+use gpusession_proto::ticket::{MAX_USER, Ticket};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -1341,6 +1341,7 @@ fn mint(
             lease: held.lease.id.clone(),
             worker: id,
             uid: caller.uid,
+            user: caller.user.clone().filter(|name| name.len() <= MAX_USER).unwrap_or_default(),
             pid: caller.pid,
             boot_id,
             issued_usec,

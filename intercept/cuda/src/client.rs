@@ -160,10 +160,12 @@ impl Client {
         reply: &Reply,
         offered: &[u64],
     ) -> std::result::Result<Self, Failed> {
-        if reply.status != 0 {
-            return Err(reply.status.into());
-        }
         let mut r = reply.reader();
+        if reply.status != 0 {
+            let said = r.text().unwrap_or_default();
+            let failed = Failed::from(reply.status);
+            return Err(if said.is_empty() { failed } else { Failed { reason: said.into(), ..failed } });
+        }
         let _secret = string(&mut r)?;
         let base = word(&mut r)?;
         if !offered.contains(&base) {

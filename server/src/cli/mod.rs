@@ -233,7 +233,7 @@ pub enum Verb {
         /// Of this client
         #[arg(long, value_name = "NAME", default_value = "")]
         client: String,
-        /// On behalf of this user; a user id also finds programs on leases of whole machines, and these
+        /// Of this user, by name or id: leases, programs, and leases of whole machines with programs of that user
         #[arg(long, value_name = "NAME|UID", default_value = "")]
         user: String,
         /// Only leases, or only programs

@@ -238,6 +238,7 @@ impl Pool {
         };
         self.registry.set_rules(config.rules.clone()).await;
         self.supervisor.set_stock(config.warm_workers, config.worker_idle_exit);
+        self.supervisor.set_all_limits(config.limits.clone());
         *locked(&self.config) = Arc::new(config);
         for standing in self.registry.leases().await {
             let Lease { id, client, user, .. } = &standing.lease;
@@ -682,6 +683,7 @@ impl Pool {
                 calls: 0,
                 reason: reason.into(),
                 uids: Vec::new(),
+                users: Vec::new(),
             });
             if reason == RELEASED {
                 continue;

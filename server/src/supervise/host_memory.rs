@@ -22,11 +22,13 @@ impl Supervisor {
         // Nobody waits for the lock meanwhile.
         let found: Vec<_> = asked.into_iter().filter_map(|(id, pid)| Some((id, taken(pid)?))).collect();
         let mut state = self.state();
-        let State { workers, leases, .. } = &mut *state;
+        let State { workers, leases, limits, .. } = &mut *state;
         for (id, has) in found {
             let Some(worker) = workers.get_mut(&id) else { continue };
             let Some(lease) = leases.get(&worker.lease) else { continue };
-            let Some((limit, bytes)) = lease.limits.smallest("host_memory") else { continue };
+            // Those of the program's user, too.
+            let allowed = limits.of(&worker.client, worker.user());
+            let Some((limit, bytes)) = allowed.smallest("host_memory") else { continue };
             let staging = lease.limits.smallest("staging").map_or(0, |(_, bytes)| bytes);
             // Device memory on its way, or here for a while.
             let parked = match worker.moving || worker.phase == Phase::Parked {

@@ -15,9 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gpusession_proto::supervise::{
-    DeviceLimit, FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage,
+    ClientProcess, DeviceLimit, FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage,
 };
-use gpusession_proto::ticket;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
@@ -36,10 +35,11 @@ use crate::accounting::{Accounting, Kind, Record};
 use crate::cache::Cache;
 use crate::clock::{self, Clock, Moment, Random};
 use crate::lease::Lease;
-use crate::limits::{Effective, Exceeded};
+use crate::limits::{Effective, Exceeded, Limits};
 use crate::mps::{Mps, Seat};
 use crate::quiet::Quiet;
 
+mod admission;
 pub mod channel;
 mod host_memory;
 pub mod keep;
@@ -148,21 +148,6 @@ impl Phase {
             Self::Ending => "ending",
         }
     }
-}
-
-/// The process on the client that a worker serves.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct ClientProcess {
-    /// User id there.
-    pub uid: u32,
-    /// Process id there.
-    pub pid: u32,
-    /// The program's name.
-    pub program: String,
-    /// The file that it runs.
-    pub executable: String,
-    /// Whether its connection is encrypted.
-    pub encrypted: bool,
 }
 
 /// A worker as listings show it.
@@ -374,6 +359,18 @@ fn exceeds(id: &WorkerId, worker: &Worker, exceeded: &Exceeded, more: impl fmt::
     );
 }
 
+impl Book {
+    /// Whose program it serves, as far as that is known: a lease of a whole machine is nobody's own.
+    fn user(&self) -> &str {
+        if self.user.is_empty() { self.process.as_ref().map_or("", |p| &p.user) } else { &self.user }
+    }
+
+    /// Whether it serves a program, or is about to.
+    fn serves(&self) -> bool {
+        matches!(self.phase, Phase::Taken | Phase::Active | Phase::Parked)
+    }
+}
+
 impl Worker {
     /// Lets the next server know.
     fn remember(&mut self, ledger: Option<&Ledger>) {
@@ -431,6 +428,7 @@ struct LeaseState {
 #[derive(Default)]
 struct State {
     workers: HashMap<WorkerId, Worker>,
+    limits: Limits,
     leases: HashMap<String, LeaseState>,
     /// Workers of an earlier server whose leases are not there yet.
     left: Vec<LeftWorker>,
@@ -451,29 +449,24 @@ impl State {
         }
     }
 
-    /// Whether a limit of a lease's client and user leaves room for `more`; what room there is beside the refusal.
+    /// Whether a limit of a client and a user leaves room for `more`; what room there is beside the refusal.
     fn within(
         &self,
-        lease: &str,
+        (client, user): (&str, &str),
         name: &'static str,
         more: u64,
         what: &str,
         count: impl Fn(&Worker) -> u64,
     ) -> Result<(), (Exceeded, u64)> {
-        let Some(entry) = self.leases.get(lease) else { return Ok(()) };
-        for limit in entry.limits.entries(name) {
+        let limits = self.limits.of(client, user);
+        let site = limits.scope == crate::limits::Scope::Site;
+        for limit in limits.entries(name) {
             let crate::limits::Bound::Number(most) = limit.bound else { continue };
-            let site = entry.limits.scope == crate::limits::Scope::Site;
-            let counts = |other: &Lease| match limit.of_user {
-                false => other.client == entry.lease.client,
-                true => other.user == entry.lease.user && (site || other.client == entry.lease.client),
+            let counts = |worker: &&Worker| match limit.of_user {
+                false => worker.client == client,
+                true => worker.user() == user && (site || worker.client == client),
             };
-            let have: u64 = self
-                .workers
-                .values()
-                .filter(|w| self.leases.get(&w.lease).is_some_and(|l| counts(&l.lease)))
-                .map(&count)
-                .sum();
+            let have: u64 = self.workers.values().filter(counts).map(&count).sum();
             if have + more > most {
                 let why = format!("there are {have} {what}");
                 return Err((
@@ -658,6 +651,11 @@ impl Supervisor {
         }
         state.workers.insert(id, worker);
         self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
+    }
+
+    /// The limits of all clients and users, by which programs and connections are counted.
+    pub fn set_all_limits(&self, limits: Limits) {
+        self.state().limits = limits;
     }
 
     /// Other limits hold for a lease's new work from now on. Those that a ready worker was started with are not its own: another one
@@ -861,8 +859,11 @@ impl Supervisor {
     }
 
     fn room_in_limits(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
-        let serves = |w: &Worker| u64::from(matches!(w.phase, Phase::Taken | Phase::Active | Phase::Parked));
-        match state.within(lease, "workers", count as u64, "programs", serves) {
+        let Some(Lease { client, user, .. }) = state.leases.get(lease).map(|l| &l.lease) else {
+            return Ok(count);
+        };
+        let serves = |w: &Worker| u64::from(w.serves());
+        match state.within((client, user), "workers", count as u64, "programs", serves) {
             Ok(()) => Ok(count),
             Err((_, left @ 1..)) => Ok(left as usize),
             Err((exceeded, _)) => Err(TakeError::Limit(exceeded)),
@@ -935,10 +936,10 @@ impl Supervisor {
         if worker.encrypted && !tls {
             return Err((AdoptError::Clear, socket));
         }
-        let lease = worker.lease.clone();
-        if let Err((exceeded, _)) =
-            state.within(&lease, "connections", 1, "data connections", |w| w.connections)
-        {
+        // Whose program it is is known after the first one.
+        let of = (worker.client.clone(), worker.user().to_owned());
+        let within = state.within((&of.0, &of.1), "connections", 1, "data connections", |w| w.connections);
+        if let Err((exceeded, _)) = within {
             return Err((AdoptError::Limit(exceeded), socket));
         }
         let Some(worker) = state.workers.get_mut(id) else { return Err((AdoptError::Unknown, socket)) };
@@ -1012,7 +1013,7 @@ impl Supervisor {
             pid: w.pid,
             lease: w.lease.clone(),
             client: w.client.clone(),
-            user: w.user.clone(),
+            user: w.user().into(),
             phase: w.phase,
             process: w.process.clone(),
             peer: w.peer,
@@ -1652,30 +1653,7 @@ impl Supervisor {
             FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
-            FromWorker::Admitted { uid, pid, program, executable, encrypted } => {
-                // A worker serves one process.
-                if worker.process.is_some() || worker.phase != Phase::Taken {
-                    return;
-                }
-                let program = printable(&program);
-                info!(
-                    gpusession_worker = hex(id),
-                    gpusession_lease = worker.lease,
-                    gpusession_client = worker.client,
-                    "worker {} serves {program} (pid {pid}, uid {uid}) of {}",
-                    hex(id),
-                    worker.client
-                );
-                worker.active = self.0.clock.now();
-                let executable = printable(ticket::shortened(&executable));
-                worker.process = Some(ClientProcess { uid, pid, program, executable, encrypted });
-                worker.phase = Phase::Active;
-                (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
-                if let Some(lease) = &mut lease {
-                    lease.ledger.admit(*id);
-                }
-                self.note(worker, lease.as_deref());
-            }
+            FromWorker::Presented(process) => self.admit(state, *id, process),
             FromWorker::Refused { reason } => {
                 if let Some(more) = self.0.refusals.may() {
                     warn!(
@@ -1735,7 +1713,7 @@ impl Supervisor {
             lease: worker.lease.clone(),
             worker: hex(&worker.id),
             client: worker.client.clone(),
-            user: worker.user.clone(),
+            user: worker.user().into(),
             uid: process.uid,
             pid: process.pid,
             program: process.program.clone(),
@@ -1750,6 +1728,7 @@ impl Supervisor {
             calls: worker.usage.calls,
             reason: String::new(),
             uids: Vec::new(),
+            users: Vec::new(),
         })
     }
 

@@ -22,7 +22,9 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use gpusession_proto::message;
 use gpusession_proto::preface::{LEN, Preface};
 use gpusession_proto::readings::{Answer, FromMonitor, ToMonitor};
-use gpusession_proto::supervise::{FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD};
+use gpusession_proto::supervise::{
+    ClientProcess, FromWorker, Isolation, MAX_PACKET, ToWorker, Usage, WORKER_FD,
+};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, send};
 
@@ -147,13 +149,14 @@ fn serve() {
                     "environment": std::env::vars().collect::<std::collections::BTreeMap<_, _>>(),
                 });
                 writeln!(lane, "{facts}").unwrap();
-                tell(&FromWorker::Admitted {
+                tell(&FromWorker::Presented(ClientProcess {
                     uid: 1000,
+                    user: "alice".into(),
                     pid: 42,
                     program: "vectorAdd".into(),
                     executable: "/opt/vectorAdd".into(),
                     encrypted: preface.tls(),
-                });
+                }));
                 tell(&FromWorker::Usage(Usage {
                     calls: 7,
                     bytes_to_device: 100,
@@ -172,7 +175,13 @@ fn serve() {
                 tell(&FromWorker::MemoryWanted { device: 0, serial: 1, bytes: 100 << 20 });
                 lanes.push(lane);
             }
-            ToWorker::Pause | ToWorker::Resume => {}
+            ToWorker::Admission { refused: None } | ToWorker::Pause | ToWorker::Resume => {}
+            ToWorker::Admission { refused: Some(reason) } => {
+                for mut lane in lanes {
+                    let _ = writeln!(lane, "{}", serde_json::json!({ "refused": reason }));
+                }
+                return;
+            }
             ToWorker::MemoryGranted { .. } | ToWorker::MemoryRecall | ToWorker::TakenOver => {}
             ToWorker::Stop { reason } => match start.as_ref() {
                 Some(s) if s.driver.contains("deaf") => {}

@@ -1,5 +1,6 @@
 //! How GPUs are shared: limits, the queue, GPUs taken out, configuration changed while running, an orderly stop.
 
+use std::io::Read as _;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
@@ -258,6 +259,48 @@ async fn layers_and_users() {
     b.pool.allocate(wish).await.unwrap();
     a.pool.release(ReleaseRequest { lease: first.id, ..Default::default() }).await.unwrap();
     a.allocate(10.0).await.unwrap();
+}
+
+#[tokio::test]
+async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
+    // The fake workers' programs are alice's.
+    let more = "limits.user.alice.workers = 2\nusers.scope = \"site\"";
+    let server = Server::start_with("libcuda.so.1", more).await;
+    let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
+    let (of_a, of_b) = (a.allocate(50.0).await.unwrap(), b.allocate(50.0).await.unwrap());
+    let first = a.take(&of_a.id).await.unwrap();
+    let (_first, _) = server.adopt(&first.id, 0, true);
+    let second = b.take(&of_b.id).await.unwrap();
+    let (_second, _) = server.adopt(&second.id, 0, true);
+    // Others may take workers; a third program of hers is told why it gets none.
+    let third = a.take(&of_a.id).await.unwrap();
+    let begun = std::time::Instant::now();
+    let (mut lane, _) = server.adopt(&third.id, 0, true);
+    let said = String::from_utf8(rest(&mut lane)).unwrap();
+    assert!(
+        said.contains("limit workers = 2 of user alice") && said.contains("there are 2 programs"),
+        "{said}"
+    );
+    assert!(begun.elapsed() >= Duration::from_secs(2), "it waits for one that may be ending");
+    // One that ends makes room for one that waits.
+    let fourth = b.take(&of_b.id).await.unwrap();
+    let (mut lane, said) = server.adopt(&fourth.id, 0, true);
+    let ended = ProcessEndedRequest { lease: of_a.id.clone(), worker: first.id };
+    a.pool.process_ended(ended).await.unwrap();
+    eventually("it is served", async || {
+        server.workers().iter().any(|w| w["worker"] == said["worker"] && w["state"] == "active")
+    })
+    .await;
+    // On each client by itself.
+    server.set("users.scope", "client");
+    let fifth = a.take(&of_a.id).await.unwrap();
+    let (_fifth, said) = server.adopt(&fifth.id, 0, true);
+    let of_alice = |w: &&serde_json::Value| w["user"] == "alice" && w["state"] == "active";
+    eventually("it is served too", async || server.workers().iter().filter(of_alice).count() == 3).await;
+    assert!(server.workers().iter().any(|w| w["worker"] == said["worker"]));
+    lane.set_nonblocking(true).unwrap();
+    let mut byte = [0];
+    assert_eq!(lane.read(&mut byte).unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "nobody was ended");
 }
 
 #[tokio::test]
@@ -804,6 +847,7 @@ async fn records_are_kept_for_so_long() {
             calls: 0,
             reason: String::new(),
             uids: Vec::new(),
+            users: Vec::new(),
         });
     }
     drop(accounting);

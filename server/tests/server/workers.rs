@@ -202,6 +202,7 @@ fn begin(server: &Server, lease: &Lease, worker: &Worker) -> TcpStream {
         nonce: [9; 16],
         program: "vectorAdd".into(),
         executable: "/opt/vectorAdd".into(),
+        user: "alice".into(),
     };
     let ticket = ticket.seal(&lease.ticket_key.as_slice().try_into().unwrap());
     let mut socket = server.data_connection(Preface::new(id, 0, 0, false).as_bytes());

@@ -13,12 +13,13 @@ use gpusession_link::tls::fingerprint;
 use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader, op};
 use gpusession_proto::preface::{LEN, Preface};
-use gpusession_proto::supervise::{FromWorker, Isolation, Start, ToWorker};
+use gpusession_proto::supervise::{ClientProcess, FromWorker, Isolation, Start, ToWorker};
 use gpusession_proto::ticket::Ticket;
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 
 use crate::activity::Activity;
+use crate::admission::Admission;
 use crate::containment;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check, check_connected};
@@ -32,6 +33,8 @@ use crate::supervise::Supervisor;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Most windows that a client may offer.
 const MAX_WINDOWS: u64 = 64;
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a limit refuses the program.
+const DEVICE_UNAVAILABLE: i32 = 46;
 /// Longest greeting, in bytes: a ticket and a few words.
 const MAX_GREETING: usize = 4096;
 
@@ -44,6 +47,7 @@ struct Worker {
     quota: Arc<Quota>,
     contexts: Mutex<Option<Contexts>>,
     session: OnceLock<Arc<Session>>,
+    admission: Admission,
     /// What this host does not let it give up.
     lacking: Vec<String>,
 }
@@ -83,7 +87,11 @@ pub fn run() -> ExitCode {
                 worker.quota.granted(device, serial, bytes, left);
             }
             Ok(Some((ToWorker::MemoryRecall, _))) => worker.quota.recall(),
-            Ok(Some((ToWorker::TakenOver, _))) => worker.quota.ask_again(),
+            Ok(Some((ToWorker::Admission { refused }, _))) => worker.admission.answer(refused),
+            Ok(Some((ToWorker::TakenOver, _))) => {
+                worker.admission.ask_again(&supervisor);
+                worker.quota.ask_again();
+            }
             Ok(Some((ToWorker::Stop { reason }, _))) => {
                 // What the supervisor says next is heard.
                 let (stopping, why) = (worker.clone(), reason.clone());
@@ -145,6 +153,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         output: Arc::new(output),
         contexts: Mutex::new(contexts),
         session: OnceLock::new(),
+        admission: Admission::default(),
         lacking,
     }))
 }
@@ -299,13 +308,20 @@ impl Worker {
         if self.session.set(session.clone()).is_err() {
             return Err(io::Error::other("ticket used twice"));
         }
-        self.supervisor.tell(&FromWorker::Admitted {
+        let process = ClientProcess {
             uid: ticket.uid,
+            user: ticket.user,
             pid: ticket.pid,
             program: ticket.program,
             executable: ticket.executable,
             encrypted,
-        });
+        };
+        if let Err(reason) = self.admission.ask(&self.supervisor, process) {
+            self.supervisor.tell(&FromWorker::Refused { reason: reason.clone() });
+            session
+                .send_with(op::REPLY, header.seq.get(), DEVICE_UNAVAILABLE, |w| w.bytes(reason.as_bytes()));
+            session.end(&format!("its program was refused: {reason}"));
+        }
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
         let mut described = Ok(());
         session.send_with(op::REPLY, header.seq.get(), 0, |w| {

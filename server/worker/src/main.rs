@@ -1,6 +1,7 @@
 //! `gpuserver-worker`: replays the driver calls of one client process. Started by `gpuserver`, never by hand.
 
 mod activity;
+mod admission;
 mod admit;
 mod containment;
 mod contexts;

@@ -15,10 +15,11 @@ use gpusession_proto::frame::{
 };
 use gpusession_proto::handle;
 use gpusession_proto::preface::{self, Preface};
-use gpusession_proto::supervise::{FromWorker, STAGING, ToWorker};
+use gpusession_proto::supervise::{ClientProcess, FromWorker, STAGING, ToWorker};
+use gpusession_proto::ticket::Ticket;
 use harness::{
-    CALLER, Client, KEY, MIB, Machine, Options, PATIENCE, Random, Raw, WINDOW, WINDOW_SIZE, Worker, event,
-    exists, frame, frame_of, stream,
+    CALLER, Client, KEY, LATER, MIB, Machine, Options, PATIENCE, REFUSED, Random, Raw, WINDOW, WINDOW_SIZE,
+    Worker, event, exists, frame, frame_of, stream,
 };
 use nix::sys::resource::{Resource, getrlimit};
 use zerocopy::IntoBytes;
@@ -115,18 +116,41 @@ fn a_good_client_is_served_in_clear() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
     let client = worker.client(false);
-    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
+    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Presented { .. }));
     assert_eq!(
         admitted,
-        FromWorker::Admitted {
+        FromWorker::Presented(ClientProcess {
             uid: 1000,
+            user: "alice".into(),
             pid: 4242,
             program: "python3".into(),
             executable: "/usr/bin/python3".into(),
             encrypted: false
-        }
+        })
     );
     works(&client);
+}
+
+#[test]
+fn the_server_has_the_last_word() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.stranger(0);
+    guest.greet(&Ticket { user: REFUSED.0.into(), ..worker.ticket() }.seal(&KEY));
+    let (header, body) = guest.frame().expect("an answer to the greeting");
+    // CUDA_ERROR_DEVICE_UNAVAILABLE, and the reason.
+    assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 46));
+    assert_eq!(Reader::new(&body).text(), Ok(REFUSED.1));
+    assert_eq!(worker.refusal(), REFUSED.1);
+    assert!(worker.ended().ends_with(REFUSED.1));
+    // The server that was asked is gone: the next one answers.
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.stranger(0);
+    guest.greet(&Ticket { user: LATER.into(), ..worker.ticket() }.seal(&KEY));
+    worker.wait_for(|m| matches!(m, FromWorker::Presented(_)));
+    worker.tell(&ToWorker::TakenOver);
+    let (header, _) = guest.frame().expect("an answer to the greeting");
+    assert_eq!((header.op.get(), header.ctx.get()), (op::REPLY, 0));
 }
 
 #[test]
@@ -135,8 +159,8 @@ fn a_good_client_is_served_encrypted() {
     let mut worker = Worker::start_with(&machine, &Options { require_tls: true, ..Options::default() });
     let client = worker.client(true);
     assert!(client.link.encrypted());
-    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
-    assert!(matches!(admitted, FromWorker::Admitted { encrypted: true, .. }));
+    let admitted = worker.wait_for(|m| matches!(m, FromWorker::Presented { .. }));
+    assert!(matches!(admitted, FromWorker::Presented(ClientProcess { encrypted: true, .. })));
     works(&client);
 }
 

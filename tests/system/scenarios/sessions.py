@@ -1,4 +1,6 @@
 """Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
+import json
+
 from harness import Failed, expect
 from scenarios.bus import MANAGER, escaped
 from scenarios.policy import lease
@@ -181,6 +183,22 @@ def run(site, check):
         client.until(f'test "$({uid})" = "u $(id -u carol)"', 60)
         client.ok(f"su -l carol -c 'gpusession release {late}'")
         client.ok("userdel -rf carol 2>/dev/null; ! id carol")
+    with check("on the machine's lease a limit of a user counts the user's programs: one too many is told which limit, others run") as note:
+        server.ok("gpuserver config set limits.user.alice.workers 1")
+        client.start("hers", "longRun 60", user="alice")
+        server.until("gpuserver ps --json | grep -q longRun", 20)
+        seen = client.fails("ssh alice@client GPUSESSION_TRACE=why vectorAdd 2>&1")
+        expect(seen, "cudaErrorDevicesUnavailable")
+        expect(seen, "limit workers = 1 of user alice")
+        note(seen.splitlines()[0])
+        expect(client.ok("gpusession status"), "limit workers = 1 of user alice")
+        expect(client.ok("ssh bob@client vectorAdd"), "sums right")
+        # Hers that has just ended does not count.
+        client.ok("systemctl stop hers")
+        expect(client.ok("ssh alice@client 'vectorAdd && vectorAdd'"), "sums right")
+        server.ok("gpuserver config unset limits.user.alice.workers")
+        accounts = json.loads(server.ok("gpuserver accounting --user alice --kind process --json"))["records"]
+        assert accounts and all(r["user"] == "alice" and r["executable"].startswith("/usr/local/bin/") for r in accounts), accounts
     client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
     client.ok("gpusession reload")
     with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):

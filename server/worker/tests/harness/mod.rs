@@ -192,11 +192,15 @@ fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
         sendmsg::<()>(channel.as_raw_fd(), &[IoSlice::new(&packet)], control, MsgFlags::MSG_NOSIGNAL, None);
 }
 
+/// A user whose programs are refused, and one whose are served when they are asked about again.
+pub const REFUSED: (&str, &str) = ("mallory", "a limit of mallory's says no");
+pub const LATER: &str = "patience";
+
 /// Grants memory as the server does, but of one worker and exactly what is asked for. Passes on what else the worker says.
 fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
     let (sender, inbox) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let mut granted = 0u64;
+        let (mut granted, mut asked) = (0u64, 0);
         loop {
             let mut packet = vec![0; MAX_PACKET];
             let len = recv(channel.as_raw_fd(), &mut packet, MsgFlags::empty()).unwrap_or(0);
@@ -212,6 +216,14 @@ fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
                     tell(&channel, &ToWorker::MemoryGranted { device, serial, bytes, left }, None);
                 }
                 FromWorker::MemoryReturned { bytes, .. } => granted -= bytes,
+                FromWorker::Presented(process) => {
+                    asked += 1;
+                    let refused = (process.user == REFUSED.0).then(|| REFUSED.1.into());
+                    if process.user != LATER || asked > 1 {
+                        tell(&channel, &ToWorker::Admission { refused }, None);
+                    }
+                    drop(sender.send(FromWorker::Presented(process)));
+                }
                 message => drop(sender.send(message)),
             }
         }
@@ -405,6 +417,7 @@ impl Worker {
             lease: LEASE.into(),
             worker: self.id,
             uid: 1000,
+            user: "alice".into(),
             pid: 4242,
             boot_id: [1; 16],
             issued_usec: 12,
@@ -447,7 +460,7 @@ impl Worker {
         let mut r = Reader::new(&body);
         raw.secret.copy_from_slice(r.bytes().expect("a secret"));
         assert_eq!(r.word(), Ok(WINDOW), "the first window that was offered is granted");
-        self.wait_for(|m| matches!(m, FromWorker::Admitted { .. }));
+        self.wait_for(|m| matches!(m, FromWorker::Presented { .. }));
         raw
     }
 }

@@ -108,6 +108,7 @@ impl Site {
             lease: LEASE.into(),
             worker: taken.id,
             uid: 1000,
+            user: "alice".into(),
             pid,
             boot_id: [1; 16],
             issued_usec: 12,
