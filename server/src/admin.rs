@@ -19,7 +19,7 @@ use tracing::{debug, info, warn};
 
 use crate::accounting::Wanted;
 use crate::config::{self, parse_duration};
-use crate::lease::Withdrawn;
+use crate::lease::{Sharing, Withdrawn};
 use crate::limits::LIMITS;
 use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
 use crate::pool::parking::ParkError;
@@ -468,6 +468,9 @@ pub struct GpuRow {
     pub utilization_percent: Option<u32>,
     /// Compute capability.
     pub compute_capability: String,
+    /// How leases share it.
+    #[serde(default)]
+    pub sharing: Sharing,
     /// free, leased, off, off-pending, stopped, broken.
     pub state: String,
     /// Why it is not leased, if it is not.
@@ -850,6 +853,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     used_bytes: reading(&g.gpu.uuid).and_then(|r| r.memory_used_bytes),
                     utilization_percent: reading(&g.gpu.uuid).and_then(|r| r.utilization_percent),
                     compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
+                    sharing: g.gpu.sharing,
                     leases: g.leases.clone(),
                 })
                 .collect();
@@ -966,7 +970,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
         Ask::Mps => {
             let Some(mps) = pool.supervisor().mps() else {
                 let mut refusal = Refusal::new("not-used", "this server does not share GPUs by MPS");
-                refusal.hint = "sharing = \"mps\" in its configuration makes it".into();
+                refusal.hint = "sharing = \"mps\" or gpu_sharing.mps in its configuration makes it".into();
                 return Err(refusal);
             };
             show(serde_json::to_value(mps.views().await))

@@ -15,7 +15,7 @@ use toml::de::{DeTable, DeValue};
 use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 
-use crate::lease::{Memory, Reserve, Rules};
+use crate::lease::{Memory, Reserve, Rules, Sharing};
 use crate::limits::{
     self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, OF_CLIENTS, ON_IDLE, Scope, parse_size,
 };
@@ -96,13 +96,16 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "sharing",
         default: "time-slice",
-        help: "how leases share a GPU: \"time-slice\", \"mps\": at the same time, by NVIDIA's MPS, or \"exclusive\": not at all",
+        help: "how leases share GPUs of which gpu_sharing says nothing: \"time-slice\", \"mps\": at the same time, by NVIDIA's \
+               MPS, or \"exclusive\": not at all",
     },
     Key {
-        name: "mps_gpus",
-        default: "all",
-        help: "with sharing = \"mps\", the GPUs that it holds for, as in `gpus`; the others are time-sliced",
+        name: "gpu_sharing.time-slice",
+        default: "[]",
+        help: "GPUs on which programs of leases take turns, as in `gpus`",
     },
+    Key { name: "gpu_sharing.mps", default: "[]", help: "GPUs that leases share by MPS, as in `gpus`" },
+    Key { name: "gpu_sharing.exclusive", default: "[]", help: "GPUs that one lease has alone, as in `gpus`" },
     Key {
         name: "mps_domain",
         default: "client",
@@ -194,6 +197,15 @@ pub const KEYS: &[Key] = &[
     Key { name: "runtime_dir", default: "/run/gpuserver", help: "where admin.sock is" },
 ];
 
+/// The key that lists the GPUs that are shared in this way, whatever `sharing` says.
+pub fn gpu_sharing_key(sharing: Sharing) -> &'static str {
+    match sharing {
+        Sharing::TimeSlice => "gpu_sharing.time-slice",
+        Sharing::Mps => "gpu_sharing.mps",
+        Sharing::Exclusive => "gpu_sharing.exclusive",
+    }
+}
+
 /// Where a value came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
@@ -232,7 +244,7 @@ impl ConfigError {
     }
 }
 
-/// A GPU of the `gpus` list.
+/// A GPU of the `gpus` list, or one of `gpu_sharing`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuChoice {
     /// The driver's index.
@@ -262,8 +274,8 @@ pub enum Gpus {
 /// How GPUs are shared by MPS.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mps {
-    /// Which.
-    pub gpus: Gpus,
+    /// The key by which NVIDIA's program is wanted.
+    pub key: &'static str,
     /// All clients share a fault domain.
     pub shared: bool,
     /// NVIDIA's program, where one is named.
@@ -316,9 +328,11 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Where the administration socket is.
     pub runtime_dir: PathBuf,
-    /// Whether each lease has its GPUs to itself.
-    pub exclusive: bool,
-    /// GPUs that leases share by MPS, if there are any.
+    /// How leases share the GPUs of which nothing else is said.
+    pub sharing: Sharing,
+    /// How they share these.
+    pub gpu_sharing: Vec<(GpuChoice, Sharing)>,
+    /// How MPS is used, if a GPU is said to be shared by it.
     pub mps: Option<Mps>,
     /// How GPUs are divided.
     pub rules: Rules,
@@ -732,36 +746,38 @@ fn ports(value: &Value) -> Result<(u16, u16), String> {
 }
 
 fn read_gpus(value: &Value) -> Result<Gpus, String> {
-    let bad = "\"all\" or a list of indices and UUIDs is wanted; to serve one GPU write [0]";
     match value {
         Value::String(s) if s == "all" => Ok(Gpus::All),
         Value::List(list) if list.is_empty() => Err("the list is empty: no GPU would be served".into()),
-        Value::List(list) => {
-            let mut out: Vec<GpuChoice> = Vec::new();
-            for item in list {
-                let choice = match item {
-                    Value::Integer(i) => GpuChoice::Index(
-                        u32::try_from(*i).map_err(|_| format!("{i} is not an index of a GPU"))?,
-                    ),
-                    Value::String(s) if s.to_ascii_lowercase().starts_with("gpu-") => {
-                        let (prefix, rest) = s.split_at(4);
-                        GpuChoice::Uuid(format!(
-                            "{}{}",
-                            prefix.to_ascii_uppercase(),
-                            rest.to_ascii_lowercase()
-                        ))
-                    }
-                    other => return Err(format!("{other} is neither an index nor a UUID (GPU-...)")),
-                };
-                if out.contains(&choice) {
-                    return Err(format!("{choice} is listed twice"));
-                }
-                out.push(choice);
-            }
-            Ok(Gpus::These(out))
-        }
-        _ => Err(bad.into()),
+        Value::List(_) => gpu_list(value).map(Gpus::These),
+        _ => Err("\"all\" or a list of indices and UUIDs is wanted; to serve one GPU write [0]".into()),
     }
+}
+
+fn gpu_list(value: &Value) -> Result<Vec<GpuChoice>, String> {
+    let Value::List(list) = value else {
+        return Err(
+            "a list of indices and UUIDs like [0] is wanted; of all other GPUs `sharing` says it".into()
+        );
+    };
+    let mut out: Vec<GpuChoice> = Vec::new();
+    for item in list {
+        let choice = match item {
+            Value::Integer(i) => {
+                GpuChoice::Index(u32::try_from(*i).map_err(|_| format!("{i} is not an index of a GPU"))?)
+            }
+            Value::String(s) if s.to_ascii_lowercase().starts_with("gpu-") => {
+                let (prefix, rest) = s.split_at(4);
+                GpuChoice::Uuid(format!("{}{}", prefix.to_ascii_uppercase(), rest.to_ascii_lowercase()))
+            }
+            other => return Err(format!("{other} is neither an index nor a UUID (GPU-...)")),
+        };
+        if out.contains(&choice) {
+            return Err(format!("{choice} is listed twice"));
+        }
+        out.push(choice);
+    }
+    Ok(out)
 }
 
 fn show_gpus(gpus: &Gpus) -> String {
@@ -935,11 +951,31 @@ fn check(
     )?;
     let sharing = reader.key(
         "sharing",
-        || default("time-slice"),
-        |v| one_of(v, &["time-slice", "mps", "exclusive"], &[]),
-        plain,
+        || (Sharing::default(), Origin::Default),
+        |v| {
+            let written = one_of(v, &Sharing::ALL.map(Sharing::as_str), &[])?;
+            Ok(Sharing::parse(&written).unwrap_or_default())
+        },
+        |s| s.as_str().into(),
     )?;
-    let mps_gpus = reader.key("mps_gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
+    let mut gpu_sharing: Vec<(GpuChoice, Sharing)> = Vec::new();
+    for mode in Sharing::ALL {
+        let these = reader.key(
+            gpu_sharing_key(mode),
+            || (Vec::new(), Origin::Default),
+            |v| {
+                let these = gpu_list(v)?;
+                match gpu_sharing.iter().find(|(gpu, _)| these.contains(gpu)) {
+                    Some((gpu, other)) => {
+                        Err(format!("{} names {gpu} already; name it once", gpu_sharing_key(*other)))
+                    }
+                    None => Ok(these),
+                }
+            },
+            |l| list(l),
+        )?;
+        gpu_sharing.extend(these.into_iter().map(|gpu| (gpu, mode)));
+    }
     let mps_domain =
         reader.key("mps_domain", || default("client"), |v| one_of(v, &["client", "server"], &[]), plain)?;
     let mps_control = reader.key(
@@ -951,11 +987,20 @@ fn check(
                 .map_or_else(|| "in the driver's folder, $PATH, /usr/bin".into(), |p| p.display().to_string())
         },
     )?;
-    let mps = Mps { gpus: mps_gpus, shared: mps_domain == "server", control: mps_control };
-    let mps = (sharing == "mps").then_some(mps);
+    let by_mps = match sharing {
+        Sharing::Mps => Some("sharing"),
+        _ => gpu_sharing.iter().any(|(_, s)| *s == Sharing::Mps).then_some(gpu_sharing_key(Sharing::Mps)),
+    };
+    let mps = by_mps.map(|key| Mps {
+        key: if mps_control.is_some() { "mps_control" } else { key },
+        shared: mps_domain == "server",
+        control: mps_control,
+    });
     let written = |key: &str| raw.keys.contains_key(key);
-    if mps.is_none() && ["mps_gpus", "mps_domain", "mps_control"].iter().any(|key| written(key)) {
-        warnings.push("mps_gpus, mps_domain and mps_control mean nothing without sharing = \"mps\"".into());
+    if mps.is_none() && ["mps_domain", "mps_control"].iter().any(|key| written(key)) {
+        warnings.push(
+            "mps_domain and mps_control mean nothing without sharing = \"mps\" or gpu_sharing.mps".into(),
+        );
     }
     let warm_workers = reader.key(
         "warm_workers",
@@ -1094,7 +1139,7 @@ fn check(
     if mps.is_some() {
         if !idle.park.is_zero() {
             warnings.push(
-                "sharing = \"mps\" and park_after: the driver cannot park programs under MPS, which are warned only; those \
+                "MPS and park_after: the driver cannot park programs under MPS, which are warned only; those \
                  of leases with sharing = \"time-slice\" are parked"
                     .into(),
             );
@@ -1143,7 +1188,8 @@ fn check(
         file: file.into(),
         state_dir,
         runtime_dir,
-        exclusive: sharing == "exclusive",
+        sharing,
+        gpu_sharing,
         mps,
         rules,
         drain_timeout,
@@ -1427,6 +1473,43 @@ mod tests {
         assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
         assert!(message("overcommit = \"50%\"").contains("100%"));
         assert!(message("name = { a = 1 }").contains("not a value"));
+    }
+
+    #[test]
+    fn each_gpu_is_shared_as_the_configuration_says() {
+        let config =
+            parse("sharing = \"exclusive\"\n[gpu_sharing]\nmps = [1, \"gpu-ABC\"]\ntime-slice = [0]")
+                .unwrap();
+        let uuid = GpuChoice::Uuid("GPU-abc".into());
+        assert_eq!(config.sharing, Sharing::Exclusive);
+        assert_eq!(
+            config.gpu_sharing,
+            [
+                (GpuChoice::Index(0), Sharing::TimeSlice),
+                (GpuChoice::Index(1), Sharing::Mps),
+                (uuid, Sharing::Mps)
+            ]
+        );
+        assert_eq!(config.mps.map(|mps| mps.key), Some("gpu_sharing.mps"));
+        let key = |text: &str| parse(text).unwrap().mps.map(|mps| mps.key);
+        assert_eq!(key("sharing = \"mps\"\ngpu_sharing.exclusive = [0]"), Some("sharing"));
+        assert_eq!(key("gpu_sharing.mps = [0]\nmps_control = \"/x\""), Some("mps_control"));
+        assert_eq!(key("gpu_sharing.exclusive = [0]\ngpu_sharing.mps = []"), None);
+        let warned = |text: &str| parse(text).unwrap().warnings.join("\n");
+        assert!(
+            warned("mps_domain = \"server\"\ngpu_sharing.exclusive = [0]").contains("mean nothing without")
+        );
+        let said = warned("mps_domain = \"server\"\ngpu_sharing.mps = [0]");
+        assert!(said.contains("cannot park") && !said.contains("mean nothing"), "{said}");
+        assert_eq!(
+            message("[gpu_sharing]\nmps = [0]\nexclusive = [1, 0]"),
+            "t.toml:3: gpu_sharing.exclusive = [1, 0]: gpu_sharing.mps names 0 already; name it once"
+        );
+        assert!(message("gpu_sharing.mps = [\"GPU-a\", \"gpu-A\"]").contains("GPU-a is listed twice"));
+        assert!(message("gpu_sharing.mps = \"all\"").contains("gpu_sharing.mps = \"all\": a list of"));
+        assert!(message("gpu_sharing.mps = [\"0\"]").contains("neither an index nor a UUID"));
+        assert!(message("[gpu_sharing]\nmsp = [0]").contains("did you mean `gpu_sharing.mps`?"));
+        assert!(message("gpu_sharing = [0]").contains("unknown key `gpu_sharing`"));
     }
 
     #[test]

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::config::{Config, ConfigError, GpuChoice, Gpus};
-use crate::lease::Gpu;
+use crate::config::{Config, ConfigError, GpuChoice, Gpus, gpu_sharing_key};
+use crate::lease::{Gpu, Sharing};
 use crate::mps;
 use crate::store::{self, StoreError};
 use crate::supervise::spawn::clean_environment;
@@ -43,7 +43,7 @@ pub struct Probe {
 /// Why there are no GPUs to serve.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// `driver` or `gpus` names what is not there: retrying does not help.
+    /// `driver`, `gpus` or another key names what is not there: retrying does not help.
     #[error("{key}: {message}")]
     Configuration {
         /// The key.
@@ -202,6 +202,19 @@ pub fn settle_contexts(state_dir: &Path, probe: &mut Probe, in_use: bool) -> Res
     store::write(&file, &Contexts { driver_version: probe.driver_version.clone(), bytes })
 }
 
+/// The GPU that a list of the configuration names.
+fn find<'a>(key: &'static str, choice: &GpuChoice, found: &'a [Gpu]) -> Result<&'a Gpu, DiscoveryError> {
+    let gpu = match choice {
+        GpuChoice::Index(i) => found.get(*i as usize),
+        GpuChoice::Uuid(uuid) => found.iter().find(|g| g.uuid == *uuid),
+    };
+    gpu.ok_or_else(|| {
+        let there: Vec<_> =
+            found.iter().enumerate().map(|(i, g)| format!("{i} = {} ({})", g.uuid, g.name)).collect();
+        bad(key, format!("there is no GPU {choice}; there are {}", there.join(", ")))
+    })
+}
+
 /// The GPUs that the configuration chooses. One that is not there is an error: a wrong list never means all.
 pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> {
     let these = match gpus {
@@ -211,15 +224,7 @@ pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> 
     };
     let mut out: Vec<Gpu> = Vec::new();
     for choice in these {
-        let gpu = match choice {
-            GpuChoice::Index(i) => found.get(*i as usize),
-            GpuChoice::Uuid(uuid) => found.iter().find(|g| g.uuid == *uuid),
-        };
-        let Some(gpu) = gpu else {
-            let there: Vec<_> =
-                found.iter().enumerate().map(|(i, g)| format!("{i} = {} ({})", g.uuid, g.name)).collect();
-            return Err(bad("gpus", format!("there is no GPU {choice}; there are {}", there.join(", "))));
-        };
+        let gpu = find("gpus", choice, &found)?;
         if out.contains(gpu) {
             return Err(bad("gpus", format!("{choice} names {} a second time", gpu.uuid)));
         }
@@ -228,33 +233,47 @@ pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> 
     Ok(out)
 }
 
-/// Marks the GPUs that the configuration says are shared by MPS; how MPS is used.
-pub fn share_by_mps(
+/// The GPUs with how leases share each, as the configuration says: in one way all, except some.
+pub fn share(
+    all: Sharing,
+    some: &[(GpuChoice, Sharing)],
+    found: &[Gpu],
+    mut gpus: Vec<Gpu>,
+) -> Result<Vec<Gpu>, DiscoveryError> {
+    for gpu in &mut gpus {
+        gpu.sharing = all;
+    }
+    let mut said = BTreeMap::new();
+    for (choice, sharing) in some {
+        let key = gpu_sharing_key(*sharing);
+        let uuid = find(key, choice, found)?.uuid.as_str();
+        if let Some(earlier) = said.insert(uuid, key) {
+            return Err(bad(
+                key,
+                format!("{choice} names {uuid}, which {earlier} names already; name it once"),
+            ));
+        }
+        let gpu = gpus.iter_mut().find(|g| g.uuid == uuid);
+        let gpu = gpu.ok_or_else(|| {
+            bad(
+                key,
+                format!("{choice} names {uuid}, which is not among the GPUs that `gpus` says are served"),
+            )
+        })?;
+        gpu.sharing = *sharing;
+    }
+    Ok(gpus)
+}
+
+/// How MPS is used, where a GPU is shared by it.
+pub fn mps_settings(
     config: &Config,
     driver: &Path,
-    found: &[Gpu],
-    gpus: &mut [Gpu],
+    gpus: &[Gpu],
 ) -> Result<Option<mps::Settings>, DiscoveryError> {
-    let Some(wanted) = &config.mps else { return Ok(None) };
-    let program = mps::control::find(wanted.control.as_deref(), driver);
-    let program =
-        program.map_err(|m| bad(if wanted.control.is_some() { "mps_control" } else { "sharing" }, m))?;
-    let these = match &wanted.gpus {
-        Gpus::All => gpus.to_vec(),
-        these => choose(these, found.to_vec()).map_err(|e| match e {
-            DiscoveryError::Configuration { message, .. } => bad("mps_gpus", message),
-            e => e,
-        })?,
-    };
-    if let Some(other) = these.iter().find(|t| !gpus.iter().any(|g| g.uuid == t.uuid)) {
-        return Err(bad(
-            "mps_gpus",
-            format!("{} is not among the GPUs that `gpus` says are served", other.uuid),
-        ));
-    }
-    for gpu in gpus.iter_mut() {
-        gpu.mps = these.iter().any(|t| t.uuid == gpu.uuid);
-    }
+    let wanted = config.mps.as_ref().filter(|_| gpus.iter().any(|g| g.sharing == Sharing::Mps));
+    let Some(wanted) = wanted else { return Ok(None) };
+    let program = mps::control::find(wanted.control.as_deref(), driver).map_err(|m| bad(wanted.key, m))?;
     Ok(Some(mps::Settings {
         program,
         driver: driver.into(),
@@ -278,7 +297,7 @@ mod tests {
             multiprocessors: 1,
             context_bytes: 0,
             compute_mode: 0,
-            mps: false,
+            sharing: Sharing::TimeSlice,
         }
     }
 
@@ -314,6 +333,35 @@ mod tests {
         assert!(error.contains("no GPU 2; there are 0 = GPU-"), "{error}");
         assert!(these(&[second, GpuChoice::Index(1)]).unwrap_err().to_string().contains("second time"));
         assert!(choose(&Gpus::All, vec![]).is_err());
+    }
+
+    #[test]
+    fn what_is_said_of_a_gpu_is_said_once() {
+        use Sharing::{Exclusive, Mps, TimeSlice};
+        let index = GpuChoice::Index;
+        let uuid = |n| GpuChoice::Uuid(gpu(n).uuid);
+        let found = [gpu(1), gpu(2), gpu(3)];
+        // The second and the third one are served.
+        let shared = |all, some: &[(GpuChoice, Sharing)]| share(all, some, &found, found[1..].to_vec());
+        let modes =
+            |all, some: &[_]| shared(all, some).unwrap().iter().map(|g| g.sharing).collect::<Vec<_>>();
+        assert_eq!(modes(Mps, &[]), [Mps, Mps]);
+        assert_eq!(
+            modes(TimeSlice, &[(index(2), Exclusive)]),
+            [TimeSlice, Exclusive],
+            "the driver's indices"
+        );
+        assert_eq!(modes(Exclusive, &[(uuid(2), Mps), (index(2), TimeSlice)]), [Mps, TimeSlice]);
+        let wrong = |some: &[_]| shared(TimeSlice, some).unwrap_err().to_string();
+        let said = wrong(&[(index(3), Mps)]);
+        assert!(said.starts_with("gpu_sharing.mps: there is no GPU 3; there are 0 = GPU-"), "{said}");
+        let said = wrong(&[(index(0), Exclusive)]);
+        let not_served = format!("gpu_sharing.exclusive: 0 names {}, which is not among", gpu(1).uuid);
+        assert!(said.starts_with(&not_served), "{said}");
+        let said = wrong(&[(index(1), TimeSlice), (uuid(2), Mps)]);
+        let twice =
+            format!("gpu_sharing.mps: {0} names {0}, which gpu_sharing.time-slice names", gpu(2).uuid);
+        assert!(said.starts_with(&twice), "{said}");
     }
 
     #[test]

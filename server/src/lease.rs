@@ -22,6 +22,38 @@ const MAX_WAITING_PER_CLIENT: usize = 16;
 /// A request that is not repeated for so long no longer waits. Clients repeat theirs at least every 30 s.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
+/// How leases share a GPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sharing {
+    /// Their programs take turns.
+    #[default]
+    TimeSlice,
+    /// Their programs run at the same time, by NVIDIA's MPS.
+    Mps,
+    /// Not at all: one lease has it alone.
+    Exclusive,
+}
+
+impl Sharing {
+    /// All there are.
+    pub const ALL: [Self; 3] = [Self::TimeSlice, Self::Mps, Self::Exclusive];
+
+    /// As it is written.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::TimeSlice => "time-slice",
+            Self::Mps => "mps",
+            Self::Exclusive => "exclusive",
+        }
+    }
+
+    /// As [`Sharing::as_str`] writes it.
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|s| s.as_str() == text)
+    }
+}
+
 /// A GPU as discovery found it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
@@ -47,12 +79,16 @@ pub struct Gpu {
     /// `CUcomputemode`: 0 lets several programs use it.
     #[serde(default)]
     pub compute_mode: u32,
-    /// Whether leases share it by MPS, as the configuration says.
+    /// How leases share it, as the configuration says.
     #[serde(default)]
-    pub mps: bool,
+    pub sharing: Sharing,
 }
 
 impl Gpu {
+    fn by_mps(&self) -> bool {
+        self.sharing == Sharing::Mps
+    }
+
     /// The 16 bytes of the UUID; discovery checked that there are as many.
     pub fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let hex: Vec<u8> = self.uuid.strip_prefix("GPU-")?.bytes().filter(|b| *b != b'-').collect();
@@ -178,10 +214,8 @@ pub struct Request {
     pub sm_auto: bool,
     /// It is not asked for again, so that it does not wait where there is no room.
     pub once: bool,
-    /// Nobody else on its GPUs.
-    pub exclusive: bool,
-    /// Under MPS, or not; `None`: as its GPUs are shared.
-    pub mps: Option<bool>,
+    /// Without MPS, by it, or with nobody else on its GPUs; `None`: as its GPUs are shared.
+    pub sharing: Option<Sharing>,
     /// Among those who wait.
     pub priority: Priority,
     /// Renewed without end, as leases from boot are.
@@ -204,7 +238,7 @@ impl Request {
         if self.sm_auto {
             let part = u128::from(self.memory.of(gpu.memory_bytes)) * 100;
             let percent = part.div_ceil(u128::from(gpu.memory_bytes.max(1))) as u32;
-            return if gpu.mps { percent.clamp(1, 100) } else { 100 };
+            return if gpu.by_mps() { percent.clamp(1, 100) } else { 100 };
         }
         match (self.sm_count, gpu.multiprocessors) {
             (0, _) => self.sm_percent,
@@ -219,10 +253,9 @@ impl Request {
 
     /// What kinds of GPUs can serve it, the first one rather: shared by MPS, or not, or either. A lease is on GPUs of one kind.
     fn kinds(&self) -> &'static [Option<bool>] {
-        match self.mps {
-            Some(false) => &[None],
-            Some(true) => &[Some(true)],
-            None if self.exclusive => &[None],
+        match self.sharing {
+            Some(Sharing::TimeSlice | Sharing::Exclusive) => &[None],
+            Some(Sharing::Mps) => &[Some(true)],
             None if self.limits_multiprocessors() => &[Some(true)],
             None => &[Some(true), Some(false)],
         }
@@ -461,7 +494,7 @@ impl Table {
             let aside = table.aside.contains_key(&lease.id);
             let fits = lease.shares.iter().all(|s| {
                 table.gpu(&s.gpu).is_some_and(|g| {
-                    (g.mps || !lease.mps)
+                    (g.by_mps() || !lease.mps)
                         && (aside
                             || s.limit_bytes
                                 <= table.capacity(g).saturating_sub(used.get(&s.gpu).copied().unwrap_or(0)))
@@ -634,6 +667,7 @@ impl Table {
             _ => 0,
         };
         self.fencing_token += 1;
+        let all = |sharing| shares.iter().all(|s| self.gpu(&s.gpu).is_some_and(|g| g.sharing == sharing));
         let lease = Lease {
             id: self.fresh_id(random),
             client: request.client.clone(),
@@ -648,16 +682,14 @@ impl Table {
             who: request.who.clone(),
             why: request.why.clone(),
             created_unix: unix,
-            exclusive: request.exclusive,
+            exclusive: request.sharing == Some(Sharing::Exclusive) || all(Sharing::Exclusive),
             priority: request.priority,
             persistent: request.persistent,
             until_unix,
             on_idle: request.on_idle,
             hold: request.hold,
             idle_timeout: request.idle_timeout,
-            mps: request.mps != Some(false)
-                && !request.exclusive
-                && shares.iter().all(|s| self.gpu(&s.gpu).is_some_and(|g| g.mps)),
+            mps: request.sharing.is_none_or(|s| s == Sharing::Mps) && all(Sharing::Mps),
             shares,
             pinned: !request.devices.is_empty(),
         };
@@ -824,7 +856,7 @@ impl Table {
                 "a part of the multiprocessors is only to be had with sharing = \"mps\"; leave sm_percent and sm_count out".into(),
             ));
         }
-        if request.kinds() == [Some(true)] && !self.gpus.iter().any(|g| g.mps) {
+        if request.kinds() == [Some(true)] && !self.gpus.iter().any(Gpu::by_mps) {
             return Err(AllocateError::NeverFits(
                 "no GPU of this server is shared by MPS, which sharing = \"mps\" and a part of the multiprocessors (sm_percent, \
                  sm_count) need: leave them out, or use another server"
@@ -847,7 +879,7 @@ impl Table {
             .iter()
             .filter(|g| request.devices.is_empty() || request.devices.contains(&g.uuid))
             .filter(|g| g.name.to_lowercase().contains(&model))
-            .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.mps)))
+            .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.by_mps())))
             .filter(|g| {
                 // A program needs its context and something beside it.
                 (g.context_bytes.max(1)..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes))
@@ -860,9 +892,11 @@ impl Table {
             })
             .collect();
         let wanted = wanted(request);
-        let of =
-            |kind: &Option<bool>| suitable.iter().filter(|g| kind.is_none_or(|mps| mps == g.mps)).count();
-        if request.kinds().iter().any(|kind| of(kind) >= wanted) {
+        let of = |kind: &Option<bool>| {
+            suitable.iter().filter(|g| kind.is_none_or(|mps| mps == g.by_mps())).count()
+        };
+        let most = request.kinds().iter().map(of).max().unwrap_or(0);
+        if most >= wanted {
             return Ok(suitable);
         }
         if let Some(limit) = limit {
@@ -881,14 +915,20 @@ impl Table {
         };
         let dropped =
             if withdrawn > 0 { format!(" and {withdrawn} that were dropped") } else { String::new() };
+        let alike = if most < suitable.len() {
+            " that are shared in one way (by MPS or not; sharing = \"time-slice\" takes both)"
+        } else {
+            ""
+        };
         Err(AllocateError::NeverFits(format!(
-            "{wanted} GPU(s) {what} are wanted, this server has {}{dropped}; ask for less or another server{context}",
-            suitable.len()
+            "{wanted} GPU(s) {what} are wanted, this server has {most}{alike}{dropped}; ask for less or another \
+             server{context}"
         )))
     }
 
-    /// Chooses the GPUs: the preferred ones first, then those with the least memory left, so that whole GPUs stay whole. What
-    /// is reserved for others, and what those ahead in the queue wait for, is taken.
+    /// Chooses the GPUs: the preferred ones first, then those with the least memory left, so that whole GPUs stay whole; those
+    /// that one lease has alone only where no other will do, unless that is what is wanted. What is reserved for others, and
+    /// what those ahead in the queue wait for, is taken.
     fn choose(&self, request: &Request) -> Result<Vec<Share>, AllocateError> {
         let suitable = self.suitable(request)?;
         let mut occupied = Occupied::of(self, self.holding(u64::MAX));
@@ -907,7 +947,7 @@ impl Table {
             in_front += 1;
             match self.suitable(&earlier.request) {
                 Ok(gpus) => match occupied.best(&earlier.request, &gpus) {
-                    Some(shares) => occupied.take(&shares, earlier.request.exclusive),
+                    Some(shares) => occupied.take(&shares, earlier.request.sharing),
                     // What comes free is its.
                     None => occupied.closed.extend(gpus.iter().map(|g| g.uuid.as_str())),
                 },
@@ -930,7 +970,7 @@ impl Table {
         let off = if off.is_empty() { String::new() } else { format!("; {}", off.join(", ")) };
         Err(AllocateError::NoCapacity {
             why: format!(
-                "{wanted} GPU(s) are wanted, {free} of {} suitable ones have enough memory free{queue}; retry when a \
+                "{wanted} GPU(s) are wanted, {free} of {} suitable ones have room{queue}; retry when a \
                  lease ends, or ask for less memory{off}",
                 suitable.len()
             ),
@@ -1009,14 +1049,17 @@ impl Table {
         });
         let (shares, alone) = (&held.lease.shares, held.lease.exclusive);
         let room = |s: &Share| {
+            let Some(gpu) = self.gpu(&s.gpu) else { return false };
             let others =
                 || self.holding(turn).filter(|l| l.id != id && l.shares.iter().any(|o| o.gpu == s.gpu));
             let used =
                 || others().flat_map(|l| &l.shares).filter(|o| o.gpu == s.gpu).map(|o| o.limit_bytes).sum();
-            let left = |g: &Gpu| self.capacity(g).saturating_sub(used());
-            let alone = if alone { others().next().is_none() } else { !others().any(|l| l.exclusive) };
+            let alone = match alone || gpu.sharing == Sharing::Exclusive {
+                true => others().next().is_none(),
+                false => !others().any(|l| l.exclusive),
+            };
             let fit = !may_move || !self.withdrawn.contains_key(&s.gpu);
-            alone && fit && self.gpu(&s.gpu).is_some_and(|g| s.limit_bytes <= left(g))
+            alone && fit && s.limit_bytes <= self.capacity(gpu).saturating_sub(used())
         };
         if shares.iter().all(room) {
             self.aside.remove(id);
@@ -1031,7 +1074,7 @@ impl Table {
             }
             return Ok(true);
         }
-        let kind = |gpu: &str| self.gpu(gpu).map(|g| (&g.name, g.memory_bytes, g.mps));
+        let kind = |gpu: &str| self.gpu(gpu).map(|g| (&g.name, g.memory_bytes, g.sharing));
         let fits = |a: &str, b: &str| a == b || may_move && kind(a) == kind(b);
         let same =
             |other: &Held| other.lease.shares.iter().any(|o| shares.iter().any(|s| fits(&s.gpu, &o.gpu)));
@@ -1053,10 +1096,10 @@ impl Table {
             let (_, _, gpu) = self
                 .gpus
                 .iter()
-                .filter(|g| (&g.name, g.memory_bytes, g.mps) == (&old.name, old.memory_bytes, old.mps))
                 .filter(|g| {
-                    !out.iter().any(|o| o.gpu == g.uuid) && !occupied.closed.contains(g.uuid.as_str())
+                    (&g.name, g.memory_bytes, g.sharing) == (&old.name, old.memory_bytes, old.sharing)
                 })
+                .filter(|g| !out.iter().any(|o| o.gpu == g.uuid) && !occupied.is_closed(g))
                 .filter(|g| !lease.exclusive || !occupied.used.contains_key(g.uuid.as_str()))
                 .filter_map(|g| {
                     Some((g.uuid != old.uuid, occupied.left(g).checked_sub(share.limit_bytes)?, g))
@@ -1173,15 +1216,21 @@ impl<'a> Occupied<'a> {
                 let mut gpus: Vec<(u64, &Gpu)> = table
                     .gpus
                     .iter()
-                    .filter(|g| !self.closed.contains(g.uuid.as_str()))
+                    .filter(|g| !self.is_closed(g))
                     .filter_map(|g| Some((self.left(g).checked_sub(reserve.memory.of(g.memory_bytes))?, g)))
                     .collect();
-                gpus.sort_by_key(|(left, _)| *left);
+                gpus.sort_by_key(|(left, g)| (g.sharing == Sharing::Exclusive, *left));
                 // What others hold already is theirs.
                 let Some((_, gpu)) = gpus.first() else { break };
                 *self.used.entry(&gpu.uuid).or_insert(0) += reserve.memory.of(gpu.memory_bytes);
             }
         }
+    }
+
+    /// Whether nobody more fits, however much memory is left.
+    fn is_closed(&self, gpu: &Gpu) -> bool {
+        let uuid = gpu.uuid.as_str();
+        self.closed.contains(uuid) || gpu.sharing == Sharing::Exclusive && self.used.contains_key(uuid)
     }
 
     fn left(&self, gpu: &Gpu) -> u64 {
@@ -1190,10 +1239,10 @@ impl<'a> Occupied<'a> {
 
     /// What is left of a GPU after a request, if it fits.
     fn fits(&self, request: &Request, gpu: &Gpu) -> Option<u64> {
-        if self.closed.contains(gpu.uuid.as_str()) {
+        if self.is_closed(gpu) {
             return None;
         }
-        if request.exclusive && self.used.contains_key(gpu.uuid.as_str()) {
+        if request.sharing == Some(Sharing::Exclusive) && self.used.contains_key(gpu.uuid.as_str()) {
             return None;
         }
         self.left(gpu).checked_sub(request.memory.of(gpu.memory_bytes))
@@ -1205,37 +1254,38 @@ impl<'a> Occupied<'a> {
 
     fn best_of(&self, request: &Request, suitable: &[&Gpu], kind: Option<bool>) -> Option<Vec<Share>> {
         let wanted = wanted(request);
-        let mut candidates: Vec<(usize, u64, &Gpu)> = suitable
+        let alone = request.sharing == Some(Sharing::Exclusive);
+        let mut candidates: Vec<((usize, bool, u64), &Gpu)> = suitable
             .iter()
-            .filter(|g| kind.is_none_or(|mps| mps == g.mps))
+            .filter(|g| kind.is_none_or(|mps| mps == g.by_mps()))
             .filter_map(|g| {
                 let left = self.fits(request, g)?;
                 let rank = request.sticky.iter().position(|s| *s == g.uuid).unwrap_or(usize::MAX);
-                Some((rank, left, *g))
+                Some(((rank, alone != (g.sharing == Sharing::Exclusive), left), *g))
             })
             .collect();
         if candidates.len() < wanted {
             return None;
         }
         // Stable: GPUs that are equal stay in the driver's order.
-        candidates.sort_by_key(|(rank, left, _)| (*rank, *left));
+        candidates.sort_by_key(|(order, _)| *order);
         candidates.truncate(wanted);
         if !request.devices.is_empty() {
-            candidates.sort_by_key(|(_, _, g)| request.devices.iter().position(|d| *d == g.uuid));
+            candidates.sort_by_key(|(_, g)| request.devices.iter().position(|d| *d == g.uuid));
         }
         let share = |g: &Gpu| Share {
             gpu: g.uuid.clone(),
             limit_bytes: request.memory.of(g.memory_bytes),
             sm_percent: request.percent_of(g),
         };
-        Some(candidates.into_iter().map(|(_, _, g)| share(g)).collect())
+        Some(candidates.into_iter().map(|(_, g)| share(g)).collect())
     }
 
-    fn take(&mut self, shares: &[Share], exclusive: bool) {
+    fn take(&mut self, shares: &[Share], sharing: Option<Sharing>) {
         for share in shares {
             let Some(gpu) = self.table.gpu(&share.gpu) else { continue };
             *self.used.entry(&gpu.uuid).or_insert(0) += share.limit_bytes;
-            if exclusive {
+            if sharing == Some(Sharing::Exclusive) {
                 self.closed.insert(&gpu.uuid);
             }
         }
@@ -1262,7 +1312,7 @@ pub(crate) mod tests {
             multiprocessors: 132,
             context_bytes: 0,
             compute_mode: 0,
-            mps: false,
+            sharing: Sharing::TimeSlice,
         }
     }
 
@@ -1293,11 +1343,10 @@ pub(crate) mod tests {
             boot_id: "b".into(),
             encrypted: true,
             sm_percent: 100,
-            exclusive: false,
+            sharing: None,
             sm_count: 0,
             sm_auto: false,
             once: false,
-            mps: None,
             priority: Priority::Normal,
             persistent: false,
             on_idle: OnIdle::Unset,
@@ -1327,14 +1376,18 @@ pub(crate) mod tests {
 
     #[test]
     fn parts_of_the_multiprocessors() {
-        let mps = |mps| Gpu { mps, ..gpu(0, 16 * GIB) };
+        let on = |sharing| Gpu { sharing, ..gpu(0, 16 * GIB) };
         let ask = |sm_count, sm_auto, percent| Request { sm_count, sm_auto, ..request("a", 1, percent) };
-        assert_eq!(ask(33, false, 10.0).percent_of(&mps(true)), 25);
-        assert_eq!(ask(34, false, 10.0).percent_of(&mps(true)), 26, "no fewer than asked for");
-        assert_eq!(ask(500, false, 10.0).percent_of(&mps(true)), 100);
-        assert_eq!(ask(0, true, 25.0).percent_of(&mps(true)), 25);
-        assert_eq!(ask(0, true, 0.01).percent_of(&mps(true)), 1);
-        assert_eq!(ask(0, true, 25.0).percent_of(&mps(false)), 100, "time-slicing knows no parts");
+        assert_eq!(ask(33, false, 10.0).percent_of(&on(Sharing::Mps)), 25);
+        assert_eq!(ask(34, false, 10.0).percent_of(&on(Sharing::Mps)), 26, "no fewer than asked for");
+        assert_eq!(ask(500, false, 10.0).percent_of(&on(Sharing::Mps)), 100);
+        assert_eq!(ask(0, true, 25.0).percent_of(&on(Sharing::Mps)), 25);
+        assert_eq!(ask(0, true, 0.01).percent_of(&on(Sharing::Mps)), 1);
+        assert_eq!(
+            ask(0, true, 25.0).percent_of(&on(Sharing::TimeSlice)),
+            100,
+            "time-slicing knows no parts"
+        );
         assert!(!ask(0, true, 25.0).limits_multiprocessors(), "it asks for no MPS");
     }
 
@@ -1524,13 +1577,139 @@ pub(crate) mod tests {
     #[test]
     fn exclusive_leases_are_alone() {
         let (mut t, r) = (table(2), Counting::default());
-        let alone = Request { exclusive: true, ..request("a", 1, 25.0) };
+        let alone = Request { sharing: Some(Sharing::Exclusive), ..request("a", 1, 25.0) };
         let first = allocate(&mut t, &alone, 0, &r).unwrap();
         let other = allocate(&mut t, &request("b", 1, 10.0), 0, &r).unwrap();
         assert_ne!(first.shares[0].gpu, other.shares[0].gpu);
         assert!(allocate(&mut t, &Request { client: "c".into(), ..alone.clone() }, 0, &r).is_err());
         t.remove(None, &other.id);
         allocate(&mut t, &alone, 0, &r).unwrap();
+    }
+
+    /// A GPU of each kind of sharing, all else being equal.
+    fn mixed(sharing: &[Sharing]) -> Table {
+        let gpus = sharing.iter().zip(0..).map(|(s, n)| Gpu { sharing: *s, ..gpu(2 * n, 16 * GIB) });
+        Table::new(gpus.collect(), Rules::default(), Saved::default(), Duration::ZERO).0
+    }
+
+    /// Its GPUs.
+    fn on(lease: &Lease) -> Vec<String> {
+        lease.shares.iter().map(|s| s.gpu.clone()).collect()
+    }
+
+    fn wish(client: &str, sharing: &str, gpus: u32, percent: f64) -> Request {
+        Request { sharing: Sharing::parse(sharing), ..request(client, gpus, percent) }
+    }
+
+    #[test]
+    fn each_gpu_is_shared_in_its_own_way() {
+        let ([alone, sliced, mps], r) = ([0, 2, 4].map(|n| gpu(n, 0).uuid), Counting::default());
+        let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice, Sharing::Mps]);
+        let mut get = |wish: Request| allocate(&mut t, &wish, 0, &r);
+        // Without a wish: by MPS as long as there is room, then without, and a GPU alone where no other has room.
+        let first = get(wish("a", "", 1, 60.0)).unwrap();
+        let second = get(wish("a", "", 1, 60.0)).unwrap();
+        let third = get(wish("a", "", 1, 60.0)).unwrap();
+        let got = [&first, &second, &third].map(|l| (on(l), l.mps, l.exclusive));
+        let of = |uuid: &String, mps, exclusive| (vec![uuid.clone()], mps, exclusive);
+        assert_eq!(got, [of(&mps, true, false), of(&sliced, false, false), of(&alone, false, true)]);
+        let full = get(wish("a", "", 1, 60.0)).unwrap_err().to_string();
+        assert!(full.contains("0 of 3 suitable ones have room"), "{full}");
+        assert!(get(wish("a", "exclusive", 1, 10.0)).is_err());
+        let there = |wish| Request { devices: vec![alone.clone()], ..wish };
+        waits(get(there(wish("a", "", 1, 10.0))));
+        assert!(matches!(get(there(wish("a", "mps", 1, 10.0))), Err(AllocateError::NeverFits(_))));
+        let mixed = get(wish("a", "", 3, 10.0)).unwrap_err().to_string();
+        assert!(mixed.contains("this server has 2 that are shared in one way"), "{mixed}");
+    }
+
+    #[test]
+    fn a_gpu_alone_is_rather_for_who_wants_it() {
+        let ([sliced, mps, alone], r) = ([0, 2, 4].map(|n| gpu(n, 0).uuid), Counting::default());
+        let mut t = mixed(&[Sharing::TimeSlice, Sharing::Mps, Sharing::Exclusive]);
+        let mut get = |wish: Request| allocate(&mut t, &wish, 0, &r).unwrap();
+        let got = [(); 2].map(|()| get(wish("a", "exclusive", 1, 10.0)));
+        assert_eq!(got.each_ref().map(on), [[alone.clone()], [sliced.clone()]]);
+        assert!(got.iter().all(|l| l.exclusive));
+        assert_eq!(on(&get(wish("b", "time-slice", 1, 10.0))), std::slice::from_ref(&mps));
+        t.remove_where(|_| true);
+        // One lease has all of them: others share the first two with it.
+        let all = allocate(&mut t, &wish("a", "time-slice", 3, 10.0), 0, &r).unwrap();
+        assert_eq!((on(&all), all.mps, all.exclusive), (vec![sliced, mps, alone], false, false));
+        let two = Request { sticky: on(&all), ..wish("b", "time-slice", 2, 10.0) };
+        assert_eq!(on(&allocate(&mut t, &two, 0, &r).unwrap()), on(&all)[..2]);
+        waits(allocate(&mut t, &wish("b", "time-slice", 3, 10.0), 0, &r));
+        t.remove_where(|_| true);
+        // Who had it has it again.
+        let again = Request { sticky: on(&got[0]), ..wish("a", "time-slice", 1, 10.0) };
+        assert_eq!(on(&allocate(&mut t, &again, 0, &r).unwrap()), on(&got[0]));
+    }
+
+    #[test]
+    fn who_waits_for_a_gpu_alone_gets_it_whole() {
+        let ([alone, shared], r) = ([0, 2].map(|n| gpu(n, 0).uuid), Counting::default());
+        let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
+        let part =
+            |client: &str, uuid: &str| Request { devices: vec![uuid.into()], ..named(client, 1, 10.0) };
+        let first = allocate(&mut t, &part("a", &alone), 0, &r).unwrap();
+        assert_eq!(waits(allocate(&mut t, &part("b", &alone), 0, &r)), (1, 1));
+        assert_eq!(waits(allocate(&mut t, &part("c", &alone), 0, &r)), (2, 2));
+        // They are in nobody's way on the other GPU.
+        for client in ["d", "e"] {
+            assert_eq!(
+                on(&allocate(&mut t, &named(client, 1, 10.0), 0, &r).unwrap()),
+                std::slice::from_ref(&shared)
+            );
+        }
+        t.remove(None, &first.id);
+        assert_eq!(waits(allocate(&mut t, &part("c", &alone), 1, &r)), (2, 2), "not its turn");
+        let second = allocate(&mut t, &part("b", &alone), 1, &r).unwrap();
+        assert_eq!(waits(allocate(&mut t, &part("c", &alone), 1, &r)), (1, 1), "though there is memory left");
+
+        // What is reserved is on GPUs that are shared, as long as they have room.
+        let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
+        let half = |gpus| Reserve { client: "vm-*".into(), gpus, memory: Memory::Percent(50.0) };
+        t.set_rules(Rules { reserve: vec![half(1)], overcommit_percent: 100 });
+        assert_eq!(on(&allocate(&mut t, &named("a", 1, 50.0), 0, &r).unwrap()), [shared]);
+        let third = allocate(&mut t, &named("b", 1, 50.0), 0, &r).unwrap();
+        assert_eq!(on(&third), on(&second));
+        // And takes one that is not shared as a whole.
+        t.remove(None, &third.id);
+        t.set_rules(Rules { reserve: vec![half(2)], overcommit_percent: 100 });
+        waits(allocate(&mut t, &named("b", 1, 10.0), 0, &r));
+        assert_eq!(on(&allocate(&mut t, &part("vm-1", &alone), 0, &r).unwrap()), [alone]);
+    }
+
+    #[test]
+    fn a_gpu_alone_is_lent_and_comes_back_whole() {
+        let ([alone, shared], r) = ([0, 2].map(|n| gpu(n, 0).uuid), Counting::default());
+        let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
+        let part =
+            |client: &str, uuid: &str| Request { devices: vec![uuid.into()], ..request(client, 1, 10.0) };
+        let lender = allocate(&mut t, &part("a", &alone), 0, &r).unwrap();
+        let other = allocate(&mut t, &part("b", &shared), 0, &r).unwrap();
+        let candidates = [other.id, lender.id.clone()];
+        assert_eq!(t.lenders(&part("c", &alone), &candidates), candidates[1..], "the other does not help");
+        assert!(t.set_aside(&lender.id));
+        let taker = allocate(&mut t, &part("c", &alone), 0, &r).unwrap();
+        // It could be on any GPU, but there is no other that it would have alone.
+        t.held.get_mut(&lender.id).unwrap().lease.pinned = false;
+        assert_eq!(t.take_back(&lender.id, true), place(1, 1));
+        let candidates = [candidates[0].clone(), taker.id.clone()];
+        assert_eq!(t.lenders_back(&lender.id, true, &candidates), candidates[1..]);
+        assert!(t.set_aside(&taker.id));
+        assert_eq!(t.take_back(&lender.id, true), Ok(false));
+        assert_eq!(t.take_back(&taker.id, false), place(1, 1), "the same for it");
+        // Leases that shared a GPU before the configuration said otherwise stay, and come back one by one.
+        let late = allocate(&mut t, &part("d", &shared), 0, &r).unwrap();
+        let mut gpus = t.gpus().to_vec();
+        gpus[1].sharing = Sharing::Exclusive;
+        let (mut t, lost) = Table::new(gpus, Rules::default(), t.save(), Duration::ZERO);
+        assert!(lost.is_empty());
+        assert_eq!(t.holders(&shared).len(), 2);
+        waits(allocate(&mut t, &part("e", &shared), 0, &r));
+        assert!(t.set_aside(&late.id));
+        assert_eq!(t.take_back(&late.id, false), place(1, 1));
     }
 
     #[test]
@@ -1750,7 +1929,8 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn never_promises_more_than_there_is(steps in proptest::collection::vec(step(), 1..60)) {
-            let (mut t, r) = (table(3), Counting::default());
+            let kinds = [Sharing::TimeSlice, Sharing::Exclusive, Sharing::TimeSlice];
+            let (mut t, r) = (mixed(&kinds), Counting::default());
             let (mut now, mut newest) = (Duration::ZERO, 0);
             for step in steps {
                 let nth = |t: &Table, n: usize| t.held.keys().nth(n).cloned().unwrap_or_default();
@@ -1795,6 +1975,7 @@ pub(crate) mod tests {
                 }
                 for g in t.gpus() {
                     prop_assert!(t.used().get(g.uuid.as_str()).is_none_or(|used| *used <= g.memory_bytes));
+                    prop_assert!(g.sharing != Sharing::Exclusive || t.holders(&g.uuid).len() <= 1);
                 }
             }
         }

@@ -103,8 +103,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     };
     let mut probe = probe;
     discovery::settle_contexts(&config.state_dir, &mut probe, !left.workers.is_empty())?;
-    let mut gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
-    let mps = discovery::share_by_mps(&config, &driver, &probe.devices, &mut gpus).map_err(as_config)?;
+    let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
+    let gpus = discovery::share(config.sharing, &config.gpu_sharing, &probe.devices, gpus);
+    let gpus = gpus.map_err(as_config)?;
+    let mps = discovery::mps_settings(&config, &driver, &gpus).map_err(as_config)?;
     info!(
         "driver version {}, CUDA {}.{}",
         probe.driver_version.as_deref().unwrap_or("unknown"),
@@ -112,7 +114,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         probe.cuda_version % 1000 / 10
     );
     for gpu in &gpus {
-        info!("serves {} {}, {} MiB", gpu.uuid, gpu.name, gpu.memory_bytes >> 20);
+        info!("serves {} {}, {} MiB, {}", gpu.uuid, gpu.name, gpu.memory_bytes >> 20, gpu.sharing.as_str());
     }
 
     let _gpus_are_ours = match &config.lock_dir {

@@ -1195,9 +1195,8 @@ fn check_config(
 ) -> anyhow::Result<()> {
     let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;
     if let Some(mps) = &config.mps {
-        let key = if mps.control.is_some() { "mps_control" } else { "sharing" };
         crate::mps::control::find(mps.control.as_deref(), &driver)
-            .map_err(|m| ConfigError::new(config.origin(key), format!("{key}: {m}")))?;
+            .map_err(|m| ConfigError::new(config.origin(mps.key), format!("{}: {m}", mps.key)))?;
     }
     let mut warnings = config.warnings.clone();
     warnings.push(

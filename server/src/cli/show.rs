@@ -206,14 +206,16 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
 /// `gpuserver gpus`
 pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table =
-        table(&["GPU", "NAME", "UUID", "PCI", "STATE", "BUSY", "USED", "LEASED", "MEMORY", "LEASES"]);
+    let mut table = table(&[
+        "GPU", "NAME", "UUID", "PCI", "SHARING", "STATE", "BUSY", "USED", "LEASED", "MEMORY", "LEASES",
+    ]);
     for r in rows {
         table.add_row([
             r.index.to_string(),
             r.name,
             r.uuid,
             r.pci_address,
+            r.sharing.as_str().into(),
             match r.reason {
                 Some(reason) => format!("{}: {reason}", r.state),
                 None => r.state,

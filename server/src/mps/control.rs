@@ -39,7 +39,7 @@ pub fn find(named: Option<&Path>, driver: &Path) -> Result<PathBuf, String> {
     folders.filter(|f| f.is_absolute()).map(|f| f.join(PROGRAM)).find(|p| runs(p)).ok_or_else(|| {
         format!(
             "{PROGRAM} is not installed (packages: nvidia-compute-utils, nvidia-driver-cuda); install it, name it with \
-             `mps_control`, or share GPUs by \"time-slice\""
+             `mps_control`, or share no GPU by MPS"
         )
     })
 }

@@ -35,7 +35,7 @@ use crate::config::{Config, Origin, is_live};
 use crate::guard::{Certificate, Peer};
 use crate::idle::OnIdle;
 use crate::lease::{
-    AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Place, Priority, Request as LeaseRequest, Share,
+    AllocateError, DEFAULT_TTL, Gpu, Lease, Memory, Place, Priority, Request as LeaseRequest, Share, Sharing,
     Withdrawn,
 };
 use crate::limits::{Effective, Exceeded, Rates};
@@ -881,7 +881,7 @@ pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUs
         compute_minor: gpu.compute_minor,
         pci_address: gpu.pci_address.clone(),
         state: state.into(),
-        memory_free_bytes: gpu.memory_bytes.saturating_sub(used.used_bytes),
+        memory_free_bytes: used.free_bytes(),
     }
 }
 
@@ -1059,11 +1059,10 @@ impl PoolService for Service {
             &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
         )?;
         pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
-        let mps = match wish.sharing.as_str() {
-            "" => None,
-            "mps" => Some(true),
-            "time-slice" | "exclusive" => Some(false),
-            other => {
+        let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
+            ("", _) => None,
+            (_, Some(sharing)) => Some(sharing),
+            (other, None) => {
                 return Err(Status::invalid_argument(format!(
                     "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
                 )));
@@ -1073,11 +1072,6 @@ impl PoolService for Service {
         if shares.into_iter().filter(|given| *given).count() > 1 {
             return Err(Status::invalid_argument(
                 "sm_percent, sm_count and sm_auto say the same: leave all but one out",
-            ));
-        }
-        if pool.facts.config.exclusive && mps == Some(true) {
-            return Err(Status::failed_precondition(
-                "sharing \"mps\" is not served here: this server's GPUs are not shared; leave `sharing` out of the lease",
             ));
         }
         let priority = match wish.priority.as_str() {
@@ -1131,8 +1125,7 @@ impl PoolService for Service {
             sm_count: wish.sm_count,
             sm_auto: wish.sm_auto,
             once: wish.once,
-            mps,
-            exclusive: pool.facts.config.exclusive || wish.sharing == "exclusive",
+            sharing,
             priority,
             persistent: wish.persistent,
             on_idle,

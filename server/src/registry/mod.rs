@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, WaitingView, Withdrawn};
+use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Sharing, WaitingView, Withdrawn};
 
 pub mod local;
 
@@ -23,6 +23,14 @@ pub struct GpuUse {
 }
 
 impl GpuUse {
+    /// Device memory that is left for others.
+    pub fn free_bytes(&self) -> u64 {
+        match self.gpu.sharing {
+            Sharing::Exclusive if self.used_bytes > 0 => 0,
+            _ => self.gpu.memory_bytes.saturating_sub(self.used_bytes),
+        }
+    }
+
     /// free, leased, off, off-pending, stopped, broken.
     pub fn state(&self) -> &'static str {
         match (&self.withdrawn, self.leases.is_empty()) {

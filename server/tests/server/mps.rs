@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use gpusession_proto::control::{
-    AllocateRequest, Lease, ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest,
+    AllocateRequest, DescribeRequest, Lease, ProcessEndedRequest, ReleaseRequest, TakeWorkersRequest,
 };
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -286,7 +286,7 @@ async fn the_clients_of_a_server_of_mps_are_listed() {
 
 #[tokio::test]
 async fn requests_and_what_they_get() {
-    let site = Site::start("mps_gpus = [0]").await;
+    let site = Site::start("gpu_sharing.time-slice = [1]").await;
     let mut vm = site.server.client("vm-1").await;
     let base = vm.request();
     let sliced = AllocateRequest { sharing: "time-slice".into(), memory_percent: 50.0, ..base.clone() };
@@ -298,7 +298,11 @@ async fn requests_and_what_they_get() {
             Code::FailedPrecondition,
             "this server has 1",
         ),
-        (AllocateRequest { gpus: 2, ..base.clone() }, Code::FailedPrecondition, "this server has 2"),
+        (
+            AllocateRequest { gpus: 2, ..base.clone() },
+            Code::FailedPrecondition,
+            "this server has 1 that are shared in one way",
+        ),
     ];
     for (wish, code, text) in cases {
         let status = vm.pool.allocate(wish).await.unwrap_err();
@@ -331,6 +335,51 @@ async fn requests_and_what_they_get() {
     assert_ne!(other.devices[0].uuid, few.devices[0].uuid);
     let rows = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
     assert_eq!(rows.iter().filter(|r| r["mps"] == true).count(), 1, "{rows:?}");
+}
+
+#[tokio::test]
+async fn each_gpu_is_shared_in_its_own_way() {
+    let site = Site::start("gpu_sharing.exclusive = [1]").await;
+    let (mut a, mut b) = (site.server.client("vm-a").await, site.server.client("vm-b").await);
+    let gpus = || site.server.json(&["gpus"])["gpus"].as_array().unwrap().clone();
+    assert_eq!(gpus().iter().map(|g| g["sharing"].clone()).collect::<Vec<_>>(), ["mps", "exclusive"]);
+    let uuids: Vec<String> = gpus().iter().map(|g| g["uuid"].as_str().unwrap().into()).collect();
+    let table = String::from_utf8(site.server.verb(&["gpus"]).stdout).unwrap();
+    assert!(table.contains("SHARING") && table.contains(" exclusive "), "{table}");
+    let wish = |sharing: &'static str, percent| {
+        move |r| AllocateRequest { sharing: sharing.into(), memory_percent: percent, ..r }
+    };
+    let shared = [
+        lease(&mut a, wish("", 25.0)).await,
+        lease(&mut b, wish("mps", 25.0)).await,
+        lease(&mut b, wish("time-slice", 25.0)).await,
+    ];
+    assert!(shared.iter().all(|l| l.devices[0].uuid == uuids[0]), "{shared:?}");
+    // As soon as somebody has a part of the other one, it is full.
+    let alone = lease(&mut a, wish("", 50.0)).await;
+    assert_eq!(alone.devices[0].uuid, uuids[1]);
+    let program = site.program(&mut a, &alone).await;
+    assert_eq!((&program.said["warm"], &program.said["mps"]), (&true.into(), &false.into()));
+    let described = b.pool.describe(DescribeRequest {}).await.unwrap().into_inner();
+    assert_eq!(described.devices.iter().map(|d| d.memory_free_bytes >> 30).collect::<Vec<_>>(), [4, 0]);
+    for (sharing, percent) in [("exclusive", 1.0), ("", 50.0), ("time-slice", 50.0)] {
+        let wish = wish(sharing, percent)(b.request());
+        let refused = b.pool.allocate(wish).await.unwrap_err();
+        assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    }
+    let wish_for_mps = AllocateRequest { devices: vec![uuids[1].clone()], ..wish("mps", 1.0)(b.request()) };
+    let never = b.pool.allocate(wish_for_mps).await.unwrap_err();
+    assert_eq!(never.code(), Code::FailedPrecondition, "{never}");
+    let rows = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
+    let row = |l: &Lease| {
+        let row = rows.iter().find(|r| r["lease"] == l.id).unwrap();
+        (row["mps"].as_bool().unwrap(), row["exclusive"].as_bool().unwrap())
+    };
+    assert_eq!(shared.each_ref().map(row), [(true, false), (true, false), (false, false)]);
+    assert_eq!(row(&alone), (false, true));
+    assert_eq!(gpus()[1]["leases"], serde_json::json!([alone.id]));
+    a.pool.release(ReleaseRequest { lease: alone.id, ..Default::default() }).await.unwrap();
+    assert_eq!(lease(&mut b, wish("exclusive", 1.0)).await.devices[0].uuid, uuids[1]);
 }
 
 #[tokio::test]
@@ -599,9 +648,22 @@ async fn the_configuration_says_what_excludes_what() {
     assert!(code == Some(0) && said.contains("mean nothing without"), "{said}");
     let (code, said) = checked("sharing = \"mps\"\nmps_control = \"/nowhere\"");
     assert!(code == Some(1) && said.contains("/nowhere is not a program"), "{said}");
-    let (code, said) = checked(&format!("{SHARING}\nmps_gpus = [7]"));
-    assert!(code == Some(0), "{said}");
-    let done = server.verb(&["serve"]);
-    assert_eq!(done.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&done.stderr).contains("mps_gpus: there is no GPU 7"), "{done:?}");
+    let (code, said) = checked("gpu_sharing.mps = [0]\ngpu_sharing.exclusive = [0]");
+    let twice = "gpu_sharing.exclusive = [0]: gpu_sharing.mps names 0 already";
+    assert!(code == Some(1) && said.contains(twice), "{said}");
+    // What GPUs there are is seen at the start.
+    for (more, text) in [
+        ("gpu_sharing.mps = [7]", "gpu_sharing.mps: there is no GPU 7; there are 0 = GPU-"),
+        (
+            "gpu_sharing.mps = [1]\ngpu_sharing.exclusive = [\"GPU-00000000-0000-0000-0000-000000000001\"]",
+            "which gpu_sharing.mps names already",
+        ),
+        ("gpus = [0]\ngpu_sharing.exclusive = [1]", "gpu_sharing.exclusive: 1 names GPU-"),
+    ] {
+        let (code, said) = checked(more);
+        assert!(code == Some(0), "{said}");
+        let done = server.verb(&["serve"]);
+        assert_eq!(done.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&done.stderr).contains(text), "{done:?}");
+    }
 }
