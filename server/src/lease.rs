@@ -445,6 +445,8 @@ pub struct Saved<'a> {
     aside: Vec<String>,
     #[serde(default)]
     withdrawn: Cow<'a, BTreeMap<String, Withdrawn>>,
+    #[serde(default)]
+    draining: Cow<'a, Option<String>>,
 }
 
 /// All leases of one server. See the module.
@@ -461,6 +463,7 @@ pub struct Table {
     arrivals: u64,
     rules: Rules,
     draining: Option<String>,
+    stopping: bool,
 }
 
 /// What is promised of each GPU, beside what there is.
@@ -485,7 +488,8 @@ impl Table {
             waiting: Vec::new(),
             arrivals: 0,
             rules,
-            draining: None,
+            draining: saved.draining.into_owned(),
+            stopping: false,
         };
         table.withdrawn.retain(|uuid, _| table.gpus.iter().any(|g| g.uuid == *uuid));
         let mut lost = Vec::new();
@@ -522,6 +526,7 @@ impl Table {
             leases: self.held.values().map(|h| Cow::Borrowed(&h.lease)).collect(),
             aside: self.aside.keys().cloned().collect(),
             withdrawn: Cow::Borrowed(&self.withdrawn),
+            draining: Cow::Borrowed(&self.draining),
         }
     }
 
@@ -553,14 +558,19 @@ impl Table {
         true
     }
 
-    /// Makes no new leases from now on, and why; or makes them again.
+    /// Makes no new leases from now on, also after a restart, and why; or makes them again.
     pub fn drain(&mut self, why: Option<String>) {
         self.draining = why;
     }
 
+    /// Makes no new leases until the restart.
+    pub fn stop(&mut self) {
+        self.stopping = true;
+    }
+
     /// Why there are no new leases, if there are none.
     pub fn draining(&self) -> Option<&str> {
-        self.draining.as_deref()
+        if self.stopping { Some("it stops") } else { self.draining.as_deref() }
     }
 
     /// Leases on a GPU.
@@ -632,19 +642,16 @@ impl Table {
                 request.client
             )));
         }
-        let chosen =
-            self.check(request).and_then(|()| self.within_limits(request)).and_then(|()| {
-                match &self.draining {
-                    None => self.choose(request),
-                    Some(why) => Err(AllocateError::NoCapacity {
-                        why: format!(
-                            "this server makes no new leases: {why}; use another server, or retry later"
-                        ),
-                        position: 0,
-                        waiting: 0,
-                    }),
-                }
-            });
+        let chosen = self.check(request).and_then(|()| self.within_limits(request)).and_then(|()| match self
+            .draining()
+        {
+            None => self.choose(request),
+            Some(why) => Err(AllocateError::NoCapacity {
+                why: format!("this server makes no new leases: {why}; use another server, or retry later"),
+                position: 0,
+                waiting: 0,
+            }),
+        });
         let shares = match chosen {
             Ok(shares) => shares,
             Err(AllocateError::NoCapacity { why, .. }) => {
@@ -992,7 +999,8 @@ impl Table {
 
     /// Which of these leases have to be set aside for a request, the first ones first; none where that does not help.
     pub fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
-        if self.draining.is_some() || self.check(request).and_then(|()| self.within_limits(request)).is_err()
+        if self.draining().is_some()
+            || self.check(request).and_then(|()| self.within_limits(request)).is_err()
         {
             return Vec::new();
         }
@@ -1756,6 +1764,13 @@ pub(crate) mod tests {
         t.drain(Some("maintenance".into()));
         let error = allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap_err();
         assert!(error.to_string().contains("maintenance"), "{error}");
+        let (mut t2, _) = Table::new(t.gpus.clone(), Rules::default(), t.save(), Duration::ZERO);
+        assert_eq!(t2.draining(), Some("maintenance"), "also after a restart");
+        t2.drain(None);
+        t2.stop();
+        assert_eq!(t2.draining(), Some("it stops"));
+        let (t2, _) = Table::new(t2.gpus.clone(), Rules::default(), t2.save(), Duration::ZERO);
+        assert_eq!(t2.draining(), None, "a stop is over with the restart");
         t.drain(None);
         allocate(&mut t, &request("a", 1, 10.0), 0, &r).unwrap();
     }

@@ -185,6 +185,11 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
+    if let Some(why) = pool.registry().draining().await {
+        warn!(
+            "no new leases are made, as before the restart: {why}; `gpuserver drain --end` makes them again"
+        );
+    }
     pool.ended(&lost, "a GPU of it is no longer served");
     health::check_compute_modes(&pool).await;
     pool.resume().await;
@@ -272,7 +277,7 @@ async fn drain(pool: &Pool, stop: &mut Stop, ends: End) -> End {
     let limit = pool.config().drain_timeout;
     let all = ends == End::Stopped;
     if all {
-        pool.registry().drain(Some("it stops".into())).await;
+        pool.registry().stop().await;
     }
     let end = tokio::time::Instant::now() + limit;
     let mut told = Vec::new();

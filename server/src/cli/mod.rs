@@ -610,7 +610,11 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             let programs: Vec<String> = serde_json::from_value(value["programs"].clone())?;
             match *end {
                 true => writeln!(out, "new leases are made again")?,
-                false => writeln!(out, "no new leases are made; {} leases stay", value["leases"])?,
+                false => writeln!(
+                    out,
+                    "no new leases are made, also after a restart, until `gpuserver drain --end`; {} leases stay",
+                    value["leases"]
+                )?,
             }
             for program in programs.iter().filter(|_| !*end) {
                 writeln!(out, "  still runs: {program}")?;
@@ -628,7 +632,8 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 if !user.is_empty() {
                     writeln!(
                         out,
-                        "{user}'s count for leases of {user}'s own; one for all users of a machine is the machine's"
+                        "those of {user} count for leases of {user}'s own; on a lease for all users of a machine, workers, connections \
+                         and host_memory count for {user}'s programs"
                     )?;
                 }
                 Ok(())

@@ -243,7 +243,12 @@ impl Registry for LocalRegistry {
     }
 
     async fn drain(&self, why: Option<String>) {
-        self.change(|table| table.drain(why), |()| false);
+        self.change(|table| table.drain(why), |()| true);
+        self.store_change().await;
+    }
+
+    async fn stop(&self) {
+        self.change(Table::stop, |()| false);
     }
 
     async fn draining(&self) -> Option<String> {

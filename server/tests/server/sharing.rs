@@ -610,6 +610,11 @@ async fn gpus_and_the_server_are_taken_out() {
     assert!(status.message().contains("new cooling"), "{status}");
     assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
     vm.take(&lease.id).await.unwrap();
+    // Also after a restart.
+    assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
+    server.run().await;
+    let mut vm = server.again(&vm).await;
+    assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
     assert!(server.verb(&["drain", "--end"]).status.success());
     vm.allocate(10.0).await.unwrap();
 }
