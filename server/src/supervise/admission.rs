@@ -8,87 +8,101 @@ use gpusession_proto::ticket;
 use tokio::time::{Instant, sleep};
 use tracing::info;
 
-use super::{Command, Phase, State, Supervisor, WorkerId, exceeds, hex, printable};
+use super::{Command, Phase, State, Supervisor, Worker, WorkerId, exceeds, hex, printable, stop};
 use crate::limits::Exceeded;
 
 /// How long a program that its user's limits refuse waits for another one that may be ending, and how often that is looked at.
 const LIMIT: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(50);
+/// A worker that was told to refuse its program and is still there after this is told to end.
+const GRACE: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     /// Answers a worker whose process has shown its ticket. Where a limit refuses it, a program of its user that has ended may still be
     /// counted for a moment.
-    pub(super) fn admit(&self, state: &mut State, id: WorkerId, process: ClientProcess) {
+    pub(super) fn presented(&self, state: &mut State, id: WorkerId, process: ClientProcess) {
+        let Some(worker) = state.workers.get_mut(&id) else { return };
+        let first = !std::mem::replace(&mut worker.presented, true);
+        if worker.process.is_some() && worker.serves() {
+            // It has not heard the answer.
+            return answer(worker, None);
+        }
         let process = ClientProcess {
             user: printable(&process.user),
             program: printable(&process.program),
             executable: printable(ticket::shortened(&process.executable)),
             ..process
         };
-        if self.admitted(state, &id, &process).is_ok() {
-            return;
+        if first && self.admit(state, &id, &process).is_err() {
+            tokio::spawn(self.clone().wait_for_room(id, process));
         }
-        let this = self.clone();
-        tokio::spawn(async move {
-            let deadline = Instant::now() + LIMIT;
-            loop {
-                sleep(PAUSE).await;
-                let mut state = this.state();
-                let Err(exceeded) = this.admitted(&mut state, &id, &process) else {
-                    return state.remember(&id);
-                };
-                if Instant::now() < deadline {
-                    continue;
-                }
-                if let Some(worker) = state.workers.get(&id) {
-                    if let Some(more) = this.0.refusals.may() {
-                        exceeds(&id, worker, &exceeded, more);
-                    }
-                    let refused = Some(exceeded.to_string());
-                    let _ = worker.stop.send(Command::Tell(ToWorker::Admission { refused }));
-                }
-                return;
-            }
-        });
     }
 
-    fn admitted(&self, state: &mut State, id: &WorkerId, process: &ClientProcess) -> Result<(), Exceeded> {
-        let Some(worker) = state.workers.get(id) else { return Ok(()) };
+    async fn wait_for_room(self, id: WorkerId, process: ClientProcess) {
+        let deadline = Instant::now() + LIMIT;
+        let why = loop {
+            sleep(PAUSE).await;
+            let mut state = self.state();
+            let Err(exceeded) = self.admit(&mut state, &id, &process) else {
+                return state.remember(&id);
+            };
+            if Instant::now() < deadline {
+                continue;
+            }
+            let Some(worker) = state.workers.get(&id) else { return };
+            if let Some(more) = self.0.refusals.may() {
+                exceeds(&id, worker, &exceeded, more);
+            }
+            let why = exceeded.to_string();
+            answer(worker, Some(why.clone()));
+            break why;
+        };
+        // It ends by itself once its program knows.
+        sleep(GRACE).await;
+        if let Some(worker) = self.state().workers.get_mut(&id) {
+            stop(&id, worker, &why);
+        }
+    }
+
+    fn admit(&self, state: &mut State, id: &WorkerId, process: &ClientProcess) -> Result<(), Exceeded> {
+        let Some(worker) = state.workers.get(id).filter(|w| w.phase == Phase::Taken) else { return Ok(()) };
         // Those of a user's own lease were counted when the worker was taken.
-        if worker.phase == Phase::Taken && worker.process.is_none() && worker.user.is_empty() {
+        if worker.user.is_empty() {
             let limits = state.limits.of(&worker.client, &process.user);
             if limits.entries("workers").any(|limit| limit.of_user) {
                 let of = (&*worker.client, &*process.user);
-                state.within(of, "workers", 1, "programs", |w| u64::from(w.serves())).map_err(|(e, _)| e)?;
+                let other = |w: &Worker| u64::from(w.serves() && w.id != *id);
+                state.within(of, "workers", 1, "programs", other).map_err(|(e, _)| e)?;
             }
         }
         let now = self.0.clock.now();
         let State { workers, leases, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return Ok(()) };
-        // One that asks again has not heard the answer.
-        if worker.phase == Phase::Taken && worker.process.is_none() {
-            info!(
-                gpusession_worker = hex(id),
-                gpusession_lease = worker.lease,
-                gpusession_client = worker.client,
-                "worker {} serves {} (pid {}, uid {}) of {}",
-                hex(id),
-                process.program,
-                process.pid,
-                process.uid,
-                worker.client
-            );
-            worker.active = now;
-            worker.process = Some(process.clone());
-            worker.phase = Phase::Active;
-            (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
-            let mut lease = leases.get_mut(&worker.lease);
-            if let Some(lease) = &mut lease {
-                lease.ledger.admit(*id);
-            }
-            self.note(worker, lease.as_deref());
+        info!(
+            gpusession_worker = hex(id),
+            gpusession_lease = worker.lease,
+            gpusession_client = worker.client,
+            "worker {} serves {} (pid {}, uid {}) of {}",
+            hex(id),
+            process.program,
+            process.pid,
+            process.uid,
+            worker.client
+        );
+        worker.active = now;
+        worker.process = Some(process.clone());
+        worker.phase = Phase::Active;
+        (worker.used_at, worker.admitted_unix) = (now, self.0.clock.unix());
+        let mut lease = leases.get_mut(&worker.lease);
+        if let Some(lease) = &mut lease {
+            lease.ledger.admit(*id);
         }
-        let _ = worker.stop.send(Command::Tell(ToWorker::Admission { refused: None }));
+        self.note(worker, lease.as_deref());
+        answer(worker, None);
         Ok(())
     }
+}
+
+fn answer(worker: &Worker, refused: Option<String>) {
+    let _ = worker.orders.tells.send(Command::Tell(ToWorker::Admission { refused }));
 }

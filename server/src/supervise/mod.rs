@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ use gpusession_proto::supervise::{
 };
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Notify, broadcast, mpsc, oneshot};
+use tokio::sync::{Notify, broadcast, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, info, warn};
 
@@ -275,9 +275,6 @@ enum Command {
         preface: Vec<u8>,
         peer: SocketAddr,
     },
-    Stop {
-        reason: String,
-    },
     Tell(ToWorker),
     /// Send what waits to be sent; the next server goes on.
     Leave,
@@ -329,8 +326,9 @@ struct Worker {
     /// Whether it is isolated, if its start shows whether isolation works here: not where a client's own variables may be what fails,
     /// nor under MPS, where it loads its driver later.
     trial: Option<bool>,
-    commands: mpsc::Sender<Command>,
-    stop: mpsc::UnboundedSender<Command>,
+    /// A process has shown it a ticket: it has contexts on its GPUs.
+    presented: bool,
+    orders: Orders,
 }
 
 /// A worker is what is known of it, with the means to reach it.
@@ -383,16 +381,50 @@ impl Worker {
     }
 }
 
+/// What reaches the task of a worker.
+struct Orders {
+    /// Connections, of which there may be too many.
+    commands: mpsc::Sender<Command>,
+    tells: mpsc::UnboundedSender<Command>,
+    /// Why the worker is to end, which waits behind nothing else.
+    end: watch::Sender<Option<String>>,
+}
+
 /// What the task of a worker listens to.
 struct Queues {
     commands: mpsc::Receiver<Command>,
-    stops: mpsc::UnboundedReceiver<Command>,
+    tells: mpsc::UnboundedReceiver<Command>,
+    ends: watch::Receiver<Option<String>>,
 }
 
-fn queues() -> (mpsc::Sender<Command>, mpsc::UnboundedSender<Command>, Queues) {
+fn orders() -> (Orders, Queues) {
     let (commands, command_queue) = mpsc::channel(MAX_QUEUED);
-    let (stop, stops) = mpsc::unbounded_channel();
-    (commands, stop, Queues { commands: command_queue, stops })
+    let (tells, tell_queue) = mpsc::unbounded_channel();
+    let (end, ends) = watch::channel(None);
+    (Orders { commands, tells, end }, Queues { commands: command_queue, tells: tell_queue, ends })
+}
+
+/// Waits until a worker is told to end; why.
+async fn told_to_end(ends: &mut watch::Receiver<Option<String>>) -> String {
+    let reason = ends.wait_for(Option::is_some).await.ok().and_then(|reason| reason.clone());
+    match reason {
+        Some(reason) => reason,
+        None => std::future::pending().await,
+    }
+}
+
+/// The end of a worker has begun: nothing that it says, or does not read, makes that longer.
+#[derive(Default)]
+struct Ending {
+    gone_by: Option<Instant>,
+    /// Under MPS, that of its GPU work.
+    work_ended: bool,
+}
+
+impl Ending {
+    fn begins(&mut self, takes: Duration) -> Instant {
+        *self.gone_by.get_or_insert_with(|| Instant::now() + takes)
+    }
 }
 
 /// Where a worker comes from.
@@ -616,23 +648,23 @@ impl Supervisor {
             book.phase.as_str(),
             book.lease
         );
-        let (commands, stop_sender, queues) = queues();
+        let (orders, queues) = orders();
         let mut worker = Worker {
             book,
             kept: Some(kept),
             seat: None,
             pausing: None,
             trial: None,
-            commands,
-            stop: stop_sender,
+            presented: false,
+            orders,
         };
         worker.stocked = false;
-        let _ = worker.stop.send(Command::Tell(ToWorker::TakenOver));
+        let _ = worker.orders.tells.send(Command::Tell(ToWorker::TakenOver));
         let lease = state.leases.get_mut(&worker.lease);
         match worker.phase {
             Phase::Ending => {
                 let reason = worker.ended_because.clone().unwrap_or_default();
-                let _ = worker.stop.send(Command::Stop { reason });
+                worker.orders.end.send_replace(Some(reason));
             }
             _ if lease.is_none() => stop(&id, &mut worker, "its lease is over"),
             // Those that serve nobody are replaced by ones of this server's version and configuration.
@@ -641,7 +673,7 @@ impl Supervisor {
                 stop(&id, &mut worker, "the server ended while the device memory was on its way");
             }
             // It may have been paused, in order to be parked.
-            Phase::Active => drop(worker.stop.send(Command::Tell(ToWorker::Resume))),
+            Phase::Active => drop(worker.orders.tells.send(Command::Tell(ToWorker::Resume))),
             Phase::Taken | Phase::Parked => {}
         }
         if let Some(lease) = lease
@@ -938,12 +970,13 @@ impl Supervisor {
         }
         // Whose program it is is known after the first one.
         let of = (worker.client.clone(), worker.user().to_owned());
-        let within = state.within((&of.0, &of.1), "connections", 1, "data connections", |w| w.connections);
+        let open = |w: &Worker| if w.phase == Phase::Ending { 0 } else { w.connections };
+        let within = state.within((&of.0, &of.1), "connections", 1, "data connections", open);
         if let Err((exceeded, _)) = within {
             return Err((AdoptError::Limit(exceeded), socket));
         }
         let Some(worker) = state.workers.get_mut(id) else { return Err((AdoptError::Unknown, socket)) };
-        match worker.commands.try_send(Command::Adopt { socket, preface, peer }) {
+        match worker.orders.commands.try_send(Command::Adopt { socket, preface, peer }) {
             Ok(()) => {
                 worker.peer = Some(peer);
                 worker.connections += 1;
@@ -1208,7 +1241,7 @@ impl Supervisor {
             }
             for (id, worker) in &mut state.workers {
                 match worker.kept {
-                    Some(_) => drop(worker.stop.send(Command::Leave)),
+                    Some(_) => drop(worker.orders.tells.send(Command::Leave)),
                     None => stop(id, worker, "the server is restarted"),
                 }
             }
@@ -1262,7 +1295,7 @@ impl Supervisor {
             staging_bytes: staging(&entry.limits),
             isolation: state.trial.next(options.isolation),
         };
-        let (commands, stop, queues) = queues();
+        let (orders, queues) = orders();
         let book = Book {
             id,
             lease: lease.into(),
@@ -1292,9 +1325,10 @@ impl Supervisor {
         };
         let trial = (options.isolation == Isolation::Try && start.warm && environment.is_empty())
             .then_some(start.isolation != Isolation::Off);
-        state
-            .workers
-            .insert(id, Worker { book, kept: None, seat: None, pausing: None, trial, commands, stop });
+        state.workers.insert(
+            id,
+            Worker { book, kept: None, seat: None, pausing: None, trial, presented: false, orders },
+        );
         drop(state);
         self.attend_to(id, Origin::New(Box::new(start), environment), queues);
         Some(id)
@@ -1336,15 +1370,19 @@ impl Supervisor {
             Ok(begun) => begun,
             Err(reason) => return Some(reason),
         };
+        let mut ending = Ending::default();
         let end = match Channel::new(fd) {
-            Ok(channel) => self.attend(id, start, &mut process, &channel, &mut queues).await,
+            Ok(channel) => self.attend(id, start, &mut process, &channel, &mut queues, &mut ending).await,
             Err(e) => Err(format!("its channel: {e}")),
         };
         let end = match end {
             Ok(End::Left) => return None,
             Ok(End::Ended(status)) => describe(status),
             Err(reason) => {
-                self.end_gpu_work(id, false, Instant::now() + mps::END_LIMIT).await;
+                let by = ending.begins(mps::END_LIMIT);
+                if !ending.work_ended {
+                    self.end_gpu_work(id, false, by).await;
+                }
                 process.kill();
                 self.reaped(id, &mut process).await;
                 reason
@@ -1426,38 +1464,42 @@ impl Supervisor {
         process: &mut Process,
         channel: &Channel,
         queues: &mut Queues,
+        ending: &mut Ending,
     ) -> Result<End, String> {
-        let Queues { commands, stops } = queues;
-        let stuck = |e: Option<io::Error>| match e {
-            Some(e) => format!("its channel: {e}"),
-            None => "it does not read its channel".to_string(),
-        };
-        let send = async |message: &ToWorker, beside: Option<std::os::fd::BorrowedFd<'_>>| match timeout(
-            SEND_LIMIT,
-            channel.send(message, beside),
-        )
-        .await
-        {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(e)) => Err(stuck(Some(e))),
-            Err(_) => Err(stuck(None)),
-        };
+        let Queues { commands, tells, ends } = queues;
+        // What one that ends does not read is not waited for.
+        async fn send(
+            channel: &Channel,
+            message: &ToWorker,
+            beside: Option<BorrowedFd<'_>>,
+            ends: &mut watch::Receiver<Option<String>>,
+            told: bool,
+            deadline: Instant,
+        ) -> Result<(), String> {
+            tokio::select! {
+                biased;
+                sent = timeout(SEND_LIMIT, channel.send(message, beside)) => match sent {
+                    Ok(sent) => sent.map_err(|e| format!("its channel: {e}")),
+                    Err(_) => Err("it does not read its channel".into()),
+                },
+                _ = told_to_end(ends), if !told => Ok(()),
+                () = sleep_until(deadline) => Ok(()),
+            }
+        }
         // A worker that ended already is told by its exit status, not by its closed channel.
         let mut limit = None;
         // Such a worker does not outlive its server, so that it is one of this server.
         let mps = start.as_ref().is_some_and(|start| start.mps);
         if let Some(start) = start {
-            let _ = send(&ToWorker::Start(start), None).await;
-            limit = Some((Instant::now() + START_LIMIT, "it was not ready in time"));
+            let by = Instant::now() + START_LIMIT;
+            let _ = send(channel, &ToWorker::Start(start), None, ends, false, by).await;
+            limit = Some((by, "it was not ready in time"));
         }
-        let (mut channel_open, mut killed, mut said_end) = (true, false, false);
-        // It has a moment to end by itself, once: nothing that it says or does not say makes that longer.
+        let (mut channel_open, mut killed, mut told, mut said_end) = (true, false, false, false);
+        // It has a moment to end by itself.
         let (grace, in_all) = if mps { (STOP_GRACE_MPS, mps::END_LIMIT) } else { (STOP_GRACE, STOP_GRACE) };
-        let sooner = |limit: Option<(Instant, _)>, at| match limit {
-            Some((before, _)) if before < at => limit,
-            _ => Some((at, "")),
-        };
-        let mut gone_by = None;
+        let sooner =
+            |limit: Option<(Instant, &str)>, at| Some((limit.map_or(at, |(before, _)| before.min(at)), ""));
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
         // It asked for memory so often that it has to wait for the next second.
         let mut patience = false;
@@ -1478,26 +1520,6 @@ impl Supervisor {
                     }
                     return status.map(End::Ended).map_err(|e| e.to_string());
                 }
-                Some(command) = stops.recv() => match command {
-                    Command::Stop { reason } => {
-                        gone_by.get_or_insert_with(|| Instant::now() + in_all);
-                        let at = Instant::now() + grace;
-                        if !killed {
-                            limit = sooner(limit, at);
-                        }
-                        // One that does not read does not live longer by that.
-                        let _ = timeout_at(at, channel.send(&ToWorker::Stop { reason }, None)).await;
-                    }
-                    Command::Tell(message) => send(&message, None).await?,
-                    Command::Leave => {
-                        while let Ok(Command::Adopt { socket, preface, peer }) = commands.try_recv() {
-                            send(&adopt(preface, peer), Some(socket.as_fd())).await?;
-                        }
-                        return Ok(End::Left);
-                    }
-                    Command::Adopt { .. } => {}
-                },
-                () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
                 () = sleep_until(deadline), if limit.is_some() => {
                     let (_, why) = limit.take().unwrap_or((deadline, ""));
                     if !why.is_empty() {
@@ -1507,16 +1529,39 @@ impl Supervisor {
                         self.stuck(id);
                     } else {
                         debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
-                        if !said_end {
-                            self.end_gpu_work(id, false, gone_by.unwrap_or_else(|| Instant::now() + in_all)).await;
+                        let by = ending.begins(in_all);
+                        if !std::mem::replace(&mut ending.work_ended, true) {
+                            self.end_gpu_work(id, false, by).await;
                         }
                         process.kill();
                         limit = Some((Instant::now() + REAP_LIMIT, ""));
                     }
                 }
+                reason = told_to_end(ends), if !told => {
+                    told = true;
+                    ending.begins(in_all);
+                    let at = Instant::now() + grace;
+                    if !killed {
+                        limit = sooner(limit, at);
+                    }
+                    let _ = timeout_at(at, channel.send(&ToWorker::Stop { reason }, None)).await;
+                }
+                Some(command) = tells.recv() => match command {
+                    Command::Tell(message) => send(channel, &message, None, ends, told, deadline).await?,
+                    Command::Leave => {
+                        while let Ok(Command::Adopt { socket, preface, peer }) = commands.try_recv() {
+                            let message = adopt(preface, peer);
+                            send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
+                        }
+                        return Ok(End::Left);
+                    }
+                    Command::Adopt { .. } => {}
+                },
+                () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
                 Some(command) = commands.recv() => {
                     if let Command::Adopt { socket, preface, peer } = command {
-                        send(&adopt(preface, peer), Some(socket.as_fd())).await?;
+                        let message = adopt(preface, peer);
+                        send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
                     }
                 }
                 // Last: a worker that says much delays nothing of the above.
@@ -1545,8 +1590,9 @@ impl Supervisor {
                         };
                         self.heard(id, message);
                         if let Some(quiet) = ended {
-                            let by = *gone_by.get_or_insert_with(|| Instant::now() + in_all);
+                            let by = ending.begins(in_all);
                             self.end_gpu_work(id, quiet, by).await;
+                            ending.work_ended = true;
                             let _ = timeout_at(by, channel.send(&ToWorker::Exit, None)).await;
                             if !killed {
                                 limit = Some((by, ""));
@@ -1556,12 +1602,14 @@ impl Supervisor {
                     // It is about to exit, or closed its channel in order not to be stopped by it.
                     Ok(None) => {
                         channel_open = false;
+                        ending.begins(in_all);
                         if !killed {
                             limit = sooner(limit, Instant::now() + grace);
                         }
                     }
                     Err(e) if e.raw_os_error().is_some() => {
                         channel_open = false;
+                        ending.begins(in_all);
                         if !killed {
                             limit = sooner(limit, Instant::now() + grace);
                         }
@@ -1645,7 +1693,7 @@ impl Supervisor {
                     let _ = self.0.events.send(event);
                 }
             }
-            FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.process.is_some() => {
+            FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
                 // It waits for the end of its GPU work.
                 worker.phase = Phase::Ending;
                 worker.ended_because.get_or_insert(printable(&reason));
@@ -1653,7 +1701,7 @@ impl Supervisor {
             FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
-            FromWorker::Presented(process) => self.admit(state, *id, process),
+            FromWorker::Presented(process) => self.presented(state, *id, process),
             FromWorker::Refused { reason } => {
                 if let Some(more) = self.0.refusals.may() {
                     warn!(
@@ -1861,7 +1909,7 @@ fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: V
         };
         if let Some(worker) = workers.get_mut(&worker) {
             worker.remember(ledger);
-            let _ = worker.stop.send(Command::Tell(message));
+            let _ = worker.orders.tells.send(Command::Tell(message));
         }
     }
 }
@@ -1886,7 +1934,7 @@ fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
     worker.phase = Phase::Ending;
     worker.ended_because = Some(reason.into());
     worker.remember(None);
-    let _ = worker.stop.send(Command::Stop { reason: reason.into() });
+    worker.orders.end.send_replace(Some(reason.into()));
 }
 
 fn describe(status: Option<ExitStatus>) -> String {

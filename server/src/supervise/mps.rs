@@ -44,7 +44,7 @@ impl Supervisor {
     pub(super) async fn end_gpu_work(&self, id: &WorkerId, quiet: bool, by: Instant) {
         let seat = {
             let state = self.state();
-            let worker = state.workers.get(id).filter(|w| w.process.is_some());
+            let worker = state.workers.get(id).filter(|w| w.presented);
             worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
         };
         if let Some((seat, pid)) = seat {
@@ -58,7 +58,7 @@ impl Supervisor {
     /// A worker ended without a word: if it was in the middle of its GPU work, others feel it.
     pub(super) fn suspect(&self, id: &WorkerId) {
         let state = self.state();
-        if let Some(worker) = state.workers.get(id).filter(|w| w.process.is_some())
+        if let Some(worker) = state.workers.get(id).filter(|w| w.presented)
             && let Some(seat) = &worker.seat
         {
             seat.suspect();

@@ -170,7 +170,7 @@ impl Supervisor {
             };
             worker.wanted = false;
             worker.pausing = Some(sender);
-            let _ = worker.stop.send(ToTask::Tell(ToWorker::Pause));
+            let _ = worker.orders.tells.send(ToTask::Tell(ToWorker::Pause));
         }
         matches!(timeout(PAUSE_LIMIT, answer).await, Ok(Ok(true)))
     }
@@ -188,7 +188,7 @@ impl Supervisor {
                 worker.phase = Phase::Active;
             }
             worker.remember(None);
-            let _ = worker.stop.send(ToTask::Tell(ToWorker::Resume));
+            let _ = worker.orders.tells.send(ToTask::Tell(ToWorker::Resume));
         }
     }
 

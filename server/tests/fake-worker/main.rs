@@ -10,6 +10,7 @@
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
 //! * `...busy...`: under MPS, workers end in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
+//! * `...clogged...`: a program's worker asks more than fits into its channel, and reads no answer.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
 //!
@@ -168,6 +169,11 @@ fn serve() {
                 if s.driver.contains("hungry") {
                     // For as long as it lives.
                     std::mem::forget(vec![1u8; 64 << 20]);
+                }
+                if s.driver.contains("clogged") {
+                    (0..10_000)
+                        .for_each(|serial| tell(&FromWorker::MemoryWanted { device: 0, serial, bytes: 0 }));
+                    std::thread::sleep(std::time::Duration::from_secs(3600));
                 }
                 if s.driver.contains("greedy") {
                     tell(&FromWorker::StagingFull { bytes: 300 << 20 });

@@ -264,7 +264,7 @@ async fn layers_and_users() {
 #[tokio::test]
 async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
     // The fake workers' programs are alice's.
-    let more = "limits.user.alice.workers = 2\nusers.scope = \"site\"";
+    let more = "limits.user.alice.workers = 2\nlimits.client.vm-b.workers = 2\nusers.scope = \"site\"";
     let server = Server::start_with("libcuda.so.1", more).await;
     let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
     let (of_a, of_b) = (a.allocate(50.0).await.unwrap(), b.allocate(50.0).await.unwrap());
