@@ -953,7 +953,14 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             gpu_state(pool, &uuid).await
         }
         Ask::Drain { end, reason } => {
-            pool.registry().drain((!end).then_some(reason)).await;
+            if let Err(e) = pool.registry().drain((!end).then_some(reason)).await {
+                let mut refusal = Refusal::new(
+                    "not-stored",
+                    format!("it holds until a restart only, since it is not stored: {e}"),
+                );
+                refusal.hint = "mend that, and repeat the command".into();
+                return Err(refusal);
+            }
             let programs = pool.supervisor().programs(true);
             Ok(
                 serde_json::json!({ "draining": !end, "programs": programs, "leases": pool.registry().count().await }),

@@ -190,7 +190,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
             "no new leases are made, as before the restart: {why}; `gpuserver drain --end` makes them again"
         );
     }
-    pool.ended(&lost, "a GPU of it is no longer served, or no longer as it was shared");
+    pool.ended(&lost, "a GPU of it is not served, or not as before, since the restart");
     health::check_compute_modes(&pool).await;
     pool.resume().await;
 

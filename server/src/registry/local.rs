@@ -242,9 +242,9 @@ impl Registry for LocalRegistry {
         there
     }
 
-    async fn drain(&self, why: Option<String>) {
+    async fn drain(&self, why: Option<String>) -> Result<(), String> {
         self.change(|table| table.drain(why), |()| true);
-        self.store_change().await;
+        self.store().await.map_err(|e| e.to_string())
     }
 
     async fn stop(&self) {

@@ -101,8 +101,8 @@ pub trait Registry: Send + Sync {
     async fn waiting(&self) -> Vec<WaitingView>;
     /// Takes a GPU out of what is leased, or puts it back; leases on it stay. Says whether there is such a GPU.
     async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool;
-    /// Makes no new leases, also after a restart, and why; or makes them again.
-    async fn drain(&self, why: Option<String>);
+    /// Makes no new leases, also after a restart, and why; or makes them again. An error says that it holds until a restart only.
+    async fn drain(&self, why: Option<String>) -> Result<(), String>;
     /// Makes no new leases until the restart.
     async fn stop(&self);
     /// Why there are no new leases, if there are none.

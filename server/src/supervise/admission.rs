@@ -98,6 +98,8 @@ impl Supervisor {
             lease.ledger.admit(*id);
         }
         self.note(worker, lease.as_deref());
+        // Before it knows: the next server has to know it, too.
+        worker.remember(lease.as_deref().map(|lease| &lease.ledger));
         answer(worker, None);
         Ok(())
     }

@@ -363,6 +363,11 @@ impl Book {
         if self.user.is_empty() { self.process.as_ref().map_or("", |p| &p.user) } else { &self.user }
     }
 
+    /// Whether it starts for its lease's stock.
+    fn starts(&self) -> bool {
+        self.phase == Phase::Starting && self.stocked
+    }
+
     /// Whether it serves a program, or is about to.
     fn serves(&self) -> bool {
         matches!(self.phase, Phase::Taken | Phase::Active | Phase::Parked)
@@ -708,10 +713,7 @@ impl Supervisor {
                 && w.phase != Phase::Ending
         };
         for (id, worker) in workers.iter_mut().filter(|(_, w)| waits_for_a_program(w)) {
-            if worker.phase == Phase::Starting {
-                entry.stock.give_up();
-            }
-            entry.stock.forget(id);
+            entry.stock.leave(id, worker.starts());
             stop(id, worker, "the limit staging has changed");
         }
         drop(state);
@@ -738,10 +740,10 @@ impl Supervisor {
         let Some(worker) = state.workers.get_mut(id).filter(|w| lease.is_none_or(|l| l == w.lease)) else {
             return false;
         };
+        let (lease, starts, ends) = (worker.lease.clone(), worker.starts(), worker.phase == Phase::Ending);
         stop(id, worker, reason);
-        let lease = worker.lease.clone();
-        if let Some(lease) = state.leases.get_mut(&lease) {
-            lease.stock.forget(id);
+        if let Some(entry) = state.leases.get_mut(&lease).filter(|_| !ends) {
+            entry.stock.leave(id, starts);
         }
         drop(state);
         self.refill(&lease);
@@ -1139,7 +1141,7 @@ impl Supervisor {
         let State { workers, leases, .. } = &mut *state;
         // The driver lets a worker that has been taken over use any GPU of the host.
         for (id, worker) in workers.iter_mut().filter(|(_, w)| w.phase != Phase::Ending) {
-            let Some(lease) = leases.get(&worker.lease) else { continue };
+            let Some(lease) = leases.get_mut(&worker.lease) else { continue };
             let stranger = |gpu: &[u8; 16]| lease.ledger.devices().iter().all(|d| d.uuid != *gpu);
             let found = readings
                 .iter()
@@ -1152,6 +1154,7 @@ impl Supervisor {
                     "worker {} has memory of {gpu}, which its lease does not have: ended",
                     hex(id)
                 );
+                lease.stock.leave(id, worker.starts());
                 stop(id, worker, "its process uses a GPU that its lease does not have");
             }
         }
@@ -1174,6 +1177,9 @@ impl Supervisor {
                     hex(&id),
                     unasked >> 20
                 );
+                if let Some(lease) = leases.get_mut(&worker.lease) {
+                    lease.stock.leave(&id, worker.starts());
+                }
                 stop(
                     &id,
                     worker,
@@ -1479,6 +1485,8 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 sent = timeout(SEND_LIMIT, channel.send(message, beside)) => match sent {
+                    // It has ended, which its last words or its exit status say better.
+                    Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
                     Ok(sent) => sent.map_err(|e| format!("its channel: {e}")),
                     Err(_) => Err("it does not read its channel".into()),
                 },
@@ -1589,10 +1597,11 @@ impl Supervisor {
                             _ => None,
                         };
                         self.heard(id, message);
-                        if let Some(quiet) = ended {
+                        if let Some(quiet) = ended
+                            && !std::mem::replace(&mut ending.work_ended, true)
+                        {
                             let by = ending.begins(in_all);
                             self.end_gpu_work(id, quiet, by).await;
-                            ending.work_ended = true;
                             let _ = timeout_at(by, channel.send(&ToWorker::Exit, None)).await;
                             if !killed {
                                 limit = Some((by, ""));
@@ -1920,6 +1929,9 @@ fn staging(limits: &Effective) -> u64 {
 }
 
 fn take_one(worker: &mut Worker) -> Option<Taken> {
+    if worker.phase != Phase::Warm {
+        return None;
+    }
     worker.phase = Phase::Taken;
     worker.given = true;
     worker.remember(None);

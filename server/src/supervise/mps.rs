@@ -165,10 +165,7 @@ impl Supervisor {
                 }
                 let Some(reason) = reason(worker) else { continue };
                 if let Some(lease) = leases.get_mut(&worker.lease) {
-                    match worker.phase {
-                        Phase::Starting if worker.stocked => lease.stock.give_up(),
-                        _ => lease.stock.forget(id),
-                    }
+                    lease.stock.leave(id, worker.starts());
                 }
                 info!(
                     gpusession_worker = hex(id),

@@ -257,10 +257,7 @@ impl Supervisor {
                 for (id, worker) in
                     workers.iter_mut().filter(|(_, w)| w.lease == lease && w.process.is_none())
                 {
-                    match worker.phase {
-                        Phase::Starting if worker.stocked => entry.stock.give_up(),
-                        _ => entry.stock.forget(id),
-                    }
+                    entry.stock.leave(id, worker.starts());
                     stop(id, worker, "the lease's GPUs are given to others while it is idle");
                 }
             }

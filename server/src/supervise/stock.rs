@@ -107,6 +107,14 @@ impl Stock {
         self.starting = self.starting.saturating_sub(1);
     }
 
+    /// A worker is told to end; `starting`: it was started for the stock and is not ready yet.
+    pub fn leave(&mut self, id: &WorkerId, starting: bool) {
+        match starting {
+            true => self.give_up(),
+            false => self.forget(id),
+        }
+    }
+
     /// Somebody waits for a worker.
     pub fn wait(&mut self) {
         self.waiting += 1;
@@ -134,6 +142,17 @@ mod tests {
     use super::*;
 
     const S: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_worker_that_is_told_to_end_leaves_its_place() {
+        let mut stock = Stock::new(1, Moment::ZERO);
+        assert_eq!((stock.start(S), stock.start(S)), (1, 0));
+        stock.leave(&[1; 16], true);
+        assert_eq!((stock.start(S), stock.start(S)), (1, 0), "before it was ready");
+        stock.started([2; 16]);
+        stock.leave(&[2; 16], false);
+        assert_eq!((stock.ready(), stock.start(S)), (0, 1), "and after");
+    }
 
     #[test]
     fn fills_refills_and_serves_those_who_wait() {

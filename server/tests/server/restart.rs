@@ -330,6 +330,6 @@ async fn a_lease_whose_gpu_is_served_no_more_is_on_record() {
     assert_eq!(rows["records"][0]["lease"], lease.id.as_str(), "{rows}");
     assert_eq!(
         rows["records"][0]["reason"],
-        "a GPU of it is no longer served, or no longer as it was shared"
+        "a GPU of it is not served, or not as before, since the restart"
     );
 }
