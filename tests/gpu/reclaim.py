@@ -57,6 +57,7 @@ class Reclaim(parking.Parking):
     def in_a_kernel(self, program):
         """It is in the middle of a kernel of a minute."""
         program.say("kernel 60")
+        # Nothing tells from outside that the GPU has begun.
         time.sleep(0.5)
 
     def deaf(self, _):

@@ -102,15 +102,10 @@ impl Stock {
         self.ready.retain(|r| r != id);
     }
 
-    /// A starting worker is not wanted any more.
-    pub fn give_up(&mut self) {
-        self.starting = self.starting.saturating_sub(1);
-    }
-
     /// A worker is told to end; `starting`: it was started for the stock and is not ready yet.
     pub fn leave(&mut self, id: &WorkerId, starting: bool) {
         match starting {
-            true => self.give_up(),
+            true => self.starting = self.starting.saturating_sub(1),
             false => self.forget(id),
         }
     }
