@@ -443,6 +443,9 @@ pub struct ConfigRow {
     pub changed: bool,
     /// Whether a change holds without a restart.
     pub live: bool,
+    /// Whether the files have this value, and the server will after a restart only.
+    #[serde(default)]
+    pub after_restart: bool,
 }
 
 /// A row of `gpuserver gpus`.
@@ -1087,19 +1090,18 @@ async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
     }
 }
 
-/// Every key of a configuration.
+/// Every key of a configuration, then what waits for a restart.
 pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
-    config
-        .report
-        .iter()
-        .map(|(key, value, origin)| ConfigRow {
-            key: key.clone(),
-            value: value.clone(),
-            origin: origin.to_string(),
-            changed: !matches!(origin, config::Origin::Default),
-            live: config::is_live(key) || key == "reserve",
-        })
-        .collect()
+    let row = |(key, value, origin): &(String, String, config::Origin), after_restart| ConfigRow {
+        key: key.clone(),
+        value: value.clone(),
+        origin: origin.to_string(),
+        changed: after_restart || !matches!(origin, config::Origin::Default),
+        live: config::is_live(key) || key == "reserve",
+        after_restart,
+    };
+    let holds = config.report.iter().map(|entry| row(entry, false));
+    holds.chain(config.waiting.iter().map(|entry| row(entry, true))).collect()
 }
 
 /// The GPU that an administrator means.

@@ -348,6 +348,8 @@ pub struct Config {
     pub limits: Limits,
     /// What every key came to: name, value as text, origin.
     pub report: Vec<(String, String, Origin)>,
+    /// What the files came to have of them after the start, and holds after a restart only.
+    pub waiting: Vec<(String, String, Origin)>,
     /// What works, but probably not as meant.
     pub warnings: Vec<String>,
 }
@@ -1198,6 +1200,7 @@ fn check(
         cache_max,
         limits,
         report,
+        waiting: Vec::new(),
         warnings,
     })
 }

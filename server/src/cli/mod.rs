@@ -290,7 +290,7 @@ pub enum ConfigVerb {
         /// The key
         key: String,
     },
-    /// Print the keys that somebody has set
+    /// Print the keys that somebody has set, and what waits for a restart
     Diff {
         /// Also where each value comes from
         #[arg(long)]

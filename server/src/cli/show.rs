@@ -293,10 +293,14 @@ pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>) -> anyhow::Result<()> {
 /// `gpuserver config`
 pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
     for r in rows {
-        let live = if r.live { "" } else { ", a change needs a restart" };
+        let (waits, live) = match (r.after_restart, r.live) {
+            (true, _) => (" (after a restart)", ""),
+            (false, true) => ("", ""),
+            (false, false) => ("", ", a change needs a restart"),
+        };
         match origin {
-            true => writeln!(out, "{} = {}  # {}{live}", r.key, r.value, r.origin)?,
-            false => writeln!(out, "{} = {}", r.key, r.value)?,
+            true => writeln!(out, "{} = {}{waits}  # {}{live}", r.key, r.value, r.origin)?,
+            false => writeln!(out, "{} = {}{waits}", r.key, r.value)?,
         }
     }
     Ok(())

@@ -220,8 +220,10 @@ impl Pool {
         changed.extend(before.iter().filter(gone).map(|l| format!("{} is no longer set", key(l))));
         let now = |l: &String| live(key(l).trim_end_matches(" is no longer set"));
         let (holds, waits): (Vec<_>, Vec<_>) = changed.into_iter().partition(now);
-        let mut report = fresh.report.clone();
-        report.retain(|(key, ..)| live(key));
+        // Keys that are not live are in every report.
+        let (mut report, mut waiting): (Vec<_>, Vec<_>) =
+            fresh.report.into_iter().partition(|(key, ..)| live(key));
+        waiting.retain(|entry| !before.contains(&line(entry)));
         report.extend(old.report.iter().filter(|(key, ..)| !live(key)).cloned());
         let config = Config {
             warm_workers: fresh.warm_workers,
@@ -234,6 +236,7 @@ impl Pool {
             limits: fresh.limits,
             warnings: fresh.warnings,
             report,
+            waiting,
             ..(*old).clone()
         };
         self.registry.set_rules(config.rules.clone()).await;

@@ -684,6 +684,22 @@ async fn the_configuration_changes_while_running() {
     eventually("the new limit holds", async || get(&server, "limits.workers").0 == "7").await;
     server.unset("warm_workers");
     assert_eq!(get(&server, "warm_workers").0, "2");
+    // What waits for a restart is shown until it comes.
+    server.configure("libcuda.so.1", "cache_max = \"4GiB\"");
+    assert!(server.verb(&["config", "reload"]).status.success());
+    server.set("warm_workers", "1");
+    let waits = |server: &Server| {
+        let diff = server.verb(&["config", "diff"]);
+        String::from_utf8_lossy(&diff.stdout).contains("cache_max = 4096MiB (after a restart)\n")
+    };
+    let sizes = server.json(&["config", "get", "cache_max"])["config"].clone();
+    let value = |at: usize| (sizes[at]["value"].as_str(), sizes[at]["after_restart"].as_bool());
+    assert_eq!([value(0), value(1)], [(Some("8192MiB"), Some(false)), (Some("4096MiB"), Some(true))]);
+    assert!(waits(&server));
+    server.configure("libcuda.so.1", "");
+    assert!(server.verb(&["config", "reload"]).status.success());
+    assert!(!waits(&server), "it was taken back");
+    server.configure("libcuda.so.1", "limits.workers = 7");
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
     assert_eq!(get(&server, "limits.workers").0, "7", "without a server, what it would start with");
 }
