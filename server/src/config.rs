@@ -441,7 +441,7 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         }
         Err(e) => return Err(ConfigError::new(Origin::File(file.into(), 0), format!("cannot be read: {e}"))),
     }
-    for path in drop_ins(file) {
+    for path in drop_ins(file)? {
         let text = std::fs::read_to_string(&path)
             .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
         read_text(&mut raw, &path, &text, around.env)?;
@@ -456,7 +456,7 @@ pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) ->
     let mut folder = of_environment
         .and_then(|list| list.split(':').next().map(PathBuf::from))
         .unwrap_or_else(|| format!("/run/gpuserver{}", instance(file)).into());
-    let files = std::iter::once(file.to_path_buf()).chain(drop_ins(file));
+    let files = std::iter::once(file.to_path_buf()).chain(drop_ins(file).unwrap_or_default());
     for text in files.filter_map(|path| std::fs::read_to_string(path).ok()) {
         // Line by line: what is wrong with another one does not matter.
         for line in text.lines().filter(|l| l.trim_start().starts_with("runtime_dir")) {
@@ -469,14 +469,22 @@ pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) ->
 }
 
 /// The files beside a configuration file, in the order in which they are read.
-fn drop_ins(file: &Path) -> Vec<PathBuf> {
-    let mut out: Vec<PathBuf> = match std::fs::read_dir(file.with_extension("d")) {
-        Ok(entries) => entries.filter_map(|e| Some(e.ok()?.path())).collect(),
-        Err(_) => Vec::new(),
+fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let folder = file.with_extension("d");
+    let unread = |e| {
+        let why = format!("the folder of drop-ins cannot be read: {e}; let gpuserver read it, or remove it");
+        ConfigError::new(Origin::File(folder.clone(), 0), why)
     };
+    let entries = match std::fs::read_dir(&folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(unread(e)),
+    };
+    let paths = entries.map(|entry| Ok(entry?.path()));
+    let mut out = paths.collect::<std::io::Result<Vec<PathBuf>>>().map_err(unread)?;
     out.retain(|p| p.extension().is_some_and(|e| e == "toml"));
     out.sort();
-    out
+    Ok(out)
 }
 
 /// Checks a configuration that is one text; for tests and `check-config -`.
@@ -1536,6 +1544,13 @@ mod tests {
         assert!(config.origin("warm_workers").to_string().ends_with("gpuserver-a.d/90-runtime.toml:2"));
         drop_in("50-bad.toml", "warm = 1");
         assert!(load(&file, true, &around).unwrap_err().to_string().contains("50-bad.toml:1: unknown key"));
+        // A folder that cannot be read is not an empty one; the socket is found all the same.
+        std::fs::remove_dir_all(folder.path().join("gpuserver-a.d")).unwrap();
+        std::fs::write(folder.path().join("gpuserver-a.d"), "").unwrap();
+        let said = load(&file, true, &around).unwrap_err().to_string();
+        assert!(said.contains("gpuserver-a.d") && said.contains("drop-ins cannot be read"), "{said}");
+        std::fs::write(&file, "runtime_dir = \"/run/x\"").unwrap();
+        assert_eq!(admin_socket_beside(&file, &|_| None), Path::new("/run/x/admin.sock"));
     }
 
     #[test]
