@@ -209,7 +209,7 @@ pub fn gpu_sharing_key(sharing: Sharing) -> &'static str {
 /// Where a value came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// A line of a file.
+    /// A line of a file; 0 for all of it.
     File(PathBuf, usize),
     /// An environment variable.
     Environment(&'static str),
@@ -220,6 +220,7 @@ pub enum Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::File(path, 0) => write!(f, "{}", path.display()),
             Self::File(path, line) => write!(f, "{}:{line}", path.display()),
             Self::Environment(name) => write!(f, "environment {name}"),
             Self::Default => f.write_str("default"),
@@ -439,7 +440,14 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         Err(e) if e.kind() == std::io::ErrorKind::NotFound && !required => {
             warnings.push(format!("{} is not there: every key has its default", file.display()));
         }
-        Err(e) => return Err(ConfigError::new(Origin::File(file.into(), 0), format!("cannot be read: {e}"))),
+        Err(e) => {
+            let todo = match e.kind() {
+                std::io::ErrorKind::NotFound => "; make it, or name one that is there (-c FILE)",
+                _ => "",
+            };
+            let why = format!("cannot be read: {e}{todo}");
+            return Err(ConfigError::new(Origin::File(file.into(), 0), why));
+        }
     }
     for path in drop_ins(file)? {
         let text = std::fs::read_to_string(&path)
@@ -1529,7 +1537,9 @@ mod tests {
         let file = folder.path().join("gpuserver-a.toml");
         let around =
             Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: true };
-        assert!(load(&file, true, &around).is_err());
+        let said = load(&file, true, &around).unwrap_err().to_string();
+        assert!(said.starts_with(&format!("{}: cannot be read: ", file.display())), "{said}");
+        assert!(said.ends_with("make it, or name one that is there (-c FILE)"), "{said}");
         assert!(load(&file, false, &around).unwrap().warnings[0].contains("is not there"));
         std::fs::write(&file, "name = \"a\"\nwarm_workers = 1").unwrap();
         std::fs::create_dir(folder.path().join("gpuserver-a.d")).unwrap();
