@@ -325,6 +325,8 @@ pub struct Config {
     pub return_limit: Duration,
     /// The file that it was read from.
     pub file: PathBuf,
+    /// Whether that file was there: then it has to be there at a reload, too.
+    pub file_found: bool,
     /// Leases, clients, tokens, authority.
     pub state_dir: PathBuf,
     /// Where the administration socket is.
@@ -435,9 +437,11 @@ struct Raw {
 pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
     let mut raw = Raw::default();
     let mut warnings = Vec::new();
+    let mut file_found = true;
     match std::fs::read_to_string(file) {
         Ok(text) => read_text(&mut raw, file, &text, around.env)?,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound && !required => {
+            file_found = false;
             warnings.push(format!("{} is not there: every key has its default", file.display()));
         }
         Err(e) => {
@@ -454,7 +458,7 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
             .map_err(|e| ConfigError::new(Origin::File(path.clone(), 0), format!("cannot be read: {e}")))?;
         read_text(&mut raw, &path, &text, around.env)?;
     }
-    check(raw, warnings, file, around)
+    Ok(Config { file_found, ..check(raw, warnings, file, around)? })
 }
 
 /// Where the administration socket of a server is whose files cannot be used now: as far as they still say so, else where it is
@@ -1204,6 +1208,7 @@ fn check(
         parked_max,
         return_limit,
         file: file.into(),
+        file_found: true,
         state_dir,
         runtime_dir,
         sharing,
@@ -1540,7 +1545,8 @@ mod tests {
         let said = load(&file, true, &around).unwrap_err().to_string();
         assert!(said.starts_with(&format!("{}: cannot be read: ", file.display())), "{said}");
         assert!(said.ends_with("make it, or name one that is there (-c FILE)"), "{said}");
-        assert!(load(&file, false, &around).unwrap().warnings[0].contains("is not there"));
+        let without = load(&file, false, &around).unwrap();
+        assert!(without.warnings[0].contains("is not there") && !without.file_found);
         std::fs::write(&file, "name = \"a\"\nwarm_workers = 1").unwrap();
         std::fs::create_dir(folder.path().join("gpuserver-a.d")).unwrap();
         let drop_in = |name: &str, text: &str| {
@@ -1551,6 +1557,7 @@ mod tests {
         drop_in("20-note.txt", "not a configuration");
         let config = load(&file, true, &around).unwrap();
         assert_eq!((config.name.as_str(), config.warm_workers, config.encryption), ("a", 9, false));
+        assert!(config.file_found);
         assert!(config.origin("warm_workers").to_string().ends_with("gpuserver-a.d/90-runtime.toml:2"));
         drop_in("50-bad.toml", "warm = 1");
         assert!(load(&file, true, &around).unwrap_err().to_string().contains("50-bad.toml:1: unknown key"));

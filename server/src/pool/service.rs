@@ -235,6 +235,7 @@ impl Pool {
             accounting_keep: fresh.accounting_keep,
             limits: fresh.limits,
             warnings: fresh.warnings,
+            file_found: fresh.file_found,
             report,
             waiting,
             ..(*old).clone()
@@ -272,9 +273,9 @@ impl Pool {
     }
 
     fn load(&self) -> Result<Config, crate::config::ConfigError> {
-        let file = self.facts.config.file.clone();
-        // What was not there at the start need not be there now.
-        crate::cli::read_config(&file, false)
+        let config = self.config();
+        // Without a file that was there, every key would fall back to its default.
+        crate::cli::read_config(&config.file, config.file_found)
     }
 
     /// Writes a key into the drop-in for changes while running, and reads the configuration again; both or neither.

@@ -684,6 +684,21 @@ async fn the_configuration_changes_while_running() {
     eventually("the new limit holds", async || get(&server, "limits.workers").0 == "7").await;
     server.unset("warm_workers");
     assert_eq!(get(&server, "warm_workers").0, "2");
+    // A file that is gone is not one without keys.
+    let (file, moved) = (server.path("gpuserver.toml"), server.path("moved.toml"));
+    let site = format!("runtime_dir = {:?}\n", server.path("run"));
+    std::fs::write(server.path("gpuserver.d/site.toml"), site).unwrap();
+    std::fs::rename(&file, &moved).unwrap();
+    for words in [&["config", "reload"][..], &["config", "set", "warm_workers", "5"]] {
+        let output = server.verb(words);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("stays as it was"), "{said}");
+        assert!(said.contains("gpuserver.toml: cannot be read: "), "{said}");
+    }
+    std::fs::rename(&moved, &file).unwrap();
+    std::fs::remove_file(server.path("gpuserver.d/site.toml")).unwrap();
+    assert_eq!(get(&server, "limits.workers").0, "7");
+    assert_eq!(get(&server, "warm_workers").0, "2");
     // What waits for a restart is shown until it comes.
     server.configure("libcuda.so.1", "cache_max = \"4GiB\"");
     assert!(server.verb(&["config", "reload"]).status.success());
