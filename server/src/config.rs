@@ -946,6 +946,7 @@ fn check(
         },
         |a| a.map_or_else(|| "off".into(), |a: SocketAddr| a.to_string()),
     )?;
+    check_ports(&raw, listen, data_ports, metrics_listen)?;
     let gpus = reader.key("gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
     let driver = reader.key(
         "driver",
@@ -1226,6 +1227,41 @@ fn check(
     })
 }
 
+/// Refuses two listeners on one port; only then, as what another program has is known at the start alone.
+fn check_ports(
+    raw: &Raw,
+    listen: SocketAddr,
+    data_ports: (u16, u16),
+    metrics: Option<SocketAddr>,
+) -> Result<(), ConfigError> {
+    let data = SocketAddr::new(listen.ip(), data_ports.0);
+    let mut listeners = vec![("listen", listen), ("data_ports", data)];
+    listeners.extend(metrics.map(|address| ("metrics_listen", address)));
+    // Programs' data goes to the next port of a range if the first one is the control service's.
+    let apart = |a, b| (a, b) == ("listen", "data_ports") && data_ports.0 != data_ports.1;
+    for (i, (other, taken)) in listeners.iter().enumerate() {
+        for (key, address) in listeners.iter().skip(i + 1) {
+            if apart(*other, *key) || !overlap(*taken, *address) {
+                continue;
+            }
+            // What nobody wrote is not what is wrong.
+            let (key, other) = if raw.keys.contains_key(key) { (key, other) } else { (other, key) };
+            if let Some((value, origin)) = raw.keys.get(key) {
+                let port = address.port();
+                let why = format!("{key} = {value}: port {port} is that of {other}, too; give each its own");
+                return Err(ConfigError::new(origin.clone(), why));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether the kernel lets only one listen on both. [::] is also for IPv4.
+fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
+    let all = |all: SocketAddr, of: SocketAddr| all.ip().is_unspecified() && (all.is_ipv6() || of.is_ipv4());
+    a.port() == b.port() && a.port() != 0 && (a.ip() == b.ip() || all(a, b) || all(b, a))
+}
+
 /// A limit's key as it is written.
 pub fn limit_key(layer: &Layer, name: &str) -> String {
     let of = |kind: &str, who: &str| {
@@ -1497,6 +1533,42 @@ mod tests {
         assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
         assert!(message("overcommit = \"50%\"").contains("100%"));
         assert!(message("name = { a = 1 }").contains("not a value"));
+    }
+
+    #[test]
+    fn no_port_is_two_listeners() {
+        for (text, said) in [
+            (
+                "data_ports = 7601",
+                "t.toml:1: data_ports = 7601: port 7601 is that of listen, too; give each its own",
+            ),
+            (
+                "listen = \"[::]:7602\"",
+                "t.toml:1: listen = \"[::]:7602\": port 7602 is that of data_ports, too;",
+            ),
+            (
+                "metrics_listen = \"127.0.0.1:7601\"",
+                "metrics_listen = \"127.0.0.1:7601\": port 7601 is that of listen",
+            ),
+            (
+                "\nmetrics_listen = \"[::1]:7602\"",
+                "t.toml:2: metrics_listen = \"[::1]:7602\": port 7602 is that of data_ports",
+            ),
+            (
+                "listen = \"10.0.0.1:1\"\nmetrics_listen = \"0.0.0.0:1\"",
+                "t.toml:2: metrics_listen = \"0.0.0.0:1\": port 1",
+            ),
+        ] {
+            assert!(message(text).contains(said), "{text}: {}", message(text));
+        }
+        for text in [
+            "data_ports = \"7601-7602\"",
+            "listen = \"127.0.0.1:0\"\ndata_ports = 0\nmetrics_listen = \"127.0.0.1:0\"",
+            "listen = \"10.0.0.1:7601\"\nmetrics_listen = \"127.0.0.1:7601\"",
+            "listen = \"0.0.0.0:7601\"\nmetrics_listen = \"[::1]:7601\"",
+        ] {
+            parse(text).expect(text);
+        }
     }
 
     #[test]

@@ -1208,6 +1208,11 @@ fn check_config(
         "registry = \"local\": this server alone decides about its GPUs, and limits count on it alone"
             .to_string(),
     );
+    // It may run beside a server that has programs, and where the GPUs are not there yet.
+    warnings.push(
+        "GPUs are looked for at the start only: whether those of `gpus` and `gpu_sharing` are there is not checked"
+            .to_string(),
+    );
     if !config.state_dir.join("ca/authority.key").exists() {
         warnings.push(format!(
             "{} holds no pool authority: `gpuserver pool init` makes one",
