@@ -316,15 +316,27 @@ impl Config {
     /// Builds a configuration of files' names and contents, in order.
     pub fn from_texts(texts: &[(PathBuf, String)]) -> Result<Self, ConfigError> {
         let mut config = Self::default();
+        let mut written_in = Vec::new();
         for (path, text) in texts {
             let file: File = parse_toml(path, text)?;
             config.merge(path, file)?;
             config.files.push(path.clone());
+            written_in.resize(config.leases.len(), path);
         }
-        for (i, lease) in config.leases.iter_mut().enumerate() {
-            if lease.name.is_empty() {
-                lease.name = format!("lease{}", i + 1);
+        for i in 0..config.leases.len() {
+            if !config.leases[i].name.is_empty() {
+                continue;
             }
+            let name = format!("lease{}", i + 1);
+            if let Some(other) = config.leases.iter().position(|l| l.name == name) {
+                let message = format!(
+                    "[[lease]] number {} has no name and would be `{name}`, as one in {} is called; give it a name",
+                    i + 1,
+                    written_in[other].display()
+                );
+                return Err(ConfigError::Invalid { path: written_in[i].clone(), message });
+            }
+            config.leases[i].name = name;
         }
         Ok(config)
     }
@@ -512,6 +524,12 @@ mod tests {
         assert!(!config.access.root);
         let names: Vec<_> = config.leases.iter().map(|l| l.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
+        let error = load(&["[[lease]]\nname = \"lease2\"\n", "[[lease]]\n"]).unwrap_err();
+        let expected = "1.toml: [[lease]] number 2 has no name and would be `lease2`, as one in 0.toml is called; \
+                        give it a name";
+        assert_eq!(error, expected);
+        let error = load(&["[[lease]]\n[[lease]]\nname = \"lease1\"\n"]).unwrap_err();
+        assert!(error.starts_with("0.toml: [[lease]] number 1 has no name"), "{error}");
         assert_eq!(config.leases[1].memory, Memory::Percent(50.0));
     }
 
