@@ -579,32 +579,32 @@ fn read_table(
                 raw.reserve.push((fields, at(item.span().start)));
             }
         } else {
-            return Err(ConfigError::new(origin, unknown(&written)));
+            return Err(ConfigError::new(origin, unknown(&parts, value.get_ref())));
         }
         path.pop();
     }
     Ok(())
 }
 
-fn unknown(written: &str) -> String {
-    if let Some(name) = OF_CLIENTS.iter().find(|name| written.rsplit('.').next() == Some(name)) {
-        return format!(
-            "`{written}`: a request does not say for which user it is; write limits.{name}, limits.client.NAME.{name} or limits.group.NAME.{name}"
-        );
+/// What is wrong with a key that there is not, and what to write instead.
+fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
+    let written = path.join(".");
+    let in_it = format!("{written}.");
+    let inner: Vec<_> = KEYS.iter().filter_map(|k| k.name.strip_prefix(&in_it)).collect();
+    if !inner.is_empty() {
+        return format!("`{written}` is a table: write [{written}] with {}", inner.join(", "));
     }
-    if let Some(key) = KEYS.iter().find(|k| written.rsplit('.').next() == Some(k.name)) {
+    match path {
+        ["reserve"] => return "`reserve`: write it as [[reserve]]".into(),
+        ["limits", rest @ ..] => return unknown_limit(&written, rest, value),
+        _ => {}
+    }
+    if let Some(key) = KEYS.iter().find(|k| path.last() == Some(&k.name)) {
         return format!("unknown key `{written}`; did you mean `{}`?", key.name);
     }
     let limits = LIMITS.iter().map(|l| format!("limits.{}", l.name));
-    let nearest = KEYS
-        .iter()
-        .map(|k| k.name.to_string())
-        .chain(limits)
-        .map(|name| (strsim::damerau_levenshtein(&name, written), name))
-        .min()
-        .filter(|(distance, name)| *distance <= 1 + name.len() / 3);
-    match nearest {
-        Some((_, name)) => format!("unknown key `{written}`; did you mean `{name}`?"),
+    match nearest(&written, KEYS.iter().map(|k| k.name.to_string()).chain(limits)) {
+        Some(name) => format!("unknown key `{written}`; did you mean `{name}`?"),
         None => {
             let names: Vec<_> = KEYS.iter().map(|k| k.name).collect();
             let limits: Vec<_> = LIMITS.iter().map(|l| l.name).collect();
@@ -616,6 +616,63 @@ fn unknown(written: &str) -> String {
             )
         }
     }
+}
+
+/// The same below `limits`.
+fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
+    let (kind, name) = match path {
+        [] => return "`limits` is a table: write [limits]".into(),
+        [kind @ ("group" | "client" | "user")] | [kind @ ("group" | "client" | "user"), _] => {
+            return format!("`{written}`: for whom is it? Write [limits.{kind}.NAME]");
+        }
+        // [limits.client.vm.7]
+        [kind @ ("group" | "client" | "user"), of @ ..] if matches!(value, DeValue::Table(_)) => {
+            return format!(
+                "`{written}`: write a name with a dot in quotes: [limits.{kind}.{:?}]",
+                of.join(".")
+            );
+        }
+        [name] if IDLE_TIMES.contains(name) => {
+            return format!("unknown key `{written}`; did you mean `{name}`?");
+        }
+        [name] => ("", *name),
+        [kind @ ("group" | "client" | "user"), _, name] => (*kind, *name),
+        _ => {
+            return format!(
+                "unknown key `{written}`; limits are in [limits], [limits.group.NAME], [limits.client.NAME] and \
+                 [limits.user.NAME]"
+            );
+        }
+    };
+    if kind == "user" && OF_CLIENTS.contains(&name) {
+        return format!(
+            "`{written}`: a request does not say for which user it is; write limits.{name}, limits.client.NAME.{name} or limits.group.NAME.{name}"
+        );
+    }
+    let members: &[&str] = if kind == "group" { &["clients", "users"] } else { &[] };
+    let here = |name: &&str| match kind {
+        "" => !IDLE_TIMES.contains(name),
+        "user" => !OF_CLIENTS.contains(name),
+        _ => true,
+    };
+    let names: Vec<&str> =
+        members.iter().copied().chain(LIMITS.iter().map(|l| l.name).filter(here)).collect();
+    match nearest(name, names.iter().map(ToString::to_string)) {
+        Some(near) => {
+            let table = written.strip_suffix(name).unwrap_or_default();
+            format!("unknown key `{written}`; did you mean `{table}{near}`?")
+        }
+        None => format!("unknown key `{written}`; the keys there are {}", names.join(", ")),
+    }
+}
+
+/// The name that is written nearly so.
+fn nearest(written: &str, names: impl Iterator<Item = String>) -> Option<String> {
+    names
+        .map(|name| (strsim::damerau_levenshtein(&name, written), name))
+        .min()
+        .filter(|(distance, name)| *distance <= 1 + name.len() / 3)
+        .map(|(_, name)| name)
 }
 
 fn convert(value: &DeValue<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<Value, String> {
@@ -1518,8 +1575,6 @@ mod tests {
                 .contains("t.toml:2: unknown key `limits.gpu`; did you mean `limits.gpus`?")
         );
         assert!(message("[limits.machine.x]\ngpus = 1").contains("unknown key `limits.machine.x.gpus`"));
-        assert!(message("limits = 3").contains("unknown key `limits`"));
-        assert!(message("[limits]\npark_after = \"1h\"").contains("did you mean `park_after`?"));
         assert!(
             message("[limits.user.a]\non_idle = [\"burn\"]").contains("\"burn\" is none of park, release")
         );
@@ -1533,6 +1588,51 @@ mod tests {
         assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
         assert!(message("overcommit = \"50%\"").contains("100%"));
         assert!(message("name = { a = 1 }").contains("not a value"));
+    }
+
+    #[test]
+    fn an_unknown_key_says_what_to_write() {
+        for (text, said) in [
+            ("[reserve]\nclient = \"a\"", "t.toml:1: `reserve`: write it as [[reserve]]"),
+            ("reserve = 3", "write it as [[reserve]]"),
+            ("users = \"site\"", "`users` is a table: write [users] with scope"),
+            (
+                "gpu_sharing = [0]",
+                "t.toml:1: `gpu_sharing` is a table: write [gpu_sharing] with time-slice, mps, exclusive",
+            ),
+            ("limits = 3", "`limits` is a table: write [limits]"),
+            ("limits.user = 3", "`limits.user`: for whom is it? Write [limits.user.NAME]"),
+            (
+                "[limits.user]\ngpus = 5",
+                "t.toml:2: `limits.user.gpus`: for whom is it? Write [limits.user.NAME]",
+            ),
+            ("[limits.group]\nusers = []", "[limits.group.NAME]"),
+            ("[limits.client]\ngpus = 5", "[limits.client.NAME]"),
+            (
+                "[limits.client.vm.7]\ngpus = 5",
+                "`limits.client.vm.7`: write a name with a dot in quotes: [limits.client.\"vm.7\"]",
+            ),
+            (
+                "[limits]\npark_after = \"1h\"",
+                "t.toml:2: unknown key `limits.park_after`; did you mean `park_after`?",
+            ),
+            (
+                "[limits.group.g]\ngpu = 1",
+                "unknown key `limits.group.g.gpu`; did you mean `limits.group.g.gpus`?",
+            ),
+            ("[limits.group.g]\nuser = []", "did you mean `limits.group.g.users`?"),
+            (
+                "[limits.group.g]\nencryption = 1",
+                "`limits.group.g.encryption`; the keys there are clients, users, gpus, ",
+            ),
+            ("[limits.client.a]\nencryption = 1", "`limits.client.a.encryption`; the keys there are gpus, "),
+            ("[limits]\nname = \"a\"", "unknown key `limits.name`; the keys there are gpus, "),
+            ("[limits.machine.x]\ngpus = 1", "unknown key `limits.machine.x.gpus`; limits are in [limits], "),
+            ("requests_per_s = 3", "did you mean `limits.requests_per_s`?"),
+            ("[users]\nlisten = 1", "unknown key `users.listen`; did you mean `listen`?"),
+        ] {
+            assert!(message(text).contains(said), "{text}: {}", message(text));
+        }
     }
 
     #[test]
@@ -1605,7 +1705,6 @@ mod tests {
         assert!(message("gpu_sharing.mps = \"all\"").contains("gpu_sharing.mps = \"all\": a list of"));
         assert!(message("gpu_sharing.mps = [\"0\"]").contains("neither an index nor a UUID"));
         assert!(message("[gpu_sharing]\nmsp = [0]").contains("did you mean `gpu_sharing.mps`?"));
-        assert!(message("gpu_sharing = [0]").contains("unknown key `gpu_sharing`"));
     }
 
     #[test]
