@@ -430,8 +430,11 @@ struct Raw {
     keys: BTreeMap<&'static str, (Value, Origin)>,
     /// Limits by layer and name, members of groups.
     limits: BTreeMap<(Layer, String), (Value, Origin)>,
-    reserve: Vec<(Vec<(String, Value)>, Origin)>,
+    reserve: Vec<RawReserve>,
 }
+
+/// One `[[reserve]]` before it is checked: its fields, and where it begins.
+type RawReserve = (Vec<(String, Value, Origin)>, Origin);
 
 /// Reads `file` and the drop-ins beside it. A file that is not there is an error only where `required`.
 pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
@@ -573,8 +576,10 @@ fn read_table(
                 };
                 let mut fields = Vec::new();
                 for (name, value) in item_table {
-                    let converted = convert(value.get_ref(), env).map_err(bad)?;
-                    fields.push((name.get_ref().to_string(), converted));
+                    let (name, origin) = (name.get_ref().to_string(), at(name.span().start));
+                    let converted = convert(value.get_ref(), env)
+                        .map_err(|m| ConfigError::new(origin.clone(), format!("reserve.{name}: {m}")))?;
+                    fields.push((name, converted, origin));
                 }
                 raw.reserve.push((fields, at(item.span().start)));
             }
@@ -1399,23 +1404,28 @@ fn check_limits(
     Ok(out)
 }
 
-fn check_reserve((fields, origin): &(Vec<(String, Value)>, Origin)) -> Result<Reserve, ConfigError> {
-    let bad = |m: String| ConfigError::new(origin.clone(), format!("reserve: {m}"));
+fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, ConfigError> {
     let mut out = Reserve { client: String::new(), gpus: 1, memory: Memory::Percent(100.0) };
-    for (name, value) in fields {
-        let bad = |m: String| bad(format!("{name} = {value}: {m}"));
+    for (name, value, origin) in fields {
+        let bad = |m: String| ConfigError::new(origin.clone(), format!("reserve.{name} = {value}: {m}"));
         match name.as_str() {
             "client" => out.client = text(value).map_err(bad)?.into(),
             "gpus" => match value {
                 Value::Integer(n @ 1..=1024) => out.gpus = *n as u32,
                 _ => return Err(bad("a number of GPUs is wanted".into())),
             },
-            "memory" => out.memory = text(value).and_then(limits::parse_memory).map_err(bad)?,
+            "memory" => {
+                let parsed = match value {
+                    Value::String(text) => limits::parse_memory(text),
+                    other => limits::parse_memory(&other.to_string()),
+                };
+                out.memory = parsed.map_err(bad)?;
+            }
             _ => return Err(bad("the keys of [[reserve]] are client, gpus and memory".into())),
         }
     }
     if out.client.is_empty() {
-        return Err(bad("client is missing: for whom is it?".into()));
+        return Err(ConfigError::new(origin.clone(), "reserve.client is missing: for whom is it?"));
     }
     Ok(out)
 }
@@ -1586,6 +1596,16 @@ mod tests {
         assert!(message("[users]\nscope = \"x\"").contains("users.scope"));
         assert!(message("[[reserve]]\ngpus = 1").contains("client is missing"));
         assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
+        let reserve = |field: &str| message(&format!("[[reserve]]\nclient = \"a\"\n{field}"));
+        assert_eq!(reserve("gpus = \"x\""), "t.toml:3: reserve.gpus = \"x\": a number of GPUs is wanted");
+        assert!(reserve("memory = \"4GB\"").starts_with("t.toml:3: reserve.memory = \"4GB\": the unit"));
+        assert!(reserve("memory = true").starts_with("t.toml:3: reserve.memory = true: a size"));
+        assert_eq!(
+            reserve("memory = \"${NOPE}\""),
+            "t.toml:3: reserve.memory: environment variable NOPE is not set"
+        );
+        let bytes = parse("[[reserve]]\nclient = \"a\"\nmemory = 1073741824").unwrap();
+        assert_eq!(bytes.rules.reserve[0].memory, Memory::Bytes(1 << 30), "as limits.memory has it");
         assert!(message("overcommit = \"50%\"").contains("100%"));
         assert!(message("name = { a = 1 }").contains("not a value"));
     }
