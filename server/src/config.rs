@@ -1394,10 +1394,10 @@ fn check_limits(
     }
     for (name, group) in &groups {
         if group.clients.is_empty() && group.users.is_empty() {
-            return Err(ConfigError::new(
-                Origin::Default,
-                format!("limits.group.{name} has no members: set its clients or users"),
-            ));
+            let of_it = raw.limits.iter().find(|((layer, _), _)| *layer == Layer::Group(name.clone()));
+            let origin = of_it.map_or(Origin::Default, |(_, (_, origin))| origin.clone());
+            let why = format!("limits.group.{name} has no members: set its clients or users");
+            return Err(ConfigError::new(origin, why));
         }
     }
     out.groups = groups.into_iter().collect();
@@ -1592,7 +1592,11 @@ mod tests {
         assert!(message("[limits]\ngpus = \"x\"").contains("t.toml:2: limits.gpus = \"x\": a whole number"));
         assert!(message("[limits]\nstaging = \"4MB\"").contains("MiB"));
         assert!(message("[limits]\nsm_percent = 0").contains("from 1 to 100"));
-        assert!(message("[limits.group.g]\ngpus = 1").contains("no members"));
+        assert!(
+            message("[limits.group.f]\nusers = [\"bob\"]\n[limits.group.g]\ngpus = 1")
+                .starts_with("t.toml:4: limits.group.g has no members")
+        );
+        assert!(message("[limits.group.g]\n\nusers = []").starts_with("t.toml:3: limits.group.g has no"));
         assert!(message("[users]\nscope = \"x\"").contains("users.scope"));
         assert!(message("[[reserve]]\ngpus = 1").contains("client is missing"));
         assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
