@@ -405,6 +405,8 @@ enum Value {
     Integer(i64),
     Bool(bool),
     List(Vec<Value>),
+    /// What no key has, as it is written: each says itself what it wants instead.
+    Other(String),
 }
 
 impl fmt::Display for Value {
@@ -413,6 +415,7 @@ impl fmt::Display for Value {
             Self::String(s) => write!(f, "{s:?}"),
             Self::Integer(i) => write!(f, "{i}"),
             Self::Bool(b) => write!(f, "{b}"),
+            Self::Other(text) => f.write_str(text),
             Self::List(l) => {
                 f.write_str("[")?;
                 for (i, v) in l.iter().enumerate() {
@@ -683,14 +686,17 @@ fn nearest(written: &str, names: impl Iterator<Item = String>) -> Option<String>
 fn convert(value: &DeValue<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<Value, String> {
     Ok(match value {
         DeValue::String(s) => Value::String(expand(s, env)?),
-        DeValue::Integer(i) => Value::Integer(
-            i64::from_str_radix(i.as_str(), i.radix()).map_err(|_| format!("{} is too large", i.as_str()))?,
-        ),
+        DeValue::Integer(i) => match i64::from_str_radix(i.as_str(), i.radix()) {
+            Ok(number) => Value::Integer(number),
+            Err(_) => Value::Other(i.to_string()),
+        },
         DeValue::Boolean(b) => Value::Bool(*b),
         DeValue::Array(list) => {
             Value::List(list.iter().map(|v| convert(v.get_ref(), env)).collect::<Result<_, _>>()?)
         }
-        other => return Err(format!("a {} is not a value of this key", other.type_str())),
+        DeValue::Float(number) => Value::Other(number.to_string()),
+        DeValue::Datetime(date) => Value::Other(date.to_string()),
+        DeValue::Table(_) => Value::Other("{...}".into()),
     })
 }
 
@@ -1371,6 +1377,9 @@ fn check_limits(
         let written = match value {
             Value::String(s) => s.clone(),
             Value::List(_) => texts(value).map_err(bad)?.join(","),
+            Value::Other(_) if limit.kind == limits::Kind::Names => {
+                return Err(bad("a list of strings is wanted".into()));
+            }
             other => other.to_string(),
         };
         let bound = Bound::parse(limit.kind, &written).map_err(bad)?;
@@ -1611,7 +1620,29 @@ mod tests {
         let bytes = parse("[[reserve]]\nclient = \"a\"\nmemory = 1073741824").unwrap();
         assert_eq!(bytes.rules.reserve[0].memory, Memory::Bytes(1 << 30), "as limits.memory has it");
         assert!(message("overcommit = \"50%\"").contains("100%"));
-        assert!(message("name = { a = 1 }").contains("not a value"));
+    }
+
+    #[test]
+    fn a_value_that_no_key_has_is_told_what_is_wanted() {
+        for (text, said) in [
+            ("cache_max = 1.5", "t.toml:1: cache_max = 1.5: a size like"),
+            ("park_after = 1979-05-27", "t.toml:1: park_after = 1979-05-27: a duration like"),
+            (
+                "warm_workers = 99999999999999999999",
+                "warm_workers = 99999999999999999999: a number from 0 to 64",
+            ),
+            ("name = { a = 1 }", "t.toml:1: name = {...}: a string is wanted, in quotes"),
+            ("advertise = [1.5]", "advertise = [1.5]: a string is wanted"),
+            ("gpus = [0.5]", "gpus = [0.5]: 0.5 is neither an index nor a UUID"),
+            ("limits.gpus = 1.5", "t.toml:1: limits.gpus = 1.5: a whole number is wanted"),
+            ("limits.memory = 1e9", "limits.memory = 1e9: a size like"),
+            ("limits.lease_ttl = 1.5", "limits.lease_ttl = 1.5: a duration like"),
+            ("limits.models = 1.5", "limits.models = 1.5: a list of strings is wanted"),
+            ("[limits.user.a.gpus]\nx = 1", "limits.user.a.gpus = {...}: a whole number is wanted"),
+            ("[[reserve]]\nclient = \"a\"\ngpus = 1.5", "t.toml:3: reserve.gpus = 1.5: a number of GPUs"),
+        ] {
+            assert!(message(text).contains(said), "{text}: {}", message(text));
+        }
     }
 
     #[test]
