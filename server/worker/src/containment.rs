@@ -242,9 +242,11 @@ fn calls_only(mps: bool) -> Result<(), String> {
         rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
     } else {
         rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
-        // A pair of stream sockets speaks to nobody else; one of datagram sockets may name a receiver.
-        let datagrams = when(1, SeccompCmpOp::MaskedEq(0xf), libc::SOCK_DGRAM as u64)?;
-        rules.insert(libc::SYS_socketpair, vec![datagrams]);
+        // A pair of stream sockets speaks to nobody else; one of datagram sockets may name a receiver. Linux makes those of raw ones,
+        // too.
+        let kinds = [libc::SOCK_DGRAM, libc::SOCK_RAW];
+        let datagrams = kinds.map(|kind| when(1, SeccompCmpOp::MaskedEq(0xf), kind as u64));
+        rules.insert(libc::SYS_socketpair, datagrams.into_iter().collect::<Result<_, _>>()?);
     }
     let own = u64::from(std::process::id());
     for call in OWN_PROCESS {
@@ -331,6 +333,10 @@ mod tests {
         assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
         assert!(std::os::unix::net::UnixDatagram::pair().is_err());
+        let raw = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
+        // SAFETY: room for two descriptors.
+        let pair = unsafe { libc::socketpair(libc::AF_UNIX, raw, 0, [0; 2].as_mut_ptr()) };
+        denied(pair.into(), "datagrams by another name");
         let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(std::process::Command::new("/bin/true").spawn().is_err());
         std::thread::spawn(|| {}).join().unwrap();
