@@ -192,9 +192,20 @@ const NEVER: &[i64] = &[
 ];
 
 /// Allowed for this process only, which their first argument names (0 is the caller): `abort` signals itself, drivers ask about
-/// their limits and place their pages.
-const OWN_PROCESS: &[i64] =
-    &[libc::SYS_tgkill, libc::SYS_prlimit64, libc::SYS_migrate_pages, libc::SYS_move_pages];
+/// their limits, place their pages and choose where they run.
+const OWN_PROCESS: &[i64] = &[
+    libc::SYS_tgkill,
+    libc::SYS_prlimit64,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setattr,
+];
+/// The same by their second argument, where the first one says that it is a process: a group or a user are others, too.
+const OWN_PRIORITY: &[(i64, u64)] =
+    &[(libc::SYS_setpriority, libc::PRIO_PROCESS as u64), (libc::SYS_ioprio_set, 1 /* IOPRIO_WHO_PROCESS */)];
 /// Commands of `fcntl` and `ioctl` that make the kernel send a signal, any signal, to a process that is named.
 const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
 const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
@@ -252,6 +263,10 @@ fn calls_only(mps: bool) -> Result<(), String> {
     for call in OWN_PROCESS {
         let other = vec![condition(0, SeccompCmpOp::Ne, 0)?, condition(0, SeccompCmpOp::Ne, own)?];
         rules.insert(*call, vec![rule(other)?]);
+    }
+    for (call, process) in OWN_PRIORITY {
+        let other = vec![condition(1, SeccompCmpOp::Ne, 0)?, condition(1, SeccompCmpOp::Ne, own)?];
+        rules.insert(*call, vec![when(0, SeccompCmpOp::Ne, *process)?, rule(other)?]);
     }
     for (call, commands) in [(libc::SYS_fcntl, FCNTL_SIGNALS), (libc::SYS_ioctl, IOCTL_SIGNALS)] {
         let any = commands.iter().map(|command| when(1, SeccompCmpOp::Eq, *command as u64));
@@ -351,6 +366,25 @@ mod tests {
             let limit = |pid| libc::prlimit(pid, libc::RLIMIT_NOFILE, null, null.cast_mut());
             denied(limit(parent).into(), "prlimit");
             assert_eq!((limit(0), limit(own)), (0, 0));
+            let mut cpus: libc::cpu_set_t = std::mem::zeroed();
+            assert_eq!(libc::sched_getaffinity(0, size_of_val(&cpus), &mut cpus), 0);
+            let runs_on = |pid| libc::sched_setaffinity(pid, size_of_val(&cpus), &cpus);
+            let plain = libc::sched_param { sched_priority: 0 };
+            for (other, of) in [(parent, "parent"), (libc::gettid(), "thread"), (-1, "nobody")] {
+                denied(runs_on(other).into(), of);
+                denied(libc::sched_setscheduler(other, libc::SCHED_OTHER, &plain).into(), of);
+                denied(libc::sched_setparam(other, &plain).into(), of);
+                denied(libc::syscall(libc::SYS_sched_setattr, other, 0, 0), of);
+                denied(libc::setpriority(libc::PRIO_PROCESS, other as u32, 1).into(), of);
+                denied(libc::syscall(libc::SYS_ioprio_set, 1, other, 0), of);
+            }
+            assert_eq!((runs_on(0), runs_on(own)), (0, 0));
+            assert_eq!(libc::sched_setscheduler(0, libc::SCHED_OTHER, &plain), 0);
+            assert_eq!(libc::setpriority(libc::PRIO_PROCESS, 0, 1), 0);
+            assert_eq!(libc::setpriority(libc::PRIO_PROCESS, own as u32, 1), 0);
+            denied(libc::setpriority(libc::PRIO_USER, 0, 1).into(), "all of the user");
+            denied(libc::setpriority(libc::PRIO_PGRP, 0, 1).into(), "all of the group");
+            denied(libc::syscall(libc::SYS_ioprio_set, 3, 0, 0), "all of the user");
             denied(libc::fcntl(0, libc::F_SETOWN, parent).into(), "fcntl");
             denied(libc::ioctl(0, 0x8901, &parent).into(), "ioctl");
             denied(libc::fork().into(), "fork");
