@@ -255,7 +255,18 @@ pub fn parse_toml<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Re
         let before = &text.as_bytes()[..at];
         let line = before.iter().filter(|b| **b == b'\n').count() + 1;
         let column = at - before.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1) + 1;
-        ConfigError::Parse { path: path.into(), line, column, message: explain(error.message()) }
+        let header = text.lines().nth(line - 1).and_then(|l| l.trim().strip_prefix('[')?.strip_suffix(']'));
+        let message = match header {
+            // [lease]: tables of which there can be several.
+            Some(name)
+                if !name.contains('.')
+                    && error.message().starts_with("invalid type: map, expected a sequence") =>
+            {
+                format!("[{name}] is one table, and there can be several; write [[{name}]]")
+            }
+            _ => explain(error.message()),
+        };
+        ConfigError::Parse { path: path.into(), line, column, message }
     })
 }
 
@@ -541,6 +552,10 @@ mod tests {
                 "0.toml:4:1: unknown key `gpuss`, did you mean `gpus`?",
             ),
             ("[acess]\n", "0.toml:1:2: unknown key `acess`, did you mean `access`?"),
+            (
+                "wait_ms = 1\n[lease]\ngpus = 1\n",
+                "0.toml:2:1: [lease] is one table, and there can be several; write [[lease]]",
+            ),
             ("[[lease]]\nmemory = \"4000MB\"\n", "0.toml:2:10: `4000MB` is not a size: write MiB"),
             ("wait_ms = \"5s\"\n", "0.toml:1:11: invalid type: string \"5s\", expected u64"),
             ("[[lease]]\ngpus = 0\n", "0.toml: [[lease]]: gpus = 0 is not between 1 and 64"),
