@@ -93,6 +93,7 @@ def run(site, check):
             host.fails("grep -r pam_gpusession /etc/pam.d")
             expect(host.ok("su -l alice -c 'echo in'"), "in")
         with check(f"{name}: purging leaves nothing"):
+            host.write("/etc/gpusession/gpuserver-b.toml", "# an instance's\n")
             host.ok("dpkg -P " + " ".join(ALL) + f" 2>&1; rm -r {SIMULATED} /usr/local/bin/vectorAdd /usr/local/bin/longRun")
             # systemd removes what a unit had while it ran after the unit's end, not at once.
             host.until(f"{FILES} | LC_ALL=C comm -13 /root/before - | {{ ! grep .; }}", 15, "files are left")
