@@ -333,11 +333,11 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
             let Programs { sums, uids, users } = of_lease.entry(record.lease.clone()).or_default();
             uids.insert(record.uid);
             users.extend((!record.user.is_empty()).then(|| record.user.clone()));
-            sums[0] += record.gpu_busy_usec;
+            sums[0] = sums[0].saturating_add(record.gpu_busy_usec);
             sums[1] = sums[1].max(record.peak_memory_bytes);
-            sums[2] += record.bytes_to_device;
-            sums[3] += record.bytes_from_device;
-            sums[4] += record.calls;
+            sums[2] = sums[2].saturating_add(record.bytes_to_device);
+            sums[3] = sums[3].saturating_add(record.bytes_from_device);
+            sums[4] = sums[4].saturating_add(record.calls);
         }
         if (wanted.since_unix..end).contains(&key.value().0) {
             record.reason.retain(|c| !c.is_control());

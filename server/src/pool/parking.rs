@@ -127,7 +127,7 @@ impl Parking {
 
     /// Device memory that is in host memory now.
     pub fn parked_bytes(&self) -> u64 {
-        self.away().values().map(|a| a.bytes).sum()
+        self.away().values().map(|a| a.bytes).fold(0, u64::saturating_add)
     }
 
     /// Why the programs that a lease has now cannot be parked, once the driver has said so.
@@ -165,7 +165,7 @@ impl Pool {
         {
             return Err(ParkError::Never(never));
         }
-        let bytes: u64 = serving.iter().map(|w| w.bytes).sum();
+        let bytes = serving.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
         {
             let (total, available) = host_memory();
             let mut away = parking.away();
@@ -177,9 +177,10 @@ impl Pool {
                 }));
             }
             // Reserved before anything is moved.
-            let taken: u64 = away.values().map(|a| a.bytes).sum();
+            let taken = away.values().map(|a| a.bytes).fold(0, u64::saturating_add);
             // What is being moved is not in what the host has less yet.
-            let coming: u64 = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes).sum();
+            let coming = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes);
+            let coming = coming.fold(0, u64::saturating_add);
             let left = self
                 .config()
                 .parked_max
@@ -481,7 +482,7 @@ impl Pool {
         if !aside && parked.is_empty() {
             return;
         }
-        let bytes = parked.iter().map(|w| w.bytes).sum();
+        let bytes = parked.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
         let stage = match (aside, parked.is_empty()) {
             (true, true) => Stage::Away,
             (true, false) => Stage::Parking,

@@ -32,7 +32,10 @@ impl Supervisor {
             let staging = lease.limits.smallest("staging").map_or(0, |(_, bytes)| bytes);
             // Device memory on its way, or here for a while.
             let parked = match worker.moving || worker.phase == Phase::Parked {
-                true => lease.ledger.held(&id).iter().map(|(_, granted, _)| granted).sum(),
+                true => {
+                    let held = lease.ledger.held(&id);
+                    held.iter().map(|(_, granted, _)| *granted).fold(0, u64::saturating_add)
+                }
                 false => 0,
             };
             if has <= bytes.saturating_add(staging).saturating_add(parked) {

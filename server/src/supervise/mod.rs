@@ -14,6 +14,7 @@ use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use gpusession_proto::readings::uuid_bytes;
 use gpusession_proto::supervise::{
     ClientProcess, DeviceLimit, FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage,
 };
@@ -612,7 +613,7 @@ impl Supervisor {
                 mps.join(lease, &devices);
             }
             let stock = Stock::new(self.stock().0, self.0.clock.now());
-            let (ledger, unused) = (Ledger::new(devices), self.0.clock.now());
+            let (ledger, unused) = (ledger(lease, devices), self.0.clock.now());
             let entry = LeaseState {
                 lease: lease.clone(),
                 limits,
@@ -1041,7 +1042,9 @@ impl Supervisor {
         let state = self.state();
         let State { workers, leases, .. } = &*state;
         let counted = |lease: &str, of: &dyn Fn(&Ledger, usize) -> u64| {
-            leases.get(lease).map_or(0, |l| (0..l.ledger.devices().len()).map(|d| of(&l.ledger, d)).sum())
+            leases.get(lease).map_or(0, |l| {
+                (0..l.ledger.devices().len()).map(|d| of(&l.ledger, d)).fold(0, u64::saturating_add)
+            })
         };
         let view = |(id, w): (&WorkerId, &Worker)| WorkerView {
             id: *id,
@@ -1120,7 +1123,7 @@ impl Supervisor {
             for device in 0..lease.ledger.devices().len() {
                 let uuid = lease.ledger.devices()[device].uuid;
                 let read = readings.iter().filter(|(pid, gpu, _)| Some(*pid) == worker.pid && *gpu == uuid);
-                let bytes = read.map(|(.., bytes)| bytes).sum();
+                let bytes = read.map(|(.., bytes)| *bytes).fold(0, u64::saturating_add);
                 lease.ledger.reading(id, device, bytes);
             }
         }
@@ -1905,6 +1908,12 @@ impl Drop for Abandoned<'_> {
 
 fn adopt(preface: Vec<u8>, peer: SocketAddr) -> ToWorker {
     ToWorker::Adopt { preface, peer: peer.to_string() }
+}
+
+/// The ledger of a lease. Its shares say what a whole card has, where workers are told of no limit.
+fn ledger(lease: &Lease, devices: Vec<DeviceLimit>) -> Ledger {
+    let share = |uuid: &[u8; 16]| lease.shares.iter().find(|s| uuid_bytes(&s.gpu).as_ref() == Some(uuid));
+    Ledger::new(devices).of_cards(|uuid| share(uuid).map(|s| s.limit_bytes))
 }
 
 /// Passes on what a ledger says. What is granted is written down before it is told.

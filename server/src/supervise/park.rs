@@ -11,8 +11,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::quota::Ledger;
-use super::{Command as ToTask, Phase, Supervisor, WorkerId, spawn, stop};
+use super::{Command as ToTask, Phase, Supervisor, WorkerId, ledger, spawn, stop};
 use crate::clock::Moment;
 use crate::lease::Lease;
 
@@ -124,7 +123,9 @@ impl Supervisor {
         let mine = state.workers.iter().filter(|(_, w)| w.lease == lease && w.process.is_some());
         let bytes = |id: &WorkerId| {
             let ledger = state.leases.get(lease).map(|l| &l.ledger);
-            ledger.map_or(0, |l| (0..l.devices().len()).map(|device| l.of(id, device)).sum())
+            ledger.map_or(0, |l| {
+                (0..l.devices().len()).map(|device| l.of(id, device)).fold(0, u64::saturating_add)
+            })
         };
         let of =
             |(id, w): (&WorkerId, &super::Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });
@@ -216,7 +217,7 @@ impl Supervisor {
                 mps.join(lease, &devices);
             }
             entry.lease = lease.clone();
-            entry.ledger = Ledger::new(devices).with_peak(entry.ledger.peak_of_all());
+            entry.ledger = ledger(lease, devices).with_peak(entry.ledger.peak_of_all());
         }
     }
 

@@ -86,6 +86,8 @@ struct Asking {
 #[derive(Debug)]
 pub struct Ledger {
     devices: Vec<DeviceLimit>,
+    /// The most that is granted of each device: a lease of a whole one has no limit, but no card has more than it has.
+    most: Vec<u64>,
     held: BTreeMap<WorkerId, Vec<Held>>,
     asking: Vec<Asking>,
     read_at: Option<Moment>,
@@ -96,7 +98,14 @@ pub struct Ledger {
 impl Ledger {
     /// Nobody uses anything yet.
     pub fn new(devices: Vec<DeviceLimit>) -> Self {
-        Self { devices, held: BTreeMap::new(), asking: Vec::new(), read_at: None, peak: 0 }
+        let most = devices.iter().map(|d| d.memory_bytes).collect();
+        Self { devices, most, held: BTreeMap::new(), asking: Vec::new(), read_at: None, peak: 0 }
+    }
+
+    /// Grants no more of each device than the card has, as `has` says by UUID.
+    pub fn of_cards(self, has: impl Fn(&[u8; 16]) -> Option<u64>) -> Self {
+        let has = self.devices.iter().map(|d| has(&d.uuid).map_or(d.memory_bytes, |m| m.min(d.memory_bytes)));
+        Self { most: has.collect(), ..self }
     }
 
     /// Processes had so much at a time before.
@@ -170,7 +179,7 @@ impl Ledger {
 
     /// The most that a worker's process had on all devices together.
     pub fn peak(&self, worker: &WorkerId) -> u64 {
-        self.held.get(worker).map_or(0, |h| h.iter().map(|h| h.peak).sum())
+        self.held.get(worker).map_or(0, |h| h.iter().map(|h| h.peak).fold(0, u64::saturating_add))
     }
 
     /// What counts of a process without what it has given back.
@@ -261,7 +270,17 @@ impl Ledger {
         let settling = self.held.values().any(|held| held[asking.device].unsettled() > 0);
         let granted = |held: &Vec<Held>| held[asking.device].granted.saturating_add(limit.context_bytes);
         let sum = self.held.values().map(granted).fold(asking.bytes, u64::saturating_add);
-        asking.bytes > 0 && asking.readings > 0 && settling && sum <= limit.memory_bytes
+        asking.bytes > 0
+            && asking.readings > 0
+            && settling
+            && sum <= limit.memory_bytes
+            && self.card_has(asking.device, asking.bytes)
+    }
+
+    /// Whether a card has what was granted of it and `bytes` more.
+    fn card_has(&self, device: usize, bytes: u64) -> bool {
+        let granted = self.held.values().map(|held| held[device].granted);
+        self.most.get(device).is_some_and(|most| granted.fold(bytes, u64::saturating_add) <= *most)
     }
 
     /// Whether a grant keeps the sum within the limit. What a process has beyond its grants is used up by the grant first.
@@ -269,8 +288,9 @@ impl Ledger {
         let Some(limit) = self.devices.get(device) else { return false };
         let Some(held) = self.held.get(worker).and_then(|h| h.get(device)) else { return false };
         let more = Held { granted: held.granted.saturating_add(bytes), ..*held };
-        let sum = self.used(device) - Self::charged(limit, held);
-        sum.saturating_add(Self::charged(limit, &more)) <= limit.memory_bytes
+        let others = self.held.keys().filter(|id| *id != worker).map(|id| self.of(id, device));
+        let sum = others.fold(Self::charged(limit, &more), u64::saturating_add);
+        sum <= limit.memory_bytes && self.card_has(device, bytes)
     }
 
     fn answer(&mut self, worker: WorkerId, device: usize, serial: u64, bytes: u64, chunks: bool) -> Say {
@@ -498,6 +518,26 @@ mod tests {
         let says = l.returned(&[1; 16], 0, 256 * MIB);
         assert_eq!(says.iter().map(|say| granted(std::slice::from_ref(say))).sum::<u64>(), 256 * MIB);
         assert!(l.asking.is_empty());
+    }
+
+    #[test]
+    fn a_lease_of_a_whole_card_is_granted_what_the_card_has() {
+        let mut l = ledger(u64::MAX, 500 * MIB).of_cards(|uuid| (*uuid == [1; 16]).then_some(1024 * MIB));
+        assert_eq!(l.devices()[0].memory_bytes, u64::MAX, "what workers are told");
+        for n in 1..=4 {
+            l.admit([n; 16]);
+        }
+        assert_eq!(granted(&l.ask([1; 16], 0, 1, u64::MAX, T)), 0);
+        assert_eq!(granted(&l.ask([1; 16], 0, 2, 1025 * MIB, T)), 0);
+        // What contexts really take of it, the driver says.
+        assert_eq!(granted(&l.ask([1; 16], 0, 3, 1000 * MIB, T)), 1024 * MIB);
+        assert_eq!(l.ask([2; 16], 0, 1, MIB, T), [Say::Recall { worker: [1; 16] }]);
+        assert_eq!(granted(&l.returned(&[1; 16], 0, 24 * MIB)), MIB);
+        l.reading(&[3; 16], 0, u64::MAX);
+        l.reading(&[4; 16], 0, u64::MAX);
+        assert_eq!((l.used(0), l.peak_of_all()), (u64::MAX, u64::MAX), "no sum wraps");
+        assert_eq!(l.ask([1; 16], 0, 4, u64::MAX, T), [Say::Recall { worker: [2; 16] }]);
+        assert_eq!(granted(&l.returned(&[2; 16], 0, 0)), 0);
     }
 
     #[test]
