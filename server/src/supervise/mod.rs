@@ -373,6 +373,11 @@ impl Book {
     fn serves(&self) -> bool {
         matches!(self.phase, Phase::Taken | Phase::Active | Phase::Parked)
     }
+
+    /// Whether it is started for one program, which waits for it.
+    fn is_for_one(&self) -> bool {
+        matches!(self.phase, Phase::Starting | Phase::Warm) && !self.stocked
+    }
 }
 
 impl Worker {
@@ -793,7 +798,7 @@ impl Supervisor {
             let changed = {
                 let mut state = self.state();
                 // Again each time: others of the client or user may have taken some meanwhile.
-                let count = self.room(&state, client, lease, count.max(1))?;
+                let count = self.room(&state, client, lease, count.max(1), None)?;
                 let State { workers, leases, .. } = &mut *state;
                 let entry = leases.get_mut(lease).ok_or(TakeError::NoLease)?;
                 if entry.away {
@@ -873,31 +878,50 @@ impl Supervisor {
     }
 
     /// How many of `count` workers the lease's client and user may take now.
-    fn room(&self, state: &State, client: &str, lease: &str, count: usize) -> Result<usize, TakeError> {
+    /// Others' that start for one program count; `own`: the one that was started for this call.
+    fn room(
+        &self,
+        state: &State,
+        client: &str,
+        lease: &str,
+        count: usize,
+        own: Option<&WorkerId>,
+    ) -> Result<usize, TakeError> {
         if state.leases.get(lease).is_none_or(|l| l.lease.client != client) {
             return Err(TakeError::NoLease);
         }
         let count = self.room_under_mps(state, lease, count)?;
-        let count = Self::room_in_memory(state, lease, count)?;
-        Self::room_in_limits(state, lease, count)
+        let soon = |w: &Worker| w.is_for_one() && own != Some(&w.id);
+        let count = Self::room_in_memory(state, lease, count, soon)?;
+        Self::room_in_limits(state, lease, count, soon)
     }
 
     /// Those that were given out and serve nobody yet count, too.
-    fn room_in_memory(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
+    fn room_in_memory(
+        state: &State,
+        lease: &str,
+        count: usize,
+        soon: impl Fn(&Worker) -> bool,
+    ) -> Result<usize, TakeError> {
         let Some(entry) = state.leases.get(lease) else { return Ok(count) };
-        let soon =
-            |w: &&Worker| w.lease == lease && w.given && w.process.is_none() && w.phase != Phase::Ending;
-        match entry.ledger.contexts_left().saturating_sub(state.workers.values().filter(soon).count()) {
+        let given = |w: &Worker| w.given && w.process.is_none() && w.phase != Phase::Ending;
+        let coming = |w: &&Worker| w.lease == lease && (given(w) || soon(w));
+        match entry.ledger.contexts_left().saturating_sub(state.workers.values().filter(coming).count()) {
             0 => Err(TakeError::Memory),
             left => Ok(count.min(left)),
         }
     }
 
-    fn room_in_limits(state: &State, lease: &str, count: usize) -> Result<usize, TakeError> {
+    fn room_in_limits(
+        state: &State,
+        lease: &str,
+        count: usize,
+        soon: impl Fn(&Worker) -> bool,
+    ) -> Result<usize, TakeError> {
         let Some(Lease { client, user, .. }) = state.leases.get(lease).map(|l| &l.lease) else {
             return Ok(count);
         };
-        let serves = |w: &Worker| u64::from(w.serves());
+        let serves = |w: &Worker| u64::from(w.serves() || soon(w));
         match state.within((client, user), "workers", count as u64, "programs", serves) {
             Ok(()) => Ok(count),
             Err((_, left @ 1..)) => Ok(left as usize),
@@ -913,8 +937,8 @@ impl Supervisor {
         deadline: Instant,
     ) -> Result<Vec<Taken>, TakeError> {
         let id = {
-            let state = self.state();
-            self.room(&state, client, lease, 1)?;
+            let mut state = self.state();
+            self.room(&state, client, lease, 1, None)?;
             if state.leases.get(lease).is_some_and(|l| l.away) {
                 return Err(TakeError::Away);
             }
@@ -923,15 +947,15 @@ impl Supervisor {
             if mine >= MAX_PER_LEASE {
                 return Err(TakeError::TooMany(mine));
             }
-            drop(state);
-            self.launch(lease, environment, false).ok_or(TakeError::NoLease)?
+            // It counts from here on, before anybody else asks.
+            self.launch(&mut state, lease, environment, false).ok_or(TakeError::NoLease)?
         };
         let mut abandoned = Abandoned { supervisor: self, id, kept: false };
         loop {
             let changed = {
                 let mut state = self.state();
                 // Others may have taken the last place while it started.
-                self.room(&state, client, lease, 1)?;
+                self.room(&state, client, lease, 1, Some(&id))?;
                 let entry = state.leases.get(lease).ok_or(TakeError::NoLease)?;
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
@@ -1266,24 +1290,26 @@ impl Supervisor {
     }
 
     fn refill(&self, lease: &str) {
-        let n = {
-            let mut state = self.state();
-            let mine =
-                state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
-            match state.leases.get_mut(lease) {
-                Some(entry) if mine < MAX_PER_LEASE && !entry.away => entry.stock.start(self.0.clock.now()),
-                _ => 0,
-            }
+        let mut state = self.state();
+        let mine = state.workers.values().filter(|w| w.lease == lease && w.phase != Phase::Ending).count();
+        let n = match state.leases.get_mut(lease) {
+            Some(entry) if mine < MAX_PER_LEASE && !entry.away => entry.stock.start(self.0.clock.now()),
+            _ => 0,
         };
         for _ in 0..n {
-            self.launch(lease, Vec::new(), true);
+            self.launch(&mut state, lease, Vec::new(), true);
         }
     }
 
     /// Starts a worker's task; `None` where the lease is gone.
-    fn launch(&self, lease: &str, environment: Vec<(String, String)>, stocked: bool) -> Option<WorkerId> {
+    fn launch(
+        &self,
+        state: &mut State,
+        lease: &str,
+        environment: Vec<(String, String)>,
+        stocked: bool,
+    ) -> Option<WorkerId> {
         let id: WorkerId = clock::bytes(self.0.random.as_ref());
-        let mut state = self.state();
         if state.closing {
             return None;
         }
@@ -1338,7 +1364,6 @@ impl Supervisor {
             id,
             Worker { book, kept: None, seat: None, pausing: None, trial, presented: false, orders },
         );
-        drop(state);
         self.attend_to(id, Origin::New(Box::new(start), environment), queues);
         Some(id)
     }

@@ -733,6 +733,33 @@ async fn the_limit_of_workers_holds_for_those_who_ask_together() {
 }
 
 #[tokio::test]
+async fn workers_that_start_for_one_program_count_for_limits() {
+    let more = "limits.workers = 2\nwarm_workers = 0";
+    let mut server = Server::prepare("libcuda.so.1", more).await;
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let ask = |_| {
+        let (mut vm, lease) = (vm.clone(), lease.id.clone());
+        let environment = HashMap::from([("CUDA_LAUNCH_BLOCKING".to_string(), "1".to_string())]);
+        let request = TakeWorkersRequest { lease, count: 1, environment, waiting: 20 };
+        tokio::spawn(async move { vm.pool.take_workers(request).await })
+    };
+    let asked: Vec<_> = (0..20).map(ask).collect();
+    let mut taken = 0;
+    for answer in asked {
+        match answer.await.unwrap() {
+            Ok(reply) => taken += reply.into_inner().workers.len(),
+            Err(status) => assert!(status.message().contains("limit workers = 2"), "{status}"),
+        }
+    }
+    assert_eq!((taken, server.workers().len()), (2, 2));
+    // Nor was one started that nobody could have.
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(!journal.contains("nobody waits for it any longer"), "{journal}");
+}
+
+#[tokio::test]
 async fn a_second_machine_under_one_identity_is_refused() {
     let server = Server::start().await;
     let mut first = server.client("vm-1").await;
