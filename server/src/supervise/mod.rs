@@ -77,6 +77,11 @@ const MAX_PER_LEASE: usize = 64;
 /// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
 const MAX_PACKETS: u32 = 1000;
 const MAX_MEMORY_PACKETS: u32 = 20_000;
+/// What a worker says of its isolation: so many parts are lacking, each told in so many bytes.
+const MAX_LACKING: usize = 8;
+const MAX_LACKING_BYTES: usize = 512;
+/// Before a worker has said so.
+const LATER: &str = "later";
 /// How long workers may take to get what was meant for them before this server leaves them.
 const LEAVE_LIMIT: Duration = Duration::from_secs(5);
 /// Handed-over sockets that wait for one worker.
@@ -362,6 +367,14 @@ impl Book {
     /// Whose program it serves, as far as that is known: a lease of a whole machine is nobody's own.
     fn user(&self) -> &str {
         if self.user.is_empty() { self.process.as_ref().map_or("", |p| &p.user) } else { &self.user }
+    }
+
+    /// Whether it may say how isolated it is: once, before it serves a program that could make it say so.
+    fn may_be_contained(&self, lacking: &[String]) -> bool {
+        self.isolation == LATER
+            && self.process.is_none()
+            && lacking.len() <= MAX_LACKING
+            && lacking.iter().all(|l| l.len() <= MAX_LACKING_BYTES)
     }
 
     /// Whether it starts for its lease's stock.
@@ -1353,7 +1366,7 @@ impl Supervisor {
             active: self.0.clock.now(),
             wanted: false,
             moving: false,
-            isolation: if start.isolation == Isolation::Off { "off" } else { "later" }.into(),
+            isolation: if start.isolation == Isolation::Off { "off" } else { LATER }.into(),
             since: self.0.clock.now(),
             ended_because: None,
             held: Vec::new(),
@@ -1616,6 +1629,11 @@ impl Supervisor {
                         if packets > MAX_PACKETS {
                             return Err("it floods its supervisor with messages".into());
                         }
+                        if let FromWorker::Contained { lacking } = &message
+                            && !self.state().workers.get(id).is_none_or(|w| w.may_be_contained(lacking))
+                        {
+                            return Err("it speaks of its isolation when it has no reason to".into());
+                        }
                         if matches!(message, FromWorker::Ready { .. })
                             && limit.is_some_and(|(_, why)| !why.is_empty()) {
                             limit = None;
@@ -1764,7 +1782,7 @@ impl Supervisor {
                     let _ = asked.send(quiet);
                 }
             }
-            FromWorker::Contained { lacking } => {
+            FromWorker::Contained { lacking } if worker.may_be_contained(&lacking) => {
                 let lacking: Vec<_> = lacking.iter().map(|l| printable(l)).collect();
                 if !lacking.is_empty() && !state.isolation_told {
                     state.isolation_told = true;
@@ -1774,6 +1792,8 @@ impl Supervisor {
                     worker.isolation = if lacking.is_empty() { "full".into() } else { lacking.join("; ") };
                 }
             }
+            // Among its last words.
+            FromWorker::Contained { .. } => {}
             FromWorker::Wanted => {
                 worker.wanted = true;
                 self.0.wants.notify_one();

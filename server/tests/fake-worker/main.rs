@@ -10,6 +10,7 @@
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
 //! * `...busy...`: under MPS, workers end in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
+//! * `...boasting...`: a program makes its worker say again how isolated it is.
 //! * `...clogged...`: a program's worker asks more than fits into its channel, and reads no answer.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
@@ -166,6 +167,9 @@ fn serve() {
                     contexts: if s.driver.contains("contexts") { 40 } else { 1 },
                     idle_usec: 0,
                 }));
+                if s.driver.contains("boasting") {
+                    tell(&FromWorker::Contained { lacking: vec!["nothing".into()] });
+                }
                 if s.driver.contains("hungry") {
                     // For as long as it lives.
                     std::mem::forget(vec![1u8; 64 << 20]);

@@ -690,6 +690,20 @@ async fn isolation_is_tried() {
 }
 
 #[tokio::test]
+async fn a_worker_says_how_isolated_it_is_before_it_serves() {
+    let mut server = Server::prepare("boasting-libcuda.so.1", "").await;
+    server.run_into("journal").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (mut lane, _) = server.adopt(&worker.id, 0, true);
+    assert!(rest(&mut lane).is_empty(), "ended");
+    let journal = || std::fs::read_to_string(server.path("journal")).unwrap();
+    eventually("the journal says why", async || journal().contains("speaks of its isolation")).await;
+    assert!(!journal().contains("not isolated as far"), "it was not believed: {}", journal());
+}
+
+#[tokio::test]
 async fn driver_environment_gets_a_worker_of_its_own() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
