@@ -68,6 +68,8 @@ const SEND_LIMIT: Duration = Duration::from_secs(2);
 const KILL_LIMIT: Duration = Duration::from_millis(500);
 /// A process that was killed and is still there after this sits in the driver.
 const REAP_LIMIT: Duration = Duration::from_secs(10);
+/// How long the last words of a worker are listened to: whatever it left behind in its group may go on speaking.
+const LAST_WORDS: Duration = Duration::from_millis(100);
 /// How often a worker reports while its client's GPU work goes on.
 const REPORT: Duration = Duration::from_secs(1);
 /// How often accounting notes the programs that run, in seconds.
@@ -1558,7 +1560,9 @@ impl Supervisor {
                 biased;
                 status = process.wait() => {
                     // What it said last says more than its exit status.
+                    let by = Instant::now() + LAST_WORDS;
                     while channel_open
+                        && Instant::now() < by
                         && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
                     {
                         said_end |= matches!(message, FromWorker::Ended { .. });

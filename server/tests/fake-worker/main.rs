@@ -11,6 +11,7 @@
 //! * `...busy...`: under MPS, workers end in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //! * `...boasting...`: a program makes its worker say again how isolated it is.
+//! * `...heirs...`: a program's worker ends, and a process that it leaves behind goes on speaking in its place.
 //! * `...clogged...`: a program's worker asks more than fits into its channel, and reads no answer.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
@@ -57,6 +58,12 @@ fn main() {
     }
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
         return monitor(&args[2]);
+    }
+    if args.get(1).is_some_and(|flag| flag == "--heir") {
+        // What is only answered more slowly.
+        loop {
+            tell(&FromWorker::MemoryReturned { device: 0, bytes: 0 });
+        }
     }
     serve();
 }
@@ -169,6 +176,19 @@ fn serve() {
                 }));
                 if s.driver.contains("boasting") {
                     tell(&FromWorker::Contained { lacking: vec!["nothing".into()] });
+                }
+                if s.driver.contains("heirs") {
+                    // SAFETY: the channel is open for as long as this process lives.
+                    let channel = unsafe { BorrowedFd::borrow_raw(WORKER_FD) };
+                    let kept = nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty());
+                    nix::fcntl::fcntl(channel, kept).unwrap();
+                    std::process::Command::new(std::env::current_exe().unwrap())
+                        .arg("--heir")
+                        .spawn()
+                        .unwrap();
+                    // It speaks by then.
+                    std::thread::sleep(std::time::Duration::from_millis(300));
+                    std::process::exit(0);
                 }
                 if s.driver.contains("hungry") {
                     // For as long as it lives.

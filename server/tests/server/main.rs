@@ -704,6 +704,19 @@ async fn a_worker_says_how_isolated_it_is_before_it_serves() {
 }
 
 #[tokio::test]
+async fn what_a_worker_leaves_behind_does_not_speak_for_it() {
+    let server = Server::start_with("heirs-libcuda.so.1", "").await;
+    let mut vm = server.client("vm-1").await;
+    let lease = vm.allocate(100.0).await.unwrap();
+    let worker = vm.take(&lease.id).await.unwrap();
+    let (_lane, said) = server.adopt(&worker.id, 0, true);
+    eventually("it has ended for the server, too", async || {
+        server.workers().iter().all(|w| w["worker"] != said["worker"])
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn driver_environment_gets_a_worker_of_its_own() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
