@@ -658,12 +658,8 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
 }
 
 async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
-    // Workers run as the server's user, and a client may have taken one over.
-    let asks = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok());
-    if let Some(pid) = asks.filter(|pid| pool.supervisor().is_worker(*pid)) {
-        warn!("admin.sock: worker {pid} asked, which no worker has a reason to: refused");
-        return Ok(());
-    }
+    // Processes of another container have the number 0 here, and are no workers.
+    let peer = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
     let mut prefix = [0; 4];
     timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
     let len = u32::from_le_bytes(prefix) as usize;
@@ -674,6 +670,11 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         timeout(LIMIT, socket.read_exact(&mut body)).await??;
         parse(&body)
     };
+    // Workers run as the server's user, and a client may have taken one over. Only now: who has asked waits for an answer.
+    if let Some(pid) = peer.filter(|pid| pool.supervisor().may_be_worker(*pid)) {
+        warn!("admin.sock: a worker asked, or a process that has ended since ({pid}): refused");
+        return Ok(());
+    }
     let stop = match &ask {
         Ok(Ask::Stop { force }) => Some(*force),
         _ => None,

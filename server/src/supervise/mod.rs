@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -1070,9 +1070,16 @@ impl Supervisor {
         }
     }
 
-    /// Whether this process is one of the workers.
-    pub fn is_worker(&self, pid: u32) -> bool {
-        self.state().workers.values().any(|w| w.pid == Some(pid))
+    /// Whether this process may be one of the workers, or was one: who has ended is nobody that asks.
+    pub fn may_be_worker(&self, pid: u32) -> bool {
+        use std::os::unix::fs::MetadataExt;
+        let file = |path: &Path| std::fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
+        let runs = file(Path::new(&format!("/proc/{pid}/exe")));
+        let program = || file(&self.0.options.program);
+        // Last: one that ends leaves the books when it is no process any more.
+        runs.is_some_and(|runs| program() == Some(runs))
+            || self.state().workers.values().any(|w| w.pid == Some(pid))
+            || process::is_gone(pid)
     }
 
     /// All workers.

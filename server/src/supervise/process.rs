@@ -2,9 +2,10 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::path::Path;
 use std::process::ExitStatus;
 
-use nix::sys::signal::{Signal, killpg};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -83,6 +84,17 @@ pub fn end_group(pid: u32) {
 fn lives(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     stat.is_ok_and(|s| s.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z')))
+}
+
+/// Whether there is no process of this number any more, but one at most that was not waited for. Where `/proc` hides other users'
+/// processes, they are there.
+pub fn is_gone(pid: u32) -> bool {
+    let Ok(number) = i32::try_from(pid) else { return true };
+    match kill(Pid::from_raw(number), None) {
+        Err(nix::errno::Errno::ESRCH) => true,
+        Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => false,
+        _ => !lives(pid),
+    }
 }
 
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {

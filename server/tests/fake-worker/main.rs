@@ -59,6 +59,10 @@ fn main() {
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
         return monitor(&args[2]);
     }
+    // As anybody else's child.
+    if args.get(1).is_some_and(|flag| flag == "--asks") {
+        return println!("{}", asks_the_server(&args[2]).unwrap());
+    }
     if args.get(1).is_some_and(|flag| flag == "--heir") {
         // What is only answered more slowly.
         loop {

@@ -14,7 +14,7 @@ use rustls::{ServerConfig, ServerConnection};
 use tonic::Code;
 use tonic::transport::Identity;
 
-use crate::common::{Server, eventually};
+use crate::common::{Server, eventually, example};
 
 /// Makes an administrator; returns the file.
 fn administrator(server: &Server, name: &str) -> PathBuf {
@@ -203,4 +203,58 @@ async fn only_a_server_is_asked() {
     });
     assert_eq!(refused(&address, &alice, &["status"]), "not-reachable");
     assert_eq!(impostor.join().unwrap(), (true, true), "it was sent nothing");
+}
+
+/// Set in the process of a test that asks and ends.
+const ASKS: &str = "ADMINISTRATION_TEST_SOCKET";
+
+#[tokio::test]
+async fn who_has_ended_asks_nothing() {
+    use std::io::{IoSlice, IoSliceMut, Read, Write};
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
+
+    use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+
+    if let Some(socket) = std::env::var_os(ASKS) {
+        // Its parent asks in its name, when it is no more.
+        let server = UnixStream::connect(socket).unwrap();
+        let rights = [server.as_raw_fd()];
+        let beside = [ControlMessage::ScmRights(&rights)];
+        sendmsg::<()>(0, &[IoSlice::new(b"x")], &beside, MsgFlags::empty(), None).unwrap();
+        return;
+    }
+    let server = Server::start().await;
+    let request = br#"{"verb":"drain","end":false,"reason":"a test"}"#;
+    let ask = |mut socket: &UnixStream| {
+        // It may have been refused before it has spoken.
+        let _ =
+            socket.write_all(&(request.len() as u32).to_le_bytes()).and_then(|()| socket.write_all(request));
+        let mut answer = Vec::new();
+        let _ = socket.read_to_end(&mut answer);
+        answer.len()
+    };
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let ended = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "administration::who_has_ended_asks_nothing"])
+        .env(ASKS, server.path("run/admin.sock"))
+        .stdin(OwnedFd::from(theirs))
+        .output()
+        .unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    let (mut space, mut byte) = (nix::cmsg_space!([i32; 1]), [0]);
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    let got = recvmsg::<()>(ours.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::empty()).unwrap();
+    let socket = got.cmsgs().unwrap().find_map(|c| match c {
+        // SAFETY: the kernel just gave us this descriptor, nobody else owns it.
+        ControlMessageOwned::ScmRights(fds) => Some(unsafe { UnixStream::from_raw_fd(fds[0]) }),
+        _ => None,
+    });
+    assert_eq!(ask(&socket.unwrap()), 0, "one that has ended");
+    // Whoever runs a worker's program is none, either.
+    let said = Command::new(example("fake-worker")).arg("--asks").arg(server.path("libcuda.so.1")).output();
+    assert_eq!(String::from_utf8(said.unwrap().stdout).unwrap().trim(), "0");
+    assert_eq!(server.json(&["status"])["server"]["state"], "online");
+    assert!(ask(&UnixStream::connect(server.path("run/admin.sock")).unwrap()) > 0);
+    assert!(server.json(&["status"])["server"]["state"].as_str().unwrap().starts_with("draining"));
 }
