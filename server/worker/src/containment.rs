@@ -49,7 +49,7 @@ pub fn before_driver(start: &Start) -> Vec<String> {
     let said = |what: &'static str| move |e: String| format!("{what}: {e}");
     // One byte: zero would still start a collector that `core_pattern` names.
     let parts = [
-        // Rather this program than the server and everybody else's.
+        // Rather this program than the server and everybody else's. Whoever takes it over can take this back.
         std::fs::write("/proc/self/oom_score_adj", "500").map_err(|e| said("oom_score_adj")(e.to_string())),
         at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
         at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
