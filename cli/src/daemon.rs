@@ -77,6 +77,9 @@ pub struct DescribedLease {
     pub position: Option<u32>,
     pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,
+    /// When it ends unless renewed; 0 while pending.
+    #[serde(default)]
+    pub expires_usec: u64,
     /// A daemon of an earlier version says nothing of them.
     #[serde(default)]
     pub failures: Vec<DescribedFailure>,

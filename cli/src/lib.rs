@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use gpusessiond::client::Remote;
@@ -23,7 +23,7 @@ use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
 use gpusessiond::places;
 use gpusessiond::pool::{PoolServer as _, Trouble};
-use gpusessiond::values::{control_address, parse_duration};
+use gpusessiond::values::{control_address, human_duration, parse_duration};
 use serde_json::json;
 
 use crate::daemon::Daemon;
@@ -518,9 +518,13 @@ async fn request(request: Request, json: bool) -> Result<i32> {
     spec.ttl = Some(request.ttl);
     spec.why = "gpusession request".into();
     let gpus = spec.gpus;
-    let file = if request.wanted.servers.is_empty() {
-        let created = Daemon::connect().await?.create(&spec, true).await?;
-        LeaseFile { id: created.id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }
+    let (file, expires_usec) = if request.wanted.servers.is_empty() {
+        let daemon = Daemon::connect().await?;
+        let id = daemon.create(&spec, true).await?.id;
+        // It is made, whatever comes of this.
+        let leases = daemon.describe().await.map(|described| described.leases).unwrap_or_default();
+        let expires_usec = leases.iter().find(|lease| lease.id == id).map_or(0, |lease| lease.expires_usec);
+        (LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }, expires_usec)
     } else {
         let direct = run::Direct::new(&request.wanted.servers)?;
         let wish = format!("{}/{}/0", places::hex(&places::boot_id()), spec.key);
@@ -530,17 +534,28 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let views = direct.engine.snapshot().borrow().servers.clone();
         let holder = views.into_iter().find(|view| view.name == lease.server);
         let servers = holder.map_or(direct.servers, |view| vec![view.address]);
-        LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers }
+        let file = LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers };
+        (file, lease.expires_usec)
     };
     file.store(empty)?;
     if json {
-        print(&json!({ "schema": 1, "lease": file.id, "gpus": gpus, "file": request.output }).to_string());
+        let told = json!({
+            "schema": 1, "lease": file.id, "gpus": gpus, "file": request.output, "expires_usec": expires_usec
+        });
+        print(&told.to_string());
     } else {
         let path = request.output.display();
         print(&format!(
             "lease {} of {gpus} GPU(s), written to {path}\nuse it: gpusession run --lease {path} -- PROGRAM",
             file.id
         ));
+        let left = (UNIX_EPOCH + Duration::from_micros(expires_usec)).duration_since(SystemTime::now());
+        // It has lasted for a moment.
+        let granted = left.unwrap_or_default() + Duration::from_secs(5);
+        if expires_usec != 0 && granted < request.ttl {
+            let (granted, asked) = (human_duration(granted), human_duration(request.ttl));
+            print(&format!("it ends in {granted}, not {asked}: the server's limit lease_ttl allows no more"));
+        }
     }
     Ok(0)
 }

@@ -485,6 +485,7 @@ async fn request_and_release_through_a_file() {
     let answer = site.run(&["request", "-n", "1", "-o", "lease.toml", "--json"]).await;
     assert_eq!(answer.code, 0, "{}", answer.err);
     let id = json(&answer)["lease"].as_str().unwrap().to_owned();
+    assert!(json(&answer)["expires_usec"].as_u64().unwrap() > 0, "{}", answer.out);
     let text = std::fs::read_to_string(site.file("lease.toml")).unwrap();
     assert!(text.contains(&id), "{text}");
     assert_eq!(site.run(&["request", "-o", "lease.toml"]).await.code, 1, "never overwritten");

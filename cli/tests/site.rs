@@ -585,10 +585,12 @@ fn run_without_a_daemon_leases_and_gives_back() {
     assert_eq!(running.stop(), 42);
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
 
-    // A lease in a file.
+    // A lease in a file, which says where the server grants less time than asked for.
     let file = site.path("lease.toml").display().to_string();
-    let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
+    let request = site.gpusession(&["request", "--server", &address, "-n", "2", "--ttl", "7d", "-o", &file]);
     assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
+    let said = text(&request.stdout);
+    assert!(said.contains("it ends in 1 d 0 h, not 7 d 0 h: the server's limit lease_ttl"), "{said}");
     assert_eq!(
         site.gpusession(&["run", "--", "true"]).status.code(),
         Some(125),

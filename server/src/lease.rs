@@ -13,8 +13,8 @@ use crate::limits::{Bound, Effective, Entry, Exceeded, Scope, fits};
 /// Time a lease lives without a renewal where the client asks for none: as long as a worker waits for a lost client, so
 /// that a cut network ends neither before the other.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
-/// Shortest and longest time that a client can ask for.
-const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(24 * 3600));
+/// Shortest time that a client can ask for, and the longest where its limit `lease_ttl` allows more or is off.
+const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(366 * 24 * 3600));
 const MIB: u64 = 1 << 20;
 /// Leases that one client can hold on one server, and requests of it that can wait; bounds on memory, not a policy.
 const MAX_LEASES_PER_CLIENT: usize = 64;
@@ -665,12 +665,16 @@ impl Table {
             }
         };
         self.leave_queue(&request.client, &request.request_id);
+        let longest = request.limits.smallest("lease_ttl").map(|(_, usec)| usec);
         let ttl = match request.ttl {
             Duration::ZERO => DEFAULT_TTL,
-            ttl => ttl.clamp(TTL_RANGE.0, TTL_RANGE.1),
+            // Who asks for a time renews nothing, and has the lease as long as a limit lets others renew theirs.
+            ttl => {
+                ttl.min(longest.map_or(TTL_RANGE.1, Duration::from_micros)).clamp(TTL_RANGE.0, TTL_RANGE.1)
+            }
         };
-        let until_unix = match request.limits.smallest("lease_ttl") {
-            Some((_, usec)) if !request.persistent => unix + usec.div_ceil(1_000_000),
+        let until_unix = match longest {
+            Some(usec) if !request.persistent => unix + usec.div_ceil(1_000_000),
             _ => 0,
         };
         self.fencing_token += 1;
@@ -1825,6 +1829,31 @@ pub(crate) mod tests {
         assert_eq!((lease.until_unix, boot.until_unix), (100, 0));
         assert!(t.expire(Duration::ZERO, 99).is_empty());
         assert_eq!(t.expire(Duration::ZERO, 100), [lease]);
+    }
+
+    #[test]
+    fn a_lease_lives_as_long_as_asked_for_within_lease_ttl() {
+        let (mut t, r) = (table(1), Counting::default());
+        let day = Duration::from_secs(86400);
+        let time = |days: u32| Bound::Time(day * days);
+        for (asked, limit, granted) in [
+            (day * 7, None, day * 7),
+            (day * 7, Some(time(0)), day * 7),
+            (day * 7, Some(time(3)), day * 3),
+            (day * 2, Some(time(3)), day * 2),
+            (day * 9999, Some(time(0)), day * 366),
+            (day * 9999, Some(time(9998)), day * 366),
+            (day, Some(Bound::Time(Duration::from_millis(5))), Duration::from_secs(1)),
+            (Duration::from_millis(5), Some(time(3)), Duration::from_secs(1)),
+            (Duration::ZERO, Some(time(3)), DEFAULT_TTL),
+        ] {
+            let asks = request("a", 1, 1.0);
+            let limits =
+                limit.clone().map_or_else(Effective::default, |bound| limited(&[("lease_ttl", bound)]));
+            let lease = allocate(&mut t, &Request { ttl: asked, limits, ..asks }, 0, &r).unwrap();
+            assert_eq!(lease.ttl, granted, "{asked:?} {limit:?}");
+            t.remove(None, &lease.id);
+        }
     }
 
     #[derive(Debug, Clone)]

@@ -66,7 +66,7 @@ pub const LIMITS: &[Limit] = &[
         "lease_ttl",
         Kind::Time,
         "24h",
-        "how long a lease may be renewed; boot leases without end; 0 is off",
+        "how long a lease may be renewed, or be asked for; boot leases without end; 0 is off",
     ),
     limit("max_persistent", Kind::Number, "2", "leases that are renewed without end"),
     limit("requests_per_s", Kind::Number, "100", "requests to the control service"),

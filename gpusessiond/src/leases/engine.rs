@@ -26,6 +26,7 @@ use crate::access::Gate;
 use crate::config::Class;
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
+use crate::values::human_duration;
 
 /// Shown for a user whom the user database does not know: neither everyone nor anybody.
 const UNKNOWN_USER: u32 = u32::MAX - 1;
@@ -549,6 +550,19 @@ impl Actor {
                         lease.server,
                         lease.devices.len()
                     );
+                    let asked = self.machine.slot(slot).and_then(|wanted| wanted.spec.ttl);
+                    let granted = Duration::from_micros(lease.ttl_usec);
+                    if let Some(asked) = asked.filter(|asked| granted < *asked) {
+                        warn!(
+                            gpusession_lease = lease.id,
+                            gpusession_server = lease.server,
+                            "lease {} ends after {}, not {} as asked for: the limit lease_ttl of {}",
+                            lease.id,
+                            human_duration(granted),
+                            human_duration(asked),
+                            lease.server
+                        );
+                    }
                 }
                 if let Ok((server, _)) = &result {
                     self.describe(*server);
