@@ -3,14 +3,18 @@
 
 use super::{Phase, State, Supervisor, Worker, exceeds, stop};
 
-/// Memory of a process that no file is behind, in bytes.
+/// Memory of a process that no file is behind, in bytes, swapped out or not. What it has mapped nowhere, as a memory file that was
+/// only written, is in no process's numbers: the service's `MemoryMax` bounds that.
 fn taken(pid: u32) -> Option<u64> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    counted(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+fn counted(status: &str) -> Option<u64> {
     let kib = |key: &str| -> Option<u64> {
         let line = status.lines().find_map(|line| line.strip_prefix(key))?;
         line.split_whitespace().next()?.parse().ok()
     };
-    Some((kib("RssAnon:")? + kib("RssShmem:")?) << 10)
+    Some((kib("RssAnon:")? + kib("RssShmem:")? + kib("VmSwap:").unwrap_or(0)) << 10)
 }
 
 impl Supervisor {
@@ -59,5 +63,12 @@ mod tests {
         assert!(after >= before + (60 << 20), "{before} {after}");
         drop(filled);
         assert_eq!(super::taken(u32::MAX), None);
+    }
+
+    #[test]
+    fn what_is_swapped_out_counts() {
+        let status = "RssAnon:\t     100 kB\nRssFile:\t    5000 kB\nRssShmem:\t      20 kB\nVmSwap:\t       3 kB\n";
+        assert_eq!(super::counted(status), Some(123 << 10));
+        assert_eq!(super::counted(status.split("VmSwap").next().unwrap()), Some(120 << 10));
     }
 }
