@@ -153,7 +153,7 @@ impl Pool {
         }
         for lender in lenders {
             // One that is used just now is not lent; then there is no room, as before.
-            let _ = self.park(&lender, &format!("unused, and {} waits", request.client)).await;
+            let _ = self.lend(&lender, &format!("unused, and {} waits", request.client)).await;
         }
         self.registry().allocate(request).await
     }
@@ -163,7 +163,7 @@ impl Pool {
         let Some(wants) = self.registry().get(lease).await else { return };
         let may_move = self.parking().may_move(lease);
         for lender in self.registry().lenders_back(lease, may_move, &self.unused().await).await {
-            let _ = self.park(&lender, &format!("unused, and {} waits", wants.lease.client)).await;
+            let _ = self.lend(&lender, &format!("unused, and {} waits", wants.lease.client)).await;
         }
     }
 }

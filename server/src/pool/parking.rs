@@ -16,7 +16,7 @@ use crate::clock::Moment;
 use crate::idle::Clock;
 use crate::lease::Place;
 use crate::supervise::WorkerId;
-use crate::supervise::park::{NotParked, Parker};
+use crate::supervise::park::{NotParked, Parker, Serving};
 
 /// How often a lease that waits for its GPUs looks for room.
 const LOOK: Duration = Duration::from_millis(200);
@@ -154,9 +154,19 @@ fn host_memory() -> (u64, u64) {
 impl Pool {
     /// Gives a lease's GPUs to others: the device memory of its programs goes to host memory. Nothing changes on an error.
     pub async fn park(&self, lease: &str, why: &str) -> Result<(), ParkError> {
+        let serving = self.supervisor().serving(lease);
+        self.give_away(lease, why, serving).await
+    }
+
+    /// The same for a lease without programs: one that has begun by now keeps its GPUs.
+    pub async fn lend(&self, lease: &str, why: &str) -> Result<(), ParkError> {
+        self.give_away(lease, why, Vec::new()).await
+    }
+
+    /// `serving`: its programs, as far as they were known. Another one is a reason to leave it as it is.
+    async fn give_away(&self, lease: &str, why: &str, serving: Vec<Serving>) -> Result<(), ParkError> {
         let parking = self.parking();
         let Some(standing) = self.registry().get(lease).await else { return Err(ParkError::NoLease) };
-        let serving = self.supervisor().serving(lease);
         if standing.lease.mps && !serving.is_empty() {
             return Err(ParkError::Never("NVIDIA's driver moves no memory of programs under MPS".into()));
         }
@@ -208,9 +218,9 @@ impl Pool {
                 }
             }
         }
-        // A program that began meanwhile.
-        if self.supervisor().serving(lease).len() > serving.len() {
-            failed.get_or_insert(NotParked::Busy);
+        // From here on none begins.
+        if failed.is_none() && !self.supervisor().give_away(lease, &serving) {
+            failed = Some(NotParked::Busy);
         }
         if let Some(failed) = failed {
             for (id, mut parker) in parkers {
@@ -236,7 +246,6 @@ impl Pool {
                 NotParked::Failed(text) => ParkError::Failed(text),
             });
         }
-        self.supervisor().set_away(lease, true);
         self.registry().set_aside(lease).await;
         let state = if parkers.is_empty() { "lent" } else { "parked" };
         // Its next call is work again.

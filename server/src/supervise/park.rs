@@ -246,23 +246,34 @@ impl Supervisor {
         Parker::parked(&options.program, &options.driver, worker.pid).await
     }
 
+    /// A lease's GPUs are given to others, as [`Supervisor::set_away`] does it. `false`: a program has begun that is none of these,
+    /// and nothing is done.
+    pub fn give_away(&self, lease: &str, parked: &[Serving]) -> bool {
+        let mut state = self.state();
+        let serves = |w: &super::Worker| w.lease == lease && w.process.is_some();
+        if state.workers.iter().any(|(id, w)| serves(w) && !parked.iter().any(|p| p.id == *id)) {
+            return false;
+        }
+        state.set_away(lease, true);
+        true
+    }
+
     /// A lease's GPUs are given to others: its workers that serve nobody end, and none is started. Or it has them again.
     pub fn set_away(&self, lease: &str, away: bool) {
-        {
-            let mut state = self.state();
-            let super::State { workers, leases, .. } = &mut *state;
-            let Some(entry) = leases.get_mut(lease) else { return };
-            entry.away = away;
-            entry.changed.notify_waiters();
-            if away {
-                for (id, worker) in
-                    workers.iter_mut().filter(|(_, w)| w.lease == lease && w.process.is_none())
-                {
-                    entry.stock.leave(id, worker.starts());
-                    stop(id, worker, "the lease's GPUs are given to others while it is idle");
-                }
-            }
-        }
+        self.state().set_away(lease, away);
         self.refill(lease);
+    }
+}
+
+impl super::State {
+    fn set_away(&mut self, lease: &str, away: bool) {
+        let Some(entry) = self.leases.get_mut(lease) else { return };
+        entry.away = away;
+        entry.changed.notify_waiters();
+        let unused = |w: &super::Worker| away && w.lease == lease && w.process.is_none();
+        for (id, worker) in self.workers.iter_mut().filter(|(_, w)| unused(w)) {
+            entry.stock.leave(id, worker.starts());
+            stop(id, worker, "the lease's GPUs are given to others while it is idle");
+        }
     }
 }
