@@ -47,7 +47,7 @@ pub enum ParkError {
         left: u64,
     },
     /// The driver.
-    #[error("parking failed, the programs go on: {0}")]
+    #[error("parking failed: {0}")]
     Failed(String),
 }
 
@@ -243,7 +243,10 @@ impl Pool {
                     parking.nevers().insert(lease.into(), text.clone());
                     ParkError::Never(text)
                 }
-                NotParked::Failed(text) => ParkError::Failed(text),
+                NotParked::Failed(text) => ParkError::Failed(format!("{text}; the programs go on")),
+                NotParked::Hangs(text) => {
+                    ParkError::Failed(format!("{text}; its program was ended, others go on"))
+                }
             });
         }
         self.registry().set_aside(lease).await;

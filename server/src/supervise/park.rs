@@ -19,6 +19,8 @@ use crate::lease::Lease;
 const PAUSE_LIMIT: Duration = Duration::from_secs(5);
 /// How long the driver may try to lock a process: work that takes longer means that it is not parked.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
+/// How long device memory may be on its way: 64 GiB took half a minute. A helper that says nothing by then hangs in the driver.
+const MOVE_LIMIT: Duration = Duration::from_secs(600);
 /// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
 const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
@@ -33,6 +35,8 @@ pub enum NotParked {
     Never(String),
     /// Something went wrong; the worker goes on.
     Failed(String),
+    /// Nobody knows where its device memory is: the worker cannot go on.
+    Hangs(String),
 }
 
 /// Keeps the device memory of one worker in host memory: a process of ours that lives as long.
@@ -50,19 +54,29 @@ fn refusal(line: &str) -> Option<(i32, String)> {
     Some((code.parse().ok()?, text.into()))
 }
 
+fn hangs() -> String {
+    format!("the helper that moves device memory said nothing for {} s", MOVE_LIMIT.as_secs())
+}
+
 impl Parker {
     /// Moves the device memory of process `pid` to host memory.
     pub async fn park(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
         let limit = LOCK_LIMIT.as_millis().to_string();
-        Self::start(program, driver, "--park", &[&pid.to_string(), &limit]).await
+        Self::start(program, driver, "--park", &[&pid.to_string(), &limit], MOVE_LIMIT).await
     }
 
     /// The same for a process that an earlier server parked.
     pub async fn parked(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
-        Self::start(program, driver, "--parked", &[&pid.to_string()]).await
+        Self::start(program, driver, "--parked", &[&pid.to_string()], MOVE_LIMIT).await
     }
 
-    async fn start(program: &Path, driver: &Path, flag: &str, rest: &[&str]) -> Result<Self, NotParked> {
+    async fn start(
+        program: &Path,
+        driver: &Path,
+        flag: &str,
+        rest: &[&str],
+        limit: Duration,
+    ) -> Result<Self, NotParked> {
         let failed = |e: std::io::Error| NotParked::Failed(format!("{}: {e}", program.display()));
         let mut child = Command::new(program)
             .arg(flag)
@@ -81,7 +95,10 @@ impl Parker {
             return Err(NotParked::Failed("a helper without pipes".into()));
         };
         let mut parker = Self { _child: child, input, lines: BufReader::new(output).lines() };
-        match parker.lines.next_line().await.map_err(failed)? {
+        let Ok(said) = timeout(limit, parker.lines.next_line()).await else {
+            return Err(NotParked::Hangs(hangs()));
+        };
+        match said.map_err(failed)? {
             Some(line) if line == "parked" => Ok(parker),
             Some(line) => Err(match refusal(&line) {
                 Some((NOT_READY, _)) => NotParked::Busy,
@@ -96,7 +113,8 @@ impl Parker {
     /// Moves it back; `false`: the GPU has no room now.
     pub async fn back(&mut self) -> Result<bool, String> {
         self.input.write_all(b"back\n").await.map_err(|e| e.to_string())?;
-        match self.lines.next_line().await.map_err(|e| e.to_string())?.as_deref() {
+        let said = timeout(MOVE_LIMIT, self.lines.next_line()).await.map_err(|_| hangs())?;
+        match said.map_err(|e| e.to_string())?.as_deref() {
             Some("back") => Ok(true),
             Some("full") => Ok(false),
             Some(line) => Err(refusal(line).map_or_else(|| line.to_string(), |(_, text)| text)),
@@ -197,7 +215,11 @@ impl Supervisor {
     pub async fn move_out(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
         self.moves(&worker.id);
-        let parker = Parker::park(&options.program, &options.driver, worker.pid).await?;
+        let parker = Parker::park(&options.program, &options.driver, worker.pid).await;
+        if let Err(NotParked::Hangs(why)) = &parker {
+            self.end_worker(&worker.id, None, &format!("its device memory was lost: {why}"));
+        }
+        let parker = parker?;
         if let Some(worker) = self.state().workers.get_mut(&worker.id) {
             worker.moving = false;
             if worker.phase == Phase::Active {
@@ -275,5 +297,20 @@ impl super::State {
             entry.stock.leave(id, worker.starts());
             stop(id, worker, "the lease's GPUs are given to others while it is idle");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_helper_that_hangs_is_not_waited_for() {
+        let (shell, limit) = (Path::new("/bin/sh"), Duration::from_millis(100));
+        let parked = Parker::start(shell, Path::new("exec sleep 3600"), "-c", &[], limit).await;
+        assert!(matches!(parked, Err(NotParked::Hangs(_))), "{parked:?}");
+        let script = Path::new("echo parked; exec sleep 3600");
+        let parked = Parker::start(shell, script, "-c", &[], MOVE_LIMIT).await;
+        assert!(parked.is_ok(), "{parked:?}");
     }
 }
