@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use redb::{Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -18,6 +18,8 @@ const RUNNING: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("running"
 const UNSEEN: &str = "its end was not seen: this is what was known in the last minute in which it was";
 /// Records that are written at once.
 const BATCH: usize = 256;
+/// Records that are kept, whatever their age: who begins and ends programs without pause fills no disk.
+const MOST: u64 = 2_000_000;
 
 /// What a record is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -159,6 +161,10 @@ impl std::fmt::Debug for Accounting {
 impl Accounting {
     /// Opens `accounting.redb` in the state directory, or makes it.
     pub fn open(state_dir: &Path) -> Result<Self, AccountingError> {
+        Self::bounded(state_dir, MOST)
+    }
+
+    fn bounded(state_dir: &Path, most: u64) -> Result<Self, AccountingError> {
         let path = state_dir.join("accounting.redb");
         let fail = |e: redb::Error| AccountingError { path: path.clone(), error: Box::new(e) };
         let database = Arc::new(Database::create(&path).map_err(|e| fail(e.into()))?);
@@ -167,7 +173,7 @@ impl Accounting {
         let theirs = database.clone();
         let writer = std::thread::Builder::new()
             .name("accounting".into())
-            .spawn(move || write(&theirs, &queue, first))
+            .spawn(move || write(&theirs, &queue, first, most))
             .map_err(|e| fail(redb::Error::Io(e)))?;
         Ok(Self(Arc::new(Inner {
             path,
@@ -261,7 +267,7 @@ fn next_number(database: &Database) -> Result<u64, redb::Error> {
     Ok(next)
 }
 
-fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64) {
+fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, most: u64) {
     while let Ok(first) = queue.recv() {
         let mut orders = vec![first];
         orders.extend(queue.try_iter().take(BATCH));
@@ -299,6 +305,10 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64) {
                         Order::Forget(unix) => table.retain_in(..(unix, 0), |_, _| false)?,
                         Order::Flush(done) => flushed.push(done),
                     }
+                }
+                // What ended first goes first.
+                for _ in most..table.len()? {
+                    table.pop_first()?;
                 }
             }
             transaction.commit()?;
@@ -506,6 +516,25 @@ mod tests {
         let accounting = Accounting::open(folder.path()).unwrap();
         accounting.keep_running(BTreeSet::new());
         assert_eq!(seen(&accounting)[..2], [is("lost", 160, UNSEEN), is("stays", 160, UNSEEN)]);
+    }
+
+    #[test]
+    fn so_many_records_are_kept_the_oldest_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let ends = |accounting: &Accounting| {
+            let records = accounting.list(&Wanted::default()).unwrap();
+            records.iter().map(|r| r.end_unix).collect::<Vec<_>>()
+        };
+        {
+            let accounting = Accounting::bounded(folder.path(), 10).unwrap();
+            (1..=1000).for_each(|end| accounting.add(record(Kind::Process, "l1", "vm-1", end)));
+            assert_eq!(ends(&accounting), (991..=1000).collect::<Vec<_>>());
+            accounting.add(record(Kind::Process, "l1", "vm-1", 1001));
+            assert_eq!(ends(&accounting), (992..=1001).collect::<Vec<_>>());
+        }
+        // Those of before count.
+        let accounting = Accounting::bounded(folder.path(), 3).unwrap();
+        assert_eq!(ends(&accounting), [999, 1000, 1001]);
     }
 
     #[test]
