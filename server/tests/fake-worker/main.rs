@@ -11,7 +11,7 @@
 //! * `...busy...`: under MPS, workers end in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
 //! * `...boasting...`: a program makes its worker say again how isolated it is.
-//! * `...heirs...`: a program's worker ends, and a process that it leaves behind goes on speaking in its place.
+//! * `...heirs...`: a program's worker ends, and processes that it leaves behind go on speaking in its place.
 //! * `...clogged...`: a program's worker asks more than fits into its channel, and reads no answer.
 //!
 //! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
@@ -186,11 +186,11 @@ fn serve() {
                     let channel = unsafe { BorrowedFd::borrow_raw(WORKER_FD) };
                     let kept = nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty());
                     nix::fcntl::fcntl(channel, kept).unwrap();
-                    std::process::Command::new(std::env::current_exe().unwrap())
-                        .arg("--heir")
-                        .spawn()
-                        .unwrap();
-                    // It speaks by then.
+                    // Several, so that there is always something to hear.
+                    let own = std::env::current_exe().unwrap();
+                    let heir = |_| drop(std::process::Command::new(&own).arg("--heir").spawn().unwrap());
+                    (0..4).for_each(heir);
+                    // They speak by then.
                     std::thread::sleep(std::time::Duration::from_millis(300));
                     std::process::exit(0);
                 }

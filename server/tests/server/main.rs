@@ -710,10 +710,12 @@ async fn what_a_worker_leaves_behind_does_not_speak_for_it() {
     let lease = vm.allocate(100.0).await.unwrap();
     let worker = vm.take(&lease.id).await.unwrap();
     let (_lane, said) = server.adopt(&worker.id, 0, true);
+    let begun = Instant::now();
     eventually("it has ended for the server, too", async || {
         server.workers().iter().all(|w| w["worker"] != said["worker"])
     })
     .await;
+    assert!(begun.elapsed() < Duration::from_secs(10), "after {:?}", begun.elapsed());
 }
 
 #[tokio::test]
