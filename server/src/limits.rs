@@ -49,7 +49,7 @@ pub const LIMITS: &[Limit] = &[
     limit("memory", Kind::Memory, "100%", "memory of each GPU of a lease"),
     limit("sm_percent", Kind::Number, "100", "multiprocessors of each GPU of a lease, in percent"),
     limit("workers", Kind::Number, "64", "programs at a time"),
-    limit("connections", Kind::Number, "256", "data connections of programs at a time"),
+    limit("connections", Kind::Number, "1088", "data connections of programs at a time; one has up to 17"),
     limit(
         "staging",
         Kind::Size,

@@ -2,7 +2,7 @@
 //! and allocations are made at addresses chosen here: a device pointer means the same on both sides and is never also a
 //! host pointer. Small allocations share 2 MiB slabs, large ones are whole granules.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -160,7 +160,8 @@ pub struct Window {
     host: Free,
     slabs: BTreeMap<u64, Slab>,
     sizes: BTreeMap<u64, u64>,
-    reserved: BTreeSet<u64>,
+    /// With their sizes.
+    reserved: BTreeMap<u64, u64>,
 }
 
 impl Window {
@@ -171,7 +172,7 @@ impl Window {
             host: Free::new(base + DEVICE_WINDOW, HOST_ARENA),
             slabs: BTreeMap::new(),
             sizes: BTreeMap::new(),
-            reserved: BTreeSet::new(),
+            reserved: BTreeMap::new(),
         }
     }
 
@@ -247,15 +248,16 @@ impl Window {
             return Err(INVALID_VALUE);
         }
         let address = self.device.take(size, align.max(GRANULE)).ok_or(OUT_OF_MEMORY)?;
-        self.reserved.insert(address);
+        self.reserved.insert(address, size);
         Ok(address)
     }
 
     /// Gives such a reservation back.
     pub fn unreserve(&mut self, address: u64, size: u64) -> Result {
-        if !self.reserved.remove(&address) {
+        if self.reserved.get(&address) != Some(&size) {
             return Err(INVALID_VALUE);
         }
+        self.reserved.remove(&address);
         self.device.give(address, size);
         Ok(())
     }

@@ -28,6 +28,8 @@ const OUTBOX_LIMIT: usize = 4 << 20;
 /// How long the sender waits for more frames before it writes.
 const GATHER: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A worker answers the greeting at once, or when a program that ends has made room.
+const GREETING: Duration = Duration::from_secs(60);
 /// A hint of how many bytes one read takes from the socket.
 const READ: usize = 256 << 10;
 
@@ -393,9 +395,16 @@ impl Link {
     /// Reads frames, as the only reader, until the reply to `seq` is there.
     fn read_until(&self, seq: u64) -> io::Result<Reply> {
         let mut incoming = lock(&self.incoming);
-        let wait = Wait::Spin(threads::spin_time());
+        let spin = threads::spin_time();
+        let greeted = self.lane_secret.get().is_some();
+        let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING) };
         loop {
-            let (header, body) = self.next_frame(&mut incoming, wait)?;
+            let (header, body) = self.next_frame(&mut incoming, wait).map_err(|e| match e.kind() {
+                io::ErrorKind::WouldBlock => {
+                    io::Error::other(format!("no answer to the greeting within {} s", GREETING.as_secs()))
+                }
+                _ => e,
+            })?;
             if let Some((answered, reply)) = self.handle(&header, body)? {
                 if answered == seq {
                     return Ok(reply);
@@ -448,8 +457,9 @@ impl Link {
                 )];
                 nix::poll::poll(&mut fds, 100u16)
             };
+            // Also when nothing comes: a thread that waited for an answer may have read more than that.
+            let _ = self.poll();
             if matches!(readable, Ok(n) if n > 0) {
-                let _ = self.poll();
                 std::thread::yield_now();
             }
         }
@@ -610,10 +620,12 @@ fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::Socke
             let attempt = TcpStream::connect_timeout(&candidate, CONNECT_TIMEOUT).and_then(|mut socket| {
                 let preface = Preface::new(endpoint.worker, lane, 0, endpoint.fingerprint.is_some());
                 socket.write_all(preface.as_bytes())?;
-                match endpoint.fingerprint {
+                let mut transport = match endpoint.fingerprint {
                     None => Transport::plain(socket),
                     Some(fingerprint) => Transport::tls_client(socket, crate::tls::pinned(fingerprint)?),
-                }
+                }?;
+                transport.watch()?;
+                Ok(transport)
             });
             match attempt {
                 Ok(transport) => return Ok((transport, candidate)),

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use gpusession_proto::preface::refusal_len;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{MsgFlags, recv, sendmsg};
+use nix::sys::socket::{MsgFlags, recv, sendmsg, setsockopt, sockopt};
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
 /// How long a receiver waits.
@@ -23,10 +24,19 @@ pub enum Wait {
     AtMost(Duration, Duration),
 }
 
+/// A peer that acknowledges nothing for so long is gone: as long as a worker waits for a lost client, and a moment more.
+const SILENCE: Duration = Duration::from_secs(65);
+/// How often who waits for such a peer looks.
+const LOOK: Duration = Duration::from_secs(15);
+/// How long each step of a handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
 /// A connected stream.
 pub struct Transport {
     socket: TcpStream,
     tls: Option<Tls>,
+    /// See [`Transport::watch`].
+    watched: bool,
 }
 
 struct Tls {
@@ -54,6 +64,22 @@ impl Write for Whole<'_> {
     }
 }
 
+/// A server that does not serve a connection says why in clear, in place of the first TLS record.
+fn refused(socket: &TcpStream) -> io::Result<()> {
+    let mut first = [0; 4];
+    let peeked = loop {
+        match recv(socket.as_raw_fd(), &mut first, MsgFlags::MSG_PEEK | MsgFlags::MSG_WAITALL) {
+            Err(Errno::EINTR) => {}
+            other => break other?,
+        }
+    };
+    // The end of the stream is the handshake's to tell.
+    let Some(len) = refusal_len(first).filter(|_| peeked == first.len()) else { return Ok(()) };
+    let mut reason = Vec::new();
+    socket.take((first.len() + len) as u64).read_to_end(&mut reason)?;
+    Err(io::Error::other(String::from_utf8_lossy(&reason[first.len()..]).into_owned()))
+}
+
 /// Bytes received and not yet decrypted.
 struct Ciphertext {
     buf: Vec<u8>,
@@ -77,14 +103,28 @@ impl Transport {
     /// A stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
-        Ok(Self { socket, tls: None })
+        Ok(Self { socket, tls: None, watched: false })
     }
 
     /// TLS as the client; the configuration's verifier pins the worker's certificate.
     pub fn tls_client(socket: TcpStream, config: Arc<ClientConfig>) -> io::Result<Self> {
         let name = rustls::pki_types::ServerName::try_from("worker").map_err(io::Error::other)?;
-        let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
-        Self::handshake(socket, Connection::Client(connection))
+        let mut connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
+        socket.set_read_timeout(Some(HANDSHAKE))?;
+        socket.set_write_timeout(Some(HANDSHAKE))?;
+        while connection.wants_write() {
+            connection.write_tls(&mut Whole(&socket))?;
+        }
+        let shaken = refused(&socket).and_then(|()| Self::handshake(socket, Connection::Client(connection)));
+        let shaken = shaken.map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock => {
+                io::Error::other(format!("no answer to the handshake within {} s", HANDSHAKE.as_secs()))
+            }
+            _ => e,
+        })?;
+        shaken.socket.set_read_timeout(None)?;
+        shaken.socket.set_write_timeout(None)?;
+        Ok(shaken)
     }
 
     /// TLS as the worker.
@@ -106,7 +146,56 @@ impl Transport {
             incoming: Mutex::new(Ciphertext { buf: vec![0; 128 << 10], start: 0, end: 0 }),
             outgoing: Mutex::new(Vec::new()),
         };
-        Ok(Self { socket, tls: Some(tls) })
+        Ok(Self { socket, tls: Some(tls), watched: false })
+    }
+
+    /// From now on a peer that is gone without a word ends the stream with an error: by the kernel's probes where nothing is under
+    /// way, else by its silence. One that only reads nothing does not: it acknowledges that it has no room, for hours if need be, so that
+    /// TCP_USER_TIMEOUT, which ends that as well, is no choice.
+    pub fn watch(&mut self) -> io::Result<()> {
+        setsockopt(&self.socket, sockopt::KeepAlive, &true)?;
+        setsockopt(&self.socket, sockopt::TcpKeepIdle, &15)?;
+        setsockopt(&self.socket, sockopt::TcpKeepInterval, &10)?;
+        setsockopt(&self.socket, sockopt::TcpKeepCount, &5)?;
+        self.socket.set_write_timeout(Some(LOOK))?;
+        self.watched = true;
+        Ok(())
+    }
+
+    /// An error if the peer has left what was sent unacknowledged for too long.
+    fn heard(&self) -> io::Result<()> {
+        // SAFETY: plain numbers, for which zeros are values.
+        let mut info: nix::libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut len = size_of_val(&info) as nix::libc::socklen_t;
+        // SAFETY: the kernel writes at most `len` bytes to `info`.
+        let got = unsafe {
+            nix::libc::getsockopt(
+                self.socket.as_raw_fd(),
+                nix::libc::IPPROTO_TCP,
+                nix::libc::TCP_INFO,
+                std::ptr::from_mut(&mut info).cast(),
+                &mut len,
+            )
+        };
+        Errno::result(got)?;
+        let silence = Duration::from_millis(info.tcpi_last_ack_recv.into());
+        if info.tcpi_unacked > 0 && silence >= SILENCE {
+            return Err(io::Error::other(format!("no sign of life for {} s", silence.as_secs())));
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match (&self.socket).write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => bytes = &bytes[n..],
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && self.watched => self.heard()?,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
     }
 
     /// Whether bytes are encrypted.
@@ -116,7 +205,7 @@ impl Transport {
 
     /// Sends everything, waiting as long as it takes.
     pub fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let Some(tls) = &self.tls else { return (&self.socket).write_all(bytes) };
+        let Some(tls) = &self.tls else { return self.write_all(bytes) };
         let mut outgoing = lock(&tls.outgoing);
         for piece in bytes.chunks(256 << 10) {
             outgoing.clear();
@@ -131,7 +220,7 @@ impl Transport {
                     }
                 }
             }
-            (&self.socket).write_all(&outgoing)?;
+            self.write_all(&outgoing)?;
         }
         Ok(())
     }
@@ -150,6 +239,7 @@ impl Transport {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => IoSlice::advance_slices(&mut rest, n),
                 Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) if self.watched => self.heard()?,
                 Err(e) => return Err(e.into()),
             }
         }
@@ -228,9 +318,11 @@ impl Transport {
                 std::hint::spin_loop();
                 continue;
             }
+            let most = sleep.or(self.watched.then_some(LOOK));
             let timeout =
-                sleep.map_or(PollTimeout::NONE, |d| PollTimeout::try_from(d).unwrap_or(PollTimeout::MAX));
+                most.map_or(PollTimeout::NONE, |d| PollTimeout::try_from(d).unwrap_or(PollTimeout::MAX));
             match poll(&mut [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(0) if sleep.is_none() => self.heard()?,
                 Ok(0) => return Err(io::ErrorKind::WouldBlock.into()),
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(e) => return Err(e.into()),

@@ -273,11 +273,11 @@ impl Replay {
     }
 
     /// Another executor becomes the main one. The present one keeps what depends on its frame, and the frames of the same
-    /// client thread too, but for a bulk copy: that one waits for bytes, and the thread's work on other streams need not.
+    /// client thread too, but for a copy that the thread itself does not wait for.
     fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
-        if !ops::is_bulk(&current) {
+        if !ops::nobody_waits(&current) {
             state.kept_by.insert(current.thread(), blocked);
         }
         let touched = ops::touches(session, &current);

@@ -16,6 +16,8 @@ use crate::driver::{Driver, Status, check, status};
 use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
+/// Transfers whose frames failed and whose bytes may still come, at most; older ones have come.
+const UNWANTED: usize = 1024;
 /// Slots of one lane: one fills while the device reads the other.
 const SLOTS_PER_LANE: usize = 2;
 
@@ -43,6 +45,8 @@ struct Outgoing {
 #[derive(Default)]
 struct Arrived {
     chunks: HashMap<u64, VecDeque<Chunk>>,
+    /// Transfers that nobody takes chunks of, oldest first.
+    unwanted: VecDeque<u64>,
     failed: bool,
 }
 
@@ -133,6 +137,11 @@ impl Lanes {
             self.received.fetch_add(len as u64, Ordering::Relaxed);
             let chunk = Chunk { offset: header.ctx.get(), len, slot, lane: index };
             let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+            if arrived.unwanted.contains(&header.seq.get()) {
+                drop(arrived);
+                lane.slots.give(chunk.slot);
+                continue;
+            }
             arrived.chunks.entry(header.seq.get()).or_default().push_back(chunk);
             drop(arrived);
             self.arrival.notify_all();
@@ -189,6 +198,23 @@ impl Lanes {
             }
             arrived = self.arrival.wait(arrived).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// The frame of a transfer has failed: what comes of it is dropped, since lanes must not stand still for it.
+    pub fn discard(&self, transfer: u64) {
+        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        if arrived.unwanted.len() == UNWANTED {
+            arrived.unwanted.pop_front();
+        }
+        arrived.unwanted.push_back(transfer);
+        let came = arrived.chunks.remove(&transfer).unwrap_or_default();
+        drop(arrived);
+        for chunk in came {
+            if let Some(lane) = self.up[chunk.lane].get() {
+                lane.slots.give(chunk.slot);
+            }
+        }
+        self.arrival.notify_all();
     }
 
     /// The copy out of a chunk's slot has been queued and its event recorded.

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use gpusession_link::transport::Transport;
-use gpusession_proto::frame::{HEADER, Header, Writer, op};
+use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
 use crate::contexts::{Contexts, synchronize};
-use crate::driver::{Driver, Status};
+use crate::driver::{Driver, Status, status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
@@ -149,7 +149,12 @@ impl Session {
     pub fn reply(&self, seq: u64, status: Status, answer: &Answer) {
         let mut frames = Vec::with_capacity(answer.before.len() + answer.body.len() + HEADER);
         frames.extend_from_slice(&answer.before);
-        self.append(&mut frames, op::REPLY, seq, status, |w| w.words(&answer.body));
+        // A client takes a longer frame for garbage.
+        let (status, body) = match answer.body.len() {
+            len if len <= MAX_BODY => (status, &answer.body[..]),
+            _ => (status::NOT_SUPPORTED, &[][..]),
+        };
+        self.append(&mut frames, op::REPLY, seq, status, |w| w.words(body));
         self.send_frames(&frames);
     }
 

@@ -632,7 +632,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
     let mut worker = Worker::start(&machine);
     let mut guest = worker.guest();
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
-    for len in [(8 << 30) + 1, 1 << 48, u64::MAX] {
+    for len in [(1 << 47) + 1, 1 << 48, u64::MAX] {
         assert_eq!(guest.ask_words(op::COPY_FROM_DEVICE, &[WINDOW, len, 0, 1]), Ok(INVALID_VALUE));
         assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, len, 0, 0]), Ok(INVALID_VALUE));
         let copied = guest.ask(op::COPY_BOX, |w| {
@@ -852,6 +852,106 @@ fn chunks_that_do_not_fit_are_errors() {
     assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
     guest.close();
     assert_eq!(worker.ended(), "the client has ended");
+}
+
+#[test]
+fn what_comes_for_a_copy_that_failed_is_in_nobodys_way() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
+    let mut up = lane(&worker, &guest, FIRST_UP_LANE);
+    // More chunks than the lane has room for, before and after the failure; the stream is none.
+    let bytes = pattern(100_000, 3);
+    let failing = guest.seq + 1;
+    up.write(&chunk(failing, 0, &bytes));
+    let words = [WINDOW, 10 * 100_000, stream(7), 0];
+    assert!(matches!(guest.ask_words(op::COPY_TO_DEVICE, &words), Ok(status) if status != 0));
+    for i in 1..10 {
+        up.write(&chunk(failing, i * 100_000, &bytes));
+    }
+    up.write(&chunk(guest.seq + 1, 0, &bytes));
+    assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 100_000, 0, 0]), Ok(0));
+    // A copy to the program that fails ends all the same, where nobody waits for an answer.
+    let seq = guest.seq + 1;
+    let mut read = frame_of(1, op::COPY_FROM_DEVICE, seq, |w| {
+        [WINDOW, 100_000, stream(7), 0].into_iter().for_each(|word| w.word(word));
+    });
+    no_wait(&mut read);
+    guest.seq = seq;
+    guest.write(&read);
+    let (header, _) = guest.frame().expect("its end");
+    assert_eq!((header.op.get(), header.seq.get()), (op::LANDED, seq));
+    assert_ne!(header.ctx.get(), 0);
+}
+
+/// Makes a frame one that nobody waits for.
+fn no_wait(frame: &mut [u8]) {
+    let flags = std::mem::offset_of!(gpusession_proto::frame::Header, flags);
+    frame[flags..flags + 2].fill(0);
+}
+
+#[test]
+fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
+    let (flag, data) = (WINDOW, WINDOW + 2 * MIB);
+    let (wait, write) = ([1u64, flag, 1, 0, 0, 0], [2u64, flag, 1, 0, 0, 0]);
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    for address in [flag, data] {
+        assert_eq!(guest.ask_words(op::ALLOC, &[address, 2 * MIB, 0]), Ok(0));
+    }
+    for slot in [1, 2] {
+        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
+    }
+    assert_eq!(guest.ask_words(300, &[flag, 0, 8, stream(1)]), Ok(0));
+    assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+    let mut seq = guest.seq;
+    let mut frames = Vec::new();
+    let mut push = |operation, waits: bool, body: &dyn Fn(&mut gpusession_proto::frame::Writer<'_>)| {
+        seq += 1;
+        let mut frame = frame_of(1, operation, seq, body);
+        if !waits {
+            no_wait(&mut frame);
+        }
+        frames.extend_from_slice(&frame);
+        seq
+    };
+    let batch = |slot: u32, item: [u64; 6]| {
+        move |w: &mut gpusession_proto::frame::Writer<'_>| {
+            w.word(stream(slot));
+            w.word(0);
+            w.bytes(item.as_bytes());
+        }
+    };
+    push(op::STREAM_BATCH, false, &batch(1, wait));
+    // More than there are slots, all of one thread, which then copies and releases them by another stream.
+    let small: Vec<u64> = (0..100)
+        .map(|_| {
+            push(op::COPY_FROM_DEVICE, false, &|w| {
+                [data, 8, stream(1), 0].into_iter().for_each(|word| w.word(word));
+            })
+        })
+        .collect();
+    let read = push(op::COPY_FROM_DEVICE, true, &|w| {
+        [data, 8, stream(2), 1].into_iter().for_each(|word| w.word(word));
+    });
+    let released = push(op::STREAM_BATCH, true, &batch(2, write));
+    let synced = push(op::STREAM_SYNC, true, &|w| w.word(stream(1)));
+    guest.seq = seq;
+    guest.write(&frames);
+    let (mut landed, mut answered) = (Vec::new(), Vec::new());
+    while answered.len() < 3 || landed.len() < small.len() {
+        let (header, _) = guest.frame().expect("an answer");
+        assert_eq!(header.ctx.get(), 0, "{}", header.seq.get());
+        match header.op.get() {
+            op::LANDED => landed.push(header.seq.get()),
+            _ => answered.push(header.seq.get()),
+        }
+    }
+    assert_eq!(answered, [read, released, synced]);
+    landed.sort_unstable();
+    assert_eq!(landed, small);
 }
 
 #[test]

@@ -16,6 +16,8 @@ use crate::{copies, mapped, ranges, thread};
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Bytes of a copy between leases that are on their way through the program at once.
 const RELAYED: usize = 4 << 20;
+/// Bytes of a box that both sides hold packed at once; a larger one travels in parts.
+const PACKED: usize = 256 << 20;
 
 /// Does something on the default stream of another lease's context, behind what `stream` has so far; it is complete before this
 /// returns. The two servers know nothing of each other: what one waits for the other waits for here.
@@ -569,6 +571,9 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     };
     if direction != 0 && stream.capture().is_some() {
         return copies::in_order(cuboid, stream);
+    }
+    if direction != 0 && len > PACKED && height * depth > 1 {
+        return cuboid.parts().try_for_each(|part| run_on(part, stream, wait));
     }
     mapped::upload(client)?;
     if direction == 1 {

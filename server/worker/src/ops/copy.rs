@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use gpusession_proto::frame::{INLINE_MAX, Reader};
+use gpusession_proto::frame::{INLINE_MAX, Reader, op};
 
 use super::{Answer, Done, Failure, allocations, bounded, settle};
 use crate::driver::{Handle, Status, check, status};
 use crate::execute::{Executor, Frame};
 use crate::session::Session;
 
-/// Longest packed box of a 2D or 3D copy, in bytes.
+/// Longest copy, in bytes: more than any memory has.
+const MAX_COPY: usize = 1 << 47;
+/// Longest packed box of a 2D or 3D copy, in bytes: this process holds it whole. Clients take larger ones apart.
 const MAX_BOX: usize = 8 << 30;
 /// `CUDA_MEMCPY3D`
 const BOX: usize = 200;
@@ -83,7 +85,7 @@ pub fn between_devices(
 /// `COPY_TO_DEVICE`: destination, length, stream, whether the bytes follow in the frame.
 pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
     let (target, len, stream, inline) =
-        (r.word()?, bounded(r.word()?, MAX_BOX)?, session.stream(r.word()?)?, r.word()? != 0);
+        (r.word()?, bounded(r.word()?, MAX_COPY)?, session.stream(r.word()?)?, r.word()? != 0);
     let call = &session.driver.call;
     if inline {
         let bytes = r.bytes()?;
@@ -133,7 +135,7 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
 /// `COPY_FROM_DEVICE`: source, length, stream, whether the program waits.
 pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (source, len, stream, wait) =
-        (r.word()?, bounded(r.word()?, MAX_BOX)?, session.stream(r.word()?)?, r.word()? != 0);
+        (r.word()?, bounded(r.word()?, MAX_COPY)?, session.stream(r.word()?)?, r.word()? != 0);
     let call = &session.driver.call;
     let seq = frame.header.seq.get();
     if len > INLINE_MAX {
@@ -155,18 +157,13 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         return Ok(queued?);
     }
     session.lanes.inline(0, len);
-    let failed = |error: Status| {
-        // Who does not wait for an answer waits for the bytes.
-        if !wait {
-            session.send_with(gpusession_proto::frame::op::LANDED, seq, error, |w| w.bytes(&[]));
-        }
-        error
+    let slots = session.landing.slots(session)?;
+    let Some(mut slot) = slots.try_take() else {
+        return without_slot(session, frame, (source, len, stream, wait), answer);
     };
-    let slots = session.landing.slots(session).map_err(failed)?;
-    let mut slot = slots.take();
     if let Err(error) = slot.enter(session.driver, &session.contexts, frame.header.ctx.get()) {
         slots.give(slot);
-        return Err(failed(error).into());
+        return Err(error.into());
     }
     // SAFETY: the slot has room for the bytes.
     let copied = check(unsafe { (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source, len, stream) });
@@ -184,8 +181,33 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         Ok(()) => session.landing.push(session, seq, stream, slot, len),
         Err(error) => {
             slots.give(slot);
-            return Err(failed(error).into());
+            return Err(error.into());
         }
+    }
+    Ok(())
+}
+
+/// A small copy from the device while streams that stand still have all slots: they must not hold up the others.
+fn without_slot(
+    session: &Session,
+    frame: &Frame,
+    (source, len, stream, wait): (u64, usize, Handle, bool),
+    answer: &mut Answer,
+) -> Done {
+    let call = &session.driver.call;
+    let mut bytes = vec![0u8; len];
+    // SAFETY: the buffer has `len` bytes and outlives the synchronisation; the stream is this worker's.
+    check(unsafe {
+        match (call.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), source, len, stream) {
+            0 => (call.cuStreamSynchronize)(stream),
+            error => error,
+        }
+    })?;
+    settle(session, answer);
+    if wait {
+        answer.bytes(&bytes);
+    } else {
+        session.send_with(op::LANDED, frame.header.seq.get(), 0, |w| w.bytes(&bytes));
     }
     Ok(())
 }

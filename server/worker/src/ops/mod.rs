@@ -78,7 +78,16 @@ pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         Err(Failure::Status(code)) => code,
         Err(Failure::Malformed(bad)) => session.end(&bad.to_string()),
     };
-    if frame.header.flags.get() & WAIT != 0 {
+    let waits = frame.header.flags.get() & WAIT != 0;
+    match frame.header.op.get() {
+        op::COPY_TO_DEVICE | op::COPY_BOX if code != 0 => session.lanes.discard(seq),
+        // Who does not wait for an answer waits for the bytes.
+        op::COPY_FROM_DEVICE if code != 0 && !waits => {
+            session.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
+        }
+        _ => {}
+    }
+    if waits {
         session.reply(seq, code, &answer);
         return;
     }
@@ -245,6 +254,11 @@ pub fn is_bulk(frame: &Frame) -> bool {
     const INLINE: usize = 3;
     frame.header.op.get() == op::COPY_TO_DEVICE
         && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
+}
+
+/// A copy that replaying waits for and the program does not: its thread's work on other streams need not either.
+pub fn nobody_waits(frame: &Frame) -> bool {
+    is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
 }
 
 /// What a frame works on, as far as the order between client threads depends on it.
