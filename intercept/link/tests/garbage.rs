@@ -2,10 +2,15 @@
 
 mod peer;
 
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
 use std::time::{Duration, Instant};
 
+use gpusession_link::Link;
 use gpusession_link::link::{Caller, Lost};
 use gpusession_proto::frame::{HEADER, Header, MAX_BODY, op};
+use gpusession_proto::grant::Endpoint;
+use gpusession_proto::preface;
 use peer::link;
 use zerocopy::IntoBytes as _;
 
@@ -58,6 +63,44 @@ fn a_worker_that_makes_no_sense_is_lost_with_a_reason() {
         let shown = format!("{:02x?}", &garbage[..garbage.len().min(64)]);
         let reason = told(garbage);
         assert!(reason.contains(expected), "{shown}: {reason}");
+    }
+}
+
+/// What is told of a server that answers a connection's first bytes with `answer`.
+fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = Endpoint {
+        server: "gpu1".into(),
+        addresses: vec![listener.local_addr().unwrap().to_string()],
+        worker: [0; 16],
+        fingerprint,
+        ticket: vec![0; 100],
+        lease: "abcdefghijkl".into(),
+        devices: 1,
+    };
+    std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        socket.read_exact(&mut [0; preface::LEN]).unwrap();
+        socket.write_all(answer).unwrap();
+        let _ = socket.shutdown(Shutdown::Write);
+        while socket.read(&mut [0; 4096]).is_ok_and(|n| n > 0) {}
+    });
+    let opened = Link::open(&endpoint, Box::new(peer::Quiet), |_| {});
+    let Err(Lost(reason)) = opened else { panic!("a link") };
+    reason
+}
+
+#[test]
+fn a_refusal_is_told_with_and_without_encryption() {
+    let answer: &'static [u8] = preface::refusal("no such worker").leak();
+    for fingerprint in [None, Some([1; 32])] {
+        let reason = told_at_once(answer, fingerprint);
+        assert!(reason.ends_with(": no such worker"), "{reason}");
+        // Cut short, and no answer at all.
+        for end in [0, 3, 9] {
+            let reason = told_at_once(&answer[..end], fingerprint);
+            assert!(reason.contains("gpu1"), "{reason}");
+        }
     }
 }
 

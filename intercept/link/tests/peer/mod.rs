@@ -9,7 +9,7 @@ use gpusession_proto::frame::{HEADER, Header, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface;
 
-struct Quiet;
+pub struct Quiet;
 
 impl Events for Quiet {
     fn output(&self, _: &[u8], _: &[u8]) {}
