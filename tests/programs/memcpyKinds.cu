@@ -157,6 +157,23 @@ static void pinned_in_flight() {
     std::printf("memcpyKinds: pinned copies in flight right\n");
 }
 
+// More than travels in one piece.
+static void large_box() {
+    const size_t width = 1 << 20, height = 300, host_pitch = width + 64;
+    std::vector<unsigned char> from(host_pitch * height), to(host_pitch * height);
+    fill(from.data(), from.size(), 5);
+    unsigned char *device;
+    CHECK(cudaMalloc(&device, width * height));
+    CHECK(cudaMemcpy2D(device, width, from.data(), host_pitch, width, height, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy2D(to.data(), host_pitch, device, width, width, height, cudaMemcpyDeviceToHost));
+    for (size_t row = 0; row < height; row++) {
+        EXPECT(std::memcmp(&to[row * host_pitch], &from[row * host_pitch], width) == 0);
+        EXPECT(to[row * host_pitch + width] == 0);
+    }
+    CHECK(cudaFree(device));
+    std::printf("memcpyKinds: a box of 300 MiB right\n");
+}
+
 static void two_dimensional() {
     const size_t width = 301, height = 77, host_pitch = 320;
     std::vector<unsigned char> from(host_pitch * height, 0xAB), to(host_pitch * height, 0xCD);
@@ -240,6 +257,7 @@ int main() {
     pageable_async();
     pinned_in_flight();
     two_dimensional();
+    large_box();
     others();
     large(false);
     large(true);

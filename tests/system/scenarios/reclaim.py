@@ -10,6 +10,8 @@ from harness import Failed, expect
 ORDER = 45
 # Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
 BOUND, SILENT = 2, 62
+# The program of a silent server: what it takes to be lost, and how often it looks.
+TOLD = 65 + 15 + 5
 # Of a machine with another boot, which is believed 10 s after the last word of the one before.
 REBOOT = 14
 # Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
@@ -92,8 +94,15 @@ def run(site, check):
         client.until("vectorAdd", 60, user="alice")
     with check(f"the client falls silent, its cable cut: within {SILENT} s") as note:
         program = Program(site)
+        client.start("working", "longRun 600", user="alice")
+        program.server.until("gpuserver ps | grep longRun", 20)
         client.lab("cut", "--silent")
-        note(program.reclaimed(time.time(), SILENT))
+        begin = time.time()
+        note(program.reclaimed(begin, SILENT))
+    with check(f"a program that works hears of it within {TOLD} s") as note:
+        said = client.until("grep FAILED /run/working.out", TOLD - (time.time() - begin), what="its end")
+        note(f"{time.time() - begin:.0f} s")
+        expect(said, "cudaErrorDevicesUnavailable", "the error")
     with check("it has GPUs again when the network is back"):
         client.lab("heal")
         client.ok("pkill -9 -x killVictim; systemctl stop victim || true")
