@@ -124,6 +124,13 @@ impl<'a> Writer<'a> {
         self.seq
     }
 
+    /// Bytes of the frame so far, its header among them.
+    #[inline]
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.buf.len() - self.start
+    }
+
     /// Appends a word.
     #[inline]
     pub fn word(&mut self, value: u64) {

@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// First eight bytes of every data connection.
 pub const MAGIC: [u8; 8] = *b"GPUSESS\x01";
 /// Version of the data plane: raised whenever frames, operations or lanes change their meaning. A worker serves only its own.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Flag: TLS follows the preface.
 pub const FLAG_TLS: u16 = 1;
 /// Bytes of a preface.

@@ -17,7 +17,7 @@ use crate::devices::{Device, Peer};
 use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
 use crate::streams::Positions;
 use crate::window::{self, Window};
-use crate::{clients, errors, handles, thread, trace};
+use crate::{backlog, clients, errors, handles, thread, trace};
 
 /// Windows offered to the worker at once.
 const OFFERED: usize = 3;
@@ -284,7 +284,11 @@ impl Client {
     /// Appends a frame to the log; never waits. Returns its position.
     #[inline]
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
-        self.link.post(op, self.caller(), body).map_err(unavailable)
+        let counted = |w: &mut Writer<'_>| {
+            body(w);
+            backlog::sent(self.number, w.len());
+        };
+        self.link.post(op, self.caller(), counted).map_err(unavailable)
     }
 
     /// Appends a frame, waits for the answer, and returns it if the driver says success.

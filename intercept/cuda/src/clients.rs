@@ -20,7 +20,7 @@ use crate::entry::{
 use crate::{ranges, thread, trace};
 
 /// Most workers: each needs a window of addresses.
-const MOST: usize = 8;
+pub const MOST: usize = 8;
 
 struct Clients {
     /// Nearly always the only one.

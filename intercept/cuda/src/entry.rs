@@ -42,6 +42,10 @@ pub use codes::*;
 /// Runs a call's body; a panic in it becomes `CUDA_ERROR_UNKNOWN`.
 #[inline]
 pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
+    let body = || {
+        crate::backlog::wait();
+        body()
+    };
     let status = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
         Ok(Err(status)) => status,

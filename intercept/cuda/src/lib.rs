@@ -6,6 +6,7 @@
 #![allow(non_snake_case)]
 
 mod api;
+mod backlog;
 mod claims;
 mod client;
 mod clients;

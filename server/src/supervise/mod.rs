@@ -905,8 +905,8 @@ impl Supervisor {
         if state.leases.get(lease).is_none_or(|l| l.lease.client != client) {
             return Err(TakeError::NoLease);
         }
-        let count = self.room_under_mps(state, lease, count)?;
         let soon = |w: &Worker| w.is_for_one() && own != Some(&w.id);
+        let count = self.room_under_mps(state, lease, count, soon)?;
         let count = Self::room_in_memory(state, lease, count, soon)?;
         Self::room_in_limits(state, lease, count, soon)
     }

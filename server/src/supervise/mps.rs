@@ -66,18 +66,19 @@ impl Supervisor {
     }
 
     /// How many of `count` programs more the MPS server of a lease's domain serves. Workers of the stock have no context and do not
-    /// count; who was given one has one soon.
+    /// count; who was given one has one soon, and so has who is `soon`.
     pub(super) fn room_under_mps(
         &self,
         state: &State,
         lease: &str,
         count: usize,
+        soon: impl Fn(&Worker) -> bool,
     ) -> Result<usize, TakeError> {
         let Some(mps) = self.mps().filter(|_| state.leases.get(lease).is_some_and(|l| l.lease.mps)) else {
             return Ok(count);
         };
         let domain = mps.leases_beside(lease);
-        let uses = |w: &&Worker| w.given && domain.contains(&w.lease);
+        let uses = |w: &&Worker| (w.given || soon(w)) && domain.contains(&w.lease);
         let contexts = |w: &Worker| (w.usage.contexts as usize).clamp(1, MAX_CLIENTS);
         let (programs, taken) =
             state.workers.values().filter(uses).fold((0, 0), |(n, taken), w| (n + 1, taken + contexts(w)));

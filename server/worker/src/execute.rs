@@ -22,8 +22,9 @@ use crate::session::Session;
 
 /// A call that takes longer than this while other frames wait is taken to be blocked.
 const BLOCKED: Duration = Duration::from_millis(1);
-/// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it.
-const QUEUE_BYTES: usize = 64 << 20;
+/// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it. A client's thread sends at most
+/// 4 MiB that it does not know to be replayed, so that this is enough for 64 threads whose streams stand still.
+const QUEUE_BYTES: usize = 256 << 20;
 
 /// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one
 /// buffer for each frame slow each other down.

@@ -15,7 +15,7 @@ use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::grant::Reply;
 use gpusession_proto::supervise::FromWorker;
 use harness::{KEY, MIB, Machine, Options, WINDOW, Worker};
@@ -218,6 +218,28 @@ fn allocates_where_each_third_fails() {
 
 #[test]
 #[ignore = "a program"]
+fn copies_much_behind_a_host_function() {
+    extern "C" fn sleeps(_: u64) {
+        std::thread::sleep(std::time::Duration::from_millis(500));
+    }
+    // More than the stream's queue takes, and as much again as may wait in the worker.
+    const COPIES: usize = 8000;
+    let cuda = begin();
+    let mut bytes = vec![7u8; INLINE_MAX];
+    let address = cuda.allocate(bytes.len() as u64);
+    let stream = cuda.get("cuStreamCreate", &[1]);
+    cuda.ok("cuLaunchHostFunc", &[stream, sleeps as *const () as u64, 0]);
+    for _ in 0..COPIES {
+        cuda.ok("cuMemcpyHtoDAsync_v2", &[address, bytes.as_ptr() as u64, bytes.len() as u64, stream]);
+    }
+    cuda.ok("cuStreamSynchronize", &[stream]);
+    bytes.fill(0);
+    cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
+    assert!(bytes.iter().all(|b| *b == 7));
+}
+
+#[test]
+#[ignore = "a program"]
 fn faults_at_its_fourth_launch() {
     let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
@@ -396,6 +418,12 @@ fn a_fault_is_for_good_and_for_one_program() {
     let beside = Worker::start(&machine);
     succeeds("faults_at_its_fourth_launch", vec![granted(&faulty)], &[]);
     succeeds("just_works", vec![granted(&beside)], &[]);
+}
+
+#[test]
+fn a_stream_that_stands_still_does_not_fill_the_log() {
+    let (_machine, worker) = worker(&[]);
+    succeeds("copies_much_behind_a_host_function", vec![granted(&worker)], &[]);
 }
 
 #[test]

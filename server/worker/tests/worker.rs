@@ -891,21 +891,38 @@ fn no_wait(frame: &mut [u8]) {
     frame[flags..flags + 2].fill(0);
 }
 
-#[test]
-fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
-    let (flag, data) = (WINDOW, WINDOW + 2 * MIB);
-    let (wait, write) = ([1u64, flag, 1, 0, 0, 0], [2u64, flag, 1, 0, 0, 0]);
-    let machine = Machine::new();
-    let mut worker = Worker::start(&machine);
-    let mut guest = worker.guest();
-    for address in [flag, data] {
+/// `CUstreamBatchMemOpParams`: wait until the word at the start of the window is at least 1, write 1 there.
+const WAIT_FOR_FLAG: [u64; 6] = [1, WINDOW, 1, 0, 0, 0];
+const WRITE_FLAG: [u64; 6] = [2, WINDOW, 1, 0, 0, 0];
+
+fn batch(slot: u32, item: [u64; 6]) -> impl Fn(&mut gpusession_proto::frame::Writer<'_>) {
+    move |w| {
+        w.word(stream(slot));
+        w.word(0);
+        w.bytes(item.as_bytes());
+    }
+}
+
+/// Makes streams 1 and 2, the flag, which is 0, and memory beside it; where that is.
+fn two_streams_and_a_flag(guest: &mut Raw) -> u64 {
+    let data = WINDOW + 2 * MIB;
+    for address in [WINDOW, data] {
         assert_eq!(guest.ask_words(op::ALLOC, &[address, 2 * MIB, 0]), Ok(0));
     }
     for slot in [1, 2] {
         assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
     }
-    assert_eq!(guest.ask_words(300, &[flag, 0, 8, stream(1)]), Ok(0));
+    assert_eq!(guest.ask_words(300, &[WINDOW, 0, 8, stream(1)]), Ok(0));
     assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+    data
+}
+
+#[test]
+fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
+    let machine = Machine::new();
+    let mut worker = Worker::start(&machine);
+    let mut guest = worker.guest();
+    let data = two_streams_and_a_flag(&mut guest);
     let mut seq = guest.seq;
     let mut frames = Vec::new();
     let mut push = |operation, waits: bool, body: &dyn Fn(&mut gpusession_proto::frame::Writer<'_>)| {
@@ -917,14 +934,7 @@ fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
         frames.extend_from_slice(&frame);
         seq
     };
-    let batch = |slot: u32, item: [u64; 6]| {
-        move |w: &mut gpusession_proto::frame::Writer<'_>| {
-            w.word(stream(slot));
-            w.word(0);
-            w.bytes(item.as_bytes());
-        }
-    };
-    push(op::STREAM_BATCH, false, &batch(1, wait));
+    push(op::STREAM_BATCH, false, &batch(1, WAIT_FOR_FLAG));
     // More than there are slots, all of one thread, which then copies and releases them by another stream.
     let small: Vec<u64> = (0..100)
         .map(|_| {
@@ -936,7 +946,7 @@ fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
     let read = push(op::COPY_FROM_DEVICE, true, &|w| {
         [data, 8, stream(2), 1].into_iter().for_each(|word| w.word(word));
     });
-    let released = push(op::STREAM_BATCH, true, &batch(2, write));
+    let released = push(op::STREAM_BATCH, true, &batch(2, WRITE_FLAG));
     let synced = push(op::STREAM_SYNC, true, &|w| w.word(stream(1)));
     guest.seq = seq;
     guest.write(&frames);
@@ -1359,20 +1369,10 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
     const BLOCKED: u32 = 1;
     const FREEING: u32 = 2;
     const RELEASING: u32 = 3;
-    let (flag, data) = (WINDOW, WINDOW + 2 * MIB);
-    // CUstreamBatchMemOpParams: wait until the value is at least 1, write 1.
-    let (wait, write) = ([1u64, flag, 1, 0, 0, 0], [2u64, flag, 1, 0, 0, 0]);
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
     let mut guest = worker.guest();
-    for address in [flag, data] {
-        assert_eq!(guest.ask_words(op::ALLOC, &[address, 2 * MIB, 0]), Ok(0));
-    }
-    for slot in [1, 2] {
-        assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
-    }
-    assert_eq!(guest.ask_words(300, &[flag, 0, 8, stream(1)]), Ok(0));
-    assert_eq!(guest.ask_words(op::STREAM_SYNC, &[stream(1)]), Ok(0));
+    let data = two_streams_and_a_flag(&mut guest);
     let mut seq = guest.seq;
     let mut frames = Vec::new();
     let mut push = |thread, operation, body: &dyn Fn(&mut gpusession_proto::frame::Writer<'_>)| {
@@ -1380,14 +1380,7 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
         frames.extend_from_slice(&frame_of(thread, operation, seq, body));
         seq
     };
-    let batch = |slot: u32, item: [u64; 6]| {
-        move |w: &mut gpusession_proto::frame::Writer<'_>| {
-            w.word(stream(slot));
-            w.word(0);
-            w.bytes(item.as_bytes());
-        }
-    };
-    let mut copies = vec![push(BLOCKED, op::STREAM_BATCH, &batch(1, wait))];
+    let mut copies = vec![push(BLOCKED, op::STREAM_BATCH, &batch(1, WAIT_FOR_FLAG))];
     for _ in 0..COPIES {
         copies.push(push(BLOCKED, op::COPY_TO_DEVICE, &|w| {
             [data, 8, stream(1), 1].into_iter().for_each(|word| w.word(word));
@@ -1395,7 +1388,7 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
         }));
     }
     let freed = push(FREEING, op::FREE, &|w| w.word(data));
-    let released = push(RELEASING, op::STREAM_BATCH, &batch(2, write));
+    let released = push(RELEASING, op::STREAM_BATCH, &batch(2, WRITE_FLAG));
     guest.seq = seq;
     guest.write(&frames);
     // Answers come as the frames are done, by more than one thread.

@@ -131,6 +131,8 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             session.host_calls.finished(r.word()?);
             Ok(())
         }
+        // Its thread wants to know that it came to this.
+        op::MARK => Ok(()),
         op::CTX_SYNC => {
             // SAFETY: the frame's context is current.
             let synced = check(unsafe { (call.cuCtxSynchronize)() });
