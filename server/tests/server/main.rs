@@ -617,6 +617,11 @@ async fn a_worker_that_does_not_listen_is_killed() {
         let lease = vm.allocate(100.0).await.unwrap();
         let worker = vm.take(&lease.id).await.unwrap();
         let (_lane, said) = server.adopt(&worker.id, 0, true);
+        // The order to end waits behind nothing, this neither.
+        eventually("its program is known", async || {
+            server.workers().iter().any(|w| w["program"] == "vectorAdd")
+        })
+        .await;
         let start = Instant::now();
         vm.pool.process_ended(ProcessEndedRequest { lease: lease.id, worker: worker.id }).await.unwrap();
         eventually("it was killed", async || !alive(pid(&said["pid"]))).await;
