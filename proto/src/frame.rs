@@ -126,8 +126,7 @@ impl<'a> Writer<'a> {
 
     /// Bytes of the frame so far, its header among them.
     #[inline]
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> usize {
+    pub fn written(&self) -> usize {
         self.buf.len() - self.start
     }
 

@@ -286,7 +286,7 @@ impl Client {
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
         let counted = |w: &mut Writer<'_>| {
             body(w);
-            backlog::sent(self.number, w.len());
+            backlog::sent(self.number, w.written());
         };
         self.link.post(op, self.caller(), counted).map_err(unavailable)
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use bytes::{Buf as _, Bytes, BytesMut};
 use gpusession_link::threads;
 use gpusession_link::transport::{Transport, Wait};
-use gpusession_proto::frame::{HEADER, Header, Reader};
+use gpusession_proto::frame::{HEADER, Header, Reader, op};
 use gpusession_proto::supervise::FromWorker;
 
 use crate::activity::LOOK;
@@ -23,8 +23,11 @@ use crate::session::Session;
 /// A call that takes longer than this while other frames wait is taken to be blocked.
 const BLOCKED: Duration = Duration::from_millis(1);
 /// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it. A client's thread sends at most
-/// 4 MiB that it does not know to be replayed, so that this is enough for 64 threads whose streams stand still.
+/// 4 MiB that it does not know to be replayed, so that this is enough for some 60 threads whose streams stand still.
 const QUEUE_BYTES: usize = 256 << 20;
+/// A thread's mark stays behind its frames on one stream, where they are more than this: a thread that waits with little is free to do
+/// much elsewhere.
+const KEPT_BYTES: usize = 256 << 10;
 
 /// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one
 /// buffer for each frame slow each other down.
@@ -489,6 +492,7 @@ fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
         Some(keeper) => Some(*keeper),
+        None if frame.header.op.get() == op::MARK => keeps_most_of(state, frame.thread()),
         None => state.kept.iter().find(|(_, kept)| depends(kept)).map(|(id, _)| *id),
     };
     match keeper.and_then(|keeper| state.kept.get_mut(&keeper)) {
@@ -498,6 +502,17 @@ fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
         }
         None => Some(frame),
     }
+}
+
+/// The blocked executor that keeps most of a client thread's frames, if that is much.
+fn keeps_most_of(state: &State, thread: u32) -> Option<usize> {
+    let bytes = |kept: &Kept| {
+        let frames = kept.frames().map(|kept| &kept.frame).filter(|frame| frame.thread() == thread);
+        frames.map(Frame::held_bytes).sum::<usize>()
+    };
+    let much =
+        state.kept.iter().map(|(id, kept)| (bytes(kept), *id)).filter(|(bytes, _)| *bytes > KEPT_BYTES);
+    much.max().map(|(_, id)| id)
 }
 
 /// Whether the next frame that `keeper` keeps depends on an earlier one that another blocked executor keeps. Waiting follows

@@ -14,6 +14,7 @@ use std::path::Path;
 use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::grant::Reply;
@@ -220,7 +221,7 @@ fn allocates_where_each_third_fails() {
 #[ignore = "a program"]
 fn copies_much_behind_a_host_function() {
     extern "C" fn sleeps(_: u64) {
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(500));
     }
     // More than the stream's queue takes, and as much again as may wait in the worker.
     const COPIES: usize = 8000;
@@ -236,6 +237,57 @@ fn copies_much_behind_a_host_function() {
     bytes.fill(0);
     cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
     assert!(bytes.iter().all(|b| *b == 7));
+}
+
+/// As before, behind large copies, for which replaying waits and the program does not, on a stream that goes on by what another thread
+/// does.
+#[test]
+#[ignore = "a program"]
+fn copies_much_behind_large_copies() {
+    const COPIES: u64 = 8000;
+    let cuda = begin();
+    let ctx = cuda.get("cuCtxGetCurrent", &[]);
+    const LARGE: usize = 4 << 20;
+    let pinned = cuda.get("cuMemHostAlloc", &[LARGE as u64, 0]);
+    // SAFETY: allocated just now, and never freed.
+    let large = unsafe { std::slice::from_raw_parts_mut(pinned as *mut u8, LARGE) };
+    large.fill(1);
+    let (large, small) = (&*large, vec![7u8; INLINE_MAX]);
+    let [stream, other] = [(); 2].map(|()| cuda.get("cuStreamCreate", &[1]));
+    let [address, word] = [large.len() as u64, 4].map(|size| cuda.allocate(size));
+    cuda.write(word, &[0; 4]);
+    let copy = |to: u64, from: &[u8], stream: u64| {
+        cuda.ok("cuMemcpyHtoDAsync_v2", &[to, from.as_ptr() as u64, from.len() as u64, stream]);
+    };
+    let sent = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            cuda.ok("cuCtxSetCurrent", &[ctx]);
+            // CU_STREAM_WAIT_VALUE_EQ
+            cuda.ok("cuStreamWaitValue32_v2", &[stream, word, 1, 1]);
+            // More than may wait in the worker's memory for a stream.
+            for _ in 0..12 {
+                copy(address, large, stream);
+            }
+            for _ in 0..COPIES {
+                copy(address, &small, stream);
+                sent.fetch_add(1, Ordering::SeqCst);
+            }
+            cuda.ok("cuStreamSynchronize", &[stream]);
+        });
+        cuda.ok("cuCtxSetCurrent", &[ctx]);
+        // Until the first thread waits, or is through.
+        let mut before = 0;
+        while before == 0 || sent.load(Ordering::SeqCst) != before {
+            before = sent.load(Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        assert!((1..COPIES).contains(&before), "{before}");
+        cuda.ok("cuStreamWriteValue32_v2", &[other, word, 1, 0]);
+    });
+    let mut bytes = vec![0u8; large.len()];
+    cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
+    assert!(bytes[..small.len()] == small && bytes[small.len()..] == large[small.len()..]);
 }
 
 #[test]
@@ -422,8 +474,10 @@ fn a_fault_is_for_good_and_for_one_program() {
 
 #[test]
 fn a_stream_that_stands_still_does_not_fill_the_log() {
-    let (_machine, worker) = worker(&[]);
-    succeeds("copies_much_behind_a_host_function", vec![granted(&worker)], &[]);
+    for program in ["copies_much_behind_a_host_function", "copies_much_behind_large_copies"] {
+        let (_machine, worker) = worker(&[]);
+        succeeds(program, vec![granted(&worker)], &[]);
+    }
 }
 
 #[test]
