@@ -25,8 +25,8 @@ const BLOCKED: Duration = Duration::from_millis(1);
 /// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it. A client's thread sends at most
 /// 4 MiB that it does not know to be replayed, so that this is enough for some 60 threads whose streams stand still.
 const QUEUE_BYTES: usize = 256 << 20;
-/// A thread's mark stays behind its frames on one stream, where they are more than this: a thread that waits with little is free to do
-/// much elsewhere.
+/// A thread's mark stays behind its frames that a blocked executor keeps, where they are more than this: a thread of which little waits
+/// is free to do much elsewhere.
 const KEPT_BYTES: usize = 256 << 10;
 
 /// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one

@@ -276,14 +276,14 @@ fn copies_much_behind_large_copies() {
             cuda.ok("cuStreamSynchronize", &[stream]);
         });
         cuda.ok("cuCtxSetCurrent", &[ctx]);
-        // Until the first thread waits, or is through.
+        // Nothing tells that the first thread waits, but that it sends no more.
         let mut before = 0;
         while before == 0 || sent.load(Ordering::SeqCst) != before {
             before = sent.load(Ordering::SeqCst);
             std::thread::sleep(Duration::from_millis(500));
         }
-        assert!((1..COPIES).contains(&before), "{before}");
         cuda.ok("cuStreamWriteValue32_v2", &[other, word, 1, 0]);
+        assert!(before < COPIES, "it was held up");
     });
     let mut bytes = vec![0u8; large.len()];
     cuda.ok("cuMemcpyDtoH_v2", &[bytes.as_mut_ptr() as u64, address, bytes.len() as u64]);
