@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod changes;
+pub mod child_graphs;
 #[cfg(feature = "control")]
 pub mod codec;
 pub mod frame;

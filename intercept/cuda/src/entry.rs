@@ -21,6 +21,7 @@ mod codes {
     pub const INVALID_HANDLE: i32 = 400;
     pub const NOT_FOUND: i32 = 500;
     pub const PEER_ACCESS_UNSUPPORTED: i32 = 217;
+    pub const UNSUPPORTED_EXEC_AFFINITY: i32 = 224;
     pub const LAUNCH_OUT_OF_RESOURCES: i32 = 701;
     pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
     pub const HOST_MEMORY_NOT_REGISTERED: i32 = 713;

@@ -7,18 +7,55 @@
 //! those graphs: nobody else promises that it still exists.
 
 use std::collections::HashMap;
+use std::io::IoSliceMut;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use gpusession_link::link::Reply;
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{mirror, op};
+use nix::errno::Errno;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
 
 use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind, Range};
 use crate::window::PAGE;
 use crate::{claims, clients, thread};
+
+/// How a region's memory is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reading {
+    /// The program has promised that it exists.
+    Promised,
+    /// The program may have unmapped it: what cannot be read has not changed.
+    Guarded,
+}
+
+impl Reading {
+    /// Copies memory of the program that differs from what is known of it; `false` if it does not, or cannot be read.
+    fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
+        if self == Self::Guarded {
+            let len = to.len();
+            let memory = RemoteIoVec { base: address, len };
+            match process_vm_readv(Pid::this(), &mut [IoSliceMut::new(to)], &[memory]) {
+                Ok(read) => return read == len && to != known,
+                Err(Errno::EFAULT) => return false,
+                // A sandbox forbids the call.
+                Err(_) => {}
+            }
+        }
+        // SAFETY: the memory lives until `discard`, or as long as the graphs that are launched with it. The program may
+        // write to it meanwhile, as on a local card.
+        let now = unsafe { std::slice::from_raw_parts(address as *const u8, to.len()) };
+        if now == known {
+            return false;
+        }
+        to.copy_from_slice(now);
+        true
+    }
+}
 
 /// One region.
 pub struct Region {
@@ -95,6 +132,10 @@ impl Region {
 
     /// The same for `len` bytes from an offset.
     pub fn upload_part(&self, offset: usize, len: usize) -> Result {
+        self.upload_read(offset, len, Reading::Promised)
+    }
+
+    fn upload_read(&self, offset: usize, len: usize, reading: Reading) -> Result {
         let _order = lock(&SENDING);
         let mut body = Vec::new();
         let send = |body: &mut Vec<u8>| {
@@ -114,16 +155,11 @@ impl Region {
                     return Ok(());
                 }
                 let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
-                // SAFETY: the memory lives until `forget`, or as long as the graphs that are launched with it. The program may
-                // write to it meanwhile, as on a local card.
-                let now =
-                    unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, shadow.len()) };
-                if now == shadow {
-                    continue;
-                }
                 let mut copy = [0; BLOCK];
                 let copy = &mut copy[..shadow.len()];
-                copy.copy_from_slice(now);
+                if !reading.copy_differing(self.base + offset, shadow, copy) {
+                    continue;
+                }
                 if self.kind == mirror::DEVICE {
                     changes::push(&mut body, offset as u64, copy);
                 } else {
@@ -336,16 +372,27 @@ pub fn upload(client: &Client) -> Result {
     if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
 }
 
-/// After a host function: work behind it may read what it has written. Pageable memory may be gone.
+/// Sends what a host function has changed: work behind it may read that, and the worker compares what work behind it writes
+/// with what the program has. Pageable memory may be gone since the last launch of the graphs that name it.
 pub fn upload_after_host_function(client: &Client) -> Result {
-    if any() { upload_where(client, |r| !r.pageable) } else { Ok(()) }
+    if !any() {
+        return Ok(());
+    }
+    usable_regions(client).iter().try_for_each(|region| {
+        let reading = if region.pageable { Reading::Guarded } else { Reading::Promised };
+        region.upload_read(0, region.len, reading)
+    })
 }
 
 fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
-    regions()
-        .iter()
-        .filter(|r| r.client.number == client.number && r.made.load(Ordering::Acquire) && wanted(r))
-        .try_for_each(|region| region.upload())
+    usable_regions(client).iter().filter(|r| wanted(r)).try_for_each(|region| region.upload())
+}
+
+/// Regions that the worker of a client has.
+fn usable_regions(client: &Client) -> Vec<Arc<Region>> {
+    let mut regions = regions();
+    regions.retain(|r| r.client.number == client.number && r.made.load(Ordering::Acquire));
+    regions
 }
 
 /// The worker says what the device has changed.

@@ -205,6 +205,13 @@ functions! {
     cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
+    cuGraphAddNode_v2(*mut Handle, Handle, *const Handle, *const c_void, usize, *const c_void);
+    cuGraphChildGraphNodeGetGraph(Handle, *mut Handle);
+    cuGraphExecChildGraphNodeSetParams(Handle, Handle, Handle);
+    cuGraphExecEventRecordNodeSetEvent(Handle, Handle, Handle);
+    cuGraphExecEventWaitNodeSetEvent(Handle, Handle, Handle);
+    cuGraphEventRecordNodeSetEvent(Handle, Handle);
+    cuGraphEventWaitNodeSetEvent(Handle, Handle);
     cuGraphExecUpdate_v2(Handle, Handle, *mut c_void);
     cuGraphExecKernelNodeSetParams_v2(Handle, Handle, *const c_void);
     cuGraphExecMemcpyNodeSetParams(Handle, Handle, *const c_void, Handle);

@@ -485,7 +485,9 @@ impl State {
 /// Gives the frame to the blocked executor that must get it: its thread's, or one that keeps a frame it depends on. Returns
 /// it if there is none.
 fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
-    if state.kept.is_empty() {
+    // What the program has changed in memory that both see is the device's at once, as on a local card: kept behind its own
+    // thread, it would come too late for another thread's launch, or over what that one has sent later.
+    if state.kept.is_empty() || frame.header.op.get() == op::WRITE_HOST {
         return Some(frame);
     }
     let touched = ops::touches(session, &frame);

@@ -47,7 +47,7 @@ extern "C" fn run(data: *mut c_void) {
     if let Some((ctx, stream, seq)) = at {
         session.landing.reached(&session, ctx, stream.0, seq, &mut frames);
     }
-    session.mirrors.write_back(&session, true);
+    write_back(&session);
     session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
     session.send_frames(&frames);
     let calls = &session.host_calls;
@@ -55,6 +55,24 @@ extern "C" fn run(data: *mut c_void) {
     while !done.remove(&id) {
         done = calls.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
     }
+}
+
+/// Sends the client what the device has changed in memory that both see. The driver's own thread, which runs this, must not
+/// call the driver: device memory is read by another thread meanwhile.
+fn write_back(session: &Session) {
+    if !session.mirrors.any_in_device_memory() {
+        session.mirrors.write_back(session, true);
+        return;
+    }
+    std::thread::scope(|scope| {
+        let read = || session.mirrors.write_back(session, false);
+        let reader = std::thread::Builder::new().name("host-call".into()).spawn_scoped(scope, read);
+        // Without a thread the function would see old data: no wrong number may come of it.
+        let done = reader.is_ok_and(|reader| reader.join().is_ok());
+        if !done {
+            session.end("no thread that reads managed memory for a host function");
+        }
+    });
 }
 
 impl HostCalls {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use gpusession_link::transport::Transport;
+use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
 
@@ -50,6 +51,8 @@ pub struct Session {
     pub funcs: Table<crate::ops::module::Func>,
     /// Graphs.
     pub graphs: Table<Object>,
+    /// Graphs inside nodes of other graphs that have a handle.
+    pub child_graphs: Mutex<ChildGraphs>,
     /// Executable graphs.
     pub execs: Table<Object>,
     /// Device memory.
@@ -118,6 +121,7 @@ impl Session {
             libraries: Table::new(kind::LIBRARY),
             funcs: Table::new(kind::FUNC),
             graphs: Table::new(kind::GRAPH),
+            child_graphs: Mutex::default(),
             execs: Table::new(kind::EXEC),
             landing: Landing::default(),
             lanes: Lanes::default(),

@@ -201,7 +201,15 @@ unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
                 let h = read(body.cast::<HostNodeParams>())?;
                 Ok(NodeKind::Host { func: h.func, data: h.data })
             }
-            4 => child(read(body.cast::<usize>())?),
+            4 => {
+                let h = read(body.cast::<usize>())?;
+                // CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE or _MOVE
+                match read(body.add(8).cast::<u32>())? {
+                    0 => child(h),
+                    1 => Ok(NodeKind::Child(graph(h)?)),
+                    _ => Err(INVALID_VALUE),
+                }
+            }
             5 => Ok(NodeKind::Empty),
             6 => Ok(NodeKind::EventWait(event(read(body.cast::<usize>())?)?)),
             7 => Ok(NodeKind::EventRecord(event(read(body.cast::<usize>())?)?)),

@@ -11,7 +11,8 @@ use gpusession_proto::handle;
 use crate::client::{Client, Created, unavailable, word};
 use crate::devices::Device;
 use crate::entry::{
-    INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, alias, driver, give, give_optional,
+    INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, UNSUPPORTED_EXEC_AFFINITY, alias,
+    driver, give, give_optional, take,
 };
 use crate::{clients, handles, host_functions, private_tables, streams, thread};
 
@@ -37,6 +38,24 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     client.created.write().unwrap_or_else(PoisonError::into_inner).insert(new, created);
     thread::push(new);
     give(ctx, new as *mut c_void)
+}
+
+/// `CUctxCreateParams`: execution affinities, their number, what a context for graphics takes. Zeros stand for none.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CreateParams {
+    affinity: *const c_void,
+    count: i32,
+    graphics: *const c_void,
+}
+
+/// Refuses execution affinities, as a driver does whose device supports none.
+fn no_affinity(affinity: *const c_void, count: i32) -> Result {
+    match count {
+        0 => Ok(()),
+        1.. if !affinity.is_null() => Err(UNSUPPORTED_EXEC_AFFINITY),
+        _ => Err(INVALID_VALUE),
+    }
 }
 
 /// The current context's client and device.
@@ -112,16 +131,19 @@ driver! {
         create(ctx, flags, device, 3010)
     }
 
-    fn cuCtxCreate_v3(ctx: *mut *mut c_void, _affinity: *const c_void, count: i32, flags: u32, device: i32) {
-        if count != 0 {
-            return Err(crate::entry::NOT_SUPPORTED);
-        }
+    fn cuCtxCreate_v3(ctx: *mut *mut c_void, affinity: *const c_void, count: i32, flags: u32, device: i32) {
+        no_affinity(affinity, count)?;
         create(ctx, flags, device, 3020)
     }
 
-    fn cuCtxCreate_v4(ctx: *mut *mut c_void, params: *const c_void, flags: u32, device: i32) {
+    fn cuCtxCreate_v4(ctx: *mut *mut c_void, params: *const CreateParams, flags: u32, device: i32) {
         if !params.is_null() {
-            return Err(crate::entry::NOT_SUPPORTED);
+            let CreateParams { affinity, count, graphics } = take(params)?;
+            no_affinity(affinity, count)?;
+            // CUDA in graphics needs a display driver on the program's own machine.
+            if !graphics.is_null() {
+                return Err(crate::entry::NOT_SUPPORTED);
+            }
         }
         create(ctx, flags, device, 3020)
     }

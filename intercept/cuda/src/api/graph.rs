@@ -1,15 +1,16 @@
 //! Graphs.
 
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
+use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
 use super::copy::Cuboid;
 use super::launch::Params;
 use crate::client::{Client, word};
-use crate::entry::{INVALID_VALUE, Result, bytes, driver, give, give_optional, take};
+use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};
 use crate::mapped::Region;
@@ -26,6 +27,8 @@ mod node {
     pub const WAIT: u64 = 5;
     pub const CHILD: u64 = 6;
     pub const HOST: u64 = 7;
+    /// A child graph that the program gives away instead of a copy of it.
+    pub const MOVED_CHILD: u64 = 8;
 }
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
@@ -89,6 +92,19 @@ pub struct HostNode {
     data: *mut c_void,
 }
 
+/// `CUgraphNodeParams`: a type and the parameters of a node of that type.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct NodeParams {
+    kind: i32,
+    reserved: [i32; 3],
+    body: [u64; 29],
+    reserved_too: u64,
+}
+
+/// `CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE`; a copy is 0.
+const MOVE: u64 = 1;
+
 /// `CUgraphExecUpdateResultInfo`
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -99,6 +115,7 @@ pub struct UpdateInfo {
 }
 
 const _: () = assert!(size_of::<SetNode>() == 40 && size_of::<UpdateInfo>() == 24);
+const _: () = assert!(size_of::<NodeParams>() == 256 && size_of::<KernelNode>() <= 232);
 
 /// What a node does, ready to be written.
 enum Content {
@@ -108,7 +125,7 @@ enum Content {
     Empty,
     Record(u64),
     Wait(u64),
-    Child(u64),
+    Child { graph: u64, moved: bool },
     Host(u64),
 }
 
@@ -121,7 +138,8 @@ impl Content {
             Self::Empty => node::EMPTY,
             Self::Record(_) => node::RECORD,
             Self::Wait(_) => node::WAIT,
-            Self::Child(_) => node::CHILD,
+            Self::Child { moved: false, .. } => node::CHILD,
+            Self::Child { moved: true, .. } => node::MOVED_CHILD,
             Self::Host(_) => node::HOST,
         }
     }
@@ -140,11 +158,46 @@ impl Content {
         Ok(Self::Host(host_functions::register(client, function, None)?))
     }
 
+    fn child(graph: *mut c_void, moved: bool) -> Result<Self> {
+        let graph = graph as u64;
+        clients::of(graph)?;
+        if handle::kind(graph) != handle::GRAPH || moved && child_graphs().is_embedded(graph) {
+            return Err(INVALID_VALUE);
+        }
+        Ok(Self::Child { graph, moved })
+    }
+
+    /// The parameters of a node of any type (`CUgraphNodeType`).
+    fn any(client: &'static Client, params: *const NodeParams) -> Result<Self> {
+        let NodeParams { kind, reserved, body, reserved_too } = take(params)?;
+        if reserved != [0; 3] || reserved_too != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let pointer = |at: usize| body[at] as *mut c_void;
+        match kind {
+            0 => Ok(Self::Kernel(take(body.as_ptr().cast())?)),
+            // Flags, then the context, then what `cuGraphAddMemcpyNode` takes.
+            1 => Self::copy(client, body[2..].as_ptr().cast(), pointer(1)),
+            2 => Ok(Self::Set(take(body.as_ptr().cast())?, super::context::named(pointer(5))?)),
+            3 => Self::host(client, body.as_ptr().cast()),
+            4 => match body[1] & u64::from(u32::MAX) {
+                ownership @ 0..=MOVE => Self::child(pointer(0), ownership == MOVE),
+                _ => Err(INVALID_VALUE),
+            },
+            5 => Ok(Self::Empty),
+            6 => Ok(Self::Wait(events::find(body[0])?.handle)),
+            7 => Ok(Self::Record(events::find(body[0])?.handle)),
+            // External semaphores, memory, batches of memory operations, conditions.
+            8..=13 => Err(NOT_SUPPORTED),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
     /// Host memory that a graph with this node exchanges at its launches.
     fn regions(&self) -> Vec<Arc<Region>> {
         match self {
             Self::Copy { regions, .. } => regions.clone(),
-            Self::Child(graph) => mapped::graph_regions(*graph),
+            Self::Child { graph, .. } => regions_of(*graph),
             _ => Vec::new(),
         }
     }
@@ -158,7 +211,7 @@ impl Content {
             },
             Self::Copy { ctx, .. } => clients::of(*ctx)?,
             Self::Record(event) | Self::Wait(event) => clients::of(*event)?,
-            Self::Child(graph) => clients::of(*graph)?,
+            Self::Child { graph, .. } => clients::of(*graph)?,
             Self::Kernel(_) | Self::Empty | Self::Host(_) => return Ok(()),
         };
         client.same(other)
@@ -201,9 +254,10 @@ impl Content {
                 w.word(handle::local(*ctx));
             }
             Self::Empty => {}
-            Self::Record(object) | Self::Wait(object) | Self::Child(object) | Self::Host(object) => {
-                w.word(*object)
-            }
+            Self::Record(object)
+            | Self::Wait(object)
+            | Self::Child { graph: object, .. }
+            | Self::Host(object) => w.word(*object),
         }
         Ok(())
     }
@@ -228,7 +282,33 @@ fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, c
     let new = client.name(word(&mut reply.reader())?);
     mapped::node_of(new, graph as u64);
     mapped::graph_names(graph as u64, &content.regions());
+    if let Content::Child { graph: child, moved: true } = content {
+        child_graphs().insert(*child, graph as u64, new);
+    }
     give(node, new)
+}
+
+/// Returns an error if edges carry data: `CUgraphEdgeData`, 8 bytes each, zeros for a plain dependency.
+fn plain_edges(data: *const c_void, count: usize) -> Result {
+    if data.is_null() || bytes(data, count.checked_mul(8).ok_or(INVALID_VALUE)?)?.iter().all(|b| *b == 0) {
+        return Ok(());
+    }
+    crate::trace::why("edges of graphs that carry data (programmatic launches) are not forwarded");
+    Err(NOT_SUPPORTED)
+}
+
+/// Graphs inside nodes of other graphs whose handles the program has.
+fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
+    static CHILD_GRAPHS: LazyLock<Mutex<ChildGraphs>> = LazyLock::new(Mutex::default);
+    CHILD_GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Host memory that copies of a graph name, and those of the graphs inside it.
+fn regions_of(graph: u64) -> Vec<Arc<Region>> {
+    let below = child_graphs().below(graph);
+    let mut regions = mapped::graph_regions(graph);
+    regions.extend(below.into_iter().flat_map(mapped::graph_regions));
+    regions
 }
 
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
@@ -266,7 +346,7 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     });
     match made {
         Ok(_) => {
-            mapped::graph_names(new, &mapped::graph_regions(graph as u64));
+            mapped::graph_names(new, &regions_of(graph as u64));
             give(exec, new as *mut c_void)
         }
         Err(status) => {
@@ -308,10 +388,21 @@ fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
     if handle::kind(graph) != kind {
         return Err(INVALID_VALUE);
     }
+    if child_graphs().is_embedded(graph) {
+        return Err(INVALID_VALUE);
+    }
     client.post(operation, |w| w.word(graph))?;
-    mapped::forget_graph(graph);
-    handles::retire(graph);
+    let below = child_graphs().destroy_graph(graph);
+    forget(below.into_iter().chain([graph]));
     Ok(())
+}
+
+/// These graphs are gone on the worker.
+fn forget(graphs: impl IntoIterator<Item = u64>) {
+    for graph in graphs {
+        mapped::forget_graph(graph);
+        handles::retire(graph);
+    }
 }
 
 driver! {
@@ -391,7 +482,7 @@ driver! {
             w.word(new);
             w.word(graph as u64);
         })?;
-        mapped::graph_names(new, &mapped::graph_regions(graph as u64));
+        mapped::graph_names(new, &regions_of(graph as u64));
         give(clone, new as *mut c_void)
     }
 
@@ -464,7 +555,83 @@ driver! {
     }
 
     fn cuGraphAddChildGraphNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, child: *mut c_void) {
-        add(node, graph, after, count, &Content::Child(child as u64))
+        add(node, graph, after, count, &Content::child(child, false)?)
+    }
+
+    fn cuGraphAddNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *const NodeParams) {
+        add(node, graph, after, count, &Content::any(clients::of(graph as u64)?, params)?)
+    }
+
+    fn cuGraphAddNode_v2(
+        node: *mut u64, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *const NodeParams,
+    ) {
+        plain_edges(edges, count)?;
+        add(node, graph, after, count, &Content::any(clients::of(graph as u64)?, params)?)
+    }
+
+    fn cuGraphNodeSetParams(node: u64, params: *const NodeParams) {
+        set(std::ptr::null_mut(), node, &Content::any(clients::of(node)?, params)?)
+    }
+
+    fn cuGraphExecNodeSetParams(exec: *mut c_void, node: u64, params: *const NodeParams) {
+        set(exec, node, &Content::any(clients::of(node)?, params)?)
+    }
+
+    fn cuGraphExecChildGraphNodeSetParams(exec: *mut c_void, node: u64, child: *mut c_void) {
+        set(exec, node, &Content::child(child, false)?)
+    }
+
+    fn cuGraphChildGraphNodeGetGraph(node: u64, graph: *mut *mut c_void) {
+        let client = clients::of(node)?;
+        if graph.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // Held so that two threads do not name one graph twice.
+        let mut known = child_graphs();
+        if let Some(child) = known.of_node(node) {
+            return give(graph, child as *mut c_void);
+        }
+        let parent = mapped::graph_of(node).ok_or(INVALID_VALUE)?;
+        let new = client.mint(handle::GRAPH);
+        let made = client.call(op::GRAPH_CHILD, |w| {
+            w.word(new);
+            w.word(parent);
+            w.word(client.own(node));
+        });
+        match made {
+            Ok(_) => {
+                known.insert(new, parent, node);
+                give(graph, new as *mut c_void)
+            }
+            Err(status) => {
+                handles::retire(new);
+                Err(status)
+            }
+        }
+    }
+
+    fn cuGraphDestroyNode(node: u64) {
+        let client = clients::of(node)?;
+        client.call(op::cuGraphDestroyNode, |w| w.word(client.own(node)))?;
+        let gone = child_graphs().destroy_node(node);
+        forget(gone);
+        Ok(())
+    }
+
+    fn cuGraphEventRecordNodeSetEvent(node: u64, event: *mut c_void) {
+        set(std::ptr::null_mut(), node, &Content::Record(events::find(event as u64)?.handle))
+    }
+
+    fn cuGraphEventWaitNodeSetEvent(node: u64, event: *mut c_void) {
+        set(std::ptr::null_mut(), node, &Content::Wait(events::find(event as u64)?.handle))
+    }
+
+    fn cuGraphExecEventRecordNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {
+        set(exec, node, &Content::Record(events::find(event as u64)?.handle))
+    }
+
+    fn cuGraphExecEventWaitNodeSetEvent(exec: *mut c_void, node: u64, event: *mut c_void) {
+        set(exec, node, &Content::Wait(events::find(event as u64)?.handle))
     }
 
     fn cuGraphExecKernelNodeSetParams_v2(exec: *mut c_void, node: u64, kernel: *const KernelNode) {
@@ -523,7 +690,7 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
     let mut r = reply.reader();
     let told = client.told(reply.status);
     if told.is_ok() {
-        mapped::graph_names(exec as u64, &mapped::graph_regions(graph as u64));
+        mapped::graph_names(exec as u64, &regions_of(graph as u64));
     }
     let (result, from, node) =
         (word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0), word(&mut r).unwrap_or(0));

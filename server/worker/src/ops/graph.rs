@@ -1,7 +1,8 @@
 //! Graphs. Nodes are the driver's own values; graphs and executable graphs are the client's handles.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 
+use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Reader;
 
 use super::{Answer, Done, Failure, bounded};
@@ -23,6 +24,25 @@ struct KernelNode {
     ctx: Handle,
 }
 
+/// `CUgraphNodeParams` of a child graph that the node takes over.
+#[repr(C)]
+struct NodeParams {
+    kind: u32,
+    reserved: [u32; 3],
+    graph: Handle,
+    ownership: u64,
+    rest: [u64; 28],
+}
+
+impl NodeParams {
+    fn moved_child(graph: Handle) -> Self {
+        // CU_GRAPH_NODE_TYPE_GRAPH, CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+        Self { kind: 4, reserved: [0; 3], graph, ownership: 1, rest: [0; 28] }
+    }
+}
+
+const _: () = assert!(size_of::<NodeParams>() == 256);
+
 /// Nodes out of a byte string of words.
 pub fn raw_nodes(bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
     if !bytes.len().is_multiple_of(8) {
@@ -43,9 +63,46 @@ pub fn create(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(session.graphs.put(handle, Object(graph))?)
 }
 
+fn child_graphs(session: &Session) -> MutexGuard<'_, ChildGraphs> {
+    session.child_graphs.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `GRAPH_CHILD`: new handle, graph, node of it; the handle stands for the node's own graph.
+pub fn child(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (handle, parent, node) = (r.word()?, r.word()?, r.word()?);
+    session.graphs.get(parent)?;
+    let mut known = child_graphs(session);
+    if known.of_node(node).is_some() {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid; the node is a value that the driver gave.
+    check(unsafe { (session.driver.call.cuGraphChildGraphNodeGetGraph)(node as Handle, &mut graph) })?;
+    session.graphs.put(handle, Object(graph))?;
+    known.insert(handle, parent, node);
+    Ok(())
+}
+
+/// A node is gone, and the graph inside it with it.
+pub fn node_destroyed(session: &Session, node: u64) {
+    forget(session, child_graphs(session).destroy_node(node));
+}
+
+/// These graphs are gone with what was around them: no later frame can name them.
+fn forget(session: &Session, graphs: Vec<u64>) {
+    for graph in graphs {
+        let _ = session.graphs.take(graph);
+    }
+}
+
 /// `GRAPH_DESTROY`
 pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
-    let graph = session.graphs.take(r.word()?)?.0;
+    let handle = r.word()?;
+    if child_graphs(session).is_embedded(handle) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let graph = session.graphs.take(handle)?.0;
+    forget(session, child_graphs(session).destroy_graph(handle));
     // SAFETY: a graph of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuGraphDestroy)(graph) })?)
 }
@@ -116,6 +173,7 @@ enum Params {
     Record(Handle),
     Wait(Handle),
     Child(Handle),
+    MovedChild { graph: Handle, handle: u64 },
     Host(u64),
 }
 
@@ -157,6 +215,10 @@ impl Params {
             5 => Self::Wait(session.events.get(r.word()?)?.0),
             6 => Self::Child(session.graphs.get(r.word()?)?.0),
             7 => Self::Host(r.word()?),
+            8 => {
+                let handle = r.word()?;
+                Self::MovedChild { graph: session.graphs.get(handle)?.0, handle }
+            }
             _ => return Err(status::NOT_SUPPORTED.into()),
         })
     }
@@ -176,7 +238,8 @@ fn with_kernel(
 
 /// `GRAPH_ADD`: graph, dependencies, kind, parameters; answers the node.
 pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let graph = session.graphs.get(r.word()?)?.0;
+    let parent = r.word()?;
+    let graph = session.graphs.get(parent)?.0;
     let after = raw_nodes(r.bytes()?)?;
     let kind = r.word()?;
     let params = Params::read(session, kind, r)?;
@@ -203,6 +266,27 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
                 (call.cuGraphAddHostNode)(&mut node, graph, deps, count, (&raw const host).cast())
             }
             Params::Child(child) => (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child),
+            Params::MovedChild { graph: child, handle } => {
+                let mut known = child_graphs(session);
+                // A graph inside itself, at any depth, would be a circle.
+                if known.is_embedded(handle) || handle == parent || known.below(handle).contains(&parent) {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                let params = NodeParams::moved_child(child);
+                let edges = std::ptr::null();
+                let added = (call.cuGraphAddNode_v2)(
+                    &mut node,
+                    graph,
+                    deps,
+                    edges,
+                    count,
+                    (&raw const params).cast(),
+                );
+                if added == 0 {
+                    known.insert(handle, parent, node as u64);
+                }
+                added
+            }
         }
     })?;
     answer.word(node as u64);
@@ -247,7 +331,17 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
                     None => (call.cuGraphHostNodeSetParams)(node, (&raw const host).cast()),
                 }
             }
-            _ => status::NOT_SUPPORTED,
+            (Params::Child(child), Some(exec)) => {
+                (call.cuGraphExecChildGraphNodeSetParams)(exec, node, child)
+            }
+            (Params::Record(event), Some(exec)) => {
+                (call.cuGraphExecEventRecordNodeSetEvent)(exec, node, event)
+            }
+            (Params::Record(event), None) => (call.cuGraphEventRecordNodeSetEvent)(node, event),
+            (Params::Wait(event), Some(exec)) => (call.cuGraphExecEventWaitNodeSetEvent)(exec, node, event),
+            (Params::Wait(event), None) => (call.cuGraphEventWaitNodeSetEvent)(node, event),
+            (Params::Empty, _) => status::INVALID_VALUE,
+            (Params::Child(_) | Params::MovedChild { .. }, _) => status::NOT_SUPPORTED,
         }
     })?)
 }

@@ -118,6 +118,11 @@ impl Mirrors {
         Ok(mirror.address as u64 + offset)
     }
 
+    /// Returns `true` if device memory is mirrored, which only the driver can read.
+    pub fn any_in_device_memory(&self) -> bool {
+        self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
+    }
+
     /// Sends the client what the device has changed. Call after the driver has synchronised. `in_callback`: the driver is
     /// waiting for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {

@@ -213,6 +213,13 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_CLONE => graph::clone(session, &mut r),
         op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
+        op::GRAPH_CHILD => graph::child(session, &mut r),
+        op::cuGraphDestroyNode => {
+            let node = frame.reader().word()?;
+            allocations::generated(session, frame, &mut r, answer)?;
+            graph::node_destroyed(session, node);
+            Ok(())
+        }
         _ => allocations::generated(session, frame, &mut r, answer),
     }
 }

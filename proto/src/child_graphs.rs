@@ -1,0 +1,102 @@
+//! Graphs that live inside a node of another graph. Client and worker both record them: such a graph's handle ends with the
+//! node or the graph around it, and until then no call may destroy it.
+
+use std::collections::HashMap;
+
+/// Handles of embedded graphs, each with the graph and the node that it belongs to.
+#[derive(Debug, Default)]
+pub struct ChildGraphs {
+    parents: HashMap<u64, (u64, u64)>,
+}
+
+impl ChildGraphs {
+    /// Records that `child` lives in `node` of `parent`.
+    pub fn insert(&mut self, child: u64, parent: u64, node: u64) {
+        self.parents.insert(child, (parent, node));
+    }
+
+    /// Returns `true` if the graph lives in a node of another one.
+    pub fn is_embedded(&self, graph: u64) -> bool {
+        self.parents.contains_key(&graph)
+    }
+
+    /// The graph that lives in a node, if its handle was ever given out.
+    pub fn of_node(&self, node: u64) -> Option<u64> {
+        self.parents.iter().find(|(_, (_, at))| *at == node).map(|(child, _)| *child)
+    }
+
+    /// All graphs below one, at any depth.
+    pub fn below(&self, graph: u64) -> Vec<u64> {
+        let mut found = Vec::new();
+        let mut next = vec![graph];
+        while let Some(parent) = next.pop() {
+            for (child, _) in self.parents.iter().filter(|(_, (of, _))| *of == parent) {
+                // A hostile client may describe a circle.
+                if !found.contains(child) {
+                    found.push(*child);
+                    next.push(*child);
+                }
+            }
+        }
+        found
+    }
+
+    /// Forgets all graphs below one that is destroyed, and returns them.
+    pub fn destroy_graph(&mut self, graph: u64) -> Vec<u64> {
+        let gone = self.below(graph);
+        for child in &gone {
+            self.parents.remove(child);
+        }
+        gone
+    }
+
+    /// Forgets the graph in a node that is destroyed, and all below it, and returns them.
+    pub fn destroy_node(&mut self, node: u64) -> Vec<u64> {
+        let Some(child) = self.of_node(node) else { return Vec::new() };
+        let mut gone = self.destroy_graph(child);
+        self.parents.remove(&child);
+        gone.push(child);
+        gone
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn three_levels() -> ChildGraphs {
+        let mut graphs = ChildGraphs::default();
+        graphs.insert(2, 1, 100);
+        graphs.insert(3, 2, 200);
+        graphs.insert(4, 1, 101);
+        graphs
+    }
+
+    #[test]
+    fn destroying_a_graph_ends_all_graphs_below_it() {
+        let mut graphs = three_levels();
+        let mut gone = graphs.destroy_graph(1);
+        gone.sort_unstable();
+        assert_eq!(gone, [2, 3, 4]);
+        assert!(!graphs.is_embedded(3));
+    }
+
+    #[test]
+    fn destroying_a_node_ends_its_graph_and_those_below() {
+        let mut graphs = three_levels();
+        let mut gone = graphs.destroy_node(100);
+        gone.sort_unstable();
+        assert_eq!(gone, [2, 3]);
+        assert!(graphs.is_embedded(4));
+        assert_eq!(graphs.destroy_node(100), []);
+    }
+
+    #[test]
+    fn a_circle_ends() {
+        let mut graphs = ChildGraphs::default();
+        graphs.insert(1, 2, 100);
+        graphs.insert(2, 1, 101);
+        assert_eq!(graphs.below(1).len(), 2);
+        assert_eq!(graphs.destroy_graph(1).len(), 2);
+    }
+}

@@ -1,0 +1,264 @@
+// Nodes of graphs by one structure, child graphs that are copied, given away, read and replaced, and host functions between
+// copies of pageable and managed memory: each result is reset by the host function that has read it.
+#include "driver.h"
+
+#include <numeric>
+#include <vector>
+
+__global__ void add(int *values, int count, int amount) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) values[i] += amount;
+}
+
+__global__ void sum(const int *values, int count, long long *result) {
+    long long total = 0;
+    for (int i = 0; i < count; i++) total += values[i];
+    *result = total;
+}
+
+const int COUNT = 1000;
+
+struct Seen {
+    long long *result;
+    std::vector<long long> all;
+};
+
+// Reads what the copy before it has brought and leaves something else.
+static void CUDART_CB take_result(void *data) {
+    auto *seen = static_cast<Seen *>(data);
+    seen->all.push_back(*seen->result);
+    *seen->result = 0;
+}
+
+static cudaError_t add_node(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *after, size_t count, cudaGraphNodeParams *params) {
+#if CUDART_VERSION >= 13000
+    return cudaGraphAddNode(node, graph, after, nullptr, count, params);
+#else
+    return cudaGraphAddNode(node, graph, after, count, params);
+#endif
+}
+
+static cudaGraphNode_t add_kernel(cudaGraph_t graph, const cudaGraphNode_t *after, size_t count, int *values, int amount) {
+    int n = COUNT;
+    void *arguments[] = {&values, &n, &amount};
+    cudaGraphNodeParams params = {};
+    params.type = cudaGraphNodeTypeKernel;
+    params.kernel.func = reinterpret_cast<void *>(add);
+    params.kernel.gridDim = dim3((COUNT + 127) / 128);
+    params.kernel.blockDim = dim3(128);
+    params.kernel.kernelParams = arguments;
+    cudaGraphNode_t node;
+    CHECK(add_node(&node, graph, after, count, &params));
+    return node;
+}
+
+static void launch(cudaGraph_t graph, cudaStream_t stream, int times) {
+    cudaGraphExec_t executable;
+    CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    for (int i = 0; i < times; i++) CHECK(cudaGraphLaunch(executable, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaGraphExecDestroy(executable));
+}
+
+static void by_structure(cudaStream_t stream, int *device, long long *total) {
+    cudaGraph_t graph;
+    CHECK(cudaGraphCreate(&graph, 0));
+    cudaGraphNode_t set, added, summed, out, host, empty;
+    cudaGraphNodeParams params = {};
+    params.type = cudaGraphNodeTypeMemset;
+    params.memset.dst = device;
+    params.memset.elementSize = 4;
+    params.memset.width = COUNT;
+    params.memset.height = 1;
+    params.memset.value = 5;
+    CHECK(add_node(&set, graph, nullptr, 0, &params));
+    added = add_kernel(graph, &set, 1, device, 2);
+    const int *from = device;
+    int n = COUNT;
+    void *arguments[] = {&from, &n, &total};
+    params = {};
+    params.type = cudaGraphNodeTypeKernel;
+    params.kernel.func = reinterpret_cast<void *>(sum);
+    params.kernel.gridDim = params.kernel.blockDim = dim3(1);
+    params.kernel.kernelParams = arguments;
+    CHECK(add_node(&summed, graph, &added, 1, &params));
+    long long result = -1;
+    params = {};
+    params.type = cudaGraphNodeTypeMemcpy;
+    params.memcpy.copyParams.srcPtr = make_cudaPitchedPtr(total, sizeof result, 1, 1);
+    params.memcpy.copyParams.dstPtr = make_cudaPitchedPtr(&result, sizeof result, 1, 1);
+    params.memcpy.copyParams.extent = make_cudaExtent(sizeof result, 1, 1);
+    params.memcpy.copyParams.kind = cudaMemcpyDefault;
+    CHECK(add_node(&out, graph, &summed, 1, &params));
+    Seen seen = {&result, {}};
+    params = {};
+    params.type = cudaGraphNodeTypeHost;
+    params.host.fn = take_result;
+    params.host.userData = &seen;
+    CHECK(add_node(&host, graph, &out, 1, &params));
+    params = {};
+    params.type = cudaGraphNodeTypeEmpty;
+    CHECK(add_node(&empty, graph, &host, 1, &params));
+    // The same sum each time, launched without a pause: each copy brings it although it has not changed on the device.
+    launch(graph, stream, 4);
+    for (int i = 0; i < 2; i++) launch(graph, stream, 1);
+    EXPECT(seen.all.size() == 6 && result == 0);
+    for (long long one : seen.all) EXPECT(one == 7 * COUNT);
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("graphNodes: result of a copy that a host function resets right\n");
+}
+
+struct Feed {
+    int *values;
+    int round;
+};
+
+static void CUDART_CB fill_source(void *data) {
+    auto *feed = static_cast<Feed *>(data);
+    feed->round++;
+    for (int i = 0; i < COUNT; i++) feed->values[i] = i * feed->round;
+}
+
+static void pageable_source(cudaStream_t stream, int *device) {
+    std::vector<int> from(COUNT), to(COUNT);
+    Feed feed = {from.data(), 0};
+    cudaGraph_t graph;
+    cudaGraphNode_t host, in, out;
+    CHECK(cudaGraphCreate(&graph, 0));
+    cudaHostNodeParams params = {fill_source, &feed};
+    CHECK(cudaGraphAddHostNode(&host, graph, nullptr, 0, &params));
+    CHECK(cudaGraphAddMemcpyNode1D(&in, graph, &host, 1, device, from.data(), COUNT * sizeof(int), cudaMemcpyHostToDevice));
+    CHECK(cudaGraphAddMemcpyNode1D(&out, graph, &in, 1, to.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
+    for (int round = 1; round <= 3; round++) {
+        launch(graph, stream, 1);
+        for (int i = 0; i < COUNT; i++) EXPECT(to[i] == i * round);
+    }
+    CHECK(cudaGraphDestroy(graph));
+    std::printf("graphNodes: source that a host function fills right\n");
+}
+
+static void child_graphs(cudaStream_t stream, int *device) {
+    cudaGraph_t child, parent, inner;
+    CHECK(cudaGraphCreate(&child, 0));
+    cudaGraphNode_t one = add_kernel(child, nullptr, 0, device, 1);
+    add_kernel(child, &one, 1, device, 10);
+    CHECK(cudaGraphCreate(&parent, 0));
+    cudaGraphNode_t node;
+    cudaGraphNodeParams params = {};
+    params.type = cudaGraphNodeTypeGraph;
+    params.graph.graph = child;
+    CHECK(add_node(&node, parent, nullptr, 0, &params));
+    std::vector<int> values(COUNT);
+    auto first = [&] {
+        CHECK(cudaMemcpy(values.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
+        for (int value : values) EXPECT(value == values[0]);
+        CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+        return values[0];
+    };
+    CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+    launch(parent, stream, 2);
+    EXPECT(first() == 22);
+    // The copy inside the parent does not change with the original.
+    add_kernel(child, nullptr, 0, device, 100);
+    launch(parent, stream, 1);
+    EXPECT(first() == 11);
+    CHECK(cudaGraphChildGraphNodeGetGraph(node, &inner));
+    EXPECT(inner != child);
+    cudaGraph_t again;
+    CHECK(cudaGraphChildGraphNodeGetGraph(node, &again));
+    EXPECT(again == inner);
+    size_t nodes = 0;
+    CHECK(cudaGraphGetNodes(inner, nullptr, &nodes));
+    EXPECT(nodes == 2);
+    add_kernel(inner, nullptr, 0, device, 1000);
+    launch(parent, stream, 1);
+    EXPECT(first() == 1011);
+    // Another child of the same shape for an executable graph.
+    cudaGraph_t other;
+    CHECK(cudaGraphClone(&other, inner));
+    cudaGraphExec_t executable;
+    CHECK(cudaGraphInstantiate(&executable, parent, 0));
+    CHECK(cudaGraphExecChildGraphNodeSetParams(executable, node, other));
+    CHECK(cudaGraphLaunch(executable, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    EXPECT(first() == 1011);
+    CHECK(cudaGraphExecDestroy(executable));
+    CHECK(cudaGraphDestroy(other));
+    CHECK(cudaGraphDestroy(child));
+    CHECK(cudaGraphDestroy(parent));
+#if CUDART_VERSION >= 13000
+    // A child that is given away stays the program's to read, and ends with its parent.
+    CHECK(cudaGraphCreate(&child, 0));
+    CHECK(cudaGraphCreate(&parent, 0));
+    one = add_kernel(child, nullptr, 0, device, 3);
+    params.graph.graph = child;
+    params.graph.ownership = cudaGraphChildGraphOwnershipMove;
+    CHECK(add_node(&node, parent, nullptr, 0, &params));
+    CHECK(cudaGraphChildGraphNodeGetGraph(node, &inner));
+    EXPECT(inner == child);
+    launch(parent, stream, 1);
+    EXPECT(first() == 3);
+    CHECK(cudaGraphDestroy(parent));
+#endif
+    std::printf("graphNodes: child graphs right\n");
+}
+
+static void CUDART_CB read_managed(void *data) {
+    auto *seen = static_cast<Seen *>(data);
+    seen->all.push_back(seen->result[0] + seen->result[COUNT - 1]);
+    seen->result[0] = 1000000;
+}
+
+__global__ void stamp(long long *values, int count, long long round) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) values[i] += round * i;
+}
+
+// A host function reads what the kernel before it wrote to managed memory, and the kernel after it what that wrote.
+static void managed(cudaStream_t stream) {
+    long long *values;
+    CHECK(cudaMallocManaged(&values, COUNT * sizeof *values));
+    for (int i = 0; i < COUNT; i++) values[i] = i;
+    Seen seen = {values, {}};
+    for (int round = 1; round <= 3; round++) {
+        stamp<<<(COUNT + 127) / 128, 128, 0, stream>>>(values, COUNT, round);
+        CHECK(cudaLaunchHostFunc(stream, read_managed, &seen));
+        stamp<<<(COUNT + 127) / 128, 128, 0, stream>>>(values, COUNT, round);
+    }
+    CHECK(cudaStreamSynchronize(stream));
+    const long long last = COUNT - 1;
+    EXPECT(seen.all.size() == 3);
+    EXPECT(seen.all[0] == last * 2);
+    EXPECT(seen.all[1] == 1000000 + last * 5);
+    EXPECT(seen.all[2] == 1000000 + last * 10);
+    EXPECT(values[0] == 1000000 && values[COUNT - 1] == last * 13);
+    CHECK(cudaFree(values));
+    std::printf("graphNodes: managed memory around host functions right\n");
+}
+
+int main() {
+    int *device;
+    long long *total;
+    cudaStream_t stream;
+    CHECK(cudaMalloc(&device, COUNT * sizeof *device));
+    CHECK(cudaMalloc(&total, sizeof *total));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    by_structure(stream, device, total);
+    pageable_source(stream, device);
+    child_graphs(stream, device);
+    managed(stream);
+    // A structure of zeros asks for nothing.
+#if CUDA_VERSION >= 12050
+    DRIVER(cuCtxCreate_v4);
+    DRIVER(cuCtxDestroy);
+    CUcontext context;
+    CUctxCreateParams none = {};
+    CHECK_DRIVER(cuCtxCreate_v4_(&context, &none, 0, 0));
+    CHECK_DRIVER(cuCtxDestroy_(context));
+#endif
+    std::printf("graphNodes: contexts right\n");
+    CHECK(cudaStreamDestroy(stream));
+    CHECK(cudaFree(total));
+    CHECK(cudaFree(device));
+    return 0;
+}
