@@ -19,6 +19,8 @@ use crate::config::{ConfigError, ServerEntry, Servers};
 /// Files of an identity.
 const CERTIFICATE: &str = "client.pem";
 const KEY: &str = "client.key";
+/// The key of a join under way.
+const JOINING: &str = "joining.key";
 const AUTHORITY: &str = "authority.pem";
 
 /// Why an identity cannot be used or had.
@@ -150,6 +152,23 @@ impl Home {
             .map_err(|e| bad(CERTIFICATE, e.to_string()))?;
         config.alpn_protocols = vec![b"h2".to_vec()];
         Ok(Identity { tls: Arc::new(config) })
+    }
+
+    /// The key of a join that has not succeeded yet: a server that has issued a certificate for it gives the name to no other key,
+    /// so that it must outlive a lost reply.
+    fn joining_key(&self) -> Result<rcgen::KeyPair, IdentityError> {
+        let path = self.identity.join(JOINING);
+        let known = fs::read_to_string(&path).ok();
+        if let Some(key) = known.and_then(|pem| rcgen::KeyPair::from_pem(&pem).ok()) {
+            return Ok(key);
+        }
+        let key = rcgen::KeyPair::generate()
+            .map_err(|e| IdentityError::Tls(format!("certificate request: {e}")))?;
+        let folder = fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.identity);
+        folder
+            .and_then(|()| write(&path, &key.serialize_pem(), 0o600))
+            .map_err(|error| IdentityError::File { path, error })?;
+        Ok(key)
     }
 
     /// Writes an identity that the pool has given; files that others cannot read, replaced by rename.
@@ -337,7 +356,7 @@ pub async fn join_pool(
         return Err(IdentityError::Name(name));
     }
     let certified = |e: rcgen::Error| IdentityError::Tls(format!("certificate request: {e}"));
-    let key = rcgen::KeyPair::generate().map_err(certified)?;
+    let key = home.joining_key()?;
     let mut params = rcgen::CertificateParams::new(vec![join::client(&name)]).map_err(certified)?;
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(rcgen::DnType::CommonName, name.as_str());
@@ -373,6 +392,7 @@ pub async fn join_pool(
         servers.push(address.to_owned());
     }
     home.store(&reply.certificate_pem, &key.serialize_pem(), &reply.authority_pem, servers.clone())?;
+    let _ = fs::remove_file(home.identity.join(JOINING));
     Ok(Joined { name: reply.client_name, servers })
 }
 

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     fn holder(role: Role, name: &str, issued_unix: u64) -> Holder {
-        Holder { role, name: name.into(), issued_unix }
+        Holder { role, name: name.into(), issued_unix, key: [0; 32] }
     }
 
     #[test]

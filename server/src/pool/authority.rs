@@ -78,7 +78,8 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
         client.or_else(|| Some((Role::Administrator, join::administrator_of(name)?)))
     })?;
     let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
-    Some(Holder { role, name: name.into(), issued_unix: begins + SKEW.as_secs() })
+    let key = fingerprint(certificate.public_key().raw);
+    Some(Holder { role, name: name.into(), issued_unix: begins + SKEW.as_secs(), key })
 }
 
 /// What a certificate of the pool is good for, beside being a server.
@@ -99,6 +100,15 @@ pub struct Holder {
     pub name: String,
     /// Seconds since 1970.
     pub issued_unix: u64,
+    /// SHA-256 of its public key.
+    pub key: [u8; 32],
+}
+
+/// SHA-256 of the public key that a certificate is asked for.
+pub fn requested_key(csr_pem: &str) -> Result<[u8; 32], AuthorityError> {
+    let request = CertificateSigningRequestParams::from_pem(csr_pem)
+        .map_err(|e| AuthorityError::Request(e.to_string()))?;
+    Ok(fingerprint(&request.public_key.subject_public_key_info()))
 }
 
 /// Signs the certificates of a pool's servers and clients.
@@ -311,6 +321,7 @@ mod tests {
         assert_eq!(issued.fingerprint, fingerprint(&der));
         let whose = holder(&der).unwrap();
         assert_eq!((whose.role, whose.name.as_str()), (Role::Client, "vm-1"));
+        assert_eq!(whose.key, requested_key(&csr).unwrap());
         assert!(whose.issued_unix.abs_diff(clock::Clock::unix(&clock::SystemClock)) < 60, "{whose:?}");
         let issued = again.issue(&csr, Role::Administrator, "alice", &SystemRandom).unwrap();
         let whose = holder(&CertificateDer::from_pem_slice(issued.pem.as_bytes()).unwrap()).unwrap();

@@ -19,6 +19,9 @@ pub const SUSPECT: Duration = Duration::from_secs(10);
 pub struct ClientRecord {
     /// SHA-256 of its certificate, in hex.
     pub certificate: String,
+    /// SHA-256 of its public key, in hex: the identity, which a later certificate shares. Empty in records of before there was one.
+    #[serde(default)]
+    pub key: String,
     /// Of the machine that joined, hashed by it; empty where it joined with another server.
     pub machine_id: String,
     /// Refused from then on.
@@ -69,6 +72,12 @@ pub enum Refusal {
          moment ago, it is accepted within {wait} s", wait = SUSPECT.as_secs()
     )]
     SecondMachine(String),
+    /// A token alone takes no name over.
+    #[error(
+        "client {0:?} has an identity already. If this is that machine and it has lost its identity, an administrator runs \
+         `gpuserver clients forget {0}` on each server of the pool, then join again; else join under another name with --name"
+    )]
+    Taken(String),
     /// A program that does not say which boot it is.
     #[error("the request does not say which boot of the client it comes from")]
     NoBoot,
@@ -120,6 +129,12 @@ impl Clients {
         Self { records, forgotten, by_certificate, presence: HashMap::new() }
     }
 
+    /// Notes the key of a client whose record is of before keys were recorded; says whether it was one.
+    pub fn note_key(&mut self, name: &str, key: &[u8; 32]) -> bool {
+        let record = self.records.get_mut(name).filter(|record| record.key.is_empty());
+        record.map(|record| record.key = data_encoding::HEXLOWER.encode(key)).is_some()
+    }
+
     /// What has to survive a restart.
     pub fn save(&self) -> Saved<'_> {
         Saved { clients: Cow::Borrowed(&self.records), forgotten: Cow::Borrowed(&self.forgotten) }
@@ -136,10 +151,11 @@ impl Clients {
         }
     }
 
-    /// A client's certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: it joined
-    /// with another server. Certificates that a later one has replaced, or that were forgotten here, stay worth nothing.
-    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder, now: Moment) -> Result<(), Refusal> {
-        let Holder { name: client, issued_unix, .. } = holder;
+    /// Takes a client's certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: the
+    /// client joined with another server. Certificates that a later one of the same key has replaced, that were forgotten here, or
+    /// that name another client's identity stay worth nothing.
+    pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder) -> Result<(), Refusal> {
+        let Holder { name: client, issued_unix, key, .. } = holder;
         let known = self.records.get(client);
         if known.is_some_and(|record| record.revoked) {
             return Err(Refusal::Revoked(client.clone()));
@@ -148,31 +164,28 @@ impl Clients {
         if newest.is_some_and(|newest| *issued_unix <= newest) {
             return Err(Refusal::Unknown);
         }
-        if self.presence.get(client).is_some_and(|p| p.alive(now)) {
-            return Err(Refusal::SecondMachine(client.clone()));
-        }
-        self.join(client, certificate, "", *issued_unix);
+        self.may_join(client, key)?;
+        self.join(client, certificate, key, "", *issued_unix);
         Ok(())
     }
 
-    /// Whether a machine may join as `name`.
-    pub fn may_join(&self, name: &str, machine_id: &str, now: Moment) -> Result<(), Refusal> {
-        let Some(record) = self.records.get(name) else { return Ok(()) };
-        if record.revoked {
-            return Err(Refusal::Revoked(name.into()));
+    /// Returns an error unless a machine with this public key may join as `name`: the name is free, or the key is the one that has
+    /// it, whose reply was lost. No token takes over a name, however long its client is silent.
+    pub fn may_join(&self, name: &str, key: &[u8; 32]) -> Result<(), Refusal> {
+        match self.records.get(name) {
+            None => Ok(()),
+            Some(record) if record.revoked => Err(Refusal::Revoked(name.into())),
+            Some(record) if record.key == data_encoding::HEXLOWER.encode(key) => Ok(()),
+            Some(_) => Err(Refusal::Taken(name.into())),
         }
-        let other = record.machine_id != machine_id || machine_id.is_empty();
-        if other && self.presence.get(name).is_some_and(|p| p.alive(now)) {
-            return Err(Refusal::SecondMachine(name.into()));
-        }
-        Ok(())
     }
 
     /// A machine joined: from now on its certificate is the one of `name`, and no other.
-    pub fn join(&mut self, name: &str, certificate: &[u8; 32], machine_id: &str, unix: u64) {
+    pub fn join(&mut self, name: &str, certificate: &[u8; 32], key: &[u8; 32], machine_id: &str, unix: u64) {
         let certificate = data_encoding::HEXLOWER.encode(certificate);
         let record = ClientRecord {
             certificate: certificate.clone(),
+            key: data_encoding::HEXLOWER.encode(key),
             machine_id: machine_id.into(),
             revoked: false,
             joined_unix: unix,
@@ -264,6 +277,7 @@ impl Clients {
         let known = self.records.contains_key(name);
         let unseen = || ClientRecord {
             certificate: String::new(),
+            key: String::new(),
             machine_id: String::new(),
             revoked: false,
             joined_unix: unix,
@@ -309,7 +323,7 @@ mod tests {
 
     fn joined() -> Clients {
         let mut clients = Clients::default();
-        clients.join("vm-1", &[1; 32], "m1", 5);
+        clients.join("vm-1", &[1; 32], &[11; 32], "m1", 5);
         clients
     }
 
@@ -318,7 +332,7 @@ mod tests {
         let mut clients = joined();
         assert_eq!(clients.identify(&[1; 32]), Ok("vm-1".into()));
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
-        clients.join("vm-1", &[2; 32], "m1", 6);
+        clients.join("vm-1", &[2; 32], &[11; 32], "m1", 6);
         assert_eq!(
             clients.identify(&[1; 32]),
             Err(Refusal::Unknown),
@@ -327,34 +341,51 @@ mod tests {
         assert!(clients.revoke("vm-1", 6) && !clients.revoke("vm-2", 6));
         let mut clients = Clients::new(clients.save());
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Revoked("vm-1".into())));
-        assert!(matches!(clients.may_join("vm-1", "m1", T), Err(Refusal::Revoked(_))));
+        assert!(matches!(clients.may_join("vm-1", &[11; 32]), Err(Refusal::Revoked(_))));
         assert!(clients.forget("vm-1", 7));
         assert_eq!(clients.identify(&[2; 32]), Err(Refusal::Unknown));
-        assert_eq!(clients.may_join("vm-1", "m2", T), Ok(()));
+        assert_eq!(clients.may_join("vm-1", &[12; 32]), Ok(()));
+    }
+
+    #[test]
+    fn a_token_takes_over_no_name() {
+        let clients = joined();
+        let taken = Err(Refusal::Taken("vm-1".into()));
+        assert_eq!(clients.may_join("vm-1", &[12; 32]), taken, "however long vm-1 is silent");
+        assert_eq!(clients.may_join("vm-1", &[11; 32]), Ok(()), "its own key: the reply was lost");
+        assert_eq!(clients.may_join("vm-2", &[12; 32]), Ok(()));
+        let old =
+            r#"{"clients":{"vm-3":{"certificate":"00","machine_id":"m3","revoked":false,"joined_unix":1}}}"#;
+        let mut clients = Clients::new(serde_json::from_str(old).unwrap());
+        assert_eq!(clients.may_join("vm-3", &[13; 32]), Err(Refusal::Taken("vm-3".into())));
+        assert!(clients.note_key("vm-3", &[13; 32]) && !clients.note_key("vm-3", &[14; 32]));
+        assert_eq!(clients.may_join("vm-3", &[13; 32]), Ok(()));
     }
 
     #[test]
     fn who_joined_with_another_server() {
-        let vm = |name: &str, issued_unix| Holder { role: Role::Client, name: name.into(), issued_unix };
+        let of =
+            |name: &str, issued_unix, key| Holder { role: Role::Client, name: name.into(), issued_unix, key };
+        let vm = |name: &str, issued_unix| of(name, issued_unix, [11; 32]);
         let mut clients = joined();
-        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), T), Ok(()));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5)), Ok(()));
         assert_eq!(clients.identify(&[9; 32]), Ok("vm-9".into()));
         // Of one name the newest certificate counts.
-        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5), T), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6), T), Ok(()));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5)), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6)), Ok(()));
         assert_eq!(clients.identify(&[9; 32]), Err(Refusal::Unknown));
-        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5), T), Err(Refusal::Unknown));
+        assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5)), Err(Refusal::Unknown));
+        let taken = Err(Refusal::Taken("vm-9".into()));
+        assert_eq!(clients.introduce(&[6; 32], &of("vm-9", 7, [12; 32])), taken, "another identity");
         clients.seen("vm-9", "b1", "m1", T).unwrap();
-        let second = Err(Refusal::SecondMachine("vm-9".into()));
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), second, "while the other one is alive");
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T + SUSPECT), Ok(()));
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7)), Ok(()), "a newer one of the same");
         assert!(clients.forget("vm-9", 8) && clients.revoke("vm-1", 9));
         let mut clients = Clients::new(clients.save());
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7), T), Err(Refusal::Unknown), "forgotten");
-        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9), T), Ok(()), "joined anew");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 7)), Err(Refusal::Unknown), "forgotten");
+        assert_eq!(clients.introduce(&[7; 32], &vm("vm-9", 9)), Ok(()), "joined anew");
         let revoked = Err(Refusal::Revoked("vm-1".into()));
         assert_eq!(
-            clients.introduce(&[6; 32], &vm("vm-1", 99), T),
+            clients.introduce(&[6; 32], &vm("vm-1", 99)),
             revoked,
             "until an administrator forgets it"
         );
@@ -370,8 +401,6 @@ mod tests {
         assert_eq!(clients.seen("vm-1", "b2", "m2", T), second, "other machine");
         assert_eq!(clients.seen("vm-1", "b2", "m1", T), second, "a clone that has the same machine id");
         assert_eq!(clients.seen("vm-1", "b1", "m2", T), second);
-        assert_eq!(clients.may_join("vm-1", "m2", T), Err(Refusal::SecondMachine("vm-1".into())));
-        assert_eq!(clients.may_join("vm-1", "m1", T), Ok(()));
         assert_eq!(clients.seen("vm-1", "", "m1", T), Err(Refusal::NoBoot));
         // Its watch keeps it alive however silent it is.
         clients.watch_began("vm-1");

@@ -22,7 +22,7 @@ use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
 
 use super::administrators::{Administrators, NotAdmitted, NotIssued};
-use super::authority::{Authority, AuthorityError, Role};
+use super::authority::{Authority, AuthorityError, Role, requested_key};
 use super::clients::{ClientView, Clients, Refusal, Seen};
 use super::parking::{ParkError, Parking};
 use super::readings;
@@ -706,8 +706,13 @@ impl Pool {
             let mut clients = locked(&self.clients);
             let known = clients.identify(&certificate.fingerprint);
             let holder = certificate.holder.as_ref().filter(|holder| holder.role == Role::Client);
+            if let (Ok(name), Some(holder)) = (&known, holder)
+                && clients.note_key(name, &holder.key)
+            {
+                self.client_file.changed();
+            }
             let (Err(Refusal::Unknown), Some(holder)) = (&known, holder) else { return known };
-            clients.introduce(&certificate.fingerprint, holder, self.clock.now())?;
+            clients.introduce(&certificate.fingerprint, holder)?;
             self.client_file.changed();
             holder.name.clone()
         };
@@ -914,6 +919,7 @@ fn refused(refusal: Refusal) -> Status {
         Refusal::Revoked(_) => Status::permission_denied(text),
         // Worth another try after a moment.
         Refusal::SecondMachine(_) => Status::aborted(text),
+        Refusal::Taken(_) => Status::already_exists(text),
         Refusal::NoBoot => Status::invalid_argument(text),
     }
 }
@@ -990,7 +996,9 @@ impl Enrolment for Service {
             tokens
                 .check(&token, &name, pool.clock.unix())
                 .map_err(|e| refuse(Status::permission_denied(e.to_string())))?;
-            clients.may_join(&name, &wish.machine_id, pool.clock.now()).map_err(|e| refuse(refused(e)))?;
+            let unfit = |e: AuthorityError| refuse(Status::invalid_argument(e.to_string()));
+            let key = requested_key(&wish.csr_pem).map_err(unfit)?;
+            clients.may_join(&name, &key).map_err(|e| refuse(refused(e)))?;
             let issued = pool.authority.issue(&wish.csr_pem, Role::Client, &name, pool.random.as_ref());
             let issued = issued.map_err(|e| match e {
                 AuthorityError::Request(_) => refuse(Status::invalid_argument(e.to_string())),
@@ -1001,7 +1009,7 @@ impl Enrolment for Service {
             })?;
             tokens.consume(&token);
             pool.token_file.changed();
-            clients.join(&name, &issued.fingerprint, &wish.machine_id, pool.clock.unix());
+            clients.join(&name, &issued.fingerprint, &key, &wish.machine_id, pool.clock.unix());
             pool.client_file.changed();
             issued
         };
