@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
 /// is written to the socket raises it.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// The descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
@@ -26,6 +26,8 @@ pub enum ToWorker {
     Start(Start),
     /// A data connection for this worker (as SCM_RIGHTS in the same packet). `preface` was read already.
     Adopt {
+        /// Comes back in [`FromWorker::Admitted`] or [`FromWorker::Refused`].
+        number: u64,
         /// The preface's bytes.
         preface: Vec<u8>,
         /// The peer's address, for the log.
@@ -79,8 +81,10 @@ pub struct Start {
     pub devices: Vec<DeviceLimit>,
     /// Whether connections without TLS are refused.
     pub require_tls: bool,
-    /// Folder of the module cache, if there is one.
+    /// Folder of the client's module cache, if there is one.
     pub module_cache: Option<String>,
+    /// Most bytes that this folder may hold.
+    pub module_cache_bytes: u64,
     /// Initialise the driver before a client comes (not under MPS).
     pub warm: bool,
     /// It is a client of NVIDIA's MPS: it fails if the driver did not find the daemon, and before it ends the supervisor ends its GPU
@@ -135,8 +139,17 @@ pub enum FromWorker {
     },
     /// A process has shown its ticket; answered with [`ToWorker::Admission`].
     Presented(ClientProcess),
-    /// A connection was refused; the client was told the same.
+    /// A connection has shown that it is the process's: it counts from now on, until the worker exits.
+    Admitted {
+        /// Which [`ToWorker::Adopt`].
+        number: u64,
+        /// Its lane.
+        lane: u16,
+    },
+    /// A connection was refused, or closed before it was admitted; the client received the same reason.
     Refused {
+        /// Which [`ToWorker::Adopt`].
+        number: u64,
         /// Why, for the log.
         reason: String,
     },
@@ -234,6 +247,7 @@ mod tests {
             devices: vec![device],
             require_tls: true,
             module_cache: Some("/cache".into()),
+            module_cache_bytes: 2 << 30,
             warm: false,
             mps: true,
             resume_grace_s: 60,
@@ -250,7 +264,7 @@ mod tests {
         };
         let to = [
             ToWorker::Start(start),
-            ToWorker::Adopt { preface: vec![3; 40], peer: "peer".into() },
+            ToWorker::Adopt { number: 600, preface: vec![3; 40], peer: "peer".into() },
             ToWorker::Stop { reason: "reason".into() },
             ToWorker::Exit,
             ToWorker::Admission { refused: Some("reason".into()) },
@@ -272,7 +286,8 @@ mod tests {
             FromWorker::Ready { fingerprint: [4; 32], cuda_version: 13000 },
             FromWorker::Failed { reason: "failed".into() },
             FromWorker::Presented(process),
-            FromWorker::Refused { reason: "refused".into() },
+            FromWorker::Admitted { number: 700, lane: 9 },
+            FromWorker::Refused { number: 800, reason: "refused".into() },
             FromWorker::Usage(usage),
             FromWorker::Ended { reason: "ended".into(), quiet: true },
             FromWorker::Paused { quiet: true },
@@ -289,6 +304,6 @@ mod tests {
     #[test]
     fn other_messages_are_another_version() {
         let hash = blake3::hash(&written()).to_hex();
-        assert_eq!((VERSION, &hash[..16]), (4, "7fdebf59ffedfd79"), "raise VERSION, and write both here");
+        assert_eq!((VERSION, &hash[..16]), (5, "638308055aae8f33"), "raise VERSION, and write both here");
     }
 }

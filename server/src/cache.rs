@@ -1,9 +1,9 @@
-//! What workers keep on disk so that the next program starts sooner, all of which may be deleted at any time: images by
-//! their content, which no worker believes unless it has the hash, and what the driver compiled from PTX, which it
-//! believes, so that each client has a folder of its own.
+//! Files that workers keep so that the next program starts sooner, all of which may be deleted at any time: images by their
+//! content, which no worker believes unless it has the hash, and the driver's own files, which the driver believes. Each
+//! client has a folder of its own for both, so that no client reads, fills or changes another's.
 
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -11,8 +11,12 @@ use tracing::{debug, warn};
 
 use crate::config::{Config, Origin};
 
+/// Folder of images, with one for each client.
+const IMAGES: &str = "modules";
+/// The images of one client may take this part of the whole; other clients' images stay.
+const CLIENT_SHARE: u64 = 4;
 /// How often it is made small.
-pub const TRIM_EVERY: Duration = Duration::from_secs(600);
+pub const TRIM_EVERY: Duration = Duration::from_secs(60);
 /// A file or folder that was used so lately is left: a worker may be writing it.
 const FRESH: Duration = Duration::from_secs(60);
 
@@ -40,7 +44,7 @@ impl Cache {
             cache.trim();
             return None;
         }
-        match made(&cache.images()).and_then(|()| made(&cache.folder.join("compiled"))) {
+        match made(&cache.folder.join(IMAGES)).and_then(|()| made(&cache.folder.join("compiled"))) {
             Ok(()) => Some(cache),
             Err(e) => {
                 warn!("{}: {e}; workers keep no images", cache.folder.display());
@@ -49,22 +53,36 @@ impl Cache {
         }
     }
 
-    /// Images (cubins, fatbins, PTX) by content, of all clients.
-    pub fn images(&self) -> PathBuf {
-        self.folder.join("modules")
+    /// Images (cubins, fatbins, PTX) by content, for workers of one client, and how many bytes they may be.
+    pub fn images(&self, client: &str) -> Option<(PathBuf, u64)> {
+        Some((self.of_client(IMAGES, client)?, self.max / CLIENT_SHARE))
     }
 
     /// The driver's own cache (`CUDA_CACHE_PATH`) for workers of one client.
     pub fn compiled(&self, client: &str) -> Option<PathBuf> {
+        self.of_client("compiled", client)
+    }
+
+    fn of_client(&self, kind: &str, client: &str) -> Option<PathBuf> {
         let name = blake3::hash(client.as_bytes()).to_hex();
-        let folder = self.folder.join("compiled").join(&name[..32]);
+        let folder = self.folder.join(kind).join(&name[..32]);
         made(&folder).inspect_err(|e| warn!("{}: {e}", folder.display())).ok()?;
         Some(folder)
     }
 
+    /// Images by the client that they belong to. Those directly in the folder are of a version that did not separate clients.
+    fn all_images(&self) -> Vec<Entry> {
+        let folders = std::fs::read_dir(self.folder.join(IMAGES)).into_iter().flatten().flatten();
+        let all = folders.flat_map(|entry| match entry.path() {
+            folder if folder.is_dir() => entries(&folder),
+            file => vec![measured(file)],
+        });
+        all.collect()
+    }
+
     /// Deletes what was not used for longest until the rest is small enough: images one by one, a client's folder whole.
     pub fn trim(&self) {
-        let mut kept = entries(&self.images());
+        let mut kept = self.all_images();
         kept.extend(entries(&self.folder.join("compiled")));
         kept.sort_by_key(|entry| entry.used);
         let mut total: u64 = kept.iter().map(|entry| entry.bytes).sum();
@@ -111,7 +129,8 @@ fn measured(path: PathBuf) -> Entry {
         if facts.is_dir() {
             left.extend(std::fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()));
         } else {
-            bytes += facts.len();
+            // Blocks, not bytes: a million small files fill a disk, too.
+            bytes += facts.blocks() * 512;
         }
         // Most file systems note a read at least once a day; looking into a folder is none.
         let read = facts.accessed().ok().filter(|_| !facts.is_dir());
@@ -124,22 +143,26 @@ fn measured(path: PathBuf) -> Entry {
 mod tests {
     use super::*;
 
+    const KIB: u64 = 1024;
+
     fn aged(path: &Path, age: u64) {
         let then = SystemTime::now() - Duration::from_secs(age);
         let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
         std::fs::File::open(path).unwrap().set_times(times).unwrap();
     }
 
-    fn file(path: &Path, bytes: usize, age: u64) {
-        std::fs::write(path, vec![1; bytes]).unwrap();
+    fn file(path: &Path, kib: usize, age: u64) {
+        std::fs::write(path, vec![1; kib * KIB as usize]).unwrap();
         aged(path, age);
     }
 
     #[test]
     fn what_was_not_used_for_longest_goes_first() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::at(folder.path().into(), 250).unwrap();
-        let images = cache.images();
+        let cache = Cache::at(folder.path().into(), 250 * KIB).unwrap();
+        let (images, bytes) = cache.images("vm-a").unwrap();
+        assert_eq!(bytes, 250 * KIB / CLIENT_SHARE);
+        assert_ne!(cache.images("vm-b").unwrap().0, images);
         for (name, age) in [("old", 9000), ("older", 9999), ("new", 1000)] {
             file(&images.join(name), 100, age);
         }
@@ -160,7 +183,7 @@ mod tests {
     #[test]
     fn each_client_has_a_folder_that_goes_whole() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::at(folder.path().into(), 250).unwrap();
+        let cache = Cache::at(folder.path().into(), 250 * KIB).unwrap();
         let (a, b) = (cache.compiled("vm-a").unwrap(), cache.compiled("../../etc").unwrap());
         assert_eq!(cache.compiled("vm-a"), Some(a.clone()));
         assert!(a != b && b.starts_with(folder.path().join("compiled")));

@@ -50,8 +50,8 @@ pub struct Place {
     held: Option<oneshot::Receiver<()>>,
 }
 
-/// What one machine has: of IPv6 addresses that is a network of them.
-fn machine(peer: IpAddr) -> IpAddr {
+/// The machine behind an address: of IPv6 addresses that is a network of them.
+pub fn machine(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
         v4 => v4,

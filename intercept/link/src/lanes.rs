@@ -279,7 +279,8 @@ impl DownTransfers {
 
     /// All of a small transfer, in one piece.
     pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
-        if status != 0 {
+        // An empty piece would be counted as being written for ever.
+        if status != 0 || bytes.is_empty() {
             self.piece_done(transfer, 0, status);
         } else if let Ok(Some(address)) = self.begin_piece(transfer, 0, bytes.len()) {
             // SAFETY: `begin_piece` checked the bounds of a range that stays mapped until the transfer has ended, and

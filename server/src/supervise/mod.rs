@@ -32,6 +32,7 @@ use self::spawn::Spawner;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
 use self::trial::Trial;
+use self::unadmitted::Unadmitted;
 use crate::accounting::{Accounting, Kind, Record};
 use crate::cache::Cache;
 use crate::clock::{self, Clock, Moment, Random};
@@ -51,6 +52,7 @@ pub mod quota;
 pub mod spawn;
 pub mod stock;
 mod trial;
+mod unadmitted;
 
 /// A worker that does not end within this after it was told to is killed. What it had is free again soon enough after that.
 const STOP_GRACE: Duration = Duration::from_secs(1);
@@ -279,6 +281,7 @@ pub enum AdoptError {
 
 enum Command {
     Adopt {
+        number: u64,
         socket: std::net::TcpStream,
         preface: Vec<u8>,
         peer: SocketAddr,
@@ -302,8 +305,8 @@ pub struct Book {
     encrypted: bool,
     process: Option<ClientProcess>,
     peer: Option<SocketAddr>,
-    /// Handed over so far; they end with the worker.
-    connections: u64,
+    /// Lanes that it has admitted, a bit each; they close with the worker.
+    lanes: u64,
     fingerprint: Option<[u8; 32]>,
     usage: Usage,
     /// When it said so last, and the time in which its GPUs were at work.
@@ -331,6 +334,8 @@ struct Worker {
     /// Its place in an MPS domain.
     seat: Option<Arc<Seat>>,
     pausing: Option<oneshot::Sender<bool>>,
+    /// Connections that it has not decided on.
+    unadmitted: Unadmitted,
     /// Whether it is isolated, if its start shows whether isolation works here: not where a client's own variables may be what fails,
     /// nor under MPS, where it loads its driver later.
     trial: Option<bool>,
@@ -680,6 +685,7 @@ impl Supervisor {
             kept: Some(kept),
             seat: None,
             pausing: None,
+            unadmitted: Unadmitted::default(),
             trial: None,
             presented: false,
             orders,
@@ -727,11 +733,7 @@ impl Supervisor {
             return;
         }
         let waits_for_a_program = |w: &Worker| {
-            w.lease == lease
-                && w.stocked
-                && w.connections == 0
-                && w.process.is_none()
-                && w.phase != Phase::Ending
+            w.lease == lease && w.stocked && w.lanes == 0 && w.process.is_none() && w.phase != Phase::Ending
         };
         for (id, worker) in workers.iter_mut().filter(|(_, w)| waits_for_a_program(w)) {
             entry.stock.leave(id, worker.starts());
@@ -1012,17 +1014,22 @@ impl Supervisor {
         }
         // Whose program it is is known after the first one.
         let of = (worker.client.clone(), worker.user().to_owned());
-        let open = |w: &Worker| if w.phase == Phase::Ending { 0 } else { w.connections };
+        let open = |w: &Worker| if w.phase == Phase::Ending { 0 } else { u64::from(w.lanes.count_ones()) };
         let within = state.within((&of.0, &of.1), "connections", 1, "data connections", open);
         if let Err((exceeded, _)) = within {
             return Err((AdoptError::Limit(exceeded), socket));
         }
         let Some(worker) = state.workers.get_mut(id) else { return Err((AdoptError::Unknown, socket)) };
-        match worker.orders.commands.try_send(Command::Adopt { socket, preface, peer }) {
+        let number = u64::from_le_bytes(clock::bytes(self.0.random.as_ref()));
+        if !worker.unadmitted.enter(number, peer.ip(), self.0.clock.now()) {
+            return Err((AdoptError::Busy, socket));
+        }
+        match worker.orders.commands.try_send(Command::Adopt { socket, number, preface, peer }) {
             Ok(()) => {
-                worker.peer = Some(peer);
-                worker.connections += 1;
-                state.remember(id);
+                if worker.lanes == 0 {
+                    worker.peer = Some(peer);
+                    state.remember(id);
+                }
                 Ok(())
             }
             Err(mpsc::error::TrySendError::Full(Command::Adopt { socket, .. })) => {
@@ -1337,6 +1344,7 @@ impl Supervisor {
         }
         let entry = state.leases.get(lease)?;
         let options = &self.0.options;
+        let cache = options.cache.as_ref().and_then(|cache| cache.images(&entry.lease.client));
         let start = Start {
             worker: id,
             lease: lease.into(),
@@ -1344,7 +1352,8 @@ impl Supervisor {
             driver: options.driver.display().to_string(),
             devices: entry.ledger.devices().to_vec(),
             require_tls: entry.lease.encrypted,
-            module_cache: options.cache.as_ref().map(|c| c.images().display().to_string()),
+            module_cache: cache.as_ref().map(|(folder, _)| folder.display().to_string()),
+            module_cache_bytes: cache.map_or(0, |(_, bytes)| bytes),
             // Under MPS a context takes one of the server's places.
             warm: !entry.lease.mps,
             mps: entry.lease.mps,
@@ -1365,7 +1374,7 @@ impl Supervisor {
             encrypted: entry.lease.encrypted,
             process: None,
             peer: None,
-            connections: 0,
+            lanes: 0,
             fingerprint: None,
             usage: Usage::default(),
             used_at: self.0.clock.now(),
@@ -1384,7 +1393,16 @@ impl Supervisor {
             .then_some(start.isolation != Isolation::Off);
         state.workers.insert(
             id,
-            Worker { book, kept: None, seat: None, pausing: None, trial, presented: false, orders },
+            Worker {
+                book,
+                kept: None,
+                seat: None,
+                pausing: None,
+                unadmitted: Unadmitted::default(),
+                trial,
+                presented: false,
+                orders,
+            },
         );
         self.attend_to(id, Origin::New(Box::new(start), environment), queues);
         Some(id)
@@ -1609,8 +1627,8 @@ impl Supervisor {
                 Some(command) = tells.recv() => match command {
                     Command::Tell(message) => send(channel, &message, None, ends, told, deadline).await?,
                     Command::Leave => {
-                        while let Ok(Command::Adopt { socket, preface, peer }) = commands.try_recv() {
-                            let message = adopt(preface, peer);
+                        while let Ok(Command::Adopt { socket, number, preface, peer }) = commands.try_recv() {
+                            let message = adopt(number, preface, peer);
                             send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
                         }
                         return Ok(End::Left);
@@ -1619,8 +1637,8 @@ impl Supervisor {
                 },
                 () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
                 Some(command) = commands.recv() => {
-                    if let Command::Adopt { socket, preface, peer } = command {
-                        let message = adopt(preface, peer);
+                    if let Command::Adopt { socket, number, preface, peer } = command {
+                        let message = adopt(number, preface, peer);
                         send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
                     }
                 }
@@ -1768,7 +1786,12 @@ impl Supervisor {
                 worker.ended_because.get_or_insert(printable(&reason));
             }
             FromWorker::Presented(process) => self.presented(state, *id, process),
-            FromWorker::Refused { reason } => {
+            FromWorker::Admitted { number, lane } => {
+                worker.unadmitted.admitted(number);
+                worker.lanes |= 1u64.checked_shl(lane.into()).unwrap_or(0);
+            }
+            FromWorker::Refused { number, reason } => {
+                worker.unadmitted.refused(number);
                 if let Some(more) = self.0.refusals.may() {
                     warn!(
                         gpusession_worker = hex(id),
@@ -1962,8 +1985,8 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-fn adopt(preface: Vec<u8>, peer: SocketAddr) -> ToWorker {
-    ToWorker::Adopt { preface, peer: peer.to_string() }
+fn adopt(number: u64, preface: Vec<u8>, peer: SocketAddr) -> ToWorker {
+    ToWorker::Adopt { number, preface, peer: peer.to_string() }
 }
 
 /// The ledger of a lease. Its shares say what a whole card has, where workers are told of no limit.

@@ -145,7 +145,7 @@ fn serve() {
                 });
                 start = Some(s);
             }
-            ToWorker::Adopt { preface, .. } => {
+            ToWorker::Adopt { number, preface, .. } => {
                 let s = start.as_ref().unwrap();
                 let preface = Preface::parse(&<[u8; LEN]>::try_from(preface.as_slice()).unwrap()).unwrap();
                 let mut lane = TcpStream::from(fd.unwrap());
@@ -161,6 +161,7 @@ fn serve() {
                     "stack_unlimited": getrlimit(Resource::RLIMIT_STACK).unwrap().0 == RLIM_INFINITY,
                     "environment": std::env::vars().collect::<std::collections::BTreeMap<_, _>>(),
                 });
+                tell(&FromWorker::Admitted { number, lane: preface.lane.get() });
                 writeln!(lane, "{facts}").unwrap();
                 tell(&FromWorker::Presented(ClientProcess {
                     uid: 1000,

@@ -71,16 +71,17 @@ pub fn run() -> ExitCode {
     };
     loop {
         match supervisor.receive() {
-            Ok(Some((ToWorker::Adopt { preface, peer }, Some(socket)))) => {
+            Ok(Some((ToWorker::Adopt { number, preface, peer }, Some(socket)))) => {
                 let worker = worker.clone();
                 let serve = move || {
-                    if let Err(e) = worker.adopt(&preface, socket) {
-                        worker.supervisor.tell(&FromWorker::Refused { reason: format!("{peer}: {e}") });
+                    if let Err(e) = worker.adopt(number, &preface, socket) {
+                        let reason = format!("{peer}: {e}");
+                        worker.supervisor.tell(&FromWorker::Refused { number, reason });
                     }
                 };
                 if let Err(e) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
-                    supervisor
-                        .tell(&FromWorker::Refused { reason: format!("no thread for a connection: {e}") });
+                    let reason = format!("no thread for a connection: {e}");
+                    supervisor.tell(&FromWorker::Refused { number, reason });
                 }
             }
             Ok(Some((ToWorker::MemoryGranted { device, serial, bytes, left }, _))) => {
@@ -212,7 +213,7 @@ impl Worker {
         unsafe { libc::_exit(0) }
     }
 
-    fn adopt(&self, preface: &[u8], socket: OwnedFd) -> io::Result<()> {
+    fn adopt(&self, number: u64, preface: &[u8], socket: OwnedFd) -> io::Result<()> {
         let preface: &[u8; LEN] = preface.try_into().map_err(|_| io::Error::other("short preface"))?;
         let preface = Preface::parse(preface).map_err(io::Error::other)?;
         if preface.worker != self.start.worker {
@@ -244,7 +245,7 @@ impl Worker {
         let (header, body, rest) = greeting(&transport)?;
         control.set_read_timeout(None)?;
         match header.op.get() {
-            op::HELLO if preface.lane.get() == 0 => self.hello(transport, &header, &body, rest),
+            op::HELLO if preface.lane.get() == 0 => self.hello(number, transport, &header, &body, rest),
             op::LANE if preface.lane.get() != 0 => {
                 let Some(session) = self.session.get() else {
                     return Err(refuse(
@@ -258,13 +259,24 @@ impl Worker {
                 if shown.map(blake3::Hash::from_bytes) != Some(proof) {
                     return Err(refuse(&transport, "lane without the secret of the first one".into()));
                 }
+                if !session.lanes.claim(lane) {
+                    return Err(refuse(&transport, format!("lane {lane} does not exist or is open already")));
+                }
+                self.supervisor.tell(&FromWorker::Admitted { number, lane });
                 Lanes::serve(session, lane, &transport)
             }
             _ => Err(io::Error::other("unexpected first frame")),
         }
     }
 
-    fn hello(&self, transport: Transport, header: &Header, body: &[u8], rest: BytesMut) -> io::Result<()> {
+    fn hello(
+        &self,
+        number: u64,
+        transport: Transport,
+        header: &Header,
+        body: &[u8],
+        rest: BytesMut,
+    ) -> io::Result<()> {
         let mut r = Reader::new(body);
         let sealed = r.bytes().map_err(io::Error::other)?;
         let ticket = match Ticket::open(sealed, &self.start.ticket_key, &self.start.worker) {
@@ -317,11 +329,12 @@ impl Worker {
             encrypted,
         };
         if let Err(reason) = self.admission.ask(&self.supervisor, process) {
-            self.supervisor.tell(&FromWorker::Refused { reason: reason.clone() });
+            self.supervisor.tell(&FromWorker::Refused { number, reason: reason.clone() });
             session
                 .send_with(op::REPLY, header.seq.get(), DEVICE_UNAVAILABLE, |w| w.bytes(reason.as_bytes()));
             session.end(&format!("its program was refused: {reason}"));
         }
+        self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
         let mut described = Ok(());
         session.send_with(op::REPLY, header.seq.get(), 0, |w| {

@@ -306,6 +306,7 @@ mod tests {
             devices: Vec::new(),
             require_tls: true,
             module_cache: None,
+            module_cache_bytes: 0,
             warm: !mps,
             mps,
             resume_grace_s: 0,

@@ -76,12 +76,21 @@ pub struct Lanes {
     arrival: Condvar,
     opened: Condvar,
     opening: Mutex<()>,
+    /// Lanes that have had their connection, a bit each.
+    claimed: AtomicU64,
     received: AtomicU64,
     sent: AtomicU64,
 }
 
 impl Lanes {
-    /// Serves one lane until it ends.
+    /// Takes a lane for a connection; `false` if no such lane exists or another connection has taken it.
+    pub fn claim(&self, lane: u16) -> bool {
+        let exists =
+            (1..=UP_LANES).contains(&lane) || (FIRST_DOWN_LANE..FIRST_DOWN_LANE + DOWN_LANES).contains(&lane);
+        exists && self.claimed.fetch_or(1 << lane, Ordering::Relaxed) & 1 << lane == 0
+    }
+
+    /// Serves one lane that was claimed until it ends.
     pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
         let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
         let first = session.contexts.primary(0).map_err(said)?;
@@ -101,9 +110,6 @@ impl Lanes {
             lanes.arrival.notify_all();
             result
         } else {
-            if lane - FIRST_DOWN_LANE >= DOWN_LANES {
-                return Err(io::Error::other("no such lane"));
-            }
             {
                 let _one_at_a_time = lanes.opening.lock();
                 if lanes.down.slots.get().is_none() {

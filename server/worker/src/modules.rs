@@ -1,47 +1,58 @@
 //! Images (cubins, fatbins, PTX) by content: one that the server has is not sent again.
 
-use std::collections::HashMap;
-use std::fs;
-use std::path::PathBuf;
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File, OpenOptions};
+use std::io::Read as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 /// Longest image, in bytes.
 pub const MAX_IMAGE: u64 = 4 << 30;
+
+/// The file system keeps this much free for others, or a tenth of itself if that is less.
+const KEEP_FREE: u64 = 5 << 30;
 
 type Hash = [u8; 32];
 
 /// See the module.
 pub struct Images {
-    folder: Option<PathBuf>,
+    folder: Option<Folder>,
     memory: Mutex<HashMap<Hash, Arc<Vec<u8>>>>,
+    /// Images in memory that the driver has not accepted yet.
+    unproven: Mutex<HashSet<Hash>>,
     partial: Mutex<HashMap<Hash, Vec<u8>>>,
     limit: u64,
 }
 
 impl Images {
-    /// With a folder that is shared by the server's workers, if there is one. What has come of images that are not whole yet
-    /// may take `limit` bytes, but one image may always be as long as images may be.
-    pub fn new(folder: Option<&str>, limit: u64) -> Self {
-        Self { folder: folder.map(PathBuf::from), memory: Mutex::default(), partial: Mutex::default(), limit }
-    }
-
-    fn file(&self, hash: &Hash) -> Option<PathBuf> {
-        let name: String = hash.iter().map(|b| format!("{b:02x}")).collect();
-        self.folder.as_ref().map(|folder| folder.join(name))
+    /// With the client's folder and its size in bytes, if there is one. Images that are not whole yet may take `limit` bytes
+    /// together, but one image may always be as long as images may be.
+    pub fn new(folder: Option<(&str, u64)>, limit: u64) -> Self {
+        let folder = folder.map(|(path, most)| Folder { path: path.into(), most });
+        Self {
+            folder,
+            memory: Mutex::default(),
+            unproven: Mutex::default(),
+            partial: Mutex::default(),
+            limit,
+        }
     }
 
     /// The image, if this server has it. What a file says is believed only if its content has the hash.
     pub fn get(&self, hash: &Hash) -> Option<Arc<Vec<u8>>> {
-        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(image) = memory.get(hash) {
+        let memory = || self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(image) = memory().get(hash) {
             return Some(image.clone());
         }
-        let image = fs::read(self.file(hash)?).ok()?;
+        // Without the lock: a slow disk delays this thread only.
+        let image = self.folder.as_ref()?.read(hash)?;
         if blake3::hash(&image) != blake3::Hash::from_bytes(*hash) {
             return None;
         }
         let image = Arc::new(image);
-        memory.insert(*hash, image.clone());
+        memory().insert(*hash, image.clone());
         Some(image)
     }
 
@@ -68,18 +79,170 @@ impl Images {
         if blake3::hash(&image) != blake3::Hash::from_bytes(hash) {
             return Err(());
         }
-        self.store(&hash, &image);
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner).insert(hash, Arc::new(image));
+        let image = Arc::new(image);
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).insert(hash, image);
+        self.unproven.lock().unwrap_or_else(PoisonError::into_inner).insert(hash);
         Ok(true)
     }
 
-    /// Writes the image for other workers, whole or not at all. A cache that cannot be written only costs time.
+    /// The driver has accepted an image: from now on the client's other workers may find it on disk.
+    pub fn accepted(&self, hash: &Hash, image: &[u8]) {
+        let first = self.unproven.lock().unwrap_or_else(PoisonError::into_inner).remove(hash);
+        if let Some(folder) = self.folder.as_ref().filter(|_| first) {
+            folder.store(hash, image);
+        }
+    }
+}
+
+/// The client's images on disk.
+struct Folder {
+    path: PathBuf,
+    /// Bytes that they may take.
+    most: u64,
+}
+
+impl Folder {
+    fn file(&self, hash: &Hash) -> PathBuf {
+        let name: String = hash.iter().map(|b| format!("{b:02x}")).collect();
+        self.path.join(name)
+    }
+
+    /// Reads an image. Whatever else has its name, such as a link or a pipe, counts as absent.
+    fn read(&self, hash: &Hash) -> Option<Vec<u8>> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(hash)).ok()?;
+        let facts = file.metadata().ok().filter(|facts| facts.is_file() && facts.len() <= MAX_IMAGE)?;
+        let mut image = Vec::with_capacity(facts.len() as usize);
+        // It may have grown since.
+        File::take(file, facts.len() + 1).read_to_end(&mut image).ok()?;
+        (image.len() as u64 == facts.len()).then_some(image)
+    }
+
+    /// Writes an image for the client's other workers, whole or not at all, in place of those that were used longest ago if need
+    /// be. A cache that cannot be written only costs time.
     fn store(&self, hash: &Hash, image: &[u8]) {
-        let Some(file) = self.file(hash) else { return };
+        if !self.make_room(image.len() as u64) {
+            return;
+        }
+        let file = self.file(hash);
         let temporary = file.with_extension(format!("{}", std::process::id()));
         let written = fs::write(&temporary, image).and_then(|()| fs::rename(&temporary, &file));
         if written.is_err() {
             let _ = fs::remove_file(&temporary);
         }
+    }
+
+    fn make_room(&self, bytes: u64) -> bool {
+        if bytes > self.most || !leaves_room(&self.path, bytes) {
+            return false;
+        }
+        let mut images: Vec<(SystemTime, u64, PathBuf)> = fs::read_dir(&self.path)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|entry| {
+                let facts = entry.metadata().ok()?;
+                let used = facts.modified().ok()?.max(facts.accessed().ok()?);
+                // Blocks, not bytes: a million small files fill a disk, too.
+                Some((used, facts.blocks() * 512, entry.path()))
+            })
+            .collect();
+        images.sort();
+        let mut total = images.iter().map(|(_, bytes, _)| bytes).sum::<u64>() + bytes;
+        for (_, bytes, path) in images {
+            if total <= self.most {
+                break;
+            }
+            if fs::remove_file(path).is_ok() {
+                total -= bytes;
+            }
+        }
+        total <= self.most
+    }
+}
+
+/// Returns `true` if the file system has room for `bytes` and for what others may need.
+fn leaves_room(folder: &Path, bytes: u64) -> bool {
+    nix::sys::statvfs::statvfs(folder).is_ok_and(|facts| {
+        let (all, free) = (facts.blocks() as u64, facts.blocks_available() as u64);
+        let unit = facts.fragment_size() as u64;
+        let keep = KEEP_FREE.min(all.saturating_mul(unit) / 10);
+        free.saturating_mul(unit) >= bytes.saturating_add(keep)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(n: u8, bytes: usize) -> (Hash, Vec<u8>) {
+        let image = vec![n; bytes];
+        (*blake3::hash(&image).as_bytes(), image)
+    }
+
+    fn images(folder: &Path, most: u64) -> Images {
+        Images::new(folder.to_str().map(|path| (path, most)), 1 << 20)
+    }
+
+    fn on_disk(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().count()
+    }
+
+    #[test]
+    fn an_image_reaches_the_disk_once_the_driver_has_accepted_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = images(folder.path(), 1 << 20);
+        let (hash, bytes) = image(1, 5000);
+        assert_eq!(first.add(hash, 5000, &bytes[..4000]), Ok(false));
+        assert_eq!(first.add(hash, 5000, &bytes[4000..]), Ok(true));
+        assert!(first.get(&hash).is_some());
+        assert_eq!(on_disk(folder.path()), 0);
+        first.accepted(&hash, &bytes);
+        assert_eq!(on_disk(folder.path()), 1);
+        assert_eq!(*images(folder.path(), 1 << 20).get(&hash).unwrap(), bytes);
+    }
+
+    #[test]
+    fn the_folder_stays_within_its_size() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = images(folder.path(), 100 << 10);
+        for n in 0..40 {
+            let (hash, bytes) = image(n, 10 << 10);
+            assert_eq!(images.add(hash, bytes.len() as u64, &bytes), Ok(true));
+            images.accepted(&hash, &bytes);
+            let taken: u64 = fs::read_dir(folder.path())
+                .unwrap()
+                .map(|e| e.unwrap().metadata().unwrap().blocks() * 512)
+                .sum();
+            assert!(taken <= 100 << 10, "{taken}");
+        }
+        assert!(on_disk(folder.path()) > 5);
+        let (hash, bytes) = image(41, 200 << 10);
+        assert_eq!(images.add(hash, bytes.len() as u64, &bytes), Ok(true));
+        images.accepted(&hash, &bytes);
+        assert!(
+            !folder.path().join(Folder { path: "".into(), most: 0 }.file(&hash)).exists(),
+            "too large to keep"
+        );
+    }
+
+    #[test]
+    fn only_a_regular_file_of_the_content_is_an_image() {
+        let folder = tempfile::tempdir().unwrap();
+        let images = images(folder.path(), 1 << 20);
+        let (hash, bytes) = image(1, 100);
+        let path = Folder { path: folder.path().into(), most: 0 }.file(&hash);
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(images.get(&hash).is_none(), "a pipe");
+        fs::remove_file(&path).unwrap();
+        let other = folder.path().join("other");
+        fs::write(&other, &bytes).unwrap();
+        std::os::unix::fs::symlink(&other, &path).unwrap();
+        assert!(images.get(&hash).is_none(), "a link");
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, &bytes[1..]).unwrap();
+        assert!(images.get(&hash).is_none(), "other content");
+        fs::write(&path, &bytes).unwrap();
+        assert!(images.get(&hash).is_some());
     }
 }

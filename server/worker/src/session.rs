@@ -105,7 +105,10 @@ impl Session {
     ) -> Self {
         Self {
             driver,
-            images: Images::new(start.module_cache.as_deref(), start.staging_bytes),
+            images: Images::new(
+                start.module_cache.as_deref().map(|folder| (folder, start.module_cache_bytes)),
+                start.staging_bytes,
+            ),
             mirrors: Mirrors::new(start.staging_bytes),
             memory: Memory::new(&start.devices),
             allocations: Allocations::new(&start.devices),

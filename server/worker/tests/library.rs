@@ -592,7 +592,9 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     let said = said(&output);
     assert!(said.contains("already serves a process: ticket used twice"), "{said}");
     assert_eq!(asked, 2, "libcuda asks for another worker");
-    stolen.wait_for(|m| matches!(m, FromWorker::Refused { reason } if reason.contains("ticket used twice")));
+    stolen.wait_for(
+        |m| matches!(m, FromWorker::Refused { reason, .. } if reason.contains("ticket used twice")),
+    );
     assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
     assert!(other.heard.0.lock().expect("a list").is_empty());
     // Without another worker the owner is told.

@@ -815,9 +815,15 @@ fn lanes_without_the_secret_are_refused() {
         assert!(refusal.contains(reason), "{refusal}, not {reason}");
     }
     for number in [FIRST_DOWN_LANE + DOWN_LANES, u16::MAX] {
-        assert!(lane(&worker, &guest, number).hung_up());
-        assert!(worker.refusal().contains("no such lane"));
+        assert!(lane(&worker, &guest, number).refusal().contains("does not exist"));
+        assert!(worker.refusal().contains("does not exist"));
     }
+    // A lane has one connection: more of them would each keep memory and count.
+    let first = lane(&worker, &guest, FIRST_UP_LANE);
+    worker.wait_for(|m| matches!(m, FromWorker::Admitted { lane: FIRST_UP_LANE, .. }));
+    assert!(lane(&worker, &guest, FIRST_UP_LANE).refusal().contains("is open already"));
+    assert!(worker.refusal().contains("is open already"));
+    drop(first);
     assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
 }
 
@@ -832,7 +838,7 @@ fn chunks_that_do_not_fit_are_errors() {
     up.write(&chunk(1 << 40, 0, &[1; 4096]));
     // Outside the transfer, longer than it, and at an offset that wraps around.
     let outside = [(200_000, 8), (0, 200_008), (199_996, 8), (u64::MAX - 7, 16), (u64::MAX, 8)];
-    let mut lanes: Vec<Raw> = (0..4).map(|i| lane(&worker, &guest, FIRST_UP_LANE + i)).collect();
+    let mut lanes: Vec<Raw> = (1..5).map(|i| lane(&worker, &guest, FIRST_UP_LANE + i)).collect();
     for (i, (offset, len)) in outside.into_iter().enumerate() {
         lanes[i % 4].write(&chunk(guest.seq + 1, offset, &pattern(len, 1)));
         let status = guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]);

@@ -15,13 +15,13 @@ use crate::session::Session;
 const ATTRIBUTES: i32 = 16;
 const MAX_PARAMS: usize = 4096;
 const MAX_OPTIONS: usize = 64;
+/// `CU_JIT_*` options whose value is a number. Those of other options are addresses, of the client's process.
+const NUMBERS: &[i32] = &[0, 1, 7, 8, 9, 10, 11, 12, 13, 14, 16, 20, 21, 22, 23, 24, 29, 30, 31, 32, 33, 34];
 /// `CU_JIT_*` options whose value is a buffer or its size.
 const INFO_LOG: i32 = 3;
 const INFO_SIZE: i32 = 4;
 const ERROR_LOG: i32 = 5;
 const ERROR_SIZE: i32 = 6;
-/// Others whose value is a pointer: the client's addresses mean nothing here.
-const POINTERS: &[i32] = &[2, 17, 18, 24, 26];
 const MAX_LOG: u64 = 1 << 20;
 
 fn hash(r: &mut Reader<'_>) -> Result<[u8; 32], Failure> {
@@ -65,9 +65,8 @@ impl Options {
             match key {
                 INFO_SIZE => options.info.resize(value.min(MAX_LOG) as usize, 0),
                 ERROR_SIZE => options.error.resize(value.min(MAX_LOG) as usize, 0),
-                INFO_LOG | ERROR_LOG => continue,
-                _ if POINTERS.contains(&key) => continue,
-                _ => {}
+                _ if NUMBERS.contains(&key) => {}
+                _ => continue,
             }
             options.keys.push(key);
             options.values.push(value as usize as *mut c_void);
@@ -109,6 +108,7 @@ pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer:
     });
     options.logs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
+    session.images.accepted(&hash, &image);
     Ok(session.modules.put(handle, Object(module))?)
 }
 
@@ -134,6 +134,7 @@ pub fn load_library(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer
     });
     options.logs(answer);
     loaded.inspect_err(|_| session.allocations.drop_object(session, handle))?;
+    session.images.accepted(&hash, &image);
     Ok(session.libraries.put(handle, Object(library))?)
 }
 

@@ -255,6 +255,7 @@ impl Worker {
             }],
             require_tls: options.require_tls,
             module_cache: options.module_cache.as_ref().map(|folder| folder.display().to_string()),
+            module_cache_bytes: 1 << 30,
             warm: options.warm,
             mps: options.mps,
             resume_grace_s: 0,
@@ -281,7 +282,7 @@ impl Worker {
                         && let Some(channel) = channel.upgrade()
                     {
                         let _ = socket.set_read_timeout(None);
-                        let adopt = ToWorker::Adopt { preface, peer: "a test".into() };
+                        let adopt = ToWorker::Adopt { number: 0, preface, peer: "a test".into() };
                         tell(&channel, &adopt, Some(&socket));
                     }
                 }
@@ -323,7 +324,7 @@ impl Worker {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let ours = TcpStream::connect(listener.local_addr().expect("its number")).expect("a connection");
         let (theirs, _) = listener.accept().expect("its other end");
-        let adopt = ToWorker::Adopt { preface: preface.to_vec(), peer: "a test".into() };
+        let adopt = ToWorker::Adopt { number: 0, preface: preface.to_vec(), peer: "a test".into() };
         tell(self.channel(), &adopt, Some(&theirs));
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         ours
@@ -356,7 +357,7 @@ impl Worker {
     /// The reason why the worker has refused a connection.
     pub fn refusal(&mut self) -> String {
         match self.wait_for(|m| matches!(m, FromWorker::Refused { .. })) {
-            FromWorker::Refused { reason } => reason,
+            FromWorker::Refused { reason, .. } => reason,
             other => panic!("{other:?}"),
         }
     }
