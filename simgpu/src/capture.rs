@@ -29,6 +29,8 @@ pub struct Capture {
     context: usize,
     invalid: AtomicBool,
     streams: Mutex<Vec<Weak<Stream>>>,
+    /// Last nodes of streams that took part and were destroyed.
+    left: Mutex<Vec<Arc<Node>>>,
 }
 
 /// A stream's part in a capture.
@@ -177,6 +179,7 @@ pub fn begin(s: &Arc<Stream>, mode: u32, graph: Option<Arc<Graph>>, last: Vec<Ar
         context: s.context,
         invalid: AtomicBool::new(false),
         streams: Mutex::new(vec![Arc::downgrade(s)]),
+        left: Mutex::default(),
     });
     ACTIVE.lock().push(capture.clone());
     *state = Some(Capturing { capture, last });
@@ -194,6 +197,21 @@ fn joined(nodes: &[Arc<Node>], ends: &[Arc<Node>]) -> bool {
     nodes.iter().all(|n| seen.contains(&handle(n)))
 }
 
+/// A stream is destroyed: the capture that began on it ends without a graph; another one continues, and its end finds whether the
+/// stream's work was joined.
+pub fn leave(s: &Arc<Stream>) {
+    let Some(own) = s.capture.lock().take() else { return };
+    let c = own.capture;
+    if c.origin != handle(s) {
+        c.left.lock().extend(own.last);
+        return;
+    }
+    ACTIVE.lock().retain(|a| !Arc::ptr_eq(a, &c));
+    for other in c.streams.lock().iter().filter_map(Weak::upgrade) {
+        other.capture.lock().take_if(|o| Arc::ptr_eq(&o.capture, &c));
+    }
+}
+
 pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
     let Some(own) = s.capture.lock().clone() else { return Err(ILLEGAL_STATE) };
     let c = own.capture;
@@ -204,7 +222,7 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
     // The capture ends all the same.
     let wrong_thread = c.mode != RELAXED && c.thread != thread_id();
     ACTIVE.lock().retain(|a| !Arc::ptr_eq(a, &c));
-    let mut unjoined = false;
+    let mut unjoined = !joined(&c.left.lock(), &own.last);
     for other in c.streams.lock().iter().filter_map(Weak::upgrade) {
         let mut state = other.capture.lock();
         if state.as_ref().is_some_and(|o| Arc::ptr_eq(&o.capture, &c)) {

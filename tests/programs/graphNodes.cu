@@ -5,9 +5,10 @@
 #include <numeric>
 #include <vector>
 
+// Nodes that do not depend on each other run at the same time.
 __global__ void add(int *values, int count, int amount) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) values[i] += amount;
+    if (i < count) atomicAdd(values + i, amount);
 }
 
 __global__ void sum(const int *values, int count, long long *result) {
@@ -236,6 +237,90 @@ static void managed(cudaStream_t stream) {
     std::printf("graphNodes: managed memory around host functions right\n");
 }
 
+// Streams that are destroyed while they take part in a capture.
+static void destroyed_streams(int *device) {
+    for (auto mode : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed})
+        for (int joined = 0; joined < 3; joined++) {
+            cudaStream_t origin, other;
+            cudaEvent_t begun, done;
+            cudaGraph_t graph = nullptr;
+            size_t nodes = 0;
+            CHECK(cudaStreamCreateWithFlags(&origin, cudaStreamNonBlocking));
+            CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+            CHECK(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming));
+            CHECK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+            CHECK(cudaStreamBeginCapture(origin, mode));
+            CHECK(cudaMemsetAsync(device, 1, 16, origin));
+            CHECK(cudaEventRecord(begun, origin));
+            CHECK(cudaStreamWaitEvent(other, begun, 0));
+            CHECK(cudaMemsetAsync(device + 64, 1, 16, other));
+            if (joined == 1) {
+                CHECK(cudaEventRecord(done, other));
+                CHECK(cudaStreamWaitEvent(origin, done, 0));
+            }
+            int end = -1;
+            if (joined == 2) {
+                // The capture ends with the stream that it began on.
+                CHECK(cudaStreamDestroy(origin));
+                cudaStreamCaptureStatus status;
+                CHECK(cudaStreamIsCapturing(other, &status));
+                EXPECT(status == cudaStreamCaptureStatusNone);
+                CHECK(cudaStreamDestroy(other));
+            } else {
+                CHECK(cudaStreamDestroy(other));
+                end = cudaStreamEndCapture(origin, &graph);
+                if (graph) CHECK(cudaGraphGetNodes(graph, nullptr, &nodes));
+                if (graph) CHECK(cudaGraphDestroy(graph));
+                cudaGetLastError();
+                CHECK(cudaStreamDestroy(origin));
+            }
+            std::printf("graphNodes: mode %d, case %d: end %d, nodes %zu\n", static_cast<int>(mode), joined, end, nodes);
+            CHECK(cudaDeviceSynchronize());
+            CHECK(cudaEventDestroy(begun));
+            CHECK(cudaEventDestroy(done));
+        }
+    // Pools: nothing is freed and nothing is allocated.
+    void *nothing = device;
+    CHECK(cudaFreeAsync(nullptr, nullptr));
+    CHECK(cudaMallocAsync(&nothing, 0, nullptr));
+    EXPECT(nothing == nullptr);
+}
+
+// Dependencies with data: a kernel that may begin before the one before has ended.
+static void edges(cudaStream_t stream, int *device) {
+#if CUDART_VERSION >= 13000
+    CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+    cudaGraph_t graph;
+    CHECK(cudaGraphCreate(&graph, 0));
+    cudaGraphNode_t first = add_kernel(graph, nullptr, 0, device, 1), second;
+    // The second one may begin before the first one has ended: it works elsewhere.
+    int *other;
+    CHECK(cudaMalloc(&other, COUNT * sizeof *other));
+    CHECK(cudaMemset(other, 0, COUNT * sizeof *other));
+    int n = COUNT, amount = 10;
+    void *arguments[] = {&other, &n, &amount};
+    cudaGraphNodeParams params = {};
+    params.type = cudaGraphNodeTypeKernel;
+    params.kernel.func = reinterpret_cast<void *>(add);
+    params.kernel.gridDim = dim3((COUNT + 127) / 128);
+    params.kernel.blockDim = dim3(128);
+    params.kernel.kernelParams = arguments;
+    cudaGraphEdgeData edge = {};
+    edge.from_port = cudaGraphKernelNodePortProgrammatic;
+    edge.type = cudaGraphDependencyTypeProgrammatic;
+    CHECK(cudaGraphAddNode(&second, graph, &first, &edge, 1, &params));
+    launch(graph, stream, 1);
+    std::vector<int> values(COUNT);
+    CHECK(cudaMemcpy(values.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
+    for (int value : values) EXPECT(value == 1);
+    CHECK(cudaMemcpy(values.data(), other, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
+    for (int value : values) EXPECT(value == 10);
+    CHECK(cudaFree(other));
+    CHECK(cudaGraphDestroy(graph));
+#endif
+    std::printf("graphNodes: edges right\n");
+}
+
 int main() {
     int *device;
     long long *total;
@@ -247,6 +332,8 @@ int main() {
     pageable_source(stream, device);
     child_graphs(stream, device);
     managed(stream);
+    destroyed_streams(device);
+    edges(stream, device);
     // A structure of zeros asks for nothing.
 #if CUDA_VERSION >= 12050
     DRIVER(cuCtxCreate_v4);

@@ -154,8 +154,10 @@ pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> R
 pub fn destroy(stream: u64) -> Result {
     clients::get()?;
     let known = by_handle(stream)?;
-    if known.capture().is_some() {
-        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    // A capture ends with the stream that it began on; at the end of another one the driver finds whether the work of this stream
+    // was joined. (H100, driver 580)
+    if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
+        end(&capture);
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
     if known.blocking() {

@@ -34,6 +34,13 @@ pub struct HostNode {
     data: *mut c_void,
 }
 
+impl HostNode {
+    /// The same as words.
+    pub fn words(&self) -> [u64; 2] {
+        [self.run as usize as u64, self.data as u64]
+    }
+}
+
 extern "C" fn run(data: *mut c_void) {
     let call = data.cast::<Call>();
     // SAFETY: `data` came from `Box::into_raw` in `enqueue`; one that is not kept runs once.

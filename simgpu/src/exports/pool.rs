@@ -202,6 +202,9 @@ export! {
         if !in_capture {
             capture::forbid_unsafe()?;
         }
+        if at == 0 {
+            return Ok(());
+        }
         let a = driver()?.space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
         if !matches!(a.kind, Kind::Pool { .. } | Kind::Device) {
             return Err(INVALID_VALUE);

@@ -34,9 +34,7 @@ fn destroy(h: usize) -> Result {
     }
     STREAMS.get(h)?.life.check()?;
     let s = STREAMS.remove(h)?;
-    if let Some(c) = &*s.capture.lock() {
-        c.capture.invalidate();
-    }
+    capture::leave(&s);
     Ok(())
 }
 

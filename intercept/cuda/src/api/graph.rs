@@ -264,11 +264,25 @@ impl Content {
 }
 
 fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, content: &Content) -> Result {
+    add_with_edges(node, graph, after, std::ptr::null(), count, content)
+}
+
+/// `edges`: a `CUgraphEdgeData` (8 bytes) for each dependency, or null for plain ones.
+fn add_with_edges(
+    node: *mut u64,
+    graph: *mut c_void,
+    after: *const c_void,
+    edges: *const c_void,
+    count: usize,
+    content: &Content,
+) -> Result {
     let client = clients::of(graph as u64)?;
     if node.is_null() {
         return Err(INVALID_VALUE);
     }
-    let after = objects::own(client, bytes(after, count.checked_mul(8).ok_or(INVALID_VALUE)?)?)?;
+    let len = count.checked_mul(8).ok_or(INVALID_VALUE)?;
+    let after = objects::own(client, bytes(after, len)?)?;
+    let edges = if edges.is_null() { &[] } else { bytes(edges, len)? };
     // Anything that the content's own check refuses must not leave half a frame in the log.
     let mut frame = Vec::new();
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
@@ -278,6 +292,10 @@ fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, c
         w.word(graph as u64);
         w.bytes(&after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
+        // Zeros are plain dependencies.
+        if edges.iter().any(|byte| *byte != 0) {
+            w.bytes(edges);
+        }
     })?;
     let new = client.name(word(&mut reply.reader())?);
     mapped::node_of(new, graph as u64);
@@ -286,15 +304,6 @@ fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, c
         child_graphs().insert(*child, graph as u64, new);
     }
     give(node, new)
-}
-
-/// Returns an error if edges carry data: `CUgraphEdgeData`, 8 bytes each, zeros for a plain dependency.
-fn plain_edges(data: *const c_void, count: usize) -> Result {
-    if data.is_null() || bytes(data, count.checked_mul(8).ok_or(INVALID_VALUE)?)?.iter().all(|b| *b == 0) {
-        return Ok(());
-    }
-    crate::trace::why("edges of graphs that carry data (programmatic launches) are not forwarded");
-    Err(NOT_SUPPORTED)
 }
 
 /// Graphs inside nodes of other graphs whose handles the program has.
@@ -565,8 +574,7 @@ driver! {
     fn cuGraphAddNode_v2(
         node: *mut u64, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *const NodeParams,
     ) {
-        plain_edges(edges, count)?;
-        add(node, graph, after, count, &Content::any(clients::of(graph as u64)?, params)?)
+        add_with_edges(node, graph, after, edges, count, &Content::any(clients::of(graph as u64)?, params)?)
     }
 
     fn cuGraphNodeSetParams(node: u64, params: *const NodeParams) {

@@ -24,24 +24,73 @@ struct KernelNode {
     ctx: Handle,
 }
 
-/// `CUgraphNodeParams` of a child graph that the node takes over.
+/// `CUgraphNodeParams`: a type and the parameters of a node of that type.
 #[repr(C)]
 struct NodeParams {
     kind: u32,
     reserved: [u32; 3],
-    graph: Handle,
-    ownership: u64,
-    rest: [u64; 28],
-}
-
-impl NodeParams {
-    fn moved_child(graph: Handle) -> Self {
-        // CU_GRAPH_NODE_TYPE_GRAPH, CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
-        Self { kind: 4, reserved: [0; 3], graph, ownership: 1, rest: [0; 28] }
-    }
+    body: [u64; 29],
+    reserved_too: u64,
 }
 
 const _: () = assert!(size_of::<NodeParams>() == 256);
+
+impl NodeParams {
+    /// The structure for a node; a kernel's parameters must be in the form that the driver takes.
+    fn new(session: &Arc<Session>, params: &Params) -> Self {
+        let mut body = [0; 29];
+        let mut put = |words: &[u64]| body[..words.len()].copy_from_slice(words);
+        let kind = match params {
+            Params::Kernel { node, .. } => {
+                let word = |dimensions: [u32; 2]| u64::from(dimensions[0]) | u64::from(dimensions[1]) << 32;
+                let [x, y, z] = node.grid;
+                let [a, b, c] = node.block;
+                put(&[
+                    node.func as u64,
+                    word([x, y]),
+                    word([z, a]),
+                    word([b, c]),
+                    u64::from(node.shared),
+                    node.params as u64,
+                    node.extra as u64,
+                ]);
+                0
+            }
+            // Flags and reserved, the context, then the copy.
+            Params::Copy { words, ctx } => {
+                put(&[&[0, *ctx as u64], words.as_slice()].concat());
+                1
+            }
+            Params::Set { words, ctx } => {
+                put(&[words.as_slice(), &[*ctx as u64]].concat());
+                2
+            }
+            Params::Host(id) => {
+                put(&HostCalls::node(session, *id).words());
+                3
+            }
+            // CU_GRAPH_CHILD_GRAPH_OWNERSHIP_CLONE and _MOVE
+            Params::Child(graph) => {
+                put(&[*graph as u64, 0]);
+                4
+            }
+            Params::MovedChild { graph, .. } => {
+                put(&[*graph as u64, 1]);
+                4
+            }
+            Params::Empty => 5,
+            Params::Wait(event) => {
+                put(&[*event as u64]);
+                6
+            }
+            Params::Record(event) => {
+                put(&[*event as u64]);
+                7
+            }
+        };
+        Self { kind, reserved: [0; 3], body, reserved_too: 0 }
+    }
+}
 
 /// Nodes out of a byte string of words.
 pub fn raw_nodes(bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
@@ -243,6 +292,13 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
     let after = raw_nodes(r.bytes()?)?;
     let kind = r.word()?;
     let params = Params::read(session, kind, r)?;
+    let edges = if r.is_empty() { &[] } else { r.bytes()? };
+    if !edges.is_empty() && edges.len() != after.len() * 8 {
+        return Err(status::INVALID_VALUE.into());
+    }
+    if !edges.is_empty() || matches!(params, Params::MovedChild { .. }) {
+        return add_by_structure(session, (parent, graph), &after, edges, params, answer);
+    }
     let call = &session.driver.call;
     let mut node = std::ptr::null_mut();
     let (deps, count) = (after.as_ptr(), after.len());
@@ -266,29 +322,60 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
                 (call.cuGraphAddHostNode)(&mut node, graph, deps, count, (&raw const host).cast())
             }
             Params::Child(child) => (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child),
-            Params::MovedChild { graph: child, handle } => {
-                let mut known = child_graphs(session);
-                // A graph inside itself, at any depth, would be a circle.
-                if known.is_embedded(handle) || handle == parent || known.below(handle).contains(&parent) {
-                    return Err(status::INVALID_VALUE.into());
-                }
-                let params = NodeParams::moved_child(child);
-                let edges = std::ptr::null();
-                let added = (call.cuGraphAddNode_v2)(
-                    &mut node,
-                    graph,
-                    deps,
-                    edges,
-                    count,
-                    (&raw const params).cast(),
-                );
-                if added == 0 {
-                    known.insert(handle, parent, node as u64);
-                }
-                added
-            }
+            Params::MovedChild { .. } => status::INVALID_VALUE,
         }
     })?;
+    answer.word(node as u64);
+    Ok(())
+}
+
+/// Adds a node by the one structure for all types: with edges that carry data, or a child graph that moves into its node.
+fn add_by_structure(
+    session: &Arc<Session>,
+    (parent, graph): (u64, Handle),
+    after: &[Handle],
+    edges: &[u8],
+    mut params: Params,
+    answer: &mut Answer,
+) -> Done {
+    let mut known = child_graphs(session);
+    let moved = match params {
+        Params::MovedChild { handle, .. } => Some(handle),
+        _ => None,
+    };
+    // A graph inside itself, at any depth, would be a circle.
+    if moved.is_some_and(|m| known.is_embedded(m) || m == parent || known.below(m).contains(&parent)) {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let mut node = std::ptr::null_mut();
+    let mut add = |params: &Params| {
+        let structure = NodeParams::new(session, params);
+        let edges = if edges.is_empty() { std::ptr::null() } else { edges.as_ptr().cast() };
+        // SAFETY: the out pointer is valid, dependencies and edges are as many as said, the structure has cuda.h's layout.
+        unsafe {
+            (session.driver.call.cuGraphAddNode_v2)(
+                &mut node,
+                graph,
+                after.as_ptr(),
+                edges,
+                after.len(),
+                (&raw const structure).cast(),
+            )
+        }
+    };
+    let added = match &mut params {
+        Params::Kernel { node: kernel, bytes } => {
+            let mut size = bytes.len();
+            let extra = super::launch::param_list(bytes, &mut size);
+            kernel.extra = if bytes.is_empty() { std::ptr::null() } else { extra.as_ptr() };
+            add(&params)
+        }
+        _ => add(&params),
+    };
+    check(added)?;
+    if let Some(handle) = moved {
+        known.insert(handle, parent, node as u64);
+    }
     answer.word(node as u64);
     Ok(())
 }
