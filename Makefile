@@ -24,13 +24,14 @@ CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpus
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
-.PHONY: help build programs demo test test-unit test-conformance test-system check docs deny deb rpm bench gpu-bundle install clean
+.PHONY: help build programs demo quick test test-unit test-conformance test-system check style docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo         a whole site on this machine: server, daemon, programs on leased GPUs (simulated where there is none)'
-	@echo 'make test         all tests that need no GPU'
-	@echo 'make check        formatting, lints, licences, shell scripts, generated pages'
+	@echo 'make quick        unit tests that need no GPU, no root and no network'
+	@echo 'make test         all tests that need no GPU, quick ones first'
+	@echo 'make check        formatting, lints, licences, shell scripts, language, generated pages'
 	@echo 'make gpu-bundle   target/gpu-bundle: a folder that tests and measures on a machine with a GPU'
 	@echo 'make build        release binaries'
 	@echo 'make programs     the CUDA test programs'
@@ -80,7 +81,16 @@ bench:
 
 # ---- testing
 
-test: test-system test-conformance test-unit
+# Cheapest first: a failure shows early.
+test: test-unit test-conformance test-system
+
+# No CUDA, no root, no bus, no network: these run anywhere that Rust is.
+QUICK := $(addprefix -p ,gpusession-proto gpusessiond gpuserver gpuserver-worker)
+quick:
+	@.ci/setup build
+	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
+		$(CARGO) nextest run --locked --lib --bins $(QUICK); \
+	else $(CARGO) test --locked -q --lib --bins $(QUICK); fi
 
 # Tests of the workspace start each other's programs, which are built first.
 test-unit:
@@ -111,7 +121,7 @@ test-system:
 
 # ---- checking
 
-check: deny
+check: style deny
 	@.ci/setup build check
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
@@ -124,6 +134,15 @@ check: deny
 	@$(CARGO) run --locked -q -p gpusession-nvml-calls --example coverage-nvml | diff -q - docs/coverage-nvml.md >/dev/null || \
 		{ echo 'check: docs/coverage-nvml.md is not up to date: make docs'; exit 1; }
 	@echo 'check: all right'
+
+# Language of comments, messages and documents; the order of modules; links. Each says what to do.
+style:
+	@tests/style/prose --self-test
+	@tests/style/prose
+	@tests/style/floors --self-test
+	@tests/style/floors
+	@tests/style/links
+	@tests/style/dependencies
 
 deny: $(CARGO_DENY)
 	$(CARGO_DENY) --locked check bans licenses sources
@@ -159,7 +178,8 @@ $(TOOLS)/bin/cargo-generate-rpm:
 
 # ---- installing
 
-# Pages for administrators and users of either kind of machine; each has all of them, so that links lead somewhere.
+# Pages for administrators and users of either kind of machine. Each package has all of them, so
+# that links lead somewhere.
 PAGES := user-guide.md admin-guide.md sharing.md idle-and-parking.md isolation.md troubleshooting.md
 
 install:
