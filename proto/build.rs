@@ -1,5 +1,6 @@
-//! Compiles the control plane's `.proto` files (in pure Rust: no protoc needed) where the feature asks for it, and
-//! writes the operation numbers of the data plane from the table of driver calls.
+//! Writes operation numbers from the table of driver calls, and compiles the `.proto` files.
+//!
+//! The latter serves the control plane, if its feature is on, and is pure Rust: no protoc needed.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -32,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     writeln!(
         operations,
         "/// Operations have numbers below this.\npub const COUNT: usize = {count};\n\
-         /// What people call an operation.\npub fn name(operation: u16) -> &'static str {{\n    match operation {{\n\
+         /// Returns an operation's name, for people.\npub fn name(operation: u16) -> &'static str {{\n    match operation {{\n\
          {names}        _ => \"?\",\n    }}\n}}"
     )?;
     let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("no OUT_DIR")?);

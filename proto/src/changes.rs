@@ -1,14 +1,15 @@
-//! What has changed in memory that exists on both sides: a list of parts {offset, bytes}, as `WRITE_HOST` and
-//! `HOST_CHANGED` carry it. Both sides send exactly what changed on theirs, so that neither overwrites the other's changes
-//! beside it.
+//! Changes of memory that exists on both sides: a list of parts {offset, bytes}.
+//!
+//! `WRITE_HOST` and `HOST_CHANGED` carry it. Each side sends exactly the bytes that it changed, so
+//! that neither overwrites the other's changes next to them.
 
 use crate::frame::{BadFrame, Reader};
 
 /// Memory is compared in blocks of this many bytes.
 pub const BLOCK: usize = 4096;
-/// A frame with changes is sent once it is this long, in bytes.
+/// A frame with changes is sent once it has this many bytes.
 pub const FRAME: usize = 1 << 20;
-/// Changes are told apart in units of this many bytes.
+/// Granularity of changes, in bytes.
 const UNIT: usize = 4;
 
 /// Appends one part to the body of a frame.
@@ -19,7 +20,9 @@ pub fn push(body: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
     body.resize(body.len().next_multiple_of(8), 0);
 }
 
-/// Appends the parts in which `new` differs from `old`, which lies at `offset` in its region and is as long.
+/// Appends the parts in which `new` differs from `old`.
+///
+/// Both have the same length and lie at `offset` in their region.
 pub fn push_differing(body: &mut Vec<u8>, offset: u64, old: &[u8], new: &[u8]) {
     let same = |unit: usize| {
         let end = (unit + UNIT).min(new.len());
@@ -39,7 +42,7 @@ pub fn push_differing(body: &mut Vec<u8>, offset: u64, old: &[u8], new: &[u8]) {
     }
 }
 
-/// Reads the parts from the rest of a body.
+/// Reads the parts from the rest of a body, and passes each to `part`.
 pub fn read<'a>(r: &mut Reader<'a>, mut part: impl FnMut(u64, &'a [u8])) -> Result<(), BadFrame> {
     while !r.is_empty() {
         let offset = r.word()?;

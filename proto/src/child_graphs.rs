@@ -1,9 +1,11 @@
-//! Graphs that live inside a node of another graph. Client and worker both record them: such a graph's handle ends with the
-//! node or the graph around it, and until then no call may destroy it.
+//! Graphs that live inside a node of another graph.
+//!
+//! Client and worker both record them. The handle of such a graph ends with the node or with the
+//! graph around it; until then no call may destroy it.
 
 use std::collections::HashMap;
 
-/// Handles of embedded graphs, each with the graph and the node that it belongs to.
+/// Handles of embedded graphs, each with its parent graph and its node there.
 #[derive(Debug, Default)]
 pub struct ChildGraphs {
     parents: HashMap<u64, (u64, u64)>,
@@ -20,12 +22,12 @@ impl ChildGraphs {
         self.parents.contains_key(&graph)
     }
 
-    /// The graph that lives in a node, if its handle was ever given out.
+    /// Returns the graph that lives in a node, if it has a handle.
     pub fn of_node(&self, node: u64) -> Option<u64> {
         self.parents.iter().find(|(_, (_, at))| *at == node).map(|(child, _)| *child)
     }
 
-    /// All graphs below one, at any depth.
+    /// Returns all graphs below one, at any depth.
     pub fn below(&self, graph: u64) -> Vec<u64> {
         let mut found = Vec::new();
         let mut next = vec![graph];
@@ -41,7 +43,7 @@ impl ChildGraphs {
         found
     }
 
-    /// Forgets all graphs below one that is destroyed, and returns them.
+    /// Forgets and returns all graphs below a destroyed graph.
     pub fn destroy_graph(&mut self, graph: u64) -> Vec<u64> {
         let gone = self.below(graph);
         for child in &gone {
@@ -50,7 +52,7 @@ impl ChildGraphs {
         gone
     }
 
-    /// Forgets the graph in a node that is destroyed, and all below it, and returns them.
+    /// Forgets and returns the graph in a destroyed node, and all graphs below it.
     pub fn destroy_node(&mut self, node: u64) -> Vec<u64> {
         let Some(child) = self.of_node(node) else { return Vec::new() };
         let mut gone = self.destroy_graph(child);

@@ -1,5 +1,7 @@
-//! How the control plane's messages are encoded: protobuf, with buffers of their size. Those of tonic have 8 KiB for as long as a
-//! call lasts, and a server has a call of each client that lasts as long as the client does.
+//! Encoding of the control plane's messages: protobuf with small buffers.
+//!
+//! The default buffers of tonic have 8 KiB as long as a call lasts, and each client has a call to
+//! the server that lasts as long as the client.
 
 use std::marker::PhantomData;
 
@@ -7,12 +9,12 @@ use prost::Message;
 use tonic::codec::{BufferSettings, Codec};
 use tonic_prost::{ProstDecoder, ProstEncoder};
 
-/// What most messages fit in; longer ones make the buffer grow.
+/// Initial size of a buffer, in bytes; most messages fit, longer ones enlarge it.
 const BUFFER: usize = 256;
-/// Messages that are ready at once are sent together up to this size.
+/// Bytes up to which messages that are ready at once are sent together.
 const TOGETHER: usize = 32 << 10;
 
-/// See the module.
+/// Codec of protobuf messages with small buffers.
 #[derive(Debug)]
 pub struct Compact<T, U>(PhantomData<fn() -> (T, U)>);
 

@@ -1,7 +1,11 @@
-//! Frames of the data plane: a fixed header, then a body of little-endian 64-bit words and padded byte strings.
+//! Frames of the data plane.
 //!
-//! Requests go from a program to its worker in one ordered log (lane 0); replies and events come back on the same
-//! connection, in any order, by the request's sequence number. Bulk bytes travel on further lanes in [`op::CHUNK`] frames.
+//! A frame is a fixed header, then a body of little-endian 64-bit words and padded byte strings.
+//!
+//! Requests go from a program to its worker in one ordered log (lane 0). Replies and events return
+//! on the same connection, in any order, by the request's sequence number. Bulk bytes travel on
+//! further lanes in [`op::CHUNK`] frames.
+//!
 //! The numbers in [`op`] are part of the protocol and come from `proto/calls/calls.txt`.
 
 use zerocopy::little_endian::{U16, U32, U64};
@@ -16,35 +20,37 @@ pub mod op {
 pub const HEADER: usize = 40;
 /// Longest body, in bytes; a longer one closes the connection.
 pub const MAX_BODY: usize = 4 << 20;
-/// Data of at most this many bytes travels inside its request or reply on lane 0.
+/// Longest data that travels inside its request or reply on lane 0, in bytes.
 pub const INLINE_MAX: usize = 64 << 10;
-/// Payload of one [`op::CHUNK`] frame on a bulk lane, in bytes; the last one of a transfer may be shorter.
+/// Payload of one [`op::CHUNK`] frame on a bulk lane, in bytes.
+///
+/// The last one of a transfer may be shorter.
 pub const CHUNK: usize = 2 << 20;
-/// Lanes for data to the device, numbered from [`FIRST_UP_LANE`].
+/// Number of lanes for data to the device, counted from [`FIRST_UP_LANE`].
 pub const UP_LANES: u16 = 8;
-/// Lanes for data from the device, numbered from [`FIRST_DOWN_LANE`].
+/// Number of lanes for data from the device, counted from [`FIRST_DOWN_LANE`].
 pub const DOWN_LANES: u16 = 8;
-/// See [`UP_LANES`].
+/// Lowest of the [`UP_LANES`].
 pub const FIRST_UP_LANE: u16 = 1;
-/// See [`DOWN_LANES`].
+/// Lowest of the [`DOWN_LANES`].
 pub const FIRST_DOWN_LANE: u16 = FIRST_UP_LANE + UP_LANES;
 
-/// Kinds of a mirror (`MIRROR_HOST`): where the worker has the bytes of memory that the program and the device share.
+/// Kinds of a mirror (`MIRROR_HOST`): the place of shared memory in the worker.
 pub mod mirror {
-    /// In host memory of its own, anywhere: only copies name it.
+    /// Host memory of the worker at any address: only copies name it.
     pub const ANYWHERE: u64 = 0;
-    /// In host memory of its own at an address that the client gives: kernels name it by that.
+    /// Host memory of the worker at the client's address, which kernels use.
     pub const SAME: u64 = 1;
-    /// In the driver's managed memory at that address (a module's variable).
+    /// The driver's managed memory at the client's address (a module's variable).
     pub const MANAGED: u64 = 2;
-    /// In device memory at that address, exchanged in whole blocks.
+    /// Device memory at the client's address, exchanged in whole blocks.
     pub const DEVICE: u64 = 3;
 }
 
 /// Request flag: the program waits for the reply.
 pub const WAIT: u16 = 1;
 
-/// First bytes of every frame.
+/// Header of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Header {
@@ -52,11 +58,11 @@ pub struct Header {
     pub len: U32,
     /// Number from [`op`].
     pub op: U16,
-    /// [`WAIT`].
+    /// [`WAIT`] or 0.
     pub flags: U16,
-    /// The program's thread that made the call: order within a thread is always kept.
+    /// The program's thread that made the call; the order within a thread is always kept.
     pub thread: U32,
-    /// Epoch of the connection.
+    /// Epoch of the connection, as in the preface.
     pub epoch: U32,
     /// Requests: position in the log. Replies: the request's.
     pub seq: U64,
@@ -66,7 +72,7 @@ pub struct Header {
     pub ctx: U64,
 }
 
-/// A frame's bytes do not make sense: the connection is closed.
+/// A malformed frame, after which the receiver closes the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadFrame(pub &'static str);
 
@@ -79,7 +85,7 @@ impl std::fmt::Display for BadFrame {
 impl std::error::Error for BadFrame {}
 
 impl Header {
-    /// Reads and checks a header.
+    /// Reads a header and checks its length.
     pub fn parse(bytes: &[u8; HEADER]) -> Result<Self, BadFrame> {
         let header = Self::read_from_bytes(bytes).map_err(|_| BadFrame("header"))?;
         let len = header.len.get() as usize;
@@ -92,12 +98,12 @@ impl Header {
         Ok(header)
     }
 
-    /// All zero.
+    /// Returns a header whose fields are all zero.
     pub fn empty() -> Self {
         Self::new_zeroed()
     }
 
-    /// Bytes of the body.
+    /// Returns the length of the body, in bytes.
     pub fn body_len(&self) -> usize {
         self.len.get() as usize
     }
@@ -119,12 +125,12 @@ impl<'a> Writer<'a> {
         Self { buf, start, seq: header.seq.get() }
     }
 
-    /// The frame's position in the log.
+    /// Returns the frame's position in the log.
     pub fn seq(&self) -> u64 {
         self.seq
     }
 
-    /// Bytes of the frame so far, its header among them.
+    /// Returns the bytes of the frame so far, including its header.
     #[inline]
     pub fn written(&self) -> usize {
         self.buf.len() - self.start
@@ -144,13 +150,15 @@ impl<'a> Writer<'a> {
         self.pad(bytes.len());
     }
 
-    /// Appends words that are written already.
+    /// Appends a byte string that consists of complete words.
     pub fn words(&mut self, words: &[u8]) {
         debug_assert!(words.len().is_multiple_of(8));
         self.buf.extend_from_slice(words);
     }
 
-    /// Appends `len` bytes that `fill` writes (they are zero before), as [`Writer::bytes`] would.
+    /// Appends `len` bytes that `fill` writes, as [`Writer::bytes`] would.
+    ///
+    /// They are zero before.
     #[inline]
     pub fn bytes_with(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         self.word(len as u64);
@@ -175,7 +183,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads a body. Every getter fails rather than read past the end.
+/// Reads a body; each getter fails rather than read past the end.
 #[derive(Clone)]
 pub struct Reader<'a> {
     rest: &'a [u8],
@@ -188,7 +196,7 @@ impl<'a> Reader<'a> {
         Self { rest: body }
     }
 
-    /// Next word.
+    /// Reads the next word.
     #[inline]
     pub fn word(&mut self) -> Result<u64, BadFrame> {
         let (word, rest) = self.rest.split_first_chunk::<8>().ok_or(BadFrame("body too short"))?;
@@ -196,7 +204,7 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(*word))
     }
 
-    /// Next byte string, in place.
+    /// Reads the next byte string, in place.
     #[inline]
     pub fn bytes(&mut self) -> Result<&'a [u8], BadFrame> {
         let len = usize::try_from(self.word()?).map_err(|_| BadFrame("string too long"))?;
@@ -209,12 +217,12 @@ impl<'a> Reader<'a> {
         Ok(&bytes[..len])
     }
 
-    /// Next byte string, as text.
+    /// Reads the next byte string as text.
     pub fn text(&mut self) -> Result<&'a str, BadFrame> {
         std::str::from_utf8(self.bytes()?).map_err(|_| BadFrame("text is not UTF-8"))
     }
 
-    /// Whether everything was read.
+    /// Returns `true` if the whole body was read.
     pub fn is_empty(&self) -> bool {
         self.rest.is_empty()
     }

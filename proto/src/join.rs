@@ -1,54 +1,58 @@
-//! Identities in a pool: the names that certificates carry, and the join token that a new client presents.
+//! Identities in a pool: the names in certificates, and the join token of a new client.
 //!
-//! A certificate names the server or client *in the pool*, never its address, so that addresses may change:
+//! A certificate names the server or client *in the pool*, never its address, so that addresses may
+//! change:
 //!
-//! * every server's certificate carries [`any_server`] and [`server`]`(name)`; a client that knows only an address
-//!   verifies the first, one that knows which server it wants the second;
-//! * a client's certificate carries [`client`]`(name)`, an administrator's [`administrator`]`(name)`.
+//! * every server's certificate carries [`any_server`] and [`server`]`(name)`; a client that knows
+//!   only an address verifies the first, a client that expects a certain server the second;
+//! * a client's certificate carries [`client`]`(name)`, an administrator's
+//!   [`administrator`]`(name)`.
 //!
-//! A client that joins does not know the pool's authority yet. The server sends it as the last certificate of its
-//! chain; the client accepts it when its SHA-256 (of the DER) is [`JoinToken::authority`], and verifies the rest of the
-//! handshake with it.
+//! A joining client does not know the pool's authority yet. The server sends it as the last
+//! certificate of its chain. The client accepts it if its SHA-256 (of the DER) is
+//! [`JoinToken::authority`]. Then the client verifies the rest of the handshake with it.
 
 use std::fmt;
 use std::str::FromStr;
 
 use data_encoding::BASE64URL_NOPAD;
 
-/// Domain below which all names of a pool's certificates lie; it is never resolved.
+/// Domain of all names in a pool's certificates; it is never resolved.
 const DOMAIN: &str = "gpusession.internal";
 
-/// The DNS name that every server of a pool has in its certificate.
+/// Returns the DNS name that every server of a pool has in its certificate.
 pub fn any_server() -> String {
     format!("server.{DOMAIN}")
 }
 
-/// The DNS name of one server of a pool.
+/// Returns the DNS name of one server of a pool.
 pub fn server(name: &str) -> String {
     format!("{name}.server.{DOMAIN}")
 }
 
-/// The DNS name in a client's certificate.
+/// Returns the DNS name in a client's certificate.
 pub fn client(name: &str) -> String {
     format!("{name}.client.{DOMAIN}")
 }
 
-/// The client whose certificate has this DNS name.
+/// Returns the client whose certificate has this DNS name.
 pub fn client_of(dns_name: &str) -> Option<&str> {
     dns_name.strip_suffix(DOMAIN)?.strip_suffix(".client.").filter(|name| is_name(name))
 }
 
-/// The DNS name in an administrator's certificate.
+/// Returns the DNS name in an administrator's certificate.
 pub fn administrator(name: &str) -> String {
     format!("{name}.administrator.{DOMAIN}")
 }
 
-/// The administrator whose certificate has this DNS name.
+/// Returns the administrator whose certificate has this DNS name.
 pub fn administrator_of(dns_name: &str) -> Option<&str> {
     dns_name.strip_suffix(DOMAIN)?.strip_suffix(".administrator.").filter(|name| is_name(name))
 }
 
-/// Whether `name` can name a server or a client: labels of a-z, 0-9 and `-`, separated by dots, 64 bytes at most.
+/// Returns `true` if `name` is valid for a server or a client.
+///
+/// A name consists of labels of a-z, 0-9 and `-`, separated by dots, 64 bytes at most.
 pub fn is_name(name: &str) -> bool {
     let label = |l: &str| {
         !l.is_empty()
@@ -59,32 +63,34 @@ pub fn is_name(name: &str) -> bool {
     name.len() <= 64 && name.split('.').all(label)
 }
 
-/// What `gpuserver token create` prints and `gpusession join` takes: `gpsj-` and 86 characters of base64url.
+/// Token that `gpuserver token create` prints and `gpusession join` takes.
+///
+/// Its text is `gpsj-` and 86 characters of base64url.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     /// SHA-256 of the pool authority's certificate (DER).
     pub authority: [u8; 32],
-    /// Which token it is; not secret.
+    /// Number of the token; not secret.
     pub id: [u8; 8],
-    /// What the server knows only a hash of.
+    /// Secret of the token; the server stores only its hash.
     pub secret: [u8; 24],
 }
 
 const PREFIX: &str = "gpsj-";
 
-/// The text is not a join token.
+/// Error for a text that is not a join token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NotAToken;
 
 impl fmt::Display for NotAToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "not a join token: one starts with {PREFIX} and has 91 characters")
+        write!(f, "not a join token: a token starts with {PREFIX} and has 91 characters")
     }
 }
 
 impl std::error::Error for NotAToken {}
 
-// Whoever logs a token by accident logs its id only.
+// A token in a log by accident shows its id only.
 impl fmt::Debug for JoinToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "JoinToken({})", data_encoding::HEXLOWER.encode(&self.id))
@@ -92,7 +98,7 @@ impl fmt::Debug for JoinToken {
 }
 
 impl JoinToken {
-    /// The token as a person passes it on.
+    /// Returns the text that a person passes on.
     pub fn to_text(&self) -> String {
         let mut bytes = Vec::with_capacity(64);
         bytes.extend_from_slice(&self.authority);

@@ -1,12 +1,13 @@
-//! Everything of gpusession that crosses a wire; nothing here does I/O.
+//! Formats of gpusession that cross a wire; this crate does no I/O.
 //!
 //! * [`control`]: gRPC between client daemon and server (feature `control`).
 //! * `join`: names in certificates, and join tokens (feature `control`).
-//! * [`grant`]: what `libcuda.so.1` asks of the client daemon on its Unix socket.
-//! * [`login`]: what `pam_gpusession.so` tells the client daemon at login, and the answer.
+//! * [`grant`]: requests of `libcuda.so.1` to the client daemon on its Unix socket.
+//! * [`login`]: requests of `pam_gpusession.so` to the client daemon at login, and the answer.
 //! * [`ticket`], [`preface`], [`frame`]: the data plane between a program and its worker.
 //! * [`journal`]: message ids of the daemons' journal entries.
-//! * [`readings`]: what NVML says of GPUs, on the grant socket and between `gpuserver` and its monitor.
+//! * [`readings`]: NVML's facts about GPUs, on the grant socket and between `gpuserver` and its
+//!   monitor.
 //! * [`supervise`]: between `gpuserver` and its worker processes.
 #![forbid(unsafe_code)]
 
@@ -29,8 +30,9 @@ pub mod supervise;
 pub mod ticket;
 pub mod user_cache;
 
-/// What `pam_gpusession.so` tells the client daemon at login, and the answer: a crate of its own, so that the module has
-/// nothing else in it.
+/// Messages between `pam_gpusession.so` and the client daemon at login.
+///
+/// They are a crate of their own, so that the PAM module contains no other code.
 pub use gpusession_login as login;
 
 /// The control plane, generated from `proto/gpusession/v1/pool.proto`.

@@ -2,13 +2,13 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Longest message on a local socket, in bytes. Longer ones are refused before anything is allocated.
+/// Longest message on a local socket, in bytes; a longer one is rejected before any allocation.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
-/// Why bytes are not a message.
+/// Reason why bytes are not a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Malformed {
-    /// The length prefix says more than [`MAX_MESSAGE`].
+    /// The length prefix exceeds [`MAX_MESSAGE`].
     TooLong(usize),
     /// The body does not decode, or bytes are left over.
     Body,
@@ -17,7 +17,7 @@ pub enum Malformed {
 impl std::fmt::Display for Malformed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::TooLong(n) => write!(f, "message of {n} bytes, {MAX_MESSAGE} at most"),
+            Self::TooLong(n) => write!(f, "message too long: {n} bytes, at most {MAX_MESSAGE}"),
             Self::Body => f.write_str("malformed message"),
         }
     }
@@ -37,7 +37,7 @@ pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
     out
 }
 
-/// Reads the length prefix.
+/// Reads the length prefix; an error above [`MAX_MESSAGE`].
 pub fn body_len(prefix: [u8; 4]) -> Result<usize, Malformed> {
     let len = u32::from_le_bytes(prefix) as usize;
     if len > MAX_MESSAGE { Err(Malformed::TooLong(len)) } else { Ok(len) }

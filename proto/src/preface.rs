@@ -1,24 +1,30 @@
-//! The first bytes of a data connection, in clear: they say which worker it is for, so that `gpuserver` can hand the
-//! socket over unread. Nothing in them is trusted; admission happens inside the worker.
+//! First bytes of a data connection, in clear; they name the worker.
 //!
-//! A preface that cannot be served is answered with a refusal before the connection is closed: a little-endian `u32`
-//! whose highest bit is set and whose other bits are the length of the UTF-8 reason that follows ([`refusal`]). Neither
-//! a TLS record nor a frame starts with four such bytes, so whoever reads a connection's first bytes looks for it with
-//! [`refusal_len`]. A connection that does not start with a preface at all is closed without an answer.
+//! So `gpuserver` can hand over the socket without reading more. The preface gives no rights;
+//! admission happens inside the worker.
+//!
+//! Before it closes a connection whose preface cannot be served, the server sends a [`refusal`].
+//! This is a little-endian `u32`, then a reason in UTF-8. The word's highest bit is set, the other
+//! bits are the length of the reason. Neither a TLS record nor a frame starts with four such bytes,
+//! so a client checks the first bytes with [`refusal_len`].
+//!
+//! A connection that does not start with a preface is closed without an answer.
 
 use zerocopy::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// First eight bytes of every data connection.
+/// Magic number at the start of every data connection.
 pub const MAGIC: [u8; 8] = *b"GPUSESS\x01";
-/// Version of the data plane: raised whenever frames, operations or lanes change their meaning. A worker serves only its own.
+/// Version of the data plane, raised when frames, operations or lanes change their meaning.
+///
+/// A worker serves only its own version.
 pub const VERSION: u16 = 3;
-/// Flag: TLS follows the preface.
+/// Flag of a connection on which TLS follows the preface.
 pub const FLAG_TLS: u16 = 1;
-/// Bytes of a preface.
+/// Length of a preface, in bytes.
 pub const LEN: usize = 40;
 
-/// See the module.
+/// The preface as it travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Preface {
@@ -28,7 +34,7 @@ pub struct Preface {
     pub version: U16,
     /// [`FLAG_TLS`].
     pub flags: U16,
-    /// Which worker the connection is for.
+    /// Id of the worker that the connection is for.
     pub worker: [u8; 16],
     /// 0: the ordered log; others: bulk data.
     pub lane: U16,
@@ -40,12 +46,12 @@ pub struct Preface {
     pub reserved2: U32,
 }
 
-/// Why a connection's first bytes are not a preface that can be served.
+/// Reason why the first bytes of a connection are no preface that this end can serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BadPreface {
     /// Not gpusession's data plane.
     Magic,
-    /// A version that this end does not speak.
+    /// A version that this end does not support.
     Version(u16),
 }
 
@@ -53,7 +59,10 @@ impl std::fmt::Display for BadPreface {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Magic => f.write_str("not a gpusession data connection"),
-            Self::Version(v) => write!(f, "data-plane version {v}, this server speaks {VERSION}"),
+            Self::Version(v) => write!(
+                f,
+                "data-plane version {v}: this server supports only {VERSION}; update the older side"
+            ),
         }
     }
 }
@@ -61,7 +70,7 @@ impl std::fmt::Display for BadPreface {
 impl std::error::Error for BadPreface {}
 
 impl Preface {
-    /// A preface for `worker`.
+    /// Creates a preface for `worker`.
     pub fn new(worker: [u8; 16], lane: u16, epoch: u32, tls: bool) -> Self {
         Self {
             magic: MAGIC,
@@ -75,7 +84,7 @@ impl Preface {
         }
     }
 
-    /// Reads and checks a preface.
+    /// Reads a preface, and checks magic and version.
     pub fn parse(bytes: &[u8; LEN]) -> Result<Self, BadPreface> {
         let preface = Self::read_from_bytes(bytes).map_err(|_| BadPreface::Magic)?;
         if preface.magic != MAGIC {
@@ -87,7 +96,7 @@ impl Preface {
         }
     }
 
-    /// Whether TLS follows.
+    /// Returns `true` if TLS follows.
     pub fn tls(&self) -> bool {
         self.flags.get() & FLAG_TLS != 0
     }
@@ -97,7 +106,7 @@ const REFUSED: u32 = 1 << 31;
 /// Longest reason of a refusal, in bytes.
 pub const MAX_REASON: usize = 1024;
 
-/// The bytes that refuse a connection whose preface was read.
+/// Returns the bytes that refuse a connection whose preface was read.
 pub fn refusal(reason: &str) -> Vec<u8> {
     let mut end = reason.len().min(MAX_REASON);
     while !reason.is_char_boundary(end) {
@@ -109,7 +118,9 @@ pub fn refusal(reason: &str) -> Vec<u8> {
     out
 }
 
-/// The length of the reason, where a connection's first four bytes are a refusal. More than [`MAX_REASON`] is cut to it.
+/// Returns the reason's length if a connection's first four bytes are a refusal.
+///
+/// The result is at most [`MAX_REASON`].
 pub fn refusal_len(first: [u8; 4]) -> Option<usize> {
     let word = u32::from_le_bytes(first);
     (word & REFUSED != 0).then_some(((word & !REFUSED) as usize).min(MAX_REASON))
@@ -134,7 +145,7 @@ mod tests {
         let bytes = refusal("no such worker");
         assert_eq!(refusal_len(bytes[..4].try_into().unwrap()), Some(14));
         assert_eq!(&bytes[4..], b"no such worker");
-        // Records of TLS: handshake and alert, up to the longest a record can be.
+        // Records of TLS: handshake and alert, up to the longest possible record.
         for first in [[0x16, 3, 3, 0x41], [0x15, 3, 3, 0]] {
             assert_eq!(refusal_len(first), None);
         }

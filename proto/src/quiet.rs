@@ -4,14 +4,14 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// At most one line in this time.
+/// Shortest time between two lines of a kind.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// One kind of line.
+/// Limiter for one kind of line.
 #[derive(Debug, Default)]
 pub struct Quiet(Mutex<(Option<Instant>, u64)>);
 
-/// How many lines were not written before this one; to be written at its end.
+/// Number of lines left out before this one; the caller writes it at the line's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeftOut(u64);
 
@@ -25,7 +25,7 @@ impl fmt::Display for LeftOut {
 }
 
 impl Quiet {
-    /// Whether a line may be written now.
+    /// Returns `Some` if a line may be written now; otherwise counts it as left out.
     pub fn may(&self) -> Option<LeftOut> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.0.is_some_and(|at| at.elapsed() < PAUSE) {

@@ -1,24 +1,26 @@
-//! What NVML says of GPUs: between `libnvidia-ml.so.1` and the daemon, and between `gpuserver` and its monitor process.
+//! NVML's facts about GPUs.
 //!
-//! Questions are those of the table in `proto/nvml`; here they are only names and bytes.
+//! They travel between `libnvidia-ml.so.1` and the daemon, and between `gpuserver` and its monitor
+//! process. The table in `proto/nvml` defines the queries, which are only names and bytes in these
+//! messages.
 
 use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
-/// Questions in one request, and bytes of their inputs and outputs altogether.
+/// Maximum number of queries in one request.
 pub const MAX_QUERIES: usize = 256;
-/// Most bytes of inputs, and of outputs, of one request's questions.
+/// Longest inputs, and longest outputs, of all queries of a request, in bytes.
 pub const MAX_BYTES: usize = 24 * 1024;
 
-/// A question about one device.
+/// A query about one device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Query {
     /// UUID of the GPU.
     pub device: [u8; 16],
     /// Name of the NVML function.
     pub call: String,
-    /// Its input, as the table of calls says.
+    /// Input, in the form that the table of calls defines.
     pub input: Vec<u8>,
 }
 
@@ -27,16 +29,16 @@ pub struct Query {
 pub struct Answer {
     /// `nvmlReturn_t`.
     pub status: u32,
-    /// The outputs, where that is success.
+    /// Outputs, after success.
     pub output: Vec<u8>,
 }
 
-/// The GPUs of a process's leases, at one moment.
+/// GPUs of a process's leases, at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct View {
-    /// In the order in which a program sees them.
+    /// Devices in the order in which a program sees them.
     pub devices: Vec<Device>,
-    /// To the questions, in their order.
+    /// Answers, in the order of the queries.
     pub answers: Vec<Answer>,
 }
 
@@ -47,104 +49,106 @@ pub struct Device {
     pub uuid: [u8; 16],
     /// Server's name in the pool.
     pub server: String,
-    /// Id of the lease; a server answers only questions within one.
+    /// Id of the lease; a server answers only queries within one.
     pub lease: String,
-    /// Version of the server's driver, as in 580.159.04; empty: unknown.
+    /// Version of the server's driver, as in 580.159.04; empty if unknown.
     pub driver_version: String,
-    /// Version of the server's NVML; empty: it has none.
+    /// Version of the server's NVML; empty if it has none.
     pub nvml_version: String,
     /// 1000 * major + 10 * minor.
     pub cuda_version: u32,
-    /// Model.
+    /// Model of the card.
     pub name: String,
-    /// As in 0000:01:00.0.
+    /// Address as in 0000:01:00.0.
     pub pci_address: String,
-    /// Compute capability.
+    /// Compute capability: major, minor.
     pub compute: (u32, u32),
     /// Memory that the lease may use, in bytes.
     pub memory_bytes: u64,
     /// Memory that the lease's processes use, in bytes.
     pub used_bytes: u64,
-    /// Processes that use the GPU by this lease.
+    /// Processes that use the GPU through this lease.
     pub processes: Vec<Process>,
-    /// Faults since the server's start, the latest.
+    /// Latest faults since the server's start.
     pub faults: Vec<Fault>,
 }
 
 /// A process of the client.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its id on the client.
+    /// Process id on the client.
     pub pid: u32,
-    /// The program's name.
+    /// Name of the program.
     pub name: String,
     /// Device memory of the GPU, in bytes.
     pub used_bytes: u64,
 }
 
-/// Something went wrong with a GPU.
+/// A fault of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// Counts the server's faults.
+    /// Number of the fault, counted by the server.
     pub number: u64,
     /// `nvmlEventType`: 8 is an Xid, 2 an uncorrected ECC error.
     pub event: u64,
-    /// With an Xid, its number.
+    /// Number of the Xid, if the event is one.
     pub data: u64,
 }
 
-/// From `gpuserver` to its monitor, on standard input, framed as in [`crate::message`]. Each is answered by one [`FromMonitor`].
+/// A message from `gpuserver` to its monitor, on standard input.
+///
+/// It is framed as in [`crate::message`] and answered by one [`FromMonitor`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToMonitor {
-    /// [`FromMonitor::Gpus`].
+    /// Answered by [`FromMonitor::Gpus`].
     Read,
-    /// [`FromMonitor::Answers`].
+    /// Answered by [`FromMonitor::Answers`].
     Ask(Vec<Query>),
 }
 
-/// From the monitor, on standard output.
+/// A message from the monitor, on standard output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromMonitor {
-    /// The first message: NVML is there.
+    /// The first message: NVML works.
     Ready {
-        /// As `nvmlSystemGetDriverVersion` says.
+        /// Result of `nvmlSystemGetDriverVersion`.
         driver_version: String,
-        /// As `nvmlSystemGetNVMLVersion` says.
+        /// Result of `nvmlSystemGetNVMLVersion`.
         nvml_version: String,
     },
-    /// Instead of it: NVML cannot be used; the monitor ends.
+    /// The first message instead: NVML does not work, and the monitor exits.
     Failed(String),
     /// The answer to [`ToMonitor::Read`].
     Gpus(Vec<GpuReading>),
-    /// The answer to [`ToMonitor::Ask`], in the questions' order.
+    /// The answer to [`ToMonitor::Ask`], in the order of the queries.
     Answers(Vec<Answer>),
-    /// At any time: a fault of a GPU.
+    /// A fault of a GPU, at any time.
     Fault {
-        /// UUID.
+        /// UUID of the GPU.
         device: [u8; 16],
         /// As in [`Fault`].
         event: u64,
         /// As in [`Fault`].
         data: u64,
     },
-    /// At most once: NVML tells of no faults of these GPUs (all, if none is named).
+    /// At most once: NVML reports no faults of these GPUs (of all GPUs, if the list is empty).
     Unwatched(Vec<[u8; 16]>),
 }
 
-/// What the server itself wants to know of a GPU. What the card or its NVML does not say is `None`.
+/// Facts about a GPU that the server itself uses; `None` if the card or its NVML lacks one.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuReading {
     /// UUID.
     pub uuid: [u8; 16],
     /// Device memory in use by all processes of the host, in bytes.
     pub memory_used_bytes: Option<u64>,
-    /// Compute processes of the host: process id, bytes of device memory where NVML says how many.
+    /// Compute processes of the host: process id, and bytes of device memory if NVML knows.
     pub processes: Vec<(u32, Option<u64>)>,
     /// Percent of the last sample period with a kernel running.
     pub utilization_percent: Option<u32>,
-    /// Of the card, in degrees Celsius.
+    /// Temperature of the card, in degrees Celsius.
     pub temperature_c: Option<u32>,
-    /// Of the card, in milliwatts.
+    /// Power draw of the card, in milliwatts.
     pub power_mw: Option<u32>,
     /// Uncorrected ECC errors since the driver was loaded.
     pub uncorrected_ecc: Option<u64>,
@@ -152,14 +156,16 @@ pub struct GpuReading {
     pub compute_mode: Option<u32>,
 }
 
-/// A GPU's UUID as programs write it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
+/// Formats a UUID as programs write it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
     let hex = format!("{:032x}", u128::from_be_bytes(*uuid));
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// How a program tells its GPUs apart, given their UUIDs and PCI addresses in its order: two of its leases may be parts of one GPU, and
-/// servers count their buses alike. Returns for each the UUID that the program is told, and what is added to its PCI domain.
+/// Makes the GPUs of a program distinct, given their UUIDs and PCI addresses in its order.
+///
+/// Two of its leases may be shares of one GPU, and servers number their buses alike. The result has
+/// for each GPU the UUID that the program sees, and a number to add to its PCI domain.
 pub fn tell_apart<'a>(gpus: impl IntoIterator<Item = ([u8; 16], &'a str)>) -> Vec<([u8; 16], u32)> {
     let (mut uuids, mut places) = (HashSet::new(), HashSet::new());
     let told = |(uuid, pci): ([u8; 16], &str)| {
@@ -178,7 +184,7 @@ pub fn tell_apart<'a>(gpus: impl IntoIterator<Item = ([u8; 16], &'a str)>) -> Ve
     gpus.into_iter().map(told).collect()
 }
 
-/// The bytes behind [`uuid_text`].
+/// Reads the bytes of a UUID from the form of [`uuid_text`].
 pub fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
     let hex: String = text.strip_prefix("GPU-")?.chars().filter(|c| *c != '-').collect();
     let digits = hex.len() == 32 && hex.bytes().all(|b| b.is_ascii_hexdigit());

@@ -1,6 +1,8 @@
-//! `CUresult` values that both ends must judge alike.
+//! `CUresult` values whose meaning both ends must know.
 
-/// Whether an error spoils the process's context: from then on every call that would use it gives the same error.
+/// Returns `true` if an error spoils the process's context.
+///
+/// Every later call that would use the context returns the same error.
 pub fn is_sticky(status: i32) -> bool {
     matches!(status, 214 | 220 | 226 | 700 | 702 | 709..=711 | 714..=719)
 }

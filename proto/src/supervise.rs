@@ -1,120 +1,132 @@
-//! Between `gpuserver` and one of its worker processes, on a `SOCK_SEQPACKET` socket that the worker inherits as file
-//! descriptor [`WORKER_FD`]: one postcard message per packet, without a length prefix.
+//! Messages between `gpuserver` and one of its worker processes.
 //!
-//! A worker is presumed controlled by its client: the supervisor believes nothing here that would give it rights.
+//! The worker inherits a `SOCK_SEQPACKET` socket as file descriptor [`WORKER_FD`]. A packet carries
+//! one message in postcard, without a length prefix.
+//!
+//! A worker is presumed to be controlled by its client: no message from it can give it rights.
 
 use serde::{Deserialize, Serialize};
 
-/// Version of these messages. A server takes up the workers of an earlier server of the same version only: any change of what
-/// is written to the socket raises it.
+/// Version of these messages; any change of the bytes on the socket raises it.
+///
+/// A server takes over the workers of an earlier server of the same version only.
 pub const VERSION: u32 = 5;
-/// The descriptor number of the supervision socket in a worker.
+/// Descriptor number of the supervision socket in a worker.
 pub const WORKER_FD: i32 = 3;
 /// Longest packet, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
-/// [`Start::staging_bytes`] where nothing else is said.
+/// Default of [`Start::staging_bytes`].
 pub const STAGING: u64 = 256 << 20;
 
-/// Variables of NVIDIA's MPS by which a program limits itself.
+/// Variables of NVIDIA's MPS with which a program limits itself.
 pub const MPS_VARIABLES: &[&str] =
     &["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY"];
 
-/// From the supervisor to the worker.
+/// A message from the supervisor to the worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// First message: load the driver and get warm.
+    /// The first message: load the driver, and get ready if it asks for a warm worker.
     Start(Start),
-    /// A data connection for this worker (as SCM_RIGHTS in the same packet). `preface` was read already.
+    /// A data connection for this worker (as SCM_RIGHTS in the same packet).
     Adopt {
-        /// Comes back in [`FromWorker::Admitted`] or [`FromWorker::Refused`].
+        /// Number that [`FromWorker::Admitted`] or [`FromWorker::Refused`] repeats.
         number: u64,
-        /// The preface's bytes.
+        /// Bytes of the preface, which the supervisor has read from the connection.
         preface: Vec<u8>,
-        /// The peer's address, for the log.
+        /// Address of the peer, for the log.
         peer: String,
     },
-    /// End now; the client is told `reason`. Under MPS as with [`FromWorker::Ended`].
+    /// Exit now, and send the client the reason; under MPS wait as with [`FromWorker::Ended`].
     Stop {
-        /// For the client's error text and the log.
+        /// Reason for the client's error text and the log.
         reason: String,
     },
     /// Answers [`FromWorker::Ended`] under MPS: the GPU work is over, the process may exit.
     Exit,
     /// Answers [`FromWorker::Presented`].
     Admission {
-        /// Why it is not served.
+        /// Reason why the process is not served; `None` admits it.
         refused: Option<String>,
     },
-    /// Call the driver no more until [`ToWorker::Resume`], if nothing is going on; answered with [`FromWorker::Paused`].
+    /// Stop calling the driver until [`ToWorker::Resume`], if no work is under way.
+    ///
+    /// The worker answers with [`FromWorker::Paused`].
     Pause,
-    /// Go on.
+    /// Continue after [`ToWorker::Pause`].
     Resume,
     /// Answers [`FromWorker::MemoryWanted`].
     MemoryGranted {
-        /// Which of [`Start::devices`].
+        /// Index in [`Start::devices`].
         device: u32,
-        /// The request's.
+        /// Serial number of the request.
         serial: u64,
-        /// Bytes that the worker may use beyond what it was granted before; 0: none.
+        /// Bytes that the worker may use in addition to earlier grants; 0 if none.
         bytes: u64,
-        /// Bytes of the lease's share that nobody was granted.
+        /// Bytes of the lease's share that no worker was granted.
         left: u64,
     },
-    /// Others want memory: give back what was granted and is not in use, each device by a [`FromWorker::MemoryReturned`].
+    /// Other workers need memory: return unused granted memory.
+    ///
+    /// The worker answers with one [`FromWorker::MemoryReturned`] for each device.
     MemoryRecall,
-    /// Another server supervises from now on: a [`FromWorker::Presented`] or [`FromWorker::MemoryWanted`] without an answer is sent again.
+    /// Another server supervises from now on: repeat open questions.
+    ///
+    /// These are a [`FromWorker::Presented`] or a [`FromWorker::MemoryWanted`] without an answer.
     TakenOver,
 }
 
-/// What a worker is.
+/// Settings of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
     /// Id of the worker.
     pub worker: [u8; 16],
-    /// Lease the worker belongs to.
+    /// Id of the lease that the worker belongs to.
     pub lease: String,
-    /// Tickets are opened with it.
+    /// Key that opens tickets for this worker.
     pub ticket_key: [u8; 32],
     /// Absolute path of the CUDA driver library.
     pub driver: String,
-    /// UUIDs (16 raw bytes) of the GPUs that the client sees, in its device order.
+    /// GPUs that the client sees, in its device order.
     pub devices: Vec<DeviceLimit>,
     /// Whether connections without TLS are refused.
     pub require_tls: bool,
-    /// Folder of the client's module cache, if there is one.
+    /// Folder of the client's module cache, if it has one.
     pub module_cache: Option<String>,
-    /// Most bytes that this folder may hold.
+    /// Maximum number of bytes in this folder.
     pub module_cache_bytes: u64,
-    /// Initialise the driver before a client comes (not under MPS).
+    /// Whether to initialise the driver before a client connects (not under MPS).
     pub warm: bool,
-    /// It is a client of NVIDIA's MPS: it fails if the driver did not find the daemon, and before it ends the supervisor ends its GPU
-    /// work, once told by [`FromWorker::Ended`], and answers with [`ToWorker::Exit`].
+    /// Whether the worker is a client of NVIDIA's MPS.
+    ///
+    /// It then fails if the driver does not find the daemon. Before it exits, it reports
+    /// [`FromWorker::Ended`]. The supervisor stops its GPU work and answers with
+    /// [`ToWorker::Exit`].
     pub mps: bool,
-    /// Seconds a worker waits for a lost client to come back.
+    /// Seconds that a worker waits for a lost client to return.
     pub resume_grace_s: u32,
-    /// Bytes of host memory that mirrors of the client's memory and images on their way may each take.
+    /// Bytes of host memory for mirrors of the client's memory, and again for incomplete images.
     pub staging_bytes: u64,
-    /// Whether it gives up what it does not need.
+    /// Whether the worker gives up rights that it does not need.
     pub isolation: Isolation,
 }
 
-/// Whether a worker gives up what it does not need before it serves a client.
+/// Whether a worker gives up the rights that it does not need before it serves a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Isolation {
-    /// It does not.
+    /// The worker keeps all rights.
     Off,
-    /// As far as the host allows it.
+    /// The worker gives up the rights that the host allows it to give up.
     Try,
-    /// All of it, or it does not start.
+    /// The worker gives up all of them, or does not start.
     Require,
 }
 
 /// One GPU of a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceLimit {
-    /// UUID, as `cuDeviceGetUuid` gives it.
+    /// UUID, as `cuDeviceGetUuid` returns it.
     pub uuid: [u8; 16],
-    /// Bytes that the lease may use on it; `u64::MAX` is no limit.
+    /// Bytes of the device that the lease may use; `u64::MAX` is no limit.
     pub memory_bytes: u64,
     /// Share of the multiprocessors in percent.
     pub sm_percent: u32,
@@ -122,78 +134,89 @@ pub struct DeviceLimit {
     pub context_bytes: u64,
 }
 
-/// From the worker to the supervisor.
+/// A message from the worker to the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// The driver is loaded (and initialised, if asked for); connections can be handed over.
+    /// The driver is loaded (and initialised, if wanted); the worker accepts connections.
     Ready {
         /// SHA-256 of the worker's ephemeral certificate.
         fingerprint: [u8; 32],
-        /// As `cuDriverGetVersion` says.
+        /// Result of `cuDriverGetVersion`.
         cuda_version: u32,
     },
-    /// The driver cannot be used; the worker ends.
+    /// The driver does not work; the worker exits.
     Failed {
-        /// What failed, for the log.
+        /// Reason, for the log.
         reason: String,
     },
-    /// A process has shown its ticket; answered with [`ToWorker::Admission`].
+    /// A process has presented its ticket; answered with [`ToWorker::Admission`].
     Presented(ClientProcess),
-    /// A connection has shown that it is the process's: it counts from now on, until the worker exits.
+    /// A connection has proved that it is the process's; it counts until the worker exits.
     Admitted {
-        /// Which [`ToWorker::Adopt`].
+        /// Number of the [`ToWorker::Adopt`].
         number: u64,
-        /// Its lane.
+        /// Lane of the connection; 0 is the log.
         lane: u16,
     },
-    /// A connection was refused, or closed before it was admitted; the client received the same reason.
+    /// A connection was refused, or closed before its admission.
+    ///
+    /// The client received the same reason.
     Refused {
-        /// Which [`ToWorker::Adopt`].
+        /// Number of the [`ToWorker::Adopt`].
         number: u64,
-        /// Why, for the log.
+        /// Reason, for the log.
         reason: String,
     },
-    /// What the process has done so far. Sent at most every second while something changes.
+    /// Counters of the process, sent at most every second while they change.
     Usage(Usage),
 
-    /// The client ended, the driver failed, or it was told to stop: the worker exits after this, under MPS after [`ToWorker::Exit`].
+    /// The client's process exited, the driver failed, or the supervisor stopped the worker.
+    ///
+    /// The worker exits after this message, under MPS after [`ToWorker::Exit`].
     Ended {
-        /// Why, for the log and accounting.
+        /// Reason, for the log and accounting.
         reason: String,
-        /// Whether its GPU work is known to be done.
+        /// Whether all GPU work of the worker is known to be done.
         quiet: bool,
     },
     /// The answer to [`ToWorker::Pause`].
     Paused {
-        /// Whether it calls the driver no more. Else frames or the GPU's work were not done, and it goes on.
+        /// Whether the worker stopped calling the driver.
+        ///
+        /// Otherwise work was under way, and the worker continues.
         quiet: bool,
     },
-    /// The client wants something of a paused worker. Told once.
+    /// The client of a paused worker has sent frames; sent once.
     Wanted,
-    /// What a client could make it do is bounded, but for what this host does not allow; told before [`FromWorker::Ready`].
+    /// The worker has given up its rights, as far as this host allows.
+    ///
+    /// The message precedes [`FromWorker::Ready`]. From then on, a client in control of the worker
+    /// can do no more than the remaining rights allow.
     Contained {
-        /// What could not be applied, and why.
+        /// Rights that it could not give up, and why.
         lacking: Vec<String>,
     },
-    /// The process needs more device memory than its worker was granted. The sum over a lease is the supervisor's to count.
+    /// The process needs more device memory than its worker was granted.
+    ///
+    /// The supervisor accounts the sum over a lease.
     MemoryWanted {
-        /// Which of [`Start::devices`].
+        /// Index in [`Start::devices`].
         device: u32,
-        /// Comes back in the answer.
+        /// Serial number that the answer repeats.
         serial: u64,
-        /// At least so many bytes; 0 only asks how much is left.
+        /// Minimum number of bytes; 0 only asks how much is left.
         bytes: u64,
     },
     /// The program wants more mapped host memory than [`Start::staging_bytes`].
     StagingFull {
-        /// What it would have then.
+        /// Bytes of host memory that mirrors would take, including the refused request.
         bytes: u64,
     },
-    /// Granted memory that is not in use goes back.
+    /// Returns granted memory that is not in use.
     MemoryReturned {
-        /// Which of [`Start::devices`].
+        /// Index in [`Start::devices`].
         device: u32,
-        /// How much.
+        /// Number of returned bytes.
         bytes: u64,
     },
 }
@@ -201,17 +224,17 @@ pub enum FromWorker {
 /// The process on the client that a worker serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientProcess {
-    /// User id there.
+    /// User id on the client.
     pub uid: u32,
-    /// The user's name there; empty if there is none.
+    /// Name of the user on the client; empty if it has none.
     pub user: String,
-    /// Process id there.
+    /// Process id on the client.
     pub pid: u32,
-    /// The program's name.
+    /// Name of the program.
     pub program: String,
-    /// The file that it runs.
+    /// File that the program runs.
     pub executable: String,
-    /// Whether its connection is encrypted.
+    /// Whether the connection is encrypted.
     pub encrypted: bool,
 }
 
@@ -226,9 +249,9 @@ pub struct Usage {
     pub bytes_from_device: u64,
     /// Device memory in use, in bytes.
     pub memory_bytes: u64,
-    /// CUDA contexts on the device that has the most of them; each takes one of an MPS server's places.
+    /// CUDA contexts on the device that has most of them; each takes one place of an MPS server.
     pub contexts: u32,
-    /// Microseconds since the GPU or a copy of the client's was last seen at work.
+    /// Microseconds since the GPU or a copy of the client was last seen at work.
     pub idle_usec: u64,
 }
 
@@ -236,7 +259,7 @@ pub struct Usage {
 mod tests {
     use super::*;
 
-    /// One of each message, with every field different from its neighbours.
+    /// Encodes each message once, with every field different from its neighbours.
     fn written() -> Vec<u8> {
         let device = DeviceLimit { uuid: [7; 16], memory_bytes: 1 << 40, sm_percent: 50, context_bytes: 300 };
         let start = Start {

@@ -1,36 +1,43 @@
-//! Tickets: what lets one process of a client use one worker, once.
+//! Tickets: each lets one process of a client use one worker, once.
 //!
-//! The daemon holds the lease's key and seals a ticket per process; the worker holds the same key and opens it. A process
-//! sees only sealed bytes, which are useless anywhere else: they name the worker, and a worker admits one process.
+//! The daemon holds the lease's key and seals a ticket per process; the worker holds the same key
+//! and opens it. A process sees only sealed bytes, which are useless elsewhere: they name the
+//! worker, and a worker admits one process.
 
 use serde::{Deserialize, Serialize};
 
-/// Who may use which worker.
+/// Content of a ticket: one process of a client, and one worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
     /// Lease id.
     pub lease: String,
-    /// The one worker that admits it.
+    /// The only worker that accepts the ticket.
     pub worker: [u8; 16],
-    /// User id on the client, as the kernel told the daemon.
+    /// User id on the client, as the kernel reported it to the daemon.
     pub uid: u32,
     /// Name of that user on the client, at most [`MAX_USER`] bytes; empty if it has none.
     pub user: String,
-    /// Process id on the client, as the kernel told the daemon.
+    /// Process id on the client, as the kernel reported it to the daemon.
     pub pid: u32,
-    /// Boot id of the client. A ticket of an earlier boot is of no use: it is for one worker, and that is gone.
+    /// Boot id of the client.
+    ///
+    /// A ticket of an earlier boot is useless, since its only worker no longer exists.
     pub boot_id: [u8; 16],
-    /// Time of issue on the daemon's clock since boot, in microseconds. For the log: two hosts' clocks are never compared.
+    /// Time of issue on the daemon's clock since boot, in microseconds.
+    ///
+    /// Only the log uses it: the clocks of two hosts are never compared.
     pub issued_usec: u64,
-    /// Random.
+    /// Random bytes, so that no two tickets are equal.
     pub nonce: [u8; 16],
-    /// The program's name, for listings.
+    /// Name of the program, for listings.
     pub program: String,
-    /// The file that it runs, for accounting, at most [`MAX_EXECUTABLE`] bytes. Like the name, the program's own word.
+    /// File that the program runs, for accounting, at most [`MAX_EXECUTABLE`] bytes.
+    ///
+    /// Like the name, it is the program's own word.
     pub executable: String,
 }
 
-/// Why a ticket was refused.
+/// Reason why a ticket was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
     /// Shorter than a seal, too long, or the body does not decode.
@@ -55,12 +62,12 @@ impl std::error::Error for Refused {}
 
 const SEAL: usize = blake3::OUT_LEN;
 const MAX_TICKET: usize = 1024;
-/// Longest name of a user, in bytes; one with a longer name has none.
+/// Longest name of a user, in bytes; a user with a longer name counts as nameless.
 pub const MAX_USER: usize = 255;
-/// Longest name of a file that a program runs, in bytes.
+/// Longest name of a program's file, in bytes.
 pub const MAX_EXECUTABLE: usize = 200;
 
-/// The end of a file's name that is too long: what it is stands there.
+/// Returns the end of a file's name that is too long, since the end is the telling part.
 pub fn shortened(executable: &str) -> &str {
     let from = executable.len().saturating_sub(MAX_EXECUTABLE);
     executable.char_indices().find(|(at, _)| *at >= from).map_or("", |(at, _)| &executable[at..])
@@ -78,7 +85,7 @@ impl Ticket {
         bytes
     }
 
-    /// Opens a sealed ticket that was presented to `worker`.
+    /// Opens a sealed ticket that a client presented to `worker`.
     pub fn open(sealed: &[u8], key: &[u8; 32], worker: &[u8; 16]) -> Result<Self, Refused> {
         if sealed.len() <= SEAL || sealed.len() > MAX_TICKET {
             return Err(Refused::Malformed);

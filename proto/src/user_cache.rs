@@ -1,11 +1,15 @@
-//! Where programs of a user keep what the next ones need not compile again. Any file may be deleted at any time.
+//! Place of a user's compiled programs, which later programs need not compile again.
+//!
+//! Any file may be deleted at any time.
 
 use std::path::PathBuf;
 
-/// Most bytes of all files, unless `CUDA_CACHE_MAXSIZE` says otherwise; the same default as the driver's.
+/// Default size of all files, in bytes, which is that of the driver's own cache.
 pub const MAX_BYTES: u64 = 1 << 30;
 
-/// `$CUDA_CACHE_PATH`, `$XDG_CACHE_HOME` or `~/.cache`, and in it `gpusession/compiled`, which need not exist. `None`: no home.
+/// Returns `gpusession/compiled` in `$CUDA_CACHE_PATH`, `$XDG_CACHE_HOME` or `~/.cache`.
+///
+/// The folder need not exist. `None` means that the user has no home.
 pub fn folder() -> Option<PathBuf> {
     let of = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = of("CUDA_CACHE_PATH")
@@ -14,7 +18,7 @@ pub fn folder() -> Option<PathBuf> {
     Some(base.join("gpusession").join("compiled"))
 }
 
-/// How much may be kept.
+/// Returns the size that `CUDA_CACHE_MAXSIZE` or the default allows, in bytes.
 pub fn max_bytes() -> u64 {
     let size = std::env::var("CUDA_CACHE_MAXSIZE").ok().and_then(|v| v.trim().parse().ok());
     size.unwrap_or(MAX_BYTES)

@@ -1,9 +1,12 @@
 //! The table of CUDA driver calls, for build scripts.
 //!
-//! `symbols.tsv` holds facts of the ABI: every exported symbol with the CUDA version of its prototype, which is what
-//! `cuGetProcAddress` answers from. `calls.txt` says what gpusession does with each of them. Exports, proc-address table,
-//! frames, dispatch and `docs/coverage.md` are generated from the two. `tables.txt` is the same for the private tables.
-//! `used.tsv` holds what real programs were seen to use: tests compare it with both.
+//! `symbols.tsv` holds facts of the ABI: every exported symbol with the CUDA version of its
+//! prototype, from which `cuGetProcAddress` answers. `calls.txt` states how gpusession treats each
+//! of them. Both together generate exports, proc-address table, frames, dispatch and
+//! `docs/coverage.md`.
+//!
+//! `tables.txt` does the same for the private tables. `used.tsv` holds the calls that real programs
+//! were seen to use: tests compare it with both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -17,7 +20,7 @@ const CALLS: &str = include_str!("../calls.txt");
 /// One exported symbol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Symbol {
-    /// Name that `cuGetProcAddress` is asked for.
+    /// Name by which `cuGetProcAddress` finds it.
     pub base: &'static str,
     /// First CUDA version (1000 * major + 10 * minor) of this prototype; 0: found by dlsym only.
     pub version: u32,
@@ -28,7 +31,7 @@ pub struct Symbol {
 }
 
 impl Symbol {
-    /// The exported name without `_ptds` or `_ptsz`: which call it is.
+    /// Returns the name of the call: the exported name without `_ptds` or `_ptsz`.
     pub fn call(&self) -> &'static str {
         call_of(self.name)
     }
@@ -39,7 +42,7 @@ pub fn call_of(name: &str) -> &str {
     name.strip_suffix("_ptsz").or_else(|| name.strip_suffix("_ptds")).unwrap_or(name)
 }
 
-/// Every exported symbol, in the order of the file.
+/// Returns every exported symbol, in the order of the file.
 pub fn symbols() -> Vec<Symbol> {
     SYMBOLS
         .lines()
@@ -59,19 +62,22 @@ pub fn symbols() -> Vec<Symbol> {
         .collect()
 }
 
-/// Distinct exported names, sorted.
+/// Returns the distinct exported names, sorted.
 pub fn exported() -> BTreeSet<&'static str> {
     symbols().iter().map(|s| s.name).collect()
 }
 
-/// The `_ptds` or `_ptsz` variant of a call, if it has one.
+/// Returns the `_ptds` or `_ptsz` variant of a call, if it has one.
 pub fn per_thread_variant(call: &str) -> Option<&'static str> {
     symbols().iter().find(|s| s.per_thread && s.call() == call).map(|s| s.name)
 }
 
-/// Rust source of `PROC_ADDRESSES: [ProcAddress; N]`, sorted by base name, then version, then variant, for a library
-/// that exports every name of [`exported`]. The including module defines `ProcAddress { base, version, per_thread, function }`
-/// with `function: unsafe extern "C" fn()`, and has the exported functions in scope of its linker.
+/// Returns Rust source of `PROC_ADDRESSES: [ProcAddress; N]`.
+///
+/// The array is sorted by base name, then version, then variant, for a library that exports every
+/// name of [`exported`]. The including module defines `ProcAddress { base, version, per_thread,
+/// function }` with `function: unsafe extern "C" fn()`, and the linker finds the exported
+/// functions.
 pub fn proc_addresses_source() -> String {
     let mut rows = symbols();
     rows.retain(|s| s.version > 0);
@@ -94,8 +100,10 @@ pub fn proc_addresses_source() -> String {
     out
 }
 
-/// Rust source of an exported function for every symbol of the driver that is not in `implemented` (exported names); each
-/// calls `$crate::unsupported(NAME)`, which returns the `CUresult`. Arguments are ignored, as the C ABI allows.
+/// Returns Rust source of an exported function for each symbol not in `implemented`.
+///
+/// The names are exported names. Each function calls `$crate::unsupported(NAME)`, which returns the
+/// `CUresult`. It ignores arguments, as the C ABI allows.
 pub fn unsupported_source(implemented: &BTreeSet<String>) -> String {
     let mut out = String::new();
     for name in exported().into_iter().filter(|name| !implemented.contains(*name)) {
@@ -108,7 +116,9 @@ pub fn unsupported_source(implemented: &BTreeSet<String>) -> String {
     out
 }
 
-/// Rust source of `ERRORS: [(i32, &CStr, &CStr); N]`, sorted by code: a `CUresult`, its name and the driver's own words.
+/// Returns Rust source of `ERRORS: [(i32, &CStr, &CStr); N]`, sorted by code.
+///
+/// A row is a `CUresult`, its name and the driver's own text.
 pub fn errors_source() -> String {
     let rows: Vec<Vec<&str>> = ERRORS.lines().skip(1).map(|line| line.split('\t').collect()).collect();
     let mut out =
@@ -120,17 +130,16 @@ pub fn errors_source() -> String {
     out
 }
 
-/// What gpusession does with a call.
+/// Treatment of a call by gpusession.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Class {
     /// Answered by `libcuda.so.1` itself.
     Local,
     /// Forwarded by hand-written code on both sides.
     Forward,
-    /// Replayed by generated code, and forwarded by generated code unless `own_client`; `wait` says whether the program
-    /// waits for the answer.
+    /// Replayed by generated code, and forwarded by generated code unless `own_client`.
     Generated {
-        /// The client's side is written by hand (`call*`, `post*`): it keeps state about what the call makes.
+        /// Whether the client's side is written by hand (`call*`, `post*`), since it keeps state.
         own_client: bool,
         /// Number of the operation on the wire; never reused.
         op: u16,
@@ -148,18 +157,20 @@ pub enum Class {
 pub struct Param {
     /// NVIDIA's name for it.
     pub name: &'static str,
-    /// How it travels.
+    /// Type and direction, which determine how it travels.
     pub kind: Kind,
-    /// What it says of the worker that the call is for, where a program has several.
+    /// Role in the choice of the worker, if a program has several.
     pub role: Role,
 }
 
-/// What a parameter means to a program with several workers, each of which numbers devices and objects in its own way.
+/// Role of a parameter in a program with several workers.
+///
+/// Each worker numbers devices and objects in its own way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Nothing.
+    /// No role.
     Plain,
-    /// `@object`: the server's own name of something; a program is told it together with the worker's number.
+    /// `@object`: the server's name of something; a program sees it with the worker's number.
     Object,
     /// `@device`: a device's ordinal.
     Device,
@@ -185,26 +196,28 @@ impl Role {
     }
 }
 
-/// How a parameter travels.
+/// Type and direction of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// An integer, an address or a handle that is the server's own value: `i32`, `u32`, `u64`, `usize`.
+    /// An integer, an address or a handle of the server: `i32`, `u32`, `u64`, `usize`.
     Scalar(&'static str),
-    /// A handle that the client minted: `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph`, `exec`.
+    /// A handle that the client minted.
+    ///
+    /// Its kinds are `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph` and `exec`.
     Handle(&'static str),
     /// `out T`: the program's pointer receives an integer.
     Out(&'static str),
-    /// `out? T`: the same, the pointer may be null.
+    /// `out? T`: like `out T`, but the pointer may be null.
     OutOptional(&'static str),
     /// `in N`: a structure of N bytes behind a pointer.
     In(usize),
-    /// `in? N`: the same, the pointer may be null.
+    /// `in? N`: like `in N`, but the pointer may be null.
     InOptional(usize),
     /// `result N`: a structure of N bytes that the driver fills.
     Result(usize),
     /// `inout N`: a structure of N bytes that the driver reads and changes.
     InOut(usize),
-    /// `array N COUNT`: elements of N bytes, as many as the parameter named COUNT says.
+    /// `array N COUNT`: elements of N bytes; the parameter COUNT holds their number.
     Array(usize, &'static str),
 }
 
@@ -229,7 +242,7 @@ impl Kind {
     }
 }
 
-/// The table: every exported call (without `_ptds`, `_ptsz`) and what becomes of it.
+/// Returns the table: every exported call (without `_ptds`, `_ptsz`) and its treatment.
 ///
 /// # Panics
 /// If the table is wrong (it is part of this crate): an unknown name, a name twice, a number twice.
@@ -301,7 +314,7 @@ pub fn calls() -> BTreeMap<&'static str, Class> {
     table
 }
 
-/// Operations on the wire that are not a driver call of the same name: `op NUMBER NAME` lines.
+/// Returns the lines `op NUMBER NAME`: operations that are no driver call of the same name.
 pub fn operations() -> BTreeMap<u16, &'static str> {
     let mut table = BTreeMap::new();
     for line in lines() {
@@ -320,7 +333,7 @@ fn lines() -> impl Iterator<Item = &'static str> {
     CALLS.lines().map(|line| line.split('#').next().unwrap_or("").trim()).filter(|line| !line.is_empty())
 }
 
-/// What real programs were seen to use, as `used.tsv` names it.
+/// Returns the names in `used.tsv`, which real programs were seen to use.
 #[cfg(test)]
 fn used() -> impl Iterator<Item = &'static str> {
     let lines = include_str!("../used.tsv").lines().filter(|line| !line.starts_with('#'));
@@ -334,12 +347,12 @@ fn matches(pattern: &str, name: &str) -> bool {
     }
 }
 
-/// `docs/coverage.md`: what becomes of every symbol.
+/// Returns `docs/coverage.md`: the treatment of every call.
 pub fn coverage() -> String {
     let calls = calls();
     let count = |f: fn(&Class) -> bool| calls.values().filter(|class| f(class)).count();
     let mut out = String::from(
-        "# What becomes of each driver call\n\nGenerated from `proto/calls/calls.txt` and `proto/calls/symbols.tsv` \
+        "# Driver calls\n\nGenerated from `proto/calls/calls.txt` and `proto/calls/symbols.tsv` \
          (`make docs`). Variants for per-thread default streams (`_ptds`, `_ptsz`) share the row of their call.\n\n",
     );
     writeln!(
@@ -388,7 +401,9 @@ mod tests {
         assert_eq!(per_thread_variant("cuInit"), None);
     }
 
-    /// The exported symbol behind a line of `used.tsv`, by the rules of `cuGetProcAddress` where it was asked.
+    /// Returns the exported symbol behind a line of `used.tsv`.
+    ///
+    /// Names with a version follow the rules of `cuGetProcAddress`.
     fn symbol_used(entry: &str) -> Option<Symbol> {
         let Some((base, asked)) = entry.split_once('@') else {
             return symbols().into_iter().find(|s| s.name == entry);

@@ -1,55 +1,54 @@
-//! The private tables (`tables.txt`): which there are, which function fills which slot, which are refused.
+//! The private tables (`tables.txt`): their slots and functions, and the refused ones.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 const TABLES: &str = include_str!("../tables.txt");
 
-/// A library that gives tables out.
+/// A library that hands out tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Library {
-    /// Ours.
+    /// Our `libcuda.so.1`.
     Libcuda,
-    /// The simulated driver.
+    /// The simulated driver's library.
     Simgpu,
 }
 
-/// One slot that is filled.
+/// One filled slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
-    /// Its place.
+    /// Position in the table, from 0.
     pub index: usize,
-    /// The function behind it: a name, `nothing` or `null`.
+    /// Name of the function behind it, or `nothing` or `null`.
     pub function: &'static str,
-    /// Whether only our library has it.
+    /// Whether the simulated driver leaves the slot empty.
     pub libcuda_only: bool,
-    /// What it does.
+    /// Purpose of the function.
     pub meaning: &'static str,
 }
 
 /// One table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// The bytes of its id, first byte first.
+    /// Bytes of the id, the first byte highest.
     pub id: u128,
-    /// Its name.
     pub name: &'static str,
-    /// Who asks, or why it is refused.
+    /// Users of the table, or the reason for refusing it.
     pub about: &'static str,
-    /// How many slots it has; `None` where it is refused.
+    /// Number of slots; `None` if the table is refused.
     pub len: Option<usize>,
-    /// Those that are filled.
+    /// Filled slots, in the order of the file.
     pub slots: Vec<Slot>,
 }
 
 impl Table {
-    /// The slots that a library fills; it gives out the tables in which there are any.
+    /// Returns the slots that a library fills; it hands out the tables with at least one.
     pub fn filled(&self, library: Library) -> impl Iterator<Item = &Slot> {
         self.slots.iter().filter(move |slot| library == Library::Libcuda || !slot.libcuda_only)
     }
 }
 
-/// Every table, in the order of the file.
+/// Returns every table, in the order of the file.
 ///
 /// # Panics
 /// If the file is wrong (it is part of this crate): an id twice, a slot twice or beyond its table.
@@ -85,9 +84,13 @@ pub fn tables() -> Vec<Table> {
     tables
 }
 
-/// Rust source of a static `NAME: Slots<LEN>` for each table that a library gives out, of `find`, which finds a table by its id,
-/// and of `REFUSED`: ids and names of those that are refused. The including module has the functions of the slots, `nothing`,
-/// `type Slot = *const ()`, `struct Slots<const N: usize>([Slot; N])`, and `unknown!(INDEX, NAME)` for slots that are not filled.
+/// Returns Rust source of the tables that a library hands out.
+///
+/// The source has a static `NAME: Slots<LEN>` for each table, `find`, which finds a table by its
+/// id, and `REFUSED`: ids and names of the others.
+///
+/// The including module has the functions of the slots, `nothing`, `type Slot = *const ()`, `struct
+/// Slots<const N: usize>([Slot; N])`, and `unknown!(INDEX, NAME)` for empty slots.
 pub fn tables_source(library: Library) -> String {
     let mut out = String::new();
     let mut arms = String::new();
@@ -114,17 +117,17 @@ pub fn tables_source(library: Library) -> String {
         writeln!(arms, "        {:#x} => {name}.0.as_ptr(),", table.id).unwrap();
     }
     format!(
-        "{out}/// A table by its id.\npub fn find(id: u128) -> Option<*const Slot> {{\n    Some(match id {{\n{arms}        _ => return None,\n    }})\n}}\n\
-         /// Tables that are known and not given out.\npub const REFUSED: &[(u128, &str)] = &[\n{refused}];\n"
+        "{out}/// Finds a table by its id.\npub fn find(id: u128) -> Option<*const Slot> {{\n    Some(match id {{\n{arms}        _ => return None,\n    }})\n}}\n\
+         /// Known tables that are not handed out.\npub const REFUSED: &[(u128, &str)] = &[\n{refused}];\n"
     )
 }
 
-/// The part of `docs/coverage.md` about them.
+/// Returns the part of `docs/coverage.md` about the private tables.
 pub fn coverage() -> String {
     let mut out = String::from(
-        "\n# What becomes of each private table\n\nGenerated from `proto/calls/tables.txt`. NVIDIA's libraries ask for them with `cuGetExportTable`. \
-         Slots that are not listed answer `CUDA_ERROR_NOT_SUPPORTED` and are counted, as are requests for tables that are refused \
-         (`GPUSESSION_TRACE=missing`).\n\n| table | who asks, or why it can be refused | slots |\n|---|---|---|\n",
+        "\n# Private tables\n\nGenerated from `proto/calls/tables.txt`. NVIDIA's libraries ask for them with `cuGetExportTable`. \
+         Slots that are not listed return `CUDA_ERROR_NOT_SUPPORTED` and are counted, as are requests for refused tables \
+         (`GPUSESSION_TRACE=missing`).\n\n| table | users, or reason for refusing it | slots |\n|---|---|---|\n",
     );
     for table in tables() {
         let slots: Vec<_> =
@@ -155,7 +158,7 @@ mod tests {
 
     #[test]
     fn the_slots_that_real_programs_call_are_filled() {
-        // Native programs use these, and go on without where there are none: see the reasons in tables.txt.
+        // Native programs use these, and continue without them: see the reasons in tables.txt.
         const DONE_WITHOUT: [u128; 2] =
             [0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9, 0x69a28e9f_24498b47_b030c5da_330ea4e9];
         let tables = tables();

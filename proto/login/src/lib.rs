@@ -1,5 +1,7 @@
-//! Between `pam_gpusession.so` and the client daemon on `pam.sock`: one bounded packet each way on a `SOCK_SEQPACKET`
-//! socket. Uses the standard library only, since the module runs inside `sshd`, `login` and `su`.
+//! Messages between `pam_gpusession.so` and the client daemon on `pam.sock`.
+//!
+//! Each way carries one bounded packet of a `SOCK_SEQPACKET` socket. The crate uses the standard
+//! library only, since the module runs inside `sshd`, `login` and `su`.
 //!
 //! All integers are little-endian.
 //!
@@ -12,18 +14,19 @@
 //! | lengths of service, user, tty, rhost | 4 × 2 |
 //! | the four texts | |
 //!
-//! The session's leader is the process that sends the request: the daemon takes it from the socket, so that nothing about
-//! it has to be believed. A close ends the session whose leader sends it, and has no answer.
+//! The session's leader is the process that sends the request: the daemon takes it from the socket,
+//! so that it need not believe anything about it. A close ends the session whose leader sends it,
+//! and has no answer.
 //!
 //! | reply to open | bytes |
 //! |---|---|
 //! | [`MAGIC`] | 4 |
 //! | [`VERSION`] | 2 |
-//! | number of variables; 0 if this user has nothing here | 2 |
+//! | number of variables; 0 if this user has no lease on this client | 2 |
 //! | each: length of its name, length of its value, name, value | 2 + 2 + … |
 #![forbid(unsafe_code)]
 
-/// The first bytes of every packet.
+/// Magic number at the start of every packet.
 pub const MAGIC: [u8; 4] = *b"gpsL";
 /// Version of this exchange.
 pub const VERSION: u16 = 1;
@@ -33,17 +36,19 @@ pub const MAX_TEXT: usize = 255;
 pub const MAX_REQUEST: usize = 8 + 4 + 4 * 2 + 4 * MAX_TEXT;
 /// Longest reply, in bytes.
 pub const MAX_REPLY: usize = 16 * 1024;
-/// Most variables of a reply.
+/// Maximum number of variables of a reply.
 pub const MAX_VARIABLES: usize = 64;
 /// Longest name of a variable, in bytes.
 pub const MAX_NAME: usize = 64;
 /// Longest value of a variable, in bytes.
 pub const MAX_VALUE: usize = 1024;
 
-/// Names that are not set at login, by their beginning: the loader's (`LD_`), a shell's, and what says who is logged in, where
-/// from and how: PAM's list would win over what sshd and the user's terminal say of it.
+/// Beginnings of variable names that are never set at login.
+///
+/// They belong to the loader (`LD_`) and the shell, or say who is logged in, from where and how.
+/// PAM's list would override the values of sshd and the user's terminal.
 const FOREIGN_BEGINNINGS: &[&str] = &["BASH_", "DBUS_", "LC_", "LD_", "SSH_", "SUDO_", "XDG_"];
-/// The others of the C library, the shells and the login.
+/// Other names of the C library, the shells and the login.
 const FOREIGN: &[&str] = &[
     "BASHOPTS",
     "CDPATH",
@@ -84,34 +89,34 @@ const FOREIGN: &[&str] = &[
     "ZDOTDIR",
 ];
 
-/// What `pam_gpusession.so` tells.
+/// A message from `pam_gpusession.so` to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// A session begins.
+    /// A login session begins.
     Open(Open),
-    /// The session of this process ends.
+    /// The login session of this process ends.
     Close,
 }
 
-/// A login, as PAM describes it. Texts longer than [`MAX_TEXT`] bytes are cut.
+/// A login, as PAM describes it; texts are cut after [`MAX_TEXT`] bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Open {
-    /// The user's id.
+    /// User id.
     pub uid: u32,
     /// PAM service: `sshd`, `login`, `su`.
     pub service: String,
-    /// The user's name.
+    /// Name of the user.
     pub user: String,
-    /// Terminal, empty where there is none: `ssh` for sshd, `pts/3`, `tty1`.
+    /// Terminal: `ssh` for sshd, `pts/3`, `tty1`; empty without one.
     pub tty: String,
-    /// Where the user comes from, empty where that is not known.
+    /// Host that the user comes from; empty if unknown.
     pub rhost: String,
 }
 
 /// Bytes that are not a packet of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Malformed(
-    /// What is wrong.
+    /// Reason, for the log.
     pub &'static str,
 );
 
@@ -123,7 +128,7 @@ impl std::fmt::Display for Malformed {
 
 impl std::error::Error for Malformed {}
 
-/// Takes a packet apart.
+/// Reads the parts of a packet.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -155,7 +160,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Magic and version; what follows them.
+    /// Checks magic and version; returns a reader for the bytes after them.
     fn begin(packet: &'a [u8]) -> Result<Self, Malformed> {
         let mut reader = Self(packet);
         if reader.array()? != MAGIC {
@@ -180,7 +185,7 @@ fn begin(third: u16) -> Vec<u8> {
     out
 }
 
-/// As much of a text as fits and is fit to be shown.
+/// Returns the beginning of a text, as far as it fits, without control characters.
 fn cut(text: &str) -> String {
     let mut out: String = text.chars().filter(|c| !c.is_control()).collect();
     while out.len() > MAX_TEXT {
@@ -190,7 +195,7 @@ fn cut(text: &str) -> String {
 }
 
 impl Request {
-    /// The packet.
+    /// Encodes the packet.
     pub fn encode(&self) -> Vec<u8> {
         let open = match self {
             Self::Open(open) => open,
@@ -233,7 +238,7 @@ impl Request {
     }
 }
 
-/// The answer to [`Request::Open`]: the session's environment, empty where this user has nothing here.
+/// The answer to [`Request::Open`]: the session's environment, empty for a user without leases.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reply<'a> {
     /// Names and values, each name once.
@@ -241,7 +246,7 @@ pub struct Reply<'a> {
 }
 
 impl<'a> Reply<'a> {
-    /// The packet; an error where [`check`] or a bound refuses the environment.
+    /// Encodes the packet; an error if [`check`] or a bound refuses the environment.
     pub fn encode(&self) -> Result<Vec<u8>, Malformed> {
         if self.environment.len() > MAX_VARIABLES {
             return Err(Malformed("more than 64 variables, GPUSESSION_ID among them"));
@@ -261,7 +266,7 @@ impl<'a> Reply<'a> {
         }
     }
 
-    /// Reads a packet. One variable that may not be set makes all of it worthless.
+    /// Reads a packet; rejects it if one variable may not be set at login.
     pub fn parse(packet: &'a [u8]) -> Result<Self, Malformed> {
         if packet.len() > MAX_REPLY {
             return Err(Malformed("the packet is too long"));
@@ -278,7 +283,7 @@ impl<'a> Reply<'a> {
             let value = reader.text(value.into(), MAX_VALUE)?;
             check(name, value)?;
             if environment.iter().any(|(known, _)| *known == name) {
-                return Err(Malformed("a variable is there twice"));
+                return Err(Malformed("a variable occurs twice"));
             }
             environment.push((name, value));
         }
@@ -287,9 +292,11 @@ impl<'a> Reply<'a> {
     }
 }
 
-/// Whether a variable may be set at login: its name is not one by which the loader, a shell or the login itself is steered,
-/// and its value is a bounded line that needs no quoting. What other software makes of a variable is for the administrator to
-/// know, who writes it into a file of root's.
+/// Checks whether a variable may be set at login.
+///
+/// Its name must not control the loader, a shell or the login itself, and its value must be a
+/// bounded line that needs no quoting. The administrator, who writes it into a file of root, has to
+/// know what other software does with it.
 pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
     let bytes = name.as_bytes();
     let word = bytes.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'_');
@@ -299,7 +306,7 @@ pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
         ));
     }
     if name == "CUDA_VISIBLE_DEVICES" {
-        return Err(Malformed("belongs to the user; what a lease has is for the server to say"));
+        return Err(Malformed("belongs to the user; the server determines the GPUs of a lease"));
     }
     if name.starts_with("GPUSESSION_") && name != "GPUSESSION_ID" {
         return Err(Malformed("belongs to the user, who sets it for a program or a shell"));
@@ -312,7 +319,7 @@ pub fn check(name: &str, value: &str) -> Result<(), Malformed> {
     if value.len() > MAX_VALUE {
         return Err(Malformed("the value is longer than 1024 bytes"));
     }
-    // Shells and systemd read what else there is in their own way.
+    // Shells and systemd interpret other bytes in their own ways.
     if !value.bytes().all(|b| matches!(b, b' '..=b'~') && !b"\"'`$\\".contains(&b)) {
         return Err(Malformed(
             "the value may have letters, digits and plain signs of ASCII only: no quote, backslash, dollar sign or control character",
@@ -413,7 +420,7 @@ mod tests {
         let long: &'static str = "1".repeat(MAX_VALUE).leak();
         assert!(reply(15, long).encode().is_ok());
         assert!(reply(16, long).encode().is_err());
-        // What this encoder would not write.
+        // Packets that this encoder never writes.
         let one = Reply { environment: vec![("X", "y")] }.encode().unwrap();
         let variable = &one[8..];
         let many = [&one[..6], &65u16.to_le_bytes(), &variable.repeat(65)].concat();
@@ -423,7 +430,9 @@ mod tests {
         }
     }
 
-    /// Every prefix, every changed byte and every extension of good packets is refused or means something within bounds.
+    /// Tries each prefix, each extension and each changed byte of good packets.
+    ///
+    /// Prefixes and extensions are rejected; with a changed byte the content stays within bounds.
     #[test]
     fn no_packet_does_harm() {
         let reply = Reply { environment: vec![("GPUSESSION_ID", "abcdefghijkl"), ("NCCL_DEBUG", "WARN")] };

@@ -1,12 +1,21 @@
-//! The table of NVML calls: what `libnvidia-ml.so.1` does with each, and how the forwarded ones travel.
+//! The table of NVML calls: how `libnvidia-ml.so.1` treats each, and how forwarded ones travel.
 //!
-//! `symbols.txt` names every exported function (NVML 13.5), `calls.txt` says what becomes of each. Exports are generated from it;
-//! client, server and the server's monitor read the same rows, so that what one may ask and what the other answers agree.
+//! `symbols.txt` names every exported function (NVML 13.5), `calls.txt` states the treatment of
+//! each and generates the exports. Client, server and the server's monitor read the same rows, so
+//! that queries and answers agree.
 //!
-//! A forwarded call is a question about one device: the function's name and its input. The input is, in the order of the parameters, 4
-//! or 8 little-endian bytes for a number, 16 bytes (a UUID) for a peer, and a structure's bytes. The answer is NVML's result and,
-//! where that is success, the outputs in order: the bytes of `out` and `struct`, `text` and `bytes` with a 4-byte length in front, `list`
-//! with a 4-byte count in front and the arrays after it.
+//! A forwarded call is a query about one device: the function's name and its input. The input has
+//! these parts in the order of the parameters:
+//!
+//! * 4 or 8 little-endian bytes for a number,
+//! * 16 bytes (a UUID) for a peer,
+//! * a structure's bytes.
+//!
+//! The answer is NVML's result and, after success, the outputs in order:
+//!
+//! * the bytes of `out` and `struct`,
+//! * `text` and `bytes` after a 4-byte length,
+//! * the arrays of `list` after a 4-byte count.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,21 +24,21 @@ use std::sync::LazyLock;
 const SYMBOLS: &str = include_str!("../symbols.txt");
 const CALLS: &str = include_str!("../calls.txt");
 
-/// Room for a `text`: more than any string that NVML returns.
+/// Room for a `text`, in bytes: more than any string that NVML returns.
 pub const TEXT: usize = 128;
 /// Room for a `list`, in elements.
 pub const LIST: usize = 256;
-/// Longest input of a question.
+/// Longest input of a query, in bytes.
 pub const MAX_INPUT: usize = 4096;
-/// The one call whose question is not its C prototype: an array of values is asked for one value at a time.
+/// The only call whose query differs from its C prototype: each query is about one value.
 pub const FIELD_VALUES: &str = "nvmlDeviceGetFieldValues";
 
-/// What becomes of a call.
+/// Treatment of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Class {
     /// Answered by the library.
     Local,
-    /// A question for the server.
+    /// A query to the server.
     Forward(Refresh, Vec<Param>),
     /// `NVML_ERROR_NO_PERMISSION`, for this reason.
     Denied(&'static str),
@@ -37,38 +46,38 @@ pub enum Class {
     None(&'static str),
 }
 
-/// How long an answer is good, and whether it is asked for ahead.
+/// Time for which an answer is valid, and whether the library fetches it ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refresh {
-    /// While the driver runs; asked for together with its like.
+    /// Valid while the driver runs; fetched together with others of its kind.
     Once,
-    /// For a moment; asked for together with its like.
+    /// Valid for a moment; fetched together with others of its kind.
     Live,
-    /// For a moment; asked for when a program asks.
+    /// Valid for a moment; fetched only when a program calls it.
     Alone,
 }
 
 /// A parameter after the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Param {
-    /// A number of 4 or 8 bytes, and the values that are asked for ahead.
+    /// A number of 4 or 8 bytes, and the values to fetch ahead.
     Number(usize, Vec<u64>),
-    /// Another device.
+    /// Another device of the lease.
     Peer,
-    /// A pointer to so many bytes that NVML writes.
+    /// A pointer to N bytes that NVML writes.
     Out(usize),
-    /// A pointer to a structure whose first four bytes are its size and version; the sizes that are known.
+    /// A pointer to a structure of one of these sizes, whose first word is size and version.
     Struct(Vec<usize>),
-    /// A pointer to characters, and how many there is room for.
+    /// A pointer to characters, and the room for them.
     Text,
-    /// A pointer to bytes, and how many there is room for; no more than this.
+    /// A pointer to bytes, and the room for them, at most N.
     Bytes(usize),
     /// A pointer to a count, and pointers to arrays of elements of these sizes.
     List(Vec<usize>),
 }
 
 impl Param {
-    /// C arguments that it takes.
+    /// Returns the number of C arguments.
     pub fn arguments(&self) -> usize {
         match self {
             Self::Text | Self::Bytes(_) => 2,
@@ -77,7 +86,7 @@ impl Param {
         }
     }
 
-    /// Most bytes of its output.
+    /// Returns the maximum number of output bytes.
     pub fn output(&self) -> usize {
         match self {
             Self::Number(..) | Self::Peer => 0,
@@ -90,19 +99,19 @@ impl Param {
     }
 }
 
-/// A call and what becomes of it.
+/// A call and its treatment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
     /// Exported name.
     pub name: &'static str,
-    /// What becomes of it.
+    /// Treatment of the call.
     pub class: Class,
-    /// A forwarded call whose exported function is written by hand.
+    /// Whether the exported function of a forwarded call is written by hand.
     pub own_client: bool,
 }
 
 impl Call {
-    /// C arguments of a forwarded call, the device included.
+    /// Returns the number of C arguments of a forwarded call, including the device.
     pub fn arguments(&self) -> usize {
         match &self.class {
             Class::Forward(_, params) => 1 + params.iter().map(Param::arguments).sum::<usize>(),
@@ -110,7 +119,7 @@ impl Call {
         }
     }
 
-    /// Most bytes of an answer's outputs.
+    /// Returns the maximum number of bytes of an answer's outputs.
     pub fn output(&self) -> usize {
         match &self.class {
             Class::Forward(_, params) => params.iter().map(Param::output).sum(),
@@ -118,7 +127,7 @@ impl Call {
         }
     }
 
-    /// Whether an input can be this call's; the devices in it are returned.
+    /// Checks whether an input fits this call; returns the devices in it.
     pub fn peers<'a>(&self, input: &'a [u8]) -> Option<Vec<&'a [u8]>> {
         let Class::Forward(_, params) = &self.class else { return None };
         let (mut rest, mut peers) = (input, Vec::new());
@@ -138,7 +147,7 @@ impl Call {
         rest.is_empty().then_some(peers)
     }
 
-    /// The inputs that are asked for ahead.
+    /// Returns the inputs to fetch ahead.
     pub fn ahead(&self) -> Vec<Vec<u8>> {
         let Class::Forward(Refresh::Once | Refresh::Live, params) = &self.class else { return Vec::new() };
         let mut inputs = vec![Vec::new()];
@@ -150,7 +159,7 @@ impl Call {
                         .flat_map(|i| values.iter().map(|v| [&i[..], &v.to_le_bytes()[..*n]].concat()))
                         .collect();
                 }
-                // A structure's version is the program's to say.
+                // Only the program knows the version of its structure.
                 Param::Peer | Param::Struct(_) => return Vec::new(),
                 _ => {}
             }
@@ -159,7 +168,7 @@ impl Call {
     }
 }
 
-/// The size that a versioned structure's first four bytes say.
+/// Returns the size in a versioned structure's first four bytes.
 pub fn struct_size(bytes: &[u8]) -> Option<usize> {
     let version = u32::from_le_bytes(bytes.get(..4)?.try_into().ok()?);
     Some((version & 0xff_ffff) as usize)
@@ -167,12 +176,12 @@ pub fn struct_size(bytes: &[u8]) -> Option<usize> {
 
 static TABLE: LazyLock<Vec<Call>> = LazyLock::new(parse);
 
-/// Every exported call, sorted by name.
+/// Returns every exported call, sorted by name.
 pub fn calls() -> &'static [Call] {
     &TABLE
 }
 
-/// A call by its name, with its place in [`calls`].
+/// Returns a call by its name, with its index in [`calls`].
 pub fn find(name: &str) -> Option<(usize, &'static Call)> {
     let place = TABLE.binary_search_by(|c| c.name.cmp(name)).ok()?;
     Some((place, &TABLE[place]))
@@ -257,11 +266,11 @@ fn param(text: &str) -> Option<Param> {
     })
 }
 
-/// `docs/coverage-nvml.md`: what becomes of every call.
+/// Returns `docs/coverage-nvml.md`: the treatment of every call.
 pub fn coverage() -> String {
     let count = |f: fn(&Class) -> bool| calls().iter().filter(|c| f(&c.class)).count();
     let mut out = String::from(
-        "# What becomes of each NVML call\n\nGenerated from `proto/nvml/calls.txt` and `proto/nvml/symbols.txt` (`make docs`).\n\n",
+        "# NVML calls\n\nGenerated from `proto/nvml/calls.txt` and `proto/nvml/symbols.txt` (`make docs`).\n\n",
     );
     writeln!(
         out,
