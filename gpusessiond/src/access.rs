@@ -1,4 +1,4 @@
-//! Who may use the leases for all: `[access]`, looked up in the user database.
+//! Access to the leases for all: the rules of `[access]`, applied to the user database.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -9,33 +9,32 @@ use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 
 use crate::config::Access;
 
-/// How long an answer of the user database is believed.
+/// Time for which an answer of the user database is cached.
 const FRESH: Duration = Duration::from_secs(60);
-/// Most answers that are kept.
+/// Most cached answers.
 const KEPT: usize = 1024;
 
-/// What the user database says of a uid.
+/// A uid in the user database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Person {
-    /// Its name, if it has one.
+    /// User name, if the database has one.
     pub name: Option<String>,
-    /// Whether `[access]` lets it.
+    /// Whether `[access]` allows the user to use the leases for all.
     pub access: bool,
 }
 
-/// `[access]` with a memory, since the user database may be slow.
+/// The rules of `[access]`, with a cache, since the user database may be slow.
 pub struct Gate {
     access: RwLock<Access>,
     known: Mutex<HashMap<u32, (Instant, Person)>>,
 }
 
 impl Gate {
-    /// A gate for these rules.
     pub fn new(access: Access) -> Self {
         Self { access: RwLock::new(access), known: Mutex::new(HashMap::new()) }
     }
 
-    /// Other rules from now on.
+    /// Replaces the rules and clears the cache.
     pub fn set(&self, access: Access) {
         *self.access.write().unwrap_or_else(|e| e.into_inner()) = access;
         self.known().clear();
@@ -45,12 +44,12 @@ impl Gate {
         self.access.read().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// How many leases a user may hold beside the configured ones.
+    /// Returns how many leases a user may hold in addition to the configured ones.
     pub fn extra_leases(&self, uid: u32) -> usize {
         if uid == 0 { usize::MAX } else { self.access().extra_leases as usize }
     }
 
-    /// Who a uid is; asks the user database off the main thread.
+    /// Looks a uid up; queries the user database on another thread.
     pub async fn person(self: &std::sync::Arc<Self>, uid: u32) -> Person {
         if let Some((_, person)) = self.known().get(&uid).filter(|(at, _)| at.elapsed() < FRESH).cloned() {
             return person;
@@ -89,7 +88,7 @@ fn groups_of(user: &User) -> Vec<String> {
         .collect()
 }
 
-/// The rule itself.
+/// Applies the rules; root is subject to `root` only.
 fn allows(access: &Access, uid: u32, name: Option<&str>, groups: &[String]) -> bool {
     if uid == 0 {
         return access.root;

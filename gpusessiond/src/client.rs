@@ -1,4 +1,4 @@
-//! A server of the pool over the network: gRPC on mutual TLS.
+//! Network client of a GPU server: gRPC over mutual TLS.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,32 +20,34 @@ use tonic::{Code, Status};
 use crate::identity::{self, Identity};
 use crate::pool::{PoolError, PoolServer, Trouble};
 
-/// Until a connection stands, TLS included.
+/// Time to establish a connection, including TLS.
 const CONNECT: Duration = Duration::from_secs(5);
-/// Until what was sent has to have arrived: the kernel ends the connection otherwise, and wakes nobody before.
+/// Time for sent data to be acknowledged; the kernel closes the connection after it, without
+/// wake-ups.
 const ARRIVAL: Duration = Duration::from_secs(15);
-/// How often a server that says nothing is asked whether it is there. Each time costs some wake-ups, also while heartbeats are answered.
+/// Silence after which a connection is probed; each probe costs wake-ups, also between heartbeats.
 const SILENCE: Duration = Duration::from_secs(30);
-/// Until an ordinary call is answered.
+/// Time for an ordinary call.
 const CALL: Duration = Duration::from_secs(10);
-/// Until a lease or a cold worker is there: workers are started for it.
+/// Time for an allocation or a cold worker: the server starts workers for it.
 const SLOW_CALL: Duration = Duration::from_secs(60);
-/// Until a lease's device memory has moved: all of a server's GPUs at the driver's 2.7 GB/s. That the server has gone shows
-/// earlier, by the connection's keep-alive.
+/// Time to move a lease's device memory: all of a server's GPUs at the driver's 2.7 GB/s.
+///
+/// The connection's keep-alive detects an unreachable server sooner.
 const MOVE: Duration = Duration::from_secs(600);
-/// Longest details of a refusal.
+/// Longest details of a refusal in bytes.
 const MAX_DETAILS: usize = 4096;
-/// Largest answer that is read.
+/// Largest message that is accepted, in bytes.
 const MAX_ANSWER: usize = 4 << 20;
 
-/// A connection to one server, made when it is needed and made anew when it breaks.
+/// A connection to one server, opened on demand and reopened after a failure.
 pub struct Remote {
     address: String,
     client: PoolClient<Channel>,
 }
 
 impl Remote {
-    /// Knows a server; must be called on a runtime, connects at the first call.
+    /// Creates a client that connects at the first call; must be called on a runtime.
     pub fn new(address: &str, identity: &Identity) -> Result<Self, PoolError> {
         let client = PoolClient::new(channel(address, identity.tls())?).max_decoding_message_size(MAX_ANSWER);
         Ok(Self { address: address.to_owned(), client })
@@ -75,7 +77,7 @@ async fn answered<T>(
     }
 }
 
-/// Connects by itself, through `TlsStream`s whose peer has proven to be a server of the pool.
+/// Creates a channel that connects on demand, to a peer that has proven to be a server of the pool.
 fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
@@ -99,7 +101,7 @@ async fn connect(address: &str, tls: Arc<ClientConfig>) -> std::io::Result<TlsSt
     TlsConnector::from(tls).connect(identity::server_name(), stream).await
 }
 
-/// The deepest reason of an error: tonic's own text is "transport error".
+/// Returns the innermost source of an error: tonic's own text is "transport error".
 fn root_cause(error: &dyn std::error::Error) -> String {
     let mut deepest = error.to_string();
     let mut next = error.source();
@@ -110,7 +112,7 @@ fn root_cause(error: &dyn std::error::Error) -> String {
     deepest
 }
 
-/// What a server says in detail about a refusal.
+/// Decodes the details that a server attaches to a refusal.
 fn refusal(status: &Status) -> Option<PoolError> {
     use control::refusal::Kind;
     use prost::Message as _;
@@ -136,7 +138,7 @@ fn trouble(address: &str, status: &Status) -> PoolError {
     let trouble = match status.code() {
         Code::ResourceExhausted => Trouble::NoCapacity,
         Code::FailedPrecondition => Trouble::NeverFits,
-        // Aborted: another machine uses this identity.
+        // Aborted means that another machine uses this identity.
         Code::Unauthenticated | Code::PermissionDenied | Code::Aborted => Trouble::Refused,
         Code::NotFound => Trouble::NoSuchLease,
         Code::InvalidArgument | Code::OutOfRange | Code::AlreadyExists => Trouble::Invalid,
@@ -147,7 +149,7 @@ fn trouble(address: &str, status: &Status) -> PoolError {
         return PoolError::new(trouble, said);
     }
     let cause = std::error::Error::source(status).map_or_else(|| said.to_owned(), root_cause);
-    // An alert of the server's TLS about our certificate is no matter of patience.
+    // A TLS alert about the client's certificate does not go away by waiting.
     let refused = cause.contains("received fatal alert") || cause.contains("invalid peer certificate");
     let trouble = if refused { Trouble::Refused } else { trouble };
     PoolError::new(trouble, format!("{address}: {cause}"))
@@ -188,7 +190,7 @@ impl PoolServer for Remote {
         let request = control::TakeWorkersRequest { lease, count, environment, waiting };
         match self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await {
             Ok(reply) => Ok(reply.workers),
-            // Too many processes: a limit, not a lack of GPUs.
+            // Too many processes: that is a limit, not a lack of GPUs.
             Err(e) if e.trouble == Trouble::NoCapacity => Err(PoolError { trouble: Trouble::Quota, ..e }),
             Err(e) => Err(e),
         }
@@ -241,7 +243,7 @@ impl PoolServer for Remote {
     }
 }
 
-/// Presents a join token.
+/// Joins the pool with a join token.
 pub(crate) async fn join(
     address: &str,
     tls: Arc<ClientConfig>,

@@ -1,7 +1,7 @@
 //! `gpusession.toml`, its `conf.d/*.toml` drop-ins and `servers.toml`.
 //!
-//! Every file is read on its own, so that an error names file, line and what is meant; later files win key by key and
-//! their `[[lease]]` tables are appended.
+//! Every file is parsed separately, so that an error names file, line and the probable meaning.
+//! Later files win key by key; their `[[lease]]` tables are appended.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,69 +12,61 @@ use serde::{Deserialize, Serialize};
 
 use crate::values::{Memory, SmPercent, control_address};
 
-/// The daemon's configuration, all defaults filled in.
+/// The daemon's configuration, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// `[client] name`: the name asked for when joining; the host's name if absent.
+    /// `[client] name`: the name to join with; the host's name if absent.
     pub client_name: Option<String>,
-    /// `[access]`.
     pub access: Access,
-    /// How long a process's first CUDA call waits for a lease that is on its way.
+    /// `wait_ms`: how long a process's first CUDA call waits for a lease that is not held yet.
     pub wait: Duration,
     /// `[[lease]]` tables in file order.
     pub leases: Vec<LeaseConfig>,
-    /// `[transport]`.
     pub transport: Transport,
     /// `[environment]`: set for login sessions unless the user has set them.
     pub environment: BTreeMap<String, String>,
-    /// `log_level`.
     pub log_level: String,
-    /// The files that were read.
+    /// Files that were read.
     pub files: Vec<PathBuf>,
 }
 
-/// Who may use the leases for all.
+/// `[access]`: users who may use the leases for all.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Access {
-    /// User names; `*` is everybody.
+    /// User names or uids; `*` is every user.
     pub users: Vec<String>,
-    /// Group names.
     pub groups: Vec<String>,
-    /// Whether root may.
+    /// Whether root may use them.
     pub root: bool,
-    /// How many leases users other than root may hold beside the configured ones.
+    /// Most leases that a user other than root may hold in addition to the configured ones.
     pub extra_leases: u32,
 }
 
-/// One `[[lease]]`.
+/// One `[[lease]]` table.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LeaseConfig {
-    /// For people; numbered if absent.
+    /// Name for users; `lease` and its number if absent.
     pub name: String,
-    /// Number of GPUs.
     pub gpus: u32,
     /// Limit on each GPU's memory.
     pub memory: Memory,
-    /// Share of the multiprocessors.
     pub sm_percent: SmPercent,
-    /// The same as a number of them, instead.
+    /// Number of multiprocessors, in place of `sm_percent`.
     pub sm_count: Option<u32>,
-    /// `normal` or `below-normal`.
     pub priority: Priority,
     /// How the GPU is shared; the server's choice if absent.
     pub sharing: Option<Sharing>,
-    /// GPU model that is wanted.
+    /// Part of the GPU model's name; any model if absent.
     pub model: Option<String>,
-    /// The one server that is wanted, by name or address.
+    /// Name or address of the only server to ask; any if absent.
     pub server: Option<String>,
-    /// The one user whose lease this is.
+    /// Name of the user who owns the lease; all users if absent.
     pub for_user: Option<String>,
-    /// Lifetime of the lease.
     pub class: Class,
-    /// What the server may do with an idle lease.
+    /// Action on an idle lease; the server's policy if absent.
     pub on_idle: Option<OnIdle>,
-    /// Never lend the lease while nobody uses it.
+    /// Never lend the lease while no program uses it.
     pub hold: bool,
 }
 
@@ -104,7 +96,7 @@ macro_rules! words {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
         pub enum $name { $($(#[$vdoc])* #[serde(rename = $text)] $variant),+ }
         impl $name {
-            /// The word used in files and on D-Bus.
+            /// Returns the word used in files and on D-Bus.
             pub fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $text),+ }
             }
@@ -129,9 +121,9 @@ macro_rules! words {
 words! {
     /// Priority of a lease's work on a shared GPU.
     Priority {
-        /// As the others.
+        /// As other leases.
         Normal = "normal",
-        /// Behind the others.
+        /// After leases of normal priority.
         BelowNormal = "below-normal",
     }
 }
@@ -142,41 +134,40 @@ words! {
         TimeSlice = "time-slice",
         /// Clients run at the same time, by NVIDIA MPS.
         Mps = "mps",
-        /// Nobody else uses the GPU.
+        /// No other lease uses the GPU.
         Exclusive = "exclusive",
     }
 }
 words! {
     /// Lifetime of a lease.
     Class {
-        /// From boot to shutdown, for everyone who has access.
+        /// From boot to shutdown, for all users with access.
         Boot = "boot",
         /// From login to logout of one session.
         Session = "session",
-        /// Asked for by a user or program.
+        /// While a user needs it, or on request.
         User = "user",
-        /// Asked for, and yields to the others.
+        /// While GPUs are free: it yields to the other classes.
         Background = "background",
     }
 }
 words! {
-    /// What happens to an idle lease, within the server's policy.
+    /// Action on an idle lease, within the server's policy.
     OnIdle {
         /// Device memory moves to the server's host memory until the next call.
         Park = "park",
-        /// The lease ends.
+        /// The server takes the lease back.
         Release = "release",
-        /// Nothing.
+        /// No action.
         Keep = "keep",
     }
 }
 
-/// `[transport]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transport {
-    /// Transports in the order they are tried.
+    /// Transports in order of preference.
     pub order: Vec<String>,
-    /// Parallel bulk lanes.
+    /// Number of parallel lanes for bulk data.
     pub lanes: u32,
 }
 
@@ -220,32 +211,21 @@ struct TransportTable {
 pub enum ConfigError {
     /// A file cannot be read.
     #[error("{}: {error}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        error: std::io::Error,
-    },
-    /// A file says something that cannot work.
+    Read { path: PathBuf, error: std::io::Error },
+    /// A file is not valid TOML, or has an unknown key or a bad value.
     #[error("{}:{line}:{column}: {message}", path.display())]
     Parse {
-        /// The file.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
         /// Column, from 1.
         column: usize,
-        /// What is wrong and what may be meant.
+        /// Description with a suggestion.
         message: String,
     },
     /// The values do not fit together.
     #[error("{}: {message}", path.display())]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        message: String,
-    },
+    Invalid { path: PathBuf, message: String },
 }
 
 /// Parses one TOML file; an error names file, line, column and the nearest known key.
@@ -257,7 +237,7 @@ pub fn parse_toml<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Re
         let column = at - before.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1) + 1;
         let header = text.lines().nth(line - 1).and_then(|l| l.trim().strip_prefix('[')?.strip_suffix(']'));
         let message = match header {
-            // [lease]: tables of which there can be several.
+            // A table that belongs into an array of tables, as [lease].
             Some(name)
                 if !name.contains('.')
                     && error.message().starts_with("invalid type: map, expected a sequence") =>
@@ -270,7 +250,7 @@ pub fn parse_toml<T: serde::de::DeserializeOwned>(path: &Path, text: &str) -> Re
     })
 }
 
-/// Turns serde's "unknown field `x`, expected one of `a`, `b`" into words with the nearest key.
+/// Rewords serde's "unknown field `x`, expected one of `a`, `b`", with the nearest key.
 fn explain(message: &str) -> String {
     let Some(rest) = message.strip_prefix("unknown field `") else { return message.trim_end().to_owned() };
     let Some((key, expected)) = rest.split_once('`') else { return message.to_owned() };
@@ -282,11 +262,13 @@ fn explain(message: &str) -> String {
         .filter(|(distance, candidate)| *distance <= candidate.len().div_ceil(2));
     match nearest {
         Some((_, candidate)) => format!("unknown key `{key}`, did you mean `{candidate}`?"),
-        None => format!("unknown key `{key}`, known here: {}", known.join(", ")),
+        None => format!("unknown key `{key}`, known keys: {}", known.join(", ")),
     }
 }
 
-/// Where configuration is found: `GPUSESSION_CONF`, else `gpusession.toml` in `CONFIGURATION_DIRECTORY` or
+/// Returns the path of the configuration file.
+///
+/// That is `GPUSESSION_CONF`, else `gpusession.toml` in `CONFIGURATION_DIRECTORY` or
 /// `/etc/gpusession`.
 pub fn default_path() -> PathBuf {
     if let Some(path) = std::env::var_os("GPUSESSION_CONF").filter(|p| !p.is_empty()) {
@@ -296,7 +278,7 @@ pub fn default_path() -> PathBuf {
 }
 
 impl Config {
-    /// Reads `path` and the `conf.d/*.toml` beside it. A file that does not exist is an empty one.
+    /// Reads `path` and the `conf.d/*.toml` next to it; a missing file counts as empty.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let mut files = Vec::new();
         if path.exists() {
@@ -324,7 +306,7 @@ impl Config {
         Self::from_texts(&texts)
     }
 
-    /// Builds a configuration of files' names and contents, in order.
+    /// Builds a configuration from (path, text) pairs, in order.
     pub fn from_texts(texts: &[(PathBuf, String)]) -> Result<Self, ConfigError> {
         let mut config = Self::default();
         let mut written_in = Vec::new();
@@ -341,7 +323,7 @@ impl Config {
             let name = format!("lease{}", i + 1);
             if let Some(other) = config.leases.iter().position(|l| l.name == name) {
                 let message = format!(
-                    "[[lease]] number {} has no name and would be `{name}`, as one in {} is called; give it a name",
+                    "[[lease]] number {} has no name, and its default `{name}` is taken in {}; give it a name",
                     i + 1,
                     written_in[other].display()
                 );
@@ -381,13 +363,13 @@ impl Config {
                 return invalid(format!("{name}: sm_count = 0 leaves nothing to use"));
             }
             if lease.sm_count.is_some() && lease.sm_percent != SmPercent::default() {
-                return invalid(format!("{name}: sm_percent and sm_count say the same: leave one out"));
+                return invalid(format!("{name}: sm_percent and sm_count exclude each other: leave one out"));
             }
             if lease.name.len() > 64 || lease.name.chars().any(char::is_control) {
                 return invalid("a lease's name has at most 64 characters, no control characters".into());
             }
             if !lease.name.is_empty() && self.leases.iter().any(|l| l.name == lease.name) {
-                return invalid(format!("a second [[lease]] is called `{name}`"));
+                return invalid(format!("two [[lease]] are named `{name}`; rename one"));
             }
             if let Some(Err(error)) = lease.server.as_deref().map(control_address) {
                 return invalid(format!("{name}: server: {error}"));
@@ -447,11 +429,13 @@ impl Default for Config {
     }
 }
 
-/// `servers.toml`: where the pool is. Written by `gpusession join`, editable.
+/// `servers.toml`: servers of the pool; written by `gpusession join`, may be edited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Servers {
-    /// The servers; any of them is asked for a configured lease, in this order for `gpusession run`.
+    /// Servers of the pool. One-time requests ask them in this order, configured leases in a random
+    /// one.
+
     #[serde(default, rename = "server")]
     pub servers: Vec<ServerEntry>,
 }
@@ -465,7 +449,7 @@ pub struct ServerEntry {
 }
 
 impl Servers {
-    /// Reads a file; `None` where there is none.
+    /// Reads a file; `None` if it does not exist.
     pub fn load(path: &Path) -> Result<Option<Self>, ConfigError> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -480,7 +464,7 @@ impl Servers {
         Ok(Some(servers))
     }
 
-    /// The file's text.
+    /// Formats the file's text.
     pub fn to_text(&self) -> String {
         let mut text = String::from("# GPU servers of the pool. Written by `gpusession join`.\n");
         for server in &self.servers {
@@ -492,7 +476,6 @@ impl Servers {
         text
     }
 
-    /// The addresses.
     pub fn addresses(&self) -> Vec<String> {
         self.servers.iter().map(|s| s.address.clone()).collect()
     }
@@ -536,7 +519,7 @@ mod tests {
         let names: Vec<_> = config.leases.iter().map(|l| l.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
         let error = load(&["[[lease]]\nname = \"lease2\"\n", "[[lease]]\n"]).unwrap_err();
-        let expected = "1.toml: [[lease]] number 2 has no name and would be `lease2`, as one in 0.toml is called; \
+        let expected = "1.toml: [[lease]] number 2 has no name, and its default `lease2` is taken in 0.toml; \
                         give it a name";
         assert_eq!(error, expected);
         let error = load(&["[[lease]]\n[[lease]]\nname = \"lease1\"\n"]).unwrap_err();
@@ -579,7 +562,10 @@ mod tests {
                  backslash, dollar sign or control character",
             ),
             ("[environment]\nA = 1\n", "0.toml:2:5: invalid type: integer `1`, expected a string"),
-            ("[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n", "0.toml: a second [[lease]] is called `x`"),
+            (
+                "[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n",
+                "0.toml: two [[lease]] are named `x`; rename one",
+            ),
         ];
         for (text, expected) in cases {
             assert_eq!(load(&[text]).unwrap_err(), expected);
@@ -587,7 +573,7 @@ mod tests {
         let error = load(&["[[lease]]\npriority = \"high\"\n"]).unwrap_err();
         assert!(error.contains("0.toml:2:12") && error.contains("below-normal"), "{error}");
         let error = load(&["[client]\nzzzzzzzzzz = 1\n"]).unwrap_err();
-        assert!(error.contains("unknown key `zzzzzzzzzz`, known here: name"), "{error}");
+        assert!(error.contains("unknown key `zzzzzzzzzz`, known keys: name"), "{error}");
         assert!(load(&["[[lease]\n"]).unwrap_err().starts_with("0.toml:1:"));
     }
 
@@ -600,7 +586,7 @@ mod tests {
         let environment: Vec<_> = config.unwrap().environment.into_iter().collect();
         let expected = [("HF_HOME", "/srv/others"), ("PYTHONPATH", ""), ("http_proxy", "http://proxy:3128")];
         assert_eq!(environment, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
-        // Beside the session's id, as many as the module takes.
+        // At most as many as the PAM module takes; the session's id is one of them.
         let many = |n: usize, value: &str| {
             let lines: String = (0..n).map(|i| format!("X{i} = \"{value}\"\n")).collect();
             load(&[&format!("[environment]\n{lines}")])

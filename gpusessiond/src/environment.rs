@@ -1,7 +1,7 @@
-//! What logins are given: `[environment]`, for users who have something here.
+//! Variables that logins get: `[environment]`, for users with access or a lease.
 //!
-//! The login socket answers with it. Who must not wait for a daemon that may hang, as the environment generator of a user's
-//! systemd, reads the same from a file.
+//! The login socket answers with them. The environment generator of a user's systemd must not wait
+//! for a daemon that may hang, so it reads them from a file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,20 +16,20 @@ use crate::access::Gate;
 use crate::config::{Access, Config};
 use crate::places;
 
-/// Longest file that is read.
+/// Largest file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// See the module.
+/// Variables, and the rules that decide who gets them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Environment {
     access: Access,
-    /// Users with leases of their own.
+    /// Names of users with leases of their own.
     owners: Vec<String>,
     variables: BTreeMap<String, String>,
 }
 
 impl Environment {
-    /// What a configuration says.
+    /// Extracts variables and rules from a configuration.
     pub fn of(config: &Config) -> Self {
         Self {
             access: config.access.clone(),
@@ -38,24 +38,27 @@ impl Environment {
         }
     }
 
-    /// The variables of a user, if there is something here for them; `access` is what `[access]` says.
+    /// Returns the variables of a user with access or a lease; `access` is the decision of
+    /// `[access]`.
     pub fn of_user(&self, name: Option<&str>, access: bool) -> Option<&BTreeMap<String, String>> {
         let owner = || name.is_some_and(|name| self.owners.iter().any(|owner| owner == name));
         (access || owner()).then_some(&self.variables)
     }
 
-    /// The variables of a uid; none where there is nothing here for it.
+    /// Returns the variables of a uid; empty for a user without access and leases.
     pub async fn of_uid(&self, uid: u32) -> BTreeMap<String, String> {
         let person = Arc::new(Gate::new(self.access.clone())).person(uid).await;
         self.of_user(person.name.as_deref(), person.access).cloned().unwrap_or_default()
     }
 
-    /// Writes the file.
+    /// Writes the file that [`Environment::read`] reads.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         places::publish(path, &serde_json::to_vec(self)?)
     }
 
-    /// Reads the file; `None` where there is none. The daemon is trusted with no more than what it may set at logins.
+    /// Reads the file; `None` if it does not exist.
+    ///
+    /// Rejects variables that the daemon may not set at logins.
     pub fn read(path: &Path) -> io::Result<Option<Self>> {
         let mut text = Vec::new();
         match File::open(path) {

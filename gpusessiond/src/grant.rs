@@ -1,8 +1,10 @@
-//! The grant socket: programs' `libcuda.so.1` ask here for GPUs, their `libnvidia-ml.so.1` about them.
+//! The grant socket: `libcuda.so.1` uses it to request GPUs, `libnvidia-ml.so.1` to query them.
 //!
-//! Every caller is a stranger until the kernel has said who it is: its message is bounded, it has a moment to send it,
-//! and a user can hold only so many connections. The connection stays open while the process lives; a pidfd of the
-//! process tells when it ends, even if a child has inherited the connection.
+//! Callers are untrusted: the kernel names their uid, the size and time of a message are bounded,
+//! and so is the number of connections per user.
+//!
+//! The connection stays open while the process lives. A pidfd of the process reports its exit, even
+//! if a child has inherited the connection.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,16 +34,15 @@ use crate::keep::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Leases, Wish};
 use crate::login::Sessions;
 
-/// Bounds on what callers may take of the daemon.
+/// Bounds on the resources that callers may use.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Connections of one user, those of running programs included.
+    /// Connections of one user, including those of running programs.
     pub per_uid: usize,
-    /// Connections of all users.
     pub total: usize,
-    /// Time to send a request, and to take the answer.
+    /// Time to send a request, and to accept the answer.
     pub patience: Duration,
-    /// Longest request.
+    /// Largest request in bytes.
     pub request_bytes: usize,
 }
 
@@ -51,16 +52,16 @@ impl Default for Limits {
     }
 }
 
-/// Most driver variables that a request may name, and the longest name or value.
+/// Most driver variables that a request may name, and the longest name or value in bytes.
 const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
-/// How long a program that a limit refuses waits for another one that may be ending.
+/// Time that a program refused by a limit waits for another program to exit.
 const ENDING: Duration = Duration::from_secs(5);
-/// How soon it asks again where every try is a call to the server.
+/// Pause between tries of a request for a cold worker: each is a call to the server.
 const AGAIN: Duration = Duration::from_millis(500);
-/// How long what a process has said is read after its end.
+/// Time to read a process's final outcome messages after it exits.
 const LAST_WORDS: Duration = Duration::from_millis(100);
-/// Longest program name in tickets.
+/// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
 
 /// Serves a grant socket.
@@ -72,11 +73,11 @@ pub struct Server {
     connections: Arc<Mutex<HashMap<u32, usize>>>,
     sessions: Option<Arc<Sessions>>,
     store: Option<Store>,
-    /// Whoever talks nonsense does not fill the journal.
+    /// Throttles log lines about malformed requests.
     quiet: Quiet,
 }
 
-/// A user's place among the connections; given back when dropped.
+/// A slot among the connections of a user; released when dropped.
 struct Place {
     uid: u32,
     connections: Arc<Mutex<HashMap<u32, usize>>>,
@@ -94,14 +95,14 @@ impl Drop for Place {
     }
 }
 
-/// Who is at the other end, as the kernel says.
+/// The process at the other end of a connection, according to the kernel.
 pub(crate) struct Peer {
     pub(crate) uid: u32,
     pub(crate) pid: u32,
     pub(crate) pidfd: Option<OwnedFd>,
 }
 
-/// A socket file that goes when its server goes.
+/// A socket file that is removed when dropped.
 pub struct SocketFile(pub(crate) PathBuf);
 
 impl Drop for SocketFile {
@@ -110,10 +111,11 @@ impl Drop for SocketFile {
     }
 }
 
-/// Makes a listening socket at `path`; a stale one in its place is replaced, a living one is not.
+/// Binds a listening socket at `path`; replaces a stale file, but not a socket that accepts
+/// connections.
 pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, SocketFile)> {
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
-        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another daemon listens there"));
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another daemon listens on this socket"));
     }
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -125,7 +127,7 @@ pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, SocketFile)> {
 }
 
 impl Server {
-    /// A server that grants out of `leases` to whom `gate` lets; a first CUDA call waits up to `wait`.
+    /// Creates a server that grants workers from `leases`; a first CUDA call waits up to `wait`.
     pub fn new(leases: Arc<dyn Leases>, gate: Arc<Gate>, wait: Duration, limits: Limits) -> Self {
         let wait = RwLock::new(wait);
         Self {
@@ -140,22 +142,22 @@ impl Server {
         }
     }
 
-    /// Knows the login sessions that callers may belong to.
+    /// Sets the login sessions that callers may belong to.
     pub fn with_sessions(self, sessions: Arc<Sessions>) -> Self {
         Self { sessions: Some(sessions), ..self }
     }
 
-    /// Leaves the processes that it serves to the next daemon.
+    /// Sets the store that hands the served processes to the next daemon.
     pub fn with_store(self, store: Store) -> Self {
         Self { store: Some(store), ..self }
     }
 
-    /// A first CUDA call waits this long from now on.
+    /// Sets how long a first CUDA call waits from now on.
     pub fn set_wait(&self, wait: Duration) {
         *self.wait.write().unwrap_or_else(|e| e.into_inner()) = wait;
     }
 
-    /// Watches processes that an earlier daemon served: lease id, worker, pidfd.
+    /// Watches processes that an earlier daemon served, given as (lease id, worker, pidfd).
     pub async fn resume(&self, processes: Vec<(String, [u8; 16], OwnedFd)>) {
         for (lease, worker, fd) in processes {
             let pidfd = watched(fd);
@@ -179,8 +181,8 @@ impl Server {
             match listener.accept().await {
                 Ok((stream, _)) => self.clone().admit(stream),
                 Err(error) => {
-                    // Out of descriptors, most likely: what is there goes on, newcomers wait.
-                    warn!("grant socket: {error}");
+                    // Probably out of descriptors: present connections continue, new ones wait.
+                    warn!("grant socket: cannot accept a connection: {error}; retrying");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
@@ -191,17 +193,20 @@ impl Server {
         let peer = match peer(&stream) {
             Ok(peer) => peer,
             Err(error) => {
-                debug!("grant socket: caller without credentials: {error}");
+                debug!("grant socket: connection dropped: caller has no credentials: {error}");
                 return;
             }
         };
         let Some(place) = self.place(peer.uid) else {
-            warn!(gpusession_user = peer.uid, "grant socket: uid {} has too many connections", peer.uid);
+            warn!(
+                gpusession_user = peer.uid,
+                "grant socket: uid {}: refused: too many connections", peer.uid
+            );
             let reply = Reply::Denied {
                 denial: Denial::NotReady,
                 reason: "too many connections of this user to the daemon".into(),
             };
-            // What fits into a fresh socket's buffer needs no waiting.
+            // The reply fits into the empty buffer of a new socket, so this does not block.
             let _ = stream.try_write(&message::encode(&reply));
             return;
         };
@@ -218,7 +223,7 @@ impl Server {
         let mut connections = self.connections.lock().unwrap_or_else(|e| e.into_inner());
         let total: usize = connections.values().sum();
         let mine = connections.entry(uid).or_default();
-        // root can always get in, to see what is wrong.
+        // root always gets a connection, to diagnose problems.
         if (*mine >= self.limits.per_uid || total >= self.limits.total) && uid != 0
             || *mine >= self.limits.total
         {
@@ -236,12 +241,12 @@ impl Server {
         let request =
             tokio::time::timeout(self.limits.patience, read_request(&mut stream, self.limits.request_bytes))
                 .await
-                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the request did not come"))?;
+                .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no request within the time limit"))?;
         let request = match request {
             Ok(request) => request,
             Err(error) => {
                 if error.kind() == io::ErrorKind::InvalidData {
-                    // A library of another version writes something else: it gets an answer that it can show.
+                    // A library of another version gets an answer that it can show.
                     let reason =
                         format!("the library and the daemon do not speak the same protocol: {error}");
                     if let Some(more) = self.quiet.may() {
@@ -249,7 +254,7 @@ impl Server {
                             message_id = Event::ProtocolMismatch.id(),
                             gpusession_user = peer.uid,
                             gpusession_reason = reason,
-                            "no GPU for process {} of uid {}: {reason}{more}",
+                            "process {} of uid {}: no GPU: {reason}{more}",
                             peer.pid,
                             peer.uid
                         );
@@ -304,14 +309,14 @@ impl Server {
                 info!(
                     gpusession_lease = guard.granted.first().map(|g| g.lease.as_str()).unwrap_or_default(),
                     gpusession_user = caller.uid,
-                    "granted to process {} ({}) of uid {}",
+                    "process {} ({}) of uid {}: granted workers",
                     caller.pid,
                     wish.program,
                     caller.uid
                 );
                 self.answer(&mut stream, &Reply::Granted(endpoints)).await?;
                 self.follow(stream, pidfd, guard, &caller, &wish.program).await;
-                debug!("process {} has ended", caller.pid);
+                debug!("process {}: exited", caller.pid);
             }
             Answer::Wait(denial, reason) | Answer::Denied(denial, reason) => {
                 let event = match denial {
@@ -324,7 +329,7 @@ impl Server {
                     message_id = event.id(),
                     gpusession_user = caller.uid,
                     gpusession_reason = reason,
-                    "no GPU for process {} ({}) of uid {}: {reason}",
+                    "process {} ({}) of uid {}: no GPU: {reason}",
                     caller.pid,
                     wish.program,
                     caller.uid
@@ -335,7 +340,7 @@ impl Server {
         Ok(())
     }
 
-    /// Asks until there is an answer or the time for waiting is over.
+    /// Asks until there is a final answer or the waiting time is over.
     async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let deadline = Instant::now() + wait;
@@ -348,7 +353,7 @@ impl Server {
                 Answer::Wait(Denial::NotReady, _) => (deadline, None),
                 Answer::Wait(..) => {
                     let since = *refused_since.get_or_insert_with(Instant::now);
-                    // The server is asked each time for a worker that would start for this program.
+                    // Each try asks the server for a worker that starts for this program.
                     let pause = (!wish.environment.is_empty()).then_some(AGAIN);
                     (deadline.min(since + ENDING), pause)
                 }
@@ -368,8 +373,9 @@ impl Server {
         }
     }
 
-    /// Until the process has ended, or has said that it does not use its workers. One that only closed its connection (as
-    /// `closefrom` does) still runs.
+    /// Returns when the process exits or reports that it does not use its workers.
+    ///
+    /// A process that only closed its connection (as `closefrom` does) still runs.
     async fn follow(
         &self,
         stream: UnixStream,
@@ -399,7 +405,8 @@ impl Server {
             }
         }
         drop(guard);
-        // Its last words may still lie in the socket; a child that has inherited the connection keeps nobody waiting.
+        // Final messages may still be in the socket; a child that inherited the connection is not
+        // awaited.
         let rest = async {
             while let Some(outcome) = outcomes.next(&stream).await {
                 self.became(outcome, &mut granted, caller, program);
@@ -408,7 +415,8 @@ impl Server {
         let _ = tokio::time::timeout(LAST_WORDS, rest).await;
     }
 
-    /// Passes on what a process says of its workers, one failure of each; whether it goes on with them.
+    /// Records an outcome that a process reports, one failure per worker; returns whether it
+    /// continues.
     fn became(&self, outcome: Outcome, granted: &mut Vec<Granted>, caller: &Caller, program: &str) -> bool {
         let (lease, reason, running, again) = match outcome {
             Outcome::Served => {
@@ -430,13 +438,14 @@ impl Server {
     }
 
     async fn answer(&self, stream: &mut UnixStream, reply: &Reply) -> io::Result<()> {
-        tokio::time::timeout(self.limits.patience, stream.write_all(&message::encode(reply)))
-            .await
-            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the caller does not take its answer"))?
+        tokio::time::timeout(self.limits.patience, stream.write_all(&message::encode(reply))).await.map_err(
+            |_| io::Error::new(io::ErrorKind::TimedOut, "answer not accepted within the time limit"),
+        )?
     }
 }
 
-/// Workers of a process; the servers hear of its end however the connection's task ends.
+/// Workers of a process; dropping it reports the process's exit, however the connection's task
+/// ends.
 struct Guard {
     leases: Arc<dyn Leases>,
     granted: Vec<crate::leases::Granted>,
@@ -448,7 +457,7 @@ impl Guard {
         self.granted.iter().map(|g| Kept::Process { lease: g.lease.clone(), worker: g.worker }.name())
     }
 
-    /// The next daemon watches the process on, if this one ends before it.
+    /// Puts the pidfd into the store, so that the next daemon watches the process.
     fn keep(&self, pidfd: Option<&AsyncFd<OwnedFd>>) {
         let (Some(store), Some(pidfd)) = (self.store, pidfd) else { return };
         for name in self.names() {
@@ -466,7 +475,8 @@ impl Drop for Guard {
     }
 }
 
-/// What people may be shown of a stranger's words: so many characters, and none that moves others about on a terminal.
+/// Sanitizes untrusted text for display: at most `most` characters, no control or direction
+/// characters.
 fn printable(text: &str, most: usize) -> String {
     let moves = |c: char| {
         c.is_control()
@@ -492,15 +502,15 @@ async fn read_request(stream: &mut UnixStream, limit: usize) -> io::Result<Reque
     }
     let long = |(key, value): &(String, String)| key.len() > MAX_VARIABLE || value.len() > MAX_VARIABLE;
     if request.environment.len() > MAX_VARIABLES || request.environment.iter().any(long) {
-        return Err(malformed(&"too much environment"));
+        return Err(malformed(&"too many or too long environment variables"));
     }
     if matches!(&request.want, Want::Readings(queries) if queries.len() > MAX_QUERIES) {
-        return Err(malformed(&"too many questions"));
+        return Err(malformed(&"too many queries"));
     }
     Ok(request)
 }
 
-/// Until the caller does not wait any more: it ended, or closed its side.
+/// Returns when the caller no longer waits: it exited, or closed its side.
 async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
     let closed = async {
         loop {
@@ -510,7 +520,7 @@ async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
             let mut byte = [0; 64];
             match stream.try_read(&mut byte) {
                 Ok(0) => return,
-                // Nothing may follow the request; what does is thrown away.
+                // No data may follow the request; any such data is discarded.
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => return,
@@ -523,7 +533,7 @@ async fn gone(stream: &UnixStream, pidfd: Option<&AsyncFd<OwnedFd>>) {
     }
 }
 
-/// Reads what a process says of its workers; what is half there stays for the next call.
+/// Reads a process's outcome messages; a partial message stays for the next call.
 #[derive(Default)]
 struct Outcomes {
     bytes: Vec<u8>,
@@ -531,7 +541,8 @@ struct Outcomes {
 }
 
 impl Outcomes {
-    /// The next one; none when the connection has ended, or there is too much or nothing to understand.
+    /// Returns the next outcome; `None` at the end of the connection, or if the data is malformed
+    /// or too long.
     async fn next(&mut self, stream: &UnixStream) -> Option<Outcome> {
         while self.read < MAX_OUTCOMES {
             if let Some(prefix) = self.bytes.first_chunk() {
@@ -563,7 +574,7 @@ fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
     match pidfd {
-        // A pidfd becomes readable when its process has ended.
+        // A pidfd becomes readable when its process exits.
         Some(fd) => drop(fd.readable().await),
         None => std::future::pending().await,
     }
@@ -580,11 +591,12 @@ pub(crate) fn peer(stream: &UnixStream) -> io::Result<Peer> {
     Ok(Peer { uid: credentials.uid(), pid, pidfd })
 }
 
-/// The process at the other end, free of any race with reused pids (Linux 6.5).
+/// Returns a pidfd of the process at the other end, without a race on reused pids (Linux 6.5).
 fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
     let mut fd: libc::c_int = -1;
     let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option writes one int into `fd`, whose size `length` says; both outlive the call.
+    // SAFETY: the option writes one int into `fd`, whose size is in `length`; both outlive the
+    // call.
     let result = unsafe {
         libc::getsockopt(
             stream.as_fd().as_raw_fd(),
@@ -597,19 +609,21 @@ fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
     if result != 0 || fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// The process that has this pid now. The caller is waiting for its answer, so it is still the one that connected,
-/// unless it has just ended: then the connection's end says so.
+/// Opens a pidfd of the process that has this pid now.
+///
+/// The caller waits for its answer, so it is the process that connected. If it exited meanwhile,
+/// the connection's end shows that.
 pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes a pid and flags and touches no memory of ours.
+    // SAFETY: pidfd_open takes a pid and flags, and no pointers.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::c_int, 0) };
     let fd = libc::c_int::try_from(fd).unwrap_or(-1);
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

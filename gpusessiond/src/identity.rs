@@ -1,4 +1,4 @@
-//! Who this client is in the pool: a certificate and key of the pool's authority, and how it comes to have them.
+//! This client's identity: a key and a certificate of the pool's authority, and how to get them.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -16,60 +16,51 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 
 use crate::config::{ConfigError, ServerEntry, Servers};
 
-/// Files of an identity.
+/// File names of an identity.
 const CERTIFICATE: &str = "client.pem";
 const KEY: &str = "client.key";
 /// The key of a join under way.
 const JOINING: &str = "joining.key";
 const AUTHORITY: &str = "authority.pem";
 
-/// Why an identity cannot be used or had.
+/// Failure to read or obtain an identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// There is none.
+    /// No identity exists in this folder.
     #[error("no identity in {}: join a pool with `gpusession join`", .0.display())]
     Missing(PathBuf),
-    /// A file of it cannot be read or written.
+    /// A file of the identity cannot be read or written.
     #[error("{}: {error}", path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
-    /// A file of it does not hold what it should.
+    File { path: PathBuf, error: io::Error },
+    /// A file of the identity has invalid content.
     #[error("{}: {message}", path.display())]
-    Bad {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        message: String,
-    },
-    /// A name that no client can have.
+    Bad { path: PathBuf, message: String },
+    /// The name is not allowed for a client.
     #[error("`{0}` cannot name a client: use a-z, 0-9, `-` and dots, 64 characters at most")]
     Name(String),
-    /// TLS or certificates.
+    /// Failure of TLS or of a certificate.
     #[error("{0}")]
     Tls(String),
-    /// `servers.toml`.
+    /// Error in `servers.toml`.
     #[error(transparent)]
     Servers(#[from] ConfigError),
-    /// The pool says no, or does not answer.
+    /// The pool refused, or did not answer.
     #[error(transparent)]
     Pool(#[from] crate::pool::PoolError),
 }
 
-/// Where an identity and its list of servers lie.
+/// Paths of an identity and of its list of servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Home {
     /// Folder of certificate, key and authority.
     pub identity: PathBuf,
-    /// `servers.toml`, in the order they are looked for; the first is written.
+    /// Paths of `servers.toml`: the first existing one is read, the first writable one written.
     pub servers: Vec<PathBuf>,
 }
 
 impl Home {
-    /// The daemon's: below the state directory; `servers.toml` of the configuration directory first.
+    /// Returns the daemon's paths: `servers.toml` in the configuration directory first, then in the
+    /// state directory.
     pub fn system() -> Self {
         let state = crate::places::state_directory();
         Self {
@@ -81,7 +72,8 @@ impl Home {
         }
     }
 
-    /// A user's own, below `~/.config/gpusession`; the list of servers may be the system's.
+    /// Returns the user's paths below `~/.config/gpusession`; the list of servers may be the
+    /// system's.
     pub fn user() -> Option<Self> {
         let folder = crate::places::user_directory()?;
         Some(Self {
@@ -93,7 +85,8 @@ impl Home {
         })
     }
 
-    /// The user's identity if there is one, else the system's where its key can be read.
+    /// Returns the user's paths if an identity exists there, else the system's if its key is
+    /// readable.
     pub fn of_caller() -> Self {
         match Self::user() {
             Some(user) if user.exists() => user,
@@ -108,12 +101,12 @@ impl Home {
         }
     }
 
-    /// Whether there is an identity.
+    /// Returns `true` if an identity exists.
     pub fn exists(&self) -> bool {
         self.identity.join(CERTIFICATE).exists()
     }
 
-    /// Control addresses of the pool.
+    /// Reads the control addresses of the pool; empty without `servers.toml`.
     pub fn addresses(&self) -> Result<Vec<String>, IdentityError> {
         for path in &self.servers {
             if let Some(servers) = Servers::load(path)? {
@@ -142,7 +135,7 @@ impl Home {
         let chain = certificates(CERTIFICATE)?;
         let mut authorities = certificates(AUTHORITY)?;
         if chain.is_empty() || authorities.is_empty() {
-            return Err(bad(CERTIFICATE, "no certificate in it".into()));
+            return Err(bad(CERTIFICATE, "no certificate found".into()));
         }
         let key = PrivateKeyDer::from_pem_slice(&read(KEY)?).map_err(|e| bad(KEY, e.to_string()))?;
         let roots = roots(authorities.swap_remove(0))?;
@@ -154,8 +147,10 @@ impl Home {
         Ok(Identity { tls: Arc::new(config) })
     }
 
-    /// The key of a join that has not succeeded yet: a server that has issued a certificate for it gives the name to no other key,
-    /// so that it must outlive a lost reply.
+    /// Returns the key of a join that has not succeeded yet, or makes one.
+    ///
+    /// A server that has issued a certificate for it gives the name to no other key: the key must
+    /// outlive a lost reply.
     fn joining_key(&self) -> Result<rcgen::KeyPair, IdentityError> {
         let path = self.identity.join(JOINING);
         let known = fs::read_to_string(&path).ok();
@@ -171,7 +166,8 @@ impl Home {
         Ok(key)
     }
 
-    /// Writes an identity that the pool has given; files that others cannot read, replaced by rename.
+    /// Writes an identity from the pool; each file is replaced by a rename, and only its owner
+    /// reads the key.
     fn store(
         &self,
         certificate: &str,
@@ -202,7 +198,7 @@ impl Home {
                 .map_or(Ok(()), fs::create_dir_all)
                 .and_then(|()| write(path, &text, 0o644))
                 .map_err(failed(path));
-            // The daemon may not write /etc: then the list lies beside its identity.
+            // The daemon may not write /etc: then the list goes next to its identity.
             if result.is_ok() {
                 break;
             }
@@ -226,20 +222,20 @@ fn write(path: &Path, text: &str, mode: u32) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// What this client proves itself with.
+/// Credentials of this client.
 #[derive(Clone)]
 pub struct Identity {
     tls: Arc<ClientConfig>,
 }
 
 impl Identity {
-    /// For connections to servers of the pool.
+    /// Returns the TLS configuration for connections to servers of the pool.
     pub fn tls(&self) -> Arc<ClientConfig> {
         self.tls.clone()
     }
 }
 
-/// The name that every server of the pool proves.
+/// Returns the name that the certificate of every server of the pool has.
 pub fn server_name() -> ServerName<'static> {
     ServerName::try_from(join::any_server()).unwrap_or_else(|_| unreachable!("a constant and valid DNS name"))
 }
@@ -256,7 +252,9 @@ fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
 
 fn roots(authority: CertificateDer<'static>) -> Result<Arc<RootCertStore>, IdentityError> {
     let mut roots = RootCertStore::empty();
-    roots.add(authority).map_err(|e| IdentityError::Tls(format!("the pool's authority: {e}")))?;
+    roots
+        .add(authority)
+        .map_err(|e| IdentityError::Tls(format!("certificate of the pool's authority: {e}")))?;
     Ok(Arc::new(roots))
 }
 
@@ -267,7 +265,7 @@ fn sha256(bytes: &[u8]) -> [u8; 32] {
     out
 }
 
-/// Accepts a server whose chain contains the authority that a join token pins, and is signed by it.
+/// Accepts a server whose certificate is signed by the authority that a join token pins.
 #[derive(Debug)]
 struct Pinned {
     authority: [u8; 32],
@@ -319,16 +317,16 @@ impl ServerCertVerifier for Pinned {
     }
 }
 
-/// What joining gave.
+/// Result of joining.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Joined {
-    /// This client's name in the pool.
+    /// Name of this client in the pool.
     pub name: String,
     /// Control addresses of the pool.
     pub servers: Vec<String>,
 }
 
-/// The name to ask for where nobody chose one: the host's, made fit.
+/// Returns the default name: the host's name with invalid characters replaced.
 pub fn default_name() -> String {
     let host = nix::unistd::gethostname().ok().and_then(|h| h.into_string().ok()).unwrap_or_default();
     let host: String = host
@@ -341,9 +339,11 @@ pub fn default_name() -> String {
     if join::is_name(host) { host.to_owned() } else { "client".to_owned() }
 }
 
-/// Joins a pool: makes a key, has it certified by the server at `address`, and stores the identity in `home`.
+/// Joins a pool: creates a key, has it certified by the server at `address`, and stores the
+/// identity.
 ///
-/// The key never leaves this machine, and the server is believed only if it is of the pool that the token names.
+/// The key never leaves this host. The server is trusted only if it belongs to the pool that the
+/// token pins.
 pub async fn join_pool(
     home: &Home,
     address: &str,
@@ -378,14 +378,15 @@ pub async fn join_pool(
         },
     )
     .await?;
-    let authority = CertificateDer::from_pem_slice(reply.authority_pem.as_bytes())
-        .map_err(|e| IdentityError::Tls(format!("{address} sent no authority: {e}")))?;
+    let authority = CertificateDer::from_pem_slice(reply.authority_pem.as_bytes()).map_err(|e| {
+        IdentityError::Tls(format!("{address}: sent no valid certificate of its authority: {e}"))
+    })?;
     if sha256(&authority) != parsed.authority {
         return Err(IdentityError::Tls(format!(
-            "{address} sent another authority than the join token names"
+            "{address}: sent another authority than the join token pins"
         )));
     }
-    // A server that knows no address of itself is reached as it was now.
+    // A server that reports no address is used at the present one.
     let mut servers: Vec<String> =
         reply.servers.iter().filter_map(|s| crate::values::control_address(s).ok()).collect();
     if servers.is_empty() {
@@ -406,7 +407,7 @@ mod tests {
 
     use super::*;
 
-    /// Shows a certificate, whether or not it has its key.
+    /// Presents a certificate, with or without its key.
     #[derive(Debug)]
     struct Shows(Arc<CertifiedKey>);
 
@@ -416,8 +417,9 @@ mod tests {
         }
     }
 
-    /// Whom somebody who joins believes: a server of a pool that shows its certificate with this key, where the token pins that pool
-    /// or another.
+    /// Tries a handshake with a server that presents its pool's certificate with this key.
+    ///
+    /// The join token pins that pool if `pins_it`, otherwise another one.
     fn believes(shown_with: impl FnOnce(KeyPair) -> KeyPair, pins_it: bool) -> Result<(), rustls::Error> {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,8 +1,11 @@
-//! What outlives the daemon: a state file for the lease manager, and descriptors in systemd's fd store.
+//! State that outlives the daemon: a state file, and descriptors in systemd's fd store.
 //!
-//! Together they let `systemctl restart`, an upgrade and even `kill -9` of the daemon pass without a program noticing:
-//! the next daemon finds its leases by their requests, and watches the same processes and lease descriptors on. State of
-//! another boot is thrown away: nothing that it names exists any more.
+//! With them, programs do not notice `systemctl restart`, an upgrade or even `kill -9` of the
+//! daemon. The next daemon finds its leases by their requests, and watches the same processes and
+//! lease descriptors.
+//!
+//! State of another boot is discarded, since the processes and leases that it names no longer
+//! exist.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,7 +19,7 @@ use tracing::{debug, warn};
 
 use crate::leases::machine::Saved;
 
-/// Longest name of a descriptor that systemd takes.
+/// Longest name of a descriptor that systemd accepts, in bytes.
 const MAX_NAME: usize = 255;
 
 #[derive(Serialize, Deserialize)]
@@ -27,30 +30,33 @@ struct File {
     saved: Saved,
 }
 
-/// Version of the state file; another one's is not read.
+/// Version of the state file; a file of another version is ignored.
 const SCHEMA: u32 = 1;
 
-/// The state file.
+/// The state file of the lease manager.
 pub struct State {
     path: PathBuf,
     boot_id: String,
-    /// A failure is said once, until it is over.
+    /// Whether the last write failed; a failure is logged once, until a write succeeds.
     failing: bool,
 }
 
 impl State {
-    /// `state.json` in this folder.
+    /// Uses `state.json` in this folder.
     pub fn new(folder: &Path, boot_id: String) -> Self {
         Self { path: folder.join("state.json"), boot_id, failing: false }
     }
 
-    /// What an earlier daemon of this boot left; nothing where there is none, or none that can be used.
+    /// Reads the state of an earlier daemon of this boot; empty if no usable state exists.
     pub fn load(&self) -> Saved {
         let text = match fs::read(&self.path) {
             Ok(text) => text,
             Err(error) => {
                 if error.kind() != io::ErrorKind::NotFound {
-                    warn!("{}: {error}: leases of an earlier daemon are not known", self.path.display());
+                    warn!(
+                        "{}: cannot read: {error}; leases of an earlier daemon are not resumed",
+                        self.path.display()
+                    );
                 }
                 return Saved::default();
             }
@@ -58,21 +64,23 @@ impl State {
         match serde_json::from_slice::<File>(&text) {
             Ok(file) if file.schema == SCHEMA && file.boot_id == self.boot_id => file.saved,
             Ok(file) if file.schema == SCHEMA => {
-                debug!("{}: of an earlier boot, not used", self.path.display());
+                debug!("{}: ignored: written in an earlier boot", self.path.display());
                 Saved::default()
             }
             Ok(file) => {
-                warn!("{}: schema {} is not known: not used", self.path.display(), file.schema);
+                warn!("{}: ignored: unknown schema {}", self.path.display(), file.schema);
                 Saved::default()
             }
             Err(error) => {
-                warn!("{}: {error}: not used", self.path.display());
+                warn!("{}: ignored: {error}", self.path.display());
                 Saved::default()
             }
         }
     }
 
-    /// Replaces it. Not synced to disk: it is of use only until the next boot.
+    /// Replaces the file.
+    ///
+    /// It is not synced to disk, since it is of no use after the next boot.
     pub fn save(&mut self, saved: &Saved) {
         let file = File { schema: SCHEMA, boot_id: self.boot_id.clone(), saved: saved.clone() };
         let new = self.path.with_extension("json.new");
@@ -84,7 +92,7 @@ impl State {
         match written {
             Ok(()) => self.failing = false,
             Err(error) if !self.failing => {
-                warn!("{}: {error}: leases will not outlive the daemon", self.path.display());
+                warn!("{}: cannot write: {error}; leases will not outlive the daemon", self.path.display());
                 self.failing = true;
             }
             Err(_) => {}
@@ -92,46 +100,42 @@ impl State {
     }
 }
 
-/// Descriptors that systemd keeps for the next daemon, each under a name that says what it is.
+/// Descriptors that systemd keeps for the next daemon; each one's name encodes its purpose.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Store;
 
 impl Store {
-    /// Hands a copy to systemd. Without systemd nothing happens.
+    /// Passes a copy to systemd; does nothing without systemd.
     pub fn put(self, name: &str, fd: BorrowedFd<'_>) {
         debug_assert!(valid(name), "{name}");
-        // Its end is ours to notice: systemd would throw away a pidfd whose process has ended.
+        // Without FDPOLL=0 systemd would drop the pidfd of an exited process before the next daemon
+        // sees it.
         let states = [NotifyState::FdStore, NotifyState::FdName(name), NotifyState::Custom("FDPOLL=0")];
         if let Err(error) = sd_notify::notify_with_fds(&states, &[fd]) {
-            warn!("{name} will not outlive the daemon: {error}");
+            warn!("{name}: not stored by systemd: {error}; it will not outlive the daemon");
         }
     }
 
-    /// Takes it out.
+    /// Removes a descriptor from the store.
     pub fn remove(self, name: &str) {
         let states = [NotifyState::FdStoreRemove, NotifyState::FdName(name)];
         if let Err(error) = sd_notify::notify(&states) {
-            debug!("{name} stays in the fd store: {error}");
+            debug!("{name}: not removed from systemd's fd store: {error}");
         }
     }
 }
 
-/// What systemd takes as a name.
+/// Returns `true` if systemd accepts the name.
 fn valid(name: &str) -> bool {
     name.len() <= MAX_NAME && name.bytes().all(|b| b.is_ascii_graphic() && b != b':')
 }
 
-/// What a stored descriptor is.
+/// Purpose of a stored descriptor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kept {
-    /// The pidfd of a process that has a worker.
-    Process {
-        /// Lease id.
-        lease: String,
-        /// Worker's id.
-        worker: [u8; 16],
-    },
-    /// Our end of a lease descriptor.
+    /// Pidfd of a process that has a worker.
+    Process { lease: String, worker: [u8; 16] },
+    /// The daemon's end of a lease descriptor.
     LeaseFd {
         /// Key of the lease's request.
         key: String,
@@ -139,7 +143,7 @@ pub enum Kept {
 }
 
 impl Kept {
-    /// Its name in the store.
+    /// Encodes the purpose as a name in the store.
     pub fn name(&self) -> String {
         match self {
             Self::Process { lease, worker } => format!("process.{lease}.{}", crate::places::hex(worker)),
@@ -168,17 +172,17 @@ impl Kept {
     }
 }
 
-/// What came out of the store at the start.
+/// Descriptors that came out of the store at the start.
 #[derive(Debug, Default)]
 pub struct Returned {
-    /// Processes: lease id, worker, pidfd.
+    /// Processes as (lease id, worker, pidfd).
     pub processes: Vec<(String, [u8; 16], OwnedFd)>,
     /// Lease descriptors by their request's key.
     pub lease_fds: HashMap<String, OwnedFd>,
 }
 
 impl Returned {
-    /// Takes a descriptor that systemd passed on; what nobody knows is dropped from the store.
+    /// Takes a descriptor from systemd; one with an unknown name is removed from the store.
     pub fn take(&mut self, name: &str, fd: OwnedFd) {
         match Kept::of(name) {
             Some(Kept::Process { lease, worker }) => self.processes.push((lease, worker, fd)),
@@ -208,7 +212,7 @@ mod tests {
 
     #[test]
     fn the_names_of_a_full_store_fit_into_one_variable() {
-        // The kernel's MAX_ARG_STRLEN: with more, systemd could not start the daemon.
+        // The kernel's MAX_ARG_STRLEN: with a longer variable, systemd could not start the daemon.
         const LONGEST: usize = 128 << 10;
         let unit = include_str!("../../units/systemd/gpusession.service");
         let most = unit.lines().find_map(|line| line.strip_prefix("FileDescriptorStoreMax=")).unwrap();

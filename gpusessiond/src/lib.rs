@@ -1,12 +1,12 @@
-//! Client side of gpusession: what the daemon is made of, and what `gpusession run --server` needs of it.
+//! Client side of gpusession: the modules of the daemon, and of `gpusession run --server`.
 //!
 //! * [`leases`]: the lease manager, a state machine behind the trait [`leases::Leases`];
-//! * [`client`], [`identity`]: the pool over the network, and who this client is in it;
-//! * [`grant`]: the socket on which programs ask for GPUs;
-//! * [`login`]: the socket on which PAM tells of login sessions;
-//! * [`environment`]: what logins are given;
+//! * [`client`], [`identity`]: the pool over the network, and this client's identity in it;
+//! * [`grant`]: the socket on which programs request GPUs;
+//! * [`login`]: the socket on which PAM reports login sessions;
+//! * [`environment`]: variables that logins get;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
-//! * [`keep`]: what outlives the daemon; [`notice`]: what shells say at their next prompt;
+//! * [`keep`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
 //! * [`config`], [`settings`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
 
 pub mod access;

@@ -1,10 +1,15 @@
-//! The login socket: `pam_gpusession.so` tells here that a session begins or ends.
+//! The login socket, on which `pam_gpusession.so` reports the begin and end of sessions.
+
 //!
-//! Only root is heard. The answer comes from memory: no server is asked, and a slow user database is not waited for. A
-//! session lasts as long as its leaders, the processes that opened it, which pidfds watch; the close that PAM promises is
-//! only a faster way to hear of it. There are several where a user logs in once more inside a session of logind's, as by
-//! `su` in two panes of a terminal multiplexer. Sessions are written down below the runtime directory, so that another start of the
-//! daemon knows those that are still there.
+//! Only root may use it. The answer comes from memory: it waits neither for a server nor for a slow
+//! user database.
+//!
+//! A session lasts as long as its leaders, the processes that opened it, which pidfds watch. The
+//! close that PAM promises only reports an end sooner. A session has several leaders if its user
+//! logs in again inside a session of logind, as by `su` in two panes of a terminal multiplexer.
+//!
+//! Sessions are stored below the runtime directory, so that the next daemon knows those that are
+//! still open.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -33,48 +38,45 @@ use crate::leases::Leases;
 
 /// Time to send a request.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long the user database may take; the login waits meanwhile.
+/// Time that the user database may take; the login waits meanwhile.
 const LOOK_UP: Duration = Duration::from_millis(100);
-/// Logins that are served at the same time; more wait in the socket's backlog.
+/// Most logins that are served at the same time; others wait in the socket's backlog.
 const CONNECTIONS: usize = 32;
-/// Most sessions.
+/// Most leaders of sessions.
 const SESSIONS: usize = 4096;
-/// Letters of session ids.
+/// Characters of session ids.
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
 
-/// A login session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Session {
-    /// `GPUSESSION_ID`.
+    /// Id of the session: the login's `GPUSESSION_ID`.
     pub id: String,
-    /// Whose it is.
     pub uid: u32,
-    /// The user's name.
     pub user: String,
     /// PAM service that opened it.
     pub service: String,
-    /// Terminal; empty where there is none, or where the program does not know yet, as sshd.
+    /// Terminal; empty without one, or if the program does not know it yet, as sshd.
     pub tty: String,
-    /// Where the user comes from; empty where that is not known.
+    /// Host that the user comes from; empty if unknown.
     pub rhost: String,
-    /// The process that opened it first.
+    /// Pid of the process that opened it first.
     pub leader: u32,
-    /// When that process started, in clock ticks since boot: tells it apart from another one with its pid.
+    /// Start of that process in clock ticks since boot; distinguishes processes with a reused pid.
     pub leader_start: u64,
-    /// logind's id of the session that the leader is in, if it is in one.
+    /// Id of logind's session that the leader belongs to, if any.
     pub logind: Option<String>,
 }
 
-/// A process that opened a session: its pid, and when it started.
+/// A process that opened a session: its pid and its start in clock ticks since boot.
 type Leader = (u32, u64);
 
 struct Known {
     session: Arc<Session>,
-    /// Those that are still there; the session ends with the last.
+    /// Processes that still run, with their watches; the session ends with the last.
     leaders: BTreeMap<Leader, AbortHandle>,
 }
 
-/// What is written of a session.
+/// Stored form of a session.
 #[derive(Serialize, Deserialize)]
 struct Written {
     #[serde(flatten)]
@@ -91,18 +93,20 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Takes up the sessions that an earlier daemon wrote to `folder` and that are still there. Needs a runtime.
+    /// Restores the sessions from `folder` whose leaders still run.
+    ///
+    /// Must be called on a runtime.
     pub fn restore(leases: Arc<dyn Leases>, folder: &Path) -> Arc<Self> {
         let sessions = Arc::new(Self { leases, folder: folder.to_owned(), known: Mutex::default() });
         if let Err(error) = std::fs::create_dir_all(folder) {
-            warn!("{}: {error}: sessions are forgotten when the daemon restarts", folder.display());
+            warn!("{}: cannot create: {error}; sessions are lost when the daemon restarts", folder.display());
             return sessions;
         }
         for path in std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())) {
             let read = || serde_json::from_slice::<Written>(&std::fs::read(&path).ok()?).ok();
             let there = |leader: Leader| {
                 let pidfd = grant::pidfd_open(leader.0).ok()?;
-                // In this order: what the pidfd stands for is what is looked at now.
+                // In this order, the pidfd is known to belong to the process whose start is read.
                 (start_of(leader.0)? == leader.1).then_some((leader, pidfd))
             };
             let written = read().map(|Written { session, mut leaders }| {
@@ -119,8 +123,9 @@ impl Sessions {
         sessions
     }
 
-    /// The session that a process belongs to: the one of its cgroup, else the one that `hint` (its `GPUSESSION_ID`)
-    /// names. Only a session of the process's own user counts.
+    /// Finds the session of a process: that of its cgroup, else the one with the id `hint`.
+    ///
+    /// `hint` is the process's `GPUSESSION_ID`. Only sessions of the process's own user count.
     pub fn of(&self, uid: u32, pid: u32, hint: Option<&str>) -> Option<Arc<Session>> {
         let logind = logind_session(pid);
         let known = self.known();
@@ -129,7 +134,6 @@ impl Sessions {
         by_cgroup.or_else(|| mine().find(|s| Some(s.id.as_str()) == hint)).cloned()
     }
 
-    /// All of them.
     pub fn list(&self) -> Vec<Arc<Session>> {
         self.known().values().map(|k| k.session.clone()).collect()
     }
@@ -138,7 +142,9 @@ impl Sessions {
         self.known.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A login of the leader `pid`; the id of its session. `su` to oneself inside a session opens no other one.
+    /// Records a login by the leader `pid`; returns the id of its session.
+    ///
+    /// `su` to oneself inside a session joins that session.
     fn open(self: &Arc<Self>, open: Open, pid: u32, pidfd: OwnedFd) -> Option<String> {
         let leader_start = start_of(pid)?;
         let leader = (pid, leader_start);
@@ -152,7 +158,7 @@ impl Sessions {
             let leaders: usize = known.values().map(|k| k.leaders.len()).sum();
             let there = known.values_mut().find(|k| same(k));
             if leaders >= SESSIONS && there.as_ref().is_none_or(|k| !k.leaders.contains_key(&leader)) {
-                warn!("more than {SESSIONS} sessions: this login is not counted");
+                warn!("login of pid {pid}: gets no session: {SESSIONS} session leaders are the most");
                 return None;
             }
             if let Some(there) = there {
@@ -165,7 +171,7 @@ impl Sessions {
             std::iter::repeat_with(mint).find(|id| !known.contains_key(id))?
         };
         let Open { uid, service, user, mut tty, rhost } = open;
-        // What sshd and cron say before they know a terminal, or have none.
+        // Placeholders of sshd and cron, which have no terminal, or do not know it yet.
         if tty == "ssh" || tty == "cron" {
             tty.clear();
         }
@@ -196,31 +202,31 @@ impl Sessions {
         let new = Known { session: session.clone(), leaders };
         self.write(&new);
         known.insert(session.id.clone(), new);
-        // Its end is not heard of before.
+        // Still under the lock, so that the session's end is reported after its begin.
         self.leases.session_opened(session);
         Some(())
     }
 
-    /// Hears of a leader's end.
+    /// Watches a leader; its exit may end its session.
     fn watch(self: &Arc<Self>, leader: Leader, pidfd: OwnedFd) -> Option<AbortHandle> {
         // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.ok()?;
         let sessions = self.clone();
         let watch = async move {
-            // A pidfd becomes readable when its process has ended.
+            // A pidfd becomes readable when its process exits.
             drop(pidfd.readable().await);
             sessions.ended(|l| *l == leader);
         };
         Some(tokio::spawn(watch).abort_handle())
     }
 
-    /// The leader `pid` says that its session is over.
+    /// Handles the report of the leader `pid` that its session is over.
     fn close(&self, pid: u32) {
         let start = start_of(pid);
         self.ended(|l| l.0 == pid && start.is_none_or(|start| start == l.1));
     }
 
-    /// These leaders have ended, and with the last one its session.
+    /// Removes leaders, and the sessions whose last leader goes.
     fn ended(&self, which: impl Fn(&Leader) -> bool) {
         let mut over = Vec::new();
         self.known().retain(|_, known| {
@@ -253,7 +259,7 @@ impl Sessions {
         }
     }
 
-    /// Written beside and renamed, so that nobody reads half of it.
+    /// Writes a new file and renames it, so that readers never see a partial one.
     fn write(&self, known: &Known) {
         let id = &known.session.id;
         let new = self.folder.join(format!(".{id}.new"));
@@ -264,24 +270,25 @@ impl Sessions {
             .and_then(|text| std::fs::write(&new, text))
             .and_then(|()| std::fs::rename(new, self.folder.join(id)));
         if let Err(error) = done {
-            debug!("session {id} is forgotten when the daemon restarts: {error}");
+            debug!("session {id}: not stored: {error}; it is lost when the daemon restarts");
         }
     }
 }
 
-/// Twelve letters and digits; tells sessions apart, is no secret.
+/// Creates an id of twelve letters and digits; unique, not secret.
 fn mint() -> String {
     std::iter::repeat_with(|| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).take(12).collect()
 }
 
-/// When a process started, in clock ticks since boot.
+/// Returns when a process started, in clock ticks since boot.
 fn start_of(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name, in parentheses, may have anything in it; the 20th field behind it is the one.
+    // The program's name, in parentheses, may contain any character; the start is the 20th field
+    // after it.
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// logind's session of a process, by its cgroup.
+/// Returns the id of logind's session of a process, from its cgroup.
 fn logind_session(pid: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     text.lines().find_map(session_scope).map(str::to_owned)
@@ -291,7 +298,7 @@ fn session_scope(cgroup: &str) -> Option<&str> {
     cgroup.split('/').find_map(|part| part.strip_prefix("session-")?.strip_suffix(".scope"))
 }
 
-/// Makes a listening login socket at `path`, for where systemd does not hand one over.
+/// Binds a login socket at `path`, if systemd does not pass one.
 pub fn bind_at(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -309,12 +316,12 @@ pub fn bind_at(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 pub struct Server {
     sessions: Arc<Sessions>,
     given: RwLock<(Arc<Gate>, Arc<Environment>)>,
-    /// Who is heard: root, but for tests.
+    /// Uid that may use the socket: root, except in tests.
     module: u32,
 }
 
 impl Server {
-    /// A server that hears processes of uid `module` only.
+    /// Creates a server that accepts processes of uid `module` only.
     pub fn new(
         sessions: Arc<Sessions>,
         gate: Arc<Gate>,
@@ -324,7 +331,7 @@ impl Server {
         Arc::new(Self { sessions, given: RwLock::new((gate, environment)), module })
     }
 
-    /// Sessions that begin from now on are given this.
+    /// Sets the access rules and variables for future logins.
     pub fn configure(&self, gate: Arc<Gate>, environment: Arc<Environment>) {
         *self.given.write().unwrap_or_else(|e| e.into_inner()) = (gate, environment);
     }
@@ -345,7 +352,7 @@ impl Server {
                     });
                 }
                 Err(error) => {
-                    warn!("login socket: {error}");
+                    warn!("login socket: cannot accept a connection: {error}; retrying");
                     tokio::time::sleep(PATIENCE).await;
                 }
             }
@@ -355,9 +362,12 @@ impl Server {
     async fn talk(&self, mut stream: UnixStream) -> io::Result<()> {
         let Peer { uid, pid, pidfd } = grant::peer(&stream)?;
         if uid != self.module {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("uid {uid} is not heard")));
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                format!("uid {uid} may not use the login socket"),
+            ));
         }
-        // One byte more than a request may have, so that a longer packet is noticed.
+        // One byte more than the longest request, to detect longer packets.
         let mut packet = [0; MAX_REQUEST + 1];
         let length = tokio::time::timeout(PATIENCE, stream.read(&mut packet)).await??;
         match Request::parse(&packet[..length]).map_err(io::Error::other)? {
@@ -373,15 +383,18 @@ impl Server {
                 let packet = Reply { environment: reply.chain(variables).collect() }
                     .encode()
                     .map_err(io::Error::other)?;
-                // A fresh socket's buffer holds a packet. A module that has given up is a login without a variable.
+                // The empty buffer of a new socket holds a packet. If the module has given up, the
+                // login goes without variables.
                 stream.try_write(&packet)?;
             }
         }
         Ok(())
     }
 
-    /// `[environment]` for a user who has something here. Whom the user database does not answer for in time is taken
-    /// to have: variables give no right.
+    /// Returns `[environment]` if the user has access or a lease.
+    ///
+    /// If the user database does not answer in time, the user counts as having access: variables
+    /// give no rights.
     async fn environment(&self, open: &Open) -> Option<BTreeMap<String, String>> {
         let (gate, environment) = self.given.read().unwrap_or_else(|e| e.into_inner()).clone();
         let person = tokio::time::timeout(LOOK_UP, gate.person(open.uid)).await;

@@ -1,4 +1,4 @@
-//! `gpusessiond`: holds this machine's GPU leases and grants them to its programs.
+//! `gpusessiond`: holds this client's GPU leases and grants workers to its programs.
 
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -33,17 +33,17 @@ use tracing::{error, info, warn};
 use tracing_subscriber::prelude::*;
 use zbus::OwnedObjectPath;
 
-/// Exit code of a configuration that cannot be used: the unit does not restart for it. After a fatal signal it ends by that.
+/// Exit code for an unusable configuration or command line; the unit does not restart after it.
 const CONFIGURATION: u8 = 1;
 /// Exit code after a second signal to stop.
 const FORCED: u8 = 2;
-/// Exit code of anything else.
+/// Exit code after any other failure.
 const INTERNAL: u8 = 3;
-/// Programs that use a lease have this long to end when the daemon stops.
+/// Time that programs have to exit when the daemon stops.
 const STOP_GRACE: Duration = Duration::from_secs(10);
-/// Leases are given back within this time after that.
+/// Time to release the leases after that.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
-/// Leases of a server that is not in servers.toml any more are kept this long.
+/// Grace period of the leases of a server that was removed from servers.toml.
 const LEAVE_GRACE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
@@ -69,15 +69,16 @@ fn main() -> ExitCode {
     }
     let level = log(&config.log_level);
     gpusession_fatal::install("gpusessiond");
-    // A part of the daemon that has failed must not leave the rest running without it: systemd starts it anew.
+    // After a panic in one task the daemon must not run on without it: it exits and systemd
+    // restarts it.
     std::panic::set_hook(Box::new(|panic| {
         error!("internal error: {panic}");
         std::process::exit(INTERNAL.into());
     }));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build();
-    let ended = runtime.context("runtime").and_then(|runtime| {
+    let ended = runtime.context("cannot start the runtime").and_then(|runtime| {
         let ended = runtime.block_on(daemon(path, config, level, inherited));
-        // A user database that hangs does not keep it.
+        // A thread that waits for a hanging user database does not delay the exit.
         runtime.shutdown_background();
         ended
     });
@@ -90,17 +91,18 @@ fn main() -> ExitCode {
     }
 }
 
-/// What journal levels are set by while the daemon runs.
+/// Sets the journal level while the daemon runs.
 type Level = Box<dyn Fn(&str)>;
 
-/// `GPUSESSION_LOG`, else the level of the configuration.
+/// Returns the filter of `GPUSESSION_LOG`, else of the configuration's level.
 fn filter(level: &str) -> tracing_subscriber::EnvFilter {
     let filter =
         std::env::var("GPUSESSION_LOG").unwrap_or_else(|_| format!("{level},h2=warn,hyper=warn,zbus=warn"));
     tracing_subscriber::EnvFilter::new(filter)
 }
 
-/// To the journal with its fields where systemd connected us to it, else plain lines to stderr.
+/// Logs to the journal, with fields, if systemd connected stderr to it; otherwise plain lines to
+/// stderr.
 fn log(level: &str) -> Level {
     let (filter_layer, handle) = tracing_subscriber::reload::Layer::new(filter(level));
     let registry = tracing_subscriber::registry().with(filter_layer);
@@ -123,43 +125,46 @@ fn log(level: &str) -> Level {
 
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        warn!("systemd is not told: {error}");
+        warn!("systemd: cannot notify it: {error}");
     }
 }
 
-/// What systemd handed over.
+/// Descriptors that systemd passed.
 #[derive(Default)]
 struct Inherited {
     grant: Option<std::os::unix::net::UnixListener>,
     login: Option<std::os::unix::net::UnixListener>,
-    /// What an earlier daemon of this boot left in systemd's store.
+    /// Descriptors that an earlier daemon of this boot left in systemd's store.
     returned: Returned,
 }
 
-/// Looks at what systemd handed over. Called first of all, while only inherited descriptors are open.
+/// Collects the descriptors that systemd passed.
+///
+/// Must run first, while only inherited descriptors are open.
 fn inherited() -> Inherited {
     let mut inherited = Inherited::default();
     for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
-        // SAFETY: the descriptor is only looked at, and nothing closes it meanwhile.
+        // SAFETY: the descriptor is only queried, and no other code closes it meanwhile.
         let there = unsafe { BorrowedFd::borrow_raw(fd) };
         if getsockopt(&there, sockopt::AcceptConn) != Ok(true) {
-            // SAFETY: it was passed to us, and nobody else in this process uses it.
+            // SAFETY: systemd passed the descriptor, and no other code in this process uses it.
             inherited.returned.take(&name, unsafe { OwnedFd::from_raw_fd(fd) });
             continue;
         }
-        // Both sockets are of one unit, and have its name: their types tell them apart.
+        // Both sockets belong to one unit and have its name; their types differ.
         let place = match getsockopt(&there, sockopt::SockType) {
             Ok(SockType::Stream) => &mut inherited.grant,
             Ok(SockType::SeqPacket) => &mut inherited.login,
             _ => continue,
         };
-        // SAFETY: it is open (it has just answered), was passed to us, and nobody else in this process uses it.
+        // SAFETY: it is open (the query succeeded), systemd passed it, and no other code in this
+        // process uses it.
         *place = Some(unsafe { OwnedFd::from_raw_fd(fd) }.into());
     }
     inherited
 }
 
-/// A listening socket: systemd's, else our own at `path`.
+/// Returns a listening socket: systemd's, else a new one at `path`.
 fn listener(
     inherited: Option<std::os::unix::net::UnixListener>,
     path: &Path,
@@ -177,7 +182,7 @@ fn listener(
     Ok((listener, Some(file)))
 }
 
-/// Running programs each hold a connection and a pidfd: more than the usual 1024 descriptors.
+/// Raises the limit of descriptors: each running program needs a connection and a pidfd.
 fn raise_limits() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
@@ -185,7 +190,7 @@ fn raise_limits() {
     }
 }
 
-/// The join token that was handed to this machine, if there is one, and the servers that are named beside it.
+/// Reads the join token from the credential `gpusession.token`, with the servers named next to it.
 fn token() -> Option<(String, Vec<String>)> {
     let folder = std::env::var_os("CREDENTIALS_DIRECTORY")?;
     let text = std::fs::read_to_string(PathBuf::from(folder).join("gpusession.token")).ok()?;
@@ -194,17 +199,18 @@ fn token() -> Option<(String, Vec<String>)> {
     Some((tokens.pop()?, servers))
 }
 
-/// What logins are given from now on, for the login socket and for who only reads it.
+/// Builds the environment of future logins, and writes the file for readers other than the login
+/// socket.
 fn given(config: &Config) -> Arc<Environment> {
     let environment = Environment::of(config);
     let path = places::environment_file();
     if let Err(error) = environment.write(&path) {
-        warn!("{}: {error}: services of users do not get [environment]", path.display());
+        warn!("{}: cannot write: {error}; user services do not get [environment]", path.display());
     }
     Arc::new(environment)
 }
 
-/// Waits until this machine has an identity: joins with a token, or until `gpusession join` has made one.
+/// Waits for an identity: joins with a token, or waits for `gpusession join`.
 async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<identity::Identity> {
     let mut said = String::new();
     let mut pause = Duration::from_secs(1);
@@ -220,7 +226,7 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
                     continue;
                 }
                 Err(error @ IdentityError::Name(_)) => return Err(error.into()),
-                Err(error) => format!("joining: {error}"),
+                Err(error) => format!("cannot join the pool: {error}"),
             },
         };
         if said != trouble {
@@ -230,7 +236,7 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
             said = trouble;
         }
         if token().is_none() {
-            // Somebody is about to type it.
+            // The user is probably about to run `gpusession join`.
             tokio::time::sleep(Duration::from_secs(2)).await;
             continue;
         }
@@ -239,7 +245,7 @@ async fn identity(home: &Home, config: &Config, engine: &Engine) -> Result<ident
     }
 }
 
-/// Asks each known server to take this machine in.
+/// Asks the known servers in turn to accept this client.
 async fn join(
     home: &Home,
     config: &Config,
@@ -265,7 +271,7 @@ async fn join(
     Err(last)
 }
 
-/// Keeps the line that `systemctl status` shows up to date.
+/// Keeps the status text of `systemctl status` up to date.
 async fn follow_status(engine: &Engine) {
     let mut snapshot = engine.snapshot();
     let mut said = String::new();
@@ -281,7 +287,7 @@ async fn follow_status(engine: &Engine) {
     }
 }
 
-/// Knows the servers that servers.toml names, now and after each reload.
+/// Connects to the servers in servers.toml, now and after each reload.
 async fn follow_servers(
     home: &Home,
     identity: &identity::Identity,
@@ -289,7 +295,7 @@ async fn follow_servers(
     settings: &Settings,
 ) -> Result<()> {
     let mut reloaded = settings.subscribe();
-    // In the order in which the lease manager learned of them; whether they are still named.
+    // In the lease manager's order; the flag says whether servers.toml still names the server.
     let mut known: Vec<(String, bool)> = Vec::new();
     loop {
         match home.addresses() {
@@ -297,7 +303,10 @@ async fn follow_servers(
                 for (index, (address, named)) in known.iter_mut().enumerate() {
                     let now = addresses.contains(address);
                     if now != *named {
-                        info!("{address} is {} servers.toml", if now { "again in" } else { "no longer in" });
+                        info!(
+                            "server {address}: {} servers.toml",
+                            if now { "again in" } else { "no longer in" }
+                        );
                         engine.drain(index, (!now).then_some(LEAVE_GRACE)).await;
                         *named = now;
                     }
@@ -315,7 +324,7 @@ async fn follow_servers(
                 }
             }
             Err(error) if known.is_empty() => return Err(error.into()),
-            Err(error) => warn!("the servers stay as they were: {error}"),
+            Err(error) => warn!("servers not reloaded: {error}; the present ones stay"),
         }
         if reloaded.changed().await.is_err() {
             return Ok(());
@@ -323,13 +332,13 @@ async fn follow_servers(
     }
 }
 
-/// Watches over the daemon's main loop, if systemd wants that.
+/// Returns the period and the action of systemd's watchdog, if it is enabled.
 fn watchdog() -> Option<(Duration, Box<dyn FnMut() + Send>)> {
     let interval = sd_notify::watchdog_enabled()?;
     Some((interval / 2, Box::new(|| notify(&[NotifyState::Watchdog]))))
 }
 
-/// Whether systemd starts the daemon again right away.
+/// Returns `true` if systemd restarts the daemon after this stop.
 async fn restarting(bus: &zbus::Connection) -> bool {
     if std::env::var_os("NOTIFY_SOCKET").is_none() {
         return false;
@@ -352,30 +361,32 @@ async fn restarting(bus: &zbus::Connection) -> bool {
         let job = proxy(job, "org.freedesktop.systemd1.Job").await?;
         job.get_property::<String>("JobType").await
     };
-    // Long: taken for a stop, a restart would give the leases back.
+    // A long wait: a restart mistaken for a stop would release the leases.
     match tokio::time::timeout(Duration::from_secs(10), ask).await {
         Ok(Ok(kind)) => kind == "restart",
         Ok(Err(error)) => {
-            warn!("systemd does not say whether this is a restart: {error}");
+            warn!("systemd: cannot ask whether this is a restart: {error}; releasing the leases");
             false
         }
         Err(_) => false,
     }
 }
 
-/// Warns the programs that use a lease, waits for them a moment, and gives everything back.
+/// Warns the programs that use a lease, waits for their exit for a while, and releases all leases.
 async fn stop(engine: &Engine) {
     notify(&[NotifyState::Stopping, NotifyState::Status("giving leases back")]);
-    let using = engine.warn(STOP_GRACE, "gpusession is being stopped").await;
+    let using = engine.warn(STOP_GRACE, "gpusessiond is stopping").await;
     if using > 0 {
-        warn!("stopping: {using} process(es) use leases, and have {} s to end", STOP_GRACE.as_secs());
+        warn!("stopping: {using} process(es) use leases; waiting {} s for their exit", STOP_GRACE.as_secs());
         let mut snapshot = engine.snapshot();
         let unused = snapshot.wait_for(|s| s.leases.iter().all(|l| l.processes == 0));
         if tokio::time::timeout(STOP_GRACE, unused).await.is_err() {
             for lease in engine.snapshot().borrow().leases.iter().filter(|l| l.processes > 0) {
                 warn!(
                     gpusession_lease = lease.id,
-                    "stopping: lease {} ends under {} process(es)", lease.id, lease.processes
+                    "lease {}: released while {} process(es) use it: gpusessiond is stopping",
+                    lease.id,
+                    lease.processes
                 );
             }
         }
@@ -418,7 +429,8 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     tokio::spawn(grants.clone().serve(grant_listener));
     let logins = login::Server::new(sessions.clone(), gate.clone(), given(&config), 0);
     tokio::spawn(logins.clone().serve(login_listener));
-    let connection = zbus::connection::Builder::system().build().await.context("system bus")?;
+    let connection =
+        zbus::connection::Builder::system().build().await.context("cannot connect to the system bus")?;
     let api = bus::Parts {
         leases,
         settings: settings.clone(),
@@ -427,14 +439,14 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         lease_fds: inherited.returned.lease_fds,
     };
     let bus = Bus::start(connection, api).await.context(
-        "org.gpusession1 (if the bus denies the name, its policy is not loaded: systemctl reload dbus)",
+        "cannot own org.gpusession1 on the bus; if its policy is not loaded: systemctl reload dbus",
     )?;
     notify(&[NotifyState::Ready, NotifyState::Status("starting")]);
     info!("ready; {} lease(s) configured", config.leases.len());
 
     let reloading = async {
         while hangup.recv().await.is_some() {
-            // What is wrong is in the journal.
+            // `reload` has logged the error.
             let _ = settings.reload().await;
         }
     };
@@ -449,7 +461,8 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
             logins.configure(gate.clone(), given(&config));
         }
     };
-    // Without an identity there is nothing to hold yet, but programs and `gpusession status` hear why.
+    // Without an identity no lease can be held, but programs and `gpusession status` get the
+    // reason.
     let working = async {
         let identity = identity(&home, &config, &engine).await?;
         tokio::join!(follow_servers(&home, &identity, &engine, &settings), follow_status(&engine)).0
@@ -467,7 +480,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     if restarting(&bus.connection).await {
         notify(&[NotifyState::Stopping, NotifyState::Status("restarting; leases are kept")]);
         info!("stopping for a restart: leases and programs are kept");
-        // At once: ending in order would take what is kept out of systemd's store.
+        // Exits at once: an orderly end would remove the descriptors from systemd's store.
         std::process::exit(code.into());
     }
     let _ = std::fs::remove_file(places::environment_file());

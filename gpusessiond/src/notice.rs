@@ -1,7 +1,10 @@
-//! What users are told at their shells' next prompt: a file for each uid, with one line for each thing to know.
+//! Notices at the shells' next prompt: a file per uid, with one line per notice.
 //!
-//! Shell drop-ins show a file once whenever it has changed. Only users with a login session get one; it goes when there is
-//! nothing left to say. For csh, which cannot read a file without a fork, the lines are also the names of the files in a folder.
+//! Shell drop-ins show a file once after each change. Only users with a login session have one, and
+//! only while there is a notice.
+//!
+//! For csh, which cannot read a file without a fork, the lines are also the names of the files in a
+//! folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,13 +22,13 @@ use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot};
 use crate::places;
 use crate::values::human_duration;
 
-/// Longest name of a file, in bytes.
+/// Longest file name in bytes.
 const NAME_MAX: usize = 255;
 
-/// How long a lease that was lost is spoken of when there is another one.
+/// Time that the notice of a lost lease stays after its replacement.
 const REPLACED: Duration = Duration::from_secs(600);
 
-/// Writes notices for as long as the lease manager runs.
+/// Writes notices while the lease manager runs.
 pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
     let mut files = Files::new(folder);
     let mut news = News::default();
@@ -56,19 +59,20 @@ pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
 
 struct Said {
     text: String,
-    /// A warning of rest, which being parked ends too.
+    /// A warning about idleness, which parking makes obsolete too.
     idle: bool,
 }
 
-/// What has been said of leases and still holds.
+/// Notices that are valid now.
 #[derive(Default)]
 struct News {
     said: BTreeMap<Slot, Said>,
-    /// Leases that were lost: what is said of it once there is another one, and from then on until when.
+    /// Notices of lost leases for the time after their replacement, and when they end once it
+    /// exists.
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
 }
 
-/// What happens, and how much time is left; the server says only why, where that is over.
+/// Formats a warning with the time left; omits a time below one second.
 pub(crate) fn warning(left: Duration, reason: &str) -> String {
     if left < Duration::from_secs(1) {
         return reason.to_owned();
@@ -81,7 +85,7 @@ fn called(lease: &LeaseView) -> &str {
 }
 
 impl News {
-    /// The lines of each user after some changes.
+    /// Applies changes and returns each user's lines.
     fn after(&mut self, changes: &[Change], snapshot: &Snapshot, now: Instant) -> BTreeMap<u32, Vec<String>> {
         let find = |slot: Slot| snapshot.leases.iter().find(|l| l.slot == slot);
         self.replaced.retain(|_, (_, end)| end.is_none_or(|end| end > now));
@@ -98,16 +102,17 @@ impl News {
                     if let Some(lease) = find(*slot) {
                         let name = called(lease);
                         let text =
-                            format!("GPU lease {name} is lost: {reason}; another one is being asked for");
+                            format!("GPU lease {name} is lost: {reason}; the daemon asks for another one");
                         self.said.insert(*slot, Said { text, idle: false });
-                        // Often there is another one before anybody looks, who then wonders why a program has ended.
+                        // The replacement often comes before the user looks and wonders why a
+                        // program ended.
                         let text = format!(
                             "GPU lease {name} was lost: {reason}; programs that are started now have another one"
                         );
                         self.replaced.insert(*slot, (text, None));
                     }
                 }
-                // In use again, or held again: the warning is over.
+                // In use again, or held again: the warning is obsolete.
                 Change::Granted { slot } | Change::Changed { slot } => {
                     let state = find(*slot).map(|l| l.state);
                     if state == Some(LeaseState::Parked) && self.said.get(slot).is_some_and(|said| said.idle)
@@ -138,7 +143,7 @@ impl News {
         lines
     }
 
-    /// When there is less to say, though nothing happens.
+    /// Returns when the next notice expires without any change.
     fn next_end(&self) -> Option<Instant> {
         self.replaced.values().filter_map(|(_, end)| *end).min()
     }
@@ -166,7 +171,7 @@ impl News {
     }
 }
 
-/// Whom a lease concerns: its owner, or everyone who is logged in.
+/// Returns the users whom a lease concerns: its owner, or all users who are logged in.
 fn readers(lease: &LeaseView, snapshot: &Snapshot) -> BTreeSet<u32> {
     let here = snapshot.sessions.iter().map(|s| s.uid);
     here.filter(|uid| lease.uid == u32::MAX || lease.uid == *uid).collect()
@@ -179,7 +184,7 @@ struct Files {
 }
 
 impl Files {
-    /// Notices of an earlier daemon are void.
+    /// Removes the notices of an earlier daemon.
     fn new(folder: PathBuf) -> Self {
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
             let _ = fs::remove_file(entry.path()).or_else(|_| fs::remove_dir_all(entry.path()));
@@ -207,11 +212,14 @@ impl Files {
                     self.shown.insert(*uid, lines.clone());
                 }
                 Err(error) => {
-                    // Not half of it, and not for ever.
+                    // No partial notice, and none that can no longer be updated.
                     self.remove(*uid);
                     self.shown.remove(uid);
                     if !std::mem::replace(&mut self.failing, true) {
-                        warn!("{}: {error}: prompts show no notices", self.folder.display());
+                        warn!(
+                            "{}: cannot write notices: {error}; prompts do not show them",
+                            self.folder.display()
+                        );
                     }
                 }
             }
@@ -232,19 +240,21 @@ fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
     for line in &lines {
         fs::write(new.join(file_name(line)), "")?;
     }
-    // A shell that looks meanwhile sees the old ones or the new ones.
+    // A shell that reads meanwhile sees either the old lines or the new ones.
     match renameat2(AT_FDCWD, &new, AT_FDCWD, &names, RenameFlags::RENAME_EXCHANGE) {
         Ok(()) => fs::remove_dir_all(&new),
         Err(_) => fs::rename(&new, &names),
     }
 }
 
-/// The folder whose files' names are a user's lines.
+/// Name of the folder whose files' names are a user's lines.
 fn folder_of(uid: u32) -> String {
     format!("{uid}.lines")
 }
 
-/// A line as the name of a file, cut where it is too long. `echo` may take a backslash for an escape.
+/// Converts a line to a file name, cut at the longest name.
+///
+/// `echo` may interpret a backslash as an escape.
 fn file_name(line: &str) -> String {
     let mut name = line.replace(['/', '\\'], "\u{2215}");
     if name.len() > NAME_MAX {
@@ -368,7 +378,7 @@ mod tests {
         let wanted = LeaseView { state: LeaseState::Pending, ..held.clone() };
         let lost = [Change::Lost { slot: 1, id: "id1".into(), reason: "gone".into() }];
         let lines = news.after(&lost, &seen_by(vec![wanted]), begin - 2 * REPLACED);
-        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; another one is being asked for"]);
+        assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; the daemon asks for another one"]);
         let was = "gpusession: GPU lease l1 was lost: gone; programs that are started now have another one";
         for changes in [vec![Change::Granted { slot: 1 }], vec![Change::Changed { slot: 1 }]] {
             assert_eq!(news.after(&changes, &seen_by(vec![held.clone()]), begin)[&1000], [was]);
@@ -415,7 +425,7 @@ mod tests {
             assert_eq!(names.count(), text.lines().count());
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left over");
-        // As at a prompt: history is on. It is not to be forked.
+        // As at a prompt: history is on, and the process limit prevents a fork.
         let script = format!(
             "set history = 9 prompt; set prompt; limit maxproc 0; set __gpusession_said = (); \
              set __gpusession_folder = {}; source {}/../profile.d/notice.csh",

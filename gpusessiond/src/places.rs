@@ -1,4 +1,4 @@
-//! Where things are: the directories that systemd hands to the daemon, their defaults, and the user's own.
+//! Paths: the directories that systemd passes to the daemon, their defaults, and the user's own.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 fn from_env(variable: &str, default: &str) -> PathBuf {
-    // systemd may list several directories; the first is ours.
+    // systemd may list several directories; the first one belongs to gpusession.
     match std::env::var(variable) {
         Ok(value) if !value.is_empty() => PathBuf::from(value.split(':').next().unwrap_or(default)),
         _ => PathBuf::from(default),
@@ -41,22 +41,24 @@ pub fn login_socket() -> PathBuf {
     runtime_directory().join("pam.sock")
 }
 
-/// Where login sessions are written down: `sessions` in the runtime directory.
+/// Folder of stored login sessions: `sessions` in the runtime directory.
 pub fn sessions_directory() -> PathBuf {
     runtime_directory().join("sessions")
 }
 
-/// What the next prompt of each user's shells says: `notice` in the runtime directory, one file for each uid.
+/// Folder of notices for the shells' prompts: `notice` in the runtime directory, one file per uid.
 pub fn notice_directory() -> PathBuf {
     runtime_directory().join("notice")
 }
 
-/// What logins are given: `login/environment.json` in the runtime directory.
+/// File of the variables of logins: `login/environment.json` in the runtime directory.
 pub fn environment_file() -> PathBuf {
     runtime_directory().join("login/environment.json")
 }
 
-/// Writes a file that everyone may read, beside it first and then renamed: nobody reads half of it.
+/// Writes a file that all users may read.
+///
+/// Readers never see a partial file: it is written under another name, then renamed.
 pub(crate) fn publish(path: &Path, text: &[u8]) -> io::Result<()> {
     if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
         fs::create_dir_all(folder)?;
@@ -78,7 +80,8 @@ pub fn user_directory() -> Option<PathBuf> {
     Some(base.join("gpusession"))
 }
 
-/// Folder of our `libcuda.so.1`: `GPUSESSION_LIBDIR`, else beside the binary, else where packages put it.
+/// Folder of gpusession's `libcuda.so.1`: `GPUSESSION_LIBDIR`, else next to the binary, else as
+/// packaged.
 pub fn library_directory() -> Option<PathBuf> {
     if let Some(folder) = std::env::var_os("GPUSESSION_LIBDIR").filter(|p| !p.is_empty()) {
         return Some(folder.into());
@@ -95,12 +98,12 @@ pub fn library_directory() -> Option<PathBuf> {
     beside.into_iter().chain(packaged).find(|folder| has_library(folder))
 }
 
-/// Whether a folder holds a `libcuda.so.1`.
+/// Returns `true` if a folder contains a `libcuda.so.1`.
 pub fn has_library(folder: &Path) -> bool {
     folder.join("libcuda.so.1").exists()
 }
 
-/// This boot's id as 16 bytes; zeros where the kernel does not say.
+/// Returns this boot's id as 16 bytes; zeros if the kernel provides none.
 pub fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mut id = [0; 16];
@@ -111,13 +114,13 @@ pub fn boot_id() -> [u8; 16] {
     id
 }
 
-/// Time since boot, suspended time included.
+/// Returns the time since boot, including suspended time.
 pub fn uptime() -> std::time::Duration {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME);
     now.map_or(std::time::Duration::ZERO, std::time::Duration::from)
 }
 
-/// A value that stays the same on one machine and says nothing else about it: a hash of `/etc/machine-id`.
+/// Returns a stable id of this host: a hash of `/etc/machine-id`, which it does not reveal.
 pub fn machine_id() -> String {
     let raw = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     let raw = raw.trim();
@@ -128,7 +131,7 @@ pub fn machine_id() -> String {
     hex(&key[..16])
 }
 
-/// Lower-case hexadecimal digits.
+/// Formats bytes as lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
     bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut out, byte| {

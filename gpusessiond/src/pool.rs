@@ -1,4 +1,6 @@
-//! A server of the pool as the lease manager sees it; [`crate::client`] speaks to real ones, tests have a simulated one.
+//! Interface of a GPU server to the lease manager.
+//!
+//! [`crate::client`] implements it over the network, tests by a simulation.
 
 use std::collections::HashMap;
 
@@ -6,33 +8,34 @@ use async_trait::async_trait;
 use gpusession_proto::control;
 use tokio::sync::mpsc;
 
-/// What kind of trouble a call to the pool had; each has its own D-Bus error, exit code and CUDA error.
+/// Kind of failure of a call to the pool; each maps to a D-Bus error, an exit code and a CUDA
+/// error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Trouble {
-    /// Every GPU that fits is taken.
+    /// Every suitable GPU is taken.
     NoCapacity,
-    /// A limit of this client or user refuses.
+    /// A limit of this client or user is reached.
     Quota,
-    /// Other programs of the lease have its memory.
+    /// Other programs of the lease use its memory.
     OutOfMemory,
-    /// No GPU of the server would ever do.
+    /// No GPU of the server is suitable, even when free.
     NeverFits,
     /// No server is known yet.
     NotReady,
-    /// No answer.
+    /// The server did not answer.
     Unreachable,
-    /// The server does not take this client: no valid identity, revoked, or not entitled.
+    /// The server does not accept this client: no valid identity, revoked, or not entitled.
     Refused,
-    /// Both ends do not speak the same protocol.
+    /// Client and server have different protocol versions.
     Protocol,
-    /// The request makes no sense to the server.
+    /// The server considers the request invalid.
     Invalid,
-    /// The lease is not there.
+    /// The server does not know the lease.
     NoSuchLease,
 }
 
 impl Trouble {
-    /// The word that `gpusession status --json` uses.
+    /// Returns the word that `gpusession status --json` uses.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::NoCapacity => "no-capacity",
@@ -48,36 +51,35 @@ impl Trouble {
         }
     }
 
-    /// Whether the same call may succeed later without anybody changing anything.
+    /// Returns `true` if the same call may succeed later without any change of settings.
     pub fn may_pass(self) -> bool {
         matches!(self, Self::NoCapacity | Self::NotReady | Self::Unreachable)
     }
 }
 
-/// A call to the pool failed.
+/// Failure of a call to the pool.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct PoolError {
-    /// What kind of trouble.
     pub trouble: Trouble,
-    /// One line for a person, naming the server.
+    /// One line for users, naming the server.
     pub message: String,
-    /// Place in the queue of those who wait for the same, from 1, and its length, where the server keeps one.
+    /// Place in the server's queue, from 1, and the queue's length, if the request is queued.
     pub place: Option<(u32, u32)>,
 }
 
 impl PoolError {
-    /// An error with its words.
+    /// Creates an error without a place in a queue.
     pub fn new(trouble: Trouble, message: impl Into<String>) -> Self {
         Self { trouble, message: message.into(), place: None }
     }
 
-    /// Place and length of a queue as servers send them; none where the place is 0.
+    /// Converts place and length of a queue as servers send them; `None` if the place is 0.
     pub fn place_of(position: u32, waiting: u32) -> Option<(u32, u32)> {
         (position > 0).then_some((position, waiting.max(position)))
     }
 
-    /// The message, with the place in the queue if there is one.
+    /// Returns the message, preceded by the place in the queue if there is one.
     pub fn waiting(&self) -> String {
         match self.place {
             Some((position, length)) => format!("position {position} of {length}: {}", self.message),
@@ -86,21 +88,24 @@ impl PoolError {
     }
 }
 
-/// One GPU server. Calls end within a bounded time; a lost connection is made anew by the next call.
+/// One GPU server.
+///
+/// Calls end within a bounded time. A call after a lost connection connects again.
 #[async_trait]
 pub trait PoolServer: Send + Sync {
     /// HOST:PORT of the control plane, or another name for messages.
     fn address(&self) -> &str;
-    /// All or nothing; repeated with the same `request_id` it returns the same lease.
+    /// Allocates all requested GPUs or none; returns the same lease for the same `request_id`.
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError>;
-    /// Extends leases and says that this client is alive.
+    /// Renews leases and reports that this client is alive.
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError>;
-    /// Gives a lease back. Releasing an unknown one succeeds.
+    /// Releases a lease; succeeds for an unknown one.
     async fn release(&self, lease: String) -> Result<(), PoolError>;
-    /// Takes a request that waits out of the server's queue.
+    /// Withdraws a pending request from the server's queue.
     async fn withdraw(&self, request_id: String) -> Result<(), PoolError>;
-    /// Takes workers for processes of a lease, `waiting` of which wait now: a lease whose GPUs were parked or lent gets them
-    /// back for those only.
+    /// Takes workers for processes of a lease, `waiting` of which wait now.
+    ///
+    /// A server gives parked or lent GPUs back for waiting processes only.
     async fn take_workers(
         &self,
         lease: String,
@@ -108,17 +113,17 @@ pub trait PoolServer: Send + Sync {
         waiting: u32,
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError>;
-    /// The process that was granted `worker` has ended.
+    /// Reports that the process that was granted `worker` has exited.
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError>;
-    /// Moves a lease's device memory to the server's host memory, or asks for it back.
+    /// Parks a lease, or asks for it to be unparked.
     async fn park(&self, lease: String, park: bool) -> Result<(), PoolError>;
-    /// The lease's owner calls it idle from now on, or no longer.
+    /// Sets or clears the owner's hint that a lease is idle.
     async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError>;
-    /// What the server's NVML says of a lease's GPUs.
+    /// Reads NVML values of a lease's GPUs.
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError>;
-    /// The server and its GPUs.
+    /// Describes the server and its GPUs.
     async fn describe(&self) -> Result<control::ServerDescription, PoolError>;
-    /// Passes on what happens to this client's leases until the connection ends.
+    /// Forwards events about this client's leases until the connection ends.
     async fn watch(&self, boot_id: String, events: mpsc::Sender<control::PoolEvent>)
     -> Result<(), PoolError>;
 }

@@ -1,4 +1,4 @@
-//! The configuration as it is now, and how it changes while the daemon runs.
+//! The current configuration, and its changes while the daemon runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,26 +15,26 @@ use crate::access::Gate;
 use crate::config::{Config, ConfigError};
 use crate::leases::{Leases, Owner, Spec};
 
-/// See the module.
+/// The current configuration and the parts of the daemon that it sets.
 pub struct Settings {
     path: PathBuf,
     current: watch::Sender<Arc<Config>>,
     gate: Arc<Gate>,
     leases: Arc<dyn Leases>,
-    /// One change at a time.
+    /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
-    /// Leases for users who are not known.
+    /// Leases for users whom the user database does not know.
     unknown_users: watch::Sender<Vec<Spec>>,
     users: Mutex<Users>,
 }
 
-/// How long the user database may take; the start waits meanwhile.
+/// Time that the user database may take; the daemon's start waits meanwhile.
 const LOOK_UP: Duration = Duration::from_secs(1);
-/// Until users who were not known are looked up again.
+/// Pause before unknown users are looked up again.
 const ASK_AGAIN: Duration = Duration::from_secs(30);
 
 impl Settings {
-    /// A configuration that was read from `path`; nothing is wanted before [`Settings::apply`].
+    /// Creates settings read from `path`; they take effect with [`Settings::apply`].
     pub fn new(path: PathBuf, config: Config, gate: Arc<Gate>, leases: Arc<dyn Leases>) -> Arc<Self> {
         let current = watch::channel(Arc::new(config)).0;
         Arc::new(Self {
@@ -48,22 +48,24 @@ impl Settings {
         })
     }
 
-    /// The configuration as it is now.
+    /// Returns the current configuration.
     pub fn get(&self) -> Arc<Config> {
         self.current.borrow().clone()
     }
 
-    /// Who may use the leases for all.
+    /// Returns the access rules.
     pub fn gate(&self) -> &Arc<Gate> {
         &self.gate
     }
 
-    /// Notified at each change; and when a reload found nothing changed, since other files may have.
+    /// Subscribes to changes.
+    ///
+    /// A reload that changes nothing notifies too, since `servers.toml` may have changed.
     pub fn subscribe(&self) -> watch::Receiver<Arc<Config>> {
         self.current.subscribe()
     }
 
-    /// Wants what the configuration says, and says where it names users whom nobody knows.
+    /// Applies the configuration, and warns of leases for unknown users.
     pub async fn apply(&self) {
         let config = self.get();
         self.gate.set(config.access.clone());
@@ -73,7 +75,10 @@ impl Settings {
             warn!("[transport] has no effect yet: data travels over TCP, on eight lanes in each direction");
         }
         for spec in self.unknown_users.borrow().iter() {
-            warn!("lease {}: the user database knows no user {}", spec.name, spec.user);
+            warn!(
+                "lease {}: user {} is unknown to the user database; looking again every 30 s",
+                spec.name, spec.user
+            );
         }
     }
 
@@ -83,7 +88,7 @@ impl Settings {
         self.leases.configure(specs).await;
     }
 
-    /// Asks again for users whom the user database did not know: at boot it may come after this daemon.
+    /// Looks unknown users up again: at boot the user database may start after this daemon.
     pub async fn follow_users(&self) {
         let mut unknown = self.unknown_users.subscribe();
         while unknown.wait_for(|unknown| !unknown.is_empty()).await.is_ok() {
@@ -91,30 +96,30 @@ impl Settings {
             let _one = self.changing.lock().await;
             let config = self.get();
             let uids = self.users.lock().await.of(&config).await;
-            // Nothing else is to be asked for again by this.
+            // Without a newly known user there is no reason to apply the leases again.
             if self.unknown_users.borrow().iter().any(|s| uids.contains_key(&s.user)) {
                 self.configure(specs(&config, &uids)).await;
             }
         }
     }
 
-    /// Reads the files anew and applies what changed. With files that cannot be used, everything stays as it is.
+    /// Reads the files again and applies the changes; files with errors change nothing.
     pub async fn reload(&self) -> Result<(), ConfigError> {
         let _one = self.changing.lock().await;
-        // systemd waits for READY=1 after this; without the time it would not know which reload it was.
+        // systemd waits for READY=1 after this, and tells reloads apart by the time.
         let mut states = vec![NotifyState::Reloading];
         states.extend(NotifyState::monotonic_usec_now());
         let _ = sd_notify::notify(&states);
         let result = Config::load(&self.path);
         let result = match result {
             Ok(config) => {
-                info!("configuration read anew; {} lease(s) configured", config.leases.len());
+                info!("configuration reloaded; {} lease(s) configured", config.leases.len());
                 self.current.send_replace(Arc::new(config));
                 self.apply().await;
                 Ok(())
             }
             Err(error) => {
-                error!("the configuration stays as it was: {error}");
+                error!("configuration not reloaded: {error}; the present one stays");
                 Err(error)
             }
         };
@@ -123,7 +128,7 @@ impl Settings {
     }
 }
 
-/// The leases of a configuration, with the uids of the users that it names.
+/// Returns the leases of a configuration, with the uids of the users that it names.
 fn specs(config: &Config, uids: &BTreeMap<String, u32>) -> Vec<Spec> {
     let leases = (0..).zip(&config.leases);
     leases
@@ -134,19 +139,21 @@ fn specs(config: &Config, uids: &BTreeMap<String, u32>) -> Vec<Spec> {
         .collect()
 }
 
-/// A name, and what the user database says of it.
+/// A user name and the user database's answer.
 type Looked = (String, nix::Result<Option<User>>);
 
-/// What the user database says of the users that configurations name.
+/// Looked-up users that configurations name.
 #[derive(Default)]
 struct Users {
     known: BTreeMap<String, u32>,
-    /// A database that hangs keeps one thread, not one for each time that it is asked.
+    /// The lookup in progress: a database that hangs keeps one thread, not one per lookup.
     asking: Option<JoinHandle<Vec<Looked>>>,
 }
 
 impl Users {
-    /// Asks for all of them. Of those for whom there is no answer in time, what was known before.
+    /// Looks up all users that a configuration names.
+    ///
+    /// Users without an answer in time keep their last known uid.
     async fn of(&mut self, config: &Config) -> BTreeMap<String, u32> {
         let names: BTreeSet<String> = config.leases.iter().filter_map(|l| l.for_user.clone()).collect();
         if names.is_empty() {
@@ -186,7 +193,7 @@ mod tests {
         let uids = users.of(&config).await;
         assert_eq!(uids, BTreeMap::from([("root".to_owned(), 0)]));
         assert_eq!(specs(&config, &uids).iter().map(|s| s.uid).collect::<Vec<_>>(), [Some(0), None]);
-        // One that does not answer: nobody is asked beside it, and what it says later counts.
+        // While one lookup hangs, no second one starts; its late answer counts.
         let (answer, hangs) = std::sync::mpsc::channel();
         users.asking = Some(tokio::task::spawn_blocking(move || hangs.recv().unwrap_or_default()));
         assert_eq!(users.of(&config).await, uids);

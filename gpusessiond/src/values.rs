@@ -1,17 +1,17 @@
-//! Values as people write them in configuration files and on the command line: sizes, percentages, addresses.
+//! Values in configuration files and on the command line: sizes, percentages, times, addresses.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Port of the control plane where an address names none.
+/// Port of the control plane if an address has none.
 pub const CONTROL_PORT: u16 = 7601;
 
-/// How much of each GPU's memory a lease may use.
+/// Limit on each GPU's memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Memory {
-    /// Share of the card in percent, above 0 and at most 100.
+    /// Percentage of the GPU's memory, above 0 and at most 100.
     Percent(f64),
     /// Bytes, above 0.
     Bytes(u64),
@@ -51,13 +51,13 @@ impl FromStr for Memory {
     }
 }
 
-/// The most of each GPU's multiprocessors that programs of a lease use.
+/// Limit on each GPU's multiprocessors for a program of the lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "PercentOrWord")]
 pub enum SmPercent {
     /// From 1 to 100.
     Percent(u32),
-    /// Under MPS the share that the lease has of the memory, else all.
+    /// Under MPS the lease's share of the memory, otherwise all.
     Auto,
 }
 
@@ -132,7 +132,7 @@ impl Serialize for Memory {
     }
 }
 
-/// Reads a size: bytes, or a number with KiB, MiB, GiB or TiB.
+/// Parses a size: bytes, or a number with KiB, MiB, GiB or TiB.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -165,7 +165,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
-/// A size for people: `15.9 GiB`.
+/// Formats a size for users: `15.9 GiB`.
 pub fn human_bytes(bytes: u64) -> String {
     for (shift, unit) in [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")] {
         if bytes >= 1 << shift {
@@ -180,7 +180,7 @@ pub fn human_bytes(bytes: u64) -> String {
     format!("{bytes} B")
 }
 
-/// A duration for people: `3 h 20 min`, `45 s`.
+/// Formats a duration for users: `3 h 20 min`, `45 s`.
 pub fn human_duration(duration: std::time::Duration) -> String {
     let s = duration.as_secs();
     match s {
@@ -191,7 +191,9 @@ pub fn human_duration(duration: std::time::Duration) -> String {
     }
 }
 
-/// Reads a duration as systemd.time does: `90`, `30s`, `10min`, `1d 12h`; plain numbers are seconds.
+/// Parses a duration as systemd.time does: `90`, `30s`, `10min`, `1d 12h`.
+///
+/// Plain numbers are seconds.
 pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
     let bad = || format!("`{text}` is not a duration: write 30s, 10min, 24h or 7d");
     let mut rest = text.trim();
@@ -221,7 +223,7 @@ pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
     Ok(total)
 }
 
-/// Checks an address (HOST, HOST:PORT, V6 in brackets) and gives it a port if it has none.
+/// Validates an address (HOST, HOST:PORT, V6 in brackets) and adds the default port if it has none.
 pub fn control_address(text: &str) -> Result<String, String> {
     with_port(text.trim(), CONTROL_PORT)
 }

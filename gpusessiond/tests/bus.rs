@@ -67,7 +67,7 @@ fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
         && snapshot.servers.iter().all(|s| s.state == "online")
 }
 
-/// Signals of the daemon as they come: member, and the first argument if it is text.
+/// Receives the daemon's signals; an entry has the member, and the first argument if it is text.
 async fn signals(connection: &zbus::Connection) -> MessageStream {
     let rule = MatchRule::builder().msg_type(zbus::message::Type::Signal).sender(NAME).build().unwrap();
     MessageStream::for_match_rule(rule, connection, None).await.unwrap()
@@ -163,7 +163,7 @@ async fn objects_lists_and_properties() {
     assert_eq!(lease.get_property::<String>("TransportReason").await.unwrap(), "the server encrypts");
     let environment: HashMap<String, String> = lease.call("GetEnvironment", &()).await.unwrap();
     assert_eq!(environment, HashMap::from([("NCCL_DEBUG".into(), "WARN".into())]));
-    // The machine's lease is root's to touch.
+    // Only root may renew the client's own lease.
     let renewed: zbus::Result<u64> = lease.call("Renew", &(0u64,)).await;
     if nix::unistd::getuid().is_root() {
         assert_eq!(renewed.unwrap(), 600_000_000);
@@ -201,7 +201,8 @@ async fn objects_lists_and_properties() {
     let ours = managed.values().filter(|i| i.keys().any(|name| name.starts_with("org.gpusession1.")));
     assert_eq!(ours.count(), 4, "lease, two devices, server: {managed:?}");
 
-    // SAFETY: pidfd_open takes a pid and flags; the descriptor that it makes is owned from here on.
+    // SAFETY: pidfd_open takes a pid and flags; the OwnedFd is the only owner of the new
+    // descriptor.
     let pidfd = unsafe {
         let fd = libc::syscall(libc::SYS_pidfd_open, std::process::id() as libc::c_int, 0);
         std::os::fd::OwnedFd::from_raw_fd(fd as libc::c_int)
@@ -280,7 +281,7 @@ async fn a_lease_lasts_as_long_as_its_descriptor() {
     drop(second_fd);
     until(&engine, |s| s.leases.is_empty()).await;
 
-    // A persistent one does not mind; it has a time to live and is released by name.
+    // A persistent lease outlives its descriptor; it has a time to live and is released by name.
     assert_eq!(error_name(create(&manager, &request, 1).await), "org.freedesktop.DBus.Error.InvalidArgs");
     let persistent = [("TTLUSec", Variant::from(60_000_000u64))];
     let (id, _, fd) = create(&manager, &persistent, 1).await.unwrap();
@@ -288,7 +289,7 @@ async fn a_lease_lasts_as_long_as_its_descriptor() {
     let _: () = manager.call("RenewLease", &(&id, 0u64)).await.unwrap();
     assert!(leases(&manager).await.iter().any(|l| l.0 == id));
     let _: () = manager.call("ReleaseLease", &(&id,)).await.unwrap();
-    assert!(leases(&manager).await.is_empty(), "gone when the reply is there");
+    assert!(leases(&manager).await.is_empty(), "removed before the reply");
 }
 
 #[tokio::test]
@@ -358,7 +359,7 @@ async fn a_loss_is_announced_told_and_made_good() {
     sim.send(event(Event::Lost(Loss { reason: "idle".into() })));
     let seen = next_signals(&mut stream, "LeaseRemoved").await;
     assert_eq!(seen[..2], ["Lost", "LeaseRemoved"], "{seen:?}");
-    // It is wanted, so it comes back, under another id.
+    // A configured lease is acquired again, with another id.
     until(&engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].id != id).await;
     let again = async {
         loop {
@@ -373,7 +374,7 @@ async fn a_loss_is_announced_told_and_made_good() {
     assert_eq!(sim.with(|s| s.requests.last().unwrap().sticky.clone()), [sim.uuid(0)]);
 }
 
-/// Waits until a property is told to have changed into this.
+/// Waits until PropertiesChanged announces this value of a property.
 async fn changed<T>(stream: &mut MessageStream, name: &str, into: T)
 where
     T: TryFrom<OwnedVariant> + PartialEq,
@@ -412,7 +413,7 @@ async fn other_gpus_and_their_health_are_told() {
     assert!(seen.contains(&"DeviceNew".to_owned()), "{seen:?}");
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     let token: u64 = lease.get_property("FencingToken").await.unwrap();
-    // As when it was lent and came back.
+    // As after a lease was lent and returned.
     let device = |gpu: u32, state: &str, free: u64| Device {
         uuid: sim.uuid(gpu),
         state: state.into(),
@@ -420,7 +421,7 @@ async fn other_gpus_and_their_health_are_told() {
         limit_bytes: 1 << 20,
         ..Default::default()
     };
-    // Its programs go on, and others have its GPUs.
+    // The lease's programs need its GPUs, which other leases have.
     let wanted = StateChange { state: "returning".into(), position: 1, waiting: 2, ..Default::default() };
     sim.send(PoolEvent { lease: id.clone(), event: Some(Event::State(wanted)) });
     changed(&mut stream, "State", "parked".to_owned()).await;
@@ -444,14 +445,14 @@ async fn other_gpus_and_their_health_are_told() {
         lease.get_property::<Vec<OwnedObjectPath>>("Devices").await.unwrap(),
         std::slice::from_ref(&now)
     );
-    // Heartbeats bring news of the GPU; this one is asked for.
+    // Heartbeats change this property without a signal, so it is read.
     let gpu = proxy(&connection, now.as_str(), "org.gpusession1.Device").await;
     assert_eq!(gpu.get_property::<String>("Health").await.unwrap(), "ok");
     assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 7);
     sim.with(|s| s.renewed.devices = vec![device(1, "leased", 6)]);
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
     until(&engine, |s| s.leases[0].devices[0].device.memory_free_bytes != 7).await;
-    assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 6, "told nobody, and true");
+    assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 6, "changed without a signal");
     sim.with(|s| s.renewed.devices = vec![device(1, "broken", 6)]);
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
     changed(&mut stream, "State", "broken".to_owned()).await;
@@ -490,7 +491,7 @@ async fn idleness_is_asked_for_said_and_shown() {
     assert!(sim.with(|s| s.idle.is_empty()));
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
     changed(&mut stream, "IdleSinceHint", 0u64).await;
-    // Another limit of the server.
+    // The server changes its idle timeout.
     sim.with(|s| s.idle_timeouts.values_mut().for_each(|usec| *usec = 5_000_000));
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
     changed(&mut stream, "IdleTimeoutUSec", 5_000_000u64).await;
@@ -530,7 +531,7 @@ async fn each_trouble_has_its_error() {
     } else {
         assert_eq!(error_name(over), "org.gpusession1.Error.QuotaExceeded");
     }
-    // The server has forgotten it.
+    // The server has forgotten the lease.
     sim.with(|s| s.leases.clear());
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     let lost = lease.call::<_, _, u64>("Renew", &(0u64,)).await;
@@ -549,7 +550,7 @@ async fn each_trouble_has_its_error() {
 #[tokio::test]
 async fn servers_come_go_and_are_left() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 1));
-    // Until it has told its name it is called by its address.
+    // Until the server reports its name, its address stands in.
     sim.with(|s| (s.name, s.hanging) = (Some("named".into()), true));
     let engine = engine(&[]);
     let config = Config::default();
@@ -574,10 +575,10 @@ async fn servers_come_go_and_are_left() {
         let _: () = server.call("Drain", &(drain,)).await.unwrap();
         until(&engine, |s| s.servers[0].state == state).await;
     }
-    // A lease goes by its own object, too.
+    // A lease can be released through its own object, too.
     let (id, path, fd) = create(&manager, &[], 0).await.unwrap();
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
-    // Drained by its own administrator: the next renewal tells.
+    // The server's own administrator drains it: the next renewal reports that.
     for (drain, state) in [(true, "draining"), (false, "online")] {
         sim.with(|s| s.draining = drain);
         let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
@@ -606,7 +607,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     engine.session_opened(session("abcdefghijkl", uid));
     let caller = Caller { uid, pid: 0, user: None, access: true, session: Some("abcdefghijkl".into()) };
     let path = async {
-        // Its first CUDA call.
+        // First CUDA call of the session.
         while !matches!(engine.grant(caller.clone(), Wish::default()).await, Answer::Granted(..)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -622,7 +623,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     assert_eq!(mine.len(), 1);
     let id = engine.snapshot().borrow().leases[0].id.clone();
     let _: () = manager.call("ReleaseSession", &("abcdefghijkl",)).await.unwrap();
-    assert!(leases(&manager).await.is_empty(), "gone when the reply is there");
+    assert!(leases(&manager).await.is_empty(), "removed before the reply");
     tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
 }
 
@@ -655,7 +656,7 @@ async fn a_lease_that_waits_shows_its_place_and_why() {
         }
         seen
     };
-    tokio::time::timeout(PATIENCE, changes((3, 40))).await.expect("the place is told");
+    tokio::time::timeout(PATIENCE, changes((3, 40))).await.expect("the place is announced");
     assert_eq!(lease.get_property::<(u32, u32)>("QueuePosition").await.unwrap(), (3, 40));
     assert_eq!(lease.get_property::<String>("State").await.unwrap(), "pending");
     sim.with(|s| s.failing = Some(full(2)));
@@ -757,10 +758,10 @@ async fn a_slow_call_holds_up_nothing_and_nobody_has_too_many() {
             }
         }
     };
-    // Calls that were given up by their callers are still being worked on.
+    // Calls whose callers gave up are still in progress.
     let name = tokio::time::timeout(PATIENCE, refused).await.unwrap();
     assert_eq!(name, "org.freedesktop.DBus.Error.LimitsExceeded");
-    // That holds for whatever is called; properties are read, and what happens is shown.
+    // The limit applies to all methods; properties are still read, and signals are sent.
     let too_many = manager.call::<_, _, OwnedVariant>("ListLeases", &()).await;
     assert_eq!(error_name(too_many), "org.freedesktop.DBus.Error.LimitsExceeded");
     let mut more = config.clone();
@@ -803,7 +804,7 @@ async fn leases_of_a_session_end_with_it() {
     let mut stream = signals(&connection).await;
     let uid = nix::unistd::getuid().as_raw();
     engine.session_opened(session("abcdefghijkl", uid));
-    // By its own id and by logind's.
+    // By the session's own id and by logind's.
     let (id, path, fd) = create(&manager, &[("Session", "c7".into())], 0).await.unwrap();
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     let (bound, object) = lease.get_property::<(String, OwnedObjectPath)>("Session").await.unwrap();

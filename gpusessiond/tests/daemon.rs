@@ -1,4 +1,4 @@
-//! The daemon as a program: configuration, what systemd hears, sockets, the end.
+//! The daemon as a program: configuration, notifications to systemd, sockets, exit.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn configure(folder: &Path, text: &str) {
     std::fs::write(folder.join("etc/gpusession.toml"), text).unwrap();
 }
 
-/// A child that does not outlive its test.
+/// A child process that is killed when dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -45,7 +45,7 @@ impl Drop for Running {
 impl Running {
     fn stop(&mut self) -> i32 {
         let pid = nix::unistd::Pid::from_raw(i32::try_from(self.0.id()).unwrap());
-        // SAFETY: kill takes two integers.
+        // SAFETY: kill takes two integers and no pointer.
         assert_eq!(unsafe { libc::kill(pid.as_raw(), libc::SIGTERM) }, 0);
         self.0.wait().unwrap().code().expect("an exit code")
     }
@@ -108,7 +108,7 @@ fn systemd_hears_that_it_is_ready_although_no_server_is_there() {
     };
     hear("READY=1");
     hear("waiting for `gpusession join`");
-    // Programs hear the reason, too.
+    // Programs get the reason, too.
     let socket = folder.path().join("run/grant.sock");
     let (reply, _connection) = ask(&socket, &request()).unwrap();
     let Reply::Denied { denial: Denial::NotReady, reason } = reply else { panic!("{reply:?}") };
@@ -163,7 +163,7 @@ fn a_second_daemon_does_not_take_the_first_ones_socket() {
     let second = daemon(folder.path(), &bus.address()).output().unwrap();
     assert_eq!(second.status.code(), Some(3));
     assert!(ask(&socket, &request()).is_ok(), "the first one serves on");
-    // A killed one leaves its socket, which the next one replaces.
+    // A killed daemon leaves its socket, which the next one replaces.
     let _ = first.0.kill();
     let _ = first.0.wait();
     assert!(socket.exists());
@@ -179,7 +179,7 @@ fn a_socket_of_systemd_is_used() {
     let path = folder.path().join("passed.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let mut command = Command::new("/bin/sh");
-    // LISTEN_PID is the pid of the program that the sockets are for.
+    // LISTEN_PID must be the pid of the program that gets the sockets.
     command
         .args(["-c", "export LISTEN_PID=$$; exec \"$0\"", DAEMON])
         .env_clear()
@@ -194,7 +194,7 @@ fn a_socket_of_systemd_is_used() {
     // SAFETY: between fork and exec only dup2 and fcntl are called, which are async-signal-safe.
     unsafe {
         command.pre_exec(move || {
-            // dup2 onto itself would leave close-on-exec as it was.
+            // dup2 of a descriptor onto itself would leave close-on-exec set.
             if libc::dup2(fd, 3) == 3 && libc::fcntl(3, libc::F_SETFD, 0) == 0 {
                 Ok(())
             } else {

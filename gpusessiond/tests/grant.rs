@@ -114,7 +114,7 @@ async fn a_process_that_closes_its_connection_keeps_its_gpu() {
     let config = config(&[1]);
     want(&engine, &config).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
-    // This test is the process: what it closes is only the connection.
+    // This test is the process, so dropping the connection does not end it.
     let (reply, connection) = ask_async(&socket.path, request()).await;
     assert!(matches!(reply, Reply::Granted(_)));
     drop(connection);
@@ -145,7 +145,7 @@ async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served
     let (lease, mut first) = granted().await;
     let reason = "server gpu-a at 10.0.0.1:7602: refused\n\u{1b}[31m\u{202e}".to_owned();
     let unserved = |again| Outcome::Unserved { lease: lease.clone(), reason: reason.clone(), again };
-    // It tries again: its worker goes back.
+    // The program tries again: its worker is returned.
     let (_, mut before) = granted().await;
     before.write_all(&message::encode(&unserved(true))).unwrap();
     tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
@@ -154,7 +154,8 @@ async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served
     until(&engine, |s| s.leases[0].failures.first().is_some_and(|(failure, _)| !failure.again)).await;
     let unserved = (me, false, "server gpu-a at 10.0.0.1:7602: refused[31m".to_owned());
     assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
-    // This test is the process, and runs on: its worker goes back all the same, and it is not counted any more.
+    // This test is the process, and keeps running: still its worker is returned and no longer
+    // counted.
     tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 2)).await.expect("at once");
     until(&engine, |s| s.leases[0].processes == 0).await;
 
@@ -163,7 +164,7 @@ async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served
         (Outcome::Served, Outcome::Lost { lease: lease.clone(), reason: "END: fault".into() });
     second.write_all(&message::encode(&served)).unwrap();
     until(&engine, |s| s.leases[0].failures.is_empty()).await;
-    // In pieces, and with the end of the connection behind them.
+    // In two parts, followed by the end of the connection.
     let bytes = message::encode(&lost);
     second.write_all(&bytes[..7]).unwrap();
     tokio::task::yield_now().await;
@@ -190,15 +191,15 @@ async fn nonsense_about_workers_changes_nothing() {
         let (reply, mut connection) = ask_async(&socket.path, request()).await;
         let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
         connection.write_all(&before).unwrap();
-        // Not read any more.
+        // Beyond the limit, so not read.
         connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
     }
-    // Of a lease that is not its own.
+    // About a lease that the process was not granted.
     let (_, mut stranger) = ask_async(&socket.path, request()).await;
     stranger.write_all(&unserved("nosuchlease")).unwrap();
     until(&engine, |s| s.leases[0].processes == 4).await;
     assert_eq!(failures(&engine.snapshot().borrow()), []);
-    // The next program's words arrive.
+    // The next program's outcome is read.
     let (reply, mut connection) = ask_async(&socket.path, request()).await;
     let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
     connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
@@ -277,14 +278,14 @@ async fn access_decides_and_a_named_lease_must_be_the_callers() {
         "{reply:?}"
     );
 
-    // A lease of the caller's own does not need [access].
+    // A lease of the caller's own needs no access by `[access]`.
     let own = engine.create(Spec::requested("own".into(), me)).await.unwrap();
     let with = |id: &str| Request { lease: Some(id.into()), ..request() };
     let (reply, _c) = ask_async(&socket.path, with(&own.id)).await;
     assert!(matches!(&reply, Reply::Granted(e) if e[0].lease == own.id), "{reply:?}");
     let (reply, _c) = ask_async(&socket.path, with("nonesuchlease")).await;
     let Reply::Denied { denial: Denial::NoDevice, reason } = reply else { panic!("{reply:?}") };
-    assert_eq!(reason, "there is no lease nonesuchlease of yours");
+    assert_eq!(reason, "lease nonesuchlease: not found among this user's leases");
     if me != 0 {
         let other = engine.create(Spec::requested("other".into(), me + 1)).await.unwrap();
         let (reply, _c) = ask_async(&socket.path, with(&other.id)).await;
@@ -374,7 +375,7 @@ async fn garbage_harms_nobody() {
         let mut stream = UnixStream::connect(&socket.path).unwrap();
         stream.write_all(&bytes).unwrap();
         if !answered {
-            // A caller that goes in the middle, and one that never sends the rest: both are forgotten.
+            // The rest of the request never comes: the caller gets no answer.
             drop(stream.try_clone().unwrap());
         }
         let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(20)]).into_owned();
@@ -420,7 +421,7 @@ async fn slow_callers_hold_nobody_up_and_one_user_cannot_take_all_places() {
     assert!(reason.contains("too many connections"), "{reason}");
     drop(dripping);
     drop(connection);
-    // The places of those who went are free again.
+    // The slots of closed connections are free again.
     let again = async {
         loop {
             if let (Reply::Granted(_), _c) = ask_async(&socket.path, request()).await {
@@ -444,7 +445,7 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             let socket = GrantSocket::start(&engine, &config, Limits::default());
             let asking = ask_async(&socket.path, Request { environment: environment.clone(), ..request() });
             let ends = async {
-                // The server is told that a program waits, and refuses.
+                // The call to the server counts the waiting program; the server refuses.
                 sim.until(|s| s.waiting.contains(&1)).await;
                 sim.with(|s| s.refuses_workers = None);
             };

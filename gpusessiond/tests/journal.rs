@@ -1,4 +1,4 @@
-//! What administrators act on: the message id and the fields of each event that the daemon logs.
+//! Message id and fields of each event that the daemon logs; administrators' tools rely on them.
 
 mod common;
 
@@ -27,10 +27,10 @@ use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-/// One entry: its fields by their names in the journal.
+/// A journal entry: values by field name.
 type Entry = BTreeMap<String, String>;
 
-/// What has been logged with a message id.
+/// Entries that were logged with a message id.
 #[derive(Clone)]
 struct Journal(Arc<watch::Sender<Vec<Entry>>>);
 
@@ -57,7 +57,7 @@ impl Visit for Fields {
 }
 
 impl Journal {
-    /// Waits for an event with exactly these fields of ours, which begin like this.
+    /// Waits for an event with exactly these `GPUSESSION_` fields; values are compared by prefix.
     async fn has(&self, event: Event, fields: &[(&str, &str)]) {
         let is = |entry: &Entry| {
             let ours: BTreeMap<_, _> = entry
@@ -74,20 +74,20 @@ impl Journal {
     }
 }
 
-/// Sends what a program of another version might.
+/// Sends a malformed request, as a library of another version might.
 fn say_something_else(path: &std::path::Path) {
     let mut stream = UnixStream::connect(path).unwrap();
     stream.write_all(&[3, 0, 0, 0, 255, 255, 255]).unwrap();
     stream.read_exact(&mut [0; 4]).unwrap();
 }
 
-/// A login of this process, or the end of it.
+/// Reports a login of this process, or its end.
 fn tell(path: &std::path::Path, request: &Request) {
     let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
     connect(std::os::fd::AsRawFd::as_raw_fd(&fd), &UnixAddr::new(path).unwrap()).unwrap();
     let mut stream = UnixStream::from(fd);
     stream.write_all(&request.encode()).unwrap();
-    // Until the daemon has answered, or closes.
+    // Returns once the daemon has answered or closed the connection.
     let _ = stream.read(&mut [0; 1024]).unwrap();
 }
 
@@ -177,7 +177,7 @@ async fn each_event_says_whom_it_concerns_and_why() {
     say(Request::Close).await;
     journal.has(Event::SessionClosed, &[("USER", &me), ("SESSION", &id)]).await;
 
-    // Every event that the client's catalog explains, and no other.
+    // The test covers exactly the events of the client's catalog.
     let logged: std::collections::BTreeSet<String> =
         journal.0.borrow().iter().map(|entry| entry["MESSAGE_ID"].clone()).collect();
     for event in Event::ALL {

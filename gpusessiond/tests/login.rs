@@ -52,12 +52,12 @@ fn open() -> Open {
     Open { uid: me(), service: "sshd".into(), user: "somebody".into(), tty: "ssh".into(), rhost: "h".into() }
 }
 
-/// Sends one packet; what comes back, empty when the daemon closes.
+/// Sends one packet and returns the answer; empty if the daemon closes the connection.
 fn say(path: &Path, packet: &[u8]) -> Vec<u8> {
     let fd: OwnedFd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
     connect(fd.as_raw_fd(), &UnixAddr::new(path).unwrap()).unwrap();
     match send(fd.as_raw_fd(), packet, MsgFlags::MSG_NOSIGNAL) {
-        // A stranger is turned away before he has said anything.
+        // The daemon closes a stranger's connection before reading the packet.
         Err(nix::errno::Errno::EPIPE) => return Vec::new(),
         sent => sent.unwrap(),
     };
@@ -92,7 +92,7 @@ fn with_environment() -> Config {
     Config { environment: [("NCCL_DEBUG".to_owned(), "WARN".to_owned())].into(), ..config(&[1]) }
 }
 
-/// This test program again, as the leader of a session: opens one and stays until it is killed.
+/// Helper: this test program again, as the leader of a session, until it is killed.
 #[test]
 fn leader() {
     let Some(path) = std::env::var_os("LOGIN_TEST_SOCKET") else { return };
@@ -153,12 +153,12 @@ async fn a_login_gets_its_environment_and_lasts_as_long_as_its_leader() {
     let read = Reply::parse(&reply).unwrap();
     let mine = id(&reply).unwrap();
     assert_eq!(read.environment, [("GPUSESSION_ID", mine.as_str()), ("NCCL_DEBUG", "WARN")]);
-    // The same leader asks again: the same session.
+    // A second login of one leader joins its session.
     assert_eq!(id(&say_async(&socket.path, Request::Open(open()).encode()).await), Some(mine.clone()));
 
     let leader = Leader::start(&socket.path, false).await;
     let list = socket.sessions.list();
-    // Inside a session of logind (a developer's terminal), both leaders are in the same one.
+    // Inside a session of logind (a developer's terminal), both leaders share one session.
     let nested = leader.id == mine;
     assert_eq!(list.len(), if nested { 1 } else { 2 });
     let session = list.iter().find(|s| s.id == leader.id).unwrap();
@@ -180,7 +180,7 @@ async fn a_close_ends_the_session_of_its_sender_only() {
     let socket = LoginSocket::start(folder.path(), &config(&[1]), me());
     let mut leader = Leader::start(&socket.path, true).await;
     assert!(say_async(&socket.path, Request::Close.encode()).await.is_empty());
-    assert_eq!(socket.sessions.list().len(), 1, "somebody else's close");
+    assert_eq!(socket.sessions.list().len(), 1, "another process's close");
     leader.go_on();
     until("the session's end", || socket.sessions.list().is_empty()).await;
     assert!(std::fs::read_dir(folder.path().join("sessions")).unwrap().next().is_none());
@@ -194,7 +194,7 @@ async fn sessions_survive_the_daemon() {
     let stale = folder.path().join("sessions/aaaaaaaaaaaa");
     let text = std::fs::read_to_string(folder.path().join("sessions").join(&leader.id)).unwrap();
     let start = socket.sessions.list()[0].leader_start;
-    // Another process had this pid then.
+    // In the stored session, the pid belonged to another process.
     std::fs::write(&stale, text.replace(&start.to_string(), "1")).unwrap();
     std::fs::write(folder.path().join("sessions/bbbbbbbbbbbb"), "{").unwrap();
     drop(socket);
@@ -215,7 +215,7 @@ async fn who_has_nothing_here_gets_nothing() {
     let reply = say_async(&socket.path, Request::Open(open()).encode()).await;
     assert_eq!(Reply::parse(&reply), Ok(Reply::default()));
     assert!(socket.sessions.list().is_empty());
-    // A lease of one's own is access to it.
+    // A lease of the user's own counts as access.
     config.leases[0].for_user = Some("somebody".into());
     drop(socket);
     let socket = LoginSocket::start(folder.path(), &config, me());

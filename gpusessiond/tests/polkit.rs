@@ -1,4 +1,6 @@
-//! Who may do what, by a real polkitd on a private bus: needs root, since the daemon and the callers are other users.
+//! Authorization by a real polkitd on a private bus.
+//!
+//! Needs root, since daemon and callers run as different users.
 
 mod common;
 
@@ -18,7 +20,7 @@ const POLKITD: &str = "/usr/lib/polkit-1/polkitd";
 struct Polkit(Child);
 
 impl Polkit {
-    /// Knows our actions, which this user owns, and these rules only.
+    /// Starts polkitd with only gpusession's actions, owned by this user, and these rules.
     async fn start(bus: &PrivateBus, owner: &str, rules: &str) -> Self {
         let folder = bus.folder();
         let rules_folder = folder.join("rules.d");
@@ -60,7 +62,9 @@ impl Drop for Polkit {
     }
 }
 
-/// The daemon, which is not root, on a bus that other users reach; `None` where that cannot be.
+/// Starts the daemon's API without root's rights, on a bus that other users reach.
+///
+/// Returns `None` if the host does not permit that.
 async fn daemon(sim: &SimServer, config: &Config) -> Option<(PrivateBus, Engine, Bus)> {
     if !nix::unistd::getuid().is_root() || !Path::new(POLKITD).exists() {
         assert!(std::env::var_os("REQUIRE_SYSTEM").is_none(), "needs root and {POLKITD}");
@@ -80,7 +84,7 @@ async fn daemon(sim: &SimServer, config: &Config) -> Option<(PrivateBus, Engine,
     Some((bus, engine, api))
 }
 
-/// A lease that a user asks for, which outlives busctl.
+/// Arguments for a lease that outlives busctl.
 const CREATE: [&str; 7] = ["CreateLease", "a{sv}t", "1", "TTLUSec", "t", "60000000", "1"];
 
 fn one_extra() -> Config {
@@ -93,7 +97,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// A call of another user.
+/// Calls a method as another user.
 async fn call(bus: &PrivateBus, user: &str, arguments: &[&str]) -> Output {
     let mut command = tokio::process::Command::new("setpriv");
     command
@@ -118,8 +122,8 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
         });"#;
     let _polkit = Polkit::start(&bus, DAEMON, rules).await;
     let lease = engine.snapshot().borrow().leases[0].id.clone();
-    // busctl has words of its own for a refusal.
-    // By default an administrator's password, which nobody can give here; by the rule, without.
+    // busctl prints its own text for a refusal. By default the action needs an administrator's
+    // password, which cannot be entered here; by the rule it needs none.
     let refused = call(&bus, "bin", &["Preallocate", "u", "1"]).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
     let allowed = call(&bus, "daemon", &["Preallocate", "u", "1"]).await;
@@ -128,14 +132,14 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
     let refused = call(&bus, "daemon", &["ReleaseLease", "s", &lease]).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
 
-    // Leases of one's own: yes by default, within extra_leases; not where a rule says no.
+    // Own leases are allowed by default within extra_leases, unless a rule forbids it.
     let created = call(&bus, "bin", &CREATE).await;
     assert!(created.status.success(), "{}", said(&created));
     let again = call(&bus, "bin", &CREATE).await;
     assert!(said(&again).contains("extra_leases = 1"), "{}", said(&again));
     let refused = call(&bus, "games", &CREATE).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
-    // For somebody else it takes the other action, and only that one; what it makes counts against its owner.
+    // A lease for another user needs only the other action, and counts against its owner.
     let games = nix::unistd::User::from_name("games").unwrap().unwrap().uid.to_string();
     let for_other =
         ["CreateLease", "a{sv}t", "2", "TTLUSec", "t", "60000000", "UID", "u", games.as_str(), "1"];
@@ -153,7 +157,7 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
     }
     let challenged = call(&bus, "daemon", &["CanCreateLease", "a{sv}", "1", "UID", "u", "3"]).await;
     assert_eq!(said(&challenged).trim(), "s \"challenge\"");
-    // What is not allowed on the bus does not even reach the daemon.
+    // The bus rejects a forbidden call before it reaches the daemon.
     let mut stranger = tokio::process::Command::new("setpriv");
     stranger
         .args(["--reuid=bin", "--clear-groups", "busctl"])
@@ -179,13 +183,13 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
 async fn a_polkit_that_does_not_decide_allows_nothing() {
     let sim = SimServer::new("gpu-a", 8);
     let Some((bus, _engine, _api)) = daemon(&sim, &one_extra()).await else { return };
-    // Without polkit the default holds: yes, and only for oneself.
+    // Without polkit the packaged default applies: own leases only.
     let other = ["CanCreateLease", "a{sv}", "1", "UID", "u", "3"];
     let could = call(&bus, "bin", &other).await;
     assert_eq!(said(&could).trim(), "s \"no\"");
     let created = call(&bus, "bin", &CREATE).await;
     assert!(created.status.success(), "{}", said(&created));
-    // One whose actions are somebody else's tells this daemon nothing about other users.
+    // A polkitd whose actions belong to another user does not answer this daemon about other users.
     let _polkit = Polkit::start(&bus, "root", "").await;
     let refused = call(&bus, "games", &CREATE).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));

@@ -1,8 +1,10 @@
-//! Who may do what: one place, so that there is one thing to read and one to extend.
+//! Authorization of D-Bus calls, and their limits.
 //!
-//! The caller's uid decides first. What it leaves open is polkit's to say, with the caller's name on the bus as subject
-//! and a password dialog only where the message allows one. On a machine without polkit the packaged defaults hold; a polkit
-//! that is there and does not decide allows nothing.
+//! The caller's uid decides first; polkit decides the rest, with the caller's bus name as subject.
+//! A password dialog appears only if the message allows one.
+//!
+//! On a host without polkit the packaged defaults apply. A polkit that fails to decide allows
+//! nothing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,12 +20,13 @@ use super::Shared;
 use super::error::{BusError, Result};
 use crate::leases::LeaseView;
 
-/// Calls of one user that are worked on at the same time; root may have more, to see what is wrong. The bus has a limit of
-/// its own for each connection, 128 in most configurations.
+/// Most concurrent calls of one user; root has more, to diagnose problems.
+///
+/// The bus has its own limit per connection, 128 in most configurations.
 const CALLS: usize = 16;
 const CALLS_OF_ROOT: usize = 64;
 
-/// Errors of the bus, and of systemd on its behalf, that say that this machine has no polkit.
+/// Errors of the bus, and of systemd on its behalf, that mean that this host has no polkit.
 const NO_POLKIT: [&str; 5] = [
     "org.freedesktop.DBus.Error.ServiceUnknown",
     "org.freedesktop.DBus.Error.NameHasNoOwner",
@@ -32,24 +35,24 @@ const NO_POLKIT: [&str; 5] = [
     "org.freedesktop.systemd1.UnitMasked",
 ];
 
-/// What a caller wants to do.
+/// An action that needs permission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deed {
-    /// Hold a lease beside the configured ones.
+    /// Hold a lease in addition to the configured ones.
     CreateLease,
-    /// The same for another user, or in another user's session.
+    /// Hold a lease for another user, or in another user's session.
     CreateLeaseForOther,
-    /// Use, renew or release a lease of this uid; `u32::MAX` is the machine's own.
+    /// Use, renew or release a lease of this uid; `u32::MAX` stands for the client's own leases.
     Touch {
-        /// Owner of the lease.
+        /// Uid of the lease's owner.
         owner: u32,
     },
-    /// Everything that concerns all users.
+    /// Change settings that concern all users.
     ManagePool,
 }
 
 impl Deed {
-    /// Polkit's name for it, what the packaged policy says of it, and the words of a refusal.
+    /// Returns polkit's action id, the packaged default, and the error text of a refusal.
     fn policy(self) -> (&'static str, bool, &'static str) {
         match self {
             Self::CreateLease => {
@@ -75,9 +78,9 @@ impl Deed {
     }
 }
 
-/// A call that is being worked on.
+/// A call in progress; dropping it frees the caller's place.
 pub struct Call<'a> {
-    /// Who calls.
+    /// Uid of the caller.
     pub uid: u32,
     shared: Arc<Shared>,
     connection: &'a Connection,
@@ -96,17 +99,17 @@ impl Drop for Call<'_> {
     }
 }
 
-/// What polkit says.
+/// Answer of polkit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     Yes,
-    /// After authentication.
+    /// Allowed after authentication.
     Challenge,
     No,
 }
 
 impl<'a> Call<'a> {
-    /// Takes up a call: its uid is what the bus daemon says, and one user cannot have too many.
+    /// Starts a call: asks the bus daemon for the caller's uid, and enforces the limit per user.
     pub async fn begin(
         shared: &Arc<Shared>,
         connection: &'a Connection,
@@ -134,7 +137,7 @@ impl<'a> Call<'a> {
         Ok(Self { uid, shared: shared.clone(), connection, header })
     }
 
-    /// Whether the caller may.
+    /// Succeeds if the caller may do this.
     pub async fn may(&self, deed: Deed) -> Result<()> {
         let interactive = self.header.primary().flags().contains(Flags::ALLOW_INTERACTIVE_AUTH);
         match self.judge(deed, interactive).await? {
@@ -143,7 +146,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Whether the caller may, after authentication if need be: `yes`, `challenge` or `no`.
+    /// Returns `yes`, `challenge` (after authentication) or `no`.
     pub async fn could(&self, deed: Deed) -> &'static str {
         match self.judge(deed, false).await {
             Ok(Verdict::Yes) => "yes",
@@ -165,14 +168,14 @@ impl<'a> Call<'a> {
                 Ok(verdict)
             }
             Err(error) if says_no_polkit(&error) => {
-                debug!("there is no polkit, the packaged default of {action} holds: {error}");
+                debug!("polkit: not on this host: {error}; the packaged default of {action} applies");
                 Ok(if default { Verdict::Yes } else { Verdict::No })
             }
             Err(error) => {
                 let trouble = format!("polkit does not decide on {action}: {error}");
-                // Said once for each reason, however often somebody asks.
+                // Each reason is logged once, however often it occurs.
                 if *said != trouble {
-                    warn!(gpusession_reason = trouble, "{trouble}: only root may");
+                    warn!(gpusession_reason = trouble, "{trouble}; only root may");
                     said.clone_from(&trouble);
                 }
                 Err(BusError::access_denied(trouble))
@@ -209,25 +212,27 @@ fn says_no_polkit(error: &zbus::Error) -> bool {
     }
 }
 
-/// A lease in the making; it counts against its owner until it is dropped, when the lease is there or is not to be.
+/// A lease being created; counts against its owner until dropped, when it exists or was refused.
 pub struct Creating<'a> {
     shared: &'a Shared,
     owner: u32,
     persistent: bool,
 }
 
-/// How many leases of a user are in the making.
+/// Number of leases that a user is creating.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnderWay {
     all: usize,
     persistent: usize,
 }
 
-/// Persistent leases of one user.
+/// Most persistent leases of one user.
 const MAX_PERSISTENT: usize = 2;
 
 impl<'a> Creating<'a> {
-    /// Reserves one of the leases that a user may hold beside the configured ones. Only root goes beyond `extra_leases`.
+    /// Reserves one of the additional leases that a user may hold.
+    ///
+    /// Only root may exceed `extra_leases`.
     pub fn begin(shared: &'a Shared, caller: u32, owner: u32, persistent: bool) -> Result<Self> {
         let mut creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
         let under_way = creating.entry(owner).or_default();
@@ -237,7 +242,7 @@ impl<'a> Creating<'a> {
             let held = leases.borrow().leases.iter().filter(held).count();
             if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
                 return Err(BusError::quota_exceeded(format!(
-                    "at most {MAX_PERSISTENT} persistent leases of one user"
+                    "uid {owner} holds {MAX_PERSISTENT} persistent leases already: release one"
                 )));
             }
             Ok(())
@@ -251,7 +256,7 @@ impl<'a> Creating<'a> {
         allowed.map(|()| Self { shared, owner, persistent })
     }
 
-    /// Whether [`Creating::begin`] would.
+    /// Returns `true` if [`Creating::begin`] would succeed for a lease that is not persistent.
     pub fn could(shared: &Shared, caller: u32, owner: u32) -> bool {
         let creating = shared.creating.lock().unwrap_or_else(|e| e.into_inner());
         may_hold_more(shared, caller, owner, creating.get(&owner).map_or(0, |u| u.all)).is_ok()

@@ -9,10 +9,10 @@ use super::objects::{cuda_version, state_of};
 use crate::config::Class;
 use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
 
-/// How long people are shown that a lease has failed a program, while it serves none.
+/// Time that a lease's failed program is shown, unless the lease serves another one first.
 const FAILURE_SHOWN: Duration = Duration::from_secs(600);
 
-/// As this user may see it. Grows by new keys only, within one schema.
+/// Describes the daemon's state as this user may see it; within one schema it only gains keys.
 pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
     let snapshot = shared.leases.snapshot().borrow().clone();
     let (target, ready) = snapshot.pool();
@@ -42,7 +42,7 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
 
 fn lease(l: &LeaseView, uid: u32) -> Value {
     let trouble = l.trouble.as_ref();
-    // Programs write the reasons themselves, and nobody has to read those of strangers.
+    // Programs write the reasons themselves: other users' text is not shown, except to root.
     let readable = |(failure, usec): &&(Failure, u64)| {
         let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
         (uid == 0 || uid == failure.uid) && since < FAILURE_SHOWN

@@ -1,11 +1,11 @@
-//! Errors of the API: `org.gpusession1.Error.*`, and D-Bus's own for the rest.
+//! Errors of the API: `org.gpusession1.Error.*`, and standard D-Bus errors for the rest.
 
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
 
 use crate::pool::{PoolError, Trouble};
 
-/// A named error with its words.
+/// A D-Bus error: name and message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct BusError {
@@ -13,7 +13,7 @@ pub struct BusError {
     message: String,
 }
 
-/// Result of a method.
+/// Result of a D-Bus method.
 pub type Result<T> = std::result::Result<T, BusError>;
 
 macro_rules! errors {
@@ -27,42 +27,42 @@ macro_rules! errors {
 }
 
 errors! {
-    /// There is no such lease.
+    /// Lease not found.
     no_such_lease = "org.gpusession1.Error.NoSuchLease",
-    /// There is no such device.
+    /// Device not found.
     no_such_device = "org.gpusession1.Error.NoSuchDevice",
-    /// There is no such server.
+    /// Server not found.
     no_such_server = "org.gpusession1.Error.NoSuchServer",
-    /// There is no such session.
+    /// Session not found.
     no_such_session = "org.gpusession1.Error.NoSuchSession",
-    /// Every GPU that fits is taken; may be retried.
+    /// Every suitable GPU is taken; a later call may succeed.
     no_capacity = "org.gpusession1.Error.NoCapacity",
-    /// A limit refuses.
+    /// A limit is reached.
     quota_exceeded = "org.gpusession1.Error.QuotaExceeded",
-    /// The lease is lost.
+    /// The lease was lost.
     lease_lost = "org.gpusession1.Error.LeaseLost",
-    /// No server answers.
+    /// The server does not answer, or does not accept this client.
     server_unreachable = "org.gpusession1.Error.ServerUnreachable",
-    /// Not yet; may be retried.
+    /// The daemon is not ready; a later call may succeed.
     not_ready = "org.gpusession1.Error.NotReady",
-    /// Versions do not fit.
+    /// Client and server have different protocol versions.
     protocol_mismatch = "org.gpusession1.Error.ProtocolMismatch",
-    /// The request makes no sense.
+    /// An argument is invalid.
     invalid_args = "org.freedesktop.DBus.Error.InvalidArgs",
-    /// The caller has too much going on already.
+    /// The caller has too many calls in progress.
     limits_exceeded = "org.freedesktop.DBus.Error.LimitsExceeded",
-    /// A file says something that cannot be used.
+    /// A configuration file cannot be used.
     invalid_file = "org.freedesktop.DBus.Error.InvalidFileContent",
-    /// The caller may not.
+    /// The caller is not allowed to do this.
     access_denied = "org.freedesktop.DBus.Error.AccessDenied",
-    /// Not in this version, or not on the GPUs that there are.
+    /// Not supported by this version, or by the GPUs of the pool.
     not_supported = "org.freedesktop.DBus.Error.NotSupported",
-    /// Anything else.
+    /// Any other failure.
     failed = "org.freedesktop.DBus.Error.Failed",
 }
 
 impl BusError {
-    /// The error's name.
+    /// Returns the D-Bus name of the error.
     pub fn error_name(&self) -> &'static str {
         self.name
     }
@@ -72,7 +72,7 @@ impl From<PoolError> for BusError {
     fn from(error: PoolError) -> Self {
         let make = match error.trouble {
             Trouble::NoCapacity => Self::no_capacity,
-            // Not a matter of time.
+            // A later call would not succeed either.
             Trouble::NeverFits => Self::not_supported,
             Trouble::NotReady => Self::not_ready,
             Trouble::Quota | Trouble::OutOfMemory => Self::quota_exceeded,

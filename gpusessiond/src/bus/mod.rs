@@ -1,7 +1,8 @@
 //! `org.gpusession1` on D-Bus: a thin layer over [`Leases`].
 //!
-//! One task, the publisher, exports and removes objects and sends every signal, in the order in which things happen:
-//! an object is there before its `New` signal, and nothing follows `LeaseRemoved`.
+//! One task, the publisher, exports and removes objects and sends every signal, in order of
+//! occurrence. An object exists before its `New` signal, and no signal of a lease follows
+//! `LeaseRemoved`.
 
 mod authority;
 mod describe;
@@ -27,28 +28,28 @@ use crate::login::Sessions;
 use crate::settings::Settings;
 use crate::values::path_element;
 
-/// Well-known name.
+/// Well-known name on the bus.
 pub const NAME: &str = "org.gpusession1";
-/// Path of the manager, and of everything else below it.
+/// Path of the manager; all other objects are below it.
 pub const PATH: &str = "/org/gpusession1";
-/// Longest `Who` and `Why`.
+/// Longest `Who` and `Why`, in bytes.
 pub(crate) const MAX_TEXT: usize = 256;
 
-/// What every object needs.
+/// State that all objects share.
 pub struct Shared {
     pub(crate) leases: Arc<dyn Leases>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) sessions: Option<Arc<Sessions>>,
     pub(crate) store: Option<Store>,
-    /// Calls that are being worked on, per user.
+    /// Number of calls in progress per uid.
     pub(crate) calls: Mutex<HashMap<u32, usize>>,
-    /// Grows with each published snapshot: replies wait for it, so that what they name exists.
+    /// Latest published snapshot: replies wait for it, so that the objects that they name exist.
     pub(crate) published: watch::Sender<Arc<Snapshot>>,
-    /// Every lease of class boot has been held at once since the start.
+    /// Whether every lease of class boot was held at the same time since the start.
     pub(crate) boot_complete: Mutex<bool>,
-    /// Leases being created, per owner.
+    /// Leases being created, per owner's uid.
     pub(crate) creating: Mutex<HashMap<u32, authority::UnderWay>>,
-    /// Why polkit did not decide when it was last asked; empty if it did.
+    /// Why polkit failed to decide last; empty if it decided.
     pub(crate) polkit_trouble: Mutex<String>,
 }
 
@@ -77,13 +78,11 @@ impl Shared {
     }
 }
 
-/// What the API stands on.
+/// Parts of the daemon that the API uses.
 pub struct Parts {
-    /// The lease manager.
     pub leases: Arc<dyn Leases>,
-    /// The configuration.
     pub settings: Arc<Settings>,
-    /// Login sessions, where they are known.
+    /// Login sessions, if the daemon tracks them.
     pub sessions: Option<Arc<Sessions>>,
     /// Keeps lease descriptors for the next daemon.
     pub store: Option<Store>,
@@ -91,14 +90,16 @@ pub struct Parts {
     pub lease_fds: HashMap<String, OwnedFd>,
 }
 
-/// The API on a connection.
+/// The running API.
 pub struct Bus {
-    /// The connection that owns [`NAME`].
+    /// Connection that owns [`NAME`].
     pub connection: Connection,
 }
 
 impl Bus {
-    /// Exports the API on a connection and takes the name; the publisher runs for as long as the lease manager does.
+    /// Exports the API on a connection and takes the name.
+    ///
+    /// The publisher runs as long as the lease manager.
     pub async fn start(connection: Connection, parts: Parts) -> zbus::Result<Self> {
         let Parts { leases, settings, sessions, store, lease_fds } = parts;
         let shared = Arc::new(Shared {
@@ -117,7 +118,7 @@ impl Bus {
         server.at(PATH, zbus::fdo::ObjectManager).await?;
         server.at(PATH, Manager { shared: shared.clone() }).await?;
         let mut publisher = publisher::Publisher::new(connection.clone(), shared);
-        // Who waits for the name asks as soon as it is there, and finds all that there is.
+        // Clients that wait for the name call as soon as it appears, and must find all objects.
         publisher.begin().await?;
         tokio::spawn(publisher.run());
         connection.request_name(NAME).await?;
@@ -125,7 +126,7 @@ impl Bus {
     }
 }
 
-/// The text for `systemctl status`.
+/// Formats the status text of `systemctl status`.
 pub fn status_text(snapshot: &Snapshot) -> String {
     let (target, ready) = snapshot.pool();
     if target == 0 {
@@ -164,5 +165,5 @@ fn path(kind: &str, id: &str) -> OwnedObjectPath {
         .unwrap_or_else(|_| unreachable!("an escaped element makes a valid path"))
 }
 
-/// How long a reply waits until what it names is exported.
+/// Longest time that a reply waits for the export of the objects that it names.
 pub(crate) const PUBLISH_WAIT: Duration = Duration::from_secs(2);

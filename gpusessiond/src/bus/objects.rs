@@ -1,4 +1,4 @@
-//! The objects: manager, leases, devices, servers.
+//! The D-Bus objects: manager, leases, devices, servers.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd as _;
@@ -25,12 +25,14 @@ use crate::values::path_element;
 const PERSISTENT: u64 = 1;
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
-/// How long `CanCreateLease` waits for a server.
+/// Time that `CanCreateLease` waits for a server's description.
 const ASK_WAIT: Duration = Duration::from_secs(2);
-/// How long leases of a server are kept that `Server.Drain` leaves.
+/// Grace period before `Server.Drain` releases a server's leases.
 const DRAIN_GRACE: Duration = Duration::from_secs(60);
 
-/// What an object shows. It changes while calls on the object are under way: none of them may hold it.
+/// Data that an object shows.
+///
+/// It changes while calls on the object are in progress, so no call holds the lock.
 pub(super) struct Shown<T>(RwLock<Arc<T>>);
 
 impl<T> Shown<T> {
@@ -42,13 +44,13 @@ impl<T> Shown<T> {
         self.0.read().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
-    /// Shows another one; what was shown before.
+    /// Replaces the data and returns the previous data.
     pub(super) fn set(&self, value: T) -> Arc<T> {
         std::mem::replace(&mut *self.0.write().unwrap_or_else(|e| e.into_inner()), Arc::new(value))
     }
 }
 
-/// `org.gpusession1.Manager`.
+/// Object with the interface `org.gpusession1.Manager`.
 pub struct Manager {
     pub(super) shared: Arc<Shared>,
 }
@@ -56,7 +58,7 @@ pub struct Manager {
 /// A row of `ListDevices` and `ListServers`.
 type Row = (String, String, String, OwnedObjectPath);
 
-/// By its id, or by the name that only one has which waits.
+/// Finds a lease by id, or by name if exactly one pending lease has that name.
 fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
     let shown = |l: &&LeaseView| super::publisher::shown(l);
     if let Some(found) = snapshot.lease(id).filter(shown) {
@@ -66,41 +68,41 @@ fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
     let named: Vec<_> = snapshot.leases.iter().filter(shown).filter(waits).collect();
     match named[..] {
         [found] => Ok(found),
-        [] => Err(BusError::no_such_lease(format!("there is no lease {id}"))),
+        [] => Err(BusError::no_such_lease(format!("lease {id}: not found"))),
         _ => {
             let ids: Vec<_> = named.iter().map(|l| l.id.as_str()).collect();
             Err(BusError::no_such_lease(format!(
-                "several leases named {id} wait: say which one, {}",
-                ids.join(" or ")
+                "lease {id}: several pending leases have this name; use one of {}",
+                ids.join(", ")
             )))
         }
     }
 }
 
 impl Manager {
-    /// A lease that the caller may touch.
+    /// Finds a lease that the caller may change.
     async fn touch(&self, call: &Call<'_>, id: &str) -> Result<LeaseView> {
         let view = lease(&self.shared.snapshot(), id)?.clone();
         call.may(Deed::Touch { owner: view.uid }).await?;
         Ok(view)
     }
 
-    /// A login session, by its id or logind's.
+    /// Finds a login session by its id or logind's.
     fn session(&self, id: &str) -> Result<Arc<Session>> {
         let leases = self.shared.leases.snapshot();
         let snapshot = leases.borrow();
         let found = snapshot.sessions.iter().find(|s| s.id == id || s.logind.as_deref() == Some(id)).cloned();
-        found.ok_or_else(|| BusError::no_such_session(format!("there is no session {id}")))
+        found.ok_or_else(|| BusError::no_such_session(format!("session {id}: not found")))
     }
 
-    /// Index of a server.
+    /// Finds the index of a server by name.
     fn server(&self, name: &str) -> Result<usize> {
         let snapshot = self.shared.snapshot();
         let found = snapshot.servers.iter().position(|s| s.name == name);
-        found.ok_or_else(|| BusError::no_such_server(format!("there is no server {name}")))
+        found.ok_or_else(|| BusError::no_such_server(format!("server {name}: not found")))
     }
 
-    /// What a process of this user gets without naming a lease.
+    /// Lists the leases that a process of this user gets without naming one.
     async fn leases_of(&self, uid: u32, pid: u32, session: Option<String>) -> Vec<OwnedObjectPath> {
         let person = self.shared.settings.gate().person(uid).await;
         let caller = Caller { uid, pid, user: person.name, access: person.access, session };
@@ -109,19 +111,19 @@ impl Manager {
         snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
     }
 
-    /// What it is to ask for a lease that will be this user's.
+    /// Action that requesting a lease for `owner` needs permission for.
     fn deed(caller: u32, owner: u32) -> Deed {
         if owner == caller { Deed::CreateLease } else { Deed::CreateLeaseForOther }
     }
 
-    /// Whose lease a request makes: the session's user's, else the one that it names, else the caller's.
+    /// Sets a request's owner: the session's user, else the user of `UID`, else the caller.
     fn owner(&self, request: &mut request::Request, uid: u32) -> Result<u32> {
         let mut owner = request.uid.unwrap_or(uid);
         if let Some(id) = &request.session {
             let session = self.session(id)?;
             if request.uid.is_some_and(|named| named != session.uid) {
                 return Err(BusError::invalid_args(format!(
-                    "session {id} is not of the user that UID names"
+                    "session {id}: belongs to another user than UID names"
                 )));
             }
             owner = session.uid;
@@ -131,7 +133,9 @@ impl Manager {
         Ok(owner)
     }
 
-    /// Whether one of the servers has room for a lease now; they are asked, since others use them too.
+    /// Returns `true` if a server has room for a lease now.
+    ///
+    /// Asks the servers, since other clients use them too.
     async fn has_room(&self, spec: &Spec) -> bool {
         let mut asked = tokio::task::JoinSet::new();
         for (index, server) in self.shared.snapshot().servers.iter().enumerate() {
@@ -152,7 +156,7 @@ impl Manager {
         false
     }
 
-    /// Waits until the publisher has shown (or removed) what a reply is about.
+    /// Waits until the publisher has exported or removed the objects that a reply names.
     async fn published(&self, test: impl FnMut(&Arc<Snapshot>) -> bool) {
         let mut published = self.shared.published.subscribe();
         let _ = tokio::time::timeout(PUBLISH_WAIT, published.wait_for(test)).await;
@@ -229,7 +233,7 @@ impl Manager {
         if known {
             Ok(device_path(id))
         } else {
-            Err(BusError::no_such_device(format!("no lease has a GPU {id}")))
+            Err(BusError::no_such_device(format!("device {id}: not found in any lease")))
         }
     }
 
@@ -245,7 +249,7 @@ impl Manager {
         if known {
             Ok(server_path(id))
         } else {
-            Err(BusError::no_such_server(format!("there is no server {id}")))
+            Err(BusError::no_such_server(format!("server {id}: not found")))
         }
     }
 
@@ -409,7 +413,7 @@ impl Manager {
         let call = Call::begin(&self.shared, connection, &header).await?;
         call.may(Deed::ManagePool).await?;
         if count > MAX_AHEAD {
-            return Err(BusError::invalid_args(format!("at most {MAX_AHEAD} GPUs are held ahead")));
+            return Err(BusError::invalid_args(format!("at most {MAX_AHEAD} GPUs can be preallocated")));
         }
         self.shared.leases.preallocate(count).await;
         Ok(())
@@ -511,7 +515,8 @@ impl Manager {
         u64::from(self.shared.settings.get().access.extra_leases)
     }
 
-    // A lease without TTLUSec that nobody renews ends after this time; the daemon renews it for as long as it is wanted.
+    // Lifetime of a lease without TTLUSec after its last renewal; the daemon renews it while it is
+    // wanted.
     #[zbus(property, name = "LeaseTTLUSec")]
     pub(super) fn lease_ttl_usec(&self) -> u64 {
         shortest(&self.shared.snapshot(), |s| s.lease_ttl_usec)
@@ -528,12 +533,12 @@ impl Manager {
     }
 }
 
-/// The shortest of the servers' times, of those that have one: 0 where none has.
+/// Returns the shortest of the servers' times that are not 0; 0 if all are.
 pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerView) -> u64) -> u64 {
     snapshot.servers.iter().map(time).filter(|usec| *usec > 0).min().unwrap_or(0)
 }
 
-/// Pid and effective uid of the process behind a pidfd.
+/// Returns pid and effective uid of the process behind a pidfd.
 fn identify(pidfd: &OwnedFd) -> std::io::Result<(u32, u32)> {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::MetadataExt as _;
@@ -544,25 +549,26 @@ fn identify(pidfd: &OwnedFd) -> std::io::Result<(u32, u32)> {
     };
     let ended = || std::io::Error::from(std::io::ErrorKind::NotFound);
     let before = pid(&info()?).ok_or_else(ended)?;
-    // This directory's owner is the effective uid, also of a process that must not be dumped.
+    // The owner of this directory is the effective uid, even of a process that is not dumpable.
     let uid = std::fs::metadata(format!("/proc/{before}"))?.uid();
-    // A process that ended meanwhile has no pid any more, and its number may be another's.
+    // The pidfd of an exited process has no pid, and the number may belong to another process.
     if pid(&info()?) == Some(before) { Ok((before, uid)) } else { Err(ended()) }
 }
 
 /// Releases a lease when the last copy of its descriptor is closed.
 async fn release_at_close(shared: Arc<Shared>, slot: Slot, kept: String, mut receiver: pipe::Receiver) {
     let mut scrap = [0; 64];
-    // Whatever is written into it is thrown away.
+    // Data that is written into the pipe is discarded.
     while matches!(receiver.read(&mut scrap).await, Ok(n) if n > 0) {}
-    shared.leases.release(slot, "its requester has gone").await;
+    shared.leases.release(slot, "its requester closed the lease descriptor").await;
     if let Some(store) = shared.store {
         store.remove(&kept);
     }
 }
 
-/// Watches the lease descriptors of an earlier daemon on. A lease whose descriptor did not come back is released: nobody
-/// would notice that its requester has gone.
+/// Continues to watch the lease descriptors that an earlier daemon stored.
+///
+/// A lease whose descriptor did not come back is released: its requester's exit would go unnoticed.
 pub(super) fn resume(shared: &Arc<Shared>, mut lease_fds: HashMap<String, std::os::fd::OwnedFd>) {
     let snapshot = shared.leases.snapshot().borrow().clone();
     for view in snapshot.leases.iter().filter(|l| l.spec.once && !l.spec.persistent) {
@@ -572,7 +578,7 @@ pub(super) fn resume(shared: &Arc<Shared>, mut lease_fds: HashMap<String, std::o
         match receiver {
             Some(receiver) => drop(tokio::spawn(release_at_close(shared, slot, kept, receiver))),
             None => drop(tokio::spawn(async move {
-                shared.leases.release(slot, "its requester cannot be watched any more").await
+                shared.leases.release(slot, "its requester can no longer be watched").await
             })),
         }
     }
@@ -583,7 +589,7 @@ pub(super) fn resume(shared: &Arc<Shared>, mut lease_fds: HashMap<String, std::o
     }
 }
 
-/// Renews a lease; the time that it has left, in microseconds.
+/// Renews a lease; returns the time that it has left, in microseconds.
 async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {
     let ttl = (ttl_usec > 0).then(|| Duration::from_micros(ttl_usec));
     match shared.leases.renew(id, ttl).await {
@@ -593,14 +599,14 @@ async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {
     }
 }
 
-/// `org.gpusession1.Lease`.
+/// Object with the interface `org.gpusession1.Lease`.
 pub struct Lease {
     pub(super) shared: Arc<Shared>,
     pub(super) view: Shown<LeaseView>,
 }
 
 impl Lease {
-    /// The lease as it was shown last, if the caller may touch it.
+    /// Returns the lease as last shown, if the caller may change it.
     async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<Arc<LeaseView>> {
         let view = self.view.get();
         let call = Call::begin(&self.shared, connection, header).await?;
@@ -695,7 +701,8 @@ impl Lease {
     fn session(&self) -> (String, OwnedObjectPath) {
         let view = self.view.get();
         let Some(id) = &view.spec.session else { return (String::new(), OwnedObjectPath::default()) };
-        // logind's object, so that tools find the login; a session that logind does not know has none.
+        // Object path at logind, so that tools find the login; the root path if logind has no such
+        // session.
         let leases = self.shared.leases.snapshot();
         let logind = leases.borrow().sessions.iter().find(|s| s.id == *id).and_then(|s| s.logind.clone());
         let path = logind.map(|id| format!("/org/freedesktop/login1/session/{}", path_element(&id)));
@@ -724,7 +731,7 @@ impl Lease {
         self.view.get().state.as_str()
     }
 
-    // Place and number of those who wait for the same; 0 of 0: it waits in no queue.
+    // Place in the queue and the queue's length; 0 of 0 without a queue.
     #[zbus(property)]
     fn queue_position(&self) -> (u32, u32) {
         waits_at(&self.view.get())
@@ -745,7 +752,7 @@ impl Lease {
         self.view.get().created_usec
     }
 
-    // Renewed all the time: whoever wants to know asks.
+    // Every heartbeat changes it, so it has no change signal.
     #[zbus(property(emits_changed_signal = "false"), name = "ExpiresAtUSec")]
     fn expires_at_usec(&self) -> u64 {
         let leases = self.shared.leases.snapshot();
@@ -759,13 +766,13 @@ impl Lease {
         self.view.get().idle_since_usec.0
     }
 
-    // On the clock that goes on while the machine sleeps.
+    // On the clock that includes suspended time.
     #[zbus(property)]
     fn idle_since_hint_monotonic(&self) -> u64 {
         self.view.get().idle_since_usec.1
     }
 
-    // 0: never, or its server does not say.
+    // 0 for never or unknown.
     #[zbus(property, name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
         self.view.get().idle_timeout_usec
@@ -817,34 +824,34 @@ impl Lease {
     }
 }
 
-/// The GPUs of a lease.
+/// Returns the object paths of a lease's GPUs.
 pub(super) fn device_paths(view: &LeaseView) -> Vec<OwnedObjectPath> {
     view.devices.iter().map(|d| device_path(&d.device.uuid)).collect()
 }
 
-/// What a lease may use of each GPU.
+/// Returns the bytes of each GPU's memory that a lease may use; 0 if unknown.
 pub(super) fn memory_limit(view: &LeaseView) -> u64 {
     view.devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
 }
 
-/// Share of each GPU's multiprocessors: as granted, before that as asked for.
+/// Returns the share of each GPU's multiprocessors: as granted, before the grant as requested.
 pub(super) fn sm_percent(view: &LeaseView) -> u32 {
-    // 0 is what a server says that does not know about shares.
+    // Servers that predate shares send 0.
     let granted = view.devices.iter().map(|d| d.device.sm_percent).filter(|percent| *percent != 0);
     granted.min().unwrap_or(view.spec.sm_percent)
 }
 
-/// Place in a server's queue, and its length.
+/// Returns place and length of a server's queue; zeros without a queue.
 pub(super) fn waits_at(view: &LeaseView) -> (u32, u32) {
     view.waits().and_then(|t| t.place).unwrap_or_default()
 }
 
-/// Why a lease that is wanted is not held, or one that is parked does not come back.
+/// Returns why a pending lease is not held, or a parked one does not come back.
 pub(super) fn waits_for(view: &LeaseView) -> &str {
     view.waits().map_or("", |t| &t.message)
 }
 
-/// `org.gpusession1.Device`.
+/// Object with the interface `org.gpusession1.Device`.
 pub struct Device {
     pub(super) shared: Arc<Shared>,
     pub(super) shown: Shown<DeviceEntry>,
@@ -885,7 +892,7 @@ impl Device {
         self.shown.get().view.device.memory_bytes
     }
 
-    // With each heartbeat: whoever wants to know asks.
+    // Every heartbeat may change it, so it has no change signal.
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_free_bytes(&self) -> u64 {
         let device = &self.shown.get().view.device;
@@ -931,7 +938,7 @@ impl Device {
     }
 }
 
-/// `org.gpusession1.Server`.
+/// Object with the interface `org.gpusession1.Server`.
 pub struct Server {
     pub(super) shared: Arc<Shared>,
     pub(super) index: usize,

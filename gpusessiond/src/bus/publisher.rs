@@ -1,4 +1,4 @@
-//! Exports objects and sends signals, in order.
+//! Exports objects and sends signals, in order of occurrence.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use super::objects::{
 use super::{PATH, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
 
-/// Whether a lease has an object: one that is tried once has none until it is there.
+/// Returns `true` if a lease has an object: a one-time request has none before its grant.
 pub fn shown(view: &LeaseView) -> bool {
     !(view.spec.once && view.state == LeaseState::Pending)
 }
 
-/// A GPU and the leases that have it.
+/// A GPU and the leases that it belongs to.
 #[derive(Clone, PartialEq)]
 pub struct DeviceEntry {
     pub view: DeviceView,
     pub leases: Vec<OwnedObjectPath>,
 }
 
-/// GPUs of this machine's leases by UUID.
+/// Collects the GPUs of this client's leases by UUID.
 pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
     let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
     for lease in snapshot.leases.iter().filter(|l| shown(l)) {
@@ -52,7 +52,7 @@ pub struct Publisher {
     manager: Option<ManagerView>,
 }
 
-/// What the manager's properties show.
+/// Values of the manager's properties.
 #[derive(Clone)]
 struct ManagerView {
     state: &'static str,
@@ -65,7 +65,7 @@ struct ManagerView {
     idle_timeout: u64,
 }
 
-/// Sends PropertiesChanged for what two views of an object differ in, by this table of properties.
+/// Sends PropertiesChanged for each listed property that differs between two views.
 macro_rules! announce {
     ($object:expr, $emitter:expr, $before:expr, $now:expr; $($changed:ident: $of:expr),+ $(,)?) => {
         $({
@@ -90,7 +90,7 @@ impl Publisher {
         }
     }
 
-    /// Shows how things are now.
+    /// Publishes the current state.
     pub async fn begin(&mut self) -> zbus::Result<()> {
         match self.updates.recv().await {
             Some(update) => self.publish(update).await,
@@ -109,7 +109,7 @@ impl Publisher {
                 Ok(()) = settings.changed() => self.show_manager().await,
             };
             if let Err(error) = result {
-                warn!("D-Bus: {error}");
+                warn!("D-Bus: cannot publish a change: {error}");
             }
         }
     }
@@ -125,7 +125,7 @@ impl Publisher {
         SignalEmitter::new(&self.connection, path)
     }
 
-    /// News that a snapshot does not show.
+    /// Sends the signals of a change that snapshots do not contain.
     async fn tell(&mut self, change: Change) -> zbus::Result<()> {
         match change {
             Change::PrepareForLoss { slot, left, reason, .. } => {
@@ -176,13 +176,13 @@ impl Publisher {
         self.connection.object_server().interface::<_, I>(path.as_ref()).await
     }
 
-    /// Makes the bus look like the snapshot.
+    /// Updates the objects on the bus to match the snapshot.
     async fn show(&mut self, snapshot: Arc<Snapshot>) -> zbus::Result<()> {
         if snapshot.booted() && snapshot.servers.iter().any(|s| s.state == "online") {
             *self.shared.boot_complete.lock().unwrap_or_else(|e| e.into_inner()) = true;
         }
         self.show_servers(&snapshot).await?;
-        // A lease names its devices and a device its leases: each path is on the bus before it is named.
+        // Leases and devices name each other: every path is exported before it is named.
         self.show_devices_added(&snapshot).await?;
         self.show_leases(&snapshot).await?;
         self.show_devices_changed(&snapshot).await?;
@@ -205,7 +205,7 @@ impl Publisher {
                     continue;
                 }
                 Some(name) => {
-                    // It was known by its address until it told its name.
+                    // The server was known by its address until it reported its name.
                     let old = server_path(&name);
                     server.remove::<Server, _>(old.as_ref()).await?;
                     Manager::server_removed(&self.emitter(PATH)?, &name, old).await?;
@@ -227,7 +227,8 @@ impl Publisher {
         let gone: Vec<String> =
             self.leases.keys().filter(|id| !there.contains_key(id.as_str())).cloned().collect();
         for id in gone {
-            // A wanted lease is called by its name until it has an id; every other end is told as news.
+            // A pending lease has its name as id until the grant; every other end has its own
+            // change.
             self.remove_lease(&id, "granted").await?;
         }
         for view in snapshot.leases.iter().filter(|l| shown(l)) {
@@ -237,12 +238,12 @@ impl Publisher {
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
                 let before = &lease.view.set(view.clone());
                 announce!(lease, emitter, before, view;
-                    // Of a user whom the user database did not know.
+                    // The user database did not know the user before.
                     u_i_d_changed: |l: &LeaseView| l.uid,
                     state_changed: |l: &LeaseView| l.state,
                     queue_position_changed: waits_at,
                     waits_for_changed: |l: &LeaseView| waits_for(l).to_owned(),
-                    // Both are one point in time, which is told anew only when there is another one.
+                    // Both show one point in time, and change only when another one begins.
                     idle_since_hint_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
                     idle_since_hint_monotonic_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
                     idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
@@ -261,7 +262,7 @@ impl Publisher {
         Ok(())
     }
 
-    /// New ones, with the leases that are on the bus already.
+    /// Exports new devices; each lists only leases that are exported already.
     async fn show_devices_added(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
         for (uuid, mut entry) in devices(snapshot) {
             if self.devices.contains_key(&uuid) {

@@ -1,4 +1,4 @@
-//! The `a{sv}` of `CreateLease`.
+//! Parser of the `a{sv}` argument of `CreateLease`.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,14 +11,13 @@ use crate::config::Class;
 use crate::leases::{Owner, Spec};
 use crate::values::Memory;
 
-/// What a caller asked for.
+/// A `CreateLease` request after parsing.
 #[derive(Debug)]
 pub struct Request {
-    /// The lease.
     pub spec: Spec,
-    /// `UID`, if it was given.
+    /// `UID`, if given.
     pub uid: Option<u32>,
-    /// `Session`, if it was given.
+    /// `Session`, if given.
     pub session: Option<String>,
 }
 
@@ -26,7 +25,7 @@ fn take<T>(key: &str, value: OwnedVariant) -> Result<T>
 where
     T: for<'a> TryFrom<Variant<'a>>,
 {
-    T::try_from(Variant::from(value)).map_err(|_| BusError::invalid_args(format!("{key} has another type")))
+    T::try_from(Variant::from(value)).map_err(|_| BusError::invalid_args(format!("{key}: wrong type")))
 }
 
 fn text(key: &str, value: OwnedVariant) -> Result<String> {
@@ -41,14 +40,14 @@ fn text(key: &str, value: OwnedVariant) -> Result<String> {
 
 fn list(key: &str, value: OwnedVariant) -> Result<Vec<String>> {
     let items: Vec<String> =
-        value.try_into().map_err(|_| BusError::invalid_args(format!("{key} has another type")))?;
+        value.try_into().map_err(|_| BusError::invalid_args(format!("{key}: wrong type")))?;
     if items.len() > 64 || items.iter().any(|i| i.len() > MAX_TEXT || i.chars().any(char::is_control)) {
-        return Err(BusError::invalid_args(format!("{key} is too long")));
+        return Err(BusError::invalid_args(format!("{key}: too long, or with control characters")));
     }
     Ok(items)
 }
 
-/// Reads a request; an unknown key is an error.
+/// Parses a request; an unknown key is an error.
 pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Result<Request> {
     let mut spec = Spec::requested(key, uid);
     let (mut for_uid, mut session) = (None, None);
@@ -57,24 +56,24 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
             "Count" => {
                 spec.gpus = take(&key, value)?;
                 if !(1..=64).contains(&spec.gpus) {
-                    return Err(BusError::invalid_args("Count is between 1 and 64"));
+                    return Err(BusError::invalid_args("Count must be between 1 and 64"));
                 }
             }
             "Devices" => spec.devices = list(&key, value)?,
             "Servers" => spec.servers = list(&key, value)?,
             "Model" => spec.model = text(&key, value)?,
             "MemoryBytes" => match take::<u64>(&key, value)? {
-                0 => return Err(BusError::invalid_args("MemoryBytes is above 0")),
+                0 => return Err(BusError::invalid_args("MemoryBytes must be above 0")),
                 bytes => spec.memory = Memory::Bytes(bytes),
             },
             "MemoryFraction" => match take::<f64>(&key, value)? {
                 share if share > 0.0 && share <= 1.0 => spec.memory = Memory::Percent(share * 100.0),
-                _ => return Err(BusError::invalid_args("MemoryFraction is above 0 and at most 1")),
+                _ => return Err(BusError::invalid_args("MemoryFraction must be above 0 and at most 1")),
             },
             "SMPercent" => {
                 spec.sm_percent = take(&key, value)?;
                 if !(1..=100).contains(&spec.sm_percent) {
-                    return Err(BusError::invalid_args("SMPercent is between 1 and 100"));
+                    return Err(BusError::invalid_args("SMPercent must be between 1 and 100"));
                 }
             }
             "SMCount" => spec.sm_count = take(&key, value)?,
@@ -98,7 +97,7 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
     }
     if [spec.sm_percent != 100, spec.sm_count != 0, spec.sm_auto].into_iter().filter(|set| *set).count() > 1 {
         return Err(BusError::invalid_args(
-            "SMPercent, SMCount and SMAuto say the same: leave all but one out",
+            "SMPercent, SMCount and SMAuto exclude each other: leave all but one out",
         ));
     }
     if let Some(uid) = for_uid {

@@ -1,4 +1,4 @@
-//! Wakes the lease manager when something is due.
+//! Timer that wakes the lease manager at its next deadline.
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd, RawFd};
@@ -18,12 +18,15 @@ impl AsRawFd for Timer {
     }
 }
 
-/// A timer of the kernel's. For a deadline some seconds ahead the runtime's own wakes the process up to three times: where each
-/// of the coarser slots that it is in begins, only to sort it into a finer one.
+/// A kernel timer for deadlines some seconds ahead.
+///
+/// The runtime's timer would wake the process up to three times for such a deadline: it moves the
+/// deadline from coarse slots to finer ones.
 pub struct Alarm(Option<AsyncFd<Timer>>);
 
 impl Alarm {
-    /// On the current runtime; with the runtime's timers where the kernel has none for us.
+    /// Creates an alarm on the current runtime; falls back to the runtime's timers without a kernel
+    /// timer.
     pub fn new() -> Self {
         let flags = TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC;
         let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).ok().map(Timer);
@@ -31,7 +34,9 @@ impl Alarm {
         Self(timer.and_then(|t| unsafe { AsyncFd::register_with_interest(t, Interest::READABLE) }.ok()))
     }
 
-    /// Returns at this time; never where there is none. It can be given up, and asked again with another time.
+    /// Returns at this time; never for `None`.
+    ///
+    /// May be cancelled and called again with another time.
     pub async fn at(&self, time: Option<Instant>) {
         let Some(time) = time else { return std::future::pending().await };
         let left = time.saturating_duration_since(Instant::now());
@@ -45,7 +50,7 @@ impl Alarm {
 
     async fn rings(&self, left: Duration) -> io::Result<()> {
         let timer = self.0.as_ref().ok_or(io::ErrorKind::Unsupported)?;
-        // What an earlier time has left to be read goes with this.
+        // Setting the timer discards an unread expiration of an earlier time.
         timer.get_ref().0.set(Expiration::OneShot(TimeSpec::from(left)), TimerSetTimeFlags::empty())?;
         loop {
             let mut ready = timer.readable().await?;

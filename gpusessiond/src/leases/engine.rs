@@ -1,4 +1,4 @@
-//! Runs the [`machine`](super::machine): asks the servers, keeps time, tells everyone.
+//! Runs the [`machine`](super::machine): calls the servers, keeps time, publishes snapshots.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -28,14 +28,14 @@ use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 use crate::values::human_duration;
 
-/// Shown for a user whom the user database does not know: neither everyone nor anybody.
+/// Uid shown for an owner whom the user database does not know; differs from "everyone".
 const UNKNOWN_USER: u32 = u32::MAX - 1;
-/// How long a watch pauses before it reconnects, at first and at most.
+/// Pause before a watch reconnects, at first and at most.
 const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
 const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
-/// Of how many users that is kept, for each lease.
+/// Most users of whose programs a lease's failures are kept.
 const MAX_FAILURES: usize = 16;
-/// Tries to tell a server that a process has ended.
+/// Tries to report a process's exit to its server.
 const ENDED_TRIES: u32 = 6;
 
 enum Message {
@@ -75,7 +75,7 @@ enum Message {
 
 type Updates = Arc<Mutex<Vec<mpsc::UnboundedSender<Update>>>>;
 
-/// Handle of the running lease manager. The manager ends when its last handle is gone.
+/// Handle of the running lease manager, which stops when its last handle is dropped.
 #[derive(Clone)]
 pub struct Engine {
     messages: mpsc::UnboundedSender<Message>,
@@ -83,28 +83,27 @@ pub struct Engine {
     updates: Updates,
 }
 
-/// What the manager has to know about the machine it runs on.
+/// Facts that the lease manager needs about this host.
 #[derive(Debug, Clone)]
 pub struct Here {
-    /// This boot.
+    /// The kernel's boot id.
     pub boot_id: [u8; 16],
-    /// This machine, hashed.
+    /// Hash of this host's machine id.
     pub machine_id: String,
-    /// Seed of the jitter.
     pub seed: u64,
     /// Time since boot: the clock of the lease manager, so that times outlive the daemon.
     pub uptime: Duration,
 }
 
-/// What the manager does beside its work.
+/// Options of the lease manager.
 pub struct Hooks {
-    /// What an earlier daemon of this boot left.
+    /// State that an earlier daemon of this boot left.
     pub saved: Saved,
-    /// Keeps what the next daemon has to know; called when it has changed.
+    /// Stores the state for the next daemon; called when it has changed.
     pub save: Box<dyn FnMut(&Saved) + Send>,
-    /// Who may have the leases for all.
+    /// `[access]`: users who may use the leases for all.
     pub gate: Option<Arc<Gate>>,
-    /// Called at least this often for as long as the manager turns.
+    /// Called at least this often while the manager's loop runs.
     pub alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
 }
 
@@ -115,10 +114,10 @@ impl Default for Hooks {
 }
 
 impl Here {
-    /// The machine this program runs on.
+    /// Collects the facts of this host.
     pub fn this_machine() -> Self {
         let mut seed = [0; 8];
-        // Without entropy there is still jitter, only the same one each time.
+        // Without entropy the jitter repeats after each start.
         let _ = getrandom::fill(&mut seed);
         Self {
             boot_id: crate::places::boot_id(),
@@ -135,7 +134,7 @@ impl Engine {
         Self::start_with(here, Hooks::default())
     }
 
-    /// The same, taking up what an earlier daemon left.
+    /// Starts a manager that restores an earlier daemon's state.
     pub fn start_with(here: Here, hooks: Hooks) -> Self {
         let (messages, inbox) = mpsc::unbounded_channel();
         let (snapshot_out, snapshot) = watch::channel(Arc::new(Snapshot::default()));
@@ -173,19 +172,19 @@ impl Engine {
         Self { messages, snapshot, updates }
     }
 
-    /// Learns of servers.
+    /// Adds servers.
     pub fn connect(&self, servers: Vec<Arc<dyn PoolServer>>) {
         let _ = self.messages.send(Message::Connect(servers));
     }
 
-    /// Says why no server is known; whoever waits for a lease hears it.
+    /// Sets the reason why no server is known; it becomes the trouble of every waiting lease.
     pub fn notice(&self, why: &str) {
         let _ = self.messages.send(Message::Notice(why.to_owned()));
     }
 
-    /// Who holds a lease, and what it is called there.
+    /// Returns the server that holds a lease, and the lease's id there.
     async fn holder(&self, slot: Slot) -> Result<(Arc<dyn PoolServer>, String), PoolError> {
-        let gone = || PoolError::new(Trouble::NoSuchLease, "the lease is not held");
+        let gone = || PoolError::new(Trouble::NoSuchLease, "the lease is not held by any server");
         self.call(|reply| Message::Holder(slot, reply)).await.flatten().ok_or_else(gone)
     }
 
@@ -197,7 +196,7 @@ impl Engine {
 }
 
 fn ended() -> PoolError {
-    PoolError::new(Trouble::Unreachable, "the lease manager has ended")
+    PoolError::new(Trouble::Unreachable, "request dropped: gpusessiond is stopping, or the session ended")
 }
 
 #[async_trait]
@@ -261,7 +260,7 @@ impl Leases for Engine {
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer {
         self.call(|reply| Message::Grant(caller, wish, reply))
             .await
-            .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "the daemon is stopping".into()))
+            .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "gpusessiond is stopping".into()))
     }
 
     async fn readings(
@@ -272,7 +271,7 @@ impl Leases for Engine {
     ) -> Result<View, (Denial, String)> {
         let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
         readings::ask(
-            places.unwrap_or_else(|| Err((Denial::NotReady, "the daemon is stopping".into())))?,
+            places.unwrap_or_else(|| Err((Denial::NotReady, "gpusessiond is stopping".into())))?,
             queries,
         )
         .await
@@ -280,9 +279,9 @@ impl Leases for Engine {
 
     async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)> {
         let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
-        let places = places.unwrap_or_else(|| Err((Denial::NotReady, "the daemon is stopping".into())))?;
+        let places = places.unwrap_or_else(|| Err((Denial::NotReady, "gpusessiond is stopping".into())))?;
         let oldest = places.iter().map(|place| place.lease.cuda_version).filter(|version| *version > 0).min();
-        oldest.ok_or_else(|| (Denial::NotReady, "no server has told its driver's version".into()))
+        oldest.ok_or_else(|| (Denial::NotReady, "no server has reported its CUDA version".into()))
     }
 
     async fn of(&self, caller: Caller) -> Vec<Slot> {
@@ -310,7 +309,7 @@ impl Leases for Engine {
     async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError> {
         let pool = self.call(|reply| Message::Server(server, reply)).await.flatten();
         let Some(pool) = pool else {
-            return Err(PoolError::new(Trouble::Invalid, "no such server"));
+            return Err(PoolError::new(Trouble::Invalid, "server not found"));
         };
         let begun = Instant::now();
         let description = pool.describe().await?;
@@ -324,7 +323,7 @@ impl Leases for Engine {
     }
 }
 
-/// Follows one server's events for as long as the manager lives.
+/// Follows one server's events while the manager lives.
 async fn follow(
     server: Arc<dyn PoolServer>,
     index: usize,
@@ -340,7 +339,7 @@ async fn follow(
             Ok(description) => {
                 pause = WATCH_PAUSE_MIN;
                 let Some(messages) = messages.upgrade() else { return };
-                // The first answer after others failed is news too, for leases that wait.
+                // The first success after failures matters to leases that wait.
                 if !std::mem::take(&mut first) || said {
                     let _ = messages.send(Message::Reconnected(index));
                 }
@@ -377,7 +376,11 @@ async fn follow(
             let _ = messages.send(Message::Event(index, event));
         }
         if let Err(error) = result {
-            debug!(server = server.address(), "watch ended: {error}");
+            debug!(
+                server = server.address(),
+                "server {}: watch ended: {error}; reconnecting",
+                server.address()
+            );
         }
         let Some(handle) = messages.upgrade() else { return };
         let _ = handle.send(Message::Disconnected(index));
@@ -395,7 +398,7 @@ struct Actor {
     messages: mpsc::WeakUnboundedSender<Message>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     updates: Updates,
-    /// A server's description changed.
+    /// A server's description changed since the last snapshot.
     described: bool,
     saved: Saved,
     save: Box<dyn FnMut(&Saved) + Send>,
@@ -404,13 +407,14 @@ struct Actor {
     said_alive: Instant,
     creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
     drained: Vec<oneshot::Sender<()>>,
-    /// What was last said of a waiting lease.
+    /// The reason last logged for each waiting lease.
     said: HashMap<Slot, String>,
-    /// Why a lease's server gives no worker: said once for each reason, too.
+    /// Why a lease's server gives no worker: each reason is logged once.
     refused: HashMap<Slot, String>,
-    /// The last program of each user that a lease failed, and when, until it serves another one; the newest last.
+    /// The latest program of each user that a lease failed, and when; the newest last. An entry
+    /// lasts until the lease serves another program of that user.
     failures: HashMap<Slot, Vec<(Failure, Time)>>,
-    /// Servers and leases whose silence and parking have been said.
+    /// Servers and leases whose silence and parking have been logged.
     lost: HashSet<usize>,
     parked: HashSet<Slot>,
     about: Vec<ServerView>,
@@ -421,10 +425,11 @@ impl Actor {
         self.here.uptime + self.origin.elapsed()
     }
 
-    /// Says that the manager turns; how long it may be silent from here on.
+    /// Reports that the manager's loop runs; returns when the next report is due.
     fn alive(&mut self) -> Option<Instant> {
         let (interval, say) = self.alive.as_mut()?;
-        // A heartbeat wakes it more often than this most of the time, so that nothing is woken only for it.
+        // Heartbeats usually wake the loop more often than this, so no wake-up serves the report
+        // alone.
         if self.said_alive.elapsed() * 4 >= *interval {
             say();
             self.said_alive = Instant::now();
@@ -448,7 +453,7 @@ impl Actor {
                 },
                 () = alarm.at(deadline) => {}
             }
-            // What is already there is handled before the world is told once.
+            // Messages that are already queued are handled before one update is published for all.
             while let Ok(message) = inbox.try_recv() {
                 self.handle(message);
             }
@@ -470,7 +475,7 @@ impl Actor {
             Message::Release(slot, reason, reply) => {
                 let there = self.machine.slot(slot).is_some();
                 if let Some(held) = self.machine.slot(slot).and_then(|w| w.held()) {
-                    info!(gpusession_lease = held.lease.id, "lease {} released: {reason}", held.lease.id);
+                    info!(gpusession_lease = held.lease.id, "lease {}: released: {reason}", held.lease.id);
                 }
                 self.machine.release(now, slot, &reason);
                 let _ = reply.send(there);
@@ -508,7 +513,8 @@ impl Actor {
             }
             Message::SessionOpened(session) => {
                 self.machine.session_opened(now, session.clone());
-                // A login without a terminal may only copy a file: its leases wait for its first CUDA call.
+                // A login without a terminal may only copy a file: its leases wait for its first
+                // CUDA call.
                 if !session.tty.is_empty() && self.machine.has_templates() {
                     self.demand_for(session);
                 }
@@ -531,7 +537,7 @@ impl Actor {
             Message::Drained(reply) => {
                 let slots: Vec<Slot> = self.machine.slots().map(|(slot, _)| slot).collect();
                 for slot in slots {
-                    self.machine.release(now, slot, "the daemon is stopping");
+                    self.machine.release(now, slot, "gpusessiond is stopping");
                 }
                 self.drained.push(reply);
             }
@@ -545,7 +551,7 @@ impl Actor {
                         message_id = Event::LeaseGranted.id(),
                         gpusession_lease = lease.id,
                         gpusession_server = lease.server,
-                        "lease {} granted by {}: {} GPU(s)",
+                        "lease {}: granted by server {}: {} GPU(s)",
                         lease.id,
                         lease.server,
                         lease.devices.len()
@@ -556,7 +562,7 @@ impl Actor {
                         warn!(
                             gpusession_lease = lease.id,
                             gpusession_server = lease.server,
-                            "lease {} ends after {}, not {} as asked for: the limit lease_ttl of {}",
+                            "lease {}: ends after {}, not after {} as requested: lease_ttl of server {} is smaller",
                             lease.id,
                             human_duration(granted),
                             human_duration(asked),
@@ -583,13 +589,17 @@ impl Actor {
             }
             Message::Withdrawn(server, request, result) => {
                 if let Err(error) = &result {
-                    debug!("request {request} waits on: {error}");
+                    debug!("request {request}: not withdrawn: {error}; its server forgets it in time");
                 }
                 self.machine.released(now, server, &request, result);
             }
             Message::Released(server, lease, result) => {
                 if let Err(error) = &result {
-                    warn!(gpusession_lease = lease, "release of {lease}: {error}");
+                    warn!(
+                        gpusession_lease = lease,
+                        "lease {lease}: not released yet: {error}; it expires at its server at the latest
+"
+                    );
                 }
                 self.machine.released(now, server, &lease, result);
                 self.describe(server);
@@ -598,7 +608,10 @@ impl Actor {
                 let refused = result.as_ref().err().map(|error| error.message.clone());
                 if self.refused.get(&slot) != refused.as_ref() {
                     if let Some(reason) = &refused {
-                        warn!(gpusession_lease = lease, "no worker for {lease}: {reason}");
+                        warn!(
+                            gpusession_lease = lease,
+                            "lease {lease}: its server gives no worker: {reason}"
+                        );
                     }
                     match refused {
                         Some(reason) => drop(self.refused.insert(slot, reason)),
@@ -654,7 +667,7 @@ impl Actor {
         }
     }
 
-    /// Wants what the configuration has for a session, once the user database has said who its user is.
+    /// Wants the leases that the configuration has for a session, once its user is looked up.
     fn demand_for(&self, session: Arc<Session>) {
         let Some(gate) = self.gate.clone() else { return };
         self.spawn(async move {
@@ -664,7 +677,7 @@ impl Actor {
         });
     }
 
-    /// Asks a server for its state once, now that what is free there has changed.
+    /// Asks a server for its description after a change of its free GPUs.
     fn describe(&self, server: usize) {
         let (pool, messages) = (self.servers[server].clone(), self.messages.clone());
         tokio::spawn(async move {
@@ -687,7 +700,7 @@ impl Actor {
         });
     }
 
-    /// Does what the machine wants done, then publishes how things are.
+    /// Performs the machine's actions, then publishes a snapshot.
     fn work(&mut self) {
         self.work_once();
         while self.machine.has_actions() {
@@ -752,7 +765,7 @@ impl Actor {
         let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));
         let mut changed = stock || std::mem::take(&mut self.described);
         {
-            // Under the lock, so that a consumer that begins now misses nothing and sees nothing twice.
+            // Under the lock, so that a subscriber that starts now sees every update exactly once.
             let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
             self.snapshot.send_if_modified(|old| {
                 changed |= !same(old, &snapshot);
@@ -773,9 +786,9 @@ impl Actor {
                         let view = snapshot.leases.iter().find(|l| l.slot == *slot).cloned();
                         let gone = reply.send(view.ok_or_else(ended)).is_err();
                         if gone {
-                            // Nobody waits for it any more.
+                            // The requester dropped its reply channel.
                             let now = self.now();
-                            self.machine.release(now, *slot, "its requester has gone");
+                            self.machine.release(now, *slot, "its requester has left");
                         }
                     }
                 }
@@ -804,7 +817,7 @@ impl Actor {
         }
     }
 
-    /// For the journal: servers that fall silent, and come back; leases that are parked.
+    /// Logs servers that fall silent or return, and leases that are parked.
     fn log_servers(&mut self, snapshot: &Snapshot) {
         for (index, server) in snapshot.servers.iter().enumerate() {
             let lost = matches!(server.state.as_str(), "suspect" | "offline" | "unauthorized");
@@ -813,7 +826,7 @@ impl Actor {
                     message_id = Event::ServerLost.id(),
                     gpusession_server = server.name,
                     gpusession_reason = server.trouble,
-                    "server {} is {}: {}",
+                    "server {}: {}: {}",
                     server.name,
                     server.state,
                     server.trouble
@@ -822,7 +835,7 @@ impl Actor {
                 info!(
                     message_id = Event::ServerBack.id(),
                     gpusession_server = server.name,
-                    "server {} answers again",
+                    "server {}: answers again",
                     server.name
                 );
             }
@@ -834,7 +847,7 @@ impl Actor {
                 info!(
                     message_id = Event::LeaseParked.id(),
                     gpusession_lease = lease.id,
-                    "lease {} is parked",
+                    "lease {}: parked",
                     lease.id
                 );
             }
@@ -842,7 +855,7 @@ impl Actor {
         self.parked.retain(|slot| snapshot.leases.iter().any(|l| l.slot == *slot));
     }
 
-    /// For the journal; that a lease waits is said once for each reason, not at every try.
+    /// Logs a change; that a lease waits is logged once for each reason, not at every try.
     fn log(&mut self, change: &Change) {
         match change {
             Change::Granted { slot } => {
@@ -863,7 +876,7 @@ impl Actor {
                         message_id = event.id(),
                         gpusession_lease = wanted.spec.name,
                         gpusession_reason = waiting,
-                        "lease {} waits: {waiting}",
+                        "lease {}: waits: {waiting}",
                         wanted.spec.name
                     );
                     self.said.insert(*slot, error.message.clone());
@@ -885,12 +898,12 @@ impl Actor {
                     message_id = Event::LeaseLost.id(),
                     gpusession_lease = id,
                     gpusession_reason = reason,
-                    "lease {id} lost: {reason}"
+                    "lease {id}: lost: {reason}"
                 );
             }
             Change::Removed { slot, reason, .. } => {
                 self.said.remove(slot);
-                debug!(gpusession_reason = reason, "lease slot {slot} removed: {reason}");
+                debug!(gpusession_reason = reason, "lease slot {slot}: removed: {reason}");
             }
             _ => {}
         }
@@ -915,7 +928,7 @@ impl Actor {
                 let pending_name = match spec.class {
                     _ if spec.name.is_empty() => format!("request{slot}"),
                     Class::Boot | Class::Background => spec.name.clone(),
-                    // Each session or user may have one of that name.
+                    // Several sessions or users may each have a lease of this name.
                     Class::Session | Class::User => format!("{}-{slot}", spec.name),
                 };
                 LeaseView {
@@ -1000,7 +1013,7 @@ impl Actor {
             .slots()
             .find_map(|(slot, w)| w.held().filter(|h| h.lease.id == id).map(|h| (slot, h.server)));
         let Some((slot, server)) = found else {
-            let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("no lease {id}"))));
+            let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id}: not found"))));
             return;
         };
         if let Some(ttl) = ttl {
@@ -1015,7 +1028,7 @@ impl Actor {
             let _ = reply.send(match &result {
                 Ok(renewed) => match renewed.leases.iter().find(|l| l.id == id) {
                     Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec).min(longest)),
-                    _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id} is lost"))),
+                    _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id}: lost"))),
                 },
                 Err(error) => Err(error.clone()),
             });
@@ -1023,7 +1036,7 @@ impl Actor {
         });
     }
 
-    /// Which leases a process gets: the one it names, else its session's, else its user's, else those for all.
+    /// Selects a process's leases: the named one, else its session's, its user's, those for all.
     fn select(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Slot>, (Denial, String)> {
         let mine = |owner: &Owner| match owner {
             Owner::Uid(uid) => *uid == caller.uid,
@@ -1031,7 +1044,8 @@ impl Actor {
             Owner::Everyone => caller.access,
         };
         if let Some(id) = wish.lease.as_deref().filter(|id| !id.is_empty()) {
-            // Sessions and users have leases of one name each: the caller's session's comes first.
+            // A name may belong to leases of several sessions: that of the caller's session comes
+            // first.
             let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
             let named = self
                 .machine
@@ -1041,7 +1055,7 @@ impl Actor {
                 .min_by_key(|(_, w)| another(w));
             return match named {
                 Some((slot, _)) => Ok(vec![slot]),
-                None => Err((Denial::NoDevice, format!("there is no lease {id} of yours"))),
+                None => Err((Denial::NoDevice, format!("lease {id}: not found among this user's leases"))),
             };
         }
         let configured = |test: &dyn Fn(&Spec) -> bool| {
@@ -1075,7 +1089,7 @@ impl Actor {
         Ok(boot)
     }
 
-    /// Where the leases are that a process would get.
+    /// Returns the held leases that a process would get, with their servers.
     fn places(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Place>, (Denial, String)> {
         let slots = self.select(caller, wish)?;
         let places: Vec<Place> = slots
@@ -1089,7 +1103,7 @@ impl Actor {
             let trouble = slots.iter().find_map(|s| self.machine.slot(*s)?.trouble.as_ref());
             return Err((
                 Denial::NotReady,
-                trouble.map_or_else(|| "the lease is on its way".into(), |e| e.message.clone()),
+                trouble.map_or_else(|| "the lease is being allocated".into(), |e| e.message.clone()),
             ));
         }
         Ok(places)
@@ -1114,11 +1128,17 @@ impl Actor {
             .filter(|s| self.machine.slot(*s).is_some_and(|w| w.held().is_some()))
             .collect();
         if held.len() < slots.len() && wish.lease.is_none() && !held.is_empty() {
-            debug!("process {} runs on {} of {} leases", caller.pid, held.len(), slots.len());
+            debug!(
+                "process {}: runs on {} of {} leases; the others are not held",
+                caller.pid,
+                held.len(),
+                slots.len()
+            );
         }
         if held.is_empty() {
             let wanted = slots.first().and_then(|s| self.machine.slot(*s));
-            let _ = reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is on its way"));
+            let _ =
+                reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is being allocated"));
             return;
         }
         if let Some(reason) = held.iter().find_map(|slot| self.speaks_otherwise(*slot)) {
@@ -1140,11 +1160,11 @@ impl Actor {
         }
     }
 
-    /// What a lease's server would refuse a program's connection for.
+    /// Returns why the lease's server would refuse a program's connection, if it would.
     fn speaks_otherwise(&self, slot: Slot) -> Option<String> {
         let about = &self.about[self.machine.slot(slot)?.held()?.server];
         let ours = u32::from(preface::VERSION);
-        // Zero: it was not heard yet.
+        // 0 until the server has described itself.
         (![0, ours].contains(&about.protocol)).then(|| {
             format!(
                 "{} speaks version {} of the data plane, this machine version {ours}: update the older one",
@@ -1153,7 +1173,7 @@ impl Actor {
         })
     }
 
-    /// A process with a driver environment of its own gets workers that start for it.
+    /// Grants workers that start cold, for a process with a driver environment of its own.
     fn grant_cold(&mut self, caller: Caller, wish: Wish, held: Vec<Slot>, reply: oneshot::Sender<Answer>) {
         let asks: Vec<_> = held
             .iter()
@@ -1177,7 +1197,7 @@ impl Actor {
                 } else {
                     match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
                         Ok(workers) if workers.is_empty() => {
-                            failed = Some(PoolError::new(Trouble::NoCapacity, "the server has no worker"));
+                            failed = Some(PoolError::new(Trouble::NoCapacity, "the server gives no worker"));
                             None
                         }
                         Ok(workers) => workers.into_iter().next(),
@@ -1187,7 +1207,7 @@ impl Actor {
                         }
                     }
                 };
-                // Each slot was counted above; one without a worker is taken back by the same path as the others.
+                // Each slot was counted above; `Message::Ended` uncounts one without a worker too.
                 taken.push((slot, held, worker.unwrap_or_default()));
             }
             let (endpoints, granted) = mint(&caller, &wish, boot_id, issued, &taken);
@@ -1221,7 +1241,7 @@ impl Actor {
         Answer::Granted(endpoints, granted)
     }
 
-    /// What became of a user's program; the same of the same one is said once, however often it tries.
+    /// Records the outcome of a user's program; a repeated failure of one process is logged once.
     fn became(&mut self, slot: Slot, uid: u32, failure: Option<Failure>) {
         let now = self.now();
         let Some(wanted) = self.machine.slot(slot) else { return };
@@ -1240,7 +1260,7 @@ impl Actor {
                 gpusession_lease = lease,
                 gpusession_user = uid,
                 gpusession_reason = reason,
-                "process {pid} ({program}) of uid {uid} {what}: {reason}"
+                "process {pid} ({program}) of uid {uid}: {what}: {reason}"
             );
         }
         if failures.len() == MAX_FAILURES {
@@ -1258,7 +1278,7 @@ impl Actor {
     }
 }
 
-/// What a process hears that finds no GPU: whether waiting may help is the trouble's to say.
+/// Answers a process that gets no GPU: it waits, or is refused, depending on the trouble.
 fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     match trouble {
         None => Answer::Wait(Denial::NotReady, otherwise.into()),
@@ -1271,8 +1291,10 @@ fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     }
 }
 
-/// The same where the lease is there and has no worker for it: limits have room when another of its programs ends, which may
-/// be on its way.
+/// Answers a process whose lease has no worker for it.
+///
+/// Unlike [`no_gpu`] it waits for a limit, which has room again when another program of the lease
+/// exits.
 fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     match no_gpu(trouble, otherwise) {
         Answer::Denied(denial @ Denial::Quota, reason) => Answer::Wait(denial, reason),
@@ -1280,13 +1302,13 @@ fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     }
 }
 
-/// Tells a server that a worker is not needed any more, in spite of short troubles.
+/// Reports to a server that a worker is no longer needed; retries transient failures.
 async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
     for attempt in 0..ENDED_TRIES {
         match pool.process_ended(lease.clone(), worker.clone()).await {
-            // A server that is asked too often does not know it yet either.
+            // A server that refuses calls over its rate limit has not recorded it either.
             Err(error) if matches!(error.trouble, Trouble::Unreachable | Trouble::Quota) => {
-                debug!("end of a process of {lease}: {error}");
+                debug!("lease {lease}: exit of a process not reported: {error}; retrying");
                 tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
             }
             _ => return,
@@ -1294,7 +1316,8 @@ async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
     }
 }
 
-/// Equal as far as anybody waits for it: clocks move in every snapshot.
+/// Returns `true` if no observer needs to know of `b` after `a`: clocks move in every snapshot.
+
 fn same(a: &Snapshot, b: &Snapshot) -> bool {
     let shown = |d: &DeviceView| (d.device.uuid.clone(), d.device.state.clone());
     a.leases.len() == b.leases.len()
@@ -1344,12 +1367,12 @@ fn mint(
         let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
         let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
         if held.lease.encrypted && fingerprint.is_none() {
-            // Never a connection in clear because a field was malformed.
+            // A malformed field must not lead to an unencrypted connection.
             continue;
         }
         let mut nonce = [0; 16];
         if getrandom::fill(&mut nonce).is_err() {
-            warn!("no randomness for a ticket's nonce");
+            warn!("ticket: no entropy for its nonce; the nonce is zero");
         }
         let ticket = Ticket {
             lease: held.lease.id.clone(),
@@ -1376,7 +1399,7 @@ fn mint(
     (endpoints, granted)
 }
 
-/// Asks one server after the other; what the last word is when all refuse is the most hopeful of their reasons.
+/// Asks one server after the other; if all refuse, returns the most hopeful of their reasons.
 async fn allocate(
     pools: Vec<(usize, Arc<dyn PoolServer>)>,
     request: control::AllocateRequest,
@@ -1386,7 +1409,7 @@ async fn allocate(
         match pool.allocate(request.clone()).await {
             Ok(lease) if valid(&lease) => return Ok((index, lease)),
             Ok(_) => {
-                let message = format!("{} sent a lease that makes no sense", pool.address());
+                let message = format!("{}: sent an invalid lease", pool.address());
                 refusal = Some(PoolError::new(Trouble::Protocol, message));
             }
             Err(error) => {
@@ -1406,7 +1429,7 @@ async fn allocate(
     Err(refusal.unwrap_or_else(|| PoolError::new(Trouble::Unreachable, "no server to ask")))
 }
 
-/// A server is believed only within bounds.
+/// Returns `true` if a server's lease is within the bounds that the daemon accepts.
 fn valid(lease: &control::Lease) -> bool {
     !lease.id.is_empty()
         && lease.id.len() <= 64

@@ -1,7 +1,7 @@
-//! The life of every lease as a plain state machine: no I/O, no clock and no randomness of its own.
+//! The life of every lease as a plain state machine: no I/O, no clock, no randomness of its own.
 //!
-//! What happens comes in as method calls with the time of day; what is to be done goes out as [`Action`]s. Time is
-//! whatever monotonic clock the caller has, as a [`Duration`] since some start.
+//! Events come in as method calls with the current time; work to do goes out as [`Action`]s. Times
+//! are [`Duration`]s since an arbitrary start of the caller's monotonic clock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -19,235 +19,209 @@ use crate::values::Memory;
 /// A point on the caller's monotonic clock.
 pub type Time = Duration;
 
-/// How often a server that holds leases hears from this client.
+/// Interval between heartbeats to a server that holds leases of this client.
 pub const HEARTBEAT: Duration = Duration::from_secs(2);
-/// A heartbeat that is due this soon goes along with whatever has woken the daemon.
+/// A heartbeat due within this window is sent on the current wake-up.
 const TOGETHER: Duration = Duration::from_millis(250);
-/// How often a server without leases of ours is asked whether it is there.
+/// Interval between heartbeats to a server that holds no lease of this client.
 pub const HEARTBEAT_IDLE: Duration = Duration::from_secs(30);
 /// Silence after which a server is suspect.
 pub const SUSPECT: Duration = Duration::from_secs(10);
-/// Silence after which a server counts as gone.
+/// Silence after which a server is offline.
 pub const OFFLINE: Duration = Duration::from_secs(60);
-/// First pause after a failure.
+/// Pause after the first failure.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 /// Longest pause between tries.
 const RETRY_MAX: Duration = Duration::from_secs(30);
-/// Longest pause between tries to fill a lease's stock of workers: programs wait for it.
+/// Longest pause between tries to fill a lease's stock: programs wait for its workers.
 const TAKE_RETRY_MAX: Duration = Duration::from_secs(2);
-/// How long a lease of class `user` is kept for a user who has neither a session nor a process.
+/// Time that a lease of class `user` outlives its user's last session and process.
 pub const USER_LINGER: Duration = Duration::from_secs(30);
-/// How long a lease lets those before it in the file go first.
+/// Time that a boot lease defers to boot leases listed before it.
 const TURN: Duration = Duration::from_secs(1);
-/// How long only the server that held a lease before this daemon's start is asked for it.
+/// Time after a restart during which only the server that held a lease is asked for it.
 const RECOVERY: Duration = OFFLINE;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
 const SPARE: usize = 1;
-/// Most workers asked for at once.
+/// Most workers that one call asks for.
 const TAKE_MAX: usize = 16;
-/// Ended workers that are remembered, in case the answer that brings them is still on its way.
+/// Exited workers that are remembered, in case the reply that brings them is still in flight.
 const ENDED_MAX: usize = 64;
 
-/// What one wanted lease is called inside the daemon; never reused.
+/// A wanted lease's number inside the daemon; never reused.
 pub type Slot = u64;
 
-/// What the caller of the machine has to do.
+/// Work for the caller of the machine.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Ask the servers, in this order, for a lease; answer with [`Machine::allocated`].
     Allocate {
-        /// For which slot.
         slot: Slot,
-        /// Indices of the servers to ask.
+        /// Indices of the servers.
         servers: Vec<usize>,
-        /// The request.
         request: Box<control::AllocateRequest>,
     },
     /// Send a heartbeat; answer with [`Machine::renewed`].
     Renew {
-        /// To which server.
         server: usize,
-        /// The leases that it holds for us.
+        /// Ids of the leases that the server holds for this client.
         leases: Vec<String>,
     },
-    /// Give a lease back; answer with [`Machine::released`].
-    Release {
-        /// Which server holds it.
-        server: usize,
-        /// Lease id.
-        lease: String,
-    },
-    /// Take a request that waits out of a server's queue; answer with [`Machine::released`].
-    Withdraw {
-        /// Which server it waits at.
-        server: usize,
-        /// The request.
-        request_id: String,
-    },
+    /// Release a lease; answer with [`Machine::released`].
+    Release { server: usize, lease: String },
+    /// Withdraw a pending request from a server's queue; answer with [`Machine::released`].
+    Withdraw { server: usize, request_id: String },
     /// Take workers out of a lease's stock; answer with [`Machine::workers`].
     TakeWorkers {
-        /// For which slot.
         slot: Slot,
-        /// Which server holds it.
         server: usize,
-        /// Lease id.
         lease: String,
-        /// How many.
         count: u32,
-        /// How many processes wait for one.
+        /// Processes that wait for a worker.
         waiting: u32,
     },
-    /// Tell a server that the process of a worker has ended.
-    EndWorker {
-        /// For which slot.
-        slot: Slot,
-        /// Which server holds it.
-        server: usize,
-        /// Lease id.
-        lease: String,
-        /// Worker's id.
-        worker: Vec<u8>,
-    },
-    /// Tell the world.
+    /// Report to a server that the process of a worker has exited.
+    EndWorker { slot: Slot, server: usize, lease: String, worker: Vec<u8> },
+    /// Announce a change to the daemon's other parts.
     Tell(Change),
 }
 
-/// A lease that a server holds for us.
+/// A lease that a server holds for this client.
 #[derive(Debug, Clone)]
 pub struct Held {
-    /// As the server sent it.
+    /// The server's description.
     pub lease: control::Lease,
     /// Index of the server.
     pub server: usize,
     /// Active, idle, parked or draining.
     pub state: LeaseState,
-    /// Place among those that wait for the same GPUs, from 1, and how many they are: of a parked lease whose programs go on.
+    /// Place in the queue, from 1, and the queue's length, of a parked lease whose programs need
+    /// its GPUs.
     pub place: Option<(u32, u32)>,
-    /// When it was granted.
+    /// When the server allocated it.
     pub since: Time,
-    /// When it ends unless it is renewed.
+    /// When it expires unless it is renewed.
     pub expires: Time,
     /// Workers ready to be granted.
     pub stock: VecDeque<control::Worker>,
-    /// Since when nobody uses it, as the server says.
+    /// Since when no program uses it, according to the server.
     pub idle_since: Option<Time>,
-    /// Whether it was said that its time to live ends.
+    /// Whether the owner was warned that the time to live ends.
     warned: bool,
     taking: bool,
     take_again: Time,
     take_attempt: u32,
     /// Processes that found the stock empty since it was last filled.
     missed: usize,
-    /// How many of them the call under way, or the last one, was made for.
+    /// The number of those processes at the start of the latest call for workers.
     asked_for: usize,
-    /// A call for nobody was refused: the next process asks at once.
+    /// A call on behalf of no process was refused, so the next process asks at once.
     spare_refused: bool,
-    /// Workers that have ended, the latest last.
+    /// Exited workers, the latest last.
     ended: VecDeque<Vec<u8>>,
 }
 
 impl Held {
-    /// A call for workers came to nothing. Processes that it was not made for need not wait as long.
+    /// Records a call that brought no worker.
+    ///
+    /// Processes that came after the call began do not wait for the backoff.
     fn tried(&mut self, now: Time, rng: &mut fastrand::Rng) {
         self.take_attempt += 1;
         let pause = backoff(rng, self.take_attempt).min(TAKE_RETRY_MAX);
         self.take_again = if self.missed > 0 && self.asked_for == 0 { now } else { now + pause };
     }
 
-    /// What it waits for, if it does.
+    /// Returns why the lease waits for its GPUs, if it does.
     pub fn waits(&self) -> Option<PoolError> {
         let place = Some(self.place?);
         Some(PoolError { place, ..PoolError::new(Trouble::NoCapacity, "other leases have its GPUs now") })
     }
 }
 
-/// Where a slot is in its life.
+/// Phase of a slot.
 #[derive(Debug, Clone)]
 pub enum Phase {
-    /// Not held; the next try is due at `retry`.
     Waiting {
         /// When the next try is due.
         retry: Time,
     },
-    /// A request is on its way.
+    /// A request is in flight.
     Allocating,
-    /// Held.
+    /// A server holds the lease for this client.
     Held(Box<Held>),
 }
 
-/// One wanted lease.
+/// A lease that this client wants.
 #[derive(Debug, Clone)]
 pub struct Wanted {
-    /// What is wanted.
     pub spec: Spec,
-    /// Where it is in its life.
     pub phase: Phase,
     /// Why the last try failed.
     pub trouble: Option<PoolError>,
     /// When it was first wanted.
     pub since: Time,
-    /// Processes that use it.
+    /// Number of processes that use it.
     pub processes: usize,
     attempt: u32,
-    /// Until when it lets others go first.
+    /// Until when it defers to leases listed before it.
     turn: Option<Time>,
-    /// GPUs of the lease before this one.
+    /// UUIDs of the GPUs that its predecessor had.
     sticky: Vec<String>,
     last_server: Option<usize>,
-    /// The servers that were asked last.
+    /// Indices of the servers that were asked last.
     asked: Vec<usize>,
     recovery: Option<Recovery>,
     /// Since when a lease of class `user` has neither a session nor a process.
     unused: Option<Time>,
 }
 
-/// A lease that was held before this daemon started.
+/// A lease that an earlier daemon held.
 #[derive(Debug, Clone)]
 struct Recovery {
     id: String,
     server: String,
     until: Time,
-    /// When a lease with a time to live ends.
+    /// When a lease with a time to live expires.
     expires: Time,
-    /// Workers whose process ended before the lease was found again.
+    /// Workers whose process exited before the server confirmed the lease.
     ended: Vec<Vec<u8>>,
-    /// Workers of the processes that were there at the start.
+    /// Workers of the processes that ran at the start.
     used: Vec<Vec<u8>>,
 }
 
 /// A lease that outlives the daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedLease {
-    /// What was wanted.
     pub spec: Spec,
-    /// Its id.
     pub id: String,
     /// Name of the server that holds it.
     pub server: String,
-    /// When it ends unless it is renewed.
+    /// When it expires; zero for a lease that the heartbeat renews.
     pub expires: Time,
 }
 
-/// What a daemon that is started anew in the same boot has to know.
+/// State that the next daemon of the same boot needs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
-    /// Leases that are held.
     pub leases: Vec<SavedLease>,
-    /// How often each wanted lease has been given up or lost, so that no request is repeated by mistake.
+    /// How often each wanted lease was given up or lost; part of its request id, so that no request
+    /// is repeated by mistake.
     pub generations: BTreeMap<String, u32>,
     /// See [`Machine::preallocate`].
     pub preallocated: u32,
 }
 
 impl Wanted {
-    /// When it is due to say that the time to live ends which was asked for: ten minutes before, or a quarter of it.
+    /// Returns when the owner of a requested time to live is warned of its end.
+    ///
+    /// That is ten minutes before the end, or a quarter of the time to live if that is less.
     fn warns_at(&self) -> Option<Time> {
         let held = self.held().filter(|h| !h.warned && !self.spec.renewed_by_itself())?;
         let before = Duration::from_secs(600).min(self.spec.ttl.unwrap_or_default() / 4);
         Some(held.expires.saturating_sub(before))
     }
 
-    /// The lease, if it is held.
+    /// Returns the lease while a server holds it.
     pub fn held(&self) -> Option<&Held> {
         match &self.phase {
             Phase::Held(held) => Some(held),
@@ -256,47 +230,48 @@ impl Wanted {
     }
 }
 
-/// What is known of a server's health.
+/// Health of a server, as its answers show it.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
-    /// Last time it answered.
+    /// When it last answered.
     pub answered: Option<Time>,
-    /// When the silence began to be counted.
+    /// When the daemon first sent it a heartbeat: silence counts from then on until the first
+    /// answer.
     pub asked: Option<Time>,
-    /// Why the last call failed.
+    /// Why the last call failed; `None` after a success.
     pub trouble: Option<PoolError>,
-    /// GPUs that nobody had when it was last asked.
+    /// GPUs that were free at its last description.
     free: u32,
     in_flight: bool,
     next: Time,
-    /// Nothing is asked of it, and what it holds for us is given back then.
+    /// When this client releases its leases there; `Some` excludes it from new requests.
     drained: Option<Time>,
 }
 
 #[derive(Debug)]
 struct Releasing {
     server: usize,
-    /// A lease, or a request that waits.
+    /// Id of a lease, or of a pending request.
     id: String,
     waits: bool,
     retry: Time,
     attempt: u32,
     give_up: Time,
     in_flight: bool,
-    /// Asks anew when this one is back.
+    /// Slot that asks again once this lease is released.
     makes_room_for: Option<Slot>,
 }
 
-/// See the module.
+/// The state machine of all leases of this client.
 #[derive(Debug)]
 pub struct Machine {
     slots: BTreeMap<Slot, Wanted>,
     servers: Vec<Health>,
     names: Vec<Vec<String>>,
     releasing: Vec<Releasing>,
-    /// Leases of before a restart that nobody wants any more, and the names of their servers, none of which is known by it yet.
+    /// Released leases of an earlier daemon as (server name, lease id), until that server is known.
     unplaced: Vec<(String, String)>,
-    /// Requests that nobody wants any more, and whose answer is on its way; the servers that were asked.
+    /// Dropped requests whose reply is in flight: request id, and the servers that were asked.
     unwanted: BTreeMap<Slot, (String, Vec<usize>)>,
     next_slot: Slot,
     boot_id: String,
@@ -313,7 +288,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine that knows no server yet.
+    /// Creates a machine that knows no server yet.
     pub fn new(boot_id: String, machine_id: String, rng: fastrand::Rng) -> Self {
         Self {
             slots: BTreeMap::new(),
@@ -335,7 +310,7 @@ impl Machine {
         }
     }
 
-    /// Learns of a server, called by its address; its index.
+    /// Adds a server, named by its address, and returns its index.
     pub fn add_server(&mut self, now: Time, address: String) -> usize {
         self.servers.push(Health { next: now, ..Health::default() });
         self.names.push(vec![address]);
@@ -347,7 +322,7 @@ impl Machine {
         self.servers.len() - 1
     }
 
-    /// Says why no server is known.
+    /// Sets the reason why no server is known.
     pub fn set_notice(&mut self, now: Time, notice: String) {
         self.notice = notice;
         for wanted in self.slots.values_mut() {
@@ -357,43 +332,41 @@ impl Machine {
         }
     }
 
-    /// The next thing to do, until there is none.
+    /// Takes the next action out of the queue.
     pub fn next_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// Whether there is something to do.
+    /// Returns `true` if an action is queued.
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
-    /// Every wanted lease.
+    /// Iterates over all wanted leases.
     pub fn slots(&self) -> impl Iterator<Item = (Slot, &Wanted)> {
         self.slots.iter().map(|(slot, wanted)| (*slot, wanted))
     }
 
-    /// One wanted lease.
     pub fn slot(&self, slot: Slot) -> Option<&Wanted> {
         self.slots.get(&slot)
     }
 
-    /// Health of a server.
     pub fn health(&self, server: usize) -> &Health {
         &self.servers[server]
     }
 
-    /// Leases that are being given back and not yet known to be gone.
+    /// Number of releases that their servers have not confirmed yet.
     pub fn releases_pending(&self) -> usize {
         self.releasing.len()
     }
 
-    /// A server has said how many of its GPUs nobody has.
+    /// Records how many of a server's GPUs are free.
     pub fn described(&mut self, now: Time, server: usize, free: u32) {
         self.servers[server].free = free;
         self.next_turn(now);
     }
 
-    /// Those that let others go first look again whether they still have to.
+    /// Lets leases that defer to others check at once whether they still have to.
     fn next_turn(&mut self, now: Time) {
         for wanted in self.slots.values_mut().filter(|w| w.turn.is_some()) {
             if let Phase::Waiting { retry } = &mut wanted.phase {
@@ -402,7 +375,7 @@ impl Machine {
         }
     }
 
-    /// Learns another name of a server, which a lease may have waited for.
+    /// Adds a name of a server; leases that waited for a server of this name are asked for.
     pub fn name_server(&mut self, now: Time, server: usize, name: &str) {
         let names = &mut self.names[server];
         if !name.is_empty() && !names.iter().any(|n| n == name) {
@@ -414,7 +387,7 @@ impl Machine {
         }
     }
 
-    /// Leases that no server had are asked for at once: there may be more servers now.
+    /// Retries every waiting lease at once: another server may be known now.
     fn retry_waiting(&mut self, now: Time) {
         for wanted in self.slots.values_mut().filter(|w| w.turn.is_none()) {
             if let Phase::Waiting { retry } = &mut wanted.phase {
@@ -453,7 +426,7 @@ impl Machine {
         slot
     }
 
-    /// A lease is not wanted any more.
+    /// Drops a wanted lease and releases it at its server.
     pub fn release(&mut self, now: Time, slot: Slot, reason: &str) {
         let Some(wanted) = self.slots.remove(&slot) else { return };
         let request_id = self.request_id(&wanted.spec);
@@ -464,7 +437,7 @@ impl Machine {
             }
             _ => {}
         }
-        // A later lease of the same name must not find this one, which may still be on its way back.
+        // A later lease of the same name must not find this one, whose release may be in flight.
         self.next_generation(&wanted.spec);
         match (wanted.phase, wanted.recovery) {
             (Phase::Held(held), _) => {
@@ -473,17 +446,19 @@ impl Machine {
             }
             (_, Some(old)) => match self.names.iter().position(|names| names.contains(&old.server)) {
                 Some(server) => self.give_back(now, server, old.id, now + RECOVERY * 10),
-                // When its server is known; where that is never, it ends by itself, since nobody renews it.
+                // Released when its server is known; otherwise it expires, since this client does
+                // not renew it.
                 None => self.unplaced.push((old.server, old.id)),
             },
             _ => {}
         }
-        // A request under way answers into a slot that is gone: `allocated` gives that lease back.
+        // The reply to a request in flight finds no slot: `allocated` releases that lease.
         self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
     }
 
-    /// Nobody waits for this request any more: those behind it in a queue, of this machine too, do not have to either. A server
-    /// that does not hear of it forgets it when it is not repeated.
+    /// Withdraws a request, so that requests queued behind it do not wait for it.
+    ///
+    /// A server that misses the withdrawal forgets a request that is not repeated.
     fn withdraw(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
         for server in asked.into_iter().filter(|i| self.servers[*i].trouble.is_none()) {
             self.releasing.push(Releasing {
@@ -516,7 +491,7 @@ impl Machine {
         self.run_releases(now);
     }
 
-    /// Answers [`Action::Allocate`].
+    /// Takes the answer to [`Action::Allocate`].
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
         self.next_turn(now);
         let Some(wanted) = self.slots.get_mut(&slot).filter(|w| matches!(w.phase, Phase::Allocating)) else {
@@ -537,10 +512,11 @@ impl Machine {
             Ok((server, mut lease)) => {
                 let recovery = wanted.recovery.take();
                 if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
-                    // The server has forgotten it, and whoever asked for it did not ask for another one.
+                    // The server has forgotten the lease, and its requester did not ask for another
+                    // one.
                     let (id, expires) = (old.id.clone(), now + Duration::from_micros(lease.ttl_usec));
                     self.give_back(now, server, lease.id, expires);
-                    self.lost(now, slot, id, "the server does not know it any more");
+                    self.lost(now, slot, id, "its server no longer knows it");
                     return;
                 }
                 let stock = std::mem::take(&mut lease.workers).into();
@@ -588,16 +564,17 @@ impl Machine {
                 self.fill(now, slot);
             }
             Err(error) => {
-                // What a background lease holds fills GPUs, and counts against this client's limits too.
+                // A background lease occupies GPUs, and counts against this client's limits too.
                 let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::Quota);
                 let yields = refused && self.yield_background(now, slot);
                 let Some(wanted) = self.slots.get_mut(&slot) else { return };
                 if let Some(old) = &wanted.recovery {
-                    // Its server may be starting anew as well; after that time another one may have it.
+                    // The lease's server may be restarting too; after `until`, another server may
+                    // serve the slot.
                     if error.trouble != Trouble::Unreachable || old.until <= now {
                         let (id, server) = (old.id.clone(), old.server.clone());
                         if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
-                            // Should its server come back with it, it is not to stand there unused.
+                            // A server that returns with the lease must not keep it unused.
                             self.give_back(now, server, id.clone(), now + RECOVERY * 10);
                         }
                         let Some(wanted) = self.slots.get_mut(&slot) else { return };
@@ -609,14 +586,14 @@ impl Machine {
                         wanted.processes = 0;
                         let (spec, asked) = (wanted.spec.clone(), wanted.asked.clone());
                         if error.trouble == Trouble::NoCapacity {
-                            // It waits there now, and would go before the next one.
+                            // The request is queued there now, and would precede the next one.
                             let request_id = self.request_id(&spec);
                             self.withdraw(now, &request_id, asked);
                         }
                         self.next_generation(&spec);
                     }
                 } else if wanted.spec.once && yields {
-                    // Tried again when that one is given back.
+                    // Retried when the background lease is released.
                     wanted.phase = Phase::Waiting { retry: now + RETRY_MAX };
                     return;
                 } else if wanted.spec.once {
@@ -634,7 +611,7 @@ impl Machine {
         }
     }
 
-    /// Answers [`Action::Renew`].
+    /// Takes the answer to [`Action::Renew`].
     pub fn renewed(
         &mut self,
         now: Time,
@@ -660,7 +637,8 @@ impl Machine {
             }
             Err(error) => {
                 health.trouble = Some(error);
-                // A server with leases of ours is asked at the heartbeat's pace; jitter keeps a fleet apart.
+                // A server that holds leases is asked at the heartbeat's pace; jitter spreads a
+                // fleet.
                 let pace = if busy { HEARTBEAT } else { HEARTBEAT_IDLE };
                 health.next = now + pace + pace.mul_f64(self.rng.f64() / 4.0);
                 self.tell(Change::Server { server });
@@ -677,11 +655,8 @@ impl Machine {
         });
         let Some((slot, ttl, held)) = found else { return };
         if renewed.lost {
-            let reason = if renewed.reason.is_empty() {
-                "the server does not know it any more"
-            } else {
-                &renewed.reason
-            };
+            let reason =
+                if renewed.reason.is_empty() { "its server no longer knows it" } else { &renewed.reason };
             self.lose(now, slot, reason);
             return;
         }
@@ -703,18 +678,21 @@ impl Machine {
         }
     }
 
-    /// News of a lease's GPUs. One that was lent may have others now, of the same kind, with another token.
+    /// Updates a lease's GPUs.
+    ///
+    /// A lease that was lent may return on other GPUs of the same model, with a newer fencing
+    /// token.
     fn set_devices(&mut self, slot: Slot, devices: Vec<control::Device>, fencing_token: u64) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
         let lease = &mut held.lease;
         if devices.len() != lease.devices.len() {
             return;
         }
-        // How much memory is free changes all the time, and is no news.
+        // Free memory changes all the time, so it is not announced.
         let told = |d: &control::Device| (d.uuid.clone(), d.state.clone());
         let mut news = !devices.iter().map(told).eq(lease.devices.iter().map(told));
         lease.devices = devices;
-        // Servers before this field do not say.
+        // 0 comes from servers that predate this field.
         if fencing_token != 0 && fencing_token != lease.fencing_token {
             lease.fencing_token = fencing_token;
             news = true;
@@ -724,7 +702,7 @@ impl Machine {
         }
     }
 
-    /// A lease with a time to live gets another one with its next renewal.
+    /// Sets the time to live that the next renewal of a lease asks for.
     pub fn set_ttl(&mut self, slot: Slot, ttl: Duration) {
         if let Some(wanted) = self.slots.get_mut(&slot).filter(|w| w.spec.once && w.spec.ttl.is_some()) {
             wanted.spec.ttl = Some(ttl);
@@ -744,7 +722,7 @@ impl Machine {
         self.tell(Change::Changed { slot });
     }
 
-    /// A server says something about a lease.
+    /// Takes an event that a server sent about a lease.
     pub fn event(&mut self, now: Time, server: usize, event: control::PoolEvent) {
         use control::pool_event::Event;
         let Some(slot) = self.slots.iter().find_map(|(slot, wanted)| {
@@ -770,7 +748,7 @@ impl Machine {
                 if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
                     held.take_again = now;
                     held.stock.retain(|worker| !ready.ended.contains(&worker.id));
-                    // One of them may be in an answer that is still on its way.
+                    // Such a worker may be in a reply that is still in flight.
                     held.ended.extend(ready.ended);
                     let surplus = held.ended.len().saturating_sub(ENDED_MAX);
                     held.ended.drain(..surplus);
@@ -805,7 +783,8 @@ impl Machine {
             wanted.attempt = 0;
             wanted.since = now;
             wanted.trouble = None;
-            // A fleet that loses its leases together does not come back in the same instant.
+            // Jitter: clients that lose their leases at the same time do not all ask at the same
+            // time.
             wanted.phase = Phase::Waiting { retry: now + RETRY_MIN.mul_f64(self.rng.f64()) };
         }
         self.tell(Change::Lost { slot, id, reason: reason.to_owned() });
@@ -814,7 +793,7 @@ impl Machine {
         }
     }
 
-    /// Takes one worker of each of these slots for one process, or none if one of them has none ready.
+    /// Takes one worker of each slot for one process, or none if any slot has none ready.
     pub fn take(&mut self, now: Time, slots: &[Slot]) -> Option<Vec<control::Worker>> {
         let ready = |machine: &Self, slot: &Slot| {
             machine.slots.get(slot).and_then(Wanted::held).is_some_and(|held| !held.stock.is_empty())
@@ -845,8 +824,9 @@ impl Machine {
         Some(workers)
     }
 
-    /// A server is out of reach, perhaps gone and its workers with it: nobody is sent to them any more. Returns them as
-    /// (lease, worker), to be ended.
+    /// Empties the stocks of an unreachable server: it may have restarted without these workers.
+    ///
+    /// Returns them as (lease, worker), for the caller to give back.
     pub fn disconnected(&mut self, server: usize) -> Vec<(String, control::Worker)> {
         let mut old = Vec::new();
         for wanted in self.slots.values_mut() {
@@ -859,7 +839,7 @@ impl Machine {
         old
     }
 
-    /// The server is there again.
+    /// Asks a server again at once that is reachable again.
     pub fn reconnected(&mut self, now: Time, server: usize) {
         let mut slots = Vec::new();
         for (slot, wanted) in &mut self.slots {
@@ -881,7 +861,7 @@ impl Machine {
         self.retry_waiting(now);
     }
 
-    /// The server has taken back the worker of a process: a limit that refused workers may have room again.
+    /// Refills the stock after the server took back a worker: a limit may have room again.
     pub fn worker_freed(&mut self, now: Time, slot: Slot) {
         if let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) {
             held.take_again = now;
@@ -907,7 +887,7 @@ impl Machine {
         self.actions.push_back(action);
     }
 
-    /// Answers [`Action::TakeWorkers`].
+    /// Takes the answer to [`Action::TakeWorkers`].
     pub fn workers(
         &mut self,
         now: Time,
@@ -920,7 +900,7 @@ impl Machine {
             return;
         }
         held.taking = false;
-        // Those who came while a call for nobody was under way still wait.
+        // Processes that came while a call on behalf of no process was in flight still wait.
         if held.asked_for > 0 {
             held.missed = 0;
         }
@@ -937,14 +917,14 @@ impl Machine {
             }
             Ok(_) => {
                 held.tried(now, &mut self.rng);
-                // That a limit refused is no longer true.
+                // The limit's refusal is out of date.
                 self.slots.entry(slot).and_modify(|w| w.trouble = w.trouble.take().filter(|e| !limit(e)));
             }
             Err(error) => {
                 held.tried(now, &mut self.rng);
                 held.spare_refused = limit(&error) && held.asked_for == 0;
                 if error.trouble == Trouble::NoSuchLease {
-                    // A server that is stopping says so as well, and has the lease again when it comes back.
+                    // A stopping server denies its leases too, and has them again after its start.
                     let (server, expires) = (held.server, held.expires);
                     self.give_back(now, server, lease.to_owned(), expires);
                     self.lose(now, slot, &error.message);
@@ -956,13 +936,13 @@ impl Machine {
         }
     }
 
-    /// Answers [`Action::Release`] and [`Action::Withdraw`].
+    /// Takes the answer to [`Action::Release`] and [`Action::Withdraw`].
     pub fn released(&mut self, now: Time, server: usize, id: &str, result: Result<(), PoolError>) {
         let Some(at) = self.releasing.iter().position(|r| r.server == server && r.id == id) else {
             return;
         };
         match result {
-            // A server that is asked too often has not let go of it yet.
+            // A server that refuses calls over its rate limit has not released the lease.
             Err(error) if error.trouble.may_pass() || error.trouble == Trouble::Quota => {
                 let releasing = &mut self.releasing[at];
                 releasing.in_flight = false;
@@ -983,8 +963,9 @@ impl Machine {
         }
     }
 
-    /// What was given back may be what others wait for: after a reload the new leases ask while the old ones are on
-    /// their way back. Once for all of them, when the last one is there.
+    /// Retries leases that were refused, once all releases in flight at a server are done.
+    ///
+    /// After a reload the new leases are asked for while the old ones are being released.
     fn retry_refused(&mut self, now: Time, server: usize) {
         if self.releasing.iter().any(|r| r.server == server && r.in_flight) {
             return;
@@ -999,14 +980,14 @@ impl Machine {
         }
     }
 
-    /// Whether a server is heard: `None` where it was never asked.
+    /// Returns how long a server has been silent; `None` if it was never asked.
     pub fn silent_for(&self, now: Time, server: usize) -> Option<Duration> {
         let health = &self.servers[server];
         let since = health.answered.or(health.asked)?;
         Some(now.saturating_sub(since))
     }
 
-    /// Does what is due.
+    /// Does all work that is due at `now`.
     pub fn tick(&mut self, now: Time) {
         self.run_releases(now);
         let expired: Vec<Slot> = self
@@ -1021,10 +1002,11 @@ impl Machine {
         for slot in expired {
             let Some(wanted) = self.slots.get(&slot) else { continue };
             let Some(held) = wanted.held() else { continue };
-            // The server's clock may be a little behind; and one that comes back with the lease is not to keep it for nobody.
+            // The server's clock may lag a little; and a server that returns with the lease must
+            // not keep it unused.
             let (until, reason) = match wanted.spec.renewed_by_itself() {
-                false => (RETRY_MAX, "its time is over"),
-                true => (RECOVERY * 10, "it was not renewed in time: its server did not answer"),
+                false => (RETRY_MAX, "its time to live is over"),
+                true => (RECOVERY * 10, "not renewed in time: its server did not answer"),
             };
             let (server, id) = (held.server, held.lease.id.clone());
             self.give_back(now, server, id, now + until);
@@ -1074,7 +1056,7 @@ impl Machine {
             wanted.phase = Phase::Waiting { retry: now + pause };
             return;
         }
-        // A server that hangs holds the others up for this long only.
+        // Bounded, so that a server that hangs does not hold up later leases for long.
         let until = wanted.turn.take().unwrap_or(now + TURN);
         if now < until && self.others_first(slot) {
             if let Some(wanted) = self.slots.get_mut(&slot) {
@@ -1086,7 +1068,7 @@ impl Machine {
         let Some(wanted) = self.slots.get(&slot) else { return };
         let mut servers = self.servers_for(wanted);
         if servers.is_empty() {
-            // Names are learned from the servers themselves, a moment after the start.
+            // Servers report their names themselves, shortly after the start.
             let named = wanted.recovery.is_some() || !wanted.spec.servers.is_empty();
             if named && wanted.attempt == 0 && !wanted.spec.once {
                 if let Some(wanted) = self.slots.get_mut(&slot) {
@@ -1097,21 +1079,20 @@ impl Machine {
             }
             let none = Trouble::Unreachable;
             let (trouble, message) = match (&wanted.recovery, wanted.spec.servers.first()) {
-                (Some(old), _) => {
-                    (none, format!("{}, which holds lease {}, does not answer", old.server, old.id))
-                }
+                (Some(old), _) => (none, format!("{}: no answer, and it holds lease {}", old.server, old.id)),
                 _ if self.servers.is_empty() => (Trouble::NotReady, self.notice.clone()),
-                (None, Some(name)) => (none, format!("no server of the pool is called {name}")),
+                (None, Some(name)) => (none, format!("server {name}: not in the pool")),
                 _ if self.servers.iter().any(|s| s.drained.is_some()) => {
-                    (none, "every server is drained".into())
+                    (none, "every server is draining".into())
                 }
                 _ => (none, self.notice.clone()),
             };
             self.allocated_nowhere(now, slot, PoolError::new(trouble, message));
             return;
         }
-        // The server of the last lease first, then those that answer, then the others. Machines with the same list
-        // spread over its servers; whoever asks once means the order that was given.
+        // First the server of the last lease, then the reachable servers, then the others.
+        // Shuffled, so that machines with the same list spread over it; a one-time request keeps
+        // the given order.
         if !wanted.spec.once {
             self.rng.shuffle(&mut servers);
         }
@@ -1119,7 +1100,7 @@ impl Machine {
         let request_id = self.request_id(&wanted.spec);
         let mut request = wanted.spec.request(request_id, &self.boot_id, &self.machine_id, &wanted.sticky);
         if let Some(old) = &wanted.recovery {
-            // The stock of workers went with the daemon that had taken it.
+            // The workers in stock left with the daemon that took them.
             (request.again, request.workers) = (true, old.used.clone());
         }
         if let Some(wanted) = self.slots.get_mut(&slot) {
@@ -1129,7 +1110,11 @@ impl Machine {
         self.actions.push_back(Action::Allocate { slot, servers, request: Box::new(request) });
     }
 
-    /// What a lease is asked for by: the same whenever it is asked for again, until there was one.
+    /// Returns the id of the request for a lease.
+    ///
+    /// The id changes only when the lease was released or lost, so that a repetition finds the same
+    /// lease.
+
     fn request_id(&self, spec: &Spec) -> String {
         let generation = self.generations.get(&spec.key).copied().unwrap_or(0);
         match &spec.request_id {
@@ -1138,7 +1123,7 @@ impl Machine {
         }
     }
 
-    /// The servers that may be asked for a lease.
+    /// Returns the servers that may be asked for a lease.
     fn servers_for(&self, wanted: &Wanted) -> Vec<usize> {
         let called = |i: &usize, name: &str| self.names[*i].iter().any(|n| n == name);
         let all = 0..self.names.len();
@@ -1153,8 +1138,11 @@ impl Machine {
         }
     }
 
-    /// Whether leases before this one in the file are being asked for, and there may not be GPUs for all: it would take theirs.
-    /// Who waits already has a place in the servers' queues, in the file's order.
+    /// Returns `true` while boot leases listed earlier are being asked for and may get too few
+    /// GPUs.
+    ///
+    /// Asking now could take GPUs from them. A lease that waits does not count: it is queued
+    /// already, in the file's order.
     fn others_first(&self, slot: Slot) -> bool {
         let new = |w: &Wanted| {
             let waits = w.trouble.as_ref().is_some_and(|e| e.trouble == Trouble::NoCapacity);
@@ -1184,7 +1172,7 @@ impl Machine {
             let largest = rivals().map(part).fold(1.0, f64::max);
             free().sum::<u32>() * (100.0 / largest) as u32 >= all
         } else {
-            // GPUs of one lease are one server's.
+            // All GPUs of a lease belong to one server.
             free().any(|free| free >= all)
         };
         !room
@@ -1210,7 +1198,7 @@ impl Machine {
         }
     }
 
-    /// Leases whose time to live was asked for, and is nearly over.
+    /// Warns the owners of leases whose requested time to live ends soon.
     fn run_warnings(&mut self, now: Time) {
         let due = |w: &Wanted| w.warns_at().is_some_and(|at| at <= now);
         let due: Vec<Slot> = self.slots.iter().filter(|(_, w)| due(w)).map(|(slot, _)| *slot).collect();
@@ -1218,12 +1206,12 @@ impl Machine {
             let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { continue };
             held.warned = true;
             let left = held.expires.saturating_sub(now);
-            let reason = "its time to live ends, unless its owner renews it".to_owned();
+            let reason = "its time to live ends unless its owner renews it".to_owned();
             self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
         }
     }
 
-    /// When [`Machine::tick`] has something to do next.
+    /// Returns when [`Machine::tick`] next has something to do.
     pub fn deadline(&self) -> Option<Time> {
         let lingering = self.slots.values().filter_map(|w| Some(w.unused? + USER_LINGER));
         let drains = self.slots.values().filter_map(|w| self.servers[w.held()?.server].drained);
@@ -1251,7 +1239,7 @@ impl Machine {
 
     // ---- configuration
 
-    /// Wants the leases of the configuration, and only these: what has not changed is left alone.
+    /// Wants exactly the leases of the configuration; unchanged ones stay as they are.
     pub fn configure(&mut self, now: Time, leases: Vec<Spec>) {
         let (templates, held_always): (Vec<_>, Vec<_>) =
             leases.into_iter().partition(|s| matches!(s.class, Class::Session | Class::User));
@@ -1269,14 +1257,14 @@ impl Machine {
         for (slot, spec) in instances {
             match spec {
                 Some(spec) => drop(self.keep_or_want(now, spec)),
-                None => self.release(now, slot, "it is not configured any more"),
+                None => self.release(now, slot, "no longer in the configuration"),
             }
         }
-        // Sessions that ended while no daemon ran.
+        // Sessions that closed while no daemon ran.
         let over = |w: &Wanted| w.spec.session.as_ref().is_some_and(|id| !self.sessions.contains_key(id));
         let over: Vec<Slot> = self.slots.iter().filter(|(_, w)| over(w)).map(|(slot, _)| *slot).collect();
         for slot in over {
-            self.release(now, slot, "its session has ended");
+            self.release(now, slot, "its login session ended");
         }
         self.preallocate(now, self.preallocated);
         self.tick(now);
@@ -1288,18 +1276,18 @@ impl Machine {
                 wanted.spec = spec;
                 return slot;
             }
-            self.release(now, slot, "its configuration has changed");
+            self.release(now, slot, "its configuration changed");
         }
         self.insert(now, spec, None)
     }
 
-    /// Holds this many GPUs for everyone beside the configured leases, as far as nobody else wants them.
+    /// Holds this many GPUs for all users in addition to the configured leases, in the background.
     pub fn preallocate(&mut self, now: Time, count: u32) {
         self.preallocated = count;
         let key = |n: u32| format!("preallocated/{n}");
         for n in (0..).take_while(|n| *n < count || self.by_key(&key(*n)).is_some()).collect::<Vec<_>>() {
             match self.by_key(&key(n)) {
-                Some(slot) if n >= count => self.release(now, slot, "fewer GPUs are wanted ahead"),
+                Some(slot) if n >= count => self.release(now, slot, "fewer preallocated GPUs are wanted"),
                 None => drop(self.insert(now, Spec::preallocated(n, key(n)), None)),
                 Some(_) => {}
             }
@@ -1307,7 +1295,8 @@ impl Machine {
         self.tick(now);
     }
 
-    /// A lease that nobody waits for and nobody uses makes room on its server for one that is waited for. Whether there was one.
+    /// Releases an unused background lease in favour of a waiting lease; returns whether one was
+    /// found.
     fn yield_background(&mut self, now: Time, waiting: Slot) -> bool {
         let waits = |w: &&Wanted| w.spec.class != Class::Background && w.recovery.is_none();
         let Some(waits) = self.slots.get(&waiting).filter(waits) else { return false };
@@ -1319,8 +1308,8 @@ impl Machine {
         let Some((slot, held)) = spare else { return false };
         let (server, id, expires) = (held.server, held.lease.id.clone(), held.expires);
         let reason = match waits.spec.name.as_str() {
-            "" => "given up for a lease that was asked for".to_owned(),
-            name => format!("given up for lease {name}, which waits"),
+            "" => "released in favour of a requested lease".to_owned(),
+            name => format!("released in favour of lease {name}, which waits"),
         };
         self.give_back(now, server, id, expires);
         if let Some(releasing) = self.releasing.last_mut() {
@@ -1332,23 +1321,23 @@ impl Machine {
 
     // ---- sessions
 
-    /// The login sessions there are.
+    /// Returns the open login sessions by id.
     pub fn sessions(&self) -> &BTreeMap<String, Arc<Session>> {
         &self.sessions
     }
 
-    /// Whether a login or a first CUDA call may want something; see [`Machine::demand`].
+    /// Returns `true` if a login or a first CUDA call may want a lease; see [`Machine::demand`].
     pub fn has_templates(&self) -> bool {
         !self.templates.is_empty()
     }
 
-    /// Somebody has logged in.
+    /// Records a login.
     pub fn session_opened(&mut self, now: Time, session: Arc<Session>) {
         self.sessions.insert(session.id.clone(), session);
         self.tick(now);
     }
 
-    /// The last of a session's leaders has ended.
+    /// Records the end of a session and releases its leases.
     pub fn session_closed(&mut self, now: Time, id: &str) {
         if self.sessions.remove(id).is_none() {
             return;
@@ -1360,13 +1349,14 @@ impl Machine {
             .map(|(slot, _)| *slot)
             .collect();
         for slot in bound {
-            self.release(now, slot, "its session has ended");
+            self.release(now, slot, "its login session ended");
         }
         self.tick(now);
     }
 
-    /// Wants what the configuration has for a session or a user and is not there yet: asked at login, and by a process's
-    /// first CUDA call.
+    /// Wants the leases that the configuration has for a session or a user.
+    ///
+    /// Called at login, and by a process's first CUDA call.
     pub fn demand(&mut self, now: Time, uid: u32, user: Option<&str>, access: bool, session: Option<&str>) {
         let session = session.filter(|id| self.sessions.get(*id).is_some_and(|s| s.uid == uid));
         let wanted: Vec<Spec> = self
@@ -1388,7 +1378,7 @@ impl Machine {
         self.tick(now);
     }
 
-    /// Leases of users who are gone.
+    /// Releases leases of class `user` whose users are absent.
     fn run_users(&mut self, now: Time) {
         let mut gone = Vec::new();
         for (slot, wanted) in &mut self.slots {
@@ -1410,14 +1400,14 @@ impl Machine {
 
     // ---- processes
 
-    /// A process has been granted workers of this lease.
+    /// Records that a process was granted a worker of this lease.
     pub fn process_started(&mut self, slot: Slot) {
         if let Some(wanted) = self.slots.get_mut(&slot) {
             wanted.processes += 1;
         }
     }
 
-    /// A process of an earlier daemon still uses this worker.
+    /// Records that a process of an earlier daemon still uses this worker.
     pub fn process_resumed(&mut self, slot: Slot, worker: [u8; 16]) {
         self.process_started(slot);
         if let Some(old) = self.slots.get_mut(&slot).and_then(|w| w.recovery.as_mut()) {
@@ -1425,7 +1415,7 @@ impl Machine {
         }
     }
 
-    /// Which lease a process of an earlier daemon uses.
+    /// Finds the slot of a lease that a process of an earlier daemon uses.
     pub fn slot_of(&self, lease: &str) -> Option<Slot> {
         let has = |w: &Wanted| {
             w.held().is_some_and(|h| h.lease.id == lease)
@@ -1434,27 +1424,28 @@ impl Machine {
         self.slots.iter().find(|(_, w)| has(w)).map(|(slot, _)| *slot)
     }
 
-    /// A process that had a worker of this lease has ended; its server hears it at once, or as soon as the lease is found
-    /// again.
+    /// Records that a process with a worker of this lease has exited.
+    ///
+    /// The lease's server is notified at once, or as soon as it confirms the lease.
     pub fn process_ended(&mut self, now: Time, slot: Slot, lease: &str, worker: Vec<u8>) {
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         match (&wanted.phase, &mut wanted.recovery) {
             (Phase::Held(held), _) if held.lease.id == lease => {
-                // A process that never got a worker has none to give back.
+                // A process that never got a worker has none to return.
                 if !worker.is_empty() {
                     let (server, lease) = (held.server, lease.to_owned());
                     self.actions.push_back(Action::EndWorker { slot, server, lease, worker });
                 }
             }
             (_, Some(old)) if old.id == lease => old.ended.push(worker),
-            // Its lease is gone, and its worker with it.
+            // The lease was lost, and its worker with it.
             _ => return,
         }
         wanted.processes = wanted.processes.saturating_sub(1);
         self.tick(now);
     }
 
-    /// Announces the end of every lease that is in use; the number of processes that it concerns.
+    /// Warns of the end of every lease in use; returns the number of processes that use one.
     pub fn warn(&mut self, left: Duration, reason: &str) -> usize {
         let used: Vec<(Slot, usize)> = self
             .slots
@@ -1469,9 +1460,11 @@ impl Machine {
         used.iter().map(|(_, processes)| processes).sum()
     }
 
-    // ---- servers that are to be left
+    // ---- servers that are drained
 
-    /// Leaves a server (its leases are given back after `grace` and had elsewhere), or comes back to it.
+    /// Drains a server: releases its leases after `grace`, to get others elsewhere.
+    ///
+    /// With `None`, uses the server again.
     pub fn drain(&mut self, now: Time, server: usize, grace: Option<Duration>) {
         self.servers[server].drained = grace.map(|grace| now + grace);
         let held: Vec<Slot> = self
@@ -1484,7 +1477,7 @@ impl Machine {
             let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
             self.set_state(now, slot, state, None);
             if let Some(left) = grace {
-                let reason = "this machine leaves its server".to_owned();
+                let reason = "this client is leaving its server".to_owned();
                 self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
             }
         }
@@ -1499,7 +1492,7 @@ impl Machine {
         self.tick(now);
     }
 
-    /// Whether a server is being left.
+    /// Returns `true` while a server is being drained.
     pub fn drained(&self, server: usize) -> bool {
         self.servers[server].drained.is_some()
     }
@@ -1516,13 +1509,13 @@ impl Machine {
             .collect();
         for (slot, server, id, expires) in due {
             self.give_back(now, server, id, expires);
-            self.lose(now, slot, "this machine leaves its server");
+            self.lose(now, slot, "this client left its server");
         }
     }
 
-    // ---- the daemon's own end and beginning
+    // ---- stop and start of the daemon
 
-    /// What the next daemon of this boot has to know.
+    /// Returns the state that the next daemon of this boot needs.
     pub fn saved(&self) -> Saved {
         let lease = |wanted: &Wanted| {
             let spec = wanted.spec.clone();
@@ -1531,7 +1524,7 @@ impl Machine {
                     spec,
                     id: held.lease.id.clone(),
                     server: held.lease.server.clone(),
-                    // The others are renewed every few seconds.
+                    // Other leases are renewed every few seconds.
                     expires: if wanted.spec.renewed_by_itself() { Time::ZERO } else { held.expires },
                 }),
                 (_, Some(old)) => Some(SavedLease {
@@ -1550,8 +1543,10 @@ impl Machine {
         }
     }
 
-    /// Takes up where an earlier daemon of this boot left off; before the sessions that are still there are opened
-    /// anew, and [`Machine::configure`].
+    /// Restores the state of an earlier daemon of this boot.
+    ///
+    /// Call it before [`Machine::session_opened`] for the open sessions, and before
+    /// [`Machine::configure`].
     pub fn restore(&mut self, now: Time, saved: Saved) {
         self.generations = saved.generations;
         self.preallocated = saved.preallocated;
@@ -1565,7 +1560,7 @@ impl Machine {
     }
 }
 
-/// A pause that doubles with each failed try, with the upper half of it random.
+/// Returns a pause that doubles with each failed try; its upper half is random.
 fn backoff(rng: &mut fastrand::Rng, attempt: u32) -> Duration {
     let full = RETRY_MIN.saturating_mul(1 << attempt.saturating_sub(1).min(8)).min(RETRY_MAX);
     full.mul_f64(0.5 + rng.f64() / 2.0)
@@ -1652,7 +1647,7 @@ mod tests {
         assert_eq!((uuid(&m), told(&actions(&mut m))), ("GPU-l1".into(), vec![]));
         m.event(s(1), 0, state(vec![device("GPU-other")]));
         assert_eq!((uuid(&m), told(&actions(&mut m))), ("GPU-other".into(), vec![Change::Changed { slot }]));
-        // An event that was missed is made up for by the next heartbeat.
+        // The next heartbeat makes up for a missed event.
         let renewed = control::RenewedLease {
             id: "l1".into(),
             state: "active".into(),
@@ -1729,7 +1724,7 @@ mod tests {
             m.tick(retry);
             assert!(matches!(m.slot(slot).unwrap().phase, Phase::Allocating));
             last = retry;
-            // The same request each time: a lease that was granted to a call whose answer was lost is found again.
+            // The request id stays, so that a lease whose reply was lost is found again.
             assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/0");
         }
         m.allocated(last, slot, Ok((1, lease("l1", 1))));
@@ -1830,7 +1825,7 @@ mod tests {
             actions(m).iter().filter_map(server).collect::<Vec<_>>()
         };
         assert_eq!(asked(&mut m), [0, 1]);
-        // The second one's answer takes longer.
+        // The second server answers later.
         m.renewed(Duration::from_millis(1), 0, &[], Ok(vec![]));
         m.renewed(Duration::from_millis(200), 1, &[], Ok(vec![]));
         let due = m.deadline().unwrap();
@@ -1903,7 +1898,7 @@ mod tests {
         let refused = || Err(PoolError::new(Trouble::OutOfMemory, "no room for another"));
         m.workers(s(0), slot, "l1", refused());
         m.tick(s(0));
-        assert!(asks(&mut m).is_empty(), "nobody waits");
+        assert!(asks(&mut m).is_empty(), "no process waits");
         assert!(m.take(s(0), &[slot]).is_none());
         assert_eq!(asks(&mut m), [1], "at once");
         m.workers(s(0), slot, "l1", refused());
@@ -1911,7 +1906,7 @@ mod tests {
         assert!(asks(&mut m).is_empty(), "not again at once");
         m.tick(s(3));
         assert_eq!(asks(&mut m), [1]);
-        // One comes while a call for nobody is under way.
+        // A process comes while a call on behalf of no process is in flight.
         m.workers(s(3), slot, "l1", refused());
         m.tick(s(6));
         assert_eq!(asks(&mut m), [0]);
@@ -1930,7 +1925,8 @@ mod tests {
         assert_eq!(m.take(s(0), &[slot]).unwrap().len(), 1, "no round trip");
         let refill = Action::TakeWorkers { slot, server: 0, lease: "l1".into(), count: 1, waiting: 0 };
         assert!(actions(&mut m).contains(&refill));
-        // Three processes find nothing: one call brings workers for all of them and one spare.
+        // Three processes find an empty stock: one call brings workers for all of them and one
+        // spare.
         for _ in 0..3 {
             assert!(m.take(s(0), &[slot]).is_none());
         }
@@ -1984,7 +1980,7 @@ mod tests {
         assert_eq!(m.take(s(0), &[a, b]).unwrap().len(), 2);
     }
 
-    /// The names of the leases that are asked for, and their order at the server.
+    /// Returns the names of the leases that are asked for, with their order at the server.
     fn asked(m: &mut Machine) -> Vec<(String, u32)> {
         let asked = actions(m).into_iter().filter_map(|a| match a {
             Action::Allocate { slot, request, .. } => Some((m.slot(slot)?.spec.name.clone(), request.order)),
@@ -1993,7 +1989,7 @@ mod tests {
         asked.collect()
     }
 
-    /// Leases of a GPU each as the file has them, with the servers that they name.
+    /// Specs of one GPU each, in file order, with the servers that they name.
     fn file(leases: &[(&str, &[&str])]) -> Vec<Spec> {
         let specs = (0..).zip(leases).map(|(order, (name, servers))| Spec {
             order,
@@ -2009,8 +2005,8 @@ mod tests {
         let mut leases = file(&[("a", &[]), ("b", &[]), ("mine", &[]), ("c", &[])]);
         leases[2].class = Class::Session;
         m.configure(s(0), leases);
-        assert_eq!(asked(&mut m), [("a".into(), 1)], "nobody knows yet whether there is");
-        // What users ask for goes by when it comes.
+        assert_eq!(asked(&mut m), [("a".into(), 1)], "no server has reported free GPUs yet");
+        // Requests of users count from when they come.
         m.session_opened(s(0), session(0));
         m.demand(s(0), session(0).uid, None, true, Some(&session(0).id));
         m.want(s(0), Spec { name: "once".into(), ..Spec::requested("request".into(), 1000) });
@@ -2038,7 +2034,7 @@ mod tests {
             m.tick(s(0));
         }
         assert_eq!(order, [("a".into(), 1), ("b".into(), 2), ("c".into(), 3)]);
-        // From now on they have their places, and nobody waits for anybody.
+        // From now on they have their places in the queue, and none defers to another.
         m.tick(s(10));
         assert_eq!(asked(&mut m).len(), 3);
     }
@@ -2048,7 +2044,7 @@ mod tests {
         let mut m = machine(2);
         m.configure(s(0), file(&[("a", &["s0:7601"]), ("b", &["s1:7601"]), ("c", &["s0:7601"])]));
         assert_eq!(asked(&mut m), [("a".into(), 1), ("b".into(), 2)]);
-        // A server that hangs holds nobody up for long.
+        // A server that hangs holds up later leases for a bounded time.
         m.tick(TURN / 2);
         assert!(asked(&mut m).is_empty());
         assert_eq!(m.deadline(), Some(TURN));
@@ -2094,7 +2090,7 @@ mod tests {
         let mut spec = configured("a", 1);
         spec.servers = vec!["gpu-b".into()];
         let slot = m.want(s(0), spec);
-        assert!(m.slot(slot).unwrap().trouble.is_none(), "nobody has told his name yet");
+        assert!(m.slot(slot).unwrap().trouble.is_none(), "no server has reported its name yet");
         m.tick(s(1));
         assert!(m.slot(slot).unwrap().trouble.as_ref().unwrap().message.contains("gpu-b"));
         actions(&mut m);
@@ -2103,7 +2099,7 @@ mod tests {
         assert_eq!(request(&actions(&mut m)).0, [1], "at once");
     }
 
-    /// A pool that the machine's actions are played against, with answers delayed and failing at random.
+    /// A simulated pool that answers the machine's actions, with random delays and failures.
     #[derive(Default)]
     struct World {
         free: Vec<u32>,
@@ -2112,7 +2108,7 @@ mod tests {
         leases: HashMap<String, (usize, u32)>,
         by_request: HashMap<String, String>,
         counter: u32,
-        /// Leases whose processes' ends were heard.
+        /// Leases whose server was notified of a process's exit.
         ended: Vec<String>,
     }
 
@@ -2168,17 +2164,17 @@ mod tests {
         Release(usize),
         Advance(u64),
         Lose(usize),
-        /// Calls fail from now on, or answer again.
+        /// Calls fail from now on, or succeed again.
         Broken(bool),
         Take,
-        /// Reloads: GPUs and class of each lease.
+        /// A reload, with GPUs and class of each lease.
         Configure(Vec<(u32, Class)>),
         Preallocate(u32),
         Login(u32),
         Logout(u32),
         /// A process asks, with or without a session.
         Process(u32, bool),
-        /// One of the processes ends.
+        /// Exit of the process at this index.
         Ends(usize),
         Drain(usize, Option<u64>),
         Restart,
@@ -2216,7 +2212,7 @@ mod tests {
         leases.iter().enumerate().map(spec).collect()
     }
 
-    /// What holds at any time.
+    /// Asserts the invariants of every state.
     fn check(m: &Machine) {
         let mut keys = std::collections::BTreeSet::new();
         for (_, wanted) in m.slots() {
@@ -2227,7 +2223,7 @@ mod tests {
         }
     }
 
-    /// Plays out everything that is to be done; every action is answered.
+    /// Answers every action until the queue is empty.
     fn play(m: &mut Machine, world: &mut World, now: Time, broken: bool) {
         let mut rounds = 0;
         while let Some(action) = m.next_action() {
@@ -2303,11 +2299,11 @@ mod tests {
         })
     }
 
-    /// A machine that starts anew in the same boot, through the state as it is written.
+    /// Restarts the machine within one boot, through the serialized state.
     fn restart(m: &Machine, world: &mut World, now: Time, seed: u64) -> Machine {
         let saved: Saved = serde_json::from_str(&serde_json::to_string(&m.saved()).unwrap()).unwrap();
         assert_eq!(saved, m.saved());
-        // What was on its way back when the daemon ended is not renewed any more, and ends by itself.
+        // Leases whose release was in flight are no longer renewed, and expire.
         let gone: Vec<String> =
             world.leases.keys().filter(|id| !saved.leases.iter().any(|l| l.id == **id)).cloned().collect();
         for id in gone {
@@ -2442,7 +2438,7 @@ mod tests {
         m.allocated(s(1), slot, Err(limit()));
         assert!(m.slot(spare).unwrap().held().is_none());
         assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "l1".into() }));
-        // Asked for again as soon as there is room, however long the pause is by now.
+        // It is asked for again as soon as there is room, however long the backoff is by now.
         m.released(s(1), 0, "l1", Ok(()));
         m.tick(s(1));
         assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/b/0");
@@ -2487,12 +2483,12 @@ mod tests {
             m.tick(s(4));
             assert!(
                 actions(&mut m).iter().all(|a| !matches!(a, Action::Allocate { .. })),
-                "nobody is before it"
+                "not before the release is confirmed"
             );
             m.released(s(5), 0, "l1", Ok(()));
             m.tick(s(5));
             assert_eq!(request(&actions(&mut m)).1.request_id, "boot/r/0");
-            // With nothing left to give up it is tried once, as ever.
+            // With no background lease left it is tried once, as always.
             m.allocated(s(5), slot, refused());
             assert!(told(&actions(&mut m)).iter().any(|c| matches!(c, Change::Failed { .. })));
             assert!(m.slot(slot).is_none());
@@ -2517,7 +2513,7 @@ mod tests {
         assert!(asked.again && asked.workers.is_empty(), "what the old daemon had in stock is not wanted");
         assert_eq!(m.slot_of("l1"), Some(slot));
         m.process_resumed(slot, [9; 16]);
-        // Its process ends while the server is starting anew, too.
+        // Its process exits while the server is restarting, too.
         m.allocated(s(10), slot, Err(unreachable()));
         m.process_ended(s(11), slot, "l1", vec![9; 16]);
         m.tick(s(13));
@@ -2543,7 +2539,7 @@ mod tests {
         let mut m = machine(1);
         m.configure(s(0), vec![configured("a", 1), configured("b", 1), configured("c", 1)]);
         let slots: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
-        // One has heard that it waits, one asks again just now, and one has never been answered.
+        // The first is queued, the second is asking again, the third has not been answered yet.
         m.allocated(s(0), slots[0], Err(full()));
         m.allocated(s(0), slots[1], Err(unreachable()));
         actions(&mut m);
@@ -2551,7 +2547,8 @@ mod tests {
         assert_eq!(withdrawn(&mut m), [(0, "boot/configured/a/0".into())]);
         m.allocated(s(1), slots[2], Err(full()));
         assert_eq!(withdrawn(&mut m), [(0, "boot/configured/c/0".into())], "when its answer has come");
-        // A server that does not hear of it is not told again: it forgets the request.
+        // A withdrawal that does not reach its server is not repeated: the server forgets the
+        // request.
         m.released(s(1), 0, "boot/configured/c/0", Err(unreachable()));
         m.released(s(1), 0, "boot/configured/a/0", Ok(()));
         m.tick(s(100));
@@ -2645,7 +2642,7 @@ mod tests {
         let release = Action::Release { server: 0, lease: "l1".into() };
         let todo = actions(&mut m);
         assert!(todo.contains(&release) && told(&todo).iter().any(|c| matches!(c, Change::Lost { .. })));
-        // It is not there yet.
+        // The server is still unreachable.
         m.released(s(2), 0, "l1", Err(unreachable()));
         m.tick(s(10));
         assert!(actions(&mut m).contains(&release));
@@ -2666,7 +2663,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
-        /// Whatever happens, nothing is held that nobody knows of, and in the end everyone has what there is.
+        /// Leases are neither leaked nor given up, and in the end every lease that fits is held.
         #[test]
         fn leases_are_never_leaked_and_never_given_up(
             limits in proptest::collection::vec(1u32..6, 2),
@@ -2738,7 +2735,7 @@ mod tests {
                             let there = m.slot(slot).and_then(Wanted::held).is_some_and(|h| h.lease.id == lease);
                             m.process_ended(now, slot, &lease, vec![1; 16]);
                             play(&mut m, &mut world, now, false);
-                            prop_assert!(!there || world.ended.contains(&lease), "nobody hears of the end");
+                            prop_assert!(!there || world.ended.contains(&lease), "no server was notified of the exit");
                         }
                     }
                     Step::Drain(server, grace) => m.drain(now, server, grace.map(s)),
@@ -2754,10 +2751,10 @@ mod tests {
                 }
                 play(&mut m, &mut world, now, broken);
                 check(&m);
-                // A machine that has nothing to do says when it has.
+                // An idle machine returns its next deadline.
                 prop_assert!(m.deadline().is_some());
             }
-            // The pool answers again: time passes, everything settles.
+            // The pool answers again; time passes until every lease has settled.
             for server in 0..2 {
                 m.drain(now, server, None);
             }

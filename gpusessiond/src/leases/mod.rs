@@ -1,7 +1,7 @@
-//! The leases of this machine: what is wanted, what is held, and who may use it.
+//! The leases of this client: which it wants, which it holds, and who may use them.
 //!
-//! [`machine`] decides, [`engine`] does what it says; everything else (D-Bus, grant socket, command line) sees only
-//! [`Leases`].
+//! [`machine`] decides, [`engine`] acts; all other code (D-Bus, grant socket, command line) sees
+//! [`Leases`] only.
 
 mod alarm;
 pub mod engine;
@@ -27,86 +27,84 @@ use crate::login::Session;
 use crate::pool::PoolError;
 use crate::values::{Memory, SmPercent};
 
-/// Whose a lease is.
+/// Owner of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Owner {
-    /// Everyone who has access to this machine's GPUs.
+    /// All users with access to this client's GPUs.
     Everyone,
-    /// The user of this name; known by uid once the user database has answered.
+    /// A user by name, whose uid is known once the user database has answered.
     User(String),
-    /// This user.
     Uid(u32),
 }
 
-/// A lease as it is wanted.
+/// Description of a wanted lease.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Spec {
-    /// What people call it.
+    /// Name that users see.
     pub name: String,
-    /// Tells it apart from the other wanted leases of this boot, also after a restart of the daemon.
+    /// Unique among the wanted leases of this boot, also after a restart of the daemon.
     pub key: String,
-    /// The request as the server knows it, where another process made it first; else made of boot and key.
+    /// Request id at the server, if another process made the request; otherwise made of boot id and
+    /// key.
     pub request_id: Option<String>,
     /// Position among the leases that one process gets together.
     pub order: u32,
-    /// Number of GPUs.
     pub gpus: u32,
     /// Limit on each GPU's memory.
     pub memory: Memory,
     /// Share of the multiprocessors in percent.
     pub sm_percent: u32,
-    /// The same as a number of them, instead; 0: `sm_percent` says it.
+    /// Number of multiprocessors, in place of `sm_percent`; 0 if `sm_percent` counts.
     #[serde(default)]
     pub sm_count: u32,
-    /// As large as that of the memory, instead, where the GPU is shared by MPS.
+    /// On a GPU shared by MPS, the share of the multiprocessors equals that of the memory.
     #[serde(default)]
     pub sm_auto: bool,
-    /// Priority.
     pub priority: Priority,
-    /// Sharing, if it matters.
+    /// How the GPU is shared; `None` leaves it to the server.
     pub sharing: Option<Sharing>,
-    /// GPU model; empty is any.
+    /// GPU model; empty for any.
     pub model: String,
-    /// GPU UUIDs; empty is any.
+    /// GPU UUIDs; empty for any.
     pub devices: Vec<String>,
-    /// Servers by name or address; empty is any.
+    /// Servers by name or address; empty for any.
     pub servers: Vec<String>,
-    /// GPUs preferred if they are free.
+    /// UUIDs of GPUs that are preferred if they are free.
     pub sticky: Vec<String>,
-    /// Whose it is.
     pub owner: Owner,
-    /// Uid of the user that `owner` names, once the user database has said it.
+    /// Uid of the user that `owner` names, once the user database has answered.
     pub uid: Option<u32>,
-    /// User on whose behalf, for the server's limits and accounting; empty is the machine's own.
+    /// User for the server's limits and accounting; empty for the client's own leases.
     pub user: String,
-    /// Lifetime.
     pub class: Class,
-    /// The login session that it is bound to.
+    /// Login session whose end releases the lease.
     pub session: Option<String>,
-    /// Tried once, and not acquired anew when it is lost.
+    /// Asked for once, and not again when it is lost.
     pub once: bool,
     /// Outlives the program that asked for it.
     pub persistent: bool,
-    /// The lease ends this long after it was granted or last renewed on request. Without it, it is renewed for as long
-    /// as it is wanted, and the server takes it back soon after this machine has fallen silent.
+    /// Time from the grant, or from the last requested renewal, to the lease's end.
+    ///
+    /// Without it the heartbeat renews the lease while it is wanted; the server takes the lease
+    /// back soon after this client falls silent.
     pub ttl: Option<Duration>,
-    /// What is to become of it while it is idle; `None`: the server's policy.
+    /// Action on an idle lease; `None` for the server's policy.
     #[serde(default)]
     pub on_idle: Option<OnIdle>,
-    /// Not to be lent to others while nobody uses it.
+    /// Never lent to others while no program uses it.
     #[serde(default)]
     pub hold: bool,
-    /// Rest after which it may be parked, where the server would wait for longer.
+    /// Rest after which it may be parked, if the server would wait longer.
     #[serde(default)]
     pub idle_timeout: Option<Duration>,
     /// Program that asked.
     pub who: String,
-    /// Its reason.
+    /// Reason that the program gave.
     pub why: String,
 }
 
 impl Spec {
-    /// A `[[lease]]` of the configuration; `order` is its position.
+    /// Describes a `[[lease]]` of the configuration; `order` is its position.
     pub fn configured(lease: &LeaseConfig, order: u32) -> Self {
         Self {
             name: lease.name.clone(),
@@ -143,7 +141,7 @@ impl Spec {
         }
     }
 
-    /// A lease that a user asks for now.
+    /// Describes a lease that a user asks for now.
     pub fn requested(key: String, uid: u32) -> Self {
         Self {
             name: String::new(),
@@ -159,7 +157,7 @@ impl Spec {
         }
     }
 
-    /// One GPU that is held ahead for everyone.
+    /// Describes one GPU that is held ahead for all users.
     pub fn preallocated(n: u32, key: String) -> Self {
         Self {
             name: format!("ahead{}", n + 1),
@@ -171,7 +169,7 @@ impl Spec {
         }
     }
 
-    /// The lease that a `[[lease]]` of class `session` or `user` means for this session or user.
+    /// Derives the lease for a session or user from a `[[lease]]` of class `session` or `user`.
     fn instance(&self, uid: u32, user: Option<&str>, session: Option<&str>) -> Option<Self> {
         let session = match self.class {
             Class::Session => Some(session?.to_owned()),
@@ -188,7 +186,7 @@ impl Spec {
         })
     }
 
-    /// The same lease by the table as it is now; `None` if `there` does not come from this table.
+    /// Derives lease `there` from the current table; `None` if it does not come from this table.
     fn again_for(&self, there: &Self) -> Option<Self> {
         let uid = there.uid?;
         let user = Some(there.user.as_str()).filter(|u| !u.is_empty());
@@ -199,18 +197,18 @@ impl Spec {
         self.instance(uid, user, there.session.as_deref()).filter(|spec| may && spec.key == there.key)
     }
 
-    /// Whether a server would not tell the difference, nor whoever uses it.
+    /// Returns `true` if neither the server nor the users could tell the leases apart.
     fn same_lease(&self, other: &Self) -> bool {
         let comparable = |spec: &Self| Self { order: 0, uid: None, ..spec.clone() };
         comparable(self) == comparable(other)
     }
 
-    /// Whether the heartbeat keeps it alive.
+    /// Returns `true` if the heartbeat renews it.
     pub fn renewed_by_itself(&self) -> bool {
         !self.once || self.ttl.is_none()
     }
 
-    /// Whether these GPUs of a server have room for it now, as far as the server tells.
+    /// Returns `true` if these GPUs of a server have room for it, according to the server.
     pub fn fits(&self, devices: &[control::Device]) -> bool {
         let room = |d: &&control::Device| {
             let wanted = match self.memory {
@@ -267,8 +265,8 @@ impl Spec {
             on_idle: self.on_idle.map(|o| o.as_str().to_owned()).unwrap_or_default(),
             hold: self.hold,
             idle_timeout_usec: self.idle_timeout.map_or(0, |t| t.as_micros() as u64),
-            // Leases from boot are asked for at once, and wait as the file has them. Those of users wait from when they
-            // came.
+            // Boot leases are asked for at the same time, and queue in file order; users' leases
+            // queue in order of arrival.
             order: if self.class == Class::Boot && !self.once { self.order.saturating_add(1) } else { 0 },
             again: false,
             workers: Vec::new(),
@@ -281,22 +279,22 @@ impl Spec {
 pub enum LeaseState {
     /// Wanted, not held.
     Pending,
-    /// Held.
+    /// Held and in use.
     Active,
     /// Held, unused for a while.
     Idle,
     /// Held, its device memory in the server's host memory.
     Parked,
-    /// Held, its server takes no new work.
+    /// Held, on a server that takes no new leases.
     Draining,
-    /// Gone without being released.
+    /// Ended without being released.
     Lost,
-    /// Given back.
+    /// Released by its holder.
     Released,
 }
 
 impl LeaseState {
-    /// The word used on D-Bus.
+    /// Returns the word used on D-Bus.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pending => "pending",
@@ -309,10 +307,10 @@ impl LeaseState {
         }
     }
 
-    /// A state that a server may report of a lease that it holds.
+    /// Parses a state that a server reports of a lease that it holds.
     pub fn of_server(word: &str) -> Option<Self> {
         match word {
-            // Its memory, or its GPU, is elsewhere until the next CUDA call.
+            // The lease's memory or GPU is elsewhere until its next CUDA call.
             "returning" | "lent" => Some(Self::Parked),
             _ => [Self::Active, Self::Idle, Self::Parked, Self::Draining]
                 .into_iter()
@@ -321,133 +319,106 @@ impl LeaseState {
     }
 }
 
-/// Something happened to a lease or a server.
+/// A change of a lease or a server.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
-    /// A lease is wanted.
-    New {
-        /// Which.
-        slot: Slot,
-    },
-    /// It is held now.
-    Granted {
-        /// Which.
-        slot: Slot,
-    },
-    /// Its properties changed.
-    Changed {
-        /// Which.
-        slot: Slot,
-    },
-    /// Its stock of workers changed.
-    Stock {
-        /// Which.
-        slot: Slot,
-    },
-    /// A lease that is tried once could not be had; the slot is gone.
-    Failed {
-        /// Which.
-        slot: Slot,
-        /// Why.
-        error: PoolError,
-    },
-    /// It will be taken away.
+    /// The daemon wants a new lease.
+    New { slot: Slot },
+    /// A server granted the lease.
+    Granted { slot: Slot },
+    /// Properties of the lease changed.
+    Changed { slot: Slot },
+    /// The lease's stock of workers changed.
+    Stock { slot: Slot },
+    /// A one-time request was refused; its slot no longer exists.
+    Failed { slot: Slot, error: PoolError },
+    /// The lease will end, or be parked.
     PrepareForLoss {
-        /// Which.
         slot: Slot,
-        /// Time left.
         left: Duration,
-        /// Why.
         reason: String,
-        /// Its programs rest: any work of theirs ends that.
+        /// Its programs are idle: any GPU work of theirs prevents the measure.
         idle: bool,
     },
-    /// The server took it away, or it expired.
+    /// The server took the lease away, or it expired.
     Lost {
-        /// Which.
         slot: Slot,
-        /// The id it had.
+        /// Id that the lease had.
         id: String,
-        /// Why.
         reason: String,
     },
-    /// The slot is gone.
+    /// The slot no longer exists.
     Removed {
-        /// Which.
         slot: Slot,
-        /// Why.
         reason: String,
-        /// Lost rather than given back.
+        /// Lost, not released.
         lost: bool,
     },
-    /// A server's state changed.
+    /// State of a server changed.
     Server {
         /// Index of the server.
         server: usize,
     },
 }
 
-/// A GPU of a lease.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceView {
-    /// As the server describes it.
+    /// The server's description.
     pub device: control::Device,
     /// Name of its server.
     pub server: String,
-    /// Its number within the lease.
+    /// Number within the lease, from 0.
     pub ordinal: u32,
-    /// Driver of the server.
+    /// NVIDIA driver version of the server.
     pub driver_version: String,
     /// 1000 * major + 10 * minor.
     pub cuda_version: u32,
 }
 
-/// A lease as others see it.
+/// A lease as other parts of the daemon see it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LeaseView {
-    /// Inside the daemon.
     pub slot: Slot,
-    /// The server's id; while pending, one that comes from the lease's name.
+    /// Id from the server; while pending, an id made of the lease's name.
     pub id: String,
-    /// What was asked for.
     pub spec: Spec,
-    /// Owner's uid; that of nobody in particular is `u32::MAX`, of a user who is not known one less.
+    /// Owner's uid; `u32::MAX` for all users, `u32::MAX - 1` for an unknown user.
     pub uid: u32,
-    /// State.
     pub state: LeaseState,
-    /// GPUs, empty while pending.
+    /// Empty while pending.
     pub devices: Vec<DeviceView>,
-    /// Server's name, empty while pending.
+    /// Name of the server; empty while pending.
     pub server: String,
-    /// Wall-clock microseconds when it was granted (while pending: first wanted).
+    /// Wall-clock microseconds of the grant; while pending, of the first request.
     pub created_usec: u64,
-    /// Wall-clock microseconds when it ends unless renewed; 0 while pending.
+    /// Wall-clock microseconds of the end unless renewed; 0 while pending.
     pub expires_usec: u64,
-    /// Fencing token.
     pub fencing_token: u64,
     /// Whether data connections are encrypted.
     pub encrypted: bool,
-    /// Why it is not held, or what went wrong last; empty if nothing did.
+    /// Why it is not held, or its latest trouble.
     pub trouble: Option<PoolError>,
     /// Time until the next try, while pending.
     pub retry_in: Option<Duration>,
-    /// Workers ready for processes.
+    /// Number of workers ready for processes.
     pub stock: usize,
-    /// Processes that use it.
+    /// Number of processes that use it.
     pub processes: usize,
-    /// The last program of each user that it failed, if it has served none of that user since; and when, in wall-clock
-    /// microseconds. The newest last.
+    /// The latest failed program of each user, with wall-clock microseconds; the newest last.
+    ///
+    /// An entry goes when the lease has served another program of that user.
     pub failures: Vec<(Failure, u64)>,
-    /// Since when nobody uses it, as the server says: wall-clock and since boot, in microseconds; 0 while in use.
+    /// Since when no program uses it, according to the server: wall-clock and since boot, in
+    /// microseconds; 0 while in use.
     pub idle_since_usec: (u64, u64),
-    /// Rest after which the server parks it or takes it back, in microseconds; 0: never, or the server does not say.
+    /// Rest after which the server parks or releases it, in microseconds; 0 for never or unknown.
     pub idle_timeout_usec: u64,
-    /// Leader of the session that it is bound to; 0 if it is bound to none.
+    /// Pid of the leader of its session; 0 without a session.
     pub leader: u32,
 }
 
 impl LeaseView {
-    /// Why it waits: for GPUs, or parked for those that it had.
+    /// Returns why it waits for GPUs: those that it never had, or those that it lent or parked.
     pub fn waits(&self) -> Option<&PoolError> {
         self.trouble.as_ref().filter(|trouble| match self.state {
             LeaseState::Pending => true,
@@ -456,7 +427,7 @@ impl LeaseView {
         })
     }
 
-    /// How the data of its programs travels, and why; empty while pending.
+    /// Returns the transport of its programs' data and the reason; empty while pending.
     pub fn transport(&self) -> (&'static str, &'static str) {
         match (self.devices.is_empty(), self.encrypted) {
             (true, _) => ("", ""),
@@ -466,54 +437,53 @@ impl LeaseView {
     }
 }
 
-/// A server as others see it.
+/// A server as other parts of the daemon see it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ServerView {
-    /// Name, or the address until the server has told it.
+    /// Name; the address until the server has reported its name.
     pub name: String,
     /// Control address.
     pub address: String,
     /// `connecting`, `online`, `suspect`, `offline`, `draining` or `unauthorized`.
     pub state: String,
-    /// What went wrong last.
+    /// Reason of the last failed call; empty after a success.
     pub trouble: String,
-    /// Wall-clock microseconds when it answered last; 0 is never.
+    /// Wall-clock microseconds of its last answer; 0 for never.
     pub last_seen_usec: u64,
     /// Round trip of the last call.
     pub rtt_usec: u64,
-    /// Control protocol.
+    /// Version of the data plane's protocol; 0 until reported.
     pub protocol: u32,
     /// Software and version.
     pub software: String,
-    /// GPUs that it serves.
+    /// Number of GPUs that it serves.
     pub devices: u32,
-    /// GPUs that nobody has.
+    /// Number of free GPUs.
     pub free: u32,
-    /// Rest after which it parks or takes back a lease that asks for nothing else, in microseconds; 0: never, or it does
-    /// not say.
+    /// Rest after which it parks or releases a lease that has no idle timeout itself, in
+    /// microseconds; 0 for never or unknown.
     pub idle_timeout_usec: u64,
-    /// Time that a lease lives without a renewal where it asks for none, in microseconds; 0: it does not say.
+    /// Time to live that it gives leases that request none, in microseconds; 0 if unknown.
     pub lease_ttl_usec: u64,
 }
 
-/// Everything, at one moment.
+/// State of all leases, servers and sessions at one moment.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {
-    /// Leases in the order they were wanted.
+    /// Leases in the order in which they were first wanted.
     pub leases: Vec<LeaseView>,
     /// Servers in configuration order.
     pub servers: Vec<ServerView>,
-    /// Login sessions.
     pub sessions: Vec<Arc<Session>>,
 }
 
 impl Snapshot {
-    /// A lease by its id.
+    /// Finds a lease by its id.
     pub fn lease(&self, id: &str) -> Option<&LeaseView> {
         self.leases.iter().find(|l| l.id == id)
     }
 
-    /// GPUs of configured leases: wanted and held.
+    /// Counts the GPUs of configured leases: wanted, and held.
     pub fn pool(&self) -> (u32, u32) {
         let configured = || self.leases.iter().filter(|l| !l.spec.once);
         let ready =
@@ -521,28 +491,26 @@ impl Snapshot {
         (configured().map(|l| l.spec.gpus).sum(), ready)
     }
 
-    /// Whether every lease of class boot that the configuration wants is held.
+    /// Returns `true` if every configured lease of class boot is held.
     pub fn booted(&self) -> bool {
         let mut boot = self.leases.iter().filter(|l| !l.spec.once && l.spec.class == Class::Boot);
         boot.all(|l| l.state != LeaseState::Pending)
     }
 }
 
-/// What happened, and how things are after it.
+/// Changes, and the state after them.
 #[derive(Debug, Clone)]
 pub struct Update {
-    /// In the order in which it happened.
+    /// In order of occurrence.
     pub changes: Vec<Change>,
-    /// After all of them.
+    /// State after all changes.
     pub snapshot: Arc<Snapshot>,
 }
 
 /// A process that asks for GPUs, as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
-    /// User id.
     pub uid: u32,
-    /// Process id.
     pub pid: u32,
     /// User name, if the user database knows one.
     pub user: Option<String>,
@@ -552,114 +520,113 @@ pub struct Caller {
     pub session: Option<String>,
 }
 
-/// What a process asks for.
+/// A process's request for workers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Wish {
-    /// The lease it names.
+    /// Id or name of the lease that it asks for.
     pub lease: Option<String>,
-    /// Its program.
+    /// Program name.
     pub program: String,
-    /// The file that it runs, as it says.
+    /// Path of the executable, as the process reports it.
     pub executable: String,
-    /// Driver environment that differs from the stock's.
+    /// Driver environment that differs from that of workers in stock.
     pub environment: HashMap<String, String>,
 }
 
-/// A worker that was granted to a process; given back with [`Leases::ended`].
+/// A worker that was granted to a process; returned with [`Leases::ended`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
-    /// Which lease.
     pub slot: Slot,
-    /// Lease id.
+    /// Id of the lease.
     pub lease: String,
-    /// Worker's id.
+    /// Id of the worker; zeros if the server gave none.
     pub worker: [u8; 16],
 }
 
-/// A program that a lease's GPUs did not serve, or not to its end, in its own words: shown to its user and to root.
+/// A program that a lease did not serve, or not to its end; shown to its user and to root.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// Its user.
     pub uid: u32,
     /// User name, if the user database knows one.
     pub user: String,
-    /// Its process id.
     pub pid: u32,
-    /// Its name.
+    /// Name of the program.
     pub program: String,
-    /// One line, without control characters.
+    /// Reason in the program's words: one line, without control characters.
     pub reason: String,
-    /// It ran on them, and lost them; else it could not begin.
+    /// The program had GPUs and lost them; otherwise it never got them.
     pub running: bool,
-    /// It tries once more; if it is refused then, this still is why.
+    /// The program tries once more; if refused then, this reason stays valid.
     pub again: bool,
 }
 
 /// Answer to a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Its workers.
     Granted(Vec<Endpoint>, Vec<Granted>),
-    /// Not now: wait for the next [`Snapshot`] and ask again, or give up with this.
+    /// No worker now: ask again after the next [`Snapshot`], or give up with this denial.
     Wait(Denial, String),
-    /// No.
     Denied(Denial, String),
 }
 
-/// The lease manager, as everything else sees it.
+/// The lease manager's interface to the rest of the daemon.
 #[async_trait]
 pub trait Leases: Send + Sync {
-    /// How things are; notified at each change, also of the stock of workers.
+    /// Subscribes to snapshots; notified at each change, also of the stock of workers.
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
-    /// Everything that happens from now on, in order, beginning with how things are.
+    /// Subscribes to all updates from now on, in order; the first one has the current state.
     fn updates(&self) -> mpsc::UnboundedReceiver<Update>;
-    /// Wants a lease that is tried once, and waits for it.
+    /// Asks once for a lease and waits for the answer.
     async fn create(&self, spec: Spec) -> Result<LeaseView, PoolError>;
     /// Wants a lease until it is released.
     async fn want(&self, spec: Spec) -> Slot;
-    /// Wants the leases of the configuration, and only these; what has not changed is left alone.
+    /// Wants exactly the leases of the configuration; unchanged ones stay as they are.
     async fn configure(&self, leases: Vec<Spec>);
-    /// Holds this many GPUs for everyone beside the configured leases.
+    /// Holds this many GPUs for all users in addition to the configured leases.
     async fn preallocate(&self, count: u32);
-    /// Releases a lease; `false` if it is not there.
+    /// Releases a lease; returns `false` if the slot does not exist.
     async fn release(&self, slot: Slot, reason: &str) -> bool;
-    /// Renews a lease now, with another time to live where it has one; the time it has left.
+    /// Renews a lease now, with a new time to live if given; returns the time it has left.
     async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<Duration, PoolError>;
-    /// Grants GPUs to a process.
+    /// Grants workers to a process.
     async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
-    /// The GPUs that [`Leases::grant`] would grant, and answers to questions about them. Waits for no lease.
+    /// Reads the GPUs that [`Leases::grant`] would grant, and answers queries about them.
+    ///
+    /// Waits for no lease.
     async fn readings(
         &self,
         caller: Caller,
         wish: Wish,
         queries: Vec<Query>,
     ) -> Result<View, (Denial, String)>;
-    /// The oldest CUDA version among the servers of the GPUs that [`Leases::grant`] would grant. Waits for no lease and asks no
-    /// server.
+    /// Returns the oldest CUDA version among the servers whose GPUs [`Leases::grant`] would grant.
+    ///
+    /// Waits for no lease and asks no server.
     async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)>;
-    /// The leases that a process of this user gets without naming one.
+    /// Returns the leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
-    /// The process has ended (or never got its answer).
+    /// Records that the process of these workers exited, or never got its answer.
     fn ended(&self, granted: Vec<Granted>);
-    /// What a user's process says of a lease that was granted to it: that it is served, or not.
+    /// Records a process's report on its grant: served, or failed with a reason.
     fn became(&self, slot: Slot, uid: u32, failure: Option<Failure>);
-    /// A process that an earlier daemon granted a worker to; `None` if the lease is not there any more.
+    /// Resumes a worker that an earlier daemon granted; `None` if its lease no longer exists.
     async fn resume(&self, lease: &str, worker: [u8; 16]) -> Option<Granted>;
-    /// A login session has begun; leases of class `session` that are its user's are held until it ends.
+    /// Records a login; the user's leases of class `session` are held until the session ends.
     fn session_opened(&self, session: Arc<Session>);
-    /// The session of this id has ended.
+    /// Records the end of a session.
     fn session_closed(&self, id: &str);
-    /// Leaves a server: its leases are given back after `grace` and had elsewhere. `None`: comes back to it. `false`
-    /// if there is no such server.
+    /// Drains a server: its leases are released after `grace`, and asked for elsewhere.
+    ///
+    /// With `None`, uses the server again. Returns `false` if the server does not exist.
     async fn drain(&self, server: usize, grace: Option<Duration>) -> bool;
-    /// Announces the end of every lease that is in use; the number of processes that use one.
+    /// Warns of the end of every lease in use; returns the number of processes that use one.
     async fn warn(&self, left: Duration, reason: &str) -> usize;
-    /// Moves a lease's device memory to its server's host memory, or asks for it back.
+    /// Parks a lease, or asks its server to unpark it.
     async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError>;
-    /// The owner of a lease calls it idle from now on, or no longer.
+    /// Sets or clears the owner's hint that a lease is idle.
     async fn idle_hint(&self, slot: Slot, idle: bool) -> Result<(), PoolError>;
-    /// Asks a server how it is; the round trip and the answer.
+    /// Asks a server for its description; returns the round trip and the answer.
     async fn ask(&self, server: usize) -> Result<(Duration, control::ServerDescription), PoolError>;
-    /// Releases everything and waits, at most this long, until the servers know.
+    /// Releases all leases and waits for the servers' confirmation, at most `limit`.
     async fn shutdown(&self, limit: Duration);
 }

@@ -1,4 +1,4 @@
-//! What servers' NVML says of the GPUs that a process would get.
+//! NVML readings of the GPUs that a process would get.
 
 use std::sync::Arc;
 
@@ -8,18 +8,16 @@ use gpusession_proto::readings::{Answer, Device, Fault, Process, Query, View, uu
 
 use crate::pool::{PoolServer, Trouble};
 
-/// `NVML_ERROR_INVALID_ARGUMENT`: a question about a device that is not the process's.
+/// `NVML_ERROR_INVALID_ARGUMENT`: the query names a device that the process does not have.
 const INVALID_ARGUMENT: u32 = 2;
 
-/// A lease and its server.
+/// A lease and the server that holds it.
 pub struct Place {
-    /// The lease, as the server granted it.
     pub lease: control::Lease,
-    /// Whom to ask.
     pub server: Arc<dyn PoolServer>,
 }
 
-/// Asks the servers, each only what is about its own devices.
+/// Queries the servers, each about its own devices only.
 pub async fn ask(places: Vec<Place>, queries: Vec<Query>) -> Result<View, (Denial, String)> {
     let answer = Answer { status: INVALID_ARGUMENT, output: Vec::new() };
     let mut view = View { devices: Vec::new(), answers: vec![answer; queries.len()] };

@@ -1,4 +1,4 @@
-//! A simulated server of the pool, for tests: what it does next is set by the test.
+//! A simulated server of the pool, whose behaviour tests control.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -14,51 +14,51 @@ use crate::pool::{PoolError, PoolServer, Trouble};
 /// State of a [`SimServer`].
 #[derive(Debug, Default)]
 pub struct SimState {
-    /// Calls fail with this while it is set.
+    /// Calls fail with this error while it is set.
     pub failing: Option<PoolError>,
-    /// GPUs it has.
+    /// Number of GPUs.
     pub gpus: u32,
-    /// Refuses every request for more than this many GPUs as over quota.
+    /// Most GPUs of one request; a larger one is refused as over the limit.
     pub quota: Option<u32>,
-    /// Leases that are held: id, GPUs, request id.
+    /// Held leases as (id, GPUs, request id).
     pub leases: Vec<(String, u32, String)>,
-    /// Workers that were taken: lease, worker.
+    /// Workers that were taken, as (lease, worker).
     pub taken: Vec<(String, [u8; 16])>,
-    /// Workers whose process ended.
+    /// Workers whose process exited.
     pub ended: Vec<[u8; 16]>,
-    /// Leases that are parked.
+    /// Ids of parked leases.
     pub parked: Vec<String>,
-    /// Leases whose owner calls them idle.
+    /// Ids of leases with an idle hint.
     pub idle: Vec<String>,
-    /// Rest after which each lease is parked, in microseconds.
+    /// Rest in microseconds after which each lease is parked.
     pub idle_timeouts: HashMap<String, u64>,
-    /// What a renewal says of every lease, as far as it is not a matter of the single one.
+    /// Template of a renewed lease, for the fields that are equal for all leases.
     pub renewed: control::RenewedLease,
-    /// Requests that were taken out of its queue.
+    /// Ids of withdrawn requests.
     pub withdrawn: Vec<String>,
-    /// An administrator lets it make no new leases.
+    /// An administrator is draining the server.
     pub draining: bool,
-    /// Leases that were released.
+    /// Ids of released leases.
     pub released: Vec<String>,
-    /// Every allocation request.
+    /// All requests for leases.
     pub requests: Vec<control::AllocateRequest>,
-    /// Environments of cold workers.
+    /// Driver environments of cold workers.
     pub environments: Vec<HashMap<String, String>>,
-    /// Ids of the leases to come; made up when empty.
+    /// Ids of future leases; generated when empty.
     pub ids: VecDeque<String>,
-    /// The name that it tells, if not its address.
+    /// Reported name; by default the address.
     pub name: Option<String>,
-    /// `Describe` does not answer while this is set.
+    /// `Describe` does not return while this is set.
     pub hanging: bool,
-    /// Data goes without encryption.
+    /// Data connections are not encrypted.
     pub trusts_network: bool,
-    /// No worker can be taken while this is set.
+    /// Calls for workers return none while this is set.
     pub no_workers: bool,
-    /// Another version of the data plane.
+    /// Reported version of the data plane; by default the current one.
     pub protocol: Option<u32>,
-    /// For how many processes each call for workers was made.
+    /// Number of waiting processes of each call for workers.
     pub waiting: Vec<u32>,
-    /// Workers are refused.
+    /// Calls for workers fail with this error.
     pub refuses_workers: Option<PoolError>,
     counter: u64,
     watchers: Vec<mpsc::Sender<control::PoolEvent>>,
@@ -69,7 +69,7 @@ impl SimState {
         if self.draining { "draining" } else { "online" }
     }
 
-    /// Whether anybody hears of events.
+    /// Returns `true` if a client watches events.
     pub fn watched(&self) -> bool {
         !self.watchers.is_empty()
     }
@@ -83,26 +83,26 @@ pub struct SimServer {
     calls: Arc<watch::Sender<u64>>,
 }
 
-/// Rest after which a simulated server parks, in microseconds.
+/// Rest in microseconds after which a simulated server parks.
 pub const IDLE_TIMEOUT: u64 = 1_800_000_000;
-/// The ticket key of every simulated lease.
+/// Ticket key of every simulated lease.
 pub const KEY: [u8; 32] = [7; 32];
 
 impl SimServer {
-    /// A server with this many GPUs.
+    /// Creates a server with this many GPUs.
     pub fn new(name: &str, gpus: u32) -> Self {
         let state = SimState { gpus, ..SimState::default() };
         Self { name: name.into(), state: Arc::new(Mutex::new(state)), calls: Arc::new(watch::channel(0).0) }
     }
 
-    /// Looks at or changes its state.
+    /// Reads or changes the state.
     pub fn with<T>(&self, change: impl FnOnce(&mut SimState) -> T) -> T {
         let result = change(&mut self.state.lock().unwrap_or_else(|e| e.into_inner()));
         self.calls.send_modify(|n| *n += 1);
         result
     }
 
-    /// Waits until the state is as wanted; it is looked at after each call.
+    /// Waits until the state satisfies `test`, which is called after each call to the server.
     pub async fn until(&self, mut test: impl FnMut(&SimState) -> bool) {
         let mut calls = self.calls.subscribe();
         while !test(&self.state.lock().unwrap_or_else(|e| e.into_inner())) {
@@ -112,12 +112,12 @@ impl SimServer {
         }
     }
 
-    /// Sends an event to everyone who watches.
+    /// Sends an event to all watchers.
     pub fn send(&self, event: control::PoolEvent) {
         self.with(|state| state.watchers.retain(|w| w.try_send(event.clone()).is_ok()));
     }
 
-    /// UUID of a GPU: its number, and the server's name.
+    /// Returns the UUID of a GPU, made of its number and the server's name.
     pub fn uuid(&self, gpu: u32) -> String {
         let mut bytes = [0; 16];
         bytes[..4].copy_from_slice(&gpu.to_be_bytes());
@@ -300,7 +300,7 @@ impl PoolServer for SimServer {
             let lease = state.leases.iter().position(|(id, ..)| *id == request.lease);
             let place = lease.ok_or_else(|| PoolError::new(Trouble::NoSuchLease, "no such lease"))?;
             let count = state.leases[place].1;
-            // The answer says which question it is for.
+            // Each answer echoes its query, so that tests can match them.
             let answers = request
                 .queries
                 .iter()

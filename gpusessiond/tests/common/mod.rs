@@ -1,4 +1,4 @@
-//! What the integration tests share: a private bus, a simulated pool, processes that ask for GPUs.
+//! Helpers of the integration tests: a private bus, a simulated pool, processes that request GPUs.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -21,10 +21,10 @@ use gpusessiond::pool::PoolServer;
 use gpusessiond::settings::Settings;
 use tempfile::TempDir;
 
-/// Longest wait for anything.
+/// Longest wait for any condition.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The lease manager over simulated servers.
+/// Starts a lease manager with simulated servers.
 pub fn engine(servers: &[&SimServer]) -> Engine {
     let engine = Engine::start(Here {
         boot_id: [9; 16],
@@ -36,7 +36,7 @@ pub fn engine(servers: &[&SimServer]) -> Engine {
     engine
 }
 
-/// A configuration with leases of this many GPUs.
+/// Creates a configuration with leases of these numbers of GPUs.
 pub fn config(leases: &[u32]) -> Config {
     let leases = (1..).zip(leases);
     Config {
@@ -47,24 +47,24 @@ pub fn config(leases: &[u32]) -> Config {
     }
 }
 
-/// Wants what a configuration says.
+/// Wants the leases of a configuration.
 pub async fn want(engine: &Engine, config: &Config) {
     for (order, lease) in (0..).zip(&config.leases) {
         engine.want(Spec::configured(lease, order)).await;
     }
 }
 
-/// Waits until things are as wanted.
+/// Waits until a snapshot satisfies `test`.
 pub async fn until(engine: &Engine, mut test: impl FnMut(&Snapshot) -> bool) {
     let mut snapshot = engine.snapshot();
     let waited = tokio::time::timeout(PATIENCE, snapshot.wait_for(|s| test(s))).await;
     assert!(matches!(waited, Ok(Ok(_))), "does not come: {:?}", engine.snapshot().borrow());
 }
 
-/// The user that the daemon is where it must not be root.
+/// User that the daemon runs as if it must not be root.
 pub const DAEMON: &str = "mail";
 
-/// A system bus of the test's own, with the packaged policy.
+/// A private system bus with the packaged policy.
 pub struct PrivateBus {
     child: Child,
     folder: TempDir,
@@ -75,7 +75,7 @@ impl PrivateBus {
         Self::start_with("")
     }
 
-    /// The same, with a program that the bus starts when somebody wants the daemon.
+    /// Starts the bus with a program that it activates for the daemon's name.
     pub fn start_with(exec: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let services = folder.path().join("services");
@@ -112,11 +112,11 @@ impl PrivateBus {
             .arg("--print-address")
             .arg(format!("--config-file={}", configuration.display()))
             .stdout(Stdio::piped())
-            // It complains about what an unprivileged or containered bus cannot do.
+            // Hides complaints about features that an unprivileged or containerized bus lacks.
             .stderr(Stdio::null())
             .spawn()
             .expect("dbus-daemon is installed");
-        // It prints its address when it listens.
+        // The bus prints its address once it listens.
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("unix:"), "{line}");
@@ -137,13 +137,14 @@ impl PrivateBus {
 }
 
 impl PrivateBus {
-    /// A connection of [`DAEMON`]'s, made by root.
+    /// Connects as the user [`DAEMON`]; must be called by root.
     pub async fn connect_as_daemon(&self) -> zbus::Connection {
         let user = nix::unistd::User::from_name(DAEMON).unwrap().unwrap();
         let (uid, path) = (user.uid.as_raw(), self.folder.path().join("bus.sock"));
         let connect = std::thread::spawn(move || {
-            // The bus sees who connects. The C library's wrapper would change all threads.
-            // SAFETY: the call touches no memory, and what it changes is this thread's, which ends.
+            // The bus sees the uid of the connecting thread. The C library's wrapper would change
+            // all threads.
+            // SAFETY: the call takes no pointers, and changes only this thread, which ends soon.
             let done = unsafe { libc::syscall(libc::SYS_setresuid, -1, uid, -1) };
             assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
             UnixStream::connect(path).unwrap()
@@ -160,23 +161,23 @@ impl Drop for PrivateBus {
     }
 }
 
-/// The API on a private bus.
+/// Serves the API on a private bus.
 pub async fn serve(bus: &PrivateBus, engine: &Engine, config: &Config) -> Bus {
     serve_settings(bus, engine, settings(engine, config, Path::new("/nonexistent"))).await
 }
 
-/// A configuration in force; `path` is where a reload reads it anew.
+/// Creates settings in force; a reload reads `path`.
 pub fn settings(engine: &Engine, config: &Config, path: &Path) -> Arc<Settings> {
     let gate = Arc::new(Gate::new(config.access.clone()));
     Settings::new(path.to_owned(), config.clone(), gate, Arc::new(engine.clone()))
 }
 
-/// The API on a private bus, over settings that may change.
+/// Serves the API on a private bus, with settings that may change.
 pub async fn serve_settings(bus: &PrivateBus, engine: &Engine, settings: Arc<Settings>) -> Bus {
     serve_on(bus.connect().await, engine, settings).await
 }
 
-/// The API on this connection.
+/// Serves the API on this connection.
 pub async fn serve_on(connection: zbus::Connection, engine: &Engine, settings: Arc<Settings>) -> Bus {
     let parts = Parts {
         leases: Arc::new(engine.clone()),
@@ -188,7 +189,7 @@ pub async fn serve_on(connection: zbus::Connection, engine: &Engine, settings: A
     Bus::start(connection, parts).await.unwrap()
 }
 
-/// A grant socket in a folder of its own.
+/// A grant socket in its own folder.
 pub struct GrantSocket {
     pub path: PathBuf,
     _folder: TempDir,
@@ -213,7 +214,7 @@ impl Drop for GrantSocket {
     }
 }
 
-/// What our library would ask.
+/// Creates a request as the library sends it.
 pub fn request() -> Request {
     Request {
         version: VERSION,
@@ -226,7 +227,7 @@ pub fn request() -> Request {
     }
 }
 
-/// Asks as our library does; the connection stays open with the answer.
+/// Sends a request as the library does; returns the answer and the open connection.
 pub fn ask(path: &Path, request: &Request) -> std::io::Result<(Reply, UnixStream)> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -237,7 +238,7 @@ pub fn ask(path: &Path, request: &Request) -> std::io::Result<(Reply, UnixStream
     Ok((read_reply(&mut stream)?, stream))
 }
 
-/// The same, off the runtime's thread.
+/// Calls [`ask`] on a blocking thread.
 pub async fn ask_async(path: &Path, request: Request) -> (Reply, UnixStream) {
     let path = path.to_owned();
     tokio::task::spawn_blocking(move || ask(&path, &request).unwrap()).await.unwrap()
@@ -251,8 +252,9 @@ pub fn read_reply(stream: &mut UnixStream) -> std::io::Result<Reply> {
     message::decode(&body).map_err(std::io::Error::other)
 }
 
-/// Another process that holds a grant. It is this test program again: a test called `helper_process` calls
-/// [`helper_main`].
+/// Another process that holds a grant.
+///
+/// It is this test program again: a test called `helper_process` calls [`helper_main`].
 pub struct Helper {
     pub child: Child,
     pub pid: u32,
@@ -289,7 +291,7 @@ impl Helper {
     }
 }
 
-/// Asks, says what came of it, and stays until its standard input ends.
+/// Requests GPUs, prints the result, and runs until its standard input ends.
 pub fn helper_main() {
     let Some(path) = std::env::var_os(HELPER) else { return };
     let (reply, stream) = ask(Path::new(&path), &request()).unwrap();
