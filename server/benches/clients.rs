@@ -1,11 +1,14 @@
-//! What a server costs that many clients hold leases of: memory and CPU time while each keeps its connection, watches for events, and
-//! renews its lease every two seconds.
+//! Cost of a server whose leases many clients hold: memory and CPU time.
 //!
-//!     cargo bench -p gpuserver --bench clients [-- CLIENTS [SECONDS]]      (default 500, 20; the more there are, the longer takes joining)
+//! Each client keeps its connection, watches for events, and renews its lease every two seconds.
 //!
-//! `CLIENTS` in the environment is the same, for `make bench`, which takes 4000 for a minute of joining.
+//!     cargo bench -p gpuserver --bench clients [-- CLIENTS [SECONDS]]
 //!
-//! Clients share this process; a server of 80 GPUs without a driver, with its normal defaults but for limits, is the other one.
+//! The default is 500 clients and 20 seconds; joining takes longer with more clients. The variable
+//! `CLIENTS` sets their number, too: `make bench` takes 4000, which join in about a minute.
+//!
+//! All clients share this process. The server is another process, with 80 GPUs and no driver, and
+//! with its defaults except for limits.
 
 #[allow(dead_code, reason = "the tests use the rest")]
 #[path = "../tests/server/common.rs"]
@@ -20,12 +23,12 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tonic::transport::Identity;
 
-/// How often a daemon renews.
+/// Interval in which a daemon renews its leases.
 const HEARTBEAT: Duration = Duration::from_secs(2);
 /// Clients that join at the same time.
 const AT_ONCE: usize = 16;
 
-/// CPU time of a process in all its threads, and its resident memory in bytes.
+/// Returns the CPU time of all threads of a process, and its resident memory in bytes.
 fn used(pid: u32) -> (Duration, u64) {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it runs");
     let fields: Vec<u64> = stat
@@ -45,14 +48,15 @@ async fn client(server: &Server, token: &str, i: usize) -> (Client, String) {
     let identity = Identity::from_pem(certificate, key);
     let channel = server.connect(Some(identity.clone())).await.expect("a connection");
     let mut client = Client { name, identity, pool: PoolClient::new(channel) };
-    // Lives until the last one has joined, from when on they renew.
+    // The lease outlives the joining: renewals start after the last client has joined.
     let request = AllocateRequest { memory_bytes: 100 << 20, ttl_usec: 3_600_000_000, ..client.request() };
     let lease = client.pool.allocate(request).await.expect("a lease").into_inner().id;
     (client, lease)
 }
 
-/// As a daemon does it, each at its own time; its renewals begin when all have joined, since on one machine they would take the
-/// processors from those who still join.
+/// Watches and renews like a daemon, each client at its own time.
+///
+/// Renewals start when all clients have joined, since both share this machine's processors.
 async fn hold(
     mut client: Client,
     lease: String,
@@ -79,7 +83,7 @@ async fn hold(
     }
 }
 
-/// Builds the stand-in for workers beside this program: `cargo bench` builds no examples.
+/// Builds the stand-in for workers, since `cargo bench` builds no examples.
 fn built() -> bool {
     let folder =
         std::env::current_exe().expect("a path").ancestors().nth(2).map(std::path::Path::to_path_buf);
@@ -100,7 +104,7 @@ fn built() -> bool {
 
 fn main() {
     if !built() {
-        println!("clients: not measured: `cargo build -p gpuserver --example fake-worker` fails");
+        println!("clients: not measured: `cargo build -p gpuserver --example fake-worker` failed");
         return;
     }
     let mut numbers = std::env::args().skip(1).filter_map(|word| word.parse::<usize>().ok());
@@ -112,7 +116,7 @@ fn main() {
     setrlimit(Resource::RLIMIT_NOFILE, most, most).expect("a limit");
     if most < count as u64 + 100 {
         println!(
-            "clients: not measured: {most} open files are allowed, {count} clients need more (ulimit -Hn)"
+            "clients: not measured: the limit of {most} open files is too low for {count} clients; raise it (ulimit -Hn)"
         );
         return;
     }

@@ -1,4 +1,4 @@
-//! Who used which GPU for how long: a record for each lease and each program that has ended, in an embedded database.
+//! Accounting: a record of each ended lease and program, in an embedded database.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -10,94 +10,99 @@ use redb::{Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, Tab
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// By the second of the end, then in the order in which they came.
+/// Records, by the second of their end and then by a running number.
 const RECORDS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("records");
-/// Programs that run, by worker, as they were last seen.
+/// Running programs, by worker, as last noted.
 const RUNNING: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("running");
-/// Why a program ended whose end no server saw.
-const UNSEEN: &str = "its end was not seen: this is what was known in the last minute in which it was";
-/// Records that are written at once.
+/// Reason in the record of a program that exited while no server ran.
+const UNSEEN: &str =
+    "its end was not seen: the figures are those of the last minute in which a server saw it";
+/// Most orders that one transaction writes, after its first.
 const BATCH: usize = 256;
-/// Records that are kept, whatever their age: who begins and ends programs without pause fills no disk.
+/// Most records that are kept, whatever their age.
+///
+/// Without it, a client that starts programs without pause could fill the disk.
 const MOST: u64 = 2_000_000;
 
-/// What a record is about.
+/// Subject of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// A lease.
+    /// A lease, with the sums over its programs.
     Lease,
-    /// A program.
+    /// One running instance of a program.
     Process,
 }
 
-/// A lease or a program that has ended.
+/// An ended lease or program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Which of them.
+    /// Subject of the record.
     pub kind: Kind,
-    /// Id of the lease.
+    /// Lease id; of a program, that of its lease.
     pub lease: String,
-    /// Id of the worker; empty for a lease.
+    /// Worker id; empty for a lease.
     pub worker: String,
-    /// Who held it.
+    /// Client that held the lease.
     pub client: String,
-    /// Whose it was: who the lease is for, else, of a program, who ran it; empty: the client's own.
+    /// Name of the lease's user, else of the program's; empty: the client's own.
     pub user: String,
-    /// User id on the client.
+    /// User id on the client; 0 for a lease without a user.
     pub uid: u32,
     /// Process id on the client; 0 for a lease.
     pub pid: u32,
     /// Name of the program; empty for a lease.
     pub program: String,
-    /// The file that it ran, as the program said; empty for a lease.
+    /// Path of the program's file, as the program reported it; empty for a lease.
     #[serde(default)]
     pub executable: String,
-    /// UUIDs.
+    /// UUIDs of the GPUs.
     pub gpus: Vec<String>,
-    /// Seconds since 1970.
+    /// Start, in seconds since 1970.
     pub start_unix: u64,
-    /// Seconds since 1970.
+    /// End, in seconds since 1970.
     pub end_unix: u64,
-    /// Time in which GPU work or copies went on, to the second; of a lease the sum over its programs.
+    /// Time with GPU work or copies, to the second; of a lease the sum over its programs.
     pub gpu_busy_usec: u64,
-    /// The most device memory at a time; of a lease that of all its programs together.
+    /// Peak of the device memory in use; of a lease that of all its programs together.
     pub peak_memory_bytes: u64,
-    /// Copied to the GPUs.
+    /// Bytes copied to the GPUs.
     pub bytes_to_device: u64,
-    /// Copied from the GPUs.
+    /// Bytes copied from the GPUs.
     pub bytes_from_device: u64,
-    /// Driver calls.
+    /// Number of driver calls.
     pub calls: u64,
-    /// Why it ended.
+    /// Reason of the end, for people.
     pub reason: String,
-    /// Of a lease, who ran programs on it: one of the whole machine is nobody's own. Known when records are listed.
+    /// Of a lease, the user ids of its programs; set when records are listed.
+    ///
+    /// A lease for a whole machine has no user of its own.
     #[serde(default)]
     pub uids: Vec<u32>,
-    /// The same by name.
+    /// Of a lease, the user names of its programs; set when records are listed.
     #[serde(default)]
     pub users: Vec<String>,
 }
 
-/// Which records are wanted.
+/// Selection of records.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Wanted {
-    /// That ended then or later, in seconds since 1970.
+    /// Earliest end, in seconds since 1970.
     pub since_unix: u64,
-    /// That ended before; 0: no bound.
+    /// First end that is too late, in seconds since 1970; 0: no bound.
     pub until_unix: u64,
-    /// Of this client; empty: all.
+    /// Name of the client; empty: all.
     pub client: String,
-    /// Of this user, by name or id, or with programs of that user's; empty: all.
+    /// Name or id of a user, for the user's records and leases with such programs; empty: all.
     pub user: String,
-    /// Only of this kind.
+    /// Subject of the records; `None`: both.
     pub kind: Option<Kind>,
 }
 
-/// Whether it is about a program of that user, or a lease of his or with one.
+/// Returns `true` for a program or lease of that user, and for a lease with such a program.
 fn ran(r: &Record, uid: u32) -> bool {
-    // A lease that is nobody's own has no user id, which is written as 0.
+    // A lease without a user has the user id 0, which is not root's here.
     r.uid == uid && (r.kind == Kind::Process || !r.user.is_empty()) || r.uids.contains(&uid)
 }
 
@@ -112,7 +117,7 @@ impl Wanted {
     }
 }
 
-/// What went wrong with the database.
+/// Failure of the database, with its path.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {error}; move it away to begin a new one", path.display())]
 pub struct AccountingError {
@@ -124,17 +129,17 @@ enum Order {
     Add(Box<Record>),
     Note(Box<Record>),
     KeepRunning(BTreeSet<String>),
-    /// Forget what ended before.
+    /// Deletes records with an earlier end, in seconds since 1970.
     Forget(u64),
     Flush(mpsc::Sender<()>),
 }
 
-/// What has ended since the server started.
+/// Sums over the leases and programs that have ended since the server started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Leases.
+    /// Number of ended leases.
     pub leases: u64,
-    /// Programs.
+    /// Number of ended programs.
     pub programs: u64,
     /// Time of GPU work of these programs.
     pub gpu_busy: Duration,
@@ -159,7 +164,7 @@ impl std::fmt::Debug for Accounting {
 }
 
 impl Accounting {
-    /// Opens `accounting.redb` in the state directory, or makes it.
+    /// Opens `accounting.redb` in the state directory, and creates it if absent.
     pub fn open(state_dir: &Path) -> Result<Self, AccountingError> {
         Self::bounded(state_dir, MOST)
     }
@@ -190,7 +195,7 @@ impl Accounting {
         }
     }
 
-    /// Writes a record soon.
+    /// Queues a record for the writer.
     pub fn add(&self, record: Record) {
         {
             let mut totals = self.0.totals.lock().unwrap_or_else(PoisonError::into_inner);
@@ -206,35 +211,36 @@ impl Accounting {
         self.order(Order::Add(Box::new(record)));
     }
 
-    /// Writes down a program that runs, for a server that finds it gone.
+    /// Notes a running program, so that a later server can record it if it has exited by then.
     pub fn note(&self, record: Record) {
         self.order(Order::Note(Box::new(record)));
     }
 
-    /// Of the programs that an earlier server saw running, those of these workers still do; the others have ended when they were last seen,
-    /// as far as anybody knows.
+    /// Records the end of each noted program whose worker is not among `workers`.
+    ///
+    /// An earlier server noted it; the time of its last note stands for its end.
     pub fn keep_running(&self, workers: BTreeSet<String>) {
         self.order(Order::KeepRunning(workers));
     }
 
-    /// What has ended since the server started, by client.
+    /// Returns the sums since the server started, by client.
     pub fn totals(&self) -> BTreeMap<String, Totals> {
         self.0.totals.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Forgets what ended before a time, in seconds since 1970.
+    /// Deletes records with an end before `unix`, in seconds since 1970.
     pub fn forget_before(&self, unix: u64) {
         self.order(Order::Forget(unix));
     }
 
-    /// Returns when everything so far is written.
+    /// Waits until all orders so far are written.
     pub fn flush(&self) {
         let (done, wait) = mpsc::channel();
         self.order(Order::Flush(done));
         let _ = wait.recv();
     }
 
-    /// The records that are wanted, in the order of their ends.
+    /// Returns the selected records in the order of their ends.
     pub fn list(&self, wanted: &Wanted) -> Result<Vec<Record>, AccountingError> {
         self.flush();
         read(&self.0.database, wanted)
@@ -244,7 +250,7 @@ impl Accounting {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The writer ends when it has written what was sent.
+        // The writer exits after the last order.
         drop(self.orders.lock().unwrap_or_else(PoisonError::into_inner).take());
         if let Some(writer) = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take() {
             let _ = writer.join();
@@ -256,7 +262,7 @@ fn next_number(database: &Database) -> Result<u64, redb::Error> {
     let transaction = database.begin_write()?;
     let next = {
         let table = transaction.open_table(RECORDS)?;
-        // Of all: a later record may be of an earlier second.
+        // The last key does not have the largest number: a later record may have an earlier end.
         let mut next = 0;
         for entry in table.iter()? {
             next = next.max(entry?.0.value().1 + 1);
@@ -277,7 +283,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
             {
                 let mut table = transaction.open_table(RECORDS)?;
                 let mut running = transaction.open_table(RUNNING)?;
-                // A record is plain data: it always serializes.
+                // A record is plain data and always serializes.
                 let bytes = |record: &Record| serde_json::to_vec(record).unwrap_or_default();
                 let mut key = |record: &Record| {
                     number += 1;
@@ -306,7 +312,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
                         Order::Flush(done) => flushed.push(done),
                     }
                 }
-                // What ended first goes first.
+                // Delete the records with the earliest ends.
                 for _ in most..table.len()? {
                     table.pop_first()?;
                 }
@@ -315,7 +321,7 @@ fn write(database: &Database, queue: &mpsc::Receiver<Order>, mut number: u64, mo
             Ok(())
         })();
         if let Err(e) = done {
-            warn!("accounting records were not written: {e}");
+            warn!("accounting: records not written: {e}; these records are lost");
         }
         for done in flushed {
             let _ = done.send(());
@@ -328,7 +334,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
     let table = transaction.open_table(RECORDS)?;
     let end = if wanted.until_unix == 0 { u64::MAX } else { wanted.until_unix };
     let mut out: Vec<Record> = Vec::new();
-    // Over a lease's programs, which ended with it or before it: sums, and who ran them.
+    // Sums and users of a lease's programs, which end no later than the lease.
     #[derive(Default)]
     struct Programs {
         sums: [u64; 5],
@@ -359,7 +365,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
             of_lease.get(&record.lease)
         {
             record.gpu_busy_usec = *busy;
-            // Counted anew after a restart of the server.
+            // The lease's own peak starts again at 0 when the server restarts.
             record.peak_memory_bytes = record.peak_memory_bytes.max(*peak);
             record.bytes_to_device = *to;
             record.bytes_from_device = *from;
@@ -372,7 +378,7 @@ fn read(database: &Database, wanted: &Wanted) -> Result<Vec<Record>, redb::Error
     Ok(out)
 }
 
-/// Comma-separated values as RFC 4180 has them, with a header.
+/// Formats records as comma-separated values with a header (RFC 4180).
 pub fn csv(records: &[Record]) -> String {
     let mut out = String::from(
         "kind,lease,worker,client,user,uid,pid,program,gpus,start_unix,end_unix,gpu_busy_usec,peak_memory_bytes,\
@@ -406,7 +412,7 @@ pub fn csv(records: &[Record]) -> String {
             r.users.join(" "),
         ];
         let quoted = fields.map(|f| {
-            // A spreadsheet would take what begins with these for a formula.
+            // A spreadsheet would evaluate a text that begins with one of these.
             let f = if f.starts_with(['=', '+', '-', '@']) { format!("'{f}") } else { f };
             if f.contains([',', '"', '\n', '\r']) { format!("\"{}\"", f.replace('"', "\"\"")) } else { f }
         });
@@ -469,7 +475,8 @@ mod tests {
         let lease = accounting.list(&leases).unwrap().remove(0);
         assert_eq!((lease.gpu_busy_usec, lease.peak_memory_bytes, lease.calls), (3_000_000, 110 << 20, 60));
         assert_eq!(lease.uids, [1000]);
-        // The lease of a whole machine is found by who ran programs on it, each of these by its own user.
+        // The lease of a whole machine is found by the users of its programs, and each program by
+        // its own user.
         let of = |user: &str| {
             let records = accounting.list(&Wanted { user: user.into(), ..Wanted::default() }).unwrap();
             records.iter().map(|r| (r.kind, r.end_unix)).collect::<Vec<_>>()
@@ -532,7 +539,7 @@ mod tests {
             accounting.add(record(Kind::Process, "l1", "vm-1", 1001));
             assert_eq!(ends(&accounting), (992..=1001).collect::<Vec<_>>());
         }
-        // Those of before count.
+        // Records from before the restart count, too.
         let accounting = Accounting::bounded(folder.path(), 3).unwrap();
         assert_eq!(ends(&accounting), [999, 1000, 1001]);
     }

@@ -1,6 +1,8 @@
-//! Administration of the running server. Over `admin.sock`: one request and one answer per connection, both a
-//! little-endian `u32` length and JSON; who may open the socket may do everything. Over the network, for those who have an
-//! administrator's certificate: the same JSON in a call of the control service.
+//! Administration of the running server, over `admin.sock` or over the network.
+//!
+//! A connection to the socket carries one request and one answer, each a little-endian `u32` length
+//! and JSON; a process that may open the socket may do everything. Over the network, a call of the
+//! control service carries the same JSON; the caller needs an administrator's certificate.
 
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -29,143 +31,144 @@ use crate::registry::GpuUse;
 use crate::supervise::{WorkerView, hex};
 use crate::threads::{self, Thread};
 
-/// Bytes of a request.
+/// Longest request over the socket, in bytes.
 const MAX_REQUEST: usize = 64 << 10;
-/// And of an answer.
+/// Longest answer that a caller accepts, in bytes.
 pub const MAX_ANSWER: usize = 64 << 20;
+/// Bound on each read and write of the socket.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// What an administrator asks.
+/// A request of an administrator.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "verb", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Ask {
-    /// The server itself.
+    /// Show addresses, driver and numbers of the server.
     Status,
-    /// Workers.
+    /// List workers.
     Ps,
-    /// Workers and their threads.
+    /// List workers with the threads of their processes.
     Threads,
-    /// Leases.
+    /// List leases.
     Leases,
-    /// GPUs.
+    /// List GPUs.
     Gpus,
-    /// Clients.
+    /// List clients.
     Clients,
     /// Refuse a client from now on.
     Revoke {
-        /// Its name.
+        /// Name of the client.
         name: String,
     },
     /// Remove a client.
     Forget {
-        /// Its name.
+        /// Name of the client.
         name: String,
     },
-    /// End a worker, or a lease.
+    /// Kill a worker, or revoke a lease.
     Kill {
-        /// The worker's id, or the start of it; or the lease's.
+        /// Worker id or its start, or a whole lease id.
         worker: String,
     },
     /// Move the device memory of a lease's programs to host memory.
     Park {
-        /// Its id, or the start of it.
+        /// Lease id or its start.
         lease: String,
     },
-    /// Ask for it back.
+    /// Move it back, or reacquire the GPUs of a lent lease.
     Unpark {
-        /// Its id, or the start of it.
+        /// Lease id or its start.
         lease: String,
     },
-    /// Lease a GPU no more; leases on it stay.
+    /// Withdraw a GPU; leases on it stay.
     Off {
-        /// Index, UUID, or the start of it.
+        /// Index, UUID, or start of the UUID.
         gpu: String,
-        /// For people.
+        /// Explanation for people.
         reason: String,
     },
-    /// Lease it again.
+    /// Lease a withdrawn GPU again.
     On {
         /// As for [`Ask::Off`].
         gpu: String,
     },
-    /// Take a GPU out of the pool that nobody leases.
+    /// Remove a GPU without leases from the pool.
     Drop {
         /// As for [`Ask::Off`].
         gpu: String,
     },
-    /// Make no new leases, or make them again.
+    /// Stop new leases, or resume them.
     Drain {
-        /// The latter.
+        /// Whether to resume new leases.
         end: bool,
-        /// For people.
+        /// Explanation for people.
         reason: String,
     },
     /// Stop the server.
     Stop {
-        /// Wait for no program.
+        /// Whether to stop without waiting for programs.
         force: bool,
     },
-    /// Domains of MPS.
+    /// List MPS domains.
     Mps,
-    /// Who waits for GPUs.
+    /// List requests that wait for GPUs.
     Queue,
-    /// What holds for somebody.
+    /// List the limits of a client and a user.
     Limits {
-        /// A client's name.
+        /// Name of the client; empty: the limits for everybody.
         client: String,
-        /// A user's name; empty: none.
+        /// Name of the user; empty: none.
         user: String,
     },
-    /// Leases and programs that have ended.
+    /// List records of ended leases and programs.
     Accounting {
-        /// Which.
+        /// Selection of records.
         wanted: Wanted,
     },
-    /// Every key of the running configuration.
+    /// List the keys of the running configuration.
     Config,
-    /// Change a key of the running server, and keep it.
+    /// Change a key of the running server, and store the change.
     ConfigSet {
-        /// Its name.
+        /// Dotted name of the key.
         key: String,
-        /// What is written, none to write it no more.
+        /// TOML text of the value; `None` removes the stored change.
         value: Option<String>,
     },
-    /// Read the configuration again.
+    /// Read the configuration files again.
     Reload,
-    /// Make a join token.
+    /// Create a join token.
     TokenCreate {
-        /// Names it is for.
+        /// Pattern of the client names that can join with it.
         pattern: String,
-        /// Clients that can join with it.
+        /// Number of clients that can join with it.
         uses: u32,
-        /// How long it is good.
+        /// Lifetime, such as `24h`.
         ttl: String,
     },
-    /// The join tokens.
+    /// List join tokens.
     Tokens,
-    /// Make a join token worthless.
+    /// Revoke a join token.
     TokenRevoke {
-        /// Its id, or how that begins.
+        /// Token id or its start.
         id: String,
     },
-    /// Make an administrator's certificate.
+    /// Issue an administrator's certificate.
     AdministratorCreate {
-        /// The name.
+        /// Name of the administrator.
         name: String,
-        /// The certificate request.
+        /// Certificate request (PEM), signed with the new key.
         csr_pem: String,
     },
-    /// The administrators.
+    /// List administrators.
     Administrators,
     /// Refuse an administrator from now on.
     AdministratorRevoke {
-        /// The name.
+        /// Name of the administrator.
         name: String,
     },
 }
 
 impl Ask {
-    /// Why this is not answered over the network, if it is not.
+    /// Returns a refusal if this request is not answered over the network.
     pub fn local(&self) -> Option<Refusal> {
         let why = match self {
             Self::Stop { .. } => "a server is stopped on its own host: the command waits for its process",
@@ -177,12 +180,14 @@ impl Ask {
         Some(local_only(why))
     }
 
-    /// Ending workers takes a moment, parking a second for each few GiB; a server that says nothing for so long hangs.
+    /// Time that the caller waits for an answer.
+    ///
+    /// Killing workers takes a moment, and parking about a second for every few GiB.
     pub fn patience(&self) -> Duration {
         Duration::from_secs(if matches!(self, Self::Park { .. }) { 600 } else { 30 })
     }
 
-    /// Whether it changes anything.
+    /// Returns `true` if the request may change anything, so that it is logged.
     fn changes(&self) -> bool {
         !matches!(
             self,
@@ -203,145 +208,151 @@ impl Ask {
     }
 }
 
-/// A verb that is not answered over the network.
+/// Creates the refusal of a verb that is not answered over the network.
 pub fn local_only(why: &str) -> Refusal {
-    Refusal { code: "local".into(), message: why.into(), hint: "leave out --server, and run it there".into() }
+    Refusal {
+        code: "local".into(),
+        message: why.into(),
+        hint: "run it on that host, without --server".into(),
+    }
 }
 
-/// Why an administrator's request was not done.
+/// Refusal of an administrator's request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// For programs.
+    /// Stable code for programs.
     pub code: String,
-    /// For people.
+    /// Explanation for people.
     pub message: String,
-    /// What to do.
+    /// Remedy for people; may be empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub hint: String,
 }
 
 impl Refusal {
-    /// A refusal with a code and a text.
+    /// Creates a refusal without a hint.
     pub fn new(code: &str, message: impl Into<String>) -> Self {
         Self { code: code.into(), message: message.into(), hint: String::new() }
     }
 }
 
-/// What the server answers.
+/// Answer of the server.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Answer {
-    /// It was done; what there is to show.
+    /// The request was performed; the value is what the verb shows.
     #[serde(rename = "ok")]
     Ok(serde_json::Value),
-    /// It was not.
+    /// The request was refused.
     #[serde(rename = "error")]
     Error(Refusal),
 }
 
-/// `gpuserver status`.
+/// Output of `gpuserver status`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StatusView {
     /// Name in the pool.
     pub name: String,
     /// Version of gpuserver.
     pub version: String,
-    /// Process id.
+    /// Process id of the server.
     pub pid: u32,
-    /// `online`, or `draining: ` and why.
+    /// `online`, or `draining: ` and the reason.
     pub state: String,
     /// Address of the control service.
     pub control_address: String,
     /// Address of the data plane.
     pub data_address: String,
-    /// The driver library.
+    /// Path of the driver library.
     pub driver: String,
-    /// Its version.
+    /// Version of the driver; empty if unknown.
     pub driver_version: String,
-    /// 1000 * major + 10 * minor.
+    /// CUDA version of the driver: 1000 * major + 10 * minor.
     pub cuda_version: u32,
     /// SHA-256 of the authority's certificate.
     pub authority_sha256: String,
-    /// Served GPUs.
+    /// Number of served GPUs.
     pub gpus: usize,
-    /// Leases now.
+    /// Number of leases.
     pub leases: usize,
-    /// Workers now.
+    /// Number of workers.
     pub workers: usize,
-    /// Programs that run.
+    /// Descriptions of the running programs.
     #[serde(default)]
     pub programs: Vec<String>,
 }
 
-/// What `gpuserver stop` began.
+/// Output of `gpuserver stop`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StopView {
-    /// The server's process.
+    /// Process id of the server.
     pub pid: u32,
-    /// Programs that run.
+    /// Descriptions of the running programs.
     pub programs: Vec<String>,
-    /// How long it waits for them at most.
+    /// Longest time that the server waits for them.
     pub wait_usec: u64,
 }
 
 /// A row of `gpuserver ps`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PsRow {
-    /// Whose worker it is: the server's name in the pool.
+    /// Name of the server in the pool.
     #[serde(default)]
     pub server: String,
     /// Worker id.
     pub worker: String,
-    /// Worker process on this host.
+    /// Process id of the worker on the server's host.
     pub pid: Option<u32>,
     /// starting, warm, taken, active, ending.
     pub state: String,
-    /// Its lease.
+    /// Id of the worker's lease.
     pub lease: String,
-    /// Who holds the lease.
+    /// Client that holds the lease.
     pub client: String,
-    /// On whose behalf; empty: the client's own.
+    /// User of the lease; empty: the client's own.
     #[serde(default)]
     pub user: String,
-    /// The program that it serves.
+    /// Name of the program that it serves.
     pub program: Option<String>,
-    /// The program's process on the client.
+    /// Process id of the program on the client.
     pub client_pid: Option<u32>,
-    /// The program's user on the client.
+    /// User id of the program on the client.
     pub uid: Option<u32>,
-    /// Where its last connection came from.
+    /// Source address of its last connection.
     pub peer: Option<String>,
-    /// How its program's data travels, once there is a program: `tcp`.
+    /// Transport of the program's data: `tcp`; `None` without a program.
     #[serde(default)]
     pub transport: Option<String>,
-    /// Whether that is encrypted.
+    /// Whether the program's data is encrypted.
     pub encrypted: Option<bool>,
-    /// GPUs that it sees.
+    /// UUIDs of the GPUs that it sees.
     pub gpus: Vec<String>,
-    /// Their places in this server's list.
+    /// Indices of these GPUs in the server's list.
     #[serde(default)]
     pub gpu_indices: Vec<usize>,
-    /// Device memory that its process has of the lease's, its context included.
+    /// Device memory of the lease that its process uses, its context included.
     pub memory_bytes: u64,
-    /// How much of it the worker was never granted: code, stacks, the driver's own.
+    /// Part of that memory beyond the worker's quota: code, stacks, the driver's own.
     #[serde(default)]
     pub unasked_bytes: u64,
-    /// Time in which GPU work or copies of it went on, to the second.
+    /// Time with GPU work or copies, to the second.
     #[serde(default)]
     pub gpu_busy_usec: u64,
-    /// Driver calls, as the worker says.
+    /// Number of driver calls, as the worker reports.
     pub calls: u64,
-    /// Copied to the device.
+    /// Bytes copied to the device.
     pub bytes_to_device: u64,
-    /// Copied from the device.
+    /// Bytes copied from the device.
     pub bytes_from_device: u64,
-    /// `full`, `off`, `later` (before the worker is ready, under MPS before it has a program), or what this host does not allow.
+    /// `full`, `off`, `later`, or the measures that this host does not allow.
+    ///
+    /// `later` stands until the worker is ready, and under MPS until it has a program.
     pub isolation: String,
-    /// Since its last GPU work.
+    /// Time since its last GPU work.
     pub idle_usec: u64,
-    /// Since its start.
+    /// Time since its start.
     pub age_usec: u64,
-    /// Of its process, where they were asked for.
+    /// Threads of its process; empty unless requested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<Thread>,
 }
@@ -349,67 +360,67 @@ pub struct PsRow {
 /// A row of `gpuserver leases`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LeaseRow {
-    /// Its id.
+    /// Lease id.
     pub lease: String,
-    /// Who holds it.
+    /// Client that holds it.
     pub client: String,
-    /// On whose behalf.
+    /// User on whose behalf the client holds it; empty: the client's own.
     pub user: String,
-    /// Who asked.
+    /// Program or service that requested it, as the client reports.
     pub who: String,
-    /// Why.
+    /// Purpose of the request, as the client reports.
     pub why: String,
-    /// Its shares.
+    /// Shares of the lease, one for each GPU.
     pub devices: Vec<LeaseDevice>,
-    /// Larger than that of every earlier lease.
+    /// Number larger than that of every earlier lease.
     pub fencing_token: u64,
     /// Whether its data is encrypted.
     pub encrypted: bool,
-    /// Renewed without end.
+    /// Whether the client renews it without end.
     pub persistent: bool,
     /// Whether it has its GPUs to itself.
     pub exclusive: bool,
-    /// What it asked to become of it while it is idle: park, release, keep; empty: the server's policy.
+    /// Requested action while idle: park, release, keep; empty: the server's policy.
     pub on_idle: String,
-    /// Not lent while it has no programs.
+    /// Whether it keeps its GPUs while it has no programs, instead of lending them.
     pub hold: bool,
-    /// Since its last GPU work; without programs, since the last one ended or it began.
+    /// Time since its last GPU work, or since its start or its last program's end.
     pub idle_usec: u64,
     /// Whether its programs share their GPUs by MPS.
     pub mps: bool,
-    /// Until it ends unless renewed.
+    /// Time until it expires unless renewed.
     pub left_usec: u64,
-    /// Seconds since 1970.
+    /// Start, in seconds since 1970.
     pub created_unix: u64,
-    /// Ready workers.
+    /// Number of warm workers.
     pub warm: u32,
     /// active, idle, parking, parked, lent, returning.
     pub state: String,
-    /// Place of a lease that is returning among those that wait; 0: it waits for nobody.
+    /// Place in the queue of a lease that reacquires its GPUs; 0: it does not wait.
     pub position: u32,
 }
 
-/// A share of a lease.
+/// One GPU's part of a lease.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LeaseDevice {
-    /// The GPU.
+    /// UUID of the GPU.
     pub uuid: String,
     /// Device memory that the lease may use.
     pub limit_bytes: u64,
-    /// Share of the multiprocessors.
+    /// Share of the multiprocessors, in percent.
     pub sm_percent: u32,
 }
 
 /// A row of `gpuserver queue`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct QueueRow {
-    /// Its place, from 1.
+    /// Place in the queue, from 1.
     pub position: u32,
-    /// Who waits.
+    /// Client that waits.
     pub client: String,
-    /// On whose behalf.
+    /// User of the request; empty: the client's own.
     pub user: String,
-    /// GPUs wanted.
+    /// Number of GPUs wanted.
     pub gpus: u32,
     /// normal, below-normal.
     pub priority: String,
@@ -418,32 +429,32 @@ pub struct QueueRow {
 /// A row of `gpuserver limits`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LimitRow {
-    /// Its name.
+    /// Key of the limit.
     pub limit: String,
-    /// Its value.
+    /// Value as text.
     pub value: String,
-    /// For whom it is set.
+    /// Layer that sets it: everybody, a group, a client or a user.
     pub of: String,
-    /// Where.
+    /// File and line that set it.
     pub origin: String,
-    /// What is limited.
+    /// Explanation for people.
     pub help: String,
 }
 
 /// A key of the configuration.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ConfigRow {
-    /// Its name.
+    /// Dotted name of the key.
     pub key: String,
-    /// What it came to.
+    /// Effective value as text.
     pub value: String,
-    /// Where from.
+    /// Source of the value: file and line, environment variable, or default.
     pub origin: String,
-    /// Whether it differs from what holds when nobody writes anything.
+    /// Whether the configuration sets it.
     pub changed: bool,
-    /// Whether a change holds without a restart.
+    /// Whether a change takes effect without a restart.
     pub live: bool,
-    /// Whether the files have this value, and the server will after a restart only.
+    /// Whether this value is in the files only, and takes effect after a restart.
     #[serde(default)]
     pub after_restart: bool,
 }
@@ -451,9 +462,9 @@ pub struct ConfigRow {
 /// A row of `gpuserver gpus`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct GpuRow {
-    /// Its place in this server's list.
+    /// Index in this server's list.
     pub index: usize,
-    /// Its UUID.
+    /// UUID as the driver writes it.
     pub uuid: String,
     /// Product name.
     pub name: String,
@@ -461,41 +472,41 @@ pub struct GpuRow {
     pub pci_address: String,
     /// Device memory of the card.
     pub memory_bytes: u64,
-    /// Of that, promised to leases.
+    /// Part of it that is promised to leases.
     pub leased_bytes: u64,
-    /// Of that, in use by all processes of the host, as NVML says.
+    /// Part of it that all processes of the host use, as NVML reports.
     #[serde(default)]
     pub used_bytes: Option<u64>,
-    /// Percent of the last sample period with a kernel running, as NVML says.
+    /// Percent of the last sample period with a kernel running, as NVML reports.
     #[serde(default)]
     pub utilization_percent: Option<u32>,
-    /// Compute capability.
+    /// Compute capability, such as `9.0`.
     pub compute_capability: String,
-    /// How leases share it.
+    /// Way in which leases share it.
     #[serde(default)]
     pub sharing: Sharing,
     /// free, leased, off, off-pending, stopped, broken.
     pub state: String,
-    /// Why it is not leased, if it is not.
+    /// Reason if it is withdrawn.
     pub reason: Option<String>,
-    /// What one program's context counts.
+    /// Device memory that the server counts for one program's context.
     pub context_bytes: u64,
-    /// Leases on it.
+    /// Ids of the leases on it.
     pub leases: Vec<String>,
 }
 
 /// A row of `gpuserver clients`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ClientRow {
-    /// Its name.
+    /// Name of the client.
     pub name: String,
     /// connected, away, revoked.
     pub state: String,
-    /// Its leases.
+    /// Number of leases that it holds.
     pub leases: usize,
-    /// Since it was last heard of.
+    /// Time since its last call; `None` if unknown.
     pub silent_usec: Option<u64>,
-    /// Seconds since 1970.
+    /// Time at which it joined, in seconds since 1970.
     pub joined_unix: u64,
     /// SHA-256 of its certificate.
     pub certificate_sha256: String,
@@ -504,32 +515,32 @@ pub struct ClientRow {
 /// A row of `gpuserver token list`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TokenRow {
-    /// Names it, and is no secret.
+    /// Public id of the token.
     pub id: String,
-    /// Names it is for.
+    /// Pattern of the client names that can join with it.
     pub name_pattern: String,
-    /// Clients that can still join with it.
+    /// Number of clients that can still join with it.
     pub uses_left: u32,
-    /// Seconds since 1970.
+    /// Creation, in seconds since 1970.
     pub created_unix: u64,
-    /// Seconds since 1970.
+    /// Expiry, in seconds since 1970.
     pub expires_unix: u64,
 }
 
 /// A row of `gpuserver admin list`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct AdministratorRow {
-    /// The name.
+    /// Name of the administrator.
     pub name: String,
     /// good, revoked.
     pub state: String,
-    /// When the certificate was issued, or revoked: seconds since 1970.
+    /// Time at which the certificate was issued or revoked, in seconds since 1970.
     pub since_unix: u64,
-    /// SHA-256; empty where this server has seen none.
+    /// SHA-256 of the certificate; empty if this server has not seen it.
     pub certificate_sha256: String,
 }
 
-/// The rows of `gpuserver admin list`.
+/// Returns the rows of `gpuserver admin list`.
 pub fn administrator_rows(all: &Administrators) -> Vec<AdministratorRow> {
     let row = |(name, record): (&str, &AdministratorRecord)| AdministratorRow {
         name: name.into(),
@@ -540,27 +551,27 @@ pub fn administrator_rows(all: &Administrators) -> Vec<AdministratorRow> {
     all.list().map(row).collect()
 }
 
-/// What `gpuserver admin create` is answered.
+/// Answer to `gpuserver admin create`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct AdministratorView {
-    /// The certificate.
+    /// New certificate of the administrator.
     pub certificate_pem: String,
-    /// The pool authority's.
+    /// Certificate of the pool's authority.
     pub authority_pem: String,
 }
 
-/// Whether a client or an administrator can have that name.
+/// Checks that a client or an administrator can have this name.
 pub fn a_name(name: &str) -> Result<(), Refusal> {
     match join::is_name(name) {
         true => Ok(()),
         false => Err(Refusal::new(
             "usage",
-            format!("{name:?} is no name: one has a-z, 0-9, `-` and `.`, 64 characters at most"),
+            format!("{name:?} is not a valid name: use a-z, 0-9, `-` and `.`, 64 characters at most"),
         )),
     }
 }
 
-/// The rows of `gpuserver token list`.
+/// Returns the rows of `gpuserver token list`.
 pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
     let row = |(id, record): (&str, &TokenRecord)| TokenRow {
         id: id.into(),
@@ -572,31 +583,31 @@ pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
     tokens.list().into_iter().map(row).collect()
 }
 
-/// There is no token, or not one, whose id begins like that.
+/// Creates the refusal for an id that fits no token, or several.
 pub fn no_token(id: &str) -> Refusal {
     Refusal::new(
         "no-such-token",
-        format!("no token's id, or more than one, begins with {id:?}; `gpuserver token list`"),
+        format!("{id:?} fits no token, or several; `gpuserver token list` lists their ids"),
     )
 }
 
-/// What `gpuserver token create` made.
+/// Answer to `gpuserver token create`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TokenView {
-    /// The token itself.
+    /// Secret text of the token.
     pub token: String,
-    /// Names it, and is no secret.
+    /// Public id of the token.
     pub id: String,
-    /// Names it is for.
+    /// Pattern of the client names that can join with it.
     pub name_pattern: String,
-    /// Clients that can join with it.
+    /// Number of clients that can join with it.
     pub uses: u32,
-    /// Seconds since 1970.
+    /// Expiry, in seconds since 1970.
     pub expires_unix: u64,
 }
 
 impl TokenView {
-    /// Of a token that was just made.
+    /// Describes a new token.
     pub fn new(token: &JoinToken, record: TokenRecord) -> Self {
         Self {
             token: token.to_text(),
@@ -612,18 +623,20 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Binds the socket: group may use it, nobody else. A socket that a dead server left is replaced.
+/// Binds the socket, which the owner and the group `gpuserver` may use.
+///
+/// Replaces a socket that no server listens on any more.
 pub fn bind(path: &Path) -> io::Result<UnixListener> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
     if std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket()) {
         if StdUnixStream::connect(path).is_ok() {
-            return Err(io::Error::new(io::ErrorKind::AddrInUse, "another gpuserver listens there"));
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, "another gpuserver listens on this socket"));
         }
         std::fs::remove_file(path)?;
     }
-    // Made for nobody but the owner, then opened to the group.
+    // The socket is created for its owner alone, and opened to the group afterwards.
     let before = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_retain(0o177));
     let bound = UnixListener::bind(path);
     nix::sys::stat::umask(before);
@@ -631,13 +644,13 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
     if let Ok(Some(group)) = nix::unistd::Group::from_name("gpuserver")
         && let Err(e) = nix::unistd::chown(path, None, Some(group.gid))
     {
-        debug!("{}: group gpuserver: {e}", path.display());
+        debug!("{}: group gpuserver not set: {e}; the socket keeps its group", path.display());
     }
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))?;
     Ok(listener)
 }
 
-/// Serves the socket until it is cancelled.
+/// Accepts connections until the task is cancelled.
 pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
     loop {
         match listener.accept().await {
@@ -645,12 +658,12 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
                 let pool = pool.clone();
                 tokio::spawn(async move {
                     if let Err(e) = one(socket, &pool).await {
-                        debug!("admin.sock: {e}");
+                        debug!("admin.sock: connection closed: {e}");
                     }
                 });
             }
             Err(e) => {
-                warn!("admin.sock: accept: {e}");
+                warn!("admin.sock: accept failed: {e}; retrying in 100 ms");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -658,7 +671,7 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
 }
 
 async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
-    // Processes of another container have the number 0 here, and are no workers.
+    // A process of another PID namespace has the number 0 here; it is no worker of this server.
     let peer = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
     let mut prefix = [0; 4];
     timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
@@ -670,9 +683,10 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         timeout(LIMIT, socket.read_exact(&mut body)).await??;
         parse(&body)
     };
-    // Workers run as the server's user, and a client may have taken one over. Only now: who has asked waits for an answer.
+    // Workers run as the server's user, and a client may have taken one over. The check comes
+    // after the request: a caller that still waits for its answer has not exited.
     if let Some(pid) = peer.filter(|pid| pool.supervisor().may_be_worker(*pid)) {
-        warn!("admin.sock: a worker asked, or a process that has ended since ({pid}): refused");
+        warn!("admin.sock: refused pid {pid}: it is a worker, or has exited");
         return Ok(());
     }
     let stop = match &ask {
@@ -688,7 +702,7 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         socket.write_all(&bytes).await
     })
     .await;
-    // Only now: a server that stops at once tells nobody.
+    // After the answer, which a server that stops at once would not send.
     if let Some(force) = stop {
         pool.ask_to_stop(force);
     }
@@ -697,7 +711,7 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
 
 fn parse(body: &[u8]) -> Result<Ask, Refusal> {
     serde_json::from_slice(body)
-        .map_err(|e| Refusal::new("bad-request", format!("the server does not know this request: {e}")))
+        .map_err(|e| Refusal::new("bad-request", format!("the server does not support this request: {e}")))
 }
 
 fn written(answer: Result<serde_json::Value, Refusal>) -> Vec<u8> {
@@ -705,11 +719,11 @@ fn written(answer: Result<serde_json::Value, Refusal>) -> Vec<u8> {
         Ok(value) => Answer::Ok(value),
         Err(refusal) => Answer::Error(refusal),
     };
-    // JSON and plain texts: they always serialize.
+    // JSON and plain texts always serialize.
     serde_json::to_vec(&answer).unwrap_or_default()
 }
 
-/// What an administrator is answered over the network.
+/// Answers a request that an administrator sent over the network.
 pub async fn answer_remote(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec<u8> {
     let ask = match parse(body) {
         Ok(ask) => ask,
@@ -719,7 +733,7 @@ pub async fn answer_remote(body: &[u8], pool: &Pool, name: &str, from: &str) -> 
         return written(Err(refusal));
     }
     if ask.changes() {
-        info!("administrator {name} asks from {from}: {ask:?}");
+        info!("administrator {name}: request from {from}: {ask:?}");
     }
     written(answer(ask, pool).await)
 }
@@ -899,10 +913,10 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                 pool.supervisor().end_worker(&id, None, BY_HAND);
                 Ok(serde_json::json!({ "worker": hex(&id) }))
             }
-            // Whole: the start of an id may be a worker's that has ended meanwhile.
+            // The whole lease id only: the text may be the start of an exited worker's id.
             Err(_) if pool.end_lease(&worker, BY_HAND).await => Ok(serde_json::json!({ "lease": worker })),
             Err(no_worker) => {
-                Err(Refusal::new("no-such-worker", format!("{no_worker}, and there is no lease of this id")))
+                Err(Refusal::new("no-such-worker", format!("{no_worker}; no lease has this id, either")))
             }
         },
         Ask::Park { lease } => {
@@ -949,7 +963,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
                     code: "leased".into(),
                     message: format!("GPU {uuid} is leased: {}", holders.join(", ")),
                     hint: format!(
-                        "`gpuserver off {gpu}` makes no new leases on it; drop it when these have ended, or end them: `gpuserver kill LEASE`"
+                        "`gpuserver off {gpu}` stops new leases on it; drop it when these have ended, or end them with `gpuserver kill LEASE`"
                     ),
                 });
             }
@@ -960,9 +974,9 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
             if let Err(e) = pool.registry().drain((!end).then_some(reason)).await {
                 let mut refusal = Refusal::new(
                     "not-stored",
-                    format!("it holds until a restart only, since it is not stored: {e}"),
+                    format!("the change holds only until a restart: it could not be stored: {e}"),
                 );
-                refusal.hint = "mend that, and repeat the command".into();
+                refusal.hint = "correct the cause and repeat the command".into();
                 return Err(refusal);
             }
             let programs = pool.supervisor().programs(true);
@@ -981,7 +995,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
         Ask::Mps => {
             let Some(mps) = pool.supervisor().mps() else {
                 let mut refusal = Refusal::new("not-used", "this server does not share GPUs by MPS");
-                refusal.hint = "sharing = \"mps\" or gpu_sharing.mps in its configuration makes it".into();
+                refusal.hint = "set sharing = \"mps\" or gpu_sharing.mps, and restart it".into();
                 return Err(refusal);
             };
             show(serde_json::to_value(mps.views().await))
@@ -1062,7 +1076,7 @@ async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
     }
 }
 
-/// No certificate was made.
+/// Creates the refusal for a certificate that was not issued.
 pub fn not_issued(e: &NotIssued) -> Refusal {
     let code = match e {
         NotIssued::Exists(_) => "exists",
@@ -1071,7 +1085,7 @@ pub fn not_issued(e: &NotIssued) -> Refusal {
     Refusal::new(code, e.to_string())
 }
 
-/// Why a worker or lease has ended.
+/// Reason of a worker's or lease's end.
 const BY_HAND: &str = "ended by an administrator";
 
 /// Finds the one lease whose id starts with `prefix`.
@@ -1082,7 +1096,7 @@ async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
         [one] if !prefix.is_empty() => Ok(one.clone()),
         [] => Err(Refusal::new(
             "no-such-lease",
-            format!("there is no lease {prefix}; `gpuserver leases` lists them"),
+            format!("lease {prefix} not found; `gpuserver leases` lists leases"),
         )),
         _ => Err(Refusal::new(
             "no-such-lease",
@@ -1091,7 +1105,7 @@ async fn find_lease(pool: &Pool, prefix: &str) -> Result<String, Refusal> {
     }
 }
 
-/// Every key of a configuration, then what waits for a restart.
+/// Lists the keys of a configuration, then the values that wait for a restart.
 pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
     let row = |(key, value, origin): &(String, String, config::Origin), after_restart| ConfigRow {
         key: key.clone(),
@@ -1105,7 +1119,7 @@ pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
     holds.chain(config.waiting.iter().map(|entry| row(entry, true))).collect()
 }
 
-/// The GPU that an administrator means.
+/// Finds a GPU by index, or by at least five characters of its UUID's start.
 async fn find_gpu(pool: &Pool, text: &str) -> Result<String, Refusal> {
     let gpus = pool.registry().gpus().await;
     let lower = text.to_lowercase();
@@ -1121,7 +1135,7 @@ async fn find_gpu(pool: &Pool, text: &str) -> Result<String, Refusal> {
         [one] => Ok((*one).to_string()),
         [] => Err(Refusal {
             code: "no-such-gpu".into(),
-            message: format!("there is no GPU {text:?}"),
+            message: format!("GPU {text:?} not found"),
             hint: "`gpuserver gpus` lists indices and UUIDs".into(),
         }),
         _ => Err(Refusal::new(
@@ -1141,14 +1155,14 @@ async fn gpu_state(pool: &Pool, uuid: &str) -> Result<serde_json::Value, Refusal
     }))
 }
 
-/// The time that a token is good.
+/// Parses the lifetime of a token.
 pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
     parse_duration(text).filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
     })
 }
 
-/// Asks the server behind `path`; for the command line.
+/// Sends a request to the server that listens on `path`; for the command line.
 pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
     let mut socket = StdUnixStream::connect(path)?;
     socket.set_read_timeout(Some(ask.patience()))?;
@@ -1160,14 +1174,14 @@ pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refus
     socket.read_exact(&mut prefix)?;
     let len = u32::from_le_bytes(prefix) as usize;
     if len > MAX_ANSWER {
-        return Err(io::Error::other("the server's answer is too long"));
+        return Err(io::Error::other("the server's answer is longer than 64 MiB"));
     }
     let mut body = vec![0; len];
     socket.read_exact(&mut body)?;
     Ok(read(&body)?)
 }
 
-/// Reads an answer.
+/// Parses an answer.
 pub fn read(body: &[u8]) -> serde_json::Result<Result<serde_json::Value, Refusal>> {
     Ok(match serde_json::from_slice(body)? {
         Answer::Ok(value) => Ok(value),

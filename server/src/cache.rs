@@ -1,6 +1,9 @@
-//! Files that workers keep so that the next program starts sooner, all of which may be deleted at any time: images by their
-//! content, which no worker believes unless it has the hash, and the driver's own files, which the driver believes. Each
-//! client has a folder of its own for both, so that no client reads, fills or changes another's.
+//! Disk cache of workers, which lets the next program start sooner.
+//!
+//! It may be deleted at any time.
+//! Images lie under the hash of their content, which a worker checks before it uses one. The driver
+//! does not check its own files, compiled from PTX. Each client has its own folder for both, so
+//! that no client reads, fills or changes another's.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -13,14 +16,14 @@ use crate::config::{Config, Origin};
 
 /// Folder of images, with one for each client.
 const IMAGES: &str = "modules";
-/// The images of one client may take this part of the whole; other clients' images stay.
+/// Divisor of the cache's limit for one client's images, so that other clients' images stay.
 const CLIENT_SHARE: u64 = 4;
-/// How often it is made small.
+/// Interval of [`Cache::trim`].
 pub const TRIM_EVERY: Duration = Duration::from_secs(60);
-/// A file or folder that was used so lately is left: a worker may be writing it.
+/// Age up to which an unused file or folder stays: a worker may be writing it.
 const FRESH: Duration = Duration::from_secs(60);
 
-/// The folder, and how much it may hold.
+/// Folder of the cache, and its limit in bytes.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: PathBuf,
@@ -28,7 +31,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Makes the folders. Without them workers go on, more slowly.
+    /// Creates the folders; returns `None` without a cache, where programs start more slowly.
     pub fn open(config: &Config) -> Option<Self> {
         let folder = match std::env::var_os("CACHE_DIRECTORY") {
             Some(folder) if !folder.is_empty() => PathBuf::from(folder),
@@ -47,18 +50,18 @@ impl Cache {
         match made(&cache.folder.join(IMAGES)).and_then(|()| made(&cache.folder.join("compiled"))) {
             Ok(()) => Some(cache),
             Err(e) => {
-                warn!("{}: {e}; workers keep no images", cache.folder.display());
+                warn!("cache {}: not created: {e}; workers keep no images", cache.folder.display());
                 None
             }
         }
     }
 
-    /// Images (cubins, fatbins, PTX) by content, for workers of one client, and how many bytes they may be.
+    /// Returns the folder of a client's images (cubins, fatbins, PTX), and its size in bytes.
     pub fn images(&self, client: &str) -> Option<(PathBuf, u64)> {
         Some((self.of_client(IMAGES, client)?, self.max / CLIENT_SHARE))
     }
 
-    /// The driver's own cache (`CUDA_CACHE_PATH`) for workers of one client.
+    /// Returns the folder of the driver's own cache (`CUDA_CACHE_PATH`) for a client.
     pub fn compiled(&self, client: &str) -> Option<PathBuf> {
         self.of_client("compiled", client)
     }
@@ -66,11 +69,13 @@ impl Cache {
     fn of_client(&self, kind: &str, client: &str) -> Option<PathBuf> {
         let name = blake3::hash(client.as_bytes()).to_hex();
         let folder = self.folder.join(kind).join(&name[..32]);
-        made(&folder).inspect_err(|e| warn!("{}: {e}", folder.display())).ok()?;
+        made(&folder)
+            .inspect_err(|e| warn!("cache {}: not created: {e}; workers go without it", folder.display()))
+            .ok()?;
         Some(folder)
     }
 
-    /// Images by the client that they belong to. Those directly in the folder are of a version that did not separate clients.
+    /// Returns the images of all clients, and those of a version that did not separate clients.
     fn all_images(&self) -> Vec<Entry> {
         let folders = std::fs::read_dir(self.folder.join(IMAGES)).into_iter().flatten().flatten();
         let all = folders.flat_map(|entry| match entry.path() {
@@ -80,7 +85,9 @@ impl Cache {
         all.collect()
     }
 
-    /// Deletes what was not used for longest until the rest is small enough: images one by one, a client's folder whole.
+    /// Deletes the least recently used entries until the rest fits the limit.
+    ///
+    /// An image is an entry, and so is a client's whole folder of compiled files.
     pub fn trim(&self) {
         let mut kept = self.all_images();
         kept.extend(entries(&self.folder.join("compiled")));
@@ -97,14 +104,14 @@ impl Cache {
             };
             match gone {
                 Ok(()) => total -= entry.bytes,
-                Err(e) => warn!("{}: {e}", entry.path.display()),
+                Err(e) => warn!("cache {}: not deleted: {e}", entry.path.display()),
             }
-            debug!("{}: {} bytes, not used for longest, deleted", entry.path.display(), entry.bytes);
+            debug!("cache {}: least recently used, {} bytes: deleted", entry.path.display(), entry.bytes);
         }
     }
 }
 
-/// A folder that nobody else reads.
+/// Creates a folder that only its owner can read.
 fn made(folder: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
@@ -120,7 +127,7 @@ fn entries(folder: &Path) -> Vec<Entry> {
     all.map(|entry| measured(entry.path())).collect()
 }
 
-/// Its size with all that is in it, and when one of its files was used last.
+/// Measures a file or folder: bytes of all files in it, and the last use of any of them.
 fn measured(path: PathBuf) -> Entry {
     let (mut bytes, mut used) = (0, SystemTime::UNIX_EPOCH);
     let mut left = vec![path.clone()];
@@ -132,7 +139,7 @@ fn measured(path: PathBuf) -> Entry {
             // Blocks, not bytes: a million small files fill a disk, too.
             bytes += facts.blocks() * 512;
         }
-        // Most file systems note a read at least once a day; looking into a folder is none.
+        // Most file systems note a read at least once a day. Listing a folder is no use of it.
         let read = facts.accessed().ok().filter(|_| !facts.is_dir());
         used = facts.modified().ok().into_iter().chain(read).fold(used, SystemTime::max);
     }
@@ -174,7 +181,7 @@ mod tests {
             names
         };
         assert_eq!(left(), ["new", "old"]);
-        // What is in use just now is never taken.
+        // A file in use stays even if it exceeds the limit.
         file(&images.join("now"), 1000, 0);
         cache.trim();
         assert_eq!(left(), ["now"]);

@@ -1,15 +1,15 @@
-//! Time and randomness as parameters, so that what decides by them is tested without waiting.
+//! Time and randomness as parameters, so that tests do not wait.
 
 use std::time::Duration;
 
-/// Time since the host started, running on while it sleeps.
+/// Time since the host started, including its sleep.
 pub type Moment = Duration;
 
-/// Says what time it is.
+/// A source of time.
 pub trait Clock: Send + Sync {
-    /// Time since the host started.
+    /// Returns the time since the host started.
     fn now(&self) -> Moment;
-    /// Seconds since 1970; for expiry dates that a person wrote and for listings.
+    /// Returns the seconds since 1970; for dates that people write or read.
     fn unix(&self) -> u64;
 }
 
@@ -27,7 +27,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// Where unpredictable bytes come from.
+/// A source of unpredictable bytes.
 pub trait Random: Send + Sync {
     /// Fills `out`.
     fn fill(&self, out: &mut [u8]);
@@ -39,31 +39,31 @@ pub struct SystemRandom;
 
 impl Random for SystemRandom {
     fn fill(&self, out: &mut [u8]) {
-        // getrandom fails only on kernels that do not have it.
+        // getrandom fails only on kernels without that call.
         getrandom::fill(out).expect("the kernel has no random numbers");
     }
 }
 
-/// `N` unpredictable bytes.
+/// Returns `N` unpredictable bytes.
 pub fn bytes<const N: usize>(random: &dyn Random) -> [u8; N] {
     let mut out = [0; N];
     random.fill(&mut out);
     out
 }
 
-/// A clock that stands still until it is moved, and random numbers that repeat.
+/// A clock that tests advance, and reproducible random numbers.
 #[cfg(test)]
 pub mod testing {
     use std::sync::Mutex;
 
     use super::*;
 
-    /// See the module.
+    /// A clock that stands still until a test advances it.
     #[derive(Debug, Default)]
     pub struct TestClock(Mutex<Duration>);
 
     impl TestClock {
-        /// Lets time pass.
+        /// Advances the clock.
         pub fn advance(&self, by: Duration) {
             *self.0.lock().expect("not poisoned") += by;
         }
@@ -79,7 +79,7 @@ pub mod testing {
         }
     }
 
-    /// See the module.
+    /// Random bytes that are the same in each run.
     #[derive(Debug, Default)]
     pub struct Counting(Mutex<u64>);
 

@@ -1,7 +1,8 @@
-//! The server's configuration: which keys exist, where they come from and what they must look like.
+//! The server's configuration: its keys, their sources and their checks.
 //!
-//! `gpuserver.toml` is read first, then `gpuserver.d/*.toml` beside it in the order of their names; a later value wins.
-//! Every error names file, line and key; nothing that is misspelt is ignored.
+//! `gpuserver.toml` is read first, then the drop-ins `gpuserver.d/*.toml` in the same folder, in
+//! the order of their names; a later value wins.
+//! Every error names file, line and key; an unknown key is an error.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,23 +21,23 @@ use crate::limits::{
     self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, OF_CLIENTS, ON_IDLE, Scope, parse_size,
 };
 
-/// The configuration file that is read when none is named.
+/// Configuration file unless the command line names another.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
-/// The most warm workers that a lease may keep.
+/// Most warm workers of a lease.
 const MAX_WARM: u64 = 64;
 
-/// One key of the configuration.
+/// A key of the configuration.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// As it is written in the file.
+    /// Dotted name, as in the file.
     pub name: &'static str,
-    /// What applies when it is not written, as text.
+    /// Default as text.
     pub default: &'static str,
-    /// What it is for.
+    /// Explanation for people.
     pub help: &'static str,
 }
 
-/// Keys whose new value holds without a restart; so do limits and reserves.
+/// Keys whose changes take effect without a restart; so do limits and reserves.
 const LIVE: &[&str] = &[
     "warm_workers",
     "worker_idle_exit",
@@ -52,52 +53,52 @@ const LIVE: &[&str] = &[
     "accounting_keep",
 ];
 
-/// Whether a change of a key holds without a restart.
+/// Returns `true` if a change of the key takes effect without a restart.
 pub fn is_live(key: &str) -> bool {
     LIVE.contains(&key) || key.starts_with("limits.")
 }
 
-/// Every key, in the order in which they are explained.
+/// All keys, in the order of their explanation.
 pub const KEYS: &[Key] = &[
     Key { name: "name", default: "the host name", help: "name of this server in the pool" },
     Key { name: "listen", default: "[::]:7601", help: "address of the control service" },
     Key {
         name: "advertise",
         default: "the address a client reached",
-        help: "HOST, HOST:PORT or a list of them: where clients of the pool are sent",
+        help: "HOST, HOST:PORT or a list of them: addresses that clients of the pool use",
     },
     Key {
         name: "data_ports",
         default: "7602",
-        help: "port for programs' data; of a range \"FIRST-LAST\" the first free one serves all workers",
+        help: "port for programs' data, or a range \"FIRST-LAST\", of which the first free port is used",
     },
     Key {
         name: "metrics_listen",
         default: "off",
-        help: "address for Prometheus (GET /metrics, without encryption or password), such as \"127.0.0.1:7603\"; \"off\": none",
+        help: "address for Prometheus (GET /metrics, no encryption, no password), such as \"127.0.0.1:7603\"; \"off\": none",
     },
     Key {
         name: "gpus",
         default: "all",
-        help: "\"all\", or a list of indices and UUIDs; one that does not exist stops the server",
+        help: "\"all\", or a list of indices and UUIDs; the server does not start if one is missing",
     },
     Key {
         name: "driver",
         default: "NVIDIA's libcuda.so.1",
         help: "absolute path of the CUDA driver library that workers load",
     },
-    Key { name: "registry", default: "local", help: "\"local\": this server alone decides about its GPUs" },
+    Key { name: "registry", default: "local", help: "\"local\": this server decides alone about its GPUs" },
     Key { name: "encryption", default: "on", help: "\"on\", or \"off\" for peers inside trusted_networks" },
     Key {
         name: "trusted_networks",
         default: "[]",
-        help: "networks (CIDR) whose peers may go without encryption",
+        help: "networks (CIDR) whose peers may connect without encryption",
     },
     Key {
         name: "sharing",
         default: "time-slice",
-        help: "how leases share GPUs of which gpu_sharing says nothing: \"time-slice\", \"mps\": at the same time, by NVIDIA's \
-               MPS, or \"exclusive\": not at all",
+        help: "how leases share GPUs that gpu_sharing does not list: \"time-slice\": in turns; \"mps\": at the same \
+               time, by NVIDIA's MPS; \"exclusive\": not at all",
     },
     Key {
         name: "gpu_sharing.time-slice",
@@ -109,7 +110,7 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "mps_domain",
         default: "client",
-        help: "what a fault under MPS reaches: the programs of one \"client\" on a GPU, or with \"server\" those of all clients",
+        help: "programs that a fault under MPS affects: those of one \"client\" on a GPU, or with \"server\" of all clients",
     },
     Key {
         name: "mps_control",
@@ -120,84 +121,88 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "isolation",
         default: "try",
-        help: "workers give up files, sockets, processes and rare system calls: \"try\" as far as this host allows it, \
-               \"require\" or they do not start, \"off\"",
+        help: "workers give up files, sockets, processes and rare system calls: \"try\": as far as this host allows; \
+               \"require\": or they do not start; \"off\"",
     },
     Key {
         name: "worker_idle_exit",
         default: "10min",
-        help: "a lease that took no worker for so long keeps only one ready; 0 is off",
+        help: "a lease that took no worker for this time keeps only one ready; 0 is off",
     },
     Key {
         name: "warn_after",
         default: "25min",
-        help: "without GPU work of any program of a lease for so long, its users are warned; 0 is never",
+        help: "a lease's users are warned after this time without GPU work of its programs; 0 is never",
     },
     Key {
         name: "park_after",
         default: "30min",
-        help: "then its programs' device memory is moved to host memory until they want it; 0 is never",
+        help: "a lease's device memory moves to host memory after this time without GPU work; 0 is never",
     },
     Key {
         name: "release_after",
         default: "0",
-        help: "then the lease ends, and its programs fail; 0 is never",
+        help: "a lease ends, and its programs fail, after this time without GPU work; 0 is never",
     },
     Key {
         name: "lend_after",
         default: "10min",
-        help: "a lease without programs for so long lends its GPUs to a request that waits; 0 is never",
+        help: "a lease without programs for this time lends its GPUs to a waiting request; 0 is never",
     },
     Key {
         name: "parked_max",
         default: "50%",
-        help: "host memory for the device memory of parked programs: percent of all, or a size; 0 is none",
+        help: "host memory for the device memory of parked programs: a percentage or a size; 0 is none",
     },
     Key {
         name: "return_limit",
         default: "1h",
-        help: "how long a parked program waits for its GPU before it gets an error; 0 is without end",
+        help: "longest wait of a parked program for its GPU, before it gets an error; 0 is without end",
     },
     Key {
         name: "overcommit",
         default: "100%",
-        help: "how much of a GPU's memory leases may be promised together; more than 100% is a promise that may not hold",
+        help: "part of a GPU's memory that may be promised to leases; above 100% programs may find less than promised",
     },
     Key {
         name: "compute_mode",
         default: "check",
-        help: "\"check\": a GPU whose compute mode does not let several programs share it is taken out",
+        help: "\"check\": a GPU whose compute mode does not let several programs share it is withdrawn",
     },
     Key {
         name: "drain_timeout",
         default: "60s",
-        help: "how long a stop waits for programs that run; 0 waits for none",
+        help: "longest wait of a stop for running programs; 0 is none",
     },
     Key {
         name: "lock_dir",
         default: "/run/lock/gpusession with NVIDIA's driver, else none",
-        help: "where servers of this host say which GPUs are theirs; \"none\": nowhere",
+        help: "folder in which the servers of this host lock their GPUs; \"none\": no locks",
     },
     Key {
         name: "cache_max",
         default: "8GiB",
-        help: "disk space for modules and for what the driver compiles from PTX, which the next program then loads faster; 0 is none",
+        help: "disk space for modules and for code that the driver compiled from PTX, so that programs start faster; 0 is none",
     },
-    Key { name: "accounting_keep", default: "90d", help: "how long accounting records are kept; 0 for ever" },
+    Key {
+        name: "accounting_keep",
+        default: "90d",
+        help: "time for which accounting records are kept; 0 is for ever",
+    },
     Key {
         name: "users.scope",
         default: "client",
-        help: "\"client\": a user is counted on each client; \"site\": on all together",
+        help: "\"client\": a user's limits count on each client separately; \"site\": on all clients together",
     },
     Key {
         name: "state_dir",
         default: "/var/lib/gpuserver",
-        help: "leases, clients, tokens and the pool's authority",
+        help: "folder of leases, clients, tokens and the pool's authority",
     },
-    Key { name: "runtime_dir", default: "/run/gpuserver", help: "where admin.sock is" },
+    Key { name: "runtime_dir", default: "/run/gpuserver", help: "folder of admin.sock" },
 ];
 
-/// The key that lists the GPUs that are shared in this way, whatever `sharing` says.
+/// Returns the key that lists the GPUs with this way of sharing, regardless of `sharing`.
 pub fn gpu_sharing_key(sharing: Sharing) -> &'static str {
     match sharing {
         Sharing::TimeSlice => "gpu_sharing.time-slice",
@@ -206,14 +211,14 @@ pub fn gpu_sharing_key(sharing: Sharing) -> &'static str {
     }
 }
 
-/// Where a value came from.
+/// Source of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// A line of a file; 0 for all of it.
+    /// A line of a file, from 1; 0 stands for the whole file.
     File(PathBuf, usize),
-    /// An environment variable.
+    /// An environment variable, by its name.
     Environment(&'static str),
-    /// Nobody wrote it.
+    /// The default of the key.
     Default,
 }
 
@@ -228,18 +233,18 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A configuration that cannot work.
+/// An error in the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{origin}: {message}")]
 pub struct ConfigError {
-    /// Where the trouble is written.
+    /// Place of the error.
     pub origin: Origin,
-    /// What is wrong and what to do.
+    /// Cause and remedy.
     pub message: String,
 }
 
 impl ConfigError {
-    /// An error about what is written at `origin`.
+    /// Creates an error for `origin`.
     pub fn new(origin: Origin, message: impl Into<String>) -> Self {
         Self { origin, message: message.into() }
     }
@@ -248,9 +253,9 @@ impl ConfigError {
 /// A GPU of the `gpus` list, or one of `gpu_sharing`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuChoice {
-    /// The driver's index.
+    /// Index of the GPU in the driver.
     Index(u32),
-    /// `GPU-...`, in lower case.
+    /// UUID: `GPU-` and lower-case digits.
     Uuid(String),
 }
 
@@ -263,51 +268,51 @@ impl fmt::Display for GpuChoice {
     }
 }
 
-/// Which GPUs are served.
+/// Value of the key `gpus`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Gpus {
-    /// All that the driver shows.
+    /// All GPUs of the driver.
     All,
     /// These, in this order.
     These(Vec<GpuChoice>),
 }
 
-/// How GPUs are shared by MPS.
+/// Settings of MPS.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mps {
-    /// The key by which NVIDIA's program is wanted.
+    /// Key that requires NVIDIA's program; errors about the program name it.
     pub key: &'static str,
-    /// All clients share a fault domain.
+    /// Whether all clients share a domain.
     pub shared: bool,
-    /// NVIDIA's program, where one is named.
+    /// Path of nvidia-cuda-mps-control, if configured.
     pub control: Option<PathBuf>,
 }
 
-/// A host that clients are sent to; without a port, the port that this server listens on.
+/// An address of this server for clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advertised {
     /// Name or address, IPv6 without brackets.
     pub host: String,
-    /// Control port as clients see it.
+    /// Control port for clients; `None`: the port on which this server listens.
     pub port: Option<u16>,
 }
 
-/// The configuration, checked.
+/// The configuration after all checks.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Name of this server in the pool.
     pub name: String,
     /// Address of the control service.
     pub listen: SocketAddr,
-    /// Where clients are sent; empty: to the address that they reached.
+    /// Addresses for clients; empty: the address that a client reached.
     pub advertise: Vec<Advertised>,
-    /// First and last port that the data plane may listen on; zero is any.
+    /// First and last port of the data plane's range; (0, 0): any port.
     pub data_ports: (u16, u16),
-    /// Where Prometheus asks.
+    /// Address for Prometheus, if any.
     pub metrics_listen: Option<SocketAddr>,
-    /// Which GPUs are served.
+    /// Served GPUs.
     pub gpus: Gpus,
-    /// The driver library, where one is named.
+    /// Path of the driver library, if configured.
     pub driver: Option<PathBuf>,
     /// Whether every data connection must be encrypted.
     pub encryption: bool,
@@ -315,82 +320,82 @@ pub struct Config {
     pub trusted_networks: Vec<IpNet>,
     /// Workers kept ready for each lease.
     pub warm_workers: u32,
-    /// After so long without use a lease keeps one ready worker only; zero is never.
+    /// Time without a new program after which a lease keeps one warm worker; zero is never.
     pub worker_idle_exit: Duration,
-    /// Whether workers give up what they do not need.
+    /// Isolation of the workers.
     pub isolation: Isolation,
     /// Host memory for the device memory of parked programs.
     pub parked_max: Memory,
-    /// How long a parked program waits for its GPU before it gets an error; zero is without end.
+    /// Longest wait of a parked program for its GPU; zero is without end.
     pub return_limit: Duration,
-    /// The file that it was read from.
+    /// Configuration file.
     pub file: PathBuf,
-    /// Whether that file was there: then it has to be there at a reload, too.
+    /// Whether that file exists: then a reload requires it.
     pub file_found: bool,
-    /// Leases, clients, tokens, authority.
+    /// Folder of leases, clients, tokens and the authority.
     pub state_dir: PathBuf,
-    /// Where the administration socket is.
+    /// Folder of the administration socket.
     pub runtime_dir: PathBuf,
-    /// How leases share the GPUs of which nothing else is said.
+    /// Way in which leases share the GPUs that `gpu_sharing` does not list.
     pub sharing: Sharing,
-    /// How they share these.
+    /// GPUs with a way of sharing of their own.
     pub gpu_sharing: Vec<(GpuChoice, Sharing)>,
-    /// How MPS is used, if a GPU is said to be shared by it.
+    /// Settings of MPS, if a GPU is shared by it.
     pub mps: Option<Mps>,
-    /// How GPUs are divided.
+    /// Reserves and overcommit.
     pub rules: Rules,
-    /// How long a stop waits for programs.
+    /// Longest wait of a stop for running programs.
     pub drain_timeout: Duration,
-    /// Where servers of this host say which GPUs are theirs.
+    /// Folder of the GPUs' locks; `None`: no locks.
     pub lock_dir: Option<PathBuf>,
-    /// How long accounting records are kept; zero for ever.
+    /// Age at which accounting records are deleted; zero: never.
     pub accounting_keep: Duration,
-    /// Bytes on disk that workers may keep.
+    /// Limit of the workers' disk cache, in bytes.
     pub cache_max: u64,
-    /// What clients and users may have.
+    /// Limits of clients and users.
     pub limits: Limits,
-    /// What every key came to: name, value as text, origin.
+    /// Name, value as text and origin of every key.
     pub report: Vec<(String, String, Origin)>,
-    /// What the files came to have of them after the start, and holds after a restart only.
+    /// Values that changed in the files since the start, and take effect after a restart.
     pub waiting: Vec<(String, String, Origin)>,
-    /// What works, but probably not as meant.
+    /// Texts about settings that work, but probably not as intended.
     pub warnings: Vec<String>,
 }
 
 impl Config {
-    /// Where a key's value was written.
+    /// Returns the source of a key's value.
     pub fn origin(&self, key: &str) -> Origin {
-        // People may write a key with quotes that TOML does not need.
+        // A key may be written with quotes that TOML does not need.
         let plain = |key: &str| key.replace(['"', '\''], "");
         let found = self.report.iter().find(|(k, ..)| plain(k) == plain(key));
         found.map_or(Origin::Default, |(.., origin)| origin.clone())
     }
 
-    /// The administration socket.
+    /// Returns the path of the administration socket.
     pub fn admin_socket(&self) -> PathBuf {
         self.runtime_dir.join("admin.sock")
     }
 
-    /// Whether a data connection from `peer` may go without encryption.
+    /// Returns `true` if data connections from `peer` may go without encryption.
     pub fn may_be_clear(&self, peer: IpAddr) -> bool {
         let peer = peer.to_canonical();
         !self.encryption && self.trusted_networks.iter().any(|n| n.contains(&peer))
     }
 }
 
-/// What surrounds the process, as far as the configuration depends on it.
+/// Facts about host and environment on which the configuration depends.
 pub struct Surroundings<'a> {
-    /// Looks an environment variable up.
+    /// Reads an environment variable.
     pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// This host's name.
+    /// Name of this host.
     pub host_name: String,
-    /// The kernel's range of ephemeral ports.
+    /// First and last ephemeral port of the kernel, if known.
     pub ephemeral: Option<(u16, u16)>,
     /// Whether NVIDIA's kernel driver is loaded.
     pub nvidia_driver: bool,
 }
 
-/// What the instance that `gpuserver-NAME.toml` configures adds to the names of its folders: `-NAME`; nothing for any other file.
+/// Returns the suffix of an instance's folders: `-NAME` for `gpuserver-NAME.toml`.
 fn instance(file: &Path) -> String {
     let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     stem.strip_prefix("gpuserver")
@@ -405,7 +410,7 @@ enum Value {
     Integer(i64),
     Bool(bool),
     List(Vec<Value>),
-    /// What no key has, as it is written: each says itself what it wants instead.
+    /// The text of a value of a type that no key has; the key's parser rejects it.
     Other(String),
 }
 
@@ -427,19 +432,19 @@ impl fmt::Display for Value {
     }
 }
 
-/// What was read, before it is checked.
+/// Values that were read and not yet checked.
 #[derive(Default)]
 struct Raw {
     keys: BTreeMap<&'static str, (Value, Origin)>,
-    /// Limits by layer and name, members of groups.
+    /// Limits by layer and name, and members of groups.
     limits: BTreeMap<(Layer, String), (Value, Origin)>,
     reserve: Vec<RawReserve>,
 }
 
-/// One `[[reserve]]` before it is checked: its fields, and where it begins.
+/// An unchecked `[[reserve]]`: its fields, and the place of its start.
 type RawReserve = (Vec<(String, Value, Origin)>, Origin);
 
-/// Reads `file` and the drop-ins beside it. A file that is not there is an error only where `required`.
+/// Reads `file` and its drop-ins. A missing file is an error only if `required`.
 pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
     let mut raw = Raw::default();
     let mut warnings = Vec::new();
@@ -448,11 +453,11 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
         Ok(text) => read_text(&mut raw, file, &text, around.env)?,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound && !required => {
             file_found = false;
-            warnings.push(format!("{} is not there: every key has its default", file.display()));
+            warnings.push(format!("{} not found: all keys have their defaults", file.display()));
         }
         Err(e) => {
             let todo = match e.kind() {
-                std::io::ErrorKind::NotFound => "; make it, or name one that is there (-c FILE)",
+                std::io::ErrorKind::NotFound => "; create it, or name another file with -c",
                 _ => "",
             };
             let why = format!("cannot be read: {e}{todo}");
@@ -467,8 +472,9 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
     Ok(Config { file_found, ..check(raw, warnings, file, around)? })
 }
 
-/// Where the administration socket of a server is whose files cannot be used now: as far as they still say so, else where it is
-/// by default.
+/// Returns the administration socket of a server whose configuration files have errors.
+///
+/// Takes the last legible `runtime_dir` in them, else the default.
 pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) -> PathBuf {
     let of_environment = env("RUNTIME_DIRECTORY").filter(|d| !d.is_empty());
     let mut folder = of_environment
@@ -476,7 +482,7 @@ pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) ->
         .unwrap_or_else(|| format!("/run/gpuserver{}", instance(file)).into());
     let files = std::iter::once(file.to_path_buf()).chain(drop_ins(file).unwrap_or_default());
     for text in files.filter_map(|path| std::fs::read_to_string(path).ok()) {
-        // Line by line: what is wrong with another one does not matter.
+        // Parse line by line, so that errors in other lines do not matter.
         for line in text.lines().filter(|l| l.trim_start().starts_with("runtime_dir")) {
             let value = line.parse::<toml::Table>().ok().and_then(|mut t| t.remove("runtime_dir"));
             let text = value.as_ref().and_then(toml::Value::as_str).and_then(|t| expand(t, env).ok());
@@ -486,11 +492,11 @@ pub fn admin_socket_beside(file: &Path, env: &dyn Fn(&str) -> Option<String>) ->
     folder.join("admin.sock")
 }
 
-/// The files beside a configuration file, in the order in which they are read.
+/// Lists the drop-ins of a configuration file in the order of reading.
 fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let folder = file.with_extension("d");
     let unread = |e| {
-        let why = format!("the folder of drop-ins cannot be read: {e}; let gpuserver read it, or remove it");
+        let why = format!("the folder of drop-ins cannot be read: {e}; make it readable, or remove it");
         ConfigError::new(Origin::File(folder.clone(), 0), why)
     };
     let entries = match std::fs::read_dir(&folder) {
@@ -505,7 +511,7 @@ fn drop_ins(file: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     Ok(out)
 }
 
-/// Checks a configuration that is one text; for tests and `check-config -`.
+/// Reads a configuration from one text, without drop-ins; for tests.
 pub fn from_text(name: &Path, text: &str, around: &Surroundings<'_>) -> Result<Config, ConfigError> {
     let mut raw = Raw::default();
     read_text(&mut raw, name, text, around.env)?;
@@ -530,7 +536,7 @@ fn read_text(
     read_table(raw, &mut path, document.get_ref(), &at, env)
 }
 
-/// Reads a table and those in it: `[users] scope` is the key `users.scope`.
+/// Reads a table with its inner tables: `[users] scope` is the key `users.scope`.
 fn read_table(
     raw: &mut Raw,
     path: &mut Vec<String>,
@@ -594,7 +600,7 @@ fn read_table(
     Ok(())
 }
 
-/// What is wrong with a key that there is not, and what to write instead.
+/// Returns the error text for an unknown key, with a suggestion.
 fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
     let written = path.join(".");
     let in_it = format!("{written}.");
@@ -626,12 +632,12 @@ fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
     }
 }
 
-/// The same below `limits`.
+/// Returns the error text for an unknown key below `limits`.
 fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
     let (kind, name) = match path {
         [] => return "`limits` is a table: write [limits]".into(),
         [kind @ ("group" | "client" | "user")] | [kind @ ("group" | "client" | "user"), _] => {
-            return format!("`{written}`: for whom is it? Write [limits.{kind}.NAME]");
+            return format!("`{written}`: the name of the {kind} is missing: write [limits.{kind}.NAME]");
         }
         // [limits.client.vm.7]
         [kind @ ("group" | "client" | "user"), of @ ..] if matches!(value, DeValue::Table(_)) => {
@@ -654,7 +660,7 @@ fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
     };
     if kind == "user" && OF_CLIENTS.contains(&name) {
         return format!(
-            "`{written}`: a request does not say for which user it is; write limits.{name}, limits.client.NAME.{name} or limits.group.NAME.{name}"
+            "`{written}`: a request does not name its user; write limits.{name}, limits.client.NAME.{name} or limits.group.NAME.{name}"
         );
     }
     let members: &[&str] = if kind == "group" { &["clients", "users"] } else { &[] };
@@ -670,11 +676,11 @@ fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
             let table = written.strip_suffix(name).unwrap_or_default();
             format!("unknown key `{written}`; did you mean `{table}{near}`?")
         }
-        None => format!("unknown key `{written}`; the keys there are {}", names.join(", ")),
+        None => format!("unknown key `{written}`; the keys of this table are {}", names.join(", ")),
     }
 }
 
-/// The name that is written nearly so.
+/// Returns the most similar name, if one is similar enough.
 fn nearest(written: &str, names: impl Iterator<Item = String>) -> Option<String> {
     names
         .map(|name| (strsim::damerau_levenshtein(&name, written), name))
@@ -700,7 +706,7 @@ fn convert(value: &DeValue<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<
     })
 }
 
-/// Replaces `${VAR}`; `$${` stands for `${`.
+/// Replaces `${VAR}` by the environment variable; `$${` stands for `${`.
 fn expand(text: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut out = String::new();
     let mut rest = text;
@@ -727,7 +733,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Reads one key with `parse`, which says what is wrong with a value.
+    /// Reads one key with `parse`, whose error text is the cause and the remedy.
     fn key<T>(
         &mut self,
         key: &'static str,
@@ -776,12 +782,12 @@ fn one_of(value: &Value, allowed: &[&str], later: &[&str]) -> Result<String, Str
     }
     let these = allowed.iter().map(|a| format!("{a:?}")).collect::<Vec<_>>().join(" or ");
     if later.contains(&written) {
-        return Err(format!("this version of gpuserver does not serve it yet, only {these}"));
+        return Err(format!("this version of gpuserver does not support it yet, only {these}"));
     }
     Err(format!("only {these} is possible"))
 }
 
-/// Parses HOST:PORT for listening; a bare port listens everywhere.
+/// Parses HOST:PORT for listening; a bare port stands for all addresses.
 fn socket_address(text: &str) -> Result<SocketAddr, String> {
     if let Ok(address) = text.parse() {
         return Ok(address);
@@ -792,7 +798,7 @@ fn socket_address(text: &str) -> Result<SocketAddr, String> {
     Err("an address like \"[::]:7601\", \"10.1.2.3:7601\" is wanted".into())
 }
 
-/// Reads HOST, HOST:PORT or [V6]:PORT.
+/// Parses HOST, HOST:PORT or [V6]:PORT.
 pub fn advertised(text: &str) -> Result<Advertised, String> {
     let bad = || "HOST, HOST:PORT or [V6]:PORT is wanted".to_string();
     if let Ok(ip) = text.parse::<IpAddr>() {
@@ -846,9 +852,7 @@ fn read_gpus(value: &Value) -> Result<Gpus, String> {
 
 fn gpu_list(value: &Value) -> Result<Vec<GpuChoice>, String> {
     let Value::List(list) = value else {
-        return Err(
-            "a list of indices and UUIDs like [0] is wanted; of all other GPUs `sharing` says it".into()
-        );
+        return Err("a list of indices and UUIDs like [0] is wanted; `sharing` is for all other GPUs".into());
     };
     let mut out: Vec<GpuChoice> = Vec::new();
     for item in list {
@@ -886,7 +890,7 @@ fn duration(value: &Value) -> Result<Duration, String> {
     }
 }
 
-/// "50%", "64GiB", or a number of bytes.
+/// Parses "50%", "64GiB", or a number of bytes.
 fn part_of_memory(value: &Value) -> Result<Memory, String> {
     let bad = "a percentage like \"50%\", a size in KiB, MiB, GiB or a number of bytes is wanted; 0 is none";
     let parsed = match value {
@@ -903,7 +907,7 @@ fn part_of_memory(value: &Value) -> Result<Memory, String> {
     parsed.ok_or_else(|| bad.into())
 }
 
-/// "8GiB", or a number of bytes.
+/// Parses "8GiB", or a number of bytes.
 fn size(value: &Value) -> Result<u64, String> {
     match value {
         Value::Integer(bytes) => u64::try_from(*bytes).map_err(|_| "a size is not negative".into()),
@@ -912,7 +916,7 @@ fn size(value: &Value) -> Result<u64, String> {
     }
 }
 
-/// Durations as systemd writes them, as far as they have whole numbers: `90`, `90s`, `10min`, `1h 30min`.
+/// Parses a duration in systemd's form: `90` (seconds), `10min`, `1h 30min`.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let text = text.trim();
     match text.parse::<u64>() {
@@ -921,7 +925,7 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     }
 }
 
-/// A duration as [`parse_duration`] reads it.
+/// Formats a duration so that [`parse_duration`] reads it.
 pub fn show_duration(duration: Duration) -> String {
     if duration.is_zero() { "0".into() } else { humantime::format_duration(duration).to_string() }
 }
@@ -931,7 +935,7 @@ fn list<T: fmt::Display>(items: &[T]) -> String {
     format!("[{}]", items.join(", "))
 }
 
-/// A name for the pool made from the host's.
+/// Derives the server's name from the host's name.
 fn name_from_host(host: &str) -> Option<String> {
     let name = host.split('.').next()?.to_ascii_lowercase();
     is_name(&name).then_some(name)
@@ -946,8 +950,9 @@ fn check(
     let mut reader = Reader { raw: &raw, report: Vec::new() };
     let plain = |s: &String| s.clone();
     let default = |s: &str| (s.to_string(), Origin::Default);
-    // A directory that systemd made for us: the first one of a colon-separated list. Else where systemd would make it for this
-    // instance, so that verbs find the server whose configuration they are given.
+    // A directory that systemd created: the first of a colon-separated list. Without the variable,
+    // the directory that systemd would create for this instance, so that a verb outside the unit
+    // finds the server of its configuration.
     let directory = |variable: &'static str, otherwise: &str| match (around.env)(variable) {
         Some(v) if !v.is_empty() => {
             (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
@@ -1090,7 +1095,7 @@ fn check(
     let written = |key: &str| raw.keys.contains_key(key);
     if mps.is_none() && ["mps_domain", "mps_control"].iter().any(|key| written(key)) {
         warnings.push(
-            "mps_domain and mps_control mean nothing without sharing = \"mps\" or gpu_sharing.mps".into(),
+            "mps_domain and mps_control have no effect without sharing = \"mps\" or gpu_sharing.mps".into(),
         );
     }
     let warm_workers = reader.key(
@@ -1170,7 +1175,7 @@ fn check(
         duration,
         |d| show_duration(*d),
     )?;
-    // Simulated GPUs of two machines on one host have the same names.
+    // Simulated machines on one host have GPUs with the same UUIDs, so these are not locked.
     let real = around.nvidia_driver.then(|| PathBuf::from("/run/lock/gpusession"));
     let lock_dir = reader.key(
         "lock_dir",
@@ -1210,13 +1215,13 @@ fn check(
     let rules = Rules { reserve, overcommit_percent };
     if overcommit_percent > 100 {
         warnings.push(format!(
-            "overcommit = \"{overcommit_percent}%\": programs may find less memory than their lease has promised"
+            "overcommit = \"{overcommit_percent}%\": programs may find less memory than their lease promises"
         ));
     }
 
     if let Some(address) = metrics_listen.filter(|a| !a.ip().is_loopback()) {
         warnings.push(format!(
-            "metrics_listen = {address}: whoever reaches it reads names of clients and servers; let only Prometheus do so"
+            "metrics_listen = {address}: any peer can read names of clients and servers; let only Prometheus reach it"
         ));
     }
     if encryption && !trusted_networks.is_empty() {
@@ -1230,8 +1235,8 @@ fn check(
     if mps.is_some() {
         if !idle.park.is_zero() {
             warnings.push(
-                "MPS and park_after: the driver cannot park programs under MPS, which are warned only; those \
-                 of leases with sharing = \"time-slice\" are parked"
+                "park_after: the driver cannot park programs under MPS, whose users are only warned; programs of \
+                 leases with sharing = \"time-slice\" are parked"
                     .into(),
             );
         }
@@ -1244,9 +1249,9 @@ fn check(
     let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
     match first {
         Some(_) if idle.warn.is_zero() => warnings
-            .push("warn_after is off: programs are not warned before park_after and release_after".into()),
+            .push("warn_after = 0: users are not warned before park_after and release_after".into()),
         Some(first) if idle.warn >= first => warnings.push(
-            "warn_after is not before park_after and release_after: programs are warned after five sixths of the shorter one"
+            "warn_after is not below park_after and release_after: users are warned after five sixths of the shorter time"
                 .into(),
         ),
         _ => {}
@@ -1295,7 +1300,9 @@ fn check(
     })
 }
 
-/// Refuses two listeners on one port; only then, as what another program has is known at the start alone.
+/// Rejects a configuration with two listeners on one port.
+///
+/// Ports of other programs are known only when the server binds its own.
 fn check_ports(
     raw: &Raw,
     listen: SocketAddr,
@@ -1305,18 +1312,19 @@ fn check_ports(
     let data = SocketAddr::new(listen.ip(), data_ports.0);
     let mut listeners = vec![("listen", listen), ("data_ports", data)];
     listeners.extend(metrics.map(|address| ("metrics_listen", address)));
-    // Programs' data goes to the next port of a range if the first one is the control service's.
+    // The data port moves to the next port of its range if the control service has the first.
     let apart = |a, b| (a, b) == ("listen", "data_ports") && data_ports.0 != data_ports.1;
     for (i, (other, taken)) in listeners.iter().enumerate() {
         for (key, address) in listeners.iter().skip(i + 1) {
             if apart(*other, *key) || !overlap(*taken, *address) {
                 continue;
             }
-            // What nobody wrote is not what is wrong.
+            // Report the key that the configuration sets, not one with its default.
             let (key, other) = if raw.keys.contains_key(key) { (key, other) } else { (other, key) };
             if let Some((value, origin)) = raw.keys.get(key) {
                 let port = address.port();
-                let why = format!("{key} = {value}: port {port} is that of {other}, too; give each its own");
+                let why =
+                    format!("{key} = {value}: port {port} is also the port of {other}; change one of them");
                 return Err(ConfigError::new(origin.clone(), why));
             }
         }
@@ -1324,13 +1332,13 @@ fn check_ports(
     Ok(())
 }
 
-/// Whether the kernel lets only one listen on both. [::] is also for IPv4.
+/// Returns `true` if two sockets cannot listen on both addresses; [::] includes IPv4.
 fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
     let all = |all: SocketAddr, of: SocketAddr| all.ip().is_unspecified() && (all.is_ipv6() || of.is_ipv4());
     a.port() == b.port() && a.port() != 0 && (a.ip() == b.ip() || all(a, b) || all(b, a))
 }
 
-/// A limit's key as it is written.
+/// Formats the key of a limit.
 pub fn limit_key(layer: &Layer, name: &str) -> String {
     let of = |kind: &str, who: &str| {
         let bare = !who.is_empty() && who.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));
@@ -1372,7 +1380,7 @@ fn check_limits(
                 continue;
             }
         }
-        // Written by `read_table`, which knows the names.
+        // `read_table` inserts known names only.
         let Some(limit) = LIMITS.iter().find(|l| l.name == name) else { continue };
         let written = match value {
             Value::String(s) => s.clone(),
@@ -1434,20 +1442,20 @@ fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, ConfigError> 
         }
     }
     if out.client.is_empty() {
-        return Err(ConfigError::new(origin.clone(), "reserve.client is missing: for whom is it?"));
+        return Err(ConfigError::new(origin.clone(), "reserve.client is missing: name the reserve's client"));
     }
     Ok(out)
 }
 
-/// The drop-in that `gpuserver config set` writes, beside a configuration file.
+/// Returns the drop-in of a configuration file that `gpuserver config set` writes.
 pub fn runtime_file(file: &Path) -> PathBuf {
     file.with_extension("d").join("90-runtime.toml")
 }
 
-/// What that file is to hold once `key` has this value, or (with none) is no longer set there.
+/// Returns the text of that file with `key` set to this value, or removed if there is none.
 pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String, String> {
     let mut document: toml::Table = toml::from_str(text).map_err(|e| e.message().to_string())?;
-    // As TOML reads a dotted key, quotes included.
+    // TOML itself splits the dotted key, including quoted parts.
     let probe: toml::Table =
         toml::from_str(&format!("{key} = 0")).map_err(|_| format!("{key:?} is not a key"))?;
     let mut path = Vec::new();
@@ -1466,7 +1474,7 @@ pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String
         table = inner.as_table_mut().ok_or_else(|| format!("{folder} is a value, not a table"))?;
     }
     match value {
-        // A number, a list or a string; a string may go without quotes.
+        // A TOML value, or else a string without quotes.
         Some(text) => {
             let value = toml::from_str::<toml::Table>(&format!("v = {text}"))
                 .ok()
@@ -1575,7 +1583,7 @@ mod tests {
         assert!(message("gpus = \"0\"").contains("[0]"));
         assert!(message("gpus = [-1]").contains("-1"));
         assert!(message("gpus = [0, 0]").contains("twice"));
-        assert!(message("registry = \"etcd\"").contains("does not serve it yet"));
+        assert!(message("registry = \"etcd\"").contains("does not support it yet"));
         assert!(message("sharing = \"often\"").contains("only \"time-slice\" or \"mps\" or \"exclusive\""));
         assert!(message("warm_workers = 65").contains("0 to 64"));
         assert!(message("driver = \"libcuda.so.1\"").contains("absolute"));
@@ -1656,10 +1664,10 @@ mod tests {
                 "t.toml:1: `gpu_sharing` is a table: write [gpu_sharing] with time-slice, mps, exclusive",
             ),
             ("limits = 3", "`limits` is a table: write [limits]"),
-            ("limits.user = 3", "`limits.user`: for whom is it? Write [limits.user.NAME]"),
+            ("limits.user = 3", "`limits.user`: the name of the user is missing: write [limits.user.NAME]"),
             (
                 "[limits.user]\ngpus = 5",
-                "t.toml:2: `limits.user.gpus`: for whom is it? Write [limits.user.NAME]",
+                "t.toml:2: `limits.user.gpus`: the name of the user is missing: write [limits.user.NAME]",
             ),
             ("[limits.group]\nusers = []", "[limits.group.NAME]"),
             ("[limits.client]\ngpus = 5", "[limits.client.NAME]"),
@@ -1678,10 +1686,13 @@ mod tests {
             ("[limits.group.g]\nuser = []", "did you mean `limits.group.g.users`?"),
             (
                 "[limits.group.g]\nencryption = 1",
-                "`limits.group.g.encryption`; the keys there are clients, users, gpus, ",
+                "`limits.group.g.encryption`; the keys of this table are clients, users, gpus, ",
             ),
-            ("[limits.client.a]\nencryption = 1", "`limits.client.a.encryption`; the keys there are gpus, "),
-            ("[limits]\nname = \"a\"", "unknown key `limits.name`; the keys there are gpus, "),
+            (
+                "[limits.client.a]\nencryption = 1",
+                "`limits.client.a.encryption`; the keys of this table are gpus, ",
+            ),
+            ("[limits]\nname = \"a\"", "unknown key `limits.name`; the keys of this table are gpus, "),
             ("[limits.machine.x]\ngpus = 1", "unknown key `limits.machine.x.gpus`; limits are in [limits], "),
             ("requests_per_s = 3", "did you mean `limits.requests_per_s`?"),
             ("[users]\nlisten = 1", "unknown key `users.listen`; did you mean `listen`?"),
@@ -1695,19 +1706,19 @@ mod tests {
         for (text, said) in [
             (
                 "data_ports = 7601",
-                "t.toml:1: data_ports = 7601: port 7601 is that of listen, too; give each its own",
+                "t.toml:1: data_ports = 7601: port 7601 is also the port of listen; change one of them",
             ),
             (
                 "listen = \"[::]:7602\"",
-                "t.toml:1: listen = \"[::]:7602\": port 7602 is that of data_ports, too;",
+                "t.toml:1: listen = \"[::]:7602\": port 7602 is also the port of data_ports;",
             ),
             (
                 "metrics_listen = \"127.0.0.1:7601\"",
-                "metrics_listen = \"127.0.0.1:7601\": port 7601 is that of listen",
+                "metrics_listen = \"127.0.0.1:7601\": port 7601 is also the port of listen",
             ),
             (
                 "\nmetrics_listen = \"[::1]:7602\"",
-                "t.toml:2: metrics_listen = \"[::1]:7602\": port 7602 is that of data_ports",
+                "t.toml:2: metrics_listen = \"[::1]:7602\": port 7602 is also the port of data_ports",
             ),
             (
                 "listen = \"10.0.0.1:1\"\nmetrics_listen = \"0.0.0.0:1\"",
@@ -1748,10 +1759,10 @@ mod tests {
         assert_eq!(key("gpu_sharing.exclusive = [0]\ngpu_sharing.mps = []"), None);
         let warned = |text: &str| parse(text).unwrap().warnings.join("\n");
         assert!(
-            warned("mps_domain = \"server\"\ngpu_sharing.exclusive = [0]").contains("mean nothing without")
+            warned("mps_domain = \"server\"\ngpu_sharing.exclusive = [0]").contains("have no effect without")
         );
         let said = warned("mps_domain = \"server\"\ngpu_sharing.mps = [0]");
-        assert!(said.contains("cannot park") && !said.contains("mean nothing"), "{said}");
+        assert!(said.contains("cannot park") && !said.contains("have no effect"), "{said}");
         assert_eq!(
             message("[gpu_sharing]\nmps = [0]\nexclusive = [1, 0]"),
             "t.toml:3: gpu_sharing.exclusive = [1, 0]: gpu_sharing.mps names 0 already; name it once"
@@ -1770,9 +1781,9 @@ mod tests {
             Surroundings { env: &|_| None, host_name: "h".into(), ephemeral: None, nvidia_driver: true };
         let said = load(&file, true, &around).unwrap_err().to_string();
         assert!(said.starts_with(&format!("{}: cannot be read: ", file.display())), "{said}");
-        assert!(said.ends_with("make it, or name one that is there (-c FILE)"), "{said}");
+        assert!(said.ends_with("create it, or name another file with -c"), "{said}");
         let without = load(&file, false, &around).unwrap();
-        assert!(without.warnings[0].contains("is not there") && !without.file_found);
+        assert!(without.warnings[0].contains("not found: all keys") && !without.file_found);
         std::fs::write(&file, "name = \"a\"\nwarm_workers = 1").unwrap();
         std::fs::create_dir(folder.path().join("gpuserver-a.d")).unwrap();
         let drop_in = |name: &str, text: &str| {
@@ -1787,7 +1798,7 @@ mod tests {
         assert!(config.origin("warm_workers").to_string().ends_with("gpuserver-a.d/90-runtime.toml:2"));
         drop_in("50-bad.toml", "warm = 1");
         assert!(load(&file, true, &around).unwrap_err().to_string().contains("50-bad.toml:1: unknown key"));
-        // A folder that cannot be read is not an empty one; the socket is found all the same.
+        // An unreadable folder of drop-ins is an error, and the socket is found nevertheless.
         std::fs::remove_dir_all(folder.path().join("gpuserver-a.d")).unwrap();
         std::fs::write(folder.path().join("gpuserver-a.d"), "").unwrap();
         let said = load(&file, true, &around).unwrap_err().to_string();
@@ -1833,7 +1844,7 @@ mod tests {
         assert!(alice[0].starts_with("gpus = 9 of user alice (t.toml:2) has no effect: "), "{alice:?}");
         assert!(alice[1].starts_with("park_after = "), "{alice:?}");
         assert_eq!(warnings("[users]\nscope = \"site\"\n[limits.user.alice]\ngpus = 9\n").len(), 0);
-        // Somebody's client has more.
+        // A client with a higher limit gives the user's limit an effect.
         assert!(warnings("[limits.client.a]\ngpus = 9\n[limits.user.alice]\ngpus = 9\n").is_empty());
         let group = "[limits.group.lab]\nusers = [\"bob\"]\ngpus = 2\n";
         assert_eq!(warnings(group).len(), 1);
@@ -1844,9 +1855,7 @@ mod tests {
     fn a_user_has_no_rate() {
         let said = parse("[limits.user.bob]\nrequests_per_s = 3\n").unwrap_err().to_string();
         assert!(
-            said.contains(
-                "t.toml:2: `limits.user.bob.requests_per_s`: a request does not say for which user"
-            ),
+            said.contains("t.toml:2: `limits.user.bob.requests_per_s`: a request does not name its user"),
             "{said}"
         );
     }
@@ -1868,11 +1877,11 @@ mod tests {
 
     const MANUAL: &str = include_str!("../../docs/man/gpuserver.toml.5");
     const SHIPPED: &str = include_str!("../../packaging/etc/gpuserver.toml");
-    /// Keys whose default is not one value.
+    /// Keys whose default depends on the host.
     const FOUND: &[&str] =
         &["name", "advertise", "driver", "lock_dir", "mps_control", "state_dir", "runtime_dir"];
 
-    /// A default as the file has it.
+    /// Formats a default as in the file.
     fn written(default: &str) -> String {
         let bare = default.ends_with(']') || default.bytes().all(|b| b.is_ascii_digit());
         if bare { default.into() } else { format!("\"{default}\"") }
@@ -1913,7 +1922,7 @@ mod tests {
         let mut text = String::new();
         for line in SHIPPED.lines().filter(|l| !l.is_empty()) {
             let comment = line.strip_prefix('#').expect("something is not commented out");
-            // Words have a space in front, keys have none.
+            // Explanations have a space after the #, keys have none.
             if !comment.starts_with(' ') {
                 text += comment;
                 text.push('\n');

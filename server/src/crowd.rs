@@ -1,4 +1,4 @@
-//! Places for peers that have not shown yet who they are, of which one machine cannot take all for long.
+//! Bounded slots for unauthenticated connections, shared fairly between source addresses.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -12,15 +12,18 @@ use std::time::Duration;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 
-/// Places, of which one address has half at most. When all are taken, whoever comes next is given the oldest one of the address that
-/// has most of them, as long as that has more than his own would have; else the oldest of all once it was held for long enough, for
-/// which he waits.
+/// A bounded number of slots, of which one machine has at most half.
+///
+/// A machine with its half replaces its own oldest connection, once that is old enough. If all
+/// slots are taken, a newcomer gets the oldest slot of the machine with the most slots, provided
+/// that this one has more than the newcomer's would have. Otherwise it waits for a free slot, or
+/// until the oldest slot of all is old enough to be taken.
 #[derive(Clone)]
 pub struct Crowd(Arc<Inner>);
 
 struct Inner {
     most: usize,
-    /// How long a place is safe from those that have as many.
+    /// Age at which a machine loses a slot to another one with as many slots.
     patience: Duration,
     places: Mutex<Places>,
     freed: Notify,
@@ -30,27 +33,29 @@ struct Inner {
 struct Places {
     count: usize,
     next: u64,
-    /// By address, the oldest first.
+    /// Taken slots by machine, the oldest first.
     held: HashMap<IpAddr, VecDeque<Held>>,
 }
 
 struct Held {
     number: u64,
     since: Instant,
-    /// Dropped when the place is another's.
+    /// Dropped when another connection takes the slot.
     _holder: oneshot::Sender<()>,
 }
 
-/// A place, until it is dropped. As a future it is ready once it was given to another.
+/// A slot, which is free again when this is dropped.
+///
+/// As a future, it is ready when another connection has taken the slot.
 pub struct Place {
     crowd: Crowd,
     address: IpAddr,
     number: u64,
-    /// `None` once it is lost.
+    /// `None` once the slot is lost.
     held: Option<oneshot::Receiver<()>>,
 }
 
-/// The machine behind an address: of IPv6 addresses that is a network of them.
+/// Returns the machine of an address: for IPv6, the network of 64 bits.
 pub fn machine(peer: IpAddr) -> IpAddr {
     match peer.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),
@@ -59,7 +64,7 @@ pub fn machine(peer: IpAddr) -> IpAddr {
 }
 
 impl Crowd {
-    /// With so many places.
+    /// Creates `most` slots, each of which is safe from its equals for `patience`.
     pub fn new(most: usize, patience: Duration) -> Self {
         Self(Arc::new(Inner { most, patience, places: Mutex::default(), freed: Notify::new() }))
     }
@@ -68,7 +73,9 @@ impl Crowd {
         self.0.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place as soon as there is one; `None` where the address has its half, none of it for long.
+    /// Takes a slot, after a wait if necessary.
+    ///
+    /// `None` if the machine has its half of the slots, and none of them is old enough.
     pub async fn enter(&self, peer: IpAddr) -> Option<Place> {
         let address = machine(peer);
         loop {
@@ -91,13 +98,13 @@ impl Crowd {
 
 enum Room {
     Now,
-    /// Perhaps, unless one is given back earlier.
+    /// From this time on, or earlier if a slot is freed.
     From(Instant),
     None,
 }
 
 impl Places {
-    /// Makes room for one more of an address.
+    /// Makes room for one more connection of a machine.
     fn room(&mut self, crowd: &Inner, address: IpAddr) -> Room {
         let now = Instant::now();
         let oldest = |held: &VecDeque<Held>| held.front().map(|h| h.since + crowd.patience);
@@ -191,7 +198,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// What a future says without being waited for.
+    /// Polls a future once; `None` if it is not ready.
     async fn now<T>(future: impl Future<Output = T>) -> Option<T> {
         tokio::select! { biased; out = future => Some(out), () = async {} => None }
     }

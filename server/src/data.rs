@@ -1,5 +1,6 @@
-//! The data port: reads who a connection is for and hands the socket to that worker. What follows the preface is not read
-//! here.
+//! The data port: passes each connection to the worker that its preface names.
+//!
+//! The server reads nothing after the preface.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -19,13 +20,16 @@ use crate::crowd::Crowd;
 use crate::quiet::Quiet;
 use crate::supervise::{AdoptError, Supervisor};
 
-/// A connection that did not send its preface by then is closed.
+/// Time in which a connection has to send its preface.
 const PREFACE_LIMIT: Duration = Duration::from_secs(5);
-/// Connections whose preface is awaited, and how long one of many is safe from who comes next: prefaces come with the connection.
+/// Most connections that have not sent their preface.
 const MAX_PENDING: usize = 512;
+/// Time for which a full table's slots are safe from new connections.
+///
+/// It can be short, since clients send the preface at once.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Who may connect without encryption.
+/// Returns `true` for addresses that may connect without encryption.
 pub type MayBeClear = Arc<dyn Fn(IpAddr) -> bool + Send + Sync>;
 
 /// Binds the first free port of a range.
@@ -41,7 +45,9 @@ pub async fn bind(host: IpAddr, (first, last): (u16, u16)) -> io::Result<TcpList
     Err(error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
 }
 
-/// Serves the data port until it is closed; what was accepted by then is handed over before this returns.
+/// Serves the data port until `closed` changes.
+///
+/// It passes on all connections accepted by then before it returns.
 pub async fn serve(
     listener: TcpListener,
     supervisor: Supervisor,
@@ -63,9 +69,9 @@ pub async fn serve(
         let (socket, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(e) => {
-                // Out of descriptors or memory: others need them first.
+                // Out of descriptors or memory: wait until other connections have released some.
                 if let Some(more) = quiet.may() {
-                    warn!("data port: accept: {e}{more}");
+                    warn!("data port: accept failed: {e}; retrying in 100 ms{more}");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -73,7 +79,7 @@ pub async fn serve(
         };
         let Some(mut place) = pending.enter(peer.ip()).await else {
             if let Some(more) = quiet.may() {
-                warn!("data port: too many unfinished connections from {}{more}", peer.ip());
+                warn!("data port: connection from {peer} refused: too many unfinished ones{more}");
             }
             continue;
         };
@@ -81,7 +87,7 @@ pub async fn serve(
         handed.spawn(async move {
             let done = tokio::select! {
                 done = hand_over(socket, peer, &supervisor, &may_be_clear) => done,
-                () = &mut place => Err("others waited for its place".to_owned().into()),
+                () = &mut place => Err("another connection needed its slot".to_owned().into()),
             };
             if let Err(Refused(event, reason)) = done
                 && let Some(more) = quiet.may()
@@ -89,14 +95,14 @@ pub async fn serve(
                 info!(
                     message_id = event.map(Event::id),
                     gpusession_reason = reason,
-                    "data connection from {peer} refused: {reason}{more}"
+                    "data port: connection from {peer} refused: {reason}{more}"
                 );
             }
         });
     }
 }
 
-/// Why a connection is refused, and what the journal calls that.
+/// Reason of a refusal, with its event in the journal, if any.
 struct Refused(Option<Event>, String);
 
 impl From<String> for Refused {
@@ -114,8 +120,8 @@ async fn hand_over(
     let mut bytes = [0; preface::LEN];
     match timeout(PREFACE_LIMIT, socket.read_exact(&mut bytes)).await {
         Ok(Ok(_)) => {}
-        Ok(Err(e)) => return Err(format!("it ended inside the preface ({e})").into()),
-        Err(_) => return Err("no preface in time".to_owned().into()),
+        Ok(Err(e)) => return Err(format!("it ended inside the preface: {e}").into()),
+        Err(_) => return Err("no preface within 5 s".to_owned().into()),
     }
     let preface = match Preface::parse(&bytes) {
         Ok(preface) => preface,
@@ -132,7 +138,7 @@ async fn hand_over(
     }
     let _ = socket.set_nodelay(true);
     let socket = socket.into_std().map_err(|e| e.to_string())?;
-    // The worker's threads block in it.
+    // The worker's threads use blocking calls.
     socket.set_nonblocking(false).map_err(|e| e.to_string())?;
     let adopted = supervisor.adopt(&preface.worker, socket, bytes.to_vec(), peer, preface.tls());
     if let Err((error, socket)) = adopted {
@@ -144,7 +150,10 @@ async fn hand_over(
     Ok(())
 }
 
-/// Tells the peer why. What it has sent already is read, else the kernel resets the connection and the reason is lost.
+/// Sends the reason of a refusal to the peer.
+///
+/// Reads what the peer has sent already: otherwise the kernel resets the connection, and the reason
+/// is lost.
 async fn refuse(mut socket: TcpStream, reason: &str) {
     let told = async {
         socket.write_all(&preface::refusal(reason)).await?;

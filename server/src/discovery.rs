@@ -1,4 +1,5 @@
-//! Which GPUs the driver shows. A child process asks it, so that this one never loads CUDA.
+//! Discovery of the driver's GPUs. A child process asks the driver, so that this process never
+//! loads CUDA.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,10 +17,10 @@ use crate::mps;
 use crate::store::{self, StoreError};
 use crate::supervise::spawn::clean_environment;
 
-/// Exported by gpusession's own libcuda, which must never be a server's driver.
+/// Symbol of gpusession's own libcuda, which must never be a server's driver.
 pub const MARKER: &str = "gpusession_marker";
 const PROBE_LIMIT: Duration = Duration::from_secs(120);
-/// Where a driver is looked for beside the loader's cache.
+/// Folders that are searched for a driver after the loader's cache.
 const FOLDERS: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib64",
@@ -29,35 +30,35 @@ const FOLDERS: &[&str] = &[
     "/run/opengl-driver/lib",
 ];
 
-/// What the driver says.
+/// Answer of the driver.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Probe {
-    /// As in 580.159.04; a simulated driver has none.
+    /// Version such as 580.159.04; a simulated driver has none.
     pub driver_version: Option<String>,
-    /// 1000 * major + 10 * minor.
+    /// CUDA version: 1000 * major + 10 * minor.
     pub cuda_version: u32,
-    /// In the driver's order.
+    /// GPUs in the driver's order.
     pub devices: Vec<Gpu>,
 }
 
-/// Why there are no GPUs to serve.
+/// Reason why the server has no GPUs to serve.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// `driver`, `gpus` or another key names what is not there: retrying does not help.
+    /// `driver`, `gpus` or another key names something that does not exist: a retry does not help.
     #[error("{key}: {message}")]
     Configuration {
-        /// The key.
+        /// Key in the configuration.
         key: &'static str,
-        /// What is wrong and what to do.
+        /// Description and remedy.
         message: String,
     },
-    /// The driver could not be asked; a later try may succeed.
+    /// The driver did not answer; a later try may succeed.
     #[error("{0}")]
     Probe(String),
 }
 
 impl DiscoveryError {
-    /// With the place in the configuration, where it is the configuration's.
+    /// Adds the place in the configuration to a configuration error.
     pub fn placed(self, config: &Config) -> anyhow::Error {
         match self {
             Self::Configuration { key, .. } => ConfigError::new(config.origin(key), self.to_string()).into(),
@@ -70,14 +71,16 @@ fn bad(key: &'static str, message: impl Into<String>) -> DiscoveryError {
     DiscoveryError::Configuration { key, message: message.into() }
 }
 
-/// Whether a library is gpusession's own. The file is read, not loaded.
+/// Returns `true` if a library is gpusession's own. The file is read, not loaded.
 fn is_ours(path: &Path) -> Result<bool, String> {
     let bytes = std::fs::read(path).map_err(|e| e.to_string())?;
     let file = object::File::parse(&*bytes).map_err(|_| "it is not a shared library".to_string())?;
     Ok(file.dynamic_symbols().any(|s| s.is_definition() && s.name() == Ok(MARKER)))
 }
 
-/// The driver library: the one that is named, or the first `libcuda.so.1` of the loader's that is not ours.
+/// Finds the driver library: the named one, or the loader's first `libcuda.so.1`.
+///
+/// It skips gpusession's own library.
 pub fn find_driver(named: Option<&Path>) -> Result<PathBuf, DiscoveryError> {
     if let Some(path) = named {
         return match is_ours(path) {
@@ -104,7 +107,7 @@ pub fn find_driver(named: Option<&Path>) -> Result<PathBuf, DiscoveryError> {
         "driver",
         match skipped {
             Some(path) => format!(
-                "the only libcuda.so.1 here is {}, gpusession's own client library; install NVIDIA's driver or name \
+                "the only libcuda.so.1 on this host is {}, gpusession's own client library; install NVIDIA's driver or name \
                  one with `driver`",
                 path.display()
             ),
@@ -117,7 +120,7 @@ pub fn find_driver(named: Option<&Path>) -> Result<PathBuf, DiscoveryError> {
 }
 
 fn candidates() -> Vec<PathBuf> {
-    // As the loader looks: its variable, its cache, its folders.
+    // In the loader's order: its variable, its cache, its folders.
     let mut out: Vec<PathBuf> = std::env::var_os("LD_LIBRARY_PATH")
         .iter()
         .flat_map(std::env::split_paths)
@@ -140,7 +143,7 @@ fn candidates() -> Vec<PathBuf> {
     out
 }
 
-/// Asks the driver.
+/// Asks the driver for its GPUs and versions.
 pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError> {
     let mut command = Command::new(worker);
     command
@@ -162,11 +165,11 @@ pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError
     };
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        let said = said.lines().last().unwrap_or("it said nothing");
+        let said = said.lines().last().unwrap_or("it wrote nothing");
         return Err(failed(format!("{} ({said})", output.status)));
     }
     let mut probe: Probe = serde_json::from_slice(&output.stdout)
-        .map_err(|e| failed(format!("its answer is not understood: {e}")))?;
+        .map_err(|e| failed(format!("its answer cannot be parsed: {e}")))?;
     for gpu in &mut probe.devices {
         gpu.uuid = gpu.uuid.replacen("gpu-", "GPU-", 1);
         if gpu.uuid_bytes().is_none() {
@@ -176,19 +179,22 @@ pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError
     Ok(probe)
 }
 
-/// What a context takes of each GPU with one version of the driver.
+/// Memory of a context on each GPU, with one version of the driver.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Contexts {
     driver_version: Option<String>,
-    /// Bytes, by UUID.
+    /// Bytes by UUID.
     bytes: BTreeMap<String, u64>,
 }
 
-/// The probe measures what a context takes by what is free before and after. Programs that live on over a restart use and free
-/// memory meanwhile: then what was measured without them counts, and where the probe could not measure.
+/// Corrects the measured memory of contexts, and stores it.
+///
+/// The probe compares free memory before and after it creates a context. Programs that outlive a
+/// restart disturb that while the GPUs are `in_use`. The value of an earlier, undisturbed start
+/// then counts. It also counts where the probe could not measure.
 pub fn settle_contexts(state_dir: &Path, probe: &mut Probe, in_use: bool) -> Result<(), StoreError> {
     let file = state_dir.join("contexts.json");
-    // What cannot be read is measured anew.
+    // An unreadable file counts as empty: the measured values apply.
     let known: Contexts = store::read(&file).unwrap_or_default();
     let known = if known.driver_version == probe.driver_version { known.bytes } else { BTreeMap::new() };
     for gpu in &mut probe.devices {
@@ -202,7 +208,7 @@ pub fn settle_contexts(state_dir: &Path, probe: &mut Probe, in_use: bool) -> Res
     store::write(&file, &Contexts { driver_version: probe.driver_version.clone(), bytes })
 }
 
-/// The GPU that a list of the configuration names.
+/// Finds the GPU that an entry of a configured list names.
 fn find<'a>(key: &'static str, choice: &GpuChoice, found: &'a [Gpu]) -> Result<&'a Gpu, DiscoveryError> {
     let gpu = match choice {
         GpuChoice::Index(i) => found.get(*i as usize),
@@ -211,11 +217,11 @@ fn find<'a>(key: &'static str, choice: &GpuChoice, found: &'a [Gpu]) -> Result<&
     gpu.ok_or_else(|| {
         let there: Vec<_> =
             found.iter().enumerate().map(|(i, g)| format!("{i} = {} ({})", g.uuid, g.name)).collect();
-        bad(key, format!("there is no GPU {choice}; there are {}", there.join(", ")))
+        bad(key, format!("GPU {choice} not found; this host has {}", there.join(", ")))
     })
 }
 
-/// The GPUs that the configuration chooses. One that is not there is an error: a wrong list never means all.
+/// Returns the configured GPUs. An unknown one is an error, so that a wrong list never means all.
 pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> {
     let these = match gpus {
         Gpus::All if found.is_empty() => return Err(bad("gpus", "the driver shows no GPU")),
@@ -233,7 +239,7 @@ pub fn choose(gpus: &Gpus, found: Vec<Gpu>) -> Result<Vec<Gpu>, DiscoveryError> 
     Ok(out)
 }
 
-/// The GPUs with how leases share each, as the configuration says: in one way all, except some.
+/// Sets each GPU's sharing: `all`, except for those that `some` lists.
 pub fn share(
     all: Sharing,
     some: &[(GpuChoice, Sharing)],
@@ -257,7 +263,9 @@ pub fn share(
         let gpu = gpu.ok_or_else(|| {
             bad(
                 key,
-                format!("{choice} names {uuid}, which is not among the GPUs that `gpus` says are served"),
+                format!(
+                    "{choice} names {uuid}, which `gpus` does not list; list it there, or leave it out here"
+                ),
             )
         })?;
         gpu.sharing = *sharing;
@@ -265,7 +273,7 @@ pub fn share(
     Ok(gpus)
 }
 
-/// How MPS is used, where a GPU is shared by it.
+/// Returns the settings of MPS if a GPU is shared by it.
 pub fn mps_settings(
     config: &Config,
     driver: &Path,
@@ -330,7 +338,7 @@ mod tests {
         assert_eq!(these(std::slice::from_ref(&second)).unwrap(), [gpu(2)]);
         assert_eq!(these(&[second.clone(), GpuChoice::Index(0)]).unwrap(), [gpu(2), gpu(1)]);
         let error = these(&[GpuChoice::Index(2)]).unwrap_err().to_string();
-        assert!(error.contains("no GPU 2; there are 0 = GPU-"), "{error}");
+        assert!(error.contains("GPU 2 not found; this host has 0 = GPU-"), "{error}");
         assert!(these(&[second, GpuChoice::Index(1)]).unwrap_err().to_string().contains("second time"));
         assert!(choose(&Gpus::All, vec![]).is_err());
     }
@@ -341,7 +349,7 @@ mod tests {
         let index = GpuChoice::Index;
         let uuid = |n| GpuChoice::Uuid(gpu(n).uuid);
         let found = [gpu(1), gpu(2), gpu(3)];
-        // The second and the third one are served.
+        // The second and the third GPU are served.
         let shared = |all, some: &[(GpuChoice, Sharing)]| share(all, some, &found, found[1..].to_vec());
         let modes =
             |all, some: &[_]| shared(all, some).unwrap().iter().map(|g| g.sharing).collect::<Vec<_>>();
@@ -354,7 +362,7 @@ mod tests {
         assert_eq!(modes(Exclusive, &[(uuid(2), Mps), (index(2), TimeSlice)]), [Mps, TimeSlice]);
         let wrong = |some: &[_]| shared(TimeSlice, some).unwrap_err().to_string();
         let said = wrong(&[(index(3), Mps)]);
-        assert!(said.starts_with("gpu_sharing.mps: there is no GPU 3; there are 0 = GPU-"), "{said}");
+        assert!(said.starts_with("gpu_sharing.mps: GPU 3 not found; this host has 0 = GPU-"), "{said}");
         let said = wrong(&[(index(0), Exclusive)]);
         let not_served = format!("gpu_sharing.exclusive: 0 names {}, which is not among", gpu(1).uuid);
         assert!(said.starts_with(&not_served), "{said}");
@@ -371,7 +379,7 @@ mod tests {
         assert!(find_driver(Some(&path)).unwrap_err().to_string().contains("libcuda.so.1"));
         std::fs::write(&path, "text").unwrap();
         assert!(find_driver(Some(&path)).unwrap_err().to_string().contains("not a shared library"));
-        // The test program itself is an ELF file without our marker.
+        // The test program itself is an ELF file without the marker.
         let program = std::env::current_exe().unwrap();
         assert_eq!(find_driver(Some(&program)).unwrap(), program);
     }

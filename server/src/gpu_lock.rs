@@ -1,4 +1,4 @@
-//! One server per GPU on a host: whoever serves a GPU holds a lock on a file that is named after it.
+//! One server per GPU on a host: the server of a GPU locks a file that is named after it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -7,22 +7,24 @@ use std::path::Path;
 
 use nix::fcntl::{Flock, FlockArg};
 
-/// The right to serve some GPUs; the kernel takes it back when the process ends.
+/// Locks of the served GPUs; the kernel releases them when the process exits.
 #[derive(Debug)]
 pub struct GpuLocks(#[expect(dead_code, reason = "held, not used")] Vec<Flock<File>>);
 
-/// Takes the locks of these GPUs below `folder`; `who` is what another server is told. The message names the GPU and who
-/// serves it.
+/// Locks these GPUs below `folder`, and writes `who` into the files for other servers.
+///
+/// # Errors
+/// A text that names the GPU and its server, or the file and the cause.
 pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o1777).create(folder);
     made.map_err(|e| format!("{}: {e}", folder.display()))?;
-    // Servers of other users lock here too; the mask may have taken their right.
+    // Servers of other users lock in this folder, too; the umask may have cleared their right.
     let _ = std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1777));
     let mut held = Vec::new();
     for gpu in gpus {
         let path = folder.join(gpu);
         let failed = |e: std::io::Error| format!("{}: {e}", path.display());
-        // In a folder that everybody may write to, nobody's link is followed.
+        // Every user may write to the folder, so no link in it is followed.
         let open = |create: bool| {
             OpenOptions::new()
                 .read(true)
@@ -33,7 +35,8 @@ pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String>
                 .custom_flags(nix::libc::O_NOFOLLOW)
                 .open(&path)
         };
-        // The kernel protects files of others in such folders from being opened for creation.
+        // The kernel may forbid O_CREAT on an existing file of another user in such a folder
+        // (fs.protected_regular), so the first attempt goes without it.
         let file = open(false).or_else(|_| open(true)).map_err(failed)?;
         let _ = file.set_permissions(std::fs::Permissions::from_mode(0o666));
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -51,7 +54,7 @@ pub fn take(folder: &Path, gpus: &[&str], who: &str) -> Result<GpuLocks, String>
                 let _ = std::io::Read::by_ref(&mut file).take(256).read_to_string(&mut other);
                 let other: String = other.trim().chars().filter(|c| !c.is_control()).collect();
                 return Err(format!(
-                    "GPU {gpu} is served by {}; a GPU has one server: list in `gpus` of each those that it is to serve",
+                    "GPU {gpu} is served by {}; a GPU has one server: list in `gpus` of each server the GPUs that it serves",
                     if other.is_empty() { "another process" } else { &other }
                 ));
             }
@@ -78,7 +81,7 @@ mod tests {
         take(&locks, &["GPU-c"], "gpuserver two").unwrap();
         drop(first);
         take(&locks, &["GPU-a", "GPU-b"], "gpuserver two").unwrap();
-        // Nobody's link is followed.
+        // A link is not followed.
         let target = folder.path().join("target");
         std::os::unix::fs::symlink(&target, locks.join("GPU-l")).unwrap();
         assert!(take(&locks, &["GPU-l"], "x").is_err() && !target.exists());

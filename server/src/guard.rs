@@ -1,4 +1,4 @@
-//! Connections of the control port: who is at the other end, how many there are, and how long one without a certificate may stay.
+//! Connections of the control port: their peers, and bounds on their number and their time.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -19,12 +19,14 @@ use tonic::transport::server::Connected;
 use crate::crowd;
 use crate::pool::authority::{Holder, fingerprint, holder};
 
-/// Connections of one certificate: a daemon has one, and each `gpusession run --server` has one for as long as its program runs.
+/// Most connections with one certificate.
+///
+/// A daemon has one; each `gpusession run --server` has one while its program runs.
 const MAX_OF_ONE: usize = 256;
-/// Long enough to join.
+/// Time that a connection without a certificate may take, enough to join.
 const STRANGER_LIMIT: Duration = Duration::from_secs(30);
 
-/// Who is at the other end of a connection: an extension of each of its requests, found out once.
+/// The peer of a connection, determined once and attached to each of its requests.
 #[derive(Debug, Clone)]
 pub struct Peer(Arc<Facts>);
 
@@ -38,9 +40,9 @@ struct Facts {
 /// A certificate of the pool's authority.
 #[derive(Debug)]
 pub struct Certificate {
-    /// SHA-256.
+    /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
-    /// Whom it is for; `None` for those of servers.
+    /// Client or administrator that it names; `None` for a server's.
     pub holder: Option<Holder>,
 }
 
@@ -53,43 +55,43 @@ impl Peer {
         Self(Arc::new(Facts { remote, local, certificate }))
     }
 
-    /// Where it is.
+    /// Returns the peer's address.
     pub fn remote(&self) -> Option<SocketAddr> {
         self.0.remote
     }
 
-    /// As what it reached this server.
+    /// Returns the address of this server that the peer reached.
     pub fn local(&self) -> Option<SocketAddr> {
         self.0.local
     }
 
-    /// What it showed; TLS has verified it.
+    /// Returns the certificate that the peer presented and TLS verified.
     pub fn certificate(&self) -> Option<&Certificate> {
         self.0.certificate.as_ref()
     }
 }
 
-/// A place among the connections.
+/// The slot of a connection.
 #[derive(Debug)]
 pub enum Place {
-    /// For as long as it wants.
+    /// A peer with a certificate, without a bound on its time.
     Known(OwnedSemaphorePermit, Holding),
-    /// For [`STRANGER_LIMIT`], unless others need it more.
+    /// A peer without a certificate, for at most [`STRANGER_LIMIT`]; others may take its slot.
     Stranger(crowd::Place, Pin<Box<Sleep>>),
 }
 
 impl Place {
-    /// Of a peer without a certificate, from now on.
+    /// Starts the time of a peer without a certificate.
     pub fn stranger(place: crowd::Place) -> Self {
         Self::Stranger(place, Box::pin(sleep(STRANGER_LIMIT)))
     }
 }
 
-/// Connections by what their peers have shown, so that one certificate cannot take the places of all.
+/// Number of connections by certificate, so that one certificate cannot take all slots.
 #[derive(Debug, Clone, Default)]
 pub struct Holders(Arc<Mutex<HashMap<Vec<u8>, usize>>>);
 
-/// One of them.
+/// One counted connection; dropping it subtracts it.
 #[derive(Debug)]
 pub struct Holding {
     holders: Holders,
@@ -101,7 +103,7 @@ impl Holders {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more of a certificate; `None` where it has [`MAX_OF_ONE`].
+    /// Counts one more connection of a certificate; `None` if it has [`MAX_OF_ONE`].
     pub fn enter(&self, certificate: &[u8]) -> Option<Holding> {
         let mut all = self.locked();
         let count = all.entry(certificate.into()).or_default();
@@ -125,7 +127,7 @@ impl Drop for Holding {
     }
 }
 
-/// A connection that holds its place among the others until it ends.
+/// A connection that holds its slot until it ends.
 #[derive(Debug)]
 pub struct Guarded {
     stream: TlsStream<TcpStream>,
@@ -133,13 +135,13 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// Guards a connection.
+    /// Attaches a slot to a connection.
     pub fn new(stream: TlsStream<TcpStream>, place: Place) -> Self {
         Self { stream, place }
     }
 }
 
-/// The certificate that the peer showed, which TLS has verified.
+/// Returns the certificate (DER) that the peer presented and TLS verified.
 pub fn shown(stream: &TlsStream<TcpStream>) -> Option<&[u8]> {
     stream.get_ref().1.peer_certificates()?.first().map(|certificate| certificate.as_ref())
 }

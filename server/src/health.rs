@@ -1,5 +1,8 @@
-//! What is wrong with a GPU takes it out of what is leased, with the reason; an administrator puts it back
-//! (`gpuserver on GPU`). And what the driver says of processes is compared with what they were granted.
+//! Health of the GPUs, and memory of the workers' processes, as NVML reports them.
+//!
+//! A faulty GPU is withdrawn with a reason, until an administrator restores it (`gpuserver on GPU`)
+//! or, for some reasons, the cause is gone. The driver's account of each process is compared with
+//! the process's quota.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +19,7 @@ use crate::supervise::Event;
 /// `nvmlEventTypeDoubleBitEccError`, `nvmlEventTypeXidCriticalError`
 const ECC: u64 = 2;
 const XID: u64 = 8;
-/// Faults of the card, not of a program on it, as NVIDIA's catalogue of Xids has them.
+/// Xids that are faults of the card rather than of a program (NVIDIA's catalogue of Xids).
 const XIDS: &[(u64, &str)] = &[
     (48, "an uncorrectable ECC error"),
     (62, "its controller halted"),
@@ -29,7 +32,7 @@ const XIDS: &[(u64, &str)] = &[
     (140, "an ECC error that was not recovered"),
 ];
 
-/// Why a fault makes a GPU unfit; `None` for faults of programs.
+/// Returns the reason for which a fault makes a GPU unfit; `None` for a program's fault.
 fn unfit(fault: &Fault) -> Option<String> {
     match fault.event {
         ECC => Some("NVML reported an uncorrectable ECC error".into()),
@@ -41,7 +44,7 @@ fn unfit(fault: &Fault) -> Option<String> {
     }
 }
 
-/// A card failed: it is leased no more, and the leases on it end, so that their clients get other GPUs.
+/// Withdraws a failed GPU and ends the leases on it, so that their clients get other GPUs.
 async fn failed(pool: &Pool, gpu: &str, why: String) {
     let reason = format!("GPU {gpu} failed: {why}");
     if !pool.withdraw(gpu, Some(Withdrawn::Broken(why))).await {
@@ -54,7 +57,9 @@ async fn failed(pool: &Pool, gpu: &str, why: String) {
     }
 }
 
-/// Why no programs can share a GPU, nor workers wait on it: its `nvmlComputeMode_t`.
+/// Returns the reason if a GPU's compute mode (`nvmlComputeMode_t`) prevents sharing.
+///
+/// A worker in stock uses the GPU as well, so that even one lease needs the default mode.
 fn alone(uuid: &str, mode: u32) -> Option<String> {
     let mode = match mode {
         0 => return None,
@@ -63,17 +68,22 @@ fn alone(uuid: &str, mode: u32) -> Option<String> {
         _ => "EXCLUSIVE",
     };
     Some(format!(
-        "{COMPUTE_MODE} {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` mends it"
+        "{COMPUTE_MODE} {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` changes it"
     ))
 }
+/// Start of the reason for a wrong compute mode.
+///
+/// [`mends_itself`] recognizes stored reasons by it.
 const COMPUTE_MODE: &str = "compute mode";
 
-/// Takes a GPU out whose compute mode lets one program alone use it, and puts it back once the mode is mended.
+/// Withdraws a GPU while its compute mode prevents sharing.
 async fn compute_mode(pool: &Pool, uuid: &str, mode: u32) {
     mends_itself(pool, uuid, COMPUTE_MODE, alone(uuid, mode)).await;
 }
 
-/// Takes a GPU out with a reason that starts with `what`; without one puts it back where it was out for that.
+/// Withdraws a GPU for a reason that starts with `what`, or restores it with `None`.
+///
+/// Restores only a GPU that was withdrawn for such a reason.
 async fn mends_itself(pool: &Pool, uuid: &str, what: &str, why: Option<String>) {
     let gpus = pool.registry().gpus().await;
     let Some(gpu) = gpus.iter().find(|gpu| gpu.gpu.uuid == uuid) else { return };
@@ -84,17 +94,21 @@ async fn mends_itself(pool: &Pool, uuid: &str, what: &str, why: Option<String>) 
     };
 }
 
+/// Reason for a GPU that NVML reports nothing about.
+///
+/// [`mends_itself`] recognizes stored reasons by it.
 const SILENT: &str = "NVML tells nothing of it any more";
-/// Readings in a row without a word of a GPU, one a second.
+/// Consecutive readings, one a second, without values of a GPU before it is withdrawn.
 const SILENT_READINGS: u32 = 5;
 
-/// How long NVML has been silent about GPUs that it once spoke of, in readings.
+/// Number of readings since NVML last reported values of a GPU, for each reported GPU.
 #[derive(Default)]
 struct Silence(HashMap<[u8; 16], u32>);
 
 impl Silence {
-    /// What one more reading shows: GPUs that have been silent for long enough, and those that were, perhaps before this server
-    /// started, and are not any more.
+    /// Evaluates a reading; returns the silent GPUs, and those that are reported again.
+    ///
+    /// A GPU's first report counts as the latter, since an earlier server may have withdrawn it.
     fn listen(&mut self, readings: &[GpuReading]) -> (Vec<[u8; 16]>, Vec<[u8; 16]>) {
         let speaks = |r: &&GpuReading| {
             r.memory_used_bytes.is_some() || r.compute_mode.is_some() || r.temperature_c.is_some()
@@ -111,14 +125,14 @@ impl Silence {
     }
 }
 
-/// Looks at the compute modes that the driver reported at the start.
+/// Checks the compute modes that the driver reported at the start.
 pub async fn check_compute_modes(pool: &Pool) {
     for gpu in pool.registry().gpus().await.iter() {
         compute_mode(pool, &gpu.gpu.uuid, gpu.gpu.compute_mode).await;
     }
 }
 
-/// What a card says of itself, against what it said before.
+/// Compares a GPU's reading with the one before, and withdraws the GPU if it shows a fault.
 async fn look(
     pool: &Pool,
     before: Option<&GpuReading>,
@@ -126,30 +140,30 @@ async fn look(
     errors: &mut HashMap<[u8; 16], u64>,
 ) {
     let uuid = uuid_text(&now.uuid);
-    // One that is wrong stays wrong, whoever puts the GPU back.
+    // A wrong mode is reported at each reading, since `gpuserver on` may have restored the GPU.
     if let Some(mode) = now.compute_mode
         && (mode != 0 || before.is_none_or(|before| before.compute_mode != now.compute_mode))
     {
         compute_mode(pool, &uuid, mode).await;
     }
-    // Not every card and driver reports such an error as an event.
+    // Not every card and driver reports such an error as an event, but all count it.
     let Some(count) = now.uncorrected_ecc else { return };
     match errors.insert(now.uuid, count) {
         Some(before) if count > before => {
-            failed(pool, &uuid, format!("its count of uncorrected ECC errors went from {before} to {count}"))
+            failed(pool, &uuid, format!("its count of uncorrected ECC errors rose from {before} to {count}"))
                 .await;
         }
-        // They are dealt with, or an administrator knows of them.
+        // Earlier errors withdraw nothing: the driver or an administrator has dealt with them.
         None if count > 0 => {
             warn!(
-                "{uuid}: {count} uncorrected ECC errors before this server started; `gpuserver off` takes it out"
+                "GPU {uuid}: {count} uncorrected ECC errors before this server started; `gpuserver off` withdraws it"
             );
         }
         _ => {}
     }
 }
 
-/// Watches until it is cancelled.
+/// Watches events, faults and readings until the task is cancelled.
 pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
     let mut events = pool.supervisor().events();
     let mut faults = monitor.events();
@@ -171,9 +185,14 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
             fault = faults.recv() => match fault {
                 Ok(fault) => match unfit(&fault.fault) {
                     Some(why) => failed(&pool, &uuid_text(&fault.gpu), why).await,
-                    None => warn!("{}: event {} ({})", uuid_text(&fault.gpu), fault.fault.event, fault.fault.data),
+                    None => warn!(
+                        "GPU {}: NVML event {} with data {}; the GPU stays in use",
+                        uuid_text(&fault.gpu),
+                        fault.fault.event,
+                        fault.fault.data
+                    ),
                 },
-                Err(RecvError::Lagged(n)) => warn!("{n} faults of GPUs went by unread"),
+                Err(RecvError::Lagged(n)) => warn!("GPU monitor: {n} faults missed: too many at once"),
                 Err(RecvError::Closed) => return,
             },
             changed = readings.changed() => {
@@ -183,7 +202,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                 let latest = readings.borrow_and_update().clone();
                 if let Some(latest) = latest {
                     pool.supervisor().reconcile(&latest.memory_of_processes());
-                    // Programs there may still come to an end; nobody else is sent there.
+                    // Programs on a silent GPU may still finish; new leases go elsewhere.
                     let (lost, back) = silence.listen(&latest.gpus);
                     for uuid in lost {
                         mends_itself(&pool, &uuid_text(&uuid), SILENT, Some(SILENT.into())).await;
@@ -211,7 +230,7 @@ mod tests {
         let mute = |n| GpuReading { uuid: [n; 16], ..GpuReading::default() };
         let nothing = (vec![], vec![]);
         let mut silence = Silence::default();
-        // The third never had anything to say.
+        // NVML never reports values of the third.
         assert_eq!(
             silence.listen(&[speaks(1), mute(3)]),
             (vec![], vec![[1; 16]]),

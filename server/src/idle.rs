@@ -1,4 +1,5 @@
-//! What becomes of a lease whose programs do nothing: a state machine that is told the time and what was seen.
+//! Decides on measures against idle leases. A state machine: callers supply the time and the
+//! observations.
 
 use std::time::Duration;
 
@@ -6,40 +7,41 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::Moment;
 
-/// A measure that failed is tried again after this long at first, then after twice as long each time.
+/// First pause before a failed measure is repeated; it doubles up to [`LONGEST_RETRY`].
 const RETRY: Duration = Duration::from_secs(30);
 const LONGEST_RETRY: Duration = Duration::from_secs(600);
 
-/// When measures are taken, counted from the last GPU work of any process of the lease; zero is never.
+/// Idle times after which measures apply, counted from the last GPU work of any process; zero:
+/// never.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Timeouts {
-    /// Its users are warned.
+    /// Warns the lease's users.
     pub warn: Duration,
-    /// The device memory of its programs goes to host memory.
+    /// Parks the lease's programs.
     pub park: Duration,
-    /// It ends.
+    /// Releases the lease.
     pub release: Duration,
-    /// Without any process: its GPUs may go to others who wait.
+    /// Lends the GPUs of a lease without processes to waiting requests.
     pub lend: Duration,
 }
 
-/// What a lease asks to become of it while its programs do nothing.
+/// Action that a lease requests for its idle time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnIdle {
-    /// What the server does by itself.
+    /// The server's own choice.
     #[default]
     Unset,
-    /// The same; said so that a limit can refuse it.
+    /// Also the server's choice, but requested, so that a limit can refuse it.
     Park,
-    /// It ends when it would be parked.
+    /// Release when it would be parked.
     Release,
-    /// Neither.
+    /// Neither park nor release.
     Keep,
 }
 
 impl OnIdle {
-    /// As it is written.
+    /// Returns the word of the configuration and the protocol; empty for `Unset`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Unset => "",
@@ -49,20 +51,22 @@ impl OnIdle {
         }
     }
 
-    /// As [`OnIdle::as_str`] writes it.
+    /// Parses the word of [`OnIdle::as_str`].
     pub fn parse(text: &str) -> Option<Self> {
         [Self::Unset, Self::Park, Self::Release, Self::Keep].into_iter().find(|o| o.as_str() == text)
     }
 }
 
 impl Timeouts {
-    /// The first rest after which something is taken away; zero is never.
+    /// Returns the idle time before parking or releasing, whichever comes first; zero: never.
     pub fn first(self) -> Duration {
         [self.park, self.release].into_iter().filter(|d| !d.is_zero()).min().unwrap_or_default()
     }
 
-    /// Those of a lease that wants the measure that keeps its programs alive, or else the only one there is, no later than
-    /// after this rest; zero: it does not mind. No time gets longer.
+    /// Returns the times of a lease that wants a measure after `rest` at the latest; zero: no wish.
+    ///
+    /// The measure is parking, which keeps programs alive, or releasing if only that is configured.
+    /// No time becomes longer.
     pub fn within(self, rest: Duration) -> Self {
         if rest.is_zero() {
             return self;
@@ -72,17 +76,20 @@ impl Timeouts {
             (true, false) => Self { release: sooner(self.release), ..self },
             _ => Self { park: sooner(self.park), ..self },
         };
-        // As long before it as by the defaults: 25 of 30 minutes.
+        // The warning keeps the proportion of the defaults: 25 of 30 minutes.
         Self { warn: self.warn.min(of.first() * 5 / 6), ..of }
     }
 
-    /// A warning that would come too late comes as long before the measure as by the defaults. One that is off stays so.
+    /// Moves a warning that would come too late ahead of the measure, in the defaults' proportion.
+    ///
+    /// A warning that is switched off stays off.
     pub fn warned_in_time(self) -> Self {
         let first = self.first();
         if first.is_zero() || self.warn < first { self } else { Self { warn: first * 5 / 6, ..self } }
     }
 
-    /// Those of a lease that asks for something of its own; the limit `on_idle` has allowed it.
+    /// Returns the times of a lease with a request of its own, which the limit `on_idle` has
+    /// allowed.
     pub fn asked(self, on_idle: OnIdle, hold: bool) -> Self {
         let off = Duration::ZERO;
         let of = match on_idle {
@@ -94,55 +101,59 @@ impl Timeouts {
     }
 }
 
-/// A lease as it is now.
+/// State of a lease at this moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Seen {
-    /// Processes that its workers serve.
+    /// Number of processes that its workers serve.
     pub processes: usize,
-    /// When GPU work or a copy of one of them was last seen; without processes, when the last one ended or the lease began.
+    /// Time of the last GPU work or copy.
+    ///
+    /// Without processes: the end of the last one or the start of the lease.
     pub active: Moment,
-    /// Its GPUs are with others, or on their way.
+    /// Its GPUs are lent or parked, or on their way.
     pub away: bool,
-    /// Since when its owner calls it idle.
+    /// Time since when its owner reports it idle.
     pub hint: Option<Moment>,
 }
 
 impl Seen {
-    /// How long it rests, as its owner says or its programs show. Only what takes nothing away goes by this.
+    /// Returns the idle time, by the owner's report or the programs' activity.
+    ///
+    /// Only parking and lending use it, since they end no program.
     pub fn rest(&self, now: Moment) -> Duration {
         now.saturating_sub(self.hint.map_or(self.active, |hint| hint.min(self.active)))
     }
 }
 
-/// What is to be done.
+/// Measure that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
-    /// Tell its users that `next` happens in `left`; `None`: nothing will.
+    /// Warns its users that `next` follows after `left`; `None`: no measure follows.
     Warn {
-        /// What comes next.
+        /// Measure that follows.
         next: Option<Next>,
-        /// In how long.
+        /// Time until that measure.
         left: Duration,
     },
-    /// Move the device memory of its programs to host memory.
+    /// Moves the device memory of its programs to host memory.
     Park,
-    /// End it.
+    /// Ends the lease.
     Release,
 }
 
-/// A measure that takes something away.
+/// Measure of which users are warned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// Programs go on when they want something.
+    /// Programs continue as soon as they use the GPU.
     Park,
     /// Programs fail.
     Release,
 }
 
-/// The idle clock of one lease.
+/// Idle clock of one lease.
 #[derive(Debug, Default)]
 pub struct Clock {
-    /// The activity after which the warning was given.
+    /// Last activity before the warning.
     warned: Option<Moment>,
     failures: u32,
     not_before: Moment,
@@ -154,7 +165,9 @@ fn due(after: Duration, idle: Duration) -> bool {
 }
 
 impl Clock {
-    /// What is due now. A warning comes first, and once for each time that the lease was active.
+    /// Returns the measure that is due now.
+    ///
+    /// A warning comes first, and once per idle time.
     pub fn tick(&mut self, seen: Seen, limits: &Timeouts, now: Moment) -> Option<Act> {
         if seen.processes == 0 {
             self.restart();
@@ -182,17 +195,18 @@ impl Clock {
         *self = Self { hint: self.hint, ..Self::default() };
     }
 
-    /// Since when the lease's owner calls it idle.
+    /// Returns the time since when the owner reports the lease idle.
     pub fn hint(&self) -> Option<Moment> {
         self.hint
     }
 
-    /// The owner calls it idle from `since` on, unless it does already; or no longer.
+    /// Records the owner's report: idle since `since`, unless reported before, or with `None` not
+    /// idle.
     pub fn set_hint(&mut self, since: Option<Moment>) {
         self.hint = since.map(|now| self.hint.unwrap_or(now));
     }
 
-    /// Parking did not work now.
+    /// Records that parking failed for now.
     pub fn failed(&mut self, now: Moment) {
         let pause = RETRY.saturating_mul(1 << self.failures.min(8)).min(LONGEST_RETRY);
         self.failures += 1;
@@ -200,7 +214,7 @@ impl Clock {
     }
 }
 
-/// Whether a lease without processes may give its GPUs to a request that waits.
+/// Returns `true` if a lease without processes may lend its GPUs to a waiting request.
 pub fn may_be_lent(seen: Seen, limits: &Timeouts, now: Moment) -> bool {
     seen.processes == 0 && !seen.away && due(limits.lend, seen.rest(now))
 }
@@ -234,7 +248,7 @@ mod tests {
         clock.failed(31 * MIN);
         assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY / 2), None);
         assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY), Some(Act::Park));
-        // It works again.
+        // Work starts again.
         assert_eq!(clock.tick(seen(1, 32 * MIN), &LIMITS, 33 * MIN), None);
         assert!(matches!(clock.tick(seen(1, 32 * MIN), &LIMITS, 57 * MIN), Some(Act::Warn { .. })));
     }
@@ -295,7 +309,7 @@ mod tests {
         clock.set_hint(Some(10 * MIN));
         clock.set_hint(Some(20 * MIN));
         assert_eq!(clock.hint(), Some(10 * MIN), "said twice");
-        // It works all the time.
+        // Its programs work all the time.
         let at = |clock: &Clock, now: Moment| Seen { hint: clock.hint(), ..seen(1, now) };
         let (now, then) = (39 * MIN, 40 * MIN);
         assert_eq!(clock.tick(at(&clock, now), &limits, now), None);
@@ -307,7 +321,7 @@ mod tests {
         );
         clock.set_hint(None);
         assert_eq!(clock.tick(at(&clock, 101 * MIN), &limits, 101 * MIN), None);
-        // A hint is not work: who has been idle for longer stays so.
+        // A report is no work: an idle time that began earlier continues.
         let unused = Seen { hint: Some(9 * MIN), ..seen(0, MIN) };
         assert!(may_be_lent(unused, &LIMITS, 11 * MIN));
         assert!(may_be_lent(Seen { hint: Some(MIN), ..seen(0, 9 * MIN) }, &LIMITS, 11 * MIN));
@@ -324,8 +338,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens when: no measure comes before its time, and none that takes something away comes without a warning
-        /// for the same rest, where warnings come first.
+        /// Invariants for any sequence of events: no measure comes before its time. No measure that
+        /// takes something away comes without a warning in the same idle time, if warnings come
+        /// first.
         #[test]
         fn measures_keep_their_times(
             (warn, park, release) in (0u64..100, 0u64..100, 0u64..100),

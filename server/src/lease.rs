@@ -1,4 +1,4 @@
-//! Who holds which part of which GPU, and who waits for one: a table without I/O, clocks or randomness of its own.
+//! The table of leases and waiting requests. It has no I/O, clock or randomness of its own.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -10,36 +10,39 @@ use crate::clock::{self, Moment, Random};
 use crate::idle::OnIdle;
 use crate::limits::{Bound, Effective, Entry, Exceeded, Scope, fits};
 
-/// Time a lease lives without a renewal where the client asks for none: as long as a worker waits for a lost client, so
-/// that a cut network ends neither before the other.
+/// Lifetime of a lease without a renewal, if the client requests none.
+///
+/// A worker waits for a lost client for the same time, so that a cut network ends neither before
+/// the other.
 pub const DEFAULT_TTL: Duration = Duration::from_secs(60);
-/// Shortest time that a client can ask for, and the longest where its limit `lease_ttl` allows more or is off.
+/// Range of lifetimes that a client can request. The limit `lease_ttl` can shorten the longest.
 const TTL_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(366 * 24 * 3600));
 const MIB: u64 = 1 << 20;
-/// Leases that one client can hold on one server, and requests of it that can wait; bounds on memory, not a policy.
+/// Leases of one client on one server, and its waiting requests; bounds on memory, not a policy.
 const MAX_LEASES_PER_CLIENT: usize = 64;
 const MAX_WAITING_PER_CLIENT: usize = 16;
-/// A request that is not repeated for so long no longer waits. Clients repeat theirs at least every 30 s.
+/// Time after which a request that was not repeated leaves the queue. Clients repeat theirs at
+/// least every 30 s.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// How leases share a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sharing {
-    /// Their programs take turns.
+    /// Programs of several leases take turns.
     #[default]
     TimeSlice,
-    /// Their programs run at the same time, by NVIDIA's MPS.
+    /// Programs of several leases run at the same time, under NVIDIA's MPS.
     Mps,
-    /// Not at all: one lease has it alone.
+    /// One lease has the GPU alone.
     Exclusive,
 }
 
 impl Sharing {
-    /// All there are.
+    /// All variants, for listings and for [`Sharing::parse`].
     pub const ALL: [Self; 3] = [Self::TimeSlice, Self::Mps, Self::Exclusive];
 
-    /// As it is written.
+    /// Returns the word of the configuration file.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::TimeSlice => "time-slice",
@@ -48,7 +51,7 @@ impl Sharing {
         }
     }
 
-    /// As [`Sharing::as_str`] writes it.
+    /// Parses the word of [`Sharing::as_str`].
     pub fn parse(text: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|s| s.as_str() == text)
     }
@@ -59,27 +62,27 @@ impl Sharing {
 pub struct Gpu {
     /// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
     pub uuid: String,
-    /// Product name.
+    /// Product name as the driver reports it.
     pub name: String,
-    /// Device memory of the card.
+    /// Device memory of the card, in bytes.
     pub memory_bytes: u64,
-    /// Compute capability.
+    /// Major number of the compute capability.
     pub compute_major: u32,
-    /// Compute capability.
+    /// Minor number of the compute capability.
     pub compute_minor: u32,
-    /// PCI address.
+    /// PCI address as the driver writes it.
     #[serde(default)]
     pub pci_address: String,
     /// Number of multiprocessors.
     #[serde(default)]
     pub multiprocessors: u32,
-    /// Device memory that one program's context counts, measured at the server's start.
+    /// Device memory of one program's context in bytes, measured when the server starts.
     #[serde(default)]
     pub context_bytes: u64,
-    /// `CUcomputemode`: 0 lets several programs use it.
+    /// `CUcomputemode`; 0 lets several programs use the GPU.
     #[serde(default)]
     pub compute_mode: u32,
-    /// How leases share it, as the configuration says.
+    /// Sharing of the GPU by the configuration.
     #[serde(default)]
     pub sharing: Sharing,
 }
@@ -89,62 +92,62 @@ impl Gpu {
         self.sharing == Sharing::Mps
     }
 
-    /// The 16 bytes of the UUID; discovery checked that there are as many.
+    /// Returns the 16 bytes of the UUID; discovery has checked their number.
     pub fn uuid_bytes(&self) -> Option<[u8; 16]> {
         let hex: Vec<u8> = self.uuid.strip_prefix("GPU-")?.bytes().filter(|b| *b != b'-').collect();
         data_encoding::HEXLOWER_PERMISSIVE.decode(&hex).ok()?.try_into().ok()
     }
 }
 
-/// How much of each GPU's memory is wanted.
+/// Memory requested on each GPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Memory {
     /// Bytes on each GPU.
     Bytes(u64),
-    /// Percent of each GPU's memory, floored to MiB.
+    /// Percent of each GPU's memory, rounded down to MiB.
     Percent(f64),
 }
 
 impl Memory {
-    /// Bytes of a card with `total` bytes.
+    /// Returns the bytes on a card with `total` bytes.
     pub fn of(self, total: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,
             Self::Percent(percent) if percent >= 100.0 => total,
-            // A percentage below 100 of a number below 2^63 is exact enough to floor to MiB.
+            // Precise enough: a percentage below 100 of a number below 2^63, rounded down to MiB.
             Self::Percent(percent) => (total as f64 * percent / 100.0) as u64 / MIB * MIB,
         }
     }
 }
 
-/// Who comes first where several wait.
+/// Order among waiting requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Priority {
-    /// Before the others.
+    /// Served first.
     #[default]
     Normal,
-    /// Only after them.
+    /// Served after every normal request.
     BelowNormal,
 }
 
-/// A part of the GPUs that others than its clients do not get.
+/// GPUs or parts of GPUs that are kept free for some clients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reserve {
-    /// Pattern of the clients' names.
+    /// Pattern of these clients' names.
     pub client: String,
-    /// How many GPUs.
+    /// Number of reserved GPUs.
     pub gpus: u32,
-    /// Of each.
+    /// Reserved memory of each GPU.
     pub memory: Memory,
 }
 
-/// How GPUs are divided.
+/// Rules by which GPUs are divided.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rules {
-    /// Parts that are kept for somebody.
+    /// Reserves for clients.
     pub reserve: Vec<Reserve>,
-    /// How much of a GPU's memory may be promised, in percent of what there is.
+    /// Memory of a GPU that may be leased, in percent of its size.
     pub overcommit_percent: u64,
 }
 
@@ -154,20 +157,20 @@ impl Default for Rules {
     }
 }
 
-/// Why a GPU is not leased.
+/// Reason why a GPU is withdrawn from leasing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Withdrawn {
-    /// An administrator took it out.
+    /// An administrator took the GPU out of service.
     Off(String),
-    /// It is no longer of this server's.
+    /// The GPU no longer belongs to this server.
     Stopped(String),
-    /// Something is wrong with it.
+    /// The GPU is defective or unusable.
     Broken(String),
 }
 
 impl Withdrawn {
-    /// For people.
+    /// Returns the text for people.
     pub fn reason(&self) -> &str {
         match self {
             Self::Off(reason) | Self::Stopped(reason) | Self::Broken(reason) => reason,
@@ -175,65 +178,66 @@ impl Withdrawn {
     }
 }
 
-/// What a client asks for.
+/// Request for a lease.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// The client's name, from its certificate.
+    /// Name of the client, from its certificate.
     pub client: String,
-    /// Repeating it returns the first lease; empty: none.
+    /// Request id: a repetition returns the first lease; empty: none.
     pub request_id: String,
-    /// Number of GPUs.
+    /// Number of GPUs; 0: as many as `devices` lists, or one.
     pub gpus: u32,
-    /// Of each.
+    /// Memory of each GPU.
     pub memory: Memory,
-    /// Part of the product name, in any case; empty: any.
+    /// Part of the product name, in any case; empty: any model.
     pub model: String,
-    /// Only these GPUs; empty: any.
+    /// UUIDs of the only acceptable GPUs; empty: any.
     pub devices: Vec<String>,
-    /// Rather these GPUs.
+    /// UUIDs of preferred GPUs, best first.
     pub sticky: Vec<String>,
-    /// On whose behalf.
+    /// User on whose behalf the client asks; empty: its own.
     pub user: String,
-    /// On whose behalf.
+    /// User id of `user`.
     pub uid: u32,
-    /// Zero: the default.
+    /// Lifetime without a renewal; zero: the default.
     pub ttl: Duration,
-    /// Who asks, for people.
+    /// Requester, for people.
     pub who: String,
-    /// Why, for people.
+    /// Purpose, for people.
     pub why: String,
-    /// The client's boot.
+    /// Boot id of the client.
     pub boot_id: String,
     /// Whether data connections must be encrypted.
     pub encrypted: bool,
-    /// Share of each GPU's multiprocessors that programs may use at most.
+    /// Largest share of each GPU's multiprocessors, in percent.
     pub sm_percent: u32,
-    /// The same as a number of multiprocessors, instead; 0: `sm_percent` says it.
+    /// The same share as a number of multiprocessors; 0: `sm_percent` applies.
     pub sm_count: u32,
-    /// Instead of both, on GPUs that are shared by MPS: the share that it has of the memory.
+    /// Replaces both on GPUs shared by MPS: the share of multiprocessors equals the share of
+    /// memory.
     pub sm_auto: bool,
-    /// It is not asked for again, so that it does not wait where there is no room.
+    /// The client does not repeat the request, so it never waits.
     pub once: bool,
-    /// Without MPS, by it, or with nobody else on its GPUs; `None`: as its GPUs are shared.
+    /// Requested sharing; `None`: as the GPUs are shared.
     pub sharing: Option<Sharing>,
-    /// Among those who wait.
+    /// Priority in the queue.
     pub priority: Priority,
-    /// Renewed without end, as leases from boot are.
+    /// Renewed without end, like leases from boot.
     pub persistent: bool,
-    /// What is to become of it while it is idle.
+    /// Action on the lease when it is idle.
     pub on_idle: OnIdle,
-    /// Not to be lent while it has no programs.
+    /// Whether the lease is never lent, even without programs.
     pub hold: bool,
-    /// Longest rest before something becomes of it; zero: what the server says.
+    /// Longest idle time before the action; zero: the server's setting.
     pub idle_timeout: Duration,
-    /// Place among the client's requests that wait, from 1; 0: as it arrived.
+    /// Position among the client's waiting requests, from 1; 0: by arrival.
     pub order: u32,
-    /// What the client may have.
+    /// Limits of the client and its user.
     pub limits: Effective,
 }
 
 impl Request {
-    /// Share of a GPU's multiprocessors, in percent: the smallest whole one that has as many as asked for.
+    /// Returns the share of a GPU's multiprocessors in percent, rounded up to cover the request.
     fn percent_of(&self, gpu: &Gpu) -> u32 {
         if self.sm_auto {
             let part = u128::from(self.memory.of(gpu.memory_bytes)) * 100;
@@ -251,7 +255,10 @@ impl Request {
         self.sm_count != 0 || self.sm_percent < 100
     }
 
-    /// What kinds of GPUs can serve it, the first one rather: shared by MPS, or not, or either. A lease is on GPUs of one kind.
+    /// Returns the acceptable kinds of GPUs, best first: shared by MPS, not shared by MPS, or
+    /// either.
+    ///
+    /// All GPUs of a lease are of one kind.
     fn kinds(&self) -> &'static [Option<bool>] {
         match self.sharing {
             Some(Sharing::TimeSlice | Sharing::Exclusive) => &[None],
@@ -262,79 +269,79 @@ impl Request {
     }
 }
 
-/// A part of one GPU.
+/// A lease's part of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    /// Which GPU.
+    /// UUID of the GPU.
     pub gpu: String,
-    /// Device memory that the lease may use on it.
+    /// Device memory that the lease may use on the GPU, in bytes.
     pub limit_bytes: u64,
-    /// Share of the multiprocessors.
+    /// Share of the multiprocessors, in percent.
     pub sm_percent: u32,
 }
 
-/// Parts of GPUs held by a client.
+/// Shares of GPUs, held for a client.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    /// 12 characters a-z2-7.
+    /// Random: 12 characters of `a-z2-7`.
     pub id: String,
-    /// Who holds it.
+    /// Name of the client that holds the lease.
     pub client: String,
-    /// The request that made it.
+    /// Request id of the request that created it.
     pub request_id: String,
-    /// Tickets for its workers are made with it.
+    /// Key of the tickets for its workers.
     #[serde(with = "hex32")]
     pub ticket_key: [u8; 32],
-    /// Larger than that of every earlier lease.
+    /// Fencing token: larger than that of every earlier lease.
     pub fencing_token: u64,
-    /// In the order in which the client sees them.
+    /// Shares in the order in which the client sees its GPUs.
     pub shares: Vec<Share>,
-    /// Time it lives without a renewal.
+    /// Lifetime without a renewal.
     pub ttl: Duration,
-    /// The client's boot.
+    /// Boot id of the client.
     pub boot_id: String,
     /// Whether data connections must be encrypted.
     pub encrypted: bool,
-    /// On whose behalf.
+    /// User on whose behalf the client holds it; empty: its own.
     pub user: String,
-    /// On whose behalf.
+    /// User id of `user`.
     pub uid: u32,
-    /// Who asked, for people.
+    /// Requester, for people.
     pub who: String,
-    /// Why, for people.
+    /// Purpose, for people.
     pub why: String,
-    /// Seconds since 1970.
+    /// Creation time in seconds since 1970.
     pub created_unix: u64,
-    /// Nobody else is on its GPUs.
+    /// Whether it has its GPUs alone.
     #[serde(default)]
     pub exclusive: bool,
-    /// Among those who wait.
+    /// Priority in the queue.
     #[serde(default)]
     pub priority: Priority,
-    /// Renewed without end.
+    /// Renewed without end, like leases from boot.
     #[serde(default)]
     pub persistent: bool,
-    /// Ends then, however often it is renewed: seconds since 1970, 0 for never.
+    /// End of the lease despite renewals, in seconds since 1970; 0: none.
     #[serde(default)]
     pub until_unix: u64,
-    /// What is to become of it while it is idle.
+    /// Action on the lease when it is idle.
     #[serde(default)]
     pub on_idle: OnIdle,
-    /// Not to be lent while it has no programs.
+    /// Whether the lease is never lent, even without programs.
     #[serde(default)]
     pub hold: bool,
-    /// Longest rest before something becomes of it; zero: what the server says.
+    /// Longest idle time before the action; zero: the server's setting.
     #[serde(default)]
     pub idle_timeout: Duration,
-    /// Its programs share their GPUs by MPS.
+    /// Whether its programs share their GPUs by MPS.
     #[serde(default)]
     pub mps: bool,
-    /// Its client has named its GPUs.
+    /// Whether its client named the GPUs.
     #[serde(default)]
     pub pinned: bool,
 }
 
-// The key stays out of logs.
+// Leaves the key out, to keep it out of logs.
 impl std::fmt::Debug for Lease {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Lease")
@@ -363,34 +370,34 @@ mod hex32 {
     }
 }
 
-/// Why there is no lease.
+/// Reason why a request gets no lease.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
-    /// The request means nothing.
+    /// The request contradicts itself or is out of range.
     #[error("{0}")]
     Invalid(String),
     /// No GPU of this server could ever satisfy it.
     #[error("{0}")]
     NeverFits(String),
-    /// Others hold what is wanted.
+    /// Other leases hold the requested GPUs.
     #[error("{why}")]
     NoCapacity {
-        /// For people.
+        /// Text for people.
         why: String,
-        /// Place among those who wait, from 1; 0 where the request cannot wait, having no id.
+        /// Place in the queue, from 1; 0: the request does not wait.
         position: u32,
-        /// How many wait.
+        /// Length of the queue.
         waiting: u32,
     },
-    /// The client has what it may have.
+    /// A limit of the client or its user is reached.
     #[error("{0}")]
     Limit(Exceeded),
-    /// The lease could not be written down.
+    /// The lease could not be written to disk.
     #[error("the lease could not be stored: {0}; see the server's journal")]
     Storage(String),
 }
 
-/// A request that waits for its turn.
+/// A request in the queue.
 #[derive(Debug, Clone)]
 struct Waiting {
     request: Request,
@@ -398,27 +405,27 @@ struct Waiting {
     asked: Moment,
 }
 
-/// Where a lease stands among those that wait for the same; all 0: it waits for nobody.
+/// Place of a lease among those that wait for the same GPUs; all 0: it does not wait.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Place {
-    /// From 1.
+    /// Place in the queue, from 1.
     pub position: u32,
-    /// How many there are.
+    /// Length of the queue.
     pub waiting: u32,
 }
 
-/// A request that waits, as listings show it.
+/// One waiting request in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingView {
-    /// Who.
+    /// Name of the client.
     pub client: String,
-    /// On whose behalf.
+    /// User on whose behalf the client asks; empty: its own.
     pub user: String,
-    /// GPUs wanted.
+    /// Number of requested GPUs.
     pub gpus: u32,
-    /// Its priority.
+    /// Priority in the queue.
     pub priority: Priority,
-    /// Place, from 1.
+    /// Place in the queue, from 1.
     pub position: u32,
 }
 
@@ -429,13 +436,13 @@ struct Held {
 }
 
 impl Held {
-    /// Whether its client was silent for too long, or it may not be renewed any longer.
+    /// Returns `true` if the lease was not renewed in time, or may not live any longer.
     fn over(&self, now: Moment, unix: u64) -> bool {
         self.deadline <= now || self.lease.until_unix != 0 && self.lease.until_unix <= unix
     }
 }
 
-/// What survives a restart.
+/// Part of the table that survives a restart.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Saved<'a> {
     schema: u32,
@@ -449,12 +456,14 @@ pub struct Saved<'a> {
     draining: Cow<'a, Option<String>>,
 }
 
-/// All leases of one server. See the module.
+/// All leases of one server; see the module.
 #[derive(Debug, Clone)]
 pub struct Table {
     gpus: Vec<Gpu>,
     held: BTreeMap<String, Held>,
-    /// Leases that were parked or lent and hold no part of a GPU now; those that want it back have a turn.
+    /// Leases that are lent or parked and hold no GPU now.
+    ///
+    /// The value is the turn of a lease that wants its GPUs back.
     aside: BTreeMap<String, Option<u64>>,
     turns: u64,
     fencing_token: u64,
@@ -466,17 +475,19 @@ pub struct Table {
     stopping: bool,
 }
 
-/// What is promised of each GPU, beside what there is.
+/// Promised memory of each GPU, during one choice.
 struct Occupied<'a> {
     table: &'a Table,
     used: BTreeMap<&'a str, u64>,
-    /// GPUs on which nobody more fits: somebody has or wants them alone.
+    /// GPUs on which no further lease fits: a lease has or wants them alone, or they are withdrawn.
     closed: BTreeSet<&'a str>,
 }
 
 impl Table {
-    /// A table over these GPUs with the leases of an earlier run. Leases start their time anew: a client cannot have
-    /// renewed while the server was away. Those whose GPUs are gone are returned beside the table.
+    /// Creates a table of these GPUs with the leases of an earlier run.
+    ///
+    /// Also returns the leases whose GPUs are gone. The lifetime of each lease starts again, since
+    /// no client could renew while the server was away.
     pub fn new(gpus: Vec<Gpu>, rules: Rules, saved: Saved<'_>, now: Moment) -> (Self, Vec<Lease>) {
         let mut table = Self {
             gpus,
@@ -518,7 +529,7 @@ impl Table {
         (table, lost)
     }
 
-    /// What has to survive a restart.
+    /// Returns the part of the table that must survive a restart.
     pub fn save(&self) -> Saved<'_> {
         Saved {
             schema: 1,
@@ -530,23 +541,24 @@ impl Table {
         }
     }
 
-    /// Bytes of a GPU that may be promised.
+    /// Returns the bytes of a GPU that may be leased.
     fn capacity(&self, gpu: &Gpu) -> u64 {
         u64::try_from(u128::from(gpu.memory_bytes) * u128::from(self.rules.overcommit_percent) / 100)
             .unwrap_or(u64::MAX)
     }
 
-    /// Divides the GPUs differently from now on; leases stay as they are.
+    /// Replaces the rules for new leases; present ones stay.
     pub fn set_rules(&mut self, rules: Rules) {
         self.rules = rules;
     }
 
-    /// Why a GPU is not leased, if it is not.
+    /// Returns the reason why a GPU is withdrawn, if it is.
     pub fn withdrawn(&self, uuid: &str) -> Option<&Withdrawn> {
         self.withdrawn.get(uuid)
     }
 
-    /// Takes a GPU out of what is leased, or puts it back. Leases on it stay. Says whether there is such a GPU.
+    /// Withdraws a GPU, or with `None` returns it to service; leases on it stay. Returns `true` if
+    /// it exists.
     pub fn withdraw(&mut self, uuid: &str, why: Option<Withdrawn>) -> bool {
         if self.gpu(uuid).is_none() {
             return false;
@@ -558,28 +570,28 @@ impl Table {
         true
     }
 
-    /// Makes no new leases from now on, also after a restart, and why; or makes them again.
+    /// Drains the server for this reason, also after a restart; `None` ends that.
     pub fn drain(&mut self, why: Option<String>) {
         self.draining = why;
     }
 
-    /// Makes no new leases until the restart.
+    /// Refuses new leases until the restart.
     pub fn stop(&mut self) {
         self.stopping = true;
     }
 
-    /// Why there are no new leases, if there are none.
+    /// Returns the reason why new leases are refused, if they are.
     pub fn draining(&self) -> Option<&str> {
         if self.stopping { Some("it stops") } else { self.draining.as_deref() }
     }
 
-    /// Leases on a GPU.
+    /// Lists the leases on a GPU, lent ones included.
     pub fn holders(&self, uuid: &str) -> Vec<&Lease> {
         let on_it = |h: &&Held| h.lease.shares.iter().any(|s| s.gpu == uuid);
         self.held.values().filter(on_it).map(|h| &h.lease).collect()
     }
 
-    /// The GPUs of this server.
+    /// Lists the GPUs of this server.
     pub fn gpus(&self) -> &[Gpu] {
         &self.gpus
     }
@@ -588,7 +600,7 @@ impl Table {
         self.gpus.iter().find(|g| g.uuid == uuid)
     }
 
-    /// Leases that hold their parts of GPUs now, or wait to get them back and have a turn before `turn`.
+    /// Lists leases that hold their GPUs now, or want them back and have a turn before `turn`.
     fn holding(&self, turn: u64) -> impl Iterator<Item = &Lease> {
         let counts = move |l: &&Lease| match self.aside.get(&l.id) {
             None => true,
@@ -598,7 +610,8 @@ impl Table {
         self.held.values().map(|h| &h.lease).filter(counts)
     }
 
-    /// Device memory of each GPU that leases hold, or wait to get back; none where it is nothing.
+    /// Returns the device memory of each GPU that leases hold or wait to get back; unused GPUs are
+    /// absent.
     pub fn used(&self) -> HashMap<&str, u64> {
         let mut used = HashMap::new();
         for share in self.holding(u64::MAX).flat_map(|l| &l.shares) {
@@ -607,18 +620,20 @@ impl Table {
         used
     }
 
-    /// A lease and the time it has left.
+    /// Returns a lease and its remaining lifetime.
     pub fn get(&self, id: &str, now: Moment) -> Option<(&Lease, Duration)> {
         self.held.get(id).map(|h| (&h.lease, h.deadline.saturating_sub(now)))
     }
 
-    /// All leases and the time they have left.
+    /// Lists all leases with their remaining lifetimes.
     pub fn leases(&self, now: Moment) -> impl Iterator<Item = (&Lease, Duration)> {
         self.held.values().map(move |h| (&h.lease, h.deadline.saturating_sub(now)))
     }
 
-    /// Makes a lease, or finds the one that the same request made before (`false` then). A request with an id that does not fit
-    /// waits: it keeps its place as long as it is repeated.
+    /// Creates a lease, or returns the one of the same request (then with `false`).
+    ///
+    /// A request with an id that does not fit waits: it keeps its place while the client repeats
+    /// it.
     pub fn allocate(
         &mut self,
         request: &Request,
@@ -668,7 +683,8 @@ impl Table {
         let longest = request.limits.smallest("lease_ttl").map(|(_, usec)| usec);
         let ttl = match request.ttl {
             Duration::ZERO => DEFAULT_TTL,
-            // Who asks for a time renews nothing, and has the lease as long as a limit lets others renew theirs.
+            // A client with a lifetime of its own never renews; its lease lives as long as a limit
+            // allows for renewed leases.
             ttl => {
                 ttl.min(longest.map_or(TTL_RANGE.1, Duration::from_micros)).clamp(TTL_RANGE.0, TTL_RANGE.1)
             }
@@ -708,7 +724,7 @@ impl Table {
         Ok((lease, true))
     }
 
-    /// The order in which waiting requests are served.
+    /// Lists waiting requests in the order in which they are served.
     fn queue(&self) -> Vec<&Waiting> {
         let mut queue: Vec<&Waiting> = self.waiting.iter().collect();
         queue.sort_by_key(|w| (w.request.priority, w.arrived));
@@ -719,7 +735,7 @@ impl Table {
         waiting.request.client == client && waiting.request.request_id == request_id
     }
 
-    /// Puts a request into the queue, or keeps it there; returns its place.
+    /// Puts a request into the queue, or keeps it there; returns its place, 0 if it cannot wait.
     fn wait(&mut self, request: &Request, now: Moment) -> u32 {
         if request.request_id.is_empty() || request.once {
             return 0;
@@ -744,7 +760,7 @@ impl Table {
         place.and_then(|p| u32::try_from(p + 1).ok()).unwrap_or(0)
     }
 
-    /// A client's requests share the places at which they arrived in the order that the client gives them.
+    /// Sorts a client's requests by its own order, within the places that they hold.
     fn put_in_order(&mut self, client: &str, priority: Priority) {
         let mine = |w: &&mut Waiting| {
             w.request.order > 0 && w.request.client == client && w.request.priority == priority
@@ -758,12 +774,12 @@ impl Table {
         }
     }
 
-    /// A request is not wanted any more.
+    /// Removes a request that is no longer wanted.
     pub fn leave_queue(&mut self, client: &str, request_id: &str) {
         self.waiting.retain(|w| !Self::same(w, client, request_id));
     }
 
-    /// Who waits, in the order in which they are served.
+    /// Lists the queue in the order in which it is served, for listings.
     pub fn waiting(&self, now: Moment) -> Vec<WaitingView> {
         self.queue()
             .into_iter()
@@ -779,7 +795,9 @@ impl Table {
             .collect()
     }
 
-    /// What a limit counts: leases of the client, or of its user on this client or everywhere.
+    /// Lists the leases that a limit counts.
+    ///
+    /// These are the client's, or its user's on this client or on the whole site.
     fn counted<'a>(&'a self, request: &'a Request, entry: &Entry) -> impl Iterator<Item = &'a Lease> {
         let (of_user, site) = (entry.of_user, request.limits.scope == Scope::Site);
         self.held.values().map(|h| &h.lease).filter(move |l| match of_user {
@@ -788,7 +806,7 @@ impl Table {
         })
     }
 
-    /// What this client may not have, whoever else has what.
+    /// Checks the limits that do not depend on a GPU.
     fn within_limits(&self, request: &Request) -> Result<(), AllocateError> {
         let refuse = |e: Exceeded| Err(AllocateError::Limit(e));
         for asked in [request.on_idle.as_str(), if request.hold { "hold" } else { "" }] {
@@ -811,7 +829,7 @@ impl Table {
                 "max_persistent" if request.persistent => {
                     let held = self.counted(request, entry).filter(|l| l.persistent).count();
                     if held as u64 >= most {
-                        let why = format!("{held} leases are renewed without end already");
+                        let why = format!("{held} leases already are renewed without end");
                         return refuse(entry.exceeded(why, "release one, or ask for one that ends"));
                     }
                 }
@@ -821,7 +839,7 @@ impl Table {
         Ok(())
     }
 
-    /// Memory and models that limits leave of a GPU for a request; the refusal where it is none.
+    /// Checks the limits on a GPU's memory, multiprocessors and model.
     fn allowed_on(&self, request: &Request, gpu: &Gpu) -> Result<(), Exceeded> {
         let need = request.memory.of(gpu.memory_bytes);
         for entry in request.limits.entries("memory") {
@@ -851,7 +869,7 @@ impl Table {
         }
     }
 
-    /// What does not depend on what others hold.
+    /// Checks the request itself, and that this server has its GPUs at all.
     fn check(&self, request: &Request) -> Result<(), AllocateError> {
         if let Memory::Percent(p) = request.memory
             && !(p > 0.0 && p <= 100.0)
@@ -864,13 +882,13 @@ impl Table {
         }
         if request.limits_multiprocessors() && request.kinds() == [None] {
             return Err(AllocateError::Invalid(
-                "a part of the multiprocessors is only to be had with sharing = \"mps\"; leave sm_percent and sm_count out".into(),
+                "sm_percent and sm_count need sharing = \"mps\"; ask for that, or leave them out".into(),
             ));
         }
         if request.kinds() == [Some(true)] && !self.gpus.iter().any(Gpu::by_mps) {
             return Err(AllocateError::NeverFits(
-                "no GPU of this server is shared by MPS, which sharing = \"mps\" and a part of the multiprocessors (sm_percent, \
-                 sm_count) need: leave them out, or use another server"
+                "no GPU of this server is shared by MPS, which sharing = \"mps\", sm_percent and sm_count need; leave them \
+                 out, or use another server"
                     .into(),
             ));
         }
@@ -880,7 +898,7 @@ impl Table {
         }
     }
 
-    /// GPUs that could serve a request if nobody else held anything.
+    /// Lists the GPUs that could serve a request if no other lease existed.
     fn suitable(&self, request: &Request) -> Result<Vec<&Gpu>, AllocateError> {
         let model = request.model.to_lowercase();
         let mut limit = None;
@@ -892,7 +910,7 @@ impl Table {
             .filter(|g| g.name.to_lowercase().contains(&model))
             .filter(|g| request.kinds().iter().any(|kind| kind.is_none_or(|mps| mps == g.by_mps())))
             .filter(|g| {
-                // A program needs its context and something beside it.
+                // A program needs at least its context.
                 (g.context_bytes.max(1)..=g.memory_bytes).contains(&request.memory.of(g.memory_bytes))
             })
             .filter(|g| self.allowed_on(request, g).map_err(|e| limit.get_or_insert(e).name).is_ok())
@@ -924,8 +942,11 @@ impl Table {
             0 => String::new(),
             bytes => format!(" (a program's context alone takes up to {} MiB)", bytes.div_ceil(MIB)),
         };
-        let dropped =
-            if withdrawn > 0 { format!(" and {withdrawn} that were dropped") } else { String::new() };
+        let dropped = if withdrawn > 0 {
+            format!(" and {withdrawn} that no longer belong to it")
+        } else {
+            String::new()
+        };
         let alike = if most < suitable.len() {
             " that are shared in one way (by MPS or not; sharing = \"time-slice\" takes both)"
         } else {
@@ -937,9 +958,11 @@ impl Table {
         )))
     }
 
-    /// Chooses the GPUs: the preferred ones first, then those with the least memory left, so that whole GPUs stay whole; those
-    /// that one lease has alone only where no other will do, unless that is what is wanted. What is reserved for others, and
-    /// what those ahead in the queue wait for, is taken.
+    /// Chooses GPUs for a request.
+    ///
+    /// Preferred ones come first, then those with the least memory left, so that whole GPUs stay
+    /// whole. Exclusive GPUs come last, or first for an exclusive request. Reserves of other
+    /// clients, and the GPUs for which earlier requests wait, count as occupied.
     fn choose(&self, request: &Request) -> Result<Vec<Share>, AllocateError> {
         let suitable = self.suitable(request)?;
         let mut occupied = Occupied::of(self, self.holding(u64::MAX));
@@ -959,7 +982,7 @@ impl Table {
             match self.suitable(&earlier.request) {
                 Ok(gpus) => match occupied.best(&earlier.request, &gpus) {
                     Some(shares) => occupied.take(&shares, earlier.request.sharing),
-                    // What comes free is its.
+                    // Every GPU that becomes free belongs to the earlier request.
                     None => occupied.closed.extend(gpus.iter().map(|g| g.uuid.as_str())),
                 },
                 Err(_) => in_front -= 1,
@@ -1001,7 +1024,8 @@ impl Table {
         }
     }
 
-    /// Which of these leases have to be set aside for a request, the first ones first; none where that does not help.
+    /// Returns which candidates must be lent for a request, in their order; empty if lending does
+    /// not help.
     pub fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String> {
         if self.draining().is_some()
             || self.check(request).and_then(|()| self.within_limits(request)).is_err()
@@ -1011,7 +1035,7 @@ impl Table {
         self.enough(candidates, |table| table.choose(request).is_ok())
     }
 
-    /// The same for a lease that wants its parts back.
+    /// As [`Table::lenders`], for a lease that wants its shares back.
     pub fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String> {
         self.enough(candidates, |table| table.clone().take_back(id, may_move).is_ok())
     }
@@ -1025,7 +1049,7 @@ impl Table {
             if !fits(&trial) {
                 continue;
             }
-            // Those that turn out not to be in the way keep theirs.
+            // A lease that is not in the way keeps its shares.
             out.retain(|id| {
                 let mut without = trial.clone();
                 without.aside.remove(id);
@@ -1040,7 +1064,8 @@ impl Table {
         Vec::new()
     }
 
-    /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
+    /// Lends the lease's shares until the lease reacquires them. Returns `true` if the lease
+    /// exists.
     pub fn set_aside(&mut self, id: &str) -> bool {
         let there = self.held.contains_key(id);
         if there {
@@ -1049,9 +1074,10 @@ impl Table {
         there
     }
 
-    /// A lease that was set aside wants its parts back: `Ok` once it has them, else its place among those that do.
-    /// Nobody who comes later is served before it. One that `may_move` gets other GPUs of the same kind where its own are taken
-    /// (`true` then), with another fencing token.
+    /// Reacquires the shares of a lent lease; the error is its place in the queue.
+    ///
+    /// No later lease is served before it. If `may_move`, it gets other GPUs of the same kind when
+    /// its own are taken; the result is then `true`, and the lease has a new fencing token.
     pub fn take_back(&mut self, id: &str, may_move: bool) -> Result<bool, Place> {
         let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(false) };
         let may_move = may_move && !held.lease.pinned;
@@ -1098,7 +1124,7 @@ impl Table {
         })
     }
 
-    /// GPUs of the same kind as a lease's, with room for it now; its own where they have.
+    /// Finds GPUs of the same kind with room for a lease now, its own preferred.
     fn elsewhere(&self, lease: &Lease, turn: u64) -> Option<Vec<Share>> {
         let mut occupied = Occupied::of(self, self.holding(turn).filter(|l| l.id != lease.id));
         occupied.reserve(&lease.client);
@@ -1122,14 +1148,14 @@ impl Table {
         Some(out)
     }
 
-    /// Takes back nothing any more, for want of anybody who waits.
+    /// Gives up a lent lease's place in the queue: none of its programs waits any more.
     pub fn stay_aside(&mut self, id: &str) {
         if let Some(turn) = self.aside.get_mut(id) {
             *turn = None;
         }
     }
 
-    /// Whether a lease holds no part of a GPU now.
+    /// Returns `true` if a lease is lent or parked and holds no GPU.
     pub fn is_aside(&self, id: &str) -> bool {
         self.aside.contains_key(id)
     }
@@ -1138,14 +1164,14 @@ impl Table {
         self.aside.retain(|id, _| self.held.contains_key(id));
     }
 
-    /// Extends a client's lease. `None`: the client has no such lease.
+    /// Extends a client's lease and returns its lifetime; `None`: the client has no such lease.
     pub fn renew(&mut self, client: &str, id: &str, now: Moment) -> Option<Duration> {
         let held = self.held.get_mut(id).filter(|h| h.lease.client == client)?;
         held.deadline = now + held.lease.ttl;
         Some(held.lease.ttl)
     }
 
-    /// Takes out a lease, where `client` is given only if it is that client's.
+    /// Removes a lease; with `client`, only if it belongs to that client.
     pub fn remove(&mut self, client: Option<&str>, id: &str) -> Option<Lease> {
         let held = self.held.get(id)?;
         if client.is_some_and(|c| c != held.lease.client) {
@@ -1155,12 +1181,12 @@ impl Table {
         self.held.remove(id).map(|h| h.lease)
     }
 
-    /// Takes back a lease that could not be stored.
+    /// Removes a new lease that could not be stored.
     pub fn undo_allocate(&mut self, id: &str) {
         self.held.remove(id);
     }
 
-    /// Takes out all leases that `ended` says yes to.
+    /// Removes all leases for which `ended` returns `true`.
     pub fn remove_where(&mut self, mut ended: impl FnMut(&Lease) -> bool) -> Vec<Lease> {
         let ids: Vec<_> =
             self.held.values().filter(|h| ended(&h.lease)).map(|h| h.lease.id.clone()).collect();
@@ -1169,7 +1195,7 @@ impl Table {
         gone
     }
 
-    /// Takes out the leases whose client was silent for too long, and those that may not be renewed any longer.
+    /// Removes leases that were not renewed in time, or may not live any longer.
     pub fn expire(&mut self, now: Moment, unix: u64) -> Vec<Lease> {
         let over = |h: &&Held| h.over(now, unix);
         let ids: Vec<_> = self.held.values().filter(over).map(|h| h.lease.id.clone()).collect();
@@ -1178,18 +1204,18 @@ impl Table {
         gone
     }
 
-    /// Whether [`Table::expire`] has something to do.
+    /// Returns `true` if [`Table::expire`] would remove a lease.
     pub fn expires(&self, now: Moment, unix: u64) -> bool {
         self.held.values().any(|h| h.over(now, unix))
     }
 
-    /// When the next lease ends unless it is renewed.
+    /// Returns when the next lease expires unless it is renewed.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.held.values().map(|h| h.deadline).min()
     }
 }
 
-/// How many GPUs a request wants.
+/// Returns the number of GPUs that a request asks for.
 fn wanted(request: &Request) -> usize {
     match (request.gpus, request.devices.len()) {
         (0, 0) => 1,
@@ -1199,7 +1225,7 @@ fn wanted(request: &Request) -> usize {
 }
 
 impl<'a> Occupied<'a> {
-    /// By these leases.
+    /// Counts the memory of these leases.
     fn of(table: &'a Table, leases: impl Iterator<Item = &'a Lease>) -> Self {
         let mut used = BTreeMap::new();
         let mut closed = BTreeSet::new();
@@ -1215,7 +1241,7 @@ impl<'a> Occupied<'a> {
         Self { table, used, closed }
     }
 
-    /// Takes what is reserved for others than this client and not used by them.
+    /// Counts reserves of other clients that these have not used up.
     fn reserve(&mut self, client: &str) {
         let table = self.table;
         for reserve in &table.rules.reserve {
@@ -1232,14 +1258,14 @@ impl<'a> Occupied<'a> {
                     .filter_map(|g| Some((self.left(g).checked_sub(reserve.memory.of(g.memory_bytes))?, g)))
                     .collect();
                 gpus.sort_by_key(|(left, g)| (g.sharing == Sharing::Exclusive, *left));
-                // What others hold already is theirs.
+                // Memory that other leases hold already stays theirs.
                 let Some((_, gpu)) = gpus.first() else { break };
                 *self.used.entry(&gpu.uuid).or_insert(0) += reserve.memory.of(gpu.memory_bytes);
             }
         }
     }
 
-    /// Whether nobody more fits, however much memory is left.
+    /// Returns `true` if no further lease fits, however much memory is left.
     fn is_closed(&self, gpu: &Gpu) -> bool {
         let uuid = gpu.uuid.as_str();
         self.closed.contains(uuid) || gpu.sharing == Sharing::Exclusive && self.used.contains_key(uuid)
@@ -1249,7 +1275,7 @@ impl<'a> Occupied<'a> {
         self.table.capacity(gpu).saturating_sub(self.used.get(gpu.uuid.as_str()).copied().unwrap_or(0))
     }
 
-    /// What is left of a GPU after a request, if it fits.
+    /// Returns the memory that a request would leave on a GPU, if it fits.
     fn fits(&self, request: &Request, gpu: &Gpu) -> Option<u64> {
         if self.is_closed(gpu) {
             return None;
@@ -1279,7 +1305,7 @@ impl<'a> Occupied<'a> {
         if candidates.len() < wanted {
             return None;
         }
-        // Stable: GPUs that are equal stay in the driver's order.
+        // A stable sort: equal GPUs stay in the driver's order.
         candidates.sort_by_key(|(order, _)| *order);
         candidates.truncate(wanted);
         if !request.devices.is_empty() {
@@ -1435,7 +1461,7 @@ pub(crate) mod tests {
         for bad in [f64::NAN, -1.0, 101.0, f64::INFINITY] {
             assert!(matches!(allocate(&mut t, &request("b", 1, bad), 0, &r), Err(AllocateError::Invalid(_))));
         }
-        // A share that floors to nothing is not a lease.
+        // A share that rounds down to nothing is no lease.
         assert!(matches!(allocate(&mut t, &request("b", 1, 1e-9), 0, &r), Err(AllocateError::NeverFits(_))));
         assert_eq!(t.leases(Duration::ZERO).count(), 1);
     }
@@ -1530,7 +1556,7 @@ pub(crate) mod tests {
         let lease = allocate(&mut t, &named("vm-80", 1, 100.0), 32, &r).unwrap();
         assert_eq!(lease.shares[0].gpu, leases[7].shares[0].gpu);
         assert_eq!(waits(allocate(&mut t, &named("vm-81", 1, 100.0), 33, &r)), (1, 1));
-        // One that is not repeated gives up its place.
+        // A request that is not repeated loses its place.
         t.remove(None, &leases[8].id);
         assert_eq!(t.waiting(Duration::from_secs(33)).len(), 1);
         allocate(&mut t, &named("vm-83", 1, 100.0), 33 + PATIENCE.as_secs(), &r).unwrap();
@@ -1552,7 +1578,7 @@ pub(crate) mod tests {
         }
         let queue: Vec<_> =
             t.queue().into_iter().map(|w| (w.request.client.clone(), w.request.order)).collect();
-        // The places that each has are as they were; the one without an order keeps its own.
+        // Each client keeps its set of places; the request without an order keeps its own.
         let expected = [("a", 1), ("b", 1), ("a", 2), ("a", 0), ("b", 2), ("a", 3)];
         assert_eq!(queue, expected.map(|(client, order)| (client.to_owned(), order)));
         assert_eq!(waits(allocate(&mut t, &of("b", 2), 1, &r)), (5, 6));
@@ -1575,7 +1601,7 @@ pub(crate) mod tests {
         let two = allocate(&mut t, &named("two", 2, 100.0), 4, &r).unwrap();
         t.remove(None, &two.id);
         allocate(&mut t, &low, 5, &r).unwrap();
-        // Somebody who waits for another model is in nobody's way.
+        // A request for another model blocks no other request.
         let t4 = Request { model: "t4".into(), ..named("t4", 1, 100.0) };
         let one = Request { devices: vec![gpu(1, 0).uuid], ..request("b", 1, 60.0) };
         let held = allocate(&mut t, &one, 6, &r).unwrap();
@@ -1604,7 +1630,7 @@ pub(crate) mod tests {
         Table::new(gpus.collect(), Rules::default(), Saved::default(), Duration::ZERO).0
     }
 
-    /// Its GPUs.
+    /// UUIDs of a lease's GPUs.
     fn on(lease: &Lease) -> Vec<String> {
         lease.shares.iter().map(|s| s.gpu.clone()).collect()
     }
@@ -1618,7 +1644,7 @@ pub(crate) mod tests {
         let ([alone, sliced, mps], r) = ([0, 2, 4].map(|n| gpu(n, 0).uuid), Counting::default());
         let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice, Sharing::Mps]);
         let mut get = |wish: Request| allocate(&mut t, &wish, 0, &r);
-        // Without a wish: by MPS as long as there is room, then without, and a GPU alone where no other has room.
+        // A request without a wish prefers MPS, then time slices, then an exclusive GPU.
         let first = get(wish("a", "", 1, 60.0)).unwrap();
         let second = get(wish("a", "", 1, 60.0)).unwrap();
         let third = get(wish("a", "", 1, 60.0)).unwrap();
@@ -1645,14 +1671,14 @@ pub(crate) mod tests {
         assert!(got.iter().all(|l| l.exclusive));
         assert_eq!(on(&get(wish("b", "time-slice", 1, 10.0))), std::slice::from_ref(&mps));
         t.remove_where(|_| true);
-        // One lease has all of them: others share the first two with it.
+        // One lease has all three: others share the first two with it.
         let all = allocate(&mut t, &wish("a", "time-slice", 3, 10.0), 0, &r).unwrap();
         assert_eq!((on(&all), all.mps, all.exclusive), (vec![sliced, mps, alone], false, false));
         let two = Request { sticky: on(&all), ..wish("b", "time-slice", 2, 10.0) };
         assert_eq!(on(&allocate(&mut t, &two, 0, &r).unwrap()), on(&all)[..2]);
         waits(allocate(&mut t, &wish("b", "time-slice", 3, 10.0), 0, &r));
         t.remove_where(|_| true);
-        // Who had it has it again.
+        // A lease returns to the GPU that it had.
         let again = Request { sticky: on(&got[0]), ..wish("a", "time-slice", 1, 10.0) };
         assert_eq!(on(&allocate(&mut t, &again, 0, &r).unwrap()), on(&got[0]));
     }
@@ -1666,7 +1692,7 @@ pub(crate) mod tests {
         let first = allocate(&mut t, &part("a", &alone), 0, &r).unwrap();
         assert_eq!(waits(allocate(&mut t, &part("b", &alone), 0, &r)), (1, 1));
         assert_eq!(waits(allocate(&mut t, &part("c", &alone), 0, &r)), (2, 2));
-        // They are in nobody's way on the other GPU.
+        // They block no request on the other GPU.
         for client in ["d", "e"] {
             assert_eq!(
                 on(&allocate(&mut t, &named(client, 1, 10.0), 0, &r).unwrap()),
@@ -1678,14 +1704,14 @@ pub(crate) mod tests {
         let second = allocate(&mut t, &part("b", &alone), 1, &r).unwrap();
         assert_eq!(waits(allocate(&mut t, &part("c", &alone), 1, &r)), (1, 1), "though there is memory left");
 
-        // What is reserved is on GPUs that are shared, as long as they have room.
+        // A reserve is on shared GPUs while they have room.
         let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
         let half = |gpus| Reserve { client: "vm-*".into(), gpus, memory: Memory::Percent(50.0) };
         t.set_rules(Rules { reserve: vec![half(1)], overcommit_percent: 100 });
         assert_eq!(on(&allocate(&mut t, &named("a", 1, 50.0), 0, &r).unwrap()), [shared]);
         let third = allocate(&mut t, &named("b", 1, 50.0), 0, &r).unwrap();
         assert_eq!(on(&third), on(&second));
-        // And takes one that is not shared as a whole.
+        // Then it takes an exclusive GPU as a whole.
         t.remove(None, &third.id);
         t.set_rules(Rules { reserve: vec![half(2)], overcommit_percent: 100 });
         waits(allocate(&mut t, &named("b", 1, 10.0), 0, &r));
@@ -1704,7 +1730,7 @@ pub(crate) mod tests {
         assert_eq!(t.lenders(&part("c", &alone), &candidates), candidates[1..], "the other does not help");
         assert!(t.set_aside(&lender.id));
         let taker = allocate(&mut t, &part("c", &alone), 0, &r).unwrap();
-        // It could be on any GPU, but there is no other that it would have alone.
+        // It may move to any GPU, but could have no other one alone.
         t.held.get_mut(&lender.id).unwrap().lease.pinned = false;
         assert_eq!(t.take_back(&lender.id, true), place(1, 1));
         let candidates = [candidates[0].clone(), taker.id.clone()];
@@ -1712,7 +1738,7 @@ pub(crate) mod tests {
         assert!(t.set_aside(&taker.id));
         assert_eq!(t.take_back(&lender.id, true), Ok(false));
         assert_eq!(t.take_back(&taker.id, false), place(1, 1), "the same for it");
-        // Leases that shared a GPU before the configuration said otherwise stay, and come back one by one.
+        // Leases that shared a GPU before it became exclusive stay, and come back one by one.
         let late = allocate(&mut t, &part("d", &shared), 0, &r).unwrap();
         let mut gpus = t.gpus().to_vec();
         gpus[1].sharing = Sharing::Exclusive;
@@ -1821,7 +1847,8 @@ pub(crate) mod tests {
             }
         }
         assert!(t.waiting(Duration::ZERO).is_empty(), "who may not have it does not wait for it");
-        // Another client's leases are not counted, and a lease that may not be renewed for ever ends.
+        // Another client's leases do not count, and a lease that may not be renewed without end
+        // ends.
         let ttl = Bound::Time(Duration::from_secs(100));
         let lease = allocate(&mut t, &with("lease_ttl", ttl.clone(), request("b", 1, 10.0)), 0, &r).unwrap();
         let boot = Request { persistent: true, ..with("lease_ttl", ttl, request("b", 1, 10.0)) };
@@ -1897,7 +1924,7 @@ pub(crate) mod tests {
         assert_eq!(table.take_back(&b, false), place(2, 2), "a asked first, though there is room for b");
         assert_eq!(table.take_back(&a, false), place(1, 2), "and b is behind it");
         assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
-        // A restart of the server: they are still aside, and nobody waits.
+        // After a restart they are still lent, and none waits.
         let (mut again, lost) =
             Table::new(table.gpus().to_vec(), Rules::default(), table.save(), Duration::ZERO);
         assert!(lost.is_empty() && again.is_aside(&a));
@@ -1934,7 +1961,7 @@ pub(crate) mod tests {
         let (moved, _) = table.get(&a.id, Duration::ZERO).unwrap();
         assert_eq!((&moved.shares[0].gpu, moved.shares[0].limit_bytes), (&on(4), a.shares[0].limit_bytes));
         assert!(moved.fencing_token > takers[1].fencing_token);
-        // Its own before others, and none that was taken out.
+        // Its own GPU comes before others, and never a withdrawn one.
         assert!(table.set_aside(&a.id));
         assert_eq!(table.take_back(&a.id, true), Ok(false));
         assert!(table.set_aside(&a.id));
@@ -1943,7 +1970,7 @@ pub(crate) mod tests {
         table.remove(None, &takers[0].id);
         assert_eq!(table.take_back(&a.id, true), Ok(true));
         assert_eq!(table.get(&a.id, Duration::ZERO).unwrap().0.shares[0].gpu, on(0));
-        // Who lends so that it comes back: one of its kind, wherever that is.
+        // The lender may be on any GPU of the kind.
         table.withdraw(&on(4), None);
         let e = get(&mut table, "e", 4, false);
         let t4 = get(&mut table, "f", 1, false);

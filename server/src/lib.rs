@@ -1,19 +1,19 @@
-//! `gpuserver`: leases this host's GPUs to virtual machines and runs their programs' driver calls in workers.
+//! `gpuserver`: leases this host's GPUs to clients, and runs their driver calls in workers.
 //!
 //! * [`config`]: the configuration file.
-//! * [`lease`], [`registry`]: who holds which part of which GPU, and for how long, and who waits.
-//! * [`limits`]: what a client or a user may have.
+//! * [`lease`], [`registry`]: the leases, their shares of GPUs, and the queue.
+//! * [`limits`]: limits of clients and users.
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
-//! * [`supervise`]: worker processes: started warm, handed sockets, ended in time.
-//! * [`mps`]: NVIDIA's Multi-Process Service, one control daemon for what shares a fault.
+//! * [`supervise`]: worker processes: started warm, handed sockets, killed in time.
+//! * [`mps`]: NVIDIA's Multi-Process Service: one control daemon for each fault domain.
 //! * [`data`]: the acceptor that hands data connections to workers.
-//! * [`accounting`]: who used what for how long.
+//! * [`accounting`]: records of ended leases and programs.
 //! * [`gpu_lock`]: one server per GPU on a host.
-//! * [`health`]: what takes a GPU out of what is leased.
-//! * [`discovery`]: which GPUs the driver shows.
-//! * [`metrics`]: what Prometheus reads.
-//! * [`admin`], [`cli`]: administration over a local socket.
-//! * [`serve`]: all of it as one process.
+//! * [`health`]: faults that withdraw a GPU.
+//! * [`discovery`]: the GPUs that the driver reports.
+//! * [`metrics`]: figures for Prometheus.
+//! * [`admin`], [`cli`]: administration over a local socket or the network.
+//! * [`serve`]: the server process.
 #![deny(missing_docs)]
 
 pub mod accounting;

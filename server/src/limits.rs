@@ -1,8 +1,8 @@
-//! What a client or a user may have: limits in layers, and which of them apply.
+//! Limits of clients and users: their layers, and which of them apply.
 //!
-//! A limit is set for everybody, for a group, for a client, or for a user. For a client the one for everybody holds where no other
-//! does. A user's come on top: the user's name is the client's word, which may get it less and never more. Of those that hold the
-//! smallest wins.
+//! A limit is set for everybody, a group, a client or a user. A client without a limit of its own
+//! or of a group has the limit for everybody. A user's limits apply in addition: the client names
+//! the user, so that this name can only lower a limit. The smallest of all applicable limits wins.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -11,31 +11,31 @@ use std::time::Duration;
 use crate::idle::Timeouts;
 use crate::lease::Memory;
 
-/// A limit there can be.
+/// One kind of limit.
 #[derive(Debug, Clone, Copy)]
 pub struct Limit {
-    /// As it is written.
+    /// Key in the configuration.
     pub name: &'static str,
-    /// What its value looks like.
+    /// Form of the limit's value.
     pub kind: Kind,
-    /// For everybody, unless the configuration says otherwise.
+    /// Value for everybody unless configured.
     pub default: &'static str,
-    /// What is limited.
+    /// Explanation for people.
     pub help: &'static str,
 }
 
-/// What a limit's value looks like.
+/// Form of a limit's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A number; of things, or of requests.
+    /// A whole number, of things or of requests.
     Number,
-    /// A size.
+    /// A size in bytes.
     Size,
     /// A size or a percentage of a GPU's memory.
     Memory,
-    /// A duration; 0 is none.
+    /// A duration; 0: no limit.
     Time,
-    /// A list; empty allows all.
+    /// A list; empty: no limit.
     Names,
 }
 
@@ -43,7 +43,7 @@ const fn limit(name: &'static str, kind: Kind, default: &'static str, help: &'st
     Limit { name, kind, default, help }
 }
 
-/// Every limit.
+/// All limits.
 pub const LIMITS: &[Limit] = &[
     limit("gpus", Kind::Number, "1", "GPUs of all leases together"),
     limit("memory", Kind::Memory, "100%", "memory of each GPU of a lease"),
@@ -94,19 +94,19 @@ pub const LIMITS: &[Limit] = &[
     ),
 ];
 
-/// Limits of which a user cannot have one: a request does not say whose it is.
+/// Limits that a user cannot have, since a request does not name its user.
 pub const OF_CLIENTS: [&str; 1] = ["requests_per_s"];
 
-/// Limits of which each lease or program takes a part.
+/// Limits that each lease or program uses up in part.
 const COUNTED: [&str; 4] = ["gpus", "workers", "connections", "max_persistent"];
 
-/// Limits that are keys of their own for everybody, not of `[limits]`.
+/// Limits that are top-level keys for everybody, outside `[limits]`.
 pub const IDLE_TIMES: [&str; 4] = ["warn_after", "park_after", "release_after", "lend_after"];
 
-/// What a lease can ask to become of it while it is idle: `on_idle` of its client's configuration, and `hold`.
+/// Words that the limit `on_idle` can list: the values of a lease's key `on_idle`, and `hold`.
 pub const ON_IDLE: [&str; 4] = ["park", "release", "keep", "hold"];
 
-/// A limit's value.
+/// Value of a limit.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Bound {
     /// See [`Kind::Number`].
@@ -137,7 +137,7 @@ impl fmt::Display for Bound {
 }
 
 impl Bound {
-    /// Reads a value as a limit of that kind has it.
+    /// Parses the value of a limit of this kind.
     pub fn parse(kind: Kind, text: &str) -> Result<Self, String> {
         let text = text.trim();
         match kind {
@@ -159,7 +159,7 @@ impl Bound {
     }
 }
 
-/// `4000MiB`, `1GiB` or bytes.
+/// Parses a size such as `4000MiB`, `1GiB` or `17` (bytes).
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
@@ -181,7 +181,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into())
 }
 
-/// `50%` or a size.
+/// Parses a percentage such as `50%`, or a size.
 pub fn parse_memory(text: &str) -> Result<Memory, String> {
     match text.strip_suffix('%') {
         Some(percent) => match percent.trim().parse::<f64>() {
@@ -192,12 +192,12 @@ pub fn parse_memory(text: &str) -> Result<Memory, String> {
     }
 }
 
-/// For whom a limit is set.
+/// Clients and users for whom a limit is set.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Layer {
-    /// Every client that has no other.
+    /// Every client without a limit of its own.
     Default,
-    /// The clients and users of a group, each of them.
+    /// Each client and each user of a group.
     Group(String),
     /// One client.
     Client(String),
@@ -216,54 +216,54 @@ impl fmt::Display for Layer {
     }
 }
 
-/// One limit as it was set.
+/// A limit as it was set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
-    /// Its name.
+    /// Key in the configuration.
     pub name: &'static str,
-    /// For whom.
+    /// Clients and users for whom it is set.
     pub layer: Layer,
-    /// Its value.
+    /// Configured value.
     pub bound: Bound,
-    /// Where it is written.
+    /// File and line that set it.
     pub origin: String,
-    /// Whether it counts what a user has, not what a client has. Known once it is known for whom it holds.
+    /// Whether it counts what a user has rather than a client; known once it is applied.
     pub of_user: bool,
 }
 
-/// Who belongs to a group.
+/// Members of a group.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Group {
     /// Patterns of clients' names.
     pub clients: Vec<String>,
-    /// Users.
+    /// Names of users.
     pub users: Vec<String>,
 }
 
-/// Whether a user is the same one on every client.
+/// Whether a user name means the same user on every client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Scope {
     /// `alice` on two clients is two users.
     #[default]
     Client,
-    /// She is one.
+    /// `alice` is one user everywhere.
     Site,
 }
 
 /// All limits of a server.
 #[derive(Debug, Clone, Default)]
 pub struct Limits {
-    /// What was set; one entry for each name and layer.
+    /// Configured limits, one for each name and layer.
     pub entries: Vec<Entry>,
     /// Groups by name.
     pub groups: Vec<(String, Group)>,
-    /// `[users] scope`
+    /// Value of the key `scope` in `[users]`.
     pub scope: Scope,
-    /// What holds for whom nothing else does: most clients, at each of their calls.
+    /// Limits of a client for which no other layer applies: the usual case, computed once.
     pub(crate) everybody: OnceLock<Arc<[Entry]>>,
 }
 
-/// Whether `name` fits a pattern in which `*` stands for anything.
+/// Returns `true` if `name` fits a pattern in which `*` stands for any text.
 pub fn fits(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
@@ -279,11 +279,11 @@ impl Limits {
         self.groups.iter().find(|(n, _)| n == name).map(|(_, group)| group)
     }
 
-    /// Limits of users that change nothing: a user has no more than everybody, unless a client has.
+    /// Describes limits of users that have no effect, because no client may have more.
     pub fn without_effect(&self) -> Vec<String> {
         let size = |bound: &Bound| match bound {
             Bound::Number(n) | Bound::Size(n) => Some(*n),
-            // Zero is never.
+            // Zero is never, so it counts as the longest time.
             Bound::Time(t) => Some(u64::try_from(t.as_micros()).unwrap_or(u64::MAX).wrapping_sub(1)),
             _ => None,
         };
@@ -293,7 +293,7 @@ impl Limits {
             Layer::Group(name) => self.group(name).is_some_and(|g| g.clients.is_empty()),
             _ => false,
         };
-        // There a user's are counted over all clients.
+        // With that scope a user's limits count over all clients.
         let counted = |name| self.scope == Scope::Site && COUNTED.contains(&name);
         let more = |entry: &&Entry| {
             if counted(entry.name) {
@@ -312,10 +312,10 @@ impl Limits {
         self.entries.iter().filter(of_users).filter(more).map(say).collect()
     }
 
-    /// The limits that hold for a client on behalf of a user (empty: the client's own).
+    /// Returns the limits that apply to a client on behalf of a user (empty: the client's own).
     pub fn of(&self, client: &str, user: &str) -> Effective {
         let is_user = |name: &String| name == user && !user.is_empty();
-        // A group's limits hold for each of its members: for a client that is one, and for a user who is one.
+        // A group's limit applies to each of its clients, and to each of its users.
         let holds = |layer: &Layer, of_user: bool| match (layer, of_user) {
             (Layer::Client(name), false) => name == client,
             (Layer::User(name), true) => is_user(name),
@@ -347,7 +347,7 @@ impl Limits {
                 out.push(set.cloned().unwrap_or_else(|| Entry {
                     name: limit.name,
                     layer: Layer::Default,
-                    // Checked by a test.
+                    // A test parses all defaults.
                     bound: Bound::parse(limit.kind, limit.default).unwrap_or(Bound::Number(0)),
                     origin: "default".into(),
                     of_user: false,
@@ -361,26 +361,26 @@ impl Limits {
     }
 }
 
-/// The limits that hold for somebody.
+/// The limits that apply to a client, and perhaps a user.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Effective {
     entries: Arc<[Entry]>,
-    /// How users are counted.
+    /// Scope of user names.
     pub scope: Scope,
 }
 
-/// A limit that refuses a request.
+/// A refusal by a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct Exceeded {
-    /// The limit.
+    /// Key of the limit.
     pub name: &'static str,
-    /// For people: its value, for whom and where it is set, what is too much, and what to do.
+    /// Text for people: the value, its layer and origin, the excess, and the remedy.
     pub text: String,
 }
 
 impl Entry {
-    /// Refuses: `why` says what is too much, `remedy` what to do.
+    /// Creates a refusal: `why` describes the excess, `remedy` the way out.
     pub fn exceeded(&self, why: impl Into<String>, remedy: &str) -> Exceeded {
         let Self { name, bound, layer, origin, .. } = self;
         let why = why.into();
@@ -389,17 +389,17 @@ impl Entry {
 }
 
 impl Effective {
-    /// All that set a limit.
+    /// Lists the entries of one limit.
     pub fn entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Entry> {
         self.entries.iter().filter(move |e| e.name == name)
     }
 
-    /// Every entry.
+    /// Lists all entries.
     pub fn all(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// The entry of the smallest number, size or time; a time of 0 is none.
+    /// Returns the entry with the smallest number, size or time (in µs); a time of 0 is no limit.
     pub fn smallest(&self, name: &str) -> Option<(&Entry, u64)> {
         self.entries
             .iter()
@@ -412,7 +412,7 @@ impl Effective {
             .min_by_key(|(_, n)| *n)
     }
 
-    /// When measures against idle leases are taken.
+    /// Returns the times after which an idle lease is warned, parked, released or lent.
     pub fn idle(&self) -> Timeouts {
         let after =
             |name| self.smallest(name).map_or(Duration::ZERO, |(_, usec)| Duration::from_micros(usec));
@@ -424,7 +424,7 @@ impl Effective {
         }
     }
 
-    /// The first list that has nothing that `fits`.
+    /// Returns the first non-empty list of this name without an entry that `fits`.
     pub fn not_listed(&self, name: &str, mut fits: impl FnMut(&str) -> bool) -> Option<&Entry> {
         self.entries.iter().filter(|e| e.name == name).find(|e| match &e.bound {
             Bound::Names(names) => !names.is_empty() && !names.iter().any(|n| fits(n)),
@@ -433,12 +433,12 @@ impl Effective {
     }
 }
 
-/// Requests of each client in the last second: a bucket that fills evenly.
+/// Rate of each client's requests: a bucket that fills evenly, up to one second's worth.
 #[derive(Debug, Default)]
 pub struct Rates(std::collections::HashMap<String, (Duration, f64)>);
 
 impl Rates {
-    /// Whether a client may make a request now.
+    /// Counts a request; returns `true` if the client may make it now.
     pub fn allow(&mut self, client: &str, per_second: u64, now: Duration) -> bool {
         let full = per_second as f64;
         let (at, left) = self.0.entry(client.into()).or_insert((now, full));

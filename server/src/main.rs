@@ -14,9 +14,11 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// Exit codes, as in the manual: configuration or usage, forced quit, internal error. After a fatal signal it ends by that.
+/// Exit code for a bad configuration or usage; all three codes are in the manual.
 const CONFIGURATION: u8 = 1;
+/// Exit code after a forced quit.
 const FORCED: u8 = 2;
+/// Exit code for an internal error. A fatal signal ends the process as that signal.
 const INTERNAL: u8 = 3;
 
 fn main() -> ExitCode {
@@ -34,11 +36,13 @@ fn main() -> ExitCode {
     result.unwrap_or_else(|e| fail(&cli, &e))
 }
 
-/// Each connection of a client has buffers of 8 and 16 KiB, of which most is never written: mapped by themselves they take no memory
-/// there, and leave no holes among other things.
+/// Makes the allocator map each buffer of 8 KiB or more by itself.
+///
+/// Each connection of a client has buffers of 8 and 16 KiB, most of which is never written. Mapped
+/// by themselves, they take no memory for these pages and leave no holes in the heap.
 #[cfg(target_env = "gnu")]
 fn map_buffers() {
-    // SAFETY: sets a number of the allocator's, and no other thread is there yet.
+    // SAFETY: mallopt sets a number of the allocator, and no other thread runs yet.
     unsafe { nix::libc::mallopt(nix::libc::M_MMAP_THRESHOLD, 8 << 10) };
 }
 
@@ -50,7 +54,7 @@ fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     let config = cli::load_config(cli)?;
     log();
     gpusession_fatal::install("gpuserver");
-    // A panic ends the connection or worker whose task it is; the server ends only if it cannot go on without the task.
+    // A panic ends the task of one connection or worker. The server ends only if it needs the task.
     std::panic::set_hook(Box::new(|info| tracing::error!("internal error: {info}")));
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("gpuserver").build()?;
@@ -62,7 +66,7 @@ fn run_server(cli: &Cli) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Whether standard error is the journal's.
+/// Returns `true` if standard error is a stream of the journal.
 fn stderr_is_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(meta) = std::fs::metadata("/proc/self/fd/2") else { return false };
@@ -81,7 +85,7 @@ fn log() {
     }
     let ansi = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
         && std::io::IsTerminal::is_terminal(&std::io::stderr());
-    // Texts say everything; fields are for the journal.
+    // The text of a message contains all its fields, which are for the journal.
     let fields =
         fmt::format::debug_fn(
             |writer, field, value| {

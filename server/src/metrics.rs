@@ -1,4 +1,6 @@
-//! What Prometheus reads: `GET /metrics` on `metrics_listen`, in its text format, without any client's user or process.
+//! Figures for Prometheus: `GET /metrics` on `metrics_listen`, in its text format.
+//!
+//! The figures name servers, GPUs and clients, but no user or program of a client.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -21,47 +23,51 @@ use tracing::{debug, warn};
 
 use crate::pool::service::Pool;
 
-/// Connections at a time, and how long one may last.
+/// Most connections at a time; the listener's queue holds further ones.
 const MAX_CONNECTIONS: usize = 16;
+/// Longest time of a connection.
 const LIMIT: Duration = Duration::from_secs(30);
+/// Longest time that a request's header may take.
 const HEADER_LIMIT: Duration = Duration::from_secs(5);
 
-/// A metric: its name, type and what it is.
+/// A metric: name, type and help text.
 struct Metric(&'static str, &'static str, &'static str);
 
-const SERVER: Metric = Metric("gpusession_server_info", "gauge", "The server's version and its driver's");
+const SERVER: Metric = Metric("gpusession_server_info", "gauge", "Versions of the server and its driver");
 const DRAINING: Metric = Metric("gpusession_server_draining", "gauge", "1 while no new leases are made");
-const GPU_STATE: Metric = Metric("gpusession_gpu_state", "gauge", "1 for the state that the GPU is in");
+const GPU_STATE: Metric = Metric("gpusession_gpu_state", "gauge", "1 for the present state of the GPU");
 const GPU_MEMORY: Metric = Metric("gpusession_gpu_memory_bytes", "gauge", "Device memory of the card");
 const GPU_LEASED: Metric = Metric("gpusession_gpu_leased_bytes", "gauge", "Device memory promised to leases");
-const GPU_USED: Metric = Metric("gpusession_gpu_used_bytes", "gauge", "Device memory in use, by NVML");
+const GPU_USED: Metric =
+    Metric("gpusession_gpu_used_bytes", "gauge", "Device memory in use, as NVML reports");
 const GPU_BUSY: Metric = Metric(
     "gpusession_gpu_utilization_ratio",
     "gauge",
-    "Part of the last moment with a kernel running, by NVML",
+    "Part of the last sample period with a kernel running, as NVML reports",
 );
-const GPU_HEAT: Metric = Metric("gpusession_gpu_temperature_celsius", "gauge", "Of the card, by NVML");
-const GPU_POWER: Metric = Metric("gpusession_gpu_power_watts", "gauge", "Of the card, by NVML");
+const GPU_HEAT: Metric =
+    Metric("gpusession_gpu_temperature_celsius", "gauge", "Temperature of the card, as NVML reports");
+const GPU_POWER: Metric = Metric("gpusession_gpu_power_watts", "gauge", "Power of the card, as NVML reports");
 const LEASES: Metric = Metric("gpusession_leases", "gauge", "Leases by client and state");
-const WAITING: Metric = Metric("gpusession_waiting_requests", "gauge", "Requests that wait for GPUs");
-const PROGRAMS: Metric = Metric("gpusession_programs", "gauge", "Programs that run, by client");
+const WAITING: Metric = Metric("gpusession_waiting_requests", "gauge", "Requests in the queue for GPUs");
+const PROGRAMS: Metric = Metric("gpusession_programs", "gauge", "Running programs by client");
 const WORKERS: Metric = Metric("gpusession_workers", "gauge", "Worker processes by state");
-const PARKED: Metric = Metric("gpusession_parked_bytes", "gauge", "Host memory that parked programs take");
+const PARKED: Metric =
+    Metric("gpusession_parked_bytes", "gauge", "Host memory that holds parked device memory");
 const ENDED_LEASES: Metric =
-    Metric("gpusession_leases_ended_total", "counter", "Leases that have ended since the server started");
+    Metric("gpusession_leases_ended_total", "counter", "Leases ended since the server started");
 const ENDED_PROGRAMS: Metric =
-    Metric("gpusession_programs_ended_total", "counter", "Programs that have ended since the server started");
-const BUSY: Metric = Metric(
-    "gpusession_programs_gpu_busy_seconds_total",
-    "counter",
-    "Time of GPU work of programs that have ended",
-);
+    Metric("gpusession_programs_ended_total", "counter", "Programs ended since the server started");
+const BUSY: Metric =
+    Metric("gpusession_programs_gpu_busy_seconds_total", "counter", "Time of GPU work of ended programs");
 
 #[derive(Default)]
 struct Text(String);
 
 impl Text {
-    /// A metric's samples: labels beside the server's, and the value. Nothing where there is none.
+    /// Adds a metric with its samples: further labels than the server's, and the value.
+    ///
+    /// Adds nothing if there is no sample.
     fn add<'a>(
         &mut self,
         server: &str,
@@ -86,7 +92,7 @@ fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// All metrics.
+/// Formats all metrics.
 async fn text(pool: &Pool) -> String {
     let mut out = Text::default();
     let facts = pool.facts();
@@ -153,8 +159,8 @@ async fn text(pool: &Pool) -> String {
 async fn answer(request: Request<Incoming>, pool: &Pool) -> Result<Response<String>, Infallible> {
     let (status, body) = match (request.method(), request.uri().path()) {
         (&Method::GET, "/metrics") => (StatusCode::OK, text(pool).await),
-        (&Method::GET, _) => (StatusCode::NOT_FOUND, "there is only /metrics\n".into()),
-        _ => (StatusCode::METHOD_NOT_ALLOWED, "there is only GET\n".into()),
+        (&Method::GET, _) => (StatusCode::NOT_FOUND, "not found: only /metrics exists\n".into()),
+        _ => (StatusCode::METHOD_NOT_ALLOWED, "method not allowed: only GET is\n".into()),
     };
     let mut response = Response::new(body);
     *response.status_mut() = status;
@@ -163,12 +169,12 @@ async fn answer(request: Request<Incoming>, pool: &Pool) -> Result<Response<Stri
     Ok(response)
 }
 
-/// Listens for Prometheus.
+/// Binds the listener.
 pub async fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
     TcpListener::bind(address).await
 }
 
-/// Serves until it is cancelled.
+/// Serves requests until the task is cancelled.
 pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
     let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
@@ -176,7 +182,7 @@ pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
         let socket = match listener.accept().await {
             Ok((socket, _)) => socket,
             Err(e) => {
-                warn!("metrics: accept: {e}");
+                warn!("metrics: accept failed: {e}; retrying in 100 ms");
                 sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -196,7 +202,7 @@ pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
                     }),
                 );
             if let Ok(Err(e)) = timeout(LIMIT, serves).await {
-                debug!("metrics: {e}");
+                debug!("metrics: connection closed: {e}");
             }
         });
     }
@@ -214,7 +220,7 @@ mod tests {
         out.add("s1", WORKERS, []);
         assert_eq!(
             out.0,
-            "# HELP gpusession_programs Programs that run, by client.\n# TYPE gpusession_programs gauge\n\
+            "# HELP gpusession_programs Running programs by client.\n# TYPE gpusession_programs gauge\n\
              gpusession_programs{server=\"s1\",client=\"a\\\"b\\\\c\\nd\"} 2\n\
              gpusession_programs{server=\"s1\",client=\"x\"} 0.5\n"
         );

@@ -1,7 +1,9 @@
-//! What the cards say of themselves: memory in use, processes, temperatures, faults, and answers to NVML questions. A child process
-//! (`gpuserver-worker --monitor`) asks the driver's NVML; it is started again when it ends.
+//! Readings of the GPUs: memory in use, processes, temperatures, faults, and answers to NVML
+//! queries.
 //!
-//! [`Monitor::readings`] is for the server's own decisions, [`Monitor::ask`] for clients' questions.
+//! A child process (`gpuserver-worker --monitor`) queries the driver's NVML. It is restarted when
+//! it exits. [`Monitor::readings`] serves the server's own decisions, [`Monitor::ask`] clients'
+//! queries.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,34 +22,34 @@ use tracing::{info, warn};
 
 use crate::supervise::spawn::clean_environment;
 
-/// How often the server's own readings are taken.
+/// Interval of the server's own readings.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// NVML that does not answer for so long hangs; the monitor is started again.
+/// Time after which NVML counts as hung, so that the monitor is restarted.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Until NVML is there: drivers without persistence take tens of seconds.
+/// Time until NVML must be ready: drivers without persistence take tens of seconds.
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// Pause before a monitor is started again, at first and at most.
+/// First and longest pause before the monitor is restarted.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// Faults that are remembered.
+/// Faults that are kept, of all GPUs together.
 const MAX_FAULTS: usize = 64;
 
-/// What NVML said last of all GPUs of the host.
+/// Latest readings of all GPUs of the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Readings {
-    /// When.
+    /// Time at which the answer arrived.
     pub at: Instant,
-    /// In no particular order; GPUs that this server does not serve are among them.
+    /// GPUs in no particular order, including ones that this server does not serve.
     pub gpus: Vec<GpuReading>,
 }
 
 impl Readings {
-    /// Of one GPU.
+    /// Returns the reading of one GPU.
     pub fn gpu(&self, uuid: &[u8; 16]) -> Option<&GpuReading> {
         self.gpus.iter().find(|g| g.uuid == *uuid)
     }
 
-    /// Device memory of processes: process id, GPU, bytes; those of which NVML says how much.
+    /// Lists the device memory of processes (process id, GPU, bytes), as far as NVML knows it.
     pub fn memory_of_processes(&self) -> Vec<(u32, [u8; 16], u64)> {
         let of = |g: &GpuReading| {
             let uuid = g.uuid;
@@ -57,21 +59,21 @@ impl Readings {
     }
 }
 
-/// A fault, and whose.
+/// A fault of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuFault {
-    /// UUID.
+    /// UUID of the GPU.
     pub gpu: [u8; 16],
-    /// What happened.
+    /// Fault as the monitor reports it.
     pub fault: Fault,
 }
 
 /// Versions of the driver and its NVML.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Versions {
-    /// As in 580.159.04.
+    /// Version such as 580.159.04.
     pub driver: String,
-    /// As in 13.580.159.04.
+    /// Version such as 13.580.159.04.
     pub nvml: String,
 }
 
@@ -92,7 +94,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Starts the monitor; needs a runtime. It ends when the last handle is gone.
+    /// Starts the monitor; needs a runtime. The monitor exits when the last handle is dropped.
     pub fn start(worker: PathBuf, driver: PathBuf) -> Self {
         let shared = Arc::new(Shared {
             readings: watch::channel(None).0,
@@ -105,41 +107,41 @@ impl Monitor {
         Self { shared, questions }
     }
 
-    /// The latest readings, taken about every second; `None`: NVML does not answer (now).
+    /// Subscribes to readings, taken about every second; `None`: NVML does not answer at present.
     pub fn readings(&self) -> watch::Receiver<Option<Arc<Readings>>> {
         self.shared.readings.subscribe()
     }
 
-    /// Faults from now on.
+    /// Subscribes to faults from now on.
     pub fn events(&self) -> broadcast::Receiver<GpuFault> {
         self.shared.events.subscribe()
     }
 
-    /// The latest faults of a GPU.
+    /// Lists the latest faults of a GPU.
     pub fn faults(&self, gpu: &[u8; 16]) -> Vec<Fault> {
         let faults = self.shared.faults.lock().unwrap_or_else(PoisonError::into_inner);
         faults.iter().filter(|f| f.gpu == *gpu).map(|f| f.fault).collect()
     }
 
-    /// Versions; `None`: NVML is not there (now).
+    /// Returns the versions; `None`: NVML is not available at present.
     pub fn versions(&self) -> Option<Versions> {
         self.shared.versions.borrow().clone()
     }
 
-    /// Answers of NVML, at most 100 ms old; `None`: it does not answer.
+    /// Queries NVML; answers are at most 100 ms old. `None`: NVML does not answer.
     pub async fn ask(&self, queries: Vec<Query>) -> Option<Vec<Answer>> {
         if queries.is_empty() {
             return Some(Vec::new());
         }
         let (reply, answers) = oneshot::channel();
-        // Nobody waits for a monitor that has yet to start.
+        // Does not wait for a monitor that is not ready.
         self.versions()?;
         self.questions.try_send((queries, reply)).ok()?;
         answers.await.ok()
     }
 }
 
-/// Starts the monitor, and again when it ends.
+/// Runs the monitor, and restarts it when it exits.
 async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut asked: mpsc::Receiver<Asked>) {
     let mut pause = PAUSE_MIN;
     let mut told = String::new();
@@ -151,10 +153,10 @@ async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut as
         };
         shared.versions.send_replace(None);
         shared.readings.send_replace(None);
-        // What was asked meanwhile is told that there is nobody.
+        // Drops queued queries, so that each fails at once: the monitor has exited.
         while asked.try_recv().is_ok() {}
         if why != told {
-            warn!("readings of the GPUs are not available: {why}");
+            warn!("GPU monitor: no readings: {why}; retrying");
             told = why;
         }
         if begun.elapsed() > PAUSE_MAX {
@@ -168,7 +170,7 @@ async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut as
     }
 }
 
-/// One monitor process, from start to end. `Ok` where nobody wants one any more.
+/// Runs one monitor process. Returns `Ok` when the last handle is dropped.
 async fn serve(
     worker: &Path,
     driver: &Path,
@@ -189,7 +191,11 @@ async fn serve(
                 shared.versions.send_replace(Some(Versions { driver: driver_version, nvml: nvml_version }));
             }
             FromMonitor::Failed(reason) => return Err(io::Error::other(reason)),
-            _ => return Err(io::Error::other("the monitor speaks another protocol")),
+            _ => {
+                return Err(io::Error::other(
+                    "the monitor speaks another protocol; install gpuserver-worker of the server's version",
+                ));
+            }
         }
         let mut next = Instant::now();
         loop {
@@ -216,8 +222,8 @@ async fn serve(
         ended = talking => ended,
         ended = &mut receiving => match ended {
             Ok(()) => Err(io::Error::other(match timeout(ANSWER_LIMIT, child.wait()).await {
-                Ok(Ok(status)) => format!("the monitor ended: {status}"),
-                _ => "the monitor ended".into(),
+                Ok(Ok(status)) => format!("the monitor exited: {status}"),
+                _ => "the monitor exited".into(),
             })),
             Err(e) => Err(e),
         },
@@ -231,7 +237,7 @@ fn start(worker: &Path, driver: &Path) -> io::Result<Child> {
         .env_clear()
         .envs(clean_environment(driver))
         .current_dir("/")
-        // It ends when this end of its standard input does, whatever ends this process.
+        // It exits at EOF on its standard input, however this process exits.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .process_group(0)
@@ -243,7 +249,7 @@ fn start(worker: &Path, driver: &Path) -> io::Result<Child> {
 async fn answer(answers: &mut mpsc::Receiver<FromMonitor>, limit: Duration) -> io::Result<FromMonitor> {
     match timeout(limit, answers.recv()).await {
         Ok(Some(message)) => Ok(message),
-        // The other branch of the select knows more.
+        // The other branch of the select has the cause.
         Ok(None) => std::future::pending().await,
         Err(_) => Err(io::Error::other(format!("NVML does not answer within {} s", limit.as_secs()))),
     }
@@ -253,7 +259,7 @@ async fn send<T: Serialize>(to: &mut ChildStdin, message: &T) -> io::Result<()> 
     to.write_all(&message::encode(message)).await
 }
 
-/// Sorts answers from faults until the monitor's output ends.
+/// Reads the monitor's output until it ends; separates answers from faults.
 async fn receive(
     mut from: ChildStdout,
     shared: &Shared,
@@ -282,7 +288,7 @@ async fn receive(
                 let which: Vec<_> = gpus.iter().map(uuid_text).collect();
                 let which = if which.is_empty() { "any GPU".into() } else { which.join(", ") };
                 warn!(
-                    "NVML reports no faults (Xid) of {which}; its count of uncorrected ECC errors is watched"
+                    "GPU monitor: NVML reports no faults (Xid) of {which}; watching the count of uncorrected ECC errors only"
                 );
             }
             message => {

@@ -1,4 +1,4 @@
-//! The server process: everything put together, from start to stop.
+//! The server process, from start to stop.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -34,48 +34,52 @@ use crate::supervise::keep::Store;
 use crate::supervise::{Options, Supervisor, spawn};
 use crate::{admin, data, gpu_lock, health, metrics, store};
 
-/// TLS handshakes in progress, and the time that each may take; after a moment only while nobody waits for its place.
+/// Most TLS handshakes at a time.
 const MAX_HANDSHAKES: usize = 1024;
+/// Longest time of a handshake.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+/// Time for which a full table's slots are safe from new connections.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Connections of clients, and of peers without a certificate, at a time.
+/// Most connections with a certificate at a time.
 const MAX_CLIENTS: usize = 16384;
+/// Most connections without a certificate at a time.
 const MAX_STRANGERS: usize = 64;
-/// How long a worker waits for a lost client.
+/// Time that a worker waits for a lost client.
 const RESUME_GRACE: Duration = Duration::from_secs(60);
-/// How long a server that hands over waits for device memory that is on its way.
+/// Time that a handover waits for device memory in transit.
 const MOVING_LIMIT: Duration = Duration::from_secs(15);
-/// The listening sockets' names in the descriptor store.
+/// Name of the control port's socket in the descriptor store.
 const CONTROL: &str = "control";
+/// Name of the data port's socket in the descriptor store.
 const DATA: &str = "data";
-/// Longest request on the control port.
+/// Longest request on the control port, in bytes.
 const MAX_MESSAGE: usize = 64 << 10;
 
-/// How the server ended.
+/// The way in which the server ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// It was asked to.
+    /// A signal or an administrator stopped it.
     Stopped,
-    /// It was told to, at once (SIGQUIT).
+    /// SIGQUIT or an administrator stopped it without waiting for programs.
     Forced,
-    /// Another server follows (SIGUSR2) and takes up what is in the descriptor store.
+    /// Another server follows (SIGUSR2) and takes over the descriptor store's contents.
     HandedOver,
 }
 
-/// Runs the server until it is told to stop.
+/// Runs the server until a signal or an administrator stops it.
 pub async fn serve(config: Config) -> anyhow::Result<End> {
-    // First: what an earlier server left has descriptors from 3 on.
+    // Before anything opens a descriptor: those of an earlier server start at number 3.
     let store = Store::of_this_unit();
     let mut left = store.left();
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let random: Arc<dyn Random> = Arc::new(SystemRandom);
     let mut stop = Stop::listen(store.exists())?;
-    info!("gpuserver {} starts as {}", env!("CARGO_PKG_VERSION"), config.name);
+    info!("gpuserver {}: starting as {}", env!("CARGO_PKG_VERSION"), config.name);
     for (key, value, origin) in &config.report {
         info!("{key} = {value} ({origin})");
     }
     for warning in &config.warnings {
-        warn!("{warning}");
+        warn!("configuration: {warning}");
     }
     notify(&[sd_notify::NotifyState::Status("looking for GPUs")]);
     raise_descriptor_limit();
@@ -90,13 +94,13 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let worker = spawn::worker_program();
     if !spawn::stack_can_be_unlimited() {
         warn!(
-            "the limit of the stack size cannot be lifted for workers: some programs will find device addresses in \
-             conflict with their own; set LimitSTACK=infinity"
+            "stack limit: cannot be lifted for workers: device addresses will conflict with those of some programs; \
+             set LimitSTACK=infinity"
         );
     }
     let as_config = |e: DiscoveryError| e.placed(&config);
     let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
-    info!("driver {}, workers are {}", driver.display(), worker.display());
+    info!("driver {}, worker program {}", driver.display(), worker.display());
     let probe = tokio::select! {
         probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
         end = stop.wait() => return Ok(end),
@@ -114,7 +118,13 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         probe.cuda_version % 1000 / 10
     );
     for gpu in &gpus {
-        info!("serves {} {}, {} MiB, {}", gpu.uuid, gpu.name, gpu.memory_bytes >> 20, gpu.sharing.as_str());
+        info!(
+            "GPU {}: serving {}, {} MiB, {}",
+            gpu.uuid,
+            gpu.name,
+            gpu.memory_bytes >> 20,
+            gpu.sharing.as_str()
+        );
     }
 
     let _gpus_are_ours = match &config.lock_dir {
@@ -186,11 +196,9 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
     if let Some(why) = pool.registry().draining().await {
-        warn!(
-            "no new leases are made, as before the restart: {why}; `gpuserver drain --end` makes them again"
-        );
+        warn!("draining, as before the restart: {why}; `gpuserver drain --end` allows new leases again");
     }
-    pool.ended(&lost, "a GPU of it is not served, or not as before, since the restart");
+    pool.ended(&lost, "since the restart, one of its GPUs is not served, or is shared in another way");
     health::check_compute_modes(&pool).await;
     pool.resume().await;
 
@@ -199,7 +207,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         Arc::new(move |ip| config.may_be_clear(ip))
     };
     let (closing, closed) = watch::channel(false);
-    // None of them ends by itself, but the data port's when it is closed.
+    // None of these tasks ends by itself, except the data port's after `closing`.
     let mut tasks = JoinSet::new();
     tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear, closed.clone()));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
@@ -223,7 +231,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let end = tokio::select! {
         end = stop.wait_and(&pool) => Ok(end),
         Some(task) = tasks.join_next() => {
-            Err(anyhow!("a part of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
+            Err(anyhow!("a task of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
         }
     };
     notify(&[sd_notify::NotifyState::Stopping]);
@@ -231,11 +239,11 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         Ok(end @ (End::Stopped | End::HandedOver)) => Ok(drain(&pool, &mut stop, end).await),
         end => end,
     };
-    // After an error the unit is started again.
+    // After an error systemd starts the unit again, so that the server hands over, too.
     if matches!(end, Ok(End::HandedOver)) || end.is_err() && store.exists() {
-        notify(&[sd_notify::NotifyState::Status("leaving programs to the next server")]);
+        notify(&[sd_notify::NotifyState::Status("handing programs over to the next server")]);
         pool.settled(MOVING_LIMIT).await;
-        // Who connects from now on waits for the next server.
+        // The kernel queues later connections for the next server.
         control_task.abort();
         let _ = closing.send(true);
         let _ = timeout(Duration::from_secs(1), tasks.join_next()).await;
@@ -243,10 +251,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         let programs = supervisor.programs(true).len() - supervisor.programs(false).len();
         supervisor.hand_over().await;
         let _ = std::fs::remove_file(&admin_path);
-        info!("stopped; {programs} programs go on, the next server takes them up");
+        info!("stopped; {programs} programs continue, and the next server takes them over");
         return end;
     }
-    notify(&[sd_notify::NotifyState::Status("ending workers")]);
+    notify(&[sd_notify::NotifyState::Status("stopping workers")]);
     let _ = closing.send(true);
     for program in supervisor.programs(true) {
         warn!("stopping: {program} loses its GPUs");
@@ -257,7 +265,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         () = async {}, if matches!(end, Ok(End::Forced)) => true,
         () = supervisor.close("the server stops") => false,
         () = stop.forced() => {
-            warn!("forced to quit");
+            warn!("stopping: forced to quit; killing all workers");
             true
         }
     };
@@ -271,8 +279,10 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     if forced { Ok(End::Forced) } else { end }
 }
 
-/// Waits for programs that run, or that end with this server though another follows, as long as the configuration says; tells
-/// what it waits for. A server that stops makes no new leases.
+/// Waits for running programs for at most `drain_timeout`, and reports them.
+///
+/// Before a handover it waits only for programs that the next server cannot take over. A server
+/// that stops also refuses new leases and warns the clients.
 async fn drain(pool: &Pool, stop: &mut Stop, ends: End) -> End {
     let limit = pool.config().drain_timeout;
     let all = ends == End::Stopped;
@@ -291,15 +301,15 @@ async fn drain(pool: &Pool, stop: &mut Stop, ends: End) -> End {
             pool.warn_all(left, "the GPU server stops").await;
         }
         if programs != told {
-            let waits = format!("waits up to {} s for {}", left.as_secs(), programs.join(", "));
-            info!("stopping: {waits}; `gpuserver stop --force` or SIGQUIT ends them at once");
+            let waits = format!("waiting up to {} s for {}", left.as_secs(), programs.join(", "));
+            info!("stopping: {waits}; `gpuserver stop --force` or SIGQUIT kills them at once");
             notify(&[sd_notify::NotifyState::Status(&waits)]);
             told = programs;
         }
         tokio::select! {
             () = tokio::time::sleep(left.min(Duration::from_millis(200))) => {}
             () = stop.forced() => {
-                warn!("forced to quit");
+                warn!("stopping: forced to quit; killing all workers");
                 return End::Forced;
             }
         }
@@ -317,11 +327,11 @@ fn in_use(config: &Config, key: &'static str, address: SocketAddr, e: std::io::E
 
 fn notify(states: &[sd_notify::NotifyState<'_>]) {
     if let Err(e) = sd_notify::notify(states) {
-        warn!("the service manager cannot be told: {e}");
+        warn!("systemd: notification failed: {e}");
     }
 }
 
-/// What `systemctl status` shows.
+/// Returns the status line for `systemctl status`.
 async fn status(pool: &Pool) -> String {
     let gpus = pool.registry().gpus().await;
     let leased = gpus.iter().filter(|g| !g.leases.is_empty()).count();
@@ -330,14 +340,14 @@ async fn status(pool: &Pool) -> String {
     format!("{leased} of {} GPUs leased ({leases} leases), {programs} programs", gpus.len())
 }
 
-/// One descriptor for each connection, worker and file.
+/// Raises the limit of open files: each connection, worker and file needs a descriptor.
 fn raise_descriptor_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
         && let Err(e) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
     {
-        warn!("the limit of open files stays {soft}: {e}");
+        warn!("open files: the limit stays {soft}: {e}; set LimitNOFILE to at least {hard}");
     }
 }
 
@@ -360,7 +370,7 @@ async fn housekeeping(pool: Arc<Pool>) {
     }
 }
 
-/// Files are looked at beside everything else.
+/// Trims the cache at intervals, on a blocking thread.
 async fn keep_small(cache: Cache) {
     loop {
         let cache = cache.clone();
@@ -376,12 +386,12 @@ async fn serve_control(
     mut closed: watch::Receiver<bool>,
 ) {
     let (accepted, connections) = mpsc::channel(64);
-    // Ends with this.
+    // Dropping the set ends the task together with this function.
     let mut accepting = JoinSet::new();
     accepting.spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
     let service = Service(pool);
     let served = tonic::transport::Server::builder()
-        // As long as a client's connection is there, its watch is: this finds out that it is not.
+        // A client counts as watching while its connection exists; keepalive detects a lost one.
         .http2_keepalive_interval(Some(Duration::from_secs(3)))
         .http2_keepalive_timeout(Some(Duration::from_secs(7)))
         .max_concurrent_streams(Some(256))
@@ -394,7 +404,7 @@ async fn serve_control(
         })
         .await;
     if let Err(e) = served {
-        error!("control port: {e}");
+        error!("control port: serving failed: {e}; clients cannot reach this server");
     }
 }
 
@@ -412,16 +422,16 @@ async fn accept_control(
             Ok(new) => new,
             Err(e) => {
                 if let Some(more) = quiet.may() {
-                    warn!("control port: accept: {e}{more}");
+                    warn!("control port: accept failed: {e}; retrying in 100 ms{more}");
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
         };
-        // Who comes meanwhile waits in the kernel's queue.
+        // Until a slot is free, further connections wait in the kernel's queue.
         let Some(mut handshake) = handshakes.enter(peer.ip()).await else {
             if let Some(more) = quiet.may() {
-                warn!("control port: too many unfinished connections from {}{more}", peer.ip());
+                warn!("control port: connection from {peer} refused: too many unfinished ones{more}");
             }
             continue;
         };
@@ -431,7 +441,7 @@ async fn accept_control(
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
                 shaken = timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)) => shaken,
-                () = &mut handshake => Ok(Err(std::io::Error::other("others waited for its place"))),
+                () = &mut handshake => Ok(Err(std::io::Error::other("another connection needed its slot"))),
             };
             let why = match shaken {
                 Ok(Ok(stream)) => {
@@ -446,29 +456,29 @@ async fn accept_control(
                             let _ = accepted.send(Ok(Guarded::new(stream, place))).await;
                             return;
                         }
-                        None => "there are too many connections".into(),
+                        None => "too many connections".into(),
                     }
                 }
                 Ok(Err(e)) => e.to_string(),
-                Err(_) => "the handshake took too long".into(),
+                Err(_) => "the TLS handshake took more than 10 s".into(),
             };
             if let Some(more) = quiet.may() {
-                warn!("control connection from {peer} refused: {why}{more}");
+                warn!("control port: connection from {peer} refused: {why}{more}");
             }
         });
     }
 }
 
-/// What ends the server: signals, and `gpuserver stop`.
+/// Requests to end the server: signals, and `gpuserver stop`.
 struct Stop {
     term: tokio::signal::unix::Signal,
     int: tokio::signal::unix::Signal,
     quit: tokio::signal::unix::Signal,
     hand_over: tokio::signal::unix::Signal,
-    /// Whether a next server can take up anything.
+    /// Whether a next server can take over workers.
     keeps: bool,
     hup: tokio::signal::unix::Signal,
-    /// By an administrator's command, once the server answers.
+    /// Stop that an administrator requested, once the pool is open; the value: whether forced.
     asked: Option<watch::Receiver<Option<bool>>>,
 }
 
@@ -485,7 +495,7 @@ impl Stop {
         })
     }
 
-    /// The same, and SIGHUP reads the configuration again.
+    /// Waits for a request to end the server; at SIGHUP reloads the configuration.
     async fn wait_and(&mut self, pool: &Pool) -> End {
         loop {
             match self.next().await {
@@ -499,21 +509,21 @@ impl Stop {
         loop {
             match self.next().await {
                 Some(end) => return end,
-                None => warn!("SIGHUP: the server is still starting"),
+                None => warn!("SIGHUP ignored: the server is still starting"),
             }
         }
     }
 
-    /// The next signal; `None`: SIGHUP.
+    /// Waits for the next request; `None`: SIGHUP.
     async fn next(&mut self) -> Option<End> {
         tokio::select! {
-            // systemd sends SIGTERM after it, always.
+            // systemd always sends SIGTERM after SIGUSR2, which must win.
             biased;
             _ = self.hand_over.recv() => {
                 if self.keeps {
                     return Some(End::HandedOver);
                 }
-                warn!("SIGUSR2: there is no descriptor store that could keep programs for another server");
+                warn!("SIGUSR2: no descriptor store keeps programs for a next server; stopping");
                 Some(End::Stopped)
             }
             _ = self.quit.recv() => Some(End::Forced),
@@ -556,7 +566,7 @@ async fn reload(pool: &Pool) {
             info!("configuration: nothing changed");
         }
         Ok(_) => {}
-        Err(e) => error!("{e}; {}", e.hint),
+        Err(e) => error!("configuration: not reloaded: {e}; {}", e.hint),
     }
     notify(&[sd_notify::NotifyState::Ready]);
 }

@@ -1,4 +1,5 @@
-//! Small JSON documents on disk, replaced as a whole, so that a crash leaves the old or the new one.
+//! Small JSON documents on disk. Each is replaced as a whole, so that a crash leaves the old or the
+//! new one.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -9,26 +10,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Serialize, de::DeserializeOwned};
 
-/// A document could not be read or written.
+/// Error of reading or writing a document.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file system refused.
+    /// The file system returned an error.
     #[error("{}: {error}", path.display())]
     Io {
-        /// Of what.
+        /// File or folder.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         error: io::Error,
     },
-    /// The file holds something else.
+    /// The file is not the expected JSON.
     #[error("{}: not what gpuserver wrote ({error}); move it away or restore a copy", path.display())]
     Content {
-        /// Of what.
+        /// File with the document.
         path: PathBuf,
-        /// Why.
+        /// Error of the JSON parser.
         error: serde_json::Error,
     },
-    /// Another process has the state directory.
+    /// Another process holds the state directory.
     #[error("{} is in use by another gpuserver process", .0.display())]
     Locked(PathBuf),
 }
@@ -37,7 +38,7 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |error| StoreError::Io { path: path.into(), error }
 }
 
-/// Reads a document; one that is not there is the default.
+/// Reads a document; a missing one is the default.
 pub fn read<T: DeserializeOwned + Default>(path: &Path) -> Result<T, StoreError> {
     match fs::read(path) {
         Ok(bytes) => {
@@ -48,18 +49,20 @@ pub fn read<T: DeserializeOwned + Default>(path: &Path) -> Result<T, StoreError>
     }
 }
 
-/// A document as it is written.
+/// Returns the text of a document for its file.
 pub fn text<T: Serialize>(value: &T) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec_pretty(value)
 }
 
-/// Replaces a document. Only its owner can read it.
+/// Replaces a document. Only the file's owner can read it.
 pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
     let bytes = text(value).map_err(|error| StoreError::Content { path: path.into(), error })?;
     write_bytes(path, &bytes, 0o600)
 }
 
-/// Root changes files, too, with verbs that are said while the server is stopped: they stay the server's, which must read them.
+/// Gives a file to the owner of its folder.
+///
+/// Root writes files, too, with commands on a stopped server. The server must be able to read them.
 fn give_to_owner_of(folder: &Path, file: &File) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     let owner = fs::metadata(folder)?;
@@ -85,29 +88,33 @@ pub fn write_bytes(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreErro
     written.map_err(io_error(path))
 }
 
-/// A document that many change at the same time: a write has all changes that were made before it began, and whoever waits for one
-/// of them waits for that write only.
+/// A document that several tasks change.
+///
+/// A write contains all changes made before it started. A task that waits for a change waits for
+/// one such write only.
 #[derive(Debug)]
 pub struct Shared {
     path: PathBuf,
     changes: AtomicU64,
-    /// How many changes the file has; locked while it is written.
+    /// Number of changes in the file; locked during a write.
     stored: Arc<tokio::sync::Mutex<u64>>,
 }
 
 impl Shared {
-    /// The document at `path`.
+    /// Creates the handle of the document at `path`.
     pub fn new(path: PathBuf) -> Self {
         Self { path, changes: AtomicU64::new(0), stored: Arc::default() }
     }
 
-    /// A change was made; told while what guards the document is still locked.
+    /// Counts a change. Call it while the lock that guards the document is still held.
     pub fn changed(&self) {
         self.changes.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns when every change so far is in the file. `now` is the [`text`] of the document as it is when it is called, and is not
-    /// called where another's write was enough.
+    /// Returns when every change so far is in the file.
+    ///
+    /// `now` returns the [`text`] of the present document. It is not called if another task's write
+    /// was enough.
     pub async fn store(&self, now: impl FnOnce() -> serde_json::Result<Vec<u8>>) -> Result<(), StoreError> {
         let wanted = self.changes.load(Ordering::SeqCst);
         let mut stored = self.stored.clone().lock_owned().await;
@@ -117,7 +124,7 @@ impl Shared {
         let has = self.changes.load(Ordering::SeqCst);
         let path = self.path.clone();
         let bytes = now().map_err(|error| StoreError::Content { path: path.clone(), error })?;
-        // It goes on, and keeps others from writing, when the caller is cancelled.
+        // The write continues, and delays other writes, if the caller is cancelled.
         let written = tokio::task::spawn_blocking(move || {
             write_bytes(&path, &bytes, 0o600)?;
             *stored = has;
@@ -129,11 +136,11 @@ impl Shared {
     }
 }
 
-/// The right to change a state directory; the kernel takes it back when the process ends.
+/// Right to change a state directory. The kernel releases it when the process exits.
 #[derive(Debug)]
 pub struct Lock(#[expect(dead_code, reason = "held, not used")] nix::fcntl::Flock<File>);
 
-/// Makes the state directory where it is missing and locks it.
+/// Creates the state directory if it is missing, and locks it.
 pub fn lock(state_dir: &Path) -> Result<Lock, StoreError> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o750).create(state_dir).map_err(io_error(state_dir))?;

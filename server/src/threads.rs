@@ -1,4 +1,4 @@
-//! The threads of a worker, as the kernel tells: what `gpuserver ps --threads` shows.
+//! Threads of a process from `/proc`, for `gpuserver ps --threads`.
 
 use std::fs;
 
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 /// A thread of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Thread {
-    /// Its number.
+    /// Thread id on the server's host.
     pub tid: u32,
-    /// What it calls itself.
+    /// Name that the thread has set.
     pub name: String,
-    /// `R` runs or is ready to, `S` sleeps, `D` waits for the kernel or the driver (proc_pid_stat(5)).
+    /// State: `R` running or ready, `S` asleep, `D` waiting in the kernel (proc_pid_stat(5)).
     pub state: String,
-    /// Time on CPUs.
+    /// Time on CPUs, in user and kernel mode.
     pub cpu_usec: u64,
 }
 
-/// The threads of a process, the first one in front; none where it has ended.
+/// Lists the threads of a process, its first thread in front; empty if it has exited.
 pub fn of(pid: u32) -> Vec<Thread> {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     let tick_usec = 1_000_000 / u64::try_from(ticks.unwrap_or(100)).unwrap_or(100).max(1);
@@ -25,18 +25,18 @@ pub fn of(pid: u32) -> Vec<Thread> {
     let mut threads: Vec<Thread> = tasks
         .filter_map(|task| parse(&fs::read_to_string(task.path().join("stat")).ok()?, tick_usec))
         .collect();
-    // Numbers begin anew some time.
+    // Thread ids wrap around, so the first thread need not have the smallest.
     threads.sort_by_key(|t| (t.tid != pid, t.tid));
     threads
 }
 
-/// A line of `stat`. A name may have spaces and parentheses.
+/// Parses a line of `stat`; the thread's name may contain spaces and parentheses.
 fn parse(stat: &str, tick_usec: u64) -> Option<Thread> {
     let (head, rest) = stat.rsplit_once(')')?;
     let (tid, name) = head.split_once(" (")?;
     let mut fields = rest.split_whitespace();
     let state = fields.next()?.to_owned();
-    // Fields 14 and 15: in the program, and in the kernel for it.
+    // Fields 14 and 15: time in user mode and in kernel mode.
     let mut ticks = fields.skip(10).map(str::parse::<u64>);
     let (user, system) = (ticks.next()?.ok()?, ticks.next()?.ok()?);
     let cpu_usec = user.saturating_add(system).saturating_mul(tick_usec);
@@ -63,7 +63,7 @@ mod tests {
         let (end, wait) = std::sync::mpsc::channel::<()>();
         let thread = thread.spawn(move || wait.recv()).unwrap();
         let mut threads = Vec::new();
-        // It names itself once it runs.
+        // The thread sets its name once it runs.
         while !threads.iter().any(|t: &Thread| t.name == "looked-at") {
             threads = of(std::process::id());
         }

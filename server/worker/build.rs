@@ -1,4 +1,4 @@
-//! Writes the replay of the calls that `proto/calls/calls.txt` describes completely.
+//! Writes the replay of the calls whose form `proto/calls/calls.txt` describes completely.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -41,18 +41,18 @@ fn main() {
         }
     }
     let source = format!(
-        "/// Functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
+        "/// The driver's functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
          impl Functions {{\n    /// # Safety\n    /// `library` is a CUDA driver library.\n    \
          pub unsafe fn load(library: &Library) -> Self {{\n        \
-         // SAFETY: the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n\n\
+         // SAFETY: the caller vouches for the library; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n\n\
          /// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\
          pub fn dispatch(session: &Session, op: u16, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
          match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n\n\
-         /// Handles in a generated call's first words.\n#[allow(unused_variables)]\n\
+         /// Reports the handles in a generated call's first words, and whether each is a stream.\n#[allow(unused_variables)]\n\
          pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
          _ => {{}}\n    }}\n}}\n\n\
-         /// Generated calls that are work of the GPU.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
-         /// Whether a generated call takes away what others may use without naming it.\n\
+         /// Returns `true` for generated calls that give the GPU work.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
+         /// Returns `true` for generated calls that destroy what other frames may use without naming it.\n\
          pub fn takes_away(op: u16) -> bool {{\n    matches!(op, {})\n}}\n",
         works.join(" | "),
         takers.join(" | ")
@@ -71,7 +71,7 @@ fn c_type(kind: Kind) -> String {
     }
 }
 
-/// Reads the arguments, calls, answers with the values.
+/// Returns the match arm of a call: it reads the arguments, calls, answers with the outputs.
 fn arm(name: &str, params: &[Param]) -> String {
     let mut before = String::new();
     let mut counted = String::new();

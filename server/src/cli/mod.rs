@@ -27,36 +27,37 @@ pub mod show;
 
 use remote::Remote;
 
-/// Leases this host's GPUs to virtual machines
+/// Leases this host's GPUs to other machines
 ///
-/// `gpuserver serve` is the server; every other verb asks the server that runs with the same configuration, or with --server one
-/// over the network.
+/// `gpuserver serve` is the server. Every other verb asks the running server with the same
+/// configuration or, with --server, a server over the network.
 #[derive(Debug, Parser)]
 #[command(name = "gpuserver", version, max_term_width = 100, arg_required_else_help = true)]
 pub struct Cli {
     /// Configuration file
     #[arg(short, long, global = true, env = "GPUSERVER_CONF", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Ask this server over the network, as an administrator of its pool
+    /// Send the request to this server over the network, as an administrator of its pool
     #[arg(long, global = true, value_name = "HOST[:PORT]")]
     pub server: Option<String>,
-    /// The administrator's file, which `gpuserver admin create` wrote; without, ~/.config/gpusession/admin.pem
+    /// File from `gpuserver admin create`, instead of ~/.config/gpusession/admin.pem
     #[arg(long, global = true, env = "GPUSERVER_IDENTITY", value_name = "FILE")]
     pub identity: Option<PathBuf>,
-    /// What to do
+    /// Verb to run
     #[command(subcommand)]
     pub verb: Verb,
 }
 
-/// What to do.
+/// A verb of `gpuserver`.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
     /// Run the server in the foreground
     ///
-    /// Exit status: 0 stopped; 1 a command line or configuration that cannot work, and 2 forced to quit, not started again by
-    /// systemd; 3 internal error. SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT are reported on standard error, and end it as such.
+    /// Exit status: 0 stopped; 1 bad command line or configuration; 2 forced to quit; 3 internal
+    /// error. systemd does not start the server again after 1 and 2. SIGSEGV, SIGBUS, SIGILL,
+    /// SIGFPE and SIGABRT are reported on standard error, and end the server as that signal.
     Serve,
-    /// Read the configuration, show what it comes to, and say what is wrong with it
+    /// Check the configuration, and show its effective values
     CheckConfig {
         /// Explain every key
         #[arg(long)]
@@ -65,27 +66,27 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// Set up the pool that this server is the authority of
+    /// Create, export or import the pool's certificate authority
     Pool {
-        /// Which part
+        /// Verb for the pool
         #[command(subcommand)]
         verb: PoolVerb,
     },
-    /// Let new clients join: make tokens, list them, take them back
+    /// Let new clients join: create, list and revoke tokens
     Token {
-        /// Which part
+        /// Verb for tokens
         #[command(subcommand)]
         verb: TokenVerb,
     },
-    /// Let administrators ask the server over the network: make certificates, list them, take them back
+    /// Let administrators use the server over the network: create, list and revoke certificates
     Admin {
-        /// Which part
+        /// Verb for administrators
         #[command(subcommand)]
         verb: AdminVerb,
     },
-    /// List the clients of the pool, or take one's rights away
+    /// List the clients of the pool, revoke one, or forget one
     Clients {
-        /// Which part
+        /// Verb for clients
         #[command(subcommand)]
         verb: Option<ClientsVerb>,
         /// Print JSON
@@ -98,12 +99,12 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// List workers: one process per client process, and those kept warm
+    /// List workers: one for each client process, and the warm ones
     Ps {
-        /// Of all servers of this host, whose configurations lie beside each other: gpuserver.toml, gpuserver-NAME.toml
+        /// Include all servers of this host: gpuserver.toml and gpuserver-NAME.toml in one folder
         #[arg(long)]
         all: bool,
-        /// Show the threads of their processes
+        /// Show the threads of the workers' processes
         #[arg(long)]
         threads: bool,
         /// Print JSON
@@ -122,31 +123,31 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// Move the device memory of an idle lease's programs to host memory, so that others can use its GPUs
+    /// Move the device memory of an idle lease's programs to host memory, and lend its GPUs
     Park {
-        /// The lease's id, or the start of it
+        /// Lease id or its start
         lease: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Ask for a parked or lent lease's GPUs back; its programs do so by themselves at their next call
+    /// Reacquire the GPUs of a parked or lent lease; its programs' next calls do so, too
     Unpark {
-        /// The lease's id, or the start of it
+        /// Lease id or its start
         lease: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Show workers again and again, the busiest first
+    /// Show workers at intervals, the busiest first
     Top {
-        /// Time between two looks
+        /// Time between two updates
         #[arg(long, value_name = "TIME", default_value = "2s")]
         every: String,
-        /// Look so often, then end; 0 is for ever
+        /// Number of updates; 0: no bound
         #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
         times: u32,
-        /// Print JSON, one line for each look
+        /// Print JSON, one line for each update
         #[arg(long)]
         json: bool,
     },
@@ -162,78 +163,79 @@ pub enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// Make no new leases on a GPU; those on it stay until they end
+    /// Withdraw a GPU: no new leases on it; present leases stay until they end
     Off {
-        /// Index or UUID, or the start of it
+        /// Index, UUID, or start of the UUID
         gpu: String,
-        /// Why, for those who ask for it
+        /// Reason, which clients see
+        #[arg(long, value_name = "TEXT", default_value = "an administrator withdrew it")]
         #[arg(long, value_name = "TEXT", default_value = "an administrator took it out")]
         reason: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Lease a GPU again that was off, dropped or broken
+    /// Return a GPU to service that was off, dropped or broken
     On {
-        /// Index or UUID, or the start of it
+        /// Index, UUID, or start of the UUID
         gpu: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Take a GPU out of the pool; refused while it is leased
+    /// Remove a GPU from the pool; refused while it is leased
     Drop {
-        /// Index or UUID, or the start of it
+        /// Index, UUID, or start of the UUID
         gpu: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Make no new leases; what runs goes on
+    /// Stop new leases; present leases and their programs continue
     Drain {
-        /// Make new leases again
+        /// Allow new leases again
         #[arg(long)]
         end: bool,
-        /// Why, for those who ask
+        /// Reason, which clients see
         #[arg(long, value_name = "TEXT", default_value = "it is drained")]
         reason: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Stop the server: it makes no new leases, waits for programs (drain_timeout), and ends what is left
+    /// Stop the server: refuse new leases, wait for programs (drain_timeout), stop the workers
     Stop {
-        /// Wait for no program
+        /// Stop at once, without waiting for programs
         #[arg(long)]
         force: bool,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Show the limits that hold for a client and a user, and where they are set
+    /// Show the limits that apply to a client and a user, and where they are set
     Limits {
-        /// The client's name; without, those for everybody
+        /// Name of the client; without it, the limits for everybody
         #[arg(default_value = "")]
         client: String,
-        /// On behalf of this user
+        /// Name of the user on whose behalf the client asks
         #[arg(long, value_name = "NAME", default_value = "")]
         user: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Show who used GPUs: leases and programs that have ended
+    /// Show the accounting records: ended leases and programs
     Accounting {
-        /// That ended since: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
+        /// Earliest end: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
         #[arg(long, value_name = "TIME", default_value = "24h")]
         since: String,
-        /// That ended before
+        /// Only records with an earlier end than this, in the same form
         #[arg(long, value_name = "TIME")]
         until: Option<String>,
-        /// Of this client
+        /// Only records of this client
         #[arg(long, value_name = "NAME", default_value = "")]
         client: String,
-        /// Of this user, by name or id: leases, programs, and leases of whole machines with programs of that user
+        /// Only records of this user (name or id), and leases with programs of this user
         #[arg(long, value_name = "NAME|UID", default_value = "")]
         user: String,
         /// Only leases, or only programs
@@ -248,16 +250,16 @@ pub enum Verb {
     },
     /// Show or change the configuration of the running server
     Config {
-        /// Which part
+        /// Verb for the configuration
         #[command(subcommand)]
         verb: ConfigVerb,
         /// Print JSON
         #[arg(long, global = true)]
         json: bool,
     },
-    /// End a worker, or a lease with all its workers; programs see their GPUs fail
+    /// Kill a worker, or end a lease with all its workers; programs see their GPUs fail
     Kill {
-        /// Id of the worker, or the start of it; or the whole id of a lease
+        /// Worker id or its start, or a whole lease id
         #[arg(value_name = "WORKER|LEASE")]
         worker: String,
         /// Print JSON
@@ -266,54 +268,54 @@ pub enum Verb {
     },
 }
 
-/// `gpuserver config`
+/// A verb of `gpuserver config`.
 #[derive(Debug, Subcommand)]
 pub enum ConfigVerb {
     /// Print keys and their values
     Get {
-        /// The key, or the start of it; without, every key
+        /// Key or its start; without it, all keys
         #[arg(default_value = "")]
         key: String,
-        /// Also where each value comes from
+        /// Also print the source of each value
         #[arg(long)]
         origin: bool,
     },
-    /// Change a key now, and keep it in gpuserver.d/90-runtime.toml
+    /// Change a key now, and store the change in gpuserver.d/90-runtime.toml
     Set {
-        /// The key
+        /// Name of the key
         key: String,
-        /// Its value
+        /// New value
         value: String,
     },
-    /// Take back what `set` has set
+    /// Remove a change that `set` has stored
     Unset {
-        /// The key
+        /// Name of the key
         key: String,
     },
-    /// Print the keys that somebody has set, and what waits for a restart
+    /// Print the keys that the configuration sets, and values that wait for a restart
     Diff {
-        /// Also where each value comes from
+        /// Also print the source of each value
         #[arg(long)]
         origin: bool,
     },
-    /// Read the files again, as SIGHUP does
+    /// Read the configuration files again, as SIGHUP does
     Reload,
 }
 
-/// `gpuserver pool`
+/// A verb of `gpuserver pool`.
 #[derive(Debug, Subcommand)]
 pub enum PoolVerb {
-    /// Make the pool's certificate authority below the state directory
+    /// Create the pool's certificate authority in the state directory
     Init {
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Print the authority, its key too, for `pool import` on another server of the pool
+    /// Print the authority with its secret key, for `pool import` on another server of the pool
     Export,
-    /// Take over the authority of a pool from what `pool export` printed there
+    /// Import the authority of a pool from the output of `pool export`
     Import {
-        /// The file; - for standard input
+        /// File with that output; - for standard input
         file: PathBuf,
         /// Print JSON
         #[arg(long)]
@@ -321,33 +323,33 @@ pub enum PoolVerb {
     },
 }
 
-/// `gpuserver token`
+/// A verb of `gpuserver token`.
 #[derive(Debug, Subcommand)]
 pub enum TokenVerb {
-    /// Print a token that new clients join with; it is shown once
+    /// Create a token with which new clients join, and print it once
     Create {
-        /// Names that it is good for, as in "vm-*"
+        /// Pattern of the clients' names, as in "vm-*"
         #[arg(long, value_name = "PATTERN", default_value = "*")]
         name: String,
-        /// How many clients can join with it
+        /// Number of clients that can join with it
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         uses: u32,
-        /// How long it is good
+        /// Lifetime of the token
         #[arg(long, value_name = "TIME", default_value = "24h")]
         ttl: String,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// List the tokens: never the secret, which is not kept
+    /// List the tokens, without their secrets, which the server does not keep
     List {
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Make a token worthless; clients that joined with it stay
+    /// Revoke a token; clients that joined with it stay
     Revoke {
-        /// Its id, or how that begins
+        /// Token id or its start
         id: String,
         /// Print JSON
         #[arg(long)]
@@ -355,14 +357,14 @@ pub enum TokenVerb {
     },
 }
 
-/// `gpuserver admin`
+/// A verb of `gpuserver admin`.
 #[derive(Debug, Subcommand)]
 pub enum AdminVerb {
-    /// Write a file with which its holder may do what root does here with gpuserver; it is good for a year
+    /// Create an administrator's certificate, valid for a year, with root's rights on this server
     Create {
-        /// Whose it is
+        /// Name of the administrator
         name: String,
-        /// The file, which must not be there yet
+        /// File to write, which must not exist
         #[arg(short, long, value_name = "FILE", default_value = "admin.pem")]
         out: PathBuf,
         /// Print JSON
@@ -375,9 +377,9 @@ pub enum AdminVerb {
         #[arg(long)]
         json: bool,
     },
-    /// Refuse what was made for a name so far; on each server of the pool
+    /// Revoke all certificates of a name so far, on this server only; repeat it on each server
     Revoke {
-        /// Whose it is
+        /// Name of the administrator
         name: String,
         /// Print JSON
         #[arg(long)]
@@ -385,22 +387,22 @@ pub enum AdminVerb {
     },
 }
 
-/// `gpuserver clients`
+/// A verb of `gpuserver clients`.
 #[derive(Debug, Subcommand)]
 pub enum ClientsVerb {
-    /// Refuse a client from now on and end its leases
+    /// Revoke a client: refuse its calls, and end its leases
     Revoke {
-        /// Its name
+        /// Name of the client
         name: String,
     },
-    /// Remove a client, so that a machine can join under its name again
+    /// Forget a client, so that a machine can join under its name again
     Forget {
-        /// Its name
+        /// Name of the client
         name: String,
     },
 }
 
-/// Where the configuration is, and whether it has to be there.
+/// Returns the configuration file, and whether it must exist.
 pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
     match &cli.config {
         Some(path) => (path.clone(), true),
@@ -408,10 +410,10 @@ pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
     }
 }
 
-/// Reads the configuration.
+/// Reads the configuration that the command line names.
 pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
     let (file, required) = config_file(cli);
-    // Messages and the working directory: a relative name would mean something else elsewhere.
+    // Messages name the file, and a reader may be in another working directory.
     let file = std::path::absolute(&file).unwrap_or(file);
     read_config(&file, required)
 }
@@ -428,7 +430,7 @@ pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
     config::load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
 }
 
-/// The server that a verb is about, and the configuration that it would start with.
+/// The server that a verb addresses, and the configuration with which it would start.
 struct Target {
     socket: PathBuf,
     config: Result<Config, ConfigError>,
@@ -436,7 +438,9 @@ struct Target {
 }
 
 impl Target {
-    /// The server of the configuration that the command line names. A running one is found also where the files cannot be used now.
+    /// Finds the server that the command line names.
+    ///
+    /// A running server is found even if its configuration files are bad now.
     fn of(cli: &Cli) -> anyhow::Result<Self> {
         let remote = cli.server.as_deref().map(|server| Remote::new(server, cli.identity.as_deref()));
         let remote = remote.transpose()?;
@@ -444,7 +448,7 @@ impl Target {
         Ok(Self { remote, ..here })
     }
 
-    /// The server of this host whose configuration is in `file`.
+    /// Finds the server of this host whose configuration is in `file`.
     fn here(file: &Path, config: Result<Config, ConfigError>) -> Self {
         let socket = match &config {
             Ok(config) => config.admin_socket(),
@@ -453,7 +457,7 @@ impl Target {
         Self { socket, config, remote: None }
     }
 
-    /// The servers whose configurations lie beside that one.
+    /// Lists the servers whose configurations are in the same folder.
     fn beside(cli: &Cli) -> Vec<Self> {
         let file = config_file(cli).0;
         let file = std::path::absolute(&file).unwrap_or(file);
@@ -462,7 +466,7 @@ impl Target {
             let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".toml"));
             name.is_some_and(|n| n == "gpuserver" || n.starts_with("gpuserver-"))
         };
-        // The server without a name needs no file.
+        // The server of the default instance may run without a file.
         let unnamed = file.with_file_name("gpuserver.toml");
         let files: BTreeSet<PathBuf> =
             folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone(), unnamed]).collect();
@@ -518,7 +522,9 @@ fn ps(
     }
 }
 
-/// Why a verb asks no running server, if it does not; of the others [`Ask::local`] says which are not for the network.
+/// Returns why a verb is refused with `--server`, if it asks no running server.
+///
+/// For the other verbs [`Ask::local`] decides.
 fn local(verb: &Verb) -> Option<&'static str> {
     match verb {
         Verb::Serve => Some("a server is started on its own host"),
@@ -540,7 +546,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
     let server = Target::of(cli)?;
     let out = &mut std::io::stdout().lock();
     match &cli.verb {
-        Verb::Serve => anyhow::bail!("serve is not run here"),
+        Verb::Serve => anyhow::bail!("internal error: serve is not a verb of this function"),
         Verb::CheckConfig { explain, json } => check_config(out, cli, server.config()?, *explain, *json),
         Verb::Pool { verb } => pool(out, server.config()?, verb),
         Verb::Token { verb } => token(out, &server, verb),
@@ -598,7 +604,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
         Verb::Drop { gpu, json } => {
             gpu_changed(out, must_run(&server, &Ask::Drop { gpu: gpu.clone() })?, *json)?;
             if !*json {
-                writeln!(out, "`gpuserver on {gpu}` brings it back")?;
+                writeln!(out, "`gpuserver on {gpu}` returns it to service")?;
             }
             Ok(())
         }
@@ -609,15 +615,15 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
             let programs: Vec<String> = serde_json::from_value(value["programs"].clone())?;
             match *end {
-                true => writeln!(out, "new leases are made again")?,
+                true => writeln!(out, "new leases are allowed again")?,
                 false => writeln!(
                     out,
-                    "no new leases are made, also after a restart, until `gpuserver drain --end`; {} leases stay",
+                    "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
                     value["leases"]
                 )?,
             }
             for program in programs.iter().filter(|_| !*end) {
-                writeln!(out, "  still runs: {program}")?;
+                writeln!(out, "  still running: {program}")?;
             }
             Ok(())
         }
@@ -632,8 +638,8 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 if !user.is_empty() {
                     writeln!(
                         out,
-                        "those of {user} count for leases of {user}'s own; on a lease for all users of a machine, workers, connections \
-                         and host_memory count for {user}'s programs"
+                        "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections \
+                         and host_memory apply to {user}'s programs"
                     )?;
                 }
                 Ok(())
@@ -679,9 +685,9 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             match value["lease"].as_str() {
                 Some(lease) => writeln!(
                     out,
-                    "lease {lease} has ended; one that its client has configured is asked for anew"
+                    "lease {lease} ended; if its client has it configured, the client requests it again"
                 )?,
-                None => writeln!(out, "worker {} is ending", value["worker"].as_str().unwrap_or_default())?,
+                None => writeln!(out, "worker {} is stopping", value["worker"].as_str().unwrap_or_default())?,
             }
             Ok(())
         }
@@ -696,15 +702,13 @@ fn parked(out: &mut dyn Write, server: &Target, ask: &Ask, json: bool) -> anyhow
     let (lease, state) =
         (value["lease"].as_str().unwrap_or_default(), value["state"].as_str().unwrap_or_default());
     match value["position"].as_u64() {
-        Some(place) if place > 0 => {
-            writeln!(out, "lease {lease} is {state}, place {place} among those that wait")?
-        }
+        Some(place) if place > 0 => writeln!(out, "lease {lease} is {state}, place {place} in the queue")?,
         _ => writeln!(out, "lease {lease} is {state}")?,
     }
     Ok(())
 }
 
-/// A moment of the past, in seconds since 1970: a duration before `now`, or a day.
+/// Parses a time in the past, in seconds since 1970: a duration before `now`, or a day.
 fn past(text: &str, now: u64) -> Option<u64> {
     if let Some(ago) = config::parse_duration(text) {
         return Some(now.saturating_sub(ago.as_secs()));
@@ -723,7 +727,7 @@ fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<
     let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
     writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
     for lease in value["leases"].as_array().into_iter().flatten() {
-        writeln!(out, "  lease {} is on it until it ends", text(lease))?;
+        writeln!(out, "  lease {} stays on it until it ends", text(lease))?;
     }
     Ok(())
 }
@@ -758,7 +762,7 @@ fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32, json: bool
 fn configure(out: &mut dyn Write, server: &Target, verb: &ConfigVerb, json: bool) -> anyhow::Result<()> {
     let ask = match verb {
         ConfigVerb::Get { .. } | ConfigVerb::Diff { .. } => {
-            // Without a server, what it would start with.
+            // Without a server: the configuration with which it would start.
             let value = match running(server, &Ask::Config)? {
                 Some(value) => value,
                 None => serde_json::to_value(admin::config_rows(server.config()?))?,
@@ -805,7 +809,7 @@ fn configure(out: &mut dyn Write, server: &Target, verb: &ConfigVerb, json: bool
     Ok(())
 }
 
-/// What a client writes to reach this server.
+/// Returns the address at which clients reach this server.
 fn address(config: &Config) -> String {
     match config.advertise.first() {
         Some(a) => host_port(&a.host, a.port.unwrap_or(config.listen.port())),
@@ -817,7 +821,7 @@ fn address(config: &Config) -> String {
     }
 }
 
-/// Whether `--json` was given, for errors.
+/// Returns `true` with `--json`, which errors obey as well.
 pub fn wants_json(cli: &Cli) -> bool {
     match &cli.verb {
         Verb::Serve | Verb::Pool { verb: PoolVerb::Export } => false,
@@ -851,7 +855,7 @@ pub fn wants_json(cli: &Cli) -> bool {
     }
 }
 
-/// Asks the running server; `None` where none runs.
+/// Sends a request to the running server; `None` if none runs.
 fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
     if let Some(remote) = &server.remote {
         return remote.ask(ask).map(Some);
@@ -862,7 +866,7 @@ fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
             if let Err(e) = &server.config {
                 static TOLD: std::sync::Once = std::sync::Once::new();
                 TOLD.call_once(|| {
-                    eprintln!("gpuserver: note: {e}; the server goes on with what it read before, and would not start again");
+                    eprintln!("gpuserver: note: {e}; the server continues with its earlier configuration, and would not start again");
                 });
             }
             Ok(Some(answer?))
@@ -875,7 +879,7 @@ fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
         Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => Err(Refusal {
             code: "not-allowed".into(),
             message: format!("{}: {e}", path.display()),
-            hint: "use it as root or as a member of the group gpuserver".into(),
+            hint: "run gpuserver as root or as a member of the group gpuserver".into(),
         }
         .into()),
         Err(e) => Err(e).with_context(|| path.display().to_string()),
@@ -890,18 +894,18 @@ fn must_run(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     Err(Refusal {
         code: "not-running".into(),
         message: format!("no gpuserver answers at {}", server.socket.display()),
-        hint: "start it (`systemctl start gpuserver`), or name its configuration with -c".into(),
+        hint: "start it with `systemctl start gpuserver`, or name its configuration with -c".into(),
     }
     .into())
 }
 
-/// Stops the server and tells what it waits for, until its process is gone.
+/// Stops the server, prints the programs that it waits for, and returns when it has exited.
 fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow::Result<()> {
     const LOOK: Duration = Duration::from_millis(100);
-    /// For ending workers, once the server waits for no program any more.
+    /// Time for stopping workers, after the server has waited for programs.
     const ENDING: Duration = Duration::from_secs(30);
     let begun: admin::StopView = serde_json::from_value(must_run(server, &Ask::Stop { force })?)?;
-    // A process that has ended and that nobody has asked how is gone, too.
+    // A zombie counts as exited.
     let runs = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", begun.pid)).unwrap_or_default();
         stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
@@ -913,19 +917,19 @@ fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow
         if left.is_zero() {
             return Err(Refusal {
                 code: "failed".into(),
-                message: format!("the server (pid {}) still runs", begun.pid),
-                hint: "`gpuserver stop --force` waits for nothing; its journal says what it does".into(),
+                message: format!("the server (pid {}) is still running", begun.pid),
+                hint: "see its journal; `gpuserver stop --force` stops it without waiting".into(),
             }
             .into());
         }
-        // It stops listening before it ends.
+        // The server stops listening before it exits.
         let programs = match admin::ask(&server.socket, &Ask::Status) {
             Ok(Ok(status)) => serde_json::from_value::<admin::StatusView>(status)?.programs,
             _ => Vec::new(),
         };
         if programs != told && !programs.is_empty() && !json {
             let left = left.saturating_sub(ENDING).as_secs();
-            writeln!(out, "waits up to {left} s for {}", programs.join(", "))?;
+            writeln!(out, "waiting up to {left} s for {}", programs.join(", "))?;
             out.flush()?;
         }
         told = programs;
@@ -938,13 +942,13 @@ fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow
     Ok(())
 }
 
-/// The right to change files that a running server would overwrite.
+/// Locks the state directory, whose files a running server would overwrite.
 fn offline(config: &Config) -> anyhow::Result<store::Lock> {
     store::lock(&config.state_dir).map_err(|e| match e {
         StoreError::Locked(_) => anyhow::Error::from(Refusal {
             code: "not-reachable".into(),
             message: format!(
-                "a gpuserver runs with {}, but does not answer at {}",
+                "a gpuserver uses {}, but does not answer at {}",
                 config.state_dir.display(),
                 config.admin_socket().display()
             ),
@@ -954,7 +958,7 @@ fn offline(config: &Config) -> anyhow::Result<store::Lock> {
     })
 }
 
-/// An authority's files are small; what is longer is something else.
+/// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;
 
 fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
@@ -986,12 +990,12 @@ fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result
     if json {
         return show::json(out, "pool", json!({ "authority_sha256": fingerprint, "folder": folder }));
     }
-    writeln!(out, "The pool's authority is in {}: keep a copy, and keep it secret.", folder.display())?;
+    writeln!(out, "The pool's authority is in {}: keep a copy in a secret place.", folder.display())?;
     writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
     if matches!(verb, PoolVerb::Import { .. }) {
-        writeln!(out, "Next: start the server, and name it in servers.toml of the pool's clients.")?;
+        writeln!(out, "Next: start the server, and add it to servers.toml of the pool's clients.")?;
     } else {
-        writeln!(out, "Next: start the server, then `gpuserver token create` lets a client join.")?;
+        writeln!(out, "Next: start the server, and run `gpuserver token create` to let a client join.")?;
     }
     Ok(())
 }
@@ -1018,13 +1022,13 @@ fn token(out: &mut dyn Write, server: &Target, verb: &TokenVerb) -> anyhow::Resu
         }
         TokenVerb::List { .. } => show::tokens(out, serde_json::from_value(value)?),
         TokenVerb::Revoke { .. } => {
-            writeln!(out, "token {} lets nobody join any more", value["id"].as_str().unwrap_or_default())?;
+            writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?;
             Ok(())
         }
     }
 }
 
-/// Without a server.
+/// Performs a token verb on the files, without a server.
 fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).tokens;
@@ -1049,7 +1053,8 @@ fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> any
         AdminVerb::Create { name, out: file, json } => {
             admin::a_name(name)?;
             if std::fs::symlink_metadata(file).is_ok() {
-                return Err(Refusal::new("exists", format!("{} is there already", file.display())).into());
+                let message = format!("{} exists already; choose another file with --out", file.display());
+                return Err(Refusal::new("exists", message).into());
             }
             let key = rcgen::KeyPair::generate()?;
             let csr_pem = rcgen::CertificateParams::default().serialize_request(&key)?.pem()?;
@@ -1058,15 +1063,15 @@ fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> any
             let made: admin::AdministratorView = serde_json::from_value(value)?;
             let bundle = format!("{}{}{}", made.certificate_pem, key.serialize_pem(), made.authority_pem);
             write_new(file, &bundle).with_context(|| {
-                format!("{} was not written: `gpuserver admin revoke {name}`, then try again", file.display())
+                format!("{} not written; run `gpuserver admin revoke {name}` and try again", file.display())
             })?;
             if *json {
                 return show::json(out, "administrator", json!({ "name": name, "file": file }));
             }
-            writeln!(out, "{}: whoever has it may do with --server what root does here", file.display())?;
+            writeln!(out, "{}: its holder may do with --server what root may do here.", file.display())?;
             writeln!(
                 out,
-                "Next: ~/.config/gpusession/admin.pem there, then `gpuserver --server HOST status`."
+                "Next: install it as ~/.config/gpusession/admin.pem, and run `gpuserver --server HOST status`."
             )?;
         }
         AdminVerb::List { json } => {
@@ -1081,16 +1086,19 @@ fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> any
             if *json {
                 return show::json(out, "administrator", value);
             }
-            writeln!(out, "administrator {name} is refused here from now on")?;
+            writeln!(out, "administrator {name} is revoked on this server")?;
             if value["known"] == false {
-                writeln!(out, "note: this server has not seen one of that name; `gpuserver admin list`")?;
+                writeln!(
+                    out,
+                    "note: this server has not seen this name; `gpuserver admin list` lists the names"
+                )?;
             }
         }
     }
     Ok(())
 }
 
-/// A secret, in a file of its owner's.
+/// Writes a secret into a new file that only its owner can read.
 fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
@@ -1098,7 +1106,7 @@ fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
     file.sync_all()
 }
 
-/// Also without a server.
+/// Performs a verb for administrators, on the files if no server runs.
 fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
     if let Some(value) = running(server, ask)? {
         return Ok(value);
@@ -1145,18 +1153,20 @@ fn clients(
         None if json => return show::json(out, "clients", value),
         None => return show::clients(out, serde_json::from_value(value)?),
         Some(_) if json => return show::json(out, "client", value),
-        Some(ClientsVerb::Revoke { name }) => (name, "is refused from now on"),
-        Some(ClientsVerb::Forget { name }) => (name, "was removed"),
+        Some(ClientsVerb::Revoke { name }) => (name, "is revoked"),
+        Some(ClientsVerb::Forget { name }) => (name, "is forgotten"),
     };
     let ended = value["leases_ended"].as_u64().unwrap_or(0);
     writeln!(out, "client {name} {done}; {ended} leases ended")?;
     if value["known"] == false {
-        writeln!(out, "note: this server has not seen one of that name; `gpuserver clients`")?;
+        writeln!(out, "note: this server has not seen this name; `gpuserver clients` lists the names")?;
     }
     Ok(())
 }
 
-/// Without a server: its leases end when it starts, for want of a client that renews them.
+/// Performs a verb for clients on the files, without a server.
+///
+/// The client's leases expire after the next start, since the client cannot renew them.
 fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let _lock = offline(config)?;
     let path = Files::below(&config.state_dir).clients;
@@ -1205,17 +1215,17 @@ fn check_config(
     }
     let mut warnings = config.warnings.clone();
     warnings.push(
-        "registry = \"local\": this server alone decides about its GPUs, and limits count on it alone"
+        "registry = \"local\": this server decides alone about its GPUs, and limits count on this server only"
             .to_string(),
     );
-    // It may run beside a server that has programs, and where the GPUs are not there yet.
+    // check-config does not load the driver: a server may be running, or the GPUs still missing.
     warnings.push(
-        "GPUs are looked for at the start only: whether those of `gpus` and `gpu_sharing` are there is not checked"
+        "GPUs are not checked: only the start of the server finds those in `gpus` and `gpu_sharing`"
             .to_string(),
     );
     if !config.state_dir.join("ca/authority.key").exists() {
         warnings.push(format!(
-            "{} holds no pool authority: `gpuserver pool init` makes one",
+            "{}: no pool authority found; `gpuserver pool init` creates one",
             config.state_dir.join("ca").display()
         ));
     }

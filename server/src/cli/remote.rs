@@ -1,4 +1,4 @@
-//! A server over the network, as an administrator: `--server`.
+//! Requests to a server over the network, as an administrator: `--server`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,28 +15,30 @@ use crate::admin::{self, Ask, MAX_ANSWER, Refusal};
 use crate::config;
 use crate::net::host_port;
 
-/// Until a connection stands, TLS included.
+/// Time that a connection may take, TLS included.
 const CONNECT: Duration = Duration::from_secs(10);
 const PORT: u16 = 7601;
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 
-/// A server, and who asks it.
+/// A server, and the administrator's file for it.
 pub struct Remote {
-    /// HOST:PORT.
+    /// Address of the control service, as HOST:PORT.
     pub address: String,
     identity: PathBuf,
 }
 
-/// The administrator's file where none is named.
+/// Returns the default path of the administrator's file.
 fn default_identity() -> anyhow::Result<PathBuf> {
     let folder = std::env::var_os("XDG_CONFIG_HOME")
         .map(PathBuf::from)
         .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".config")));
-    Ok(folder.context("name the administrator's file with --identity")?.join("gpusession/admin.pem"))
+    Ok(folder
+        .context("HOME is not set; name the administrator's file with --identity")?
+        .join("gpusession/admin.pem"))
 }
 
 impl Remote {
-    /// The server at HOST[:PORT], asked as the administrator of a file that `gpuserver admin create` wrote.
+    /// Addresses the server at HOST[:PORT] with a file from `gpuserver admin create`.
     pub fn new(server: &str, identity: Option<&Path>) -> anyhow::Result<Self> {
         let address = config::advertised(server)
             .map_err(|m| Refusal::new("usage", format!("--server {server:?}: {m}")))?;
@@ -44,7 +46,7 @@ impl Remote {
         Ok(Self { address: host_port(&address.host, address.port.unwrap_or(PORT)), identity })
     }
 
-    /// Asks it.
+    /// Sends a request and returns the answer.
     pub fn ask(&self, ask: &Ask) -> anyhow::Result<Value> {
         if let Some(refusal) = ask.local() {
             return Err(refusal.into());
@@ -53,13 +55,13 @@ impl Remote {
         let bundle = std::fs::read_to_string(&self.identity).map_err(|e| Refusal {
             code: "no-identity".into(),
             message: format!("{shown}: {e}"),
-            hint: "`gpuserver admin create NAME` on the server makes such a file; name it with --identity"
+            hint: "create it with `gpuserver admin create NAME` on the server, and name it with --identity"
                 .into(),
         })?;
-        // As it is written: certificate, key, the authority's certificate.
+        // The file has certificate, key and the authority's certificate, in this order.
         let authority = bundle.rfind(BEGIN).filter(|last| bundle.find(BEGIN) != Some(*last));
         let authority = authority.map(|at| &bundle[at..]).ok_or_else(|| {
-            Refusal::new("no-identity", format!("{shown}: this is not what `gpuserver admin create` wrote"))
+            Refusal::new("no-identity", format!("{shown}: not a file from `gpuserver admin create`"))
         })?;
         let tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(authority))
@@ -81,7 +83,7 @@ impl Remote {
                 Code::Unimplemented => Refusal::new(
                     "too-old",
                     format!(
-                        "{} cannot be administered over the network: it is older than this gpuserver",
+                        "{}: the server is older than this gpuserver, and cannot be administered over the network",
                         self.address
                     ),
                 ),
@@ -96,13 +98,13 @@ impl Remote {
         Refusal {
             code: "not-reachable".into(),
             message: format!("{}: {why}", self.address),
-            hint: "is gpuserver running there, is it a server of the pool whose administrator you are, and is its port open?"
+            hint: "check that gpuserver runs there, that its port is open, and that the file is for its pool"
                 .into(),
         }
     }
 }
 
-/// The deepest reason of an error: tonic's own text is "transport error".
+/// Returns the innermost cause of an error: tonic's own text is only "transport error".
 fn root_cause(error: &dyn std::error::Error) -> String {
     let mut deepest = error;
     while let Some(next) = deepest.source() {

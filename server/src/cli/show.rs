@@ -1,4 +1,4 @@
-//! Tables for people, one JSON object for programs.
+//! Output of the verbs: tables for people, one JSON object for programs.
 
 use std::io::Write;
 
@@ -10,7 +10,7 @@ use crate::admin::{
     TokenRow, TokenView,
 };
 
-/// A table without lines.
+/// Creates a table without lines.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header);
@@ -20,7 +20,7 @@ pub fn table(header: &[&str]) -> Table {
     table
 }
 
-/// The one object of `--json`.
+/// Prints the object of `--json`.
 pub fn json(out: &mut dyn Write, what: &str, value: Value) -> anyhow::Result<()> {
     writeln!(out, "{}", serde_json::to_string_pretty(&json!({ "schema": 1, what: value }))?)?;
     Ok(())
@@ -34,7 +34,7 @@ fn dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".into(), |v| v.to_string())
 }
 
-/// Microseconds as people say them.
+/// Formats microseconds for people, with at most two units.
 pub fn span(usec: u64) -> String {
     let seconds = usec / 1_000_000;
     match seconds {
@@ -45,7 +45,7 @@ pub fn span(usec: u64) -> String {
     }
 }
 
-/// Seconds since 1970 as a date.
+/// Formats seconds since 1970 as a date.
 fn date(unix: u64) -> String {
     let format = time::macros::format_description!("[year]-[month]-[day] [hour]:[minute] UTC");
     i64::try_from(unix)
@@ -64,7 +64,7 @@ fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyh
     Ok(())
 }
 
-/// `gpuserver status`
+/// Prints `gpuserver status`.
 pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
     let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
     writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
@@ -84,7 +84,7 @@ pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
 
 const NO_WORKERS: &str = "no workers: no client holds a lease";
 
-/// Whose program a worker serves.
+/// Describes the program that a worker serves.
 fn program(r: &PsRow) -> String {
     match (&r.program, r.client_pid, r.uid) {
         (Some(program), Some(pid), Some(uid)) => format!("{program} (pid {pid}, uid {uid})"),
@@ -92,7 +92,7 @@ fn program(r: &PsRow) -> String {
     }
 }
 
-/// `gpuserver ps --threads`; `all`: of several servers.
+/// Prints `gpuserver ps --threads`; `all`: rows of several servers.
 pub fn threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["SERVER", "WORKER", "PID", "CLIENT", "PROGRAM", "TID", "THREAD", "STATE", "CPU"]);
@@ -116,14 +116,14 @@ pub fn threads(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Resu
     print(out, &table, n, NO_WORKERS)
 }
 
-/// Which server is of interest where there are several.
+/// Hides the server's column unless the rows are of several servers.
 fn hide_server(table: &mut Table, all: bool) {
     if let Some(column) = table.column_mut(0).filter(|_| !all) {
         column.set_constraint(comfy_table::ColumnConstraint::Hidden);
     }
 }
 
-/// `gpuserver ps`; `all`: of several servers.
+/// Prints `gpuserver ps`; `all`: rows of several servers.
 pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
@@ -172,7 +172,7 @@ pub fn ps(out: &mut dyn Write, rows: Vec<PsRow>, all: bool) -> anyhow::Result<()
     print(out, &table, n, NO_WORKERS)
 }
 
-/// `gpuserver leases`
+/// Prints `gpuserver leases`.
 pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
@@ -203,7 +203,7 @@ pub fn leases(out: &mut dyn Write, rows: Vec<LeaseRow>) -> anyhow::Result<()> {
     print(out, &table, n, "no leases")
 }
 
-/// `gpuserver gpus`
+/// Prints `gpuserver gpus`.
 pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
@@ -230,7 +230,7 @@ pub fn gpus(out: &mut dyn Write, rows: Vec<GpuRow>) -> anyhow::Result<()> {
     print(out, &table, n, "no GPUs")
 }
 
-/// `gpuserver mps`
+/// Prints `gpuserver mps`.
 pub fn mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow::Result<()> {
     let n = domains.len();
     let mut table = table(&[
@@ -269,7 +269,7 @@ pub fn mps(out: &mut dyn Write, domains: Vec<crate::mps::DomainView>) -> anyhow:
     print(out, &table, n, "no MPS domains: no lease shares its GPUs by MPS")
 }
 
-/// `gpuserver queue`
+/// Prints `gpuserver queue`.
 pub fn queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["PLACE", "CLIENT", "USER", "GPUS", "PRIORITY"]);
@@ -277,10 +277,10 @@ pub fn queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
         let user = if r.user.is_empty() { "-".into() } else { r.user };
         table.add_row([r.position.to_string(), r.client, user, r.gpus.to_string(), r.priority]);
     }
-    print(out, &table, n, "nobody waits")
+    print(out, &table, n, "no request waits")
 }
 
-/// `gpuserver limits`
+/// Prints `gpuserver limits`.
 pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "WHAT"]);
@@ -290,7 +290,7 @@ pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>) -> anyhow::Result<()> {
     print(out, &table, n, "no limits")
 }
 
-/// `gpuserver config`
+/// Prints `gpuserver config get` and `gpuserver config diff`.
 pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow::Result<()> {
     for r in rows {
         let (waits, live) = match (r.after_restart, r.live) {
@@ -306,22 +306,11 @@ pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow
     Ok(())
 }
 
-/// `gpuserver accounting`
+/// Prints `gpuserver accounting`.
 pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) -> anyhow::Result<()> {
     let n = records.len();
-    let header = [
-        "END",
-        "TOOK",
-        "WHAT",
-        "CLIENT",
-        "USER",
-        "GPUS",
-        "BUSY",
-        "PEAK",
-        "TO GPU",
-        "FROM GPU",
-        "WHY IT ENDED",
-    ];
+    let header =
+        ["END", "DURATION", "WHAT", "CLIENT", "USER", "GPUS", "BUSY", "PEAK", "TO GPU", "FROM GPU", "REASON"];
     let mut table = table(&header);
     for r in records {
         let what = match r.kind {
@@ -348,7 +337,7 @@ pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) 
             r.reason,
         ]);
     }
-    print(out, &table, n, "nothing ended in that time")
+    print(out, &table, n, "no records of that time")
 }
 
 /// A row of `gpuserver top`.
@@ -356,27 +345,27 @@ pub fn accounting(out: &mut dyn Write, records: Vec<crate::accounting::Record>) 
 pub struct TopRow {
     #[serde(flatten)]
     row: PsRow,
-    /// Since the look before; none at the first one.
+    /// Rate since the update before; `None` in the first one.
     calls_per_second: Option<u64>,
-    /// Of the time since the look before, how much it kept its GPUs at work.
+    /// Part of the time since the update before with GPU work; `None` in the first one.
     gpu_busy_percent: Option<u64>,
 }
 
-/// What a look at the workers has seen, for the next one: calls and microseconds of GPU work.
+/// Calls and microseconds of GPU work at an update, by worker id.
 pub type Seen = std::collections::HashMap<String, (u64, u64)>;
 
-/// For the next look.
+/// Keeps the figures of an update for the next one.
 pub fn seen(rows: &[PsRow]) -> Seen {
     rows.iter().map(|row| (row.worker.clone(), (row.calls, row.gpu_busy_usec))).collect()
 }
 
-/// Workers that serve programs, the busiest first; `before` is what the look before has seen.
+/// Returns the workers with programs, the busiest first; `before` is from the update before.
 pub fn busiest(rows: Vec<PsRow>, before: &Seen, seconds: f64) -> Vec<TopRow> {
     let one = |row: PsRow| {
         let before = before.get(&row.worker);
         let calls = before.map(|(calls, _)| (row.calls.saturating_sub(*calls) as f64 / seconds) as u64);
         let busy = before.map(|(_, busy)| {
-            // Known to the second: a look may see more than the time that has passed.
+            // GPU work is known to the second, so its difference can exceed the elapsed time.
             ((row.gpu_busy_usec.saturating_sub(*busy) as f64 / seconds / 1e4) as u64).min(100)
         });
         TopRow { calls_per_second: calls, gpu_busy_percent: busy, row }
@@ -388,7 +377,7 @@ pub fn busiest(rows: Vec<PsRow>, before: &Seen, seconds: f64) -> Vec<TopRow> {
     rows
 }
 
-/// `gpuserver top`
+/// Prints `gpuserver top`.
 pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&[
@@ -411,31 +400,31 @@ pub fn top(out: &mut dyn Write, rows: Vec<TopRow>) -> anyhow::Result<()> {
     print(out, &table, n, "no programs")
 }
 
-/// `gpuserver token list`
+/// Prints `gpuserver token list`.
 pub fn tokens(out: &mut dyn Write, rows: Vec<TokenRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["ID", "NAMES", "USES LEFT", "MADE", "GOOD UNTIL"]);
+    let mut table = table(&["ID", "NAMES", "USES LEFT", "CREATED", "EXPIRES"]);
     for row in rows {
         let (made, until) = (date(row.created_unix), date(row.expires_unix));
         table.add_row([row.id, row.name_pattern, row.uses_left.to_string(), made, until]);
     }
-    print(out, &table, n, "no tokens: `gpuserver token create` makes one")
+    print(out, &table, n, "no tokens: `gpuserver token create` creates one")
 }
 
-/// `gpuserver admin list`
+/// Prints `gpuserver admin list`.
 pub fn administrators(out: &mut dyn Write, rows: Vec<AdministratorRow>) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["NAME", "STATE", "SINCE"]);
     for row in rows {
         table.add_row([row.name, row.state, date(row.since_unix)]);
     }
-    print(out, &table, n, "no administrators: `gpuserver admin create` makes one's certificate")
+    print(out, &table, n, "no administrators: `gpuserver admin create` creates a certificate")
 }
 
-/// `gpuserver clients`
+/// Prints `gpuserver clients`.
 pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> {
     let n = rows.len();
-    let mut table = table(&["CLIENT", "STATE", "LEASES", "HEARD OF", "JOINED"]);
+    let mut table = table(&["CLIENT", "STATE", "LEASES", "LAST CALL", "JOINED"]);
     for r in rows {
         table.add_row([
             r.name,
@@ -445,14 +434,14 @@ pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> 
             date(r.joined_unix),
         ]);
     }
-    print(out, &table, n, "no clients: `gpuserver token create` makes a token that one can join with")
+    print(out, &table, n, "no clients: `gpuserver token create` creates a token with which a client can join")
 }
 
-/// `gpuserver token create`: the token alone on standard output, so that a script can take it.
+/// Prints `gpuserver token create`, with only the token on standard output, for scripts.
 pub fn token(out: &mut dyn Write, t: &TokenView, server: &str) -> anyhow::Result<()> {
     writeln!(out, "{}", t.token)?;
     eprintln!(
-        "for {} client(s) named {:?}, until {}; the client runs `gpusession join {server}` and pastes it",
+        "for {} client(s) named {:?}, until {}; run `gpusession join {server}` on the client and paste it",
         t.uses,
         t.name_pattern,
         date(t.expires_unix)

@@ -1,5 +1,6 @@
-//! NVIDIA's `nvidia-cuda-mps-control`: where it is, what it is asked, and what its answers mean. Answers are bounded, and what is
-//! not understood is an error, never a good state.
+//! The interface of NVIDIA's `nvidia-cuda-mps-control`: its program, its questions and answers.
+//!
+//! Answers are bounded, and an answer that cannot be parsed is an error, never a good state.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -14,14 +15,16 @@ use tokio::time::timeout;
 
 /// Longest answer that is read, in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
-/// How long a question may take where nothing else is said.
+/// Time in which most questions must be answered.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
-/// The program's name.
+/// Name of the control program.
 pub const PROGRAM: &str = "nvidia-cuda-mps-control";
-/// Where it is looked for beside `$PATH`.
+/// Folders that are searched after the driver's folder and `$PATH`.
 const FOLDERS: &[&str] = &["/usr/bin", "/usr/local/nvidia/bin", "/usr/local/bin", "/opt/bin"];
 
-/// Finds the program: the one that is named, or the first of its name in the driver's folder, `$PATH` and the usual places.
+/// Finds the program: the named one, or the first one installed.
+///
+/// The order is the driver's folder, `$PATH` and the usual folders.
 pub fn find(named: Option<&Path>, driver: &Path) -> Result<PathBuf, String> {
     let runs = |path: &Path| {
         use std::os::unix::fs::PermissionsExt;
@@ -30,7 +33,9 @@ pub fn find(named: Option<&Path>, driver: &Path) -> Result<PathBuf, String> {
     if let Some(path) = named {
         return match runs(path) {
             true => Ok(path.into()),
-            false => Err(format!("{} is not a program; name NVIDIA's {PROGRAM}", path.display())),
+            false => {
+                Err(format!("{} is not a program; set `mps_control` to NVIDIA's {PROGRAM}", path.display()))
+            }
         };
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -38,25 +43,25 @@ pub fn find(named: Option<&Path>, driver: &Path) -> Result<PathBuf, String> {
     let folders = folders.chain(std::env::split_paths(&path)).chain(FOLDERS.iter().map(PathBuf::from));
     folders.filter(|f| f.is_absolute()).map(|f| f.join(PROGRAM)).find(|p| runs(p)).ok_or_else(|| {
         format!(
-            "{PROGRAM} is not installed (packages: nvidia-compute-utils, nvidia-driver-cuda); install it, name it with \
-             `mps_control`, or share no GPU by MPS"
+            "{PROGRAM} is not installed (packages: nvidia-compute-utils, nvidia-driver-cuda); install it, set \
+             `mps_control` to its path, or share no GPU by MPS"
         )
     })
 }
 
-/// What an MPS server says that it is.
+/// State of an MPS server, by its own report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
-    /// It makes its contexts.
+    /// Creates its contexts.
     Initializing,
-    /// It serves.
+    /// Serves clients.
     Active,
-    /// A fatal fault of a client: all its clients have to end.
+    /// A client had a fatal fault: all clients of the server must exit.
     Fault,
 }
 
 impl ServerState {
-    /// As listings show it.
+    /// Returns the name of the state in listings.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Initializing => "initializing",
@@ -65,7 +70,7 @@ impl ServerState {
         }
     }
 
-    /// The answer to `get_server_status`.
+    /// Parses the answer to `get_server_status`.
     pub fn parse(answer: &str) -> Result<Self, String> {
         let mut states = answer.split(|c: char| !c.is_ascii_alphabetic()).filter_map(|word| match word {
             "INITIALIZING" => Some(Self::Initializing),
@@ -80,7 +85,7 @@ impl ServerState {
     }
 }
 
-/// The answer to `get_server_list` and `get_client_list`: one process id a line.
+/// Parses the answer to `get_server_list` or `get_client_list`: one process id per line.
 pub fn pids(answer: &str) -> Result<Vec<u32>, String> {
     let lines = answer.lines().map(str::trim).filter(|l| !l.is_empty());
     let pid = |line: &str| line.parse::<u32>().ok().filter(|pid| *pid > 1);
@@ -91,24 +96,24 @@ fn shown(text: &str) -> String {
     text.trim().chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// One control daemon's interface.
+/// Interface to one control daemon.
 #[derive(Debug, Clone)]
 pub struct Control {
-    /// The program.
+    /// Path of `nvidia-cuda-mps-control`.
     pub program: PathBuf,
-    /// Its whole environment; the pipe directory in it says which daemon is meant.
+    /// Whole environment of the program; its pipe directory selects the daemon.
     pub environment: Vec<(OsString, OsString)>,
-    /// The daemon talks to one at a time, and refuses a second.
+    /// The daemon talks to one program at a time, and refuses a second.
     turn: Arc<Mutex<()>>,
 }
 
 impl Control {
-    /// Of the daemon that listens where the environment says.
+    /// Creates the interface to the daemon of the environment's pipe directory.
     pub fn new(program: PathBuf, environment: Vec<(OsString, OsString)>) -> Self {
         Self { program, environment, turn: Arc::default() }
     }
 
-    /// Asks the daemon one thing.
+    /// Sends one question to the daemon and returns the answer.
     pub async fn ask(&self, question: &str, limit: Duration) -> Result<String, String> {
         let late = || format!("{question}: no answer within {} ms", limit.as_millis());
         timeout(limit, self.ask_in_turn(question)).await.map_err(|_| late())?
@@ -128,9 +133,9 @@ impl Control {
             .spawn()
             .map_err(failed)?;
         let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err("no pipes".into());
+            return Err("the control program has no pipes".into());
         };
-        // One that ended already is told by its answer.
+        // If the program has exited already, its answer tells why.
         let _ = input.write_all(format!("{question}\n").as_bytes()).await;
         drop(input);
         let mut answer = Vec::new();
@@ -143,17 +148,17 @@ impl Control {
         Ok(answer)
     }
 
-    /// Its servers.
+    /// Lists the process ids of the daemon's servers.
     pub async fn servers(&self) -> Result<Vec<u32>, String> {
         pids(&self.ask("get_server_list", ANSWER_LIMIT).await?)
     }
 
-    /// What a server is.
+    /// Returns the state of a server.
     pub async fn state(&self, server: u32) -> Result<ServerState, String> {
         ServerState::parse(&self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT).await?)
     }
 
-    /// A server's clients.
+    /// Lists the process ids of a server's clients.
     pub async fn clients(&self, server: u32) -> Result<Vec<u32>, String> {
         pids(&self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).await?)
     }

@@ -1,4 +1,4 @@
-//! What MPS daemons and servers write into their logs: goes to the journal, and tells of faults before anything else does.
+//! Reads the logs of MPS daemons and servers, which report faults before anything else does.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -8,23 +8,23 @@ use std::path::{Path, PathBuf};
 const MAX_LINE: usize = 1024;
 /// Bytes read at a time.
 const MAX_READ: u64 = 64 << 10;
-/// A log that is longer is begun anew: it lies in memory below /run.
+/// Size at which a log is emptied, in bytes: it lies in memory, below /run.
 const MAX_LOG: u64 = 4 << 20;
 
-/// What a line says that has consequences.
+/// Meaning of a log line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Said {
-    /// A client's GPU work failed fatally; whose, if it says so.
+    /// A client's GPU work failed fatally; its process, if the line names one.
     Fault(Option<u32>),
-    /// A server ended, not in an orderly way.
+    /// A server exited with an error.
     ServerDied,
-    /// Something else that is of interest.
+    /// Of interest to administrators.
     Info,
     /// Questions, answers, connections.
     Chatter,
 }
 
-/// Reads one line's meaning.
+/// Returns the meaning of a line.
 pub fn read(line: &str) -> Said {
     let text = line.split_once("] ").map_or(line, |(_, text)| text);
     let lower = text.to_ascii_lowercase();
@@ -38,7 +38,10 @@ pub fn read(line: &str) -> Said {
     if NEWS.iter().any(|n| lower.contains(n)) { Said::Info } else { Said::Chatter }
 }
 
-/// `Client {PID: 4711, Context: 1} encountered a fatal GPU error.` (driver 580), `Client {4711, 1}` before.
+/// Finds the client's process id.
+///
+/// Driver 580 writes `Client {PID: 4711, Context: 1} encountered a fatal GPU error.`, older drivers
+/// `Client {4711, 1}`.
 fn culprit(text: &str) -> Option<u32> {
     let at = text.to_ascii_lowercase().find("client ")? + "client ".len();
     let rest = text.get(at..)?.trim_start_matches(['{', '(', ' ']).trim_start_matches("PID: ");
@@ -46,7 +49,7 @@ fn culprit(text: &str) -> Option<u32> {
     digits.parse().ok().filter(|pid| *pid > 1)
 }
 
-/// New lines of a file that others write.
+/// Reads new lines of a file that another process writes.
 #[derive(Debug)]
 pub struct Tail {
     path: PathBuf,
@@ -55,17 +58,17 @@ pub struct Tail {
 }
 
 impl Tail {
-    /// From the beginning of a file that may be yet to come.
+    /// Starts at the beginning of a file, which may not exist yet.
     pub fn new(path: PathBuf) -> Self {
         Self { path, at: 0, rest: Vec::new() }
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whole lines that were added since the last time, as far as one reading goes.
+    /// Returns whole lines added since the last call, as far as one read goes.
     pub fn lines(&mut self) -> Vec<String> {
         let mut new = Vec::new();
         let read = || -> std::io::Result<u64> {
@@ -95,7 +98,7 @@ impl Tail {
                     out.extend(Some(line).filter(|l| !l.trim().is_empty()));
                 }
                 _ if self.rest.len() >= MAX_LINE => {}
-                // Zeros are the hole that a shortened file leaves.
+                // A shortened file leaves a hole that reads as zeros.
                 byte if byte < b' ' && byte != b'\t' => {}
                 byte => self.rest.push(byte),
             }

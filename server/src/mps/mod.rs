@@ -1,9 +1,10 @@
-//! NVIDIA's Multi-Process Service: kernels of several workers on one GPU at the same time, each with a share of the multiprocessors.
+//! NVIDIA's Multi-Process Service: kernels of several workers share a GPU at the same time.
 //!
-//! A *domain* is what shares a fault: the leases of one client on the same GPUs (of all clients, where `mps_domain` says so). Each has
-//! a control daemon of its own, in folders that nobody else can read; it is started when the domain's first lease comes, again when it
-//! dies, and ended after the last lease and worker. No lease is in two domains. What has to happen to workers is told over a
-//! channel; see `supervise::mps`.
+//! A *domain* is the unit that shares a fault: the leases of one client on the same GPUs, or of all
+//! clients with `mps_domain`. Each domain has its own control daemon, in private folders. The
+//! daemon starts with the domain's first lease, restarts when it dies, and quits after the last
+//! lease and worker. No lease is in two domains. Domains send events about workers over a channel;
+//! see `supervise::mps`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -33,129 +34,137 @@ use crate::supervise::spawn::{Spawner, clean_environment};
 pub mod control;
 mod log;
 
-/// Contexts of programs that one MPS server serves, as drivers up to 580 limit them (measured: the 49th gets error 808).
+/// Contexts that one MPS server serves, with drivers up to 580 (measured: the 49th gets error 808).
 pub const MAX_CLIENTS: usize = 48;
-/// A daemon that does not answer by then has failed.
+/// Time in which a started daemon must answer.
 const START_LIMIT: Duration = Duration::from_secs(20);
-/// How long a worker waits for its domain's daemon.
+/// Time that a worker waits for its domain's daemon.
 const SEAT_LIMIT: Duration = Duration::from_secs(45);
-/// How often logs are read.
+/// Interval at which logs are read.
 const LOOK: Duration = Duration::from_millis(200);
-/// How often a domain with workers is asked whether it is well. A crashed worker makes it at once.
+/// Intervals of state queries for a domain with workers.
+///
+/// The second one applies after a failed query or the crash of a worker.
 const CHECK: Duration = Duration::from_secs(5);
 const CHECK_SUSPECT: Duration = Duration::from_secs(1);
-/// The most that workers may take to end after a fault.
+/// Time that workers may take to exit after a fault.
 const FAULT_LIMIT: Duration = Duration::from_secs(10);
-/// How long a daemon may take to quit.
+/// Time that a daemon may take to quit.
 const QUIT_LIMIT: Duration = Duration::from_secs(5);
-/// Pause before a daemon is started again, at first and at most.
+/// First and longest pause before a daemon is started again.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// Faults that are remembered per domain.
+/// Faults that a domain remembers.
 const MAX_FAULTS: usize = 16;
-/// Lines of a log that go to the journal at a time.
+/// Lines of one log that go to the journal at a time.
 const MAX_LINES: usize = 50;
-/// The longest name that a daemon gives a socket in its folder.
+/// Longest name of a daemon's socket, below the folder of all daemons.
 const LONGEST_SOCKET: &str = "4294967295/p/control_privileged";
 
-/// How this server uses MPS.
+/// Settings of MPS on this server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// `nvidia-cuda-mps-control`.
+    /// Path of `nvidia-cuda-mps-control`.
     pub program: PathBuf,
-    /// The driver library.
+    /// Path of the driver library.
     pub driver: PathBuf,
-    /// Where the daemons' folders are made.
+    /// Parent of the daemons' folders.
     pub folder: PathBuf,
-    /// All clients share a domain.
+    /// Whether all clients share a domain.
     pub shared: bool,
 }
 
-/// Whether the sockets of daemons below a folder have addresses that are short enough.
+/// Checks that socket addresses below this folder are short enough.
 pub fn check_folder(folder: &Path) -> Result<(), String> {
-    // A socket's address has 108 bytes, the last one a zero.
+    // A socket's address has 108 bytes, including the final zero.
     let len = folder.as_os_str().len() + 1 + LONGEST_SOCKET.len();
     match len {
         0..=107 => Ok(()),
-        _ => Err(format!("MPS makes sockets below {}, and their names would be too long", folder.display())),
+        _ => Err(format!(
+            "{}: too long for MPS, whose socket names there would exceed 107 bytes",
+            folder.display()
+        )),
     }
 }
 
-/// What shares a fault.
+/// Identity of a domain.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Key {
-    /// Whose: a client; all of them where it is empty.
+    /// Client of the leases; empty: all clients.
     client: String,
-    /// Sorted.
+    /// Sorted UUIDs.
     gpus: Vec<String>,
 }
 
-/// What happened to a generation of a domain's daemon.
+/// Event of one generation of a domain's daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Happened {
-    /// A fatal fault: all workers with a seat there have to end.
+    /// A fatal fault: all workers with a seat there must exit.
     Fault {
-        /// The number of the seats.
+        /// Generation of the seats.
         generation: u32,
-        /// Processes whose fault it is, as far as MPS says.
+        /// Processes that caused the fault, as far as MPS names them.
         culprits: Vec<u32>,
-        /// What it said.
+        /// Log line of MPS.
         why: String,
     },
-    /// The daemon is gone: those that do not use the GPU yet cannot begin; those that do go on as long as its server does.
+    /// The daemon is gone.
+    ///
+    /// Workers that do not use the GPU yet cannot start to; other workers continue while their
+    /// server lives.
     Gone {
-        /// The number of the seats.
+        /// Generation of the seats.
         generation: u32,
-        /// So is the server.
+        /// Whether the MPS server is gone, too.
         server: bool,
     },
-    /// A process of MPS was killed and does not end.
+    /// A killed process of MPS does not exit.
     Stuck {
-        /// Its GPUs.
+        /// UUIDs of the domain's GPUs.
         gpus: Vec<String>,
-        /// Which.
+        /// Description for administrators.
         why: String,
     },
 }
 
-/// A fault as listings show it.
+/// One fault in a listing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FaultView {
-    /// When, in seconds since 1970.
+    /// Time of the fault, in seconds since 1970.
     pub unix: u64,
-    /// What MPS said.
+    /// Log line of MPS.
     pub why: String,
-    /// Worker processes whose fault it was; empty: MPS did not say.
+    /// Worker processes that caused the fault; empty: unknown.
     pub culprits: Vec<u32>,
 }
 
-/// An MPS server as listings show it.
+/// One MPS server in a listing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ServerView {
-    /// Its process.
+    /// Process id of the server.
     pub pid: u32,
-    /// initializing, active, fault, or why it is not known.
+    /// initializing, active, fault, or the reason why the state is unknown.
     pub state: String,
-    /// Processes that are its clients.
+    /// Process ids of its clients.
     pub clients: Vec<u32>,
 }
 
-/// A domain as listings show it.
+/// One domain in a listing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DomainView {
-    /// The client whose it is; `*`: of all.
+    /// Client of the domain; `*`: all clients.
     pub client: String,
-    /// Its GPUs.
+    /// Sorted UUIDs of the domain's GPUs.
     pub gpus: Vec<String>,
     /// starting, initializing, active, fault, failed.
     pub state: String,
-    /// Why it failed, if it did.
+    /// Reason of the state `failed`; else empty.
     pub reason: String,
-    /// Process of the control daemon.
+    /// Process id of the control daemon.
     pub daemon_pid: Option<u32>,
-    /// How often the daemon was started after the first time.
+    /// Starts of the daemon after the first one.
     pub restarts: u32,
-    /// Its leases.
+    /// Ids of the domain's leases.
     pub leases: Vec<String>,
     /// MPS servers.
     pub servers: Vec<ServerView>,
@@ -163,7 +172,7 @@ pub struct DomainView {
     pub faults: Vec<FaultView>,
 }
 
-/// One life of a daemon.
+/// One run of a domain's daemon.
 #[derive(Debug)]
 struct Generation {
     number: u32,
@@ -193,9 +202,9 @@ enum Phase {
 #[derive(Debug)]
 struct Inner {
     phase: Phase,
-    /// Leases, and the most of the multiprocessors that each may use.
+    /// Leases, with the largest percentage of multiprocessors that each may use.
     leases: BTreeMap<String, u32>,
-    /// Workers by generation.
+    /// Number of workers by generation.
     seats: BTreeMap<u32, usize>,
     faults: VecDeque<FaultView>,
     starts: u32,
@@ -223,7 +232,7 @@ impl Domain {
         if self.key.client.is_empty() { "*" } else { &self.key.client }
     }
 
-    /// The most of the multiprocessors that a lease of the domain may use.
+    /// Returns the largest percentage of multiprocessors that a lease of the domain may use.
     fn percent(&self) -> u32 {
         self.inner().leases.values().copied().max().unwrap_or(100)
     }
@@ -233,7 +242,7 @@ impl Domain {
     }
 }
 
-/// A worker's place in a domain: as long as there is one, its daemon stays.
+/// A worker's seat in a domain; the daemon runs while it has seats.
 #[derive(Debug)]
 pub struct Seat {
     domain: Arc<Domain>,
@@ -255,18 +264,19 @@ impl Drop for Seat {
 }
 
 impl Seat {
-    /// Which life of the daemon it belongs to.
+    /// Generation of the daemon to which the seat belongs.
     pub fn generation(&self) -> u32 {
         self.generation.number
     }
 
-    /// Where the daemon listens.
+    /// Folder of the daemon's sockets.
     pub fn pipe_directory(&self) -> PathBuf {
         self.generation.pipe()
     }
 
-    /// Ends the GPU work of a worker that is about to end, so that it harms no other client of its server. Whether it was done by
-    /// that time; whatever the daemon does, this returns then.
+    /// Ends the GPU work of a worker before the worker exits, so that no other client is harmed.
+    ///
+    /// Returns `true` if the work ended by `by`. Returns by then, whatever the daemon does.
     pub async fn terminate(&self, pid: u32, by: Instant) -> bool {
         let mut last = String::new();
         let ends = async {
@@ -280,13 +290,13 @@ impl Seat {
             false
         };
         timeout_at(by, ends).await.unwrap_or_else(|_| {
-            warn!("MPS of {} did not end process {pid}'s GPU work in time: {last}", self.domain.name());
+            warn!("MPS domain {}: GPU work of process {pid} did not end in time: {last}", self.domain.name());
             false
         })
     }
 
     async fn try_to_terminate(&self, pid: u32, by: Instant) -> Result<(), String> {
-        // CUDA_SUCCESS, and CUDA_ERROR_INVALID_CONTEXT: it has no work.
+        // CUDA_SUCCESS, or CUDA_ERROR_INVALID_CONTEXT: the client has no work.
         const DONE: [&str; 2] = ["0", "201"];
         let control = &self.generation.control;
         for server in control.servers().await? {
@@ -299,14 +309,16 @@ impl Seat {
         Ok(())
     }
 
-    /// The worker crashed: its domain is asked at once whether it is well.
+    /// Makes the domain query its state at once, because the worker crashed.
     pub fn suspect(&self) {
         self.domain.suspect.notify_one();
     }
 }
 
-/// What a worker of a lease is started with, beside its seat. What the program's own environment says makes it less, never more;
-/// what the driver would not understand is nothing.
+/// Returns the MPS variables of a worker, except those of its seat.
+///
+/// The program's own environment can lower a limit, never raise it. Values that the driver cannot
+/// parse are ignored.
 pub fn variables(
     devices: &[DeviceLimit],
     priority: Priority,
@@ -314,7 +326,7 @@ pub fn variables(
 ) -> Vec<(OsString, OsString)> {
     let own = |name: &str| own.iter().find(|(n, _)| n == name).map_or("", |(_, value)| value.trim());
     let mut out: Vec<(OsString, OsString)> = Vec::new();
-    // One number for all of a process's GPUs.
+    // One percentage applies to all GPUs of a process.
     let percent = devices.iter().map(|d| f64::from(d.sm_percent)).fold(100.0, f64::min);
     let name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
     let percent =
@@ -343,7 +355,7 @@ pub fn variables(
     out
 }
 
-/// A size as the driver reads it, `4G` or `512M`.
+/// Parses a size as the driver does, `4G` or `512M`; returns MiB.
 fn megabytes(text: &str) -> Option<u64> {
     let text = text.trim().to_ascii_uppercase();
     let text = text.strip_suffix('B').unwrap_or(&text);
@@ -374,7 +386,7 @@ struct Shared {
 pub struct Mps(Arc<Shared>);
 
 impl Mps {
-    /// Ends what an earlier run of this server left behind.
+    /// Creates the domains' owner, and kills processes that an earlier run left behind.
     pub fn new(
         settings: Settings,
         spawner: Spawner,
@@ -400,7 +412,7 @@ impl Mps {
         self.0.domains.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A lease comes to its domain, whose daemon is started if it is the first.
+    /// Adds a lease to its domain. The first lease starts the domain's daemon.
     pub fn join(&self, lease: &Lease, devices: &[DeviceLimit]) {
         let mut gpus: Vec<String> = lease.shares.iter().map(|s| s.gpu.clone()).collect();
         gpus.sort();
@@ -429,7 +441,7 @@ impl Mps {
         domain.changed.notify_waiters();
     }
 
-    /// A lease has ended.
+    /// Removes a lease from its domain.
     pub fn leave(&self, lease: &str) {
         for domain in self.domains().values() {
             if domain.inner().leases.remove(lease).is_some() {
@@ -438,7 +450,7 @@ impl Mps {
         }
     }
 
-    /// A seat for a worker of a lease, once the daemon is there.
+    /// Waits for the daemon of a lease's domain, and returns a seat there.
     pub async fn seat(&self, lease: &str) -> Result<Seat, String> {
         let domain = self.domains().values().find(|d| d.inner().leases.contains_key(lease)).cloned();
         let domain = domain.ok_or("the lease has ended")?;
@@ -466,17 +478,17 @@ impl Mps {
         };
         timeout(SEAT_LIMIT, seated)
             .await
-            .map_err(|_| format!("MPS did not get ready within {} s", SEAT_LIMIT.as_secs()))?
+            .map_err(|_| format!("MPS was not ready within {} s", SEAT_LIMIT.as_secs()))?
     }
 
-    /// Whether a lease's domain has room for one more program; `seats` counts those of its leases.
+    /// Lists the leases of the same domain, `lease` included.
     pub fn leases_beside(&self, lease: &str) -> Vec<String> {
         let domains = self.domains();
         let mine = domains.values().map(|d| d.inner()).find(|i| i.leases.contains_key(lease));
         mine.map(|inner| inner.leases.keys().cloned().collect()).unwrap_or_default()
     }
 
-    /// All domains.
+    /// Lists all domains.
     pub async fn views(&self) -> Vec<DomainView> {
         let mut domains: Vec<_> = self.domains().values().cloned().collect();
         domains.sort_by(|a, b| a.key.cmp(&b.key));
@@ -487,7 +499,7 @@ impl Mps {
         out
     }
 
-    /// Returns when the last domain is gone; leases and workers have to be first.
+    /// Returns when the last domain is gone. Leases and workers must be gone before.
     pub async fn close(&self) {
         let empty = async {
             loop {
@@ -500,11 +512,11 @@ impl Mps {
             }
         };
         if timeout(QUIT_LIMIT + Duration::from_secs(1), empty).await.is_err() {
-            warn!("MPS daemons did not quit in time");
+            warn!("MPS: some daemons did not quit in time; they exit with this server");
         }
     }
 
-    /// The life of a domain.
+    /// Runs a domain from its first lease to its end.
     async fn run(self, domain: Arc<Domain>) {
         let mut pause = PAUSE_MIN;
         loop {
@@ -519,11 +531,12 @@ impl Mps {
                 Ok((_, End::Unneeded)) => break,
                 Ok((_, End::Fault { .. })) => continue,
                 Ok((generation, End::Died(why))) => {
-                    warn!("MPS of {}: {why}; it is started again", domain.name());
+                    warn!("MPS domain {}: {why}; restarting it", domain.name());
                     domain.set(Phase::Starting);
                     let number = generation.number;
                     let _ = self.0.happened.send(Happened::Gone { generation: number, server: false });
-                    // Programs that use its server go on; what is left of it ends after the last one.
+                    // Programs continue with the old server; its rest is cleared after the last
+                    // one.
                     let (this, domain) = (self.clone(), domain.clone());
                     tokio::spawn(async move {
                         let pipe = generation.pipe();
@@ -539,7 +552,7 @@ impl Mps {
                     });
                 }
                 Err(why) => {
-                    warn!("MPS of {}: {why}; next try in {} ms", domain.name(), pause.as_millis());
+                    warn!("MPS domain {}: {why}; next try in {} ms", domain.name(), pause.as_millis());
                     domain.set(Phase::Failed(why));
                 }
             }
@@ -560,7 +573,7 @@ impl Mps {
         self.0.closed.notify_waiters();
     }
 
-    /// Takes a domain out that nobody needs. Whoever comes later makes a new one.
+    /// Removes a domain without leases and seats; a later lease creates a new one.
     fn forget(&self, domain: &Domain) -> bool {
         let mut domains = self.domains();
         let inner = domain.inner();
@@ -579,7 +592,7 @@ impl Mps {
         let folder = settings.folder.join(number.to_string());
         let mut environment = clean_environment(&settings.driver);
         if let Some((_, path)) = environment.iter_mut().find(|(name, _)| name == "PATH") {
-            // The daemon starts its servers by name.
+            // The daemon finds its server program by name.
             let mut folders =
                 settings.program.parent().map(Path::as_os_str).unwrap_or_default().to_os_string();
             folders.push(":");
@@ -606,13 +619,16 @@ impl Mps {
         }
         let child = child.ok_or("no process")?;
         apply(domain, &generation).await;
-        // The first program need not wait for it.
+        // Saves the first program the wait for a server.
         let uid = nix::unistd::geteuid();
         if let Err(e) = generation.control.ask(&format!("start_server -uid {uid}"), START_LIMIT).await {
-            warn!("MPS of {}: {e}", domain.name());
+            warn!(
+                "MPS domain {}: cannot start its server in advance: {e}; its first worker starts it",
+                domain.name()
+            );
         }
         info!(
-            "MPS of {} on {}: daemon {} in {}",
+            "MPS domain {} on {}: started daemon {} in {}",
             domain.name(),
             domain.key.gpus.join(", "),
             child.id().unwrap_or(0),
@@ -625,7 +641,7 @@ impl Mps {
     async fn start_daemon(&self, generation: &Generation, child: &mut Option<Child>) -> Result<(), String> {
         let program = &self.0.settings.program;
         let failed = |what: &Path, e: std::io::Error| format!("{}: {e}", what.display());
-        // Left by a run that could not be cleaned up after.
+        // Left by an earlier run that could not clean up.
         clean(&generation.folder);
         for folder in [generation.pipe(), generation.logs()] {
             let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
@@ -650,14 +666,14 @@ impl Mps {
         loop {
             if let Ok(Some(status)) = daemon.try_wait() {
                 let said = std::fs::read_to_string(&said).unwrap_or_default();
-                let last = said.lines().last().unwrap_or("it said nothing");
-                return Err(format!("{} ended: {status}: {last}", program.display()));
+                let last = said.lines().last().unwrap_or("it wrote nothing");
+                return Err(format!("{} exited: {status}: {last}", program.display()));
             }
             match generation.control.ask("get_server_list", Duration::from_secs(1)).await {
                 Ok(_) => return Ok(()),
                 Err(e) if Instant::now() > end => {
                     return Err(format!(
-                        "the daemon did not get ready within {} s: {e}",
+                        "the control daemon was not ready within {} s: {e}",
                         START_LIMIT.as_secs()
                     ));
                 }
@@ -666,7 +682,7 @@ impl Mps {
         }
     }
 
-    /// A daemon from when it is ready to its end, which is complete when this returns, but for what a daemon that died has left.
+    /// Attends to a ready daemon until it has exited. The caller cleans up after one that died.
     async fn attend(&self, domain: &Domain, generation: &Generation, mut child: Child) -> End {
         let end = self.watch(domain, generation, &mut child).await;
         match &end {
@@ -675,14 +691,14 @@ impl Mps {
                 if let Err(e) = asked.or_else(|e| {
                     if child.try_wait().is_ok_and(|s| s.is_some()) { Ok(String::new()) } else { Err(e) }
                 }) {
-                    warn!("MPS of {}: {e}; it is killed", domain.name());
+                    warn!("MPS domain {}: its control daemon did not quit: {e}; killed", domain.name());
                 }
                 let _ = timeout(QUIT_LIMIT, child.wait()).await;
-                info!("MPS of {}: its last lease has ended, and so has it", domain.name());
+                info!("MPS domain {}: its last lease has ended; its control daemon has quit", domain.name());
             }
             End::Died(_) => generation.alive.store(false, Ordering::Relaxed),
             End::Fault { culprits, why } => {
-                // It has ended all work itself.
+                // MPS has ended all work itself.
                 generation.alive.store(false, Ordering::Relaxed);
                 {
                     let mut inner = domain.inner();
@@ -694,14 +710,21 @@ impl Mps {
                     inner.faults.push_back(fault);
                 }
                 domain.set(Phase::Fault);
-                warn!("MPS of {}: {why}; its programs end, then it is started again", domain.name());
+                warn!(
+                    "MPS domain {}: {why}; stopping its programs, then restarting its control daemon",
+                    domain.name()
+                );
                 let number = generation.number;
                 let told =
                     Happened::Fault { generation: number, culprits: culprits.clone(), why: why.clone() };
                 let _ = self.0.happened.send(told);
                 let ended = until(domain, || domain.seated(number) == 0);
                 if timeout(FAULT_LIMIT, ended).await.is_err() {
-                    warn!("MPS of {}: programs do not end after its fault", domain.name());
+                    warn!(
+                        "MPS domain {}: programs still running {} s after a fault; restarting its control daemon",
+                        domain.name(),
+                        FAULT_LIMIT.as_secs()
+                    );
                 }
             }
         }
@@ -714,7 +737,8 @@ impl Mps {
         end
     }
 
-    /// Ends what is left of a daemon. What does not end sits in the driver: its GPUs are not well.
+    /// Kills what is left of a daemon. If a process does not exit, the driver holds it: its GPUs
+    /// are stuck.
     async fn clear(&self, domain: &Domain, folder: &Path) {
         let pipe = folder.join("p");
         clean(folder);
@@ -724,7 +748,7 @@ impl Mps {
                 None => return,
                 Some(pid) if Instant::now() > end => {
                     let why =
-                        format!("process {pid} of MPS was killed and does not end: it waits for the driver");
+                        format!("process {pid} of MPS was killed and does not exit: it waits for the driver");
                     let _ = self.0.happened.send(Happened::Stuck { gpus: domain.key.gpus.clone(), why });
                     return;
                 }
@@ -743,7 +767,7 @@ impl Mps {
             tokio::select! {
                 status = child.wait() => {
                     let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-                    return End::Died(format!("its control daemon ended: {status}"));
+                    return End::Died(format!("its control daemon exited: {status}"));
                 }
                 () = domain.suspect.notified() => suspected = true,
                 () = domain.changed.notified() => {}
@@ -781,7 +805,7 @@ impl Mps {
                     Ok(Err(e)) => {
                         missed += 1;
                         check_at = Instant::now() + CHECK_SUSPECT;
-                        warn!("MPS of {}: {e}", domain.name());
+                        warn!("MPS domain {}: cannot query its state: {e}", domain.name());
                         if missed == 4 {
                             let _ = child.start_kill();
                             return End::Died("its control daemon does not answer".into());
@@ -793,18 +817,18 @@ impl Mps {
     }
 }
 
-/// The fault that a daemon's logs tell of, if there was one.
+/// Returns the fault that a daemon's logs report, if there was one.
 async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
     let (mut culprits, why) = read_logs(domain, logs)?;
     if culprits.is_empty() {
-        // Whose it is may stand in the next line.
+        // The next line may name the culprit.
         sleep(LOOK).await;
         culprits.extend(read_logs(domain, logs).into_iter().flat_map(|(c, _)| c));
     }
     Some(End::Fault { culprits, why })
 }
 
-/// What a daemon answers, however long that takes it, unless its logs tell of a fault meanwhile.
+/// Waits for an answer of the daemon, for any time, unless its logs report a fault meanwhile.
 async fn unless_fault<T>(
     domain: &Domain,
     logs: &mut [Tail],
@@ -823,7 +847,7 @@ async fn unless_fault<T>(
     }
 }
 
-/// The worst state of a daemon's servers.
+/// Returns the worst state of a daemon's servers.
 async fn state(control: &Control) -> Result<ServerState, String> {
     let mut worst = ServerState::Active;
     for server in control.servers().await? {
@@ -831,7 +855,7 @@ async fn state(control: &Control) -> Result<ServerState, String> {
             Ok(ServerState::Fault) => return Ok(ServerState::Fault),
             Ok(ServerState::Initializing) => worst = ServerState::Initializing,
             Ok(ServerState::Active) => {}
-            // It may have ended since.
+            // It may have exited meanwhile.
             Err(e) if control.servers().await?.contains(&server) => return Err(e),
             Err(_) => {}
         }
@@ -839,8 +863,9 @@ async fn state(control: &Control) -> Result<ServerState, String> {
     Ok(worst)
 }
 
-/// Tells a daemon and its servers what share of the multiprocessors their clients have at most, so that one without its variable has
-/// no more. Each worker's own share is in its environment.
+/// Sets the largest percentage of multiprocessors for the daemon and its servers.
+///
+/// It bounds a client without a variable of its own. Each worker's share is in its environment.
 async fn apply(domain: &Domain, generation: &Generation) {
     let percent = domain.percent();
     let control = &generation.control;
@@ -852,11 +877,12 @@ async fn apply(domain: &Domain, generation: &Generation) {
         Ok::<(), String>(())
     };
     if let Err(e) = applied.await {
-        warn!("MPS of {}: {e}", domain.name());
+        warn!("MPS domain {}: cannot set its share of multiprocessors: {e}", domain.name());
     }
 }
 
-/// Logs go to the journal. A fault's culprits and what was said, if there was one.
+/// Copies new log lines to the journal. Returns the culprits and the text of a fault, if there was
+/// one.
 fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
     let mut fault: Option<(Vec<u32>, String)> = None;
     for log in logs {
@@ -867,9 +893,9 @@ fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
             if left > 0 {
                 left -= 1;
                 match &said {
-                    Said::Chatter => debug!("MPS of {name}: {line}"),
-                    Said::Info => info!("MPS of {name}: {line}"),
-                    Said::Fault(_) | Said::ServerDied => warn!("MPS of {name}: {line}"),
+                    Said::Chatter => debug!("MPS domain {name}: {line}"),
+                    Said::Info => info!("MPS domain {name}: {line}"),
+                    Said::Fault(_) | Said::ServerDied => warn!("MPS domain {name}: {line}"),
                 }
             }
             let culprit = match said {
@@ -881,7 +907,7 @@ fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
             fault.0.extend(culprit.filter(|c| !fault.0.contains(c)));
         }
         if left == 0 {
-            info!("MPS of {}: more lines in {}", domain.name(), log.path().display());
+            info!("MPS domain {}: more lines in {}", domain.name(), log.path().display());
         }
     }
     fault
@@ -926,7 +952,7 @@ async fn view(domain: &Domain) -> DomainView {
     }
 }
 
-/// Waits until something is so of a domain.
+/// Waits until `so` returns `true` after a change of the domain.
 async fn until(domain: &Domain, so: impl Fn() -> bool) {
     loop {
         let mut changed = std::pin::pin!(domain.changed.notified());
@@ -938,19 +964,21 @@ async fn until(domain: &Domain, so: impl Fn() -> bool) {
     }
 }
 
-/// Ends what is left of a daemon, and removes its folder.
+/// Kills what is left of a daemon, and removes its folder.
 fn clean(folder: &Path) {
     for pid in left_behind(&folder.join("p")) {
-        info!("MPS: process {pid}, left behind in {}, is ended", folder.display());
+        info!("MPS: killed process {pid}, which an earlier daemon left in {}", folder.display());
         let _ = kill(pid, Signal::SIGKILL);
     }
     match std::fs::remove_dir_all(folder) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => warn!("{}: {e}", folder.display()),
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            warn!("MPS: cannot remove {}: {e}", folder.display());
+        }
         _ => {}
     }
 }
 
-/// Processes of MPS whose pipe directory is this one. A server does not end with its daemon.
+/// Lists processes of MPS with this pipe directory. A server may outlive its daemon.
 fn left_behind(pipe: &Path) -> Vec<Pid> {
     use std::os::unix::ffi::OsStrExt;
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_bytes()].concat();

@@ -1,6 +1,8 @@
-//! Administrators who reach the server over the network: which certificates are good for that.
+//! Administrators who reach the server over the network, and the certificates that are valid for
+//! them.
 //!
-//! As with clients, a certificate that another server of the pool has issued is good here too, until its name is revoked here.
+//! As with clients, this server accepts a certificate that another server of the pool issued, until
+//! it revokes the name.
 
 use std::collections::BTreeMap;
 
@@ -10,30 +12,31 @@ use serde::{Deserialize, Serialize};
 use super::authority::{Authority, AuthorityError, Holder, Role};
 use crate::clock::Random;
 
-/// An administrator as stored.
+/// An administrator as stored on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdministratorRecord {
-    /// SHA-256 of the certificate, in hex; empty where none was seen here.
+    /// SHA-256 of the certificate, in hex; empty if this server has seen none.
     pub certificate: String,
-    /// When it was issued, or revoked: seconds since 1970. Older certificates of this name are worth nothing.
+    /// Time of issue or revocation, in seconds since 1970. Older certificates of this name are
+    /// invalid.
     pub since_unix: u64,
-    /// Refused.
+    /// Whether the certificate is revoked.
     pub revoked: bool,
 }
 
-/// All administrators that this server knows.
+/// All administrators that this server knows, by name.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Administrators(BTreeMap<String, AdministratorRecord>);
 
-/// Why somebody is no administrator.
+/// Reason why a certificate is not accepted as an administrator's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotAdmitted {
-    /// It is a client, or a server.
+    /// The holder is a client or a server.
     #[error(
         "this needs an administrator's certificate; `gpuserver admin create NAME` on a server of the pool makes one"
     )]
     Other,
-    /// It was.
+    /// The certificate was an administrator's, and is revoked or replaced.
     #[error(
         "the certificate of administrator {0:?} was revoked or replaced; `gpuserver admin create` on a server of the pool makes \
          a new one"
@@ -41,15 +44,15 @@ pub enum NotAdmitted {
     Revoked(String),
 }
 
-/// A certificate could not be made.
+/// Reason why no certificate was issued.
 #[derive(Debug, thiserror::Error)]
 pub enum NotIssued {
-    /// The name has one.
+    /// The name has a valid certificate.
     #[error(
         "there is an administrator {0} already; `gpuserver admin revoke {0}` makes room for a new certificate"
     )]
     Exists(String),
-    /// The request is none, or the authority's trouble.
+    /// The request is malformed, or the authority failed.
     #[error(transparent)]
     Authority(#[from] AuthorityError),
 }
@@ -77,7 +80,9 @@ impl Administrators {
         self.0.insert(name.into(), AdministratorRecord { certificate, since_unix, revoked: false });
     }
 
-    /// The name of the administrator who has a certificate of the pool's authority, and whether it is new here.
+    /// Returns the administrator of a certificate, and whether the certificate is new here.
+    ///
+    /// The pool's authority has signed it.
     pub fn admit(
         &mut self,
         certificate: &[u8; 32],
@@ -97,7 +102,8 @@ impl Administrators {
         }
     }
 
-    /// Refuses what was issued to a name by now, here or elsewhere. Says whether this server knew of it.
+    /// Revokes all certificates issued to a name so far, by any server. Returns `true` if this
+    /// server knew the name.
     pub fn revoke(&mut self, name: &str, unix: u64) -> bool {
         let known = self.0.contains_key(name);
         let record = self.0.entry(name.into()).or_insert(AdministratorRecord {
@@ -110,7 +116,7 @@ impl Administrators {
         known
     }
 
-    /// All of them, by name.
+    /// Lists all administrators by name.
     pub fn list(&self) -> impl Iterator<Item = (&str, &AdministratorRecord)> {
         self.0.iter().map(|(name, record)| (name.as_str(), record))
     }
@@ -140,7 +146,7 @@ mod tests {
         assert_eq!(all.admit(&[3; 32], Some(&alice(20))), revoked, "another server's, of before");
         assert_eq!(all.admit(&[3; 32], Some(&alice(21))), Ok(("alice".into(), true)));
         assert_eq!(all.admit(&[1; 32], Some(&alice(10))), revoked);
-        // One that never came here.
+        // A name of which this server has seen no certificate.
         assert!(!all.revoke("bob", 20));
         let bob = holder(Role::Administrator, "bob", 15);
         assert_eq!(all.admit(&[4; 32], Some(&bob)), Err(NotAdmitted::Revoked("bob".into())));

@@ -1,4 +1,4 @@
-//! The pool's own certificate authority, below `ca/` in the state directory.
+//! The pool's own certificate authority, in `ca/` of the state directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,44 +23,44 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 const AUTHORITY_YEARS: u32 = 20;
 const MEMBER_YEARS: u32 = 5;
 const ADMINISTRATOR_YEARS: u32 = 1;
-/// Clocks of client and server may differ by so much.
+/// Tolerated difference between the clocks of client and server.
 const SKEW: Duration = DAY;
 
-/// Trouble with the authority.
+/// Error of the authority.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
-    /// There is none yet.
+    /// The authority does not exist yet.
     #[error("{} holds no pool authority; make one with `gpuserver pool init`", .0.display())]
     Missing(PathBuf),
-    /// There is one already.
+    /// The authority exists already.
     #[error("{} holds a pool authority already; clients trust it, so it is never replaced", .0.display())]
     Exists(PathBuf),
-    /// Its files are not what they should be.
+    /// A file of the authority is unreadable or malformed.
     #[error("{}: {reason}", path.display())]
     Unusable {
-        /// Which file.
+        /// Path of the bad file.
         path: PathBuf,
-        /// What is wrong.
+        /// Description for administrators.
         reason: String,
     },
-    /// The file system refused.
+    /// The file system returned an error.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A certificate could not be made.
+    /// A certificate could not be created.
     #[error("certificate: {0}")]
     Certificate(#[from] rcgen::Error),
     /// TLS could not be set up.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
-    /// What was given is no authority.
+    /// The imported text is no exported authority.
     #[error("this is not what `gpuserver pool export` prints: {0}")]
     Import(String),
-    /// The request of a joining client is not one.
+    /// The certificate request of a client or administrator is malformed.
     #[error("the certificate request cannot be used: {0}")]
     Request(String),
 }
 
-/// SHA-256 of a certificate.
+/// Returns the SHA-256 of a certificate.
 pub fn fingerprint(der: &[u8]) -> [u8; 32] {
     let digest = ring::digest::digest(&ring::digest::SHA256, der);
     let mut out = [0; 32];
@@ -68,7 +68,7 @@ pub fn fingerprint(der: &[u8]) -> [u8; 32] {
     out
 }
 
-/// Whom a certificate of this pool is for: TLS has verified it. `None` for those of servers.
+/// Returns the holder of a certificate that TLS has verified; `None` for a server's certificate.
 pub fn holder(der: &[u8]) -> Option<Holder> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
     let names = certificate.subject_alternative_name().ok()??;
@@ -82,23 +82,23 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
     Some(Holder { role, name: name.into(), issued_unix: begins + SKEW.as_secs(), key })
 }
 
-/// What a certificate of the pool is good for, beside being a server.
+/// Role of a certificate's holder, other than a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// To hold leases.
+    /// May hold leases.
     Client,
-    /// To ask what `admin.sock` is asked.
+    /// May send the requests of `admin.sock`.
     Administrator,
 }
 
-/// See [`holder`].
+/// Holder of a certificate, see [`holder`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// As what.
+    /// Client or administrator.
     pub role: Role,
-    /// Its name in the pool.
+    /// Name of the holder in the pool.
     pub name: String,
-    /// Seconds since 1970.
+    /// Issue time in seconds since 1970.
     pub issued_unix: u64,
     /// SHA-256 of its public key.
     pub key: [u8; 32],
@@ -111,7 +111,7 @@ pub fn requested_key(csr_pem: &str) -> Result<[u8; 32], AuthorityError> {
     Ok(fingerprint(&request.public_key.subject_public_key_info()))
 }
 
-/// Signs the certificates of a pool's servers and clients.
+/// The authority that signs the certificates of a pool's servers, clients and administrators.
 pub struct Authority {
     folder: PathBuf,
     issuer: Issuer<'static, KeyPair>,
@@ -119,11 +119,11 @@ pub struct Authority {
     pem: String,
 }
 
-/// A certificate that was just made for somebody.
+/// A certificate that was just issued.
 pub struct Issued {
-    /// For him.
+    /// Certificate in PEM, for its holder.
     pub pem: String,
-    /// What the server knows it by.
+    /// SHA-256 of the certificate, by which the server recognises it.
     pub fingerprint: [u8; 32],
 }
 
@@ -147,7 +147,7 @@ fn named(params: &mut CertificateParams, name: &str, random: &dyn Random) {
 }
 
 impl Authority {
-    /// Makes the authority of a new pool.
+    /// Creates the authority of a new pool.
     pub fn init(state_dir: &Path, pool: &str, random: &dyn Random) -> Result<Self, AuthorityError> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -171,17 +171,17 @@ impl Authority {
             .create(&folder)
             .map_err(|error| StoreError::Io { path: folder.clone(), error })?;
         store::write_bytes(&folder.join("authority.pem"), pem.as_bytes(), 0o644)?;
-        // Last: it says that the authority is complete.
+        // Last, since the key marks the authority as complete.
         store::write_bytes(&folder.join("authority.key"), key_pem.as_bytes(), 0o600)?;
         Self::open(state_dir)
     }
 
-    /// Certificate and key, for [`Authority::import`] on another server of the pool.
+    /// Returns certificate and key, for [`Authority::import`] on another server of the pool.
     pub fn export(&self) -> String {
         format!("{}{}", self.pem, self.issuer.key().serialize_pem())
     }
 
-    /// Takes over the authority that another server of the pool exported.
+    /// Stores the authority that another server of the pool exported.
     pub fn import(state_dir: &Path, exported: &str) -> Result<Self, AuthorityError> {
         let not = |what: String| AuthorityError::Import(what);
         let der = CertificateDer::from_pem_slice(exported.as_bytes()).map_err(|e| not(e.to_string()))?;
@@ -216,17 +216,17 @@ impl Authority {
         Ok(Self { folder, issuer, der, pem })
     }
 
-    /// The authority's certificate.
+    /// Returns the authority's certificate in PEM.
     pub fn pem(&self) -> &str {
         &self.pem
     }
 
-    /// What join tokens carry.
+    /// Returns the SHA-256 of the authority's certificate, which join tokens carry.
     pub fn fingerprint(&self) -> [u8; 32] {
         fingerprint(&self.der)
     }
 
-    /// Signs a request. Nothing of it but the public key is used.
+    /// Signs a certificate request, of which only the public key is used.
     pub fn issue(
         &self,
         csr_pem: &str,
@@ -251,8 +251,9 @@ impl Authority {
         Ok(Issued { pem: certificate.pem(), fingerprint: fingerprint(certificate.der()) })
     }
 
-    /// The TLS of the control port: this server's certificate, made anew at each start, and clients of this pool or
-    /// clients without a certificate, which can only join.
+    /// Returns the TLS configuration of the control port, with a new certificate for this server.
+    ///
+    /// It accepts clients of this pool, and clients without a certificate, which can only join.
     pub fn server_tls(
         &self,
         name: &str,
@@ -282,7 +283,7 @@ impl Authority {
             .with_client_cert_verifier(verifier)
             .with_single_cert(vec![certificate.der().clone(), self.der.clone()], key)?;
         config.alpn_protocols = vec![b"h2".to_vec()];
-        // Connections last; nothing is kept for those that would follow.
+        // Connections are long-lived, so tickets for later ones are useless.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
         Ok(config)

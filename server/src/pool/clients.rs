@@ -1,6 +1,7 @@
-//! The clients of a pool: which certificate each has, and which machine and boot is behind it.
+//! The clients of a pool: the certificate of each, and the machine and boot behind it.
 //!
-//! A client joins with one server of the pool; the others learn of it from its certificate, at its first call.
+//! A client joins through one server of the pool. Other servers learn of it from its certificate,
+//! at its first call.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -11,26 +12,27 @@ use serde::{Deserialize, Serialize};
 use super::authority::Holder;
 use crate::clock::Moment;
 
-/// A client without an open [`Watch`](gpusession_proto::control) that said nothing for so long is taken for gone.
+/// Silence after which a client without an open [`Watch`](gpusession_proto::control) counts as
+/// gone.
 pub const SUSPECT: Duration = Duration::from_secs(10);
 
-/// A client as it is stored.
+/// A client as stored on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientRecord {
-    /// SHA-256 of its certificate, in hex.
+    /// SHA-256 of the client's certificate, in hex.
     pub certificate: String,
-    /// SHA-256 of its public key, in hex: the identity, which a later certificate shares. Empty in records of before there was one.
+    /// SHA-256 of the client's public key, in hex: its identity. Empty in records of earlier versions.
     #[serde(default)]
     pub key: String,
-    /// Of the machine that joined, hashed by it; empty where it joined with another server.
+    /// Machine id, hashed by the machine that joined; empty if it joined through another server.
     pub machine_id: String,
-    /// Refused from then on.
+    /// Whether an administrator has revoked the client.
     pub revoked: bool,
-    /// When its certificate was issued, in seconds since 1970.
+    /// Issue time of the certificate, in seconds since 1970.
     pub joined_unix: u64,
 }
 
-/// What survives a restart.
+/// Part of the clients' state that survives a restart.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Saved<'a> {
     clients: Cow<'a, BTreeMap<String, ClientRecord>>,
@@ -38,80 +40,81 @@ pub struct Saved<'a> {
     forgotten: Cow<'a, BTreeMap<String, u64>>,
 }
 
-/// Which machine uses an identity now.
+/// Machine and boot that use an identity at present.
 #[derive(Debug, Clone, Default)]
 struct Presence {
     boot_id: String,
     machine_id: String,
     last_seen: Option<Moment>,
     watches: u32,
-    /// It closed its last watch and has not called since.
+    /// The client closed its last watch and has not called since.
     left: bool,
-    /// Boots that another boot has replaced; whoever still uses one is a second machine.
+    /// Earlier boots; a machine that still uses one of them is a second machine.
     replaced: Vec<String>,
 }
 
-/// Why a client is refused.
+/// Reason why a client is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Its certificate is none of ours any longer.
+    /// The certificate is not valid any longer, or never was.
     #[error(
         "this server does not know the client's certificate: it was replaced by a later join, or the client was \
          forgotten; join again with a new token"
     )]
     Unknown,
-    /// By an administrator.
+    /// An administrator has revoked the client.
     #[error(
         "client {0:?} was revoked; its administrator can allow it with `gpuserver clients forget {0}` and a new join"
     )]
     Revoked(String),
-    /// Two machines, one identity.
+    /// Two machines use one identity.
     #[error(
         "another machine uses the identity of client {0:?} right now. Is this one a copy of it? Then give it an identity \
          of its own: `gpusession leave`, then `gpusession join` with a new token. If it is the same machine, restarted a \
          moment ago, it is accepted within {wait} s", wait = SUSPECT.as_secs()
     )]
     SecondMachine(String),
-    /// A token alone takes no name over.
+    /// Another key has the name; no token takes it over.
     #[error(
         "client {0:?} has an identity already. If this is that machine and it has lost its identity, an administrator runs \
          `gpuserver clients forget {0}` on each server of the pool, then join again; else join under another name with --name"
     )]
     Taken(String),
-    /// A program that does not say which boot it is.
+    /// The call names no boot.
     #[error("the request does not say which boot of the client it comes from")]
     NoBoot,
 }
 
-/// A client as listings show it.
+/// One client in a listing.
 #[derive(Debug, Clone)]
 pub struct ClientView {
-    /// Its name.
+    /// Name of the client in the pool.
     pub name: String,
-    /// What is stored.
+    /// Stored record of the client.
     pub record: ClientRecord,
-    /// Whether it is connected, or was a moment ago.
+    /// Whether the client is connected, or was a moment ago.
     pub alive: bool,
-    /// Time since it was last heard of, in this run of the server.
+    /// Time since its last call in this run of the server; `None`: no call yet.
     pub silent: Option<Duration>,
 }
 
-/// All clients of a pool.
+/// All clients of a pool, by name.
 #[derive(Debug, Default)]
 pub struct Clients {
     records: BTreeMap<String, ClientRecord>,
-    /// Until when, in seconds since 1970, certificates were issued that are worth nothing any longer.
+    /// For forgotten names: certificates issued up to this time, in seconds since 1970, are
+    /// invalid.
     forgotten: BTreeMap<String, u64>,
     by_certificate: HashMap<String, String>,
     presence: HashMap<String, Presence>,
 }
 
-/// What a call from a client changes.
+/// Change that a client's call brings about.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Seen {
-    /// Nothing.
+    /// No change.
     Known,
-    /// The client has restarted: what its earlier boots held is over.
+    /// The client has restarted, so leases of its earlier boots end.
     NewBoot,
 }
 
@@ -122,25 +125,25 @@ impl Presence {
 }
 
 impl Clients {
-    /// The clients of an earlier run.
+    /// Creates the table with the clients of an earlier run.
     pub fn new(saved: Saved<'_>) -> Self {
         let (records, forgotten) = (saved.clients.into_owned(), saved.forgotten.into_owned());
         let by_certificate = records.iter().map(|(name, r)| (r.certificate.clone(), name.clone())).collect();
         Self { records, forgotten, by_certificate, presence: HashMap::new() }
     }
 
-    /// Notes the key of a client whose record is of before keys were recorded; says whether it was one.
+    /// Records the key of a client whose record is of an earlier version; `true` if it was.
     pub fn note_key(&mut self, name: &str, key: &[u8; 32]) -> bool {
         let record = self.records.get_mut(name).filter(|record| record.key.is_empty());
         record.map(|record| record.key = data_encoding::HEXLOWER.encode(key)).is_some()
     }
 
-    /// What has to survive a restart.
+    /// Returns the part of the state that must survive a restart.
     pub fn save(&self) -> Saved<'_> {
         Saved { clients: Cow::Borrowed(&self.records), forgotten: Cow::Borrowed(&self.forgotten) }
     }
 
-    /// Whose certificate it is.
+    /// Returns the name of the client with this certificate.
     pub fn identify(&self, certificate: &[u8; 32]) -> Result<String, Refusal> {
         let name =
             self.by_certificate.get(&data_encoding::HEXLOWER.encode(certificate)).ok_or(Refusal::Unknown)?;
@@ -151,9 +154,11 @@ impl Clients {
         }
     }
 
-    /// Takes a client's certificate that [`identify`](Self::identify) does not know, and that the pool's authority has signed: the
-    /// client joined with another server. Certificates that a later one of the same key has replaced, that were forgotten here, or
-    /// that name another client's identity stay worth nothing.
+    /// Adds a client that joined through another server of the pool.
+    ///
+    /// The pool's authority has signed its certificate, and [`identify`](Self::identify) does not
+    /// know it. A certificate stays invalid if a later one of the same key replaced it, if the name
+    /// was forgotten here, or if another key has the name.
     pub fn introduce(&mut self, certificate: &[u8; 32], holder: &Holder) -> Result<(), Refusal> {
         let Holder { name: client, issued_unix, key, .. } = holder;
         let known = self.records.get(client);
@@ -169,8 +174,10 @@ impl Clients {
         Ok(())
     }
 
-    /// Returns an error unless a machine with this public key may join as `name`: the name is free, or the key is the one that has
-    /// it, whose reply was lost. No token takes over a name, however long its client is silent.
+    /// Returns an error unless a machine with this public key may join as `name`.
+    ///
+    /// It may if the name is free, or if the key has the name: then the reply to its join was lost.
+    /// However long the client is silent, no token takes over its name.
     pub fn may_join(&self, name: &str, key: &[u8; 32]) -> Result<(), Refusal> {
         match self.records.get(name) {
             None => Ok(()),
@@ -180,7 +187,7 @@ impl Clients {
         }
     }
 
-    /// A machine joined: from now on its certificate is the one of `name`, and no other.
+    /// Makes a certificate the only valid one of `name`.
     pub fn join(&mut self, name: &str, certificate: &[u8; 32], key: &[u8; 32], machine_id: &str, unix: u64) {
         let certificate = data_encoding::HEXLOWER.encode(certificate);
         let record = ClientRecord {
@@ -196,7 +203,7 @@ impl Clients {
         self.by_certificate.insert(certificate, name.into());
     }
 
-    /// A call came from a client. `machine_id` may be empty where the call does not carry it.
+    /// Records a client's call. `machine_id` is empty if the call does not carry it.
     pub fn seen(
         &mut self,
         name: &str,
@@ -226,7 +233,7 @@ impl Clients {
         if !first && presence.boot_id != boot_id {
             let old = std::mem::replace(&mut presence.boot_id, boot_id.into());
             presence.replaced.push(old);
-            // A machine restarts a few times a day at most; copies show up long before.
+            // A machine restarts a few times a day at most, while copies show up soon.
             if presence.replaced.len() > 16 {
                 presence.replaced.remove(0);
             }
@@ -235,36 +242,38 @@ impl Clients {
         presence.machine_id = machine_id.into();
         presence.last_seen = Some(now);
         presence.left = false;
-        // After a restart of the server, what is stored may be of another boot.
+        // After a restart of the server, stored leases may belong to another boot.
         Ok(Seen::NewBoot)
     }
 
-    /// Before this server started, a client held a lease under this boot: it has a moment to show that it still does, in
-    /// which a copy of it cannot take its place.
+    /// Assumes that a client still uses the boot under which it held a lease before this server
+    /// started.
+    ///
+    /// It has a moment to confirm that, during which no copy of it can take its place.
     pub fn assume(&mut self, name: &str, boot_id: &str, now: Moment) {
         let presence = self.presence.entry(name.into()).or_default();
         presence.boot_id = boot_id.into();
         presence.last_seen = Some(now);
     }
 
-    /// Whether a client of that name may use the pool.
+    /// Returns `true` if a client of that name may use the pool.
     pub fn allows(&self, name: &str) -> bool {
         self.records.get(name).is_some_and(|r| !r.revoked)
     }
 
-    /// A call that does not say which boot it is from.
+    /// Records a call that names no boot.
     pub fn heard(&mut self, name: &str, now: Moment) {
         if let Some(presence) = self.presence.get_mut(name) {
             presence.last_seen = Some(now);
         }
     }
 
-    /// A client holds a connection open to be told things.
+    /// Counts an open watch of a client.
     pub fn watch_began(&mut self, name: &str) {
         self.presence.entry(name.into()).or_default().watches += 1;
     }
 
-    /// It closed it: unless another call comes, it is gone.
+    /// Counts a closed watch: after the last one the client is gone, unless it calls again.
     pub fn watch_ended(&mut self, name: &str) {
         if let Some(presence) = self.presence.get_mut(name) {
             presence.watches = presence.watches.saturating_sub(1);
@@ -272,7 +281,9 @@ impl Clients {
         }
     }
 
-    /// Refuses a client from now on, also one that has only called other servers of the pool so far. Says whether this one knew it.
+    /// Revokes a client, known here or not. Returns `true` if this server knew it.
+    ///
+    /// A client that has only called other servers of the pool is unknown here.
     pub fn revoke(&mut self, name: &str, unix: u64) -> bool {
         let known = self.records.contains_key(name);
         let unseen = || ClientRecord {
@@ -286,8 +297,9 @@ impl Clients {
         known
     }
 
-    /// Removes a client: what was issued to it by now, here or elsewhere, is worth nothing, and its name can join again. Says whether
-    /// this server knew it.
+    /// Removes a client, whose name can then join again. Returns `true` if this server knew it.
+    ///
+    /// Certificates that any server issued to it so far become invalid.
     pub fn forget(&mut self, name: &str, unix: u64) -> bool {
         self.presence.remove(name);
         let record = self.records.remove(name);
@@ -299,7 +311,7 @@ impl Clients {
         record.is_some()
     }
 
-    /// All clients.
+    /// Lists all clients.
     pub fn list(&self, now: Moment) -> Vec<ClientView> {
         let view = |(name, record): (&String, &ClientRecord)| {
             let presence = self.presence.get(name);
@@ -370,7 +382,7 @@ mod tests {
         let mut clients = joined();
         assert_eq!(clients.introduce(&[9; 32], &vm("vm-9", 5)), Ok(()));
         assert_eq!(clients.identify(&[9; 32]), Ok("vm-9".into()));
-        // Of one name the newest certificate counts.
+        // The newest certificate of a name is the valid one.
         assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 5)), Err(Refusal::Unknown));
         assert_eq!(clients.introduce(&[8; 32], &vm("vm-9", 6)), Ok(()));
         assert_eq!(clients.identify(&[9; 32]), Err(Refusal::Unknown));
@@ -402,10 +414,11 @@ mod tests {
         assert_eq!(clients.seen("vm-1", "b2", "m1", T), second, "a clone that has the same machine id");
         assert_eq!(clients.seen("vm-1", "b1", "m2", T), second);
         assert_eq!(clients.seen("vm-1", "", "m1", T), Err(Refusal::NoBoot));
-        // Its watch keeps it alive however silent it is.
+        // Its watch keeps it alive even in silence.
         clients.watch_began("vm-1");
         assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), second);
-        // An orderly stop closes the watch: the next boot is welcome at once, the old one never again.
+        // An orderly stop closes the watch: the next boot is welcome at once, the old one never
+        // again.
         clients.watch_ended("vm-1");
         assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), Ok(Seen::NewBoot));
         assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT * 99), second);

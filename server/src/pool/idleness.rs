@@ -1,4 +1,4 @@
-//! Does what the idle clocks of leases say, and lends what nobody uses to those who wait.
+//! Applies the measures of the leases' idle clocks, and lends unused leases to waiting requests.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::idle::{self, Act, Next, OnIdle, Seen, Timeouts};
 use crate::lease::{AllocateError, Lease, Request};
 
 impl Pool {
-    /// When measures are taken against a lease: as the server's limits say, and as it asks for.
+    /// Returns the times of measures against a lease, from the server's limits and its own request.
     pub fn timeouts(&self, lease: &Lease) -> Timeouts {
         let limits = self.limits_of(&lease.client, &lease.user).idle();
         let mut limits = limits.asked(lease.on_idle, lease.hold).within(lease.idle_timeout);
@@ -25,12 +25,14 @@ impl Pool {
         limits.warned_in_time()
     }
 
-    /// When measures are taken against a client's leases that ask for nothing of their own.
+    /// Returns the times of measures against a client's leases without a request of their own.
     pub fn default_timeouts(&self, client: &str) -> Timeouts {
         self.limits_of(client, "").idle().warned_in_time()
     }
 
-    /// A lease's owner calls it idle from now on, or no longer; what it is then. One whose GPUs are away cannot be idler.
+    /// Records that a lease's owner reports it idle, or no longer; returns the lease's state.
+    ///
+    /// The report has no effect while the GPUs are lent or parked.
     pub fn hint_idle(&self, client: &str, lease: &str, idle: bool) -> &'static str {
         let since = (idle && self.parking().state(lease).is_none()).then(|| self.now());
         self.parking().clock(lease, |clock| clock.set_hint(since));
@@ -39,7 +41,9 @@ impl Pool {
         state
     }
 
-    /// Since the last GPU work of a lease's programs; without any, since the last one ended or the lease began.
+    /// Returns the time since a lease last had GPU work.
+    ///
+    /// Without programs it is the time since the last one exited, or the lease began.
     pub fn idle_for(&self, lease: &str) -> Duration {
         self.seen(lease).map_or(Duration::ZERO, |seen| self.now().saturating_sub(seen.active))
     }
@@ -50,7 +54,7 @@ impl Pool {
         Some(Seen { processes, active: active?, away: self.parking().state(lease).is_some(), hint })
     }
 
-    /// What is due now.
+    /// Applies the measures that are due now.
     pub async fn tick_idle(self: &Arc<Self>) {
         let now = self.now();
         let standing = self.registry().leases().await;
@@ -93,7 +97,7 @@ impl Pool {
                                 pool.parking().clock(&lease.id, |clock| clock.failed(pool.now()));
                                 info!(
                                     gpusession_lease = lease.id,
-                                    "lease {} is idle and not parked: {e}", lease.id
+                                    "lease {}: idle, but not parked: {e}", lease.id
                                 );
                             }
                         }
@@ -104,10 +108,10 @@ impl Pool {
     }
 
     fn warn_idle(&self, lease: &Lease, next: Option<Next>, left: Duration, rest: &str) {
-        // When, the client's daemon says.
+        // The client's daemon adds the time.
         let reason = match next {
             Some(Next::Park) => format!(
-                "{rest}: its programs' device memory will be moved to the server's; they go on at their next call"
+                "{rest}: its programs' device memory will be moved to the server's; they continue at their next call"
             ),
             Some(Next::Release) => {
                 format!("{rest}: the lease will end, and its programs lose their GPUs")
@@ -128,7 +132,7 @@ impl Pool {
         self.tell(&lease.client, PoolEvent { lease: lease.id.clone(), event: Some(warning) });
     }
 
-    /// Leases that nobody uses, the one that was unused longest first.
+    /// Lists leases that may be lent, the one unused for longest first.
     async fn unused(&self) -> Vec<String> {
         let now = self.now();
         let all = self.registry().leases().await.into_iter().map(|s| s.lease);
@@ -141,7 +145,7 @@ impl Pool {
         unused.into_iter().map(|(_, lease)| lease).collect()
     }
 
-    /// Makes a lease; where others hold what is wanted and do not use it, they lend it.
+    /// Creates a lease. Where unused leases hold the GPUs, they lend them.
     pub async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError> {
         let refused = match self.registry().allocate(request).await {
             Err(e @ AllocateError::NoCapacity { .. }) => e,
@@ -152,13 +156,14 @@ impl Pool {
             return Err(refused);
         }
         for lender in lenders {
-            // One that is used just now is not lent; then there is no room, as before.
+            // A lease that is in use again is not lent; then the request finds no room, as before.
             let _ = self.lend(&lender, &format!("unused, and {} waits", request.client)).await;
         }
         self.registry().allocate(request).await
     }
 
-    /// A lease waits for its GPUs, or others of their kind: leases that nobody uses lend theirs.
+    /// Lets unused leases lend their GPUs to a lease that waits for its own, or for others of their
+    /// kind.
     pub async fn lend_to(&self, lease: &str) {
         let Some(wants) = self.registry().get(lease).await else { return };
         let may_move = self.parking().may_move(lease);

@@ -1,4 +1,4 @@
-//! The pool: its authority, its join tokens, its clients, and the control service.
+//! The pool: its authority, join tokens and clients, and the control service.
 
 pub mod administrators;
 pub mod authority;

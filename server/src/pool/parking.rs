@@ -1,5 +1,7 @@
-//! Leases that give their GPUs to others while they are idle: parked ones, whose programs live on with their device memory in host
-//! memory, and lent ones, which have no programs. Both come back by themselves when somebody wants them.
+//! Leases that give their GPUs to others while they are idle.
+//!
+//! A parked lease has programs, whose device memory is in host memory. A lent lease has none. Both
+//! come back when a program or the owner wants them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,35 +20,35 @@ use crate::lease::Place;
 use crate::supervise::WorkerId;
 use crate::supervise::park::{NotParked, Parker, Serving};
 
-/// How often a lease that waits for its GPUs looks for room.
+/// Interval at which a lease that waits for its GPUs checks for room.
 const LOOK: Duration = Duration::from_millis(200);
-/// Host memory that stays free beside parked device memory.
+/// Bytes of host memory that stay free, in addition to parked device memory.
 const HOST_MARGIN: u64 = 1 << 30;
 
-/// Why a lease was not parked.
+/// Reason why a lease was not parked or lent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParkError {
-    /// There is none.
+    /// The lease does not exist.
     #[error("no such lease")]
     NoLease,
-    /// It is parked or lent, or on its way.
+    /// The lease is parked or lent, or on its way.
     #[error("the lease is {0}")]
     Away(&'static str),
-    /// Its programs are at work.
+    /// A program has GPU work.
     #[error("a program of the lease uses its GPU now; it can be parked when its work is done")]
     Busy,
-    /// The driver cannot, as long as the lease has these programs.
+    /// The driver cannot park these programs.
     #[error("its programs cannot be parked: {0}")]
     Never(String),
-    /// Host memory.
+    /// Host memory is short.
     #[error("no room in host memory for {wanted} MiB: parked_max leaves {left} MiB")]
     NoRoom {
-        /// MiB that the lease's programs have.
+        /// MiB of device memory that the lease's programs hold.
         wanted: u64,
-        /// MiB that are left.
+        /// MiB of host memory that are left.
         left: u64,
     },
-    /// The driver.
+    /// The driver or a helper process failed.
     #[error("parking failed: {0}")]
     Failed(String),
 }
@@ -55,7 +57,7 @@ pub enum ParkError {
 enum Stage {
     Parking,
     Away,
-    /// Its place, once that is known.
+    /// The place is all 0 until it is known.
     Waiting {
         since: Moment,
         place: Place,
@@ -66,19 +68,19 @@ enum Stage {
 struct Away {
     stage: Stage,
     parkers: Vec<(WorkerId, Parker)>,
-    /// Host memory.
+    /// Host memory that the lease takes, in bytes.
     bytes: u64,
 }
 
-/// See the module.
+/// State of all leases without their GPUs, and the idle clocks; see the module.
 #[derive(Default)]
 pub struct Parking {
     away: Mutex<HashMap<String, Away>>,
-    /// Something may be due.
+    /// Notified when work of [`Pool::serve_parking`] may be due.
     due: Notify,
-    /// A lease came back, or is not to.
+    /// Notified when a lease came back, or gave up its return.
     changed: Notify,
-    /// Leases with programs that the driver cannot park, and why.
+    /// Leases with programs that the driver cannot park, and the driver's reason.
     never: Mutex<HashMap<String, String>>,
     clocks: Mutex<HashMap<String, Clock>>,
 }
@@ -92,7 +94,7 @@ impl Parking {
         self.never.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a lease is, if it does not simply hold its GPUs: its state's name, and its place among those that wait.
+    /// Returns the state and place of a lease without its GPUs; `None`: it has them.
     pub fn state(&self, lease: &str) -> Option<(&'static str, Place)> {
         let away = self.away();
         let entry = away.get(lease)?;
@@ -105,12 +107,12 @@ impl Parking {
         })
     }
 
-    /// Whether a lease that is away has no programs, whose memory would be bound to its GPUs.
+    /// Returns `true` if a lent lease may get other GPUs: parked memory is bound to its GPU.
     pub fn may_move(&self, lease: &str) -> bool {
         self.away().get(lease).is_some_and(|a| a.parkers.is_empty())
     }
 
-    /// Asks or tells the idle clock of a lease.
+    /// Applies `what` to the idle clock of a lease.
     pub fn clock<T>(&self, lease: &str, what: impl FnOnce(&mut Clock) -> T) -> T {
         let mut clocks = self.clocks.lock().unwrap_or_else(PoisonError::into_inner);
         match clocks.get_mut(lease) {
@@ -119,29 +121,29 @@ impl Parking {
         }
     }
 
-    /// Forgets the clocks of leases that ended.
+    /// Removes the clocks of leases that have ended.
     pub fn keep_clocks(&self, there: impl Fn(&String) -> bool) {
         self.clocks.lock().unwrap_or_else(PoisonError::into_inner).retain(|lease, _| there(lease));
         self.nevers().retain(|lease, _| there(lease));
     }
 
-    /// Device memory that is in host memory now.
+    /// Returns the bytes of device memory that are in host memory now.
     pub fn parked_bytes(&self) -> u64 {
         self.away().values().map(|a| a.bytes).fold(0, u64::saturating_add)
     }
 
-    /// Why the programs that a lease has now cannot be parked, once the driver has said so.
+    /// Returns the driver's reason why a lease's present programs cannot be parked, once known.
     pub fn never(&self, lease: &str) -> Option<String> {
         self.nevers().get(lease).cloned()
     }
 
-    /// A lease has other programs, or none.
+    /// Allows parking again: the lease has no programs, or other ones.
     pub fn may_again(&self, lease: &str) {
         self.nevers().remove(lease);
     }
 }
 
-/// `MemTotal` and `MemAvailable`, in bytes.
+/// Returns `MemTotal` and `MemAvailable`, in bytes.
 fn host_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let of = |key: &str| {
@@ -152,18 +154,20 @@ fn host_memory() -> (u64, u64) {
 }
 
 impl Pool {
-    /// Gives a lease's GPUs to others: the device memory of its programs goes to host memory. Nothing changes on an error.
+    /// Parks a lease: moves its programs' device memory to host memory, and lends its GPUs. An
+    /// error leaves everything as it was.
     pub async fn park(&self, lease: &str, why: &str) -> Result<(), ParkError> {
         let serving = self.supervisor().serving(lease);
         self.give_away(lease, why, serving).await
     }
 
-    /// The same for a lease without programs: one that has begun by now keeps its GPUs.
+    /// Lends a lease without programs. If one has started meanwhile, the lease keeps its GPUs.
     pub async fn lend(&self, lease: &str, why: &str) -> Result<(), ParkError> {
         self.give_away(lease, why, Vec::new()).await
     }
 
-    /// `serving`: its programs, as far as they were known. Another one is a reason to leave it as it is.
+    /// Parks or lends a lease. `serving` are its known programs: a further one keeps the lease
+    /// where it is.
     async fn give_away(&self, lease: &str, why: &str, serving: Vec<Serving>) -> Result<(), ParkError> {
         let parking = self.parking();
         let Some(standing) = self.registry().get(lease).await else { return Err(ParkError::NoLease) };
@@ -186,9 +190,9 @@ impl Pool {
                     _ => "being parked or coming back",
                 }));
             }
-            // Reserved before anything is moved.
+            // Reserved before any memory moves.
             let taken = away.values().map(|a| a.bytes).fold(0, u64::saturating_add);
-            // What is being moved is not in what the host has less yet.
+            // Memory on its way is still part of the host's available memory.
             let coming = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes);
             let coming = coming.fold(0, u64::saturating_add);
             let left = self
@@ -218,7 +222,7 @@ impl Pool {
                 }
             }
         }
-        // From here on none begins.
+        // From here on no program starts.
         if failed.is_none() && !self.supervisor().give_away(lease, &serving) {
             failed = Some(NotParked::Busy);
         }
@@ -243,15 +247,15 @@ impl Pool {
                     parking.nevers().insert(lease.into(), text.clone());
                     ParkError::Never(text)
                 }
-                NotParked::Failed(text) => ParkError::Failed(format!("{text}; the programs go on")),
+                NotParked::Failed(text) => ParkError::Failed(format!("{text}; its programs continue")),
                 NotParked::Hangs(text) => {
-                    ParkError::Failed(format!("{text}; its program was ended, others go on"))
+                    ParkError::Failed(format!("{text}; that program was killed, the others continue"))
                 }
             });
         }
         self.registry().set_aside(lease).await;
         let state = if parkers.is_empty() { "lent" } else { "parked" };
-        // Its next call is work again.
+        // Its next call counts as work again.
         parking.clock(lease, |clock| clock.set_hint(None));
         if let Some(entry) = parking.away().get_mut(lease) {
             entry.parkers = parkers;
@@ -288,7 +292,7 @@ impl Pool {
         }
     }
 
-    /// Waits until a lease has its GPUs, for at most `limit`.
+    /// Waits until a lease has its GPUs, for at most `limit`; the error is its place.
     pub async fn bring_back(&self, lease: &str, limit: Duration) -> Result<(), Place> {
         self.wants_back(lease);
         let back = async {
@@ -303,7 +307,7 @@ impl Pool {
         timeout(limit, back).await.map_err(|_| self.parking().state(lease).unwrap_or_default().1)
     }
 
-    /// Brings back what is wanted, as there is room. Never returns.
+    /// Brings leases back when they are wanted and have room. Never returns.
     pub async fn serve_parking(self: Arc<Self>) {
         loop {
             let waiting = {
@@ -343,7 +347,7 @@ impl Pool {
         }
     }
 
-    /// Lets a lease that waits have its GPUs, if there is room.
+    /// Gives a waiting lease its GPUs, if there is room.
     async fn returns(self: &Arc<Self>, lease: &str) {
         let parking = self.parking();
         if !matches!(parking.away().get(lease).map(|a| a.stage), Some(Stage::Waiting { .. })) {
@@ -368,7 +372,7 @@ impl Pool {
             if taken.is_err() {
                 info!(
                     gpusession_lease = lease,
-                    "lease {lease} waits for its GPUs, position {position} of {waiting}"
+                    "lease {lease}: waiting for its GPUs, position {position} of {waiting}"
                 );
             }
             let change =
@@ -381,12 +385,12 @@ impl Pool {
         if taken == Ok(true) {
             self.moved(lease).await;
         }
-        // Others need not wait for it.
+        // Other leases need not wait for it.
         let (pool, lease) = (self.clone(), lease.to_string());
         tokio::spawn(async move { pool.move_in(&lease, parkers).await });
     }
 
-    /// Moves the device memory of a lease's programs back to its GPUs, which it has.
+    /// Moves the device memory of a lease's programs back to its GPUs, which it holds.
     async fn move_in(&self, lease: &str, parkers: Vec<(WorkerId, Parker)>) {
         let parking = self.parking();
         let begun = tokio::time::Instant::now();
@@ -396,16 +400,16 @@ impl Pool {
             loop {
                 match parker.back().await {
                     Ok(true) => break self.supervisor().resume(&id),
-                    // Somebody uses more than he holds: it passes, or the driver's own work does.
+                    // Another lease exceeds its share, or the driver is still busy: both pass.
                     Ok(false) if self.supervisor().exists(&id) => tokio::time::sleep(LOOK).await,
                     Ok(false) => break,
                     Err(e) => {
                         if self.supervisor().exists(&id) {
                             error!(
                                 gpusession_lease = lease,
-                                "lease {lease}: device memory did not come back: {e}"
+                                "lease {lease}: cannot move device memory back: {e}; killing that worker"
                             );
-                            let why = format!("its parked device memory did not come back: {e}");
+                            let why = format!("its parked device memory cannot be moved back: {e}");
                             self.supervisor().end_worker(&id, None, &why);
                         }
                         break;
@@ -417,7 +421,7 @@ impl Pool {
         self.supervisor().set_away(lease, false);
         info!(
             gpusession_lease = lease,
-            "lease {lease} has its GPUs again ({count} programs in {} ms)",
+            "lease {lease}: has its GPUs again ({count} programs in {} ms)",
             begun.elapsed().as_millis()
         );
         if let Some(standing) = self.registry().get(lease).await {
@@ -433,7 +437,7 @@ impl Pool {
         parking.changed.notify_waiters();
     }
 
-    /// A lease's programs waited for its GPUs for so long that they are told.
+    /// Gives up a return that has taken too long: stops the parked programs with the reason.
     async fn give_up(&self, lease: &str, limit: Duration) {
         let ids: Vec<WorkerId> = {
             let mut away = self.parking().away();
@@ -459,7 +463,7 @@ impl Pool {
         self.parking().changed.notify_waiters();
     }
 
-    /// Takes workers and leases that ended off the books.
+    /// Removes workers that have exited, and leases that have ended.
     async fn forget_ended(&self) {
         let leases: Vec<String> = self.parking().away().keys().cloned().collect();
         for lease in leases {
@@ -486,8 +490,10 @@ impl Pool {
         self.tell(client, PoolEvent { lease: lease.into(), event: Some(Event::State(change)) });
     }
 
-    /// A lease that gave its GPUs to others before this server's start is still lent or parked: the memory of programs that
-    /// an earlier server parked is kept on. Where that server had the GPUs back already, it comes back.
+    /// Restores the state of a lease that an earlier server parked or lent.
+    ///
+    /// The memory of parked programs stays in host memory. If the earlier server had reacquired the
+    /// GPUs already, the programs come back.
     pub async fn resume_aside(self: &Arc<Self>, lease: &str) {
         let aside = self.registry().is_aside(lease).await;
         let parked = self.supervisor().left_parked(lease);
@@ -505,7 +511,7 @@ impl Pool {
         if stage == Stage::Away {
             return;
         }
-        // Each loads the driver, which takes its time.
+        // In a task, since each helper loads the driver, which takes time.
         let (pool, lease) = (self.clone(), lease.to_string());
         tokio::spawn(async move {
             let mut parkers = Vec::new();
@@ -539,7 +545,7 @@ impl Pool {
             }
         };
         if timeout(limit, settled).await.is_err() {
-            warn!("programs whose device memory is on its way lose their GPUs");
+            warn!("parking: device memory is still on its way; its programs lose their GPUs");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What a client is told of its lease's GPUs, as NVML shows it: memory and processes are the lease's own, the rest is the card's.
+//! Readings of a lease's GPUs for its client, as NVML shows them. Memory and processes are the
+//! lease's own, the rest is the card's.
 
 use gpusession_nvml_calls::{self as table, Class};
 use gpusession_proto::control as wire;
@@ -9,10 +10,12 @@ use super::service::{Pool, device};
 use crate::lease::Lease;
 use crate::registry::GpuUse;
 
-/// What a question is answered where the server's NVML does not answer, or that only clients of a later version know.
+/// NVML status of a query without an answer.
+///
+/// The server's NVML is silent, or only a later version knows the query.
 const NOT_SUPPORTED: u32 = 3;
 
-/// Answers a client's request about a lease that is its own.
+/// Answers a request of the client that holds the lease.
 pub async fn answer(
     pool: &Pool,
     lease: &Lease,
@@ -30,7 +33,7 @@ pub async fn answer(
         wire::ReadingAnswer { status, output }
     };
     let answers = queries.iter().map(answer).collect();
-    // Memory is the ledger's number, the same that limits go by: what NVML says of a worker counts there, too.
+    // Memory comes from the ledger, as for limits; NVML's numbers of workers are part of it.
     let running = pool.supervisor().processes(&lease.id);
     let devices = shares(lease, gpus)
         .enumerate()
@@ -72,7 +75,7 @@ fn shares<'a>(
     lease.shares.iter().filter_map(|s| Some((s, gpus.iter().find(|g| g.gpu.uuid == s.gpu)?)))
 }
 
-/// Lets questions through that the table has, about the lease's own devices; `None` for what it does not have.
+/// Accepts queries about the lease's own devices; `None` for each that the table does not have.
 fn check(queries: Vec<wire::ReadingQuery>, mine: &[[u8; 16]]) -> Result<Vec<Option<Query>>, Status> {
     if queries.len() > MAX_QUERIES {
         return Err(Status::invalid_argument(format!("more than {MAX_QUERIES} questions in a request")));
@@ -132,7 +135,7 @@ mod tests {
         assert!(!allowed(query(1, "nvmlDeviceSetPersistenceMode", &[0; 4])), "a change");
         assert!(!allowed(query(1, "nvmlDeviceGetComputeRunningProcesses_v3", &[])), "others' processes");
         assert!(!allowed(query(1, "system", &[])));
-        // Beside those that it has: a client of a later version asks in one request.
+        // A client of a later version sends known and unknown queries in one request.
         let newer =
             vec![query(1, "nvmlDeviceGetPowerUsage", &[]), query(1, "nvmlDeviceGetSomethingNew", &[])];
         let checked: Vec<_> = check(newer, &mine).unwrap().iter().map(Option::is_some).collect();

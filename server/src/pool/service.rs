@@ -1,5 +1,5 @@
-//! The control service: what clients of the pool ask for over mutual TLS, and what a machine without a certificate may
-//! ask for, which is to join.
+//! The control service: requests of the pool's clients over mutual TLS. A machine without a
+//! certificate may only join.
 
 use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
@@ -47,42 +47,42 @@ use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, TakeError, WorkerId, hex};
 
 const RELEASED: &str = "released by its client";
-/// Longest text and list in a request.
+/// Longest text, in bytes, and longest list in a request.
 const MAX_TEXT: usize = 256;
-/// How long a call for workers waits for the GPUs of its lease.
+/// Time that a call for workers waits for the GPUs of its lease.
 const RETURN_LIMIT: Duration = Duration::from_secs(50);
 const MAX_LIST: usize = 256;
 
-/// What this server tells about itself.
+/// Facts about this server, fixed at its start.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// Its configuration at the start; [`Pool::config`] is what it is now.
+    /// Configuration at the start; [`Pool::config`] returns the present one.
     pub config: Config,
-    /// Where the control service listens.
+    /// Address of the control service.
     pub control: SocketAddr,
-    /// Where the data plane listens.
+    /// Address of the data plane.
     pub data: SocketAddr,
-    /// The driver library.
+    /// Path of the driver library.
     pub driver: PathBuf,
-    /// As in 580.159.04; empty for a simulated driver.
+    /// Version such as 580.159.04; empty for a simulated driver.
     pub driver_version: String,
-    /// 1000 * major + 10 * minor.
+    /// CUDA version: 1000 * major + 10 * minor.
     pub cuda_version: u32,
 }
 
-/// The files of a pool that tokens and clients live in.
+/// Paths of the pool's files in the state directory.
 #[derive(Debug, Clone)]
 pub struct Files {
-    /// Join tokens.
+    /// File of the join tokens.
     pub tokens: PathBuf,
-    /// Clients.
+    /// File of the clients.
     pub clients: PathBuf,
-    /// Administrators.
+    /// File of the administrators.
     pub administrators: PathBuf,
 }
 
 impl Files {
-    /// Those below a state directory.
+    /// Returns the paths in a state directory.
     pub fn below(state_dir: &std::path::Path) -> Self {
         let file = |name| state_dir.join(name);
         Self {
@@ -93,7 +93,7 @@ impl Files {
     }
 }
 
-/// Everything behind the control service. One per process.
+/// State behind the control service; one per process.
 pub struct Pool {
     facts: Facts,
     registry: Arc<dyn Registry>,
@@ -113,23 +113,23 @@ pub struct Pool {
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
     quiet: Quiet,
-    /// The same for programs that a limit refuses.
+    /// Throttle for lines about programs that a limit refuses.
     quiet_of_workers: Quiet,
     parking: Parking,
-    /// Leases whose clients know that they end by `lease_ttl`.
+    /// Leases whose clients have been warned of an end by `lease_ttl`.
     ending: Mutex<HashSet<String>>,
-    /// Whether an administrator wants the server to stop, and at once.
+    /// `Some` after a request to stop; `true`: at once.
     stop: watch::Sender<Option<bool>>,
 }
 
-/// How long before its end the holder of a lease hears of it, in seconds.
+/// Time before the end of a lease at which its holder is warned, in seconds.
 const END_WARNING: u64 = 600;
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Half done is not done: it goes on when the call that asked for it is cancelled.
+/// Runs work to its end, even if the call that started it is cancelled.
 async fn whole<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, Status> {
     tokio::spawn(work).await.map_err(|e| Status::internal(format!("internal error: {e}")))
 }
@@ -175,17 +175,17 @@ impl Pool {
         })
     }
 
-    /// What this server tells about itself.
+    /// Returns the facts about this server.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// Who used what.
+    /// Returns the account of GPU use by programs and leases.
     pub fn accounting(&self) -> &Accounting {
         &self.accounting
     }
 
-    /// An administrator wants the server to stop; `force`: at once.
+    /// Asks the server to stop, for an administrator; `force`: at once.
     pub fn ask_to_stop(&self, force: bool) {
         self.stop.send_if_modified(|asked| {
             let more = *asked != Some(true) && *asked != Some(force);
@@ -196,18 +196,19 @@ impl Pool {
         });
     }
 
-    /// What [`Pool::ask_to_stop`] says.
+    /// Subscribes to requests of [`Pool::ask_to_stop`].
     pub fn asked_to_stop(&self) -> watch::Receiver<Option<bool>> {
         self.stop.subscribe()
     }
 
-    /// The configuration as it is now.
+    /// Returns the present configuration.
     pub fn config(&self) -> Arc<Config> {
         locked(&self.config).clone()
     }
 
-    /// Takes over what a changed configuration says, as far as that holds without a restart. Returns what changed, and what did
-    /// but needs one.
+    /// Applies a changed configuration as far as possible without a restart.
+    ///
+    /// Returns the changed keys that apply now, and the ones that need a restart.
     pub async fn reload(&self, fresh: Config) -> (Vec<String>, Vec<String>) {
         let old = self.config();
         let line = |(key, value, _): &(String, String, _)| format!("{key} = {value}");
@@ -220,7 +221,7 @@ impl Pool {
         changed.extend(before.iter().filter(gone).map(|l| format!("{} is no longer set", key(l))));
         let now = |l: &String| live(key(l).trim_end_matches(" is no longer set"));
         let (holds, waits): (Vec<_>, Vec<_>) = changed.into_iter().partition(now);
-        // Keys that are not live are in every report.
+        // Keys that need a restart are in every report.
         let (mut report, mut waiting): (Vec<_>, Vec<_>) =
             fresh.report.into_iter().partition(|(key, ..)| live(key));
         waiting.retain(|entry| !before.contains(&line(entry)));
@@ -251,7 +252,7 @@ impl Pool {
         (holds, waits)
     }
 
-    /// Reads the configuration again. What is wrong with it changes nothing.
+    /// Reads the configuration files again. An error leaves the configuration as it is.
     pub async fn read_again(&self) -> Result<(Vec<String>, Vec<String>), crate::admin::Refusal> {
         let fresh = self.load().map_err(|e| crate::admin::Refusal {
             code: "configuration".into(),
@@ -267,18 +268,18 @@ impl Pool {
             info!("configuration: {line}");
         }
         for line in &waits {
-            warn!("configuration: {line}: not before a restart");
+            warn!("configuration: {line}: takes effect after a restart");
         }
         Ok((holds, waits))
     }
 
     fn load(&self) -> Result<Config, crate::config::ConfigError> {
         let config = self.config();
-        // Without a file that was there, every key would fall back to its default.
+        // A missing file that existed at the start would reset every key to its default.
         crate::cli::read_config(&config.file, config.file_found)
     }
 
-    /// Writes a key into the drop-in for changes while running, and reads the configuration again; both or neither.
+    /// Writes a key into the drop-in file for changes at run time, and applies it; both or neither.
     pub async fn set_key(
         &self,
         key: &str,
@@ -305,7 +306,7 @@ impl Pool {
             std::fs::create_dir_all(folder).map_err(|e| failed(&format!("{}: {e}", folder.display())))?;
         }
         store::write_bytes(&path, text.as_bytes(), 0o640).map_err(|e| failed(&e))?;
-        // Nothing holds yet: what the files come to now.
+        // Not applied yet: another file may overrule the drop-in.
         let overruled =
             self.load().ok().filter(|_| value.is_some()).and_then(|fresh| match fresh.origin(key) {
                 Origin::Default => None,
@@ -334,21 +335,21 @@ impl Pool {
         }
     }
 
-    /// The limits of a client on behalf of a user.
+    /// Returns the limits of a client on behalf of a user.
     pub fn limits_of(&self, client: &str, user: &str) -> Effective {
         self.config().limits.of(client, user)
     }
 
-    /// Takes a GPU out of what is leased, or puts it back.
+    /// Withdraws a GPU from leasing, or returns it to service.
     pub async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
         match &why {
-            Some(why) => warn!("GPU {uuid} is taken out: {}", why.reason()),
-            None => info!("GPU {uuid} is leased again"),
+            Some(why) => warn!("GPU {uuid}: withdrawn: {}", why.reason()),
+            None => info!("GPU {uuid}: back in service"),
         }
         self.registry.withdraw(uuid, why).await
     }
 
-    /// Tells every client that holds a lease that it will be lost.
+    /// Warns every client with a lease that the lease will be lost.
     pub async fn warn_all(&self, left: Duration, reason: &str) {
         for standing in self.registry.leases().await {
             self.warn(standing.lease, left, reason);
@@ -363,7 +364,7 @@ impl Pool {
         );
     }
 
-    /// Tells clients once whose leases cannot be renewed for much longer.
+    /// Warns clients, once per lease, whose leases cannot be renewed for much longer.
     async fn warn_of_ends(&self, unix: u64) {
         let ending = self.registry.ending(unix + END_WARNING).await;
         let new: Vec<Lease> = {
@@ -378,41 +379,43 @@ impl Pool {
         }
     }
 
-    /// What the limit `lease_ttl` does to a lease.
+    /// Describes the effect of the limit `lease_ttl` on a lease.
     fn lived(&self, lease: &Lease, why: &str) -> String {
         match self.limits_of(&lease.client, &lease.user).smallest("lease_ttl") {
-            Some((limit, _)) => limit.exceeded(why, "a configured lease is asked for anew").text,
-            // It was changed since the lease began.
+            Some((limit, _)) => {
+                limit.exceeded(why, "the client's daemon requests a configured lease again").text
+            }
+            // The limit has changed since the lease began.
             None => format!("limit lease_ttl: {why}"),
         }
     }
 
-    /// SHA-256 of the authority's certificate.
+    /// Returns the SHA-256 of the authority's certificate.
     pub fn authority_fingerprint(&self) -> [u8; 32] {
         self.authority.fingerprint()
     }
 
-    /// The leases.
+    /// Returns the leases of this server.
     pub fn registry(&self) -> &dyn Registry {
         self.registry.as_ref()
     }
 
-    /// Leases whose GPUs are given to others.
+    /// Returns the state of lent and parked leases.
     pub fn parking(&self) -> &Parking {
         &self.parking
     }
 
-    /// Time since the host started.
+    /// Returns the time since the host started.
     pub fn now(&self) -> Moment {
         self.clock.now()
     }
 
-    /// Tells a client's daemon, if it listens.
+    /// Sends an event to a client's daemon, if it watches.
     pub fn tell(&self, client: &str, event: PoolEvent) {
         self.watches.tell(client, event);
     }
 
-    /// Tells clients of their leases' workers. Never returns.
+    /// Sends events about workers to their clients. Never returns.
     pub async fn tell_of_workers(self: Arc<Self>) {
         let mut events = self.supervisor.events();
         loop {
@@ -426,29 +429,31 @@ impl Pool {
         }
     }
 
-    /// The workers.
+    /// Returns the supervisor of the workers.
     pub fn supervisor(&self) -> &Supervisor {
         &self.supervisor
     }
 
-    /// What NVML says of the GPUs.
+    /// Returns the monitor of the GPUs.
     pub fn monitor(&self) -> &Monitor {
         &self.monitor
     }
 
-    /// `draining` while no new leases are made, else `online`.
+    /// Returns `draining` while the server refuses new leases, else `online`.
     async fn state(&self) -> String {
         if self.registry.draining().await.is_some() { "draining" } else { "online" }.into()
     }
 
-    /// As in 580.159.04: as NVML says, else as the driver said at the start; empty where neither does.
+    /// Returns the driver's version such as 580.159.04; empty if unknown.
+    ///
+    /// It comes from NVML or, failing that, from the driver at the start.
     pub fn driver_version(&self) -> String {
         let nvml =
             self.monitor.versions().map(|versions| versions.driver).filter(|driver| !driver.is_empty());
         nvml.unwrap_or_else(|| self.facts.driver_version.clone())
     }
 
-    /// Begins to keep workers for the leases of an earlier run, and takes up those that it left.
+    /// Starts a stock for the leases of an earlier run, and takes over its workers.
     pub async fn resume(self: &Arc<Self>) {
         let gpus = self.registry.gpus().await;
         for standing in self.registry.leases().await {
@@ -469,12 +474,12 @@ impl Pool {
         self.supervisor.end_left();
     }
 
-    /// Looks at the join tokens.
+    /// Gives `look` access to the join tokens.
     pub fn tokens<T>(&self, look: impl FnOnce(&Tokens) -> T) -> T {
         look(&locked(&self.tokens))
     }
 
-    /// Makes a join token worthless; its whole id, if there is one that begins like that.
+    /// Revokes the join token whose id begins with `id`; returns the whole id, if one token does.
     pub async fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
         let revoked = {
             let mut tokens = locked(&self.tokens);
@@ -494,7 +499,7 @@ impl Pool {
         self.client_file.store(|| store::text(&locked(&self.clients).save())).await
     }
 
-    /// Makes a join token.
+    /// Creates a join token.
     pub async fn create_token(
         &self,
         pattern: &str,
@@ -512,7 +517,7 @@ impl Pool {
         Ok(made)
     }
 
-    /// Looks at the administrators.
+    /// Gives `look` access to the administrators.
     pub fn administrators<T>(&self, look: impl FnOnce(&Administrators) -> T) -> T {
         look(&locked(&self.administrators))
     }
@@ -536,12 +541,12 @@ impl Pool {
         };
         self.store_administrators().await?;
         if issued.is_ok() {
-            info!("a certificate for administrator {name} was made");
+            info!("administrator {name}: certificate issued");
         }
         Ok(issued.map(|pem| (pem, self.authority.pem().into())))
     }
 
-    /// Refuses an administrator from now on. Says whether this server knew of one.
+    /// Revokes an administrator. Returns `true` if this server knew the name.
     pub async fn revoke_administrator(&self, name: &str) -> Result<bool, StoreError> {
         let known = {
             let mut all = locked(&self.administrators);
@@ -550,11 +555,11 @@ impl Pool {
             known
         };
         self.store_administrators().await?;
-        info!("administrator {name} was revoked");
+        info!("administrator {name}: revoked");
         Ok(known)
     }
 
-    /// The administrator behind a call over the network.
+    /// Returns the administrator behind a call over the network.
     async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         let shown = peer(request).and_then(Peer::certificate);
         let admitted = {
@@ -568,23 +573,26 @@ impl Pool {
         };
         let (name, new) = admitted.map_err(|e| {
             if let Some(more) = self.quiet.may() {
-                warn!("administration over the network was refused: {e}{more}");
+                warn!("administration over the network: refused: {e}{more}");
             }
             Status::permission_denied(e.to_string())
         })?;
         if new {
-            info!("administrator {name} is new here: another server of the pool made the certificate");
+            info!(
+                "administrator {name}: new on this server; another server of the pool issued the certificate"
+            );
             self.store_administrators().await.map_err(stored)?;
         }
         Ok(name)
     }
 
-    /// All clients.
+    /// Lists all clients.
     pub fn clients(&self) -> Vec<ClientView> {
         locked(&self.clients).list(self.clock.now())
     }
 
-    /// Refuses a client from now on and ends its leases. Returns whether this server knew it, and how many leases ended.
+    /// Revokes a client and ends its leases. Returns whether this server knew it, and how many
+    /// leases ended.
     pub async fn revoke(&self, name: &str) -> Result<(bool, usize), StoreError> {
         let known = {
             let mut clients = locked(&self.clients);
@@ -593,11 +601,11 @@ impl Pool {
             known
         };
         self.store_clients().await?;
-        info!(gpusession_client = name, "client {name} was revoked");
+        info!(gpusession_client = name, "client {name}: revoked");
         Ok((known, self.end_client(name, "the client was revoked").await))
     }
 
-    /// Removes a client and ends its leases. Returns the same.
+    /// Removes a client and ends its leases. Returns as [`Pool::revoke`] does.
     pub async fn forget(&self, name: &str) -> Result<(bool, usize), StoreError> {
         let known = {
             let mut clients = locked(&self.clients);
@@ -606,7 +614,7 @@ impl Pool {
             known
         };
         self.store_clients().await?;
-        info!(gpusession_client = name, "client {name} was forgotten");
+        info!(gpusession_client = name, "client {name}: forgotten");
         Ok((known, self.end_client(name, "the client was removed from the pool").await))
     }
 
@@ -617,14 +625,14 @@ impl Pool {
         ended.len()
     }
 
-    /// Ends one lease for an administrator.
+    /// Ends one lease with a reason. Returns `true` if it existed.
     pub async fn end_lease(&self, id: &str, reason: &str) -> bool {
         let ended = self.registry.release(None, id).await;
         self.ended(ended.as_slice(), reason);
         ended.is_some()
     }
 
-    /// What time alone brings about: leases of silent clients end, workers are started again.
+    /// Does the periodic work: ends expired leases, warns of ends, and lets the supervisor tick.
     pub async fn tick(&self) {
         let expired = self.registry.expire().await;
         let unix = self.clock.unix();
@@ -645,7 +653,7 @@ impl Pool {
         self.supervisor.tick();
     }
 
-    /// Forgets accounting records that were kept long enough.
+    /// Deletes accounting records older than the configured time.
     pub fn forget_records(&self) {
         let keep = self.config().accounting_keep;
         if !keep.is_zero() {
@@ -653,7 +661,9 @@ impl Pool {
         }
     }
 
-    /// Ends the workers of leases that are over, and tells their clients, unless they know.
+    /// Accounts for ended leases, stops their workers, and notifies their clients.
+    ///
+    /// A client that released its lease knows already.
     pub fn ended(&self, leases: &[Lease], reason: &str) {
         for lease in leases {
             info!(
@@ -700,7 +710,7 @@ impl Pool {
         }
     }
 
-    /// The client that has a certificate of the pool, whichever server of the pool it joined with.
+    /// Returns the client of a certificate, whichever server of the pool it joined through.
     async fn identify(&self, certificate: &Certificate) -> Result<String, Refusal> {
         let client = {
             let mut clients = locked(&self.clients);
@@ -718,21 +728,23 @@ impl Pool {
         };
         info!(
             gpusession_client = client,
-            "client {client} is new here: another server of the pool let it join"
+            "client {client}: new on this server; it joined through another server of the pool"
         );
         if let Err(e) = self.store_clients().await {
-            error!("{e}: client {client} is known until this server ends");
+            error!("client {client}: cannot be stored: {e}; this server forgets it when it exits");
         }
         Ok(client)
     }
 
-    /// The client behind a call.
+    /// Returns the client behind a call.
     async fn client<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         self.client_within(request, "").await
     }
 
-    /// The same for calls that keep what there is in order: their rate is counted apart, so that a user who makes a client ask for
-    /// other things without end does not cost it its leases.
+    /// As [`Pool::client`], for calls that maintain present leases.
+    ///
+    /// Their rate counts separately. A user whose programs exhaust the client's rate thus does not
+    /// cost the client its leases.
     async fn keeper<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         self.client_within(request, " keeps").await
     }
@@ -749,12 +761,12 @@ impl Pool {
             && !locked(&self.rates).allow(&format!("{client}{calls}"), most, self.clock.now())
         {
             let why = "the client asks more often";
-            return Err(beyond(entry.exceeded(why, "a daemon asks by itself as often as it needs to")));
+            return Err(beyond(entry.exceeded(why, "retry after a second")));
         }
         self.serves(&allowed).map(|()| client)
     }
 
-    /// Whether this is a server for whom these limits hold.
+    /// Checks that the limit `servers` allows this server.
     fn serves(&self, allowed: &Effective) -> Result<(), Status> {
         let here = self.facts.config.name.as_str();
         match allowed.not_listed("servers", |name| name == here) {
@@ -763,14 +775,14 @@ impl Pool {
         }
     }
 
-    /// What a lease is, and its place among those that wait for their GPUs.
+    /// Returns the state of a lease, and its place if it waits for its GPUs.
     pub fn lease_state(&self, lease: &str) -> (&'static str, Place) {
         let idle = || self.parking.clock(lease, |clock| clock.hint().is_some());
         let serves = || if self.supervisor.activity(lease).0 > 0 && !idle() { "active" } else { "idle" };
         self.parking.state(lease).unwrap_or_else(|| (serves(), Place::default()))
     }
 
-    /// A lease's id, if it is that client's.
+    /// Returns a lease's id if the lease belongs to that client.
     async fn own_lease(&self, lease: &str, client: String) -> Result<String, Status> {
         match self.registry.get(lease).await {
             Some(standing) if standing.lease.client == client => Ok(standing.lease.id),
@@ -778,7 +790,7 @@ impl Pool {
         }
     }
 
-    /// A client's call that says which boot it is from. What earlier boots held is over.
+    /// Records a client's call that names its boot. Leases of earlier boots end.
     async fn present(self: &Arc<Self>, client: &str, boot_id: &str, machine_id: &str) -> Result<(), Status> {
         let seen = locked(&self.clients).seen(client, boot_id, machine_id, self.clock.now());
         match seen {
@@ -793,14 +805,15 @@ impl Pool {
             }
             Err(refusal) => {
                 if let Some(more) = self.quiet.may() {
-                    warn!(gpusession_client = client, "a call of {client} was refused: {refusal}{more}");
+                    warn!(gpusession_client = client, "client {client}: call refused: {refusal}{more}");
                 }
                 Err(refused(refusal))
             }
         }
     }
 
-    /// HOST:PORT of this server's control service, as a client reached it or as it is configured.
+    /// Returns HOST:PORT of this server's control service, as configured or as the client reached
+    /// it.
     fn control_addresses(&self, reached: Option<SocketAddr>) -> Vec<String> {
         self.addresses(reached, self.facts.control.port(), true)
     }
@@ -821,19 +834,19 @@ impl Pool {
         vec![host_port(&ip.to_string(), port)]
     }
 
-    /// A lease's GPUs as its client is told of them.
+    /// Describes a lease's GPUs for its client.
     pub(super) async fn devices_of(&self, lease: &Lease) -> Vec<wire::Device> {
         devices(lease, &self.registry.gpus().await)
     }
 
-    /// A lease that was lent came back on other GPUs.
+    /// Gives the supervisor the new GPUs of a lease that came back elsewhere.
     pub(super) async fn moved(&self, lease: &str) {
         let Some(Standing { lease, .. }) = self.registry.get(lease).await else { return };
         let shares: Vec<_> = lease.shares.iter().map(|s| s.gpu.as_str()).collect();
         info!(
             gpusession_lease = lease.id,
             gpusession_client = lease.client,
-            "lease {} of {} has other GPUs of the same kind now: {}",
+            "lease {} of {}: moved to other GPUs of the same kind: {}",
             lease.id,
             lease.client,
             shares.join(", ")
@@ -852,7 +865,8 @@ impl Pool {
             server: self.facts.config.name.clone(),
             data_addresses: self.data_addresses(reached),
             encrypted: lease.encrypted,
-            // Workers are taken one call at a time, so that a repeated request cannot hand one out twice.
+            // Empty: workers are taken by a call of their own, so that a repeated request cannot
+            // take one twice.
             workers: Vec::new(),
             driver_version: self.driver_version(),
             cuda_version: self.facts.cuda_version,
@@ -861,7 +875,7 @@ impl Pool {
     }
 }
 
-/// Whose request it is.
+/// Returns the peer of a request's connection.
 fn peer<T>(request: &Request<T>) -> Option<&Peer> {
     request.extensions().get()
 }
@@ -894,7 +908,7 @@ pub(super) fn device(gpu: &Gpu, share: Option<&Share>, state: &str, used: &GpuUs
     }
 }
 
-/// What a lease's workers may use of each GPU.
+/// Returns the limits of a lease's workers on each GPU.
 fn limits(lease: &Lease, gpus: &[GpuUse]) -> Vec<DeviceLimit> {
     lease
         .shares
@@ -917,14 +931,14 @@ fn refused(refusal: Refusal) -> Status {
     match refusal {
         Refusal::Unknown => Status::unauthenticated(text),
         Refusal::Revoked(_) => Status::permission_denied(text),
-        // Worth another try after a moment.
+        // The client may try again after a moment.
         Refusal::SecondMachine(_) => Status::aborted(text),
         Refusal::Taken(_) => Status::already_exists(text),
         Refusal::NoBoot => Status::invalid_argument(text),
     }
 }
 
-/// A limit refuses.
+/// Builds the status of a refusal by a limit.
 fn beyond(exceeded: Exceeded) -> Status {
     let details = wire::Refusal {
         kind: wire::refusal::Kind::Limit.into(),
@@ -935,7 +949,7 @@ fn beyond(exceeded: Exceeded) -> Status {
     Status::with_details(tonic::Code::FailedPrecondition, text, details.encode_to_vec().into())
 }
 
-/// Others hold what is wanted, or nobody ever could.
+/// Builds the status of a request that does not fit now, or never does.
 fn unfit(code: tonic::Code, text: String, kind: wire::refusal::Kind, position: u32, waiting: u32) -> Status {
     let details = wire::Refusal { kind: kind.into(), position, waiting, ..Default::default() };
     Status::with_details(code, text, details.encode_to_vec().into())
@@ -960,7 +974,7 @@ fn bounded<'a>(texts: impl IntoIterator<Item = &'a String>, lists: &[usize]) -> 
     Ok(())
 }
 
-/// The two services of the control port.
+/// The services of the control port.
 #[derive(Clone)]
 pub struct Service(pub Arc<Pool>);
 
@@ -976,7 +990,7 @@ impl Enrolment for Service {
         let refuse = |status: Status| {
             if let Some(more) = pool.quiet.may() {
                 let why = status.message();
-                warn!(gpusession_client = wish.client_name, "join from {peer} refused: {why}{more}");
+                warn!(gpusession_client = wish.client_name, "join from {peer}: refused: {why}{more}");
             }
             status
         };
@@ -990,7 +1004,7 @@ impl Enrolment for Service {
         }
         let name = wish.client_name.clone();
         let issued = {
-            // Both, so that of two joins with the last use of a token one fails.
+            // Locks both, so that the last use of a token serves one join only.
             let mut tokens = locked(&pool.tokens);
             let mut clients = locked(&pool.clients);
             tokens
@@ -1013,7 +1027,7 @@ impl Enrolment for Service {
             pool.client_file.changed();
             issued
         };
-        // In this order: no token is good for more clients than it should be.
+        // In this order, so that no token admits more clients than it may.
         pool.store_tokens().await.map_err(stored)?;
         pool.store_clients().await.map_err(stored)?;
         info!(gpusession_client = name, "client {name} joined from {peer}");
@@ -1034,7 +1048,7 @@ impl Administration for Service {
         let from = peer(&request).and_then(Peer::remote);
         let from = from.map_or_else(|| "unknown".into(), |p| p.ip().to_canonical().to_string());
         let body = request.into_inner().json;
-        // What was begun is done when the call is cancelled, as on admin.sock.
+        // The work continues if the call is cancelled, as on admin.sock.
         let answer = tokio::spawn(async move { admin::answer_remote(&body, &pool, &name, &from).await });
         let json = answer.await.map_err(|e| Status::internal(format!("internal error: {e}")))?;
         Ok(Response::new(wire::AskReply { json }))
@@ -1154,7 +1168,7 @@ impl PoolService for Service {
         let (lease, fresh) = allocated.map_err(|e| {
             let text = e.to_string();
             if let Some(more) = pool.quiet.may() {
-                // What makes no sense or never fits is the client's to see to.
+                // The client itself sees malformed requests and ones that never fit.
                 let event = match &e {
                     AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
                     AllocateError::Limit(_) => Some(Said::LimitRefuses),
@@ -1164,7 +1178,7 @@ impl PoolService for Service {
                     message_id = event.map(Said::id),
                     gpusession_client = client,
                     gpusession_reason = text,
-                    "no lease for {client}: {text}{more}"
+                    "client {client}: no lease: {text}{more}"
                 );
             }
             use tonic::Code::{FailedPrecondition, ResourceExhausted};
@@ -1309,7 +1323,7 @@ impl PoolService for Service {
                     gpusession_client = client,
                     gpusession_lease = wish.lease,
                     gpusession_reason = text,
-                    "no worker for {client}: {text}{more}"
+                    "client {client}: no worker: {text}{more}"
                 );
             }
             match e {
@@ -1443,7 +1457,7 @@ impl PoolService for Service {
         let client = pool.client(&request).await?;
         let boot_id = request.into_inner().boot_id;
         bounded([&boot_id], &[])?;
-        // Before its presence brings anything about.
+        // Opened before its presence takes effect, so that no event is missed.
         let queue = pool.watches.begin(&client);
         pool.present(&client, &boot_id, "").await?;
         let watching = Watching::begin(pool.clone(), client.clone());
@@ -1461,7 +1475,7 @@ fn workers_ready(lease: String, stock: u32, ended: Option<WorkerId>) -> PoolEven
     PoolEvent { lease, event: Some(PoolEventKind::WorkersReady(wire::WorkersReady { stock, ended })) }
 }
 
-/// A client is there as long as its watch is.
+/// Presence of a client while its watch is open.
 pub struct Watching(Arc<Pool>, String);
 
 impl Watching {
@@ -1477,7 +1491,7 @@ impl Drop for Watching {
     }
 }
 
-/// Finds the one worker whose id starts with `prefix`.
+/// Finds the one worker whose id starts with `prefix`; the error is for people.
 pub fn find_worker(pool: &Pool, prefix: &str) -> Result<WorkerId, String> {
     let fits: Vec<_> = pool
         .supervisor
@@ -1488,7 +1502,7 @@ pub fn find_worker(pool: &Pool, prefix: &str) -> Result<WorkerId, String> {
         .collect();
     match fits.as_slice() {
         [one] if !prefix.is_empty() => Ok(*one),
-        [] => Err(format!("there is no worker {prefix}; `gpuserver ps` lists them")),
+        [] => Err(format!("worker {prefix} not found; `gpuserver ps` lists workers")),
         _ => Err(format!("{} workers start with {prefix:?}; write more of the id", fits.len())),
     }
 }

@@ -1,4 +1,4 @@
-//! Join tokens: what lets a new client ask for a certificate.
+//! Join tokens, with which a new client may ask for a certificate.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,48 +8,48 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::{self, Random};
 
-/// What the server keeps of a token: enough to recognise it, not enough to use it.
+/// The server's record of a token: it recognises the token, but cannot use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenRecord {
     /// BLAKE3 of the secret, in hex.
     hash: String,
-    /// Names that it is good for; `*` stands for any characters, `?` for one.
+    /// Pattern of acceptable names; `*` stands for any characters, `?` for one.
     pub pattern: String,
-    /// How many clients may still join with it.
+    /// Number of clients that may still join with the token.
     pub uses_left: u32,
-    /// Seconds since 1970.
+    /// End of its validity, in seconds since 1970.
     pub expires_unix: u64,
-    /// Seconds since 1970.
+    /// Time of its creation, in seconds since 1970.
     pub created_unix: u64,
 }
 
-/// Why a token is not accepted.
+/// Reason why a token is not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// Not a token of this pool, or its secret is wrong.
+    /// The token is not one of this pool, or its secret is wrong.
     #[error("the join token is not one of this pool; ask for one made by `gpuserver token create` here")]
     Unknown,
-    /// All its uses are used.
+    /// Its number of uses is exhausted.
     #[error(
         "the join token is used up; ask for a new one (`gpuserver token create --uses N` makes one for N clients)"
     )]
     UsedUp,
-    /// Too late.
+    /// Its validity has ended.
     #[error(
         "the join token has expired; ask for a new one (`gpuserver token create --ttl` sets how long it is good)"
     )]
     Expired,
-    /// It is for other clients.
+    /// It is for clients with other names.
     #[error("the join token is for clients named {pattern:?}, not for {name:?}; join with --name")]
     WrongName {
-        /// The names that it is for.
+        /// Pattern of the acceptable names.
         pattern: String,
-        /// The name that was wanted.
+        /// Name with which the client wanted to join.
         name: String,
     },
 }
 
-/// All tokens of a pool.
+/// All tokens of a pool, by id.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Tokens {
     tokens: BTreeMap<String, TokenRecord>,
@@ -61,7 +61,7 @@ fn hash(secret: &[u8]) -> blake3::Hash {
 }
 
 impl Tokens {
-    /// Makes a token.
+    /// Creates a token; returns it and its record.
     pub fn create(
         &mut self,
         authority: [u8; 32],
@@ -79,21 +79,21 @@ impl Tokens {
             expires_unix: unix.saturating_add(ttl.as_secs()),
             created_unix: unix,
         };
-        // Old ones explain to their users why they are refused, for a while.
+        // Expired tokens stay for a while, so that a refusal can give the reason.
         self.tokens.retain(|_, t| t.expires_unix + 30 * 24 * 3600 > unix);
         self.tokens.insert(data_encoding::HEXLOWER.encode(&token.id), record.clone());
         (token, record)
     }
 
-    /// All that are remembered, the newest last: id and record.
+    /// Lists the ids and records of all known tokens, the newest last.
     pub fn list(&self) -> Vec<(&str, &TokenRecord)> {
         let mut all: Vec<_> = self.tokens.iter().map(|(id, record)| (id.as_str(), record)).collect();
         all.sort_by_key(|(_, record)| record.created_unix);
         all
     }
 
-    /// Forgets a token, of which its id or the beginning of it is known: nobody joins with it any more. `None` where no token, or
-    /// more than one, begins like that.
+    /// Deletes the token whose id begins with `prefix`, and returns its id. `None`: no token does,
+    /// or several do.
     pub fn revoke(&mut self, prefix: &str) -> Option<String> {
         let mut fit = self.tokens.keys().filter(|id| !prefix.is_empty() && id.starts_with(prefix));
         let (Some(id), None) = (fit.next().cloned(), fit.next()) else { return None };
@@ -101,7 +101,7 @@ impl Tokens {
         Some(id)
     }
 
-    /// Looks whether `name` may join with `token`, without using it.
+    /// Checks whether `name` may join with `token`, without using it.
     pub fn check(&self, token: &JoinToken, name: &str, unix: u64) -> Result<(), TokenError> {
         let record =
             self.tokens.get(&data_encoding::HEXLOWER.encode(&token.id)).ok_or(TokenError::Unknown)?;
@@ -122,7 +122,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Uses a token that was checked.
+    /// Uses up a token that was checked.
     pub fn consume(&mut self, token: &JoinToken) {
         if let Some(record) = self.tokens.get_mut(&data_encoding::HEXLOWER.encode(&token.id)) {
             record.uses_left = record.uses_left.saturating_sub(1);
@@ -130,11 +130,11 @@ impl Tokens {
     }
 }
 
-/// Whether a name fits a pattern of `*`, `?` and plain characters.
+/// Returns `true` if a name fits a pattern of `*`, `?` and plain characters.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let (p, n) = (pattern.as_bytes(), name.as_bytes());
     let (mut i, mut j) = (0, 0);
-    // The last `*`, and up to where it has matched: the only place to come back to.
+    // Position of the last `*`, and the end of its match: the only place to backtrack to.
     let mut star: Option<(usize, usize)> = None;
     while j < n.len() {
         match p.get(i) {

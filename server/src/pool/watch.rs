@@ -1,4 +1,4 @@
-//! Who is told what happens to a client's leases: a queue for each `Watch` that a client has open.
+//! Events for clients: a queue for each open `Watch`.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -10,17 +10,17 @@ use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tonic::Status;
 
-/// Events that wait for a client; room for them is made as they come.
+/// Events that may wait for a client; the queue grows as needed.
 const MOST: usize = 1024;
 
-/// Boxed: a queue has room for some from its beginning on, and there is one for each client.
+/// Boxed, since each client's queue has room for some events from the start.
 type Said = Result<Box<PoolEvent>, Box<Status>>;
 
-/// All open watches.
+/// All open watches, by client.
 #[derive(Default)]
 pub struct Watches(Arc<Mutex<HashMap<String, Vec<mpsc::Sender<Said>>>>>);
 
-/// Of one watch; forgotten when it is dropped.
+/// Receiver of one watch; dropping it ends the watch.
 pub struct Queue {
     all: Watches,
     client: String,
@@ -32,14 +32,15 @@ impl Watches {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a client is told from now on.
+    /// Opens a watch for a client's events from now on.
     pub fn begin(&self, client: &str) -> Queue {
         let (sender, said) = mpsc::channel(MOST);
         self.locked().entry(client.into()).or_default().push(sender);
         Queue { all: Self(self.0.clone()), client: client.into(), said }
     }
 
-    /// Tells a client, if it watches. Where it has not taken earlier events, its watch ends after those.
+    /// Sends an event to a client's watches. A watch whose queue is full ends after the queued
+    /// events.
     pub fn tell(&self, client: &str, event: PoolEvent) {
         if let Some(queues) = self.locked().get_mut(client) {
             queues.retain(|queue| queue.try_send(Ok(Box::new(event.clone()))).is_ok());
@@ -67,16 +68,17 @@ impl Drop for Queue {
     }
 }
 
-/// What a client is sent: first what holds when it begins to watch, then what happens. `T` lives as long as it does.
+/// Stream of a client's events: the present state first, then changes. `T` lives as long as the
+/// stream.
 pub struct Events<T> {
     first: std::vec::IntoIter<PoolEvent>,
-    /// `None`: it was told the end.
+    /// `None`: the stream has ended.
     queue: Option<Queue>,
     _with: T,
 }
 
 impl<T> Events<T> {
-    /// See the type.
+    /// Creates the stream; `first` is the present state.
     pub fn new(first: Vec<PoolEvent>, queue: Queue, with: T) -> Self {
         Self { first: first.into_iter(), queue: Some(queue), _with: with }
     }

@@ -1,4 +1,6 @@
-//! The registry of a server that alone decides about its GPUs: the lease table in memory, a copy of it in a file.
+//! The registry of a server that alone decides about its GPUs.
+//!
+//! The lease table is in memory, and a copy of it in a file.
 
 use std::collections::HashMap;
 use std::ops::Deref;
@@ -14,10 +16,10 @@ use crate::clock::{Clock, Random};
 use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Table, WaitingView, Withdrawn};
 use crate::store::{self, Shared, StoreError};
 
-/// See the module.
+/// The lease table with its file and its sources of time and randomness.
 pub struct LocalRegistry {
     table: Mutex<Table>,
-    /// [`Registry::gpus`] until the table changes: asked for with every heartbeat of every client.
+    /// Result of [`Registry::gpus`] until the table changes, since each heartbeat reads it.
     gpus: Mutex<Option<Arc<[GpuUse]>>>,
     file: Shared,
     clock: Arc<dyn Clock>,
@@ -40,17 +42,19 @@ impl LocalRegistry {
         Ok((this, lost))
     }
 
-    // The table is consistent between any two of its methods, also after a panic elsewhere.
+    // A poisoned lock is used: the table is consistent between any two of its methods.
     fn locked(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To read.
+    /// Locks the table for reading.
     fn table(&self) -> impl Deref<Target = Table> {
         Reading(self.locked())
     }
 
-    /// Changes what [`Registry::gpus`] says; `stored` says of the outcome whether the file has to change, too.
+    /// Changes the table, and drops the cached [`Registry::gpus`].
+    ///
+    /// `stored` decides from the outcome whether the file has to change, too.
     fn change<T>(&self, what: impl FnOnce(&mut Table) -> T, stored: impl FnOnce(&T) -> bool) -> T {
         let mut table = self.locked();
         let outcome = what(&mut table);
@@ -65,16 +69,18 @@ impl LocalRegistry {
         self.file.store(|| store::text(&self.table().save())).await
     }
 
-    /// Stores an end, or that a lease was set aside or came back. It is true already: should the file keep a lease that ended,
-    /// it ends after the next start for want of renewals.
+    /// Stores the end of a lease, its lending or its return; an error is only logged.
+    ///
+    /// The change has happened already. A lease that ended and stays in the file expires after the
+    /// next start, since no client renews it.
     async fn store_change(&self) {
         if let Err(e) = self.store().await {
-            error!("a change of the leases was not stored: {e}");
+            error!("leases: a change was not stored: {e}; a restart would undo it");
         }
     }
 }
 
-/// Cannot be changed through.
+/// The locked table without `DerefMut`.
 struct Reading<'a>(MutexGuard<'a, Table>);
 
 impl Deref for Reading<'_> {
@@ -93,12 +99,12 @@ impl Registry for LocalRegistry {
             |table| table.allocate(request, now, unix, self.random.as_ref()),
             |made| matches!(made, Ok((_, true))),
         )?;
-        // Also one that an earlier call made: that may not be answered yet.
+        // A lease of an earlier call is stored as well: that call may not have stored it yet.
         if let Err(e) = self.store().await {
             if fresh {
                 self.change(|table| table.undo_allocate(&lease.id), |()| true);
             }
-            error!("a lease was not stored: {e}");
+            error!("lease {}: not stored: {e}; the request is refused", lease.id);
             return Err(AllocateError::Storage(e.to_string()));
         }
         Ok((lease, fresh))

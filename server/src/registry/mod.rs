@@ -1,4 +1,4 @@
-//! Who decides about leases: one contract, several implementations.
+//! The interface to the authority that decides about leases.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,21 +9,21 @@ use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Sharing, Wa
 
 pub mod local;
 
-/// A GPU and how much of it leases hold.
+/// A GPU and its use by leases.
 #[derive(Debug, Clone)]
 pub struct GpuUse {
-    /// The GPU.
+    /// Facts that the driver reports.
     pub gpu: Gpu,
     /// Device memory promised to leases.
     pub used_bytes: u64,
-    /// Leases on it.
+    /// Ids of the leases on it.
     pub leases: Vec<String>,
-    /// Why it is not leased, if it is not.
+    /// Reason if it is withdrawn.
     pub withdrawn: Option<Withdrawn>,
 }
 
 impl GpuUse {
-    /// Device memory that is left for others.
+    /// Returns the device memory that further leases can get.
     pub fn free_bytes(&self) -> u64 {
         match self.gpu.sharing {
             Sharing::Exclusive if self.used_bytes > 0 => 0,
@@ -31,7 +31,7 @@ impl GpuUse {
         }
     }
 
-    /// free, leased, off, off-pending, stopped, broken.
+    /// Returns the state: free, leased, off, off-pending, stopped or broken.
     pub fn state(&self) -> &'static str {
         match (&self.withdrawn, self.leases.is_empty()) {
             (None, true) => "free",
@@ -44,69 +44,77 @@ impl GpuUse {
     }
 }
 
-/// A lease with the time it has left.
+/// A lease with its remaining time.
 #[derive(Debug, Clone)]
 pub struct Standing {
-    /// The lease.
+    /// Copy of the lease.
     pub lease: Lease,
-    /// Until it ends unless it is renewed.
+    /// Time until it expires unless renewed.
     pub left: Duration,
 }
 
 /// The authority over the GPUs. Every change is stored before it is answered.
 #[async_trait]
 pub trait Registry: Send + Sync {
-    /// Makes a lease over all wanted GPUs or none; `false` beside it where the same request made it earlier.
+    /// Creates a lease over all wanted GPUs, or none.
+    ///
+    /// Returns the lease with `false` if an earlier call with this request id created it.
     async fn allocate(&self, request: &Request) -> Result<(Lease, bool), AllocateError>;
-    /// Extends a client's lease; `None` where it has no such lease.
+    /// Renews a client's lease, and returns its time; `None` if the client has no such lease.
     async fn renew(&self, client: &str, id: &str) -> Option<Duration>;
-    /// A client does not wait any more for what it asked for by this request.
+    /// Removes a client's request from the queue.
     async fn leave_queue(&self, client: &str, request_id: &str);
-    /// Ends a lease; with a client only if it is that client's. `None`: there was none.
+    /// Ends a lease, with `client` only if that client holds it; `None` if no such lease exists.
     async fn release(&self, client: Option<&str>, id: &str) -> Option<Lease>;
-    /// Which of these leases have to be set aside for a request; none where that does not help.
+    /// Returns the candidates that have to be lent for a request; empty if that does not help.
     async fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String>;
-    /// A lease gives its parts of GPUs to others until it takes them back. Says whether there is such a lease.
+    /// Lends the lease's shares until it reacquires them; `false` if no such lease exists.
     async fn set_aside(&self, id: &str) -> bool;
-    /// The same for a lease that was set aside and wants its parts back.
+    /// Returns the candidates that have to be lent so that a lease can reacquire its shares.
     async fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String>;
-    /// `Ok` once a lease that was set aside has its parts again (`true`: on other GPUs, which it gets only if it `may_move`), else its
-    /// place among those that wait for the same.
+    /// Reacquires the shares of a lent lease, or returns its place in the queue.
+    ///
+    /// `Ok(true)`: the shares are on other GPUs, which only happens if it `may_move`.
     async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, Place>;
-    /// It does not want them any more.
+    /// Gives up a lent lease's place in the queue.
     async fn stay_aside(&self, id: &str);
-    /// Whether a lease holds no part of a GPU now.
+    /// Returns `true` if the lease is lent.
     async fn is_aside(&self, id: &str) -> bool;
-    /// Ends the leases of a client; with a boot only those of other boots.
+    /// Ends the leases of a client, except those of the boot `keep_boot`.
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease>;
-    /// Ends the leases whose clients were silent for too long.
+    /// Ends the leases that have not been renewed in time.
     async fn expire(&self) -> Vec<Lease>;
-    /// How long until [`Registry::expire`] may have something to do.
+    /// Returns the time until [`Registry::expire`] may find an expired lease.
     async fn next_expiry(&self) -> Option<Duration>;
-    /// One lease.
+    /// Finds a lease by its id.
     async fn get(&self, id: &str) -> Option<Standing>;
-    /// All leases.
+    /// Lists all leases.
     async fn leases(&self) -> Vec<Standing>;
-    /// Those that cannot be renewed beyond a time, in seconds since 1970.
+    /// Lists leases that cannot be renewed beyond `unix`, in seconds since 1970.
     async fn ending(&self, unix: u64) -> Vec<Lease>;
-    /// A client's leases.
+    /// Lists a client's leases.
     async fn of_client(&self, client: &str) -> Vec<Standing>;
-    /// Whether there is such a lease.
+    /// Returns `true` if the lease exists.
     async fn holds(&self, id: &str) -> bool;
-    /// How many there are.
+    /// Returns the number of leases.
     async fn count(&self) -> usize;
-    /// All GPUs.
+    /// Lists all GPUs.
     async fn gpus(&self) -> Arc<[GpuUse]>;
-    /// Who waits, in the order in which they are served.
+    /// Lists the queue in the order of service.
     async fn waiting(&self) -> Vec<WaitingView>;
-    /// Takes a GPU out of what is leased, or puts it back; leases on it stay. Says whether there is such a GPU.
+    /// Withdraws a GPU, or restores it with `None`; `false` if no such GPU exists.
+    ///
+    /// Leases on it stay.
     async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool;
-    /// Makes no new leases, also after a restart, and why; or makes them again. An error says that it holds until a restart only.
+    /// Stops new leases for a reason, also after a restart; with `None` allows them again.
+    ///
+    /// # Errors
+    /// A text if the change could not be stored, so that it holds only until a restart.
     async fn drain(&self, why: Option<String>) -> Result<(), String>;
-    /// Makes no new leases until the restart.
+    /// Stops new leases until the restart.
     async fn stop(&self);
-    /// Why there are no new leases, if there are none.
+    /// Returns the reason if new leases are stopped.
     async fn draining(&self) -> Option<String>;
-    /// Divides the GPUs differently from now on.
+    /// Replaces the reserves and the overcommit.
     async fn set_rules(&self, rules: Rules);
 }

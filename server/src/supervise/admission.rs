@@ -1,5 +1,7 @@
-//! Whether a process that has shown its ticket is served. A lease of a whole machine is nobody's own: whose program it is, and what that
-//! user's limits say, is known only now.
+//! Decides whether a process that has shown its ticket is served.
+//!
+//! A lease of a whole machine belongs to no user: the process tells its user, whose limits then
+//! apply.
 
 use std::time::Duration;
 
@@ -11,20 +13,22 @@ use tracing::info;
 use super::{Command, Phase, State, Supervisor, Worker, WorkerId, exceeds, hex, printable, stop};
 use crate::limits::Exceeded;
 
-/// How long a program that its user's limits refuse waits for another one that may be ending, and how often that is looked at.
+/// Time that a program above a limit waits for another to exit, and the pause between checks.
 const LIMIT: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(50);
-/// A worker that was told to refuse its program and is still there after this is told to end.
+/// Time that a worker with a refused program has to exit by itself.
 const GRACE: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    /// Answers a worker whose process has shown its ticket. Where a limit refuses it, a program of its user that has ended may still be
-    /// counted for a moment.
+    /// Answers a worker whose process has shown its ticket.
+    ///
+    /// If a limit refuses it, the check repeats: an exited program of the user may still count for
+    /// a moment.
     pub(super) fn presented(&self, state: &mut State, id: WorkerId, process: ClientProcess) {
         let Some(worker) = state.workers.get_mut(&id) else { return };
         let first = !std::mem::replace(&mut worker.presented, true);
         if worker.process.is_some() && worker.serves() {
-            // It has not heard the answer.
+            // The worker asks again, since it has not received the answer.
             return answer(worker, None);
         }
         let process = ClientProcess {
@@ -57,7 +61,7 @@ impl Supervisor {
             answer(worker, Some(why.clone()));
             break why;
         };
-        // It ends by itself once its program knows.
+        // It exits by itself once it has passed on the refusal.
         sleep(GRACE).await;
         if let Some(worker) = self.state().workers.get_mut(&id) {
             stop(&id, worker, &why);
@@ -66,7 +70,7 @@ impl Supervisor {
 
     fn admit(&self, state: &mut State, id: &WorkerId, process: &ClientProcess) -> Result<(), Exceeded> {
         let Some(worker) = state.workers.get(id).filter(|w| w.phase == Phase::Taken) else { return Ok(()) };
-        // Those of a user's own lease were counted when the worker was taken.
+        // Workers of a user's own lease were counted when they were taken.
         if worker.user.is_empty() {
             let limits = state.limits.of(&worker.client, &process.user);
             if limits.entries("workers").any(|limit| limit.of_user) {
@@ -82,7 +86,7 @@ impl Supervisor {
             gpusession_worker = hex(id),
             gpusession_lease = worker.lease,
             gpusession_client = worker.client,
-            "worker {} serves {} (pid {}, uid {}) of {}",
+            "worker {}: serves {} (pid {}, uid {}) of {}",
             hex(id),
             process.program,
             process.pid,
@@ -98,7 +102,7 @@ impl Supervisor {
             lease.ledger.admit(*id);
         }
         self.note(worker, lease.as_deref());
-        // Before it knows: the next server has to know it, too.
+        // Before the worker gets the answer, since the next server must know its process, too.
         worker.remember(lease.as_deref().map(|lease| &lease.ledger));
         answer(worker, None);
         Ok(())

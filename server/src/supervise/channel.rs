@@ -1,4 +1,6 @@
-//! The supervision socket of one worker: packets of `gpusession_proto::supervise`, sockets beside them.
+//! The supervision socket of one worker.
+//!
+//! It carries packets of `gpusession_proto::supervise`, with sockets attached.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -9,13 +11,13 @@ use nix::sys::socket::{
 };
 use tokio::io::unix::AsyncFd;
 
-/// The supervisor's end.
+/// The supervisor's end of the socket.
 #[derive(Debug)]
 pub struct Channel {
     fd: AsyncFd<OwnedFd>,
 }
 
-/// The two ends: ours, and the one that the worker inherits.
+/// Creates a socket pair: the supervisor's end, nonblocking, and the worker's.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
     let flags = nix::fcntl::OFlag::from_bits_retain(nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_GETFL)?);
@@ -24,18 +26,19 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 impl Channel {
-    /// Wraps our end; needs a runtime.
+    /// Wraps the supervisor's end; needs a runtime.
     pub fn new(ours: OwnedFd) -> io::Result<Self> {
-        // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives, and AsyncFd owns it.
+        // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives, and AsyncFd
+        // owns it.
         let fd = unsafe { AsyncFd::register(ours) }?;
         Ok(Self { fd })
     }
 
-    /// Sends a packet and, beside it, a descriptor.
+    /// Sends a packet, with a descriptor attached if there is one.
     pub async fn send(&self, message: &ToWorker, beside: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let packet = postcard::to_allocvec(message).map_err(io::Error::other)?;
         if packet.len() > MAX_PACKET {
-            return Err(io::Error::other("packet for a worker is too long"));
+            return Err(io::Error::other("the packet for the worker is too long"));
         }
         let fds: Vec<_> = beside.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&fds)];
@@ -53,7 +56,8 @@ impl Channel {
         }
     }
 
-    /// Receives a packet; `None` when the worker closed its end. Descriptors that a worker sends are dropped by the kernel.
+    /// Receives a packet; `None` when the worker closed its end. The kernel drops descriptors that
+    /// a worker sends.
     pub async fn recv(&self) -> io::Result<Option<FromWorker>> {
         let mut packet = vec![0; MAX_PACKET];
         loop {
@@ -66,11 +70,12 @@ impl Channel {
             if len == 0 {
                 return Ok(None);
             }
-            let bytes =
-                packet.get(..len).ok_or_else(|| io::Error::other("packet of a worker is too long"))?;
+            let bytes = packet
+                .get(..len)
+                .ok_or_else(|| io::Error::other("the worker sent a packet that is too long"))?;
             return match postcard::take_from_bytes(bytes) {
                 Ok((message, [])) => Ok(Some(message)),
-                _ => Err(io::Error::other("malformed packet of a worker")),
+                _ => Err(io::Error::other("the worker sent a malformed packet")),
             };
         }
     }

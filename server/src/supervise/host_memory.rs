@@ -1,10 +1,15 @@
-//! What workers take of the host's own memory. No resource limit of the kernel's counts what matters: drivers reserve more
-//! addresses than any machine has memory. So it is looked at, about every second.
+//! Bounds the host memory of workers.
+//!
+//! No resource limit of the kernel counts the right thing: drivers reserve more addresses than any
+//! machine has memory. The supervisor therefore reads the memory of each worker about once a
+//! second.
 
 use super::{Phase, State, Supervisor, Worker, exceeds, stop};
 
-/// Memory of a process that no file is behind, in bytes, swapped out or not. What it has mapped nowhere, as a memory file that was
-/// only written, is in no process's numbers: the service's `MemoryMax` bounds that.
+/// Returns the anonymous and shared memory of a process in bytes, swapped out or not.
+///
+/// Memory that is mapped nowhere counts for no process, such as a memory file that was only
+/// written. The service's `MemoryMax` bounds that.
 fn taken(pid: u32) -> Option<u64> {
     counted(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
@@ -18,23 +23,23 @@ fn counted(status: &str) -> Option<u64> {
 }
 
 impl Supervisor {
-    /// Ends workers that have more than their client's limits let them.
+    /// Stops workers that use more host memory than their client's and user's limits allow.
     pub(super) fn bound_host_memory(&self) {
         let serve = |w: &Worker| matches!(w.phase, Phase::Active | Phase::Parked).then_some(w.pid).flatten();
         let asked: Vec<_> =
             self.state().workers.iter().filter_map(|(id, worker)| Some((*id, serve(worker)?))).collect();
-        // Nobody waits for the lock meanwhile.
+        // The lock is free while `/proc` is read.
         let found: Vec<_> = asked.into_iter().filter_map(|(id, pid)| Some((id, taken(pid)?))).collect();
         let mut state = self.state();
         let State { workers, leases, limits, .. } = &mut *state;
         for (id, has) in found {
             let Some(worker) = workers.get_mut(&id) else { continue };
             let Some(lease) = leases.get(&worker.lease) else { continue };
-            // Those of the program's user, too.
+            // Includes the limits of the program's user.
             let allowed = limits.of(&worker.client, worker.user());
             let Some((limit, bytes)) = allowed.smallest("host_memory") else { continue };
             let staging = lease.limits.smallest("staging").map_or(0, |(_, bytes)| bytes);
-            // Device memory on its way, or here for a while.
+            // Device memory that is parked here, or on its way.
             let parked = match worker.moving || worker.phase == Phase::Parked {
                 true => {
                     let held = lease.ledger.held(&id);

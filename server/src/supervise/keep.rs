@@ -1,8 +1,11 @@
-//! What outlives this process in systemd's descriptor store: the listening sockets, and of each worker its channel, its pidfd and
-//! a record of what the supervisor knows of it, in a memory file that is written whenever that changes. The next server begins
-//! with what is there, whatever ended this one. A descriptor cannot come from another boot.
+//! Keeps workers and listening sockets in systemd's descriptor store, for the next server.
 //!
-//! A worker that is in no store loses its channel with this process, and ends.
+//! For each worker the store holds its channel, its pidfd and a record of the supervisor's
+//! knowledge. The record is a memory file that is rewritten after every change. The next server
+//! starts from the store, however the previous one ended. A descriptor never comes from an earlier
+//! boot.
+//!
+//! A worker outside the store loses its channel with this process, and exits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -22,24 +25,24 @@ use tracing::{debug, warn};
 use super::Book;
 use super::process::end_group;
 
-/// Version of the records; those of another one are not read.
+/// Version of the records; a server kills workers whose record has another version.
 const SCHEMA: u32 = 1;
-/// Descriptors of one worker.
+/// Descriptors in the store per worker.
 const PER_WORKER: usize = 3;
-/// For the listening sockets.
+/// Descriptors in the store that are reserved for listening sockets.
 const LISTENERS: usize = 2;
-/// Longest record: names and texts in it are bounded.
+/// Longest record that is read, in bytes. Names and texts in a record are bounded.
 const MAX_RECORD: usize = 64 << 10;
-/// A record begins with its length and the BLAKE3 hash of what follows.
+/// Length of a record's header: the length of the JSON text and its BLAKE3 hash.
 const HEAD: usize = 4 + blake3::OUT_LEN;
-/// How long systemd may take to read what it was sent.
+/// Time that systemd may take to read all messages.
 const BARRIER_LIMIT: Duration = Duration::from_secs(5);
 
-/// systemd's store. Cheap to clone.
+/// systemd's descriptor store. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Store(Option<Arc<Mutex<Slots>>>);
 
-/// Names in the store are short: all of them together are one variable of the next server's environment.
+/// Names in the store are short: one environment variable of the next server holds them all.
 #[derive(Debug, Default)]
 struct Slots {
     used: BTreeSet<u32>,
@@ -47,7 +50,7 @@ struct Slots {
     full: bool,
 }
 
-/// A worker's place in the store.
+/// Place of a worker in the store.
 #[derive(Debug)]
 pub struct Kept {
     slot: u32,
@@ -55,8 +58,10 @@ pub struct Kept {
 }
 
 impl Store {
-    /// The store of the unit that this process is: systemd says in `FDSTORE` how many descriptors it takes (before version 254
-    /// the unit says so). Without one, nothing outlives this process.
+    /// Returns the store of the unit that runs this process.
+    ///
+    /// systemd announces in `FDSTORE` how many descriptors it takes; before version 254 the unit
+    /// file sets it. Without a store no worker outlives this process.
     pub fn of_this_unit() -> Self {
         let has = |name| std::env::var_os(name).is_some_and(|v| !v.is_empty());
         let most: usize = std::env::var("FDSTORE").ok().and_then(|v| v.parse().ok()).unwrap_or(0);
@@ -67,7 +72,7 @@ impl Store {
         Self(Some(Arc::new(Mutex::new(Slots { most, ..Slots::default() }))))
     }
 
-    /// Whether there is one.
+    /// Returns `true` if this unit has a store.
     pub fn exists(&self) -> bool {
         self.0.is_some()
     }
@@ -76,13 +81,16 @@ impl Store {
         self.0.as_ref().map(|s| s.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Keeps a new worker. `None`: it ends with this process.
+    /// Puts a new worker into the store. `None`: it exits with this process.
     pub fn keep(&self, channel: BorrowedFd<'_>, pidfd: BorrowedFd<'_>) -> Option<Kept> {
         let slot = {
             let mut slots = self.slots()?;
             let Some(slot) = (0..slots.most).find(|n| !slots.used.contains(n)) else {
                 if !std::mem::replace(&mut slots.full, true) {
-                    warn!("more than {} workers: the others will not outlive this server", slots.most);
+                    warn!(
+                        "descriptor store: has room for {} workers only; further ones exit with this server",
+                        slots.most
+                    );
                 }
                 return None;
             };
@@ -92,12 +100,12 @@ impl Store {
         let kept = (|| {
             let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
             let record = File::from(nix::sys::memfd::memfd_create(c"gpuserver-worker", flags)?);
-            // Together: systemd has all of them or none.
+            // In one message, so that systemd has all three or none.
             put(&worker_name(slot), &[channel, pidfd, record.as_fd()])?;
             Ok::<_, io::Error>(Kept { slot, record })
         })();
         kept.inspect_err(|e| {
-            warn!("a worker will not outlive this server: {e}");
+            warn!("descriptor store: cannot keep a worker: {e}; it exits with this server");
             self.free(slot);
         })
         .ok()
@@ -109,29 +117,31 @@ impl Store {
         }
     }
 
-    /// Forgets a worker that has ended.
+    /// Removes an exited worker from the store.
     pub fn forget(&self, kept: Kept) {
         remove(&worker_name(kept.slot));
         self.free(kept.slot);
     }
 
-    /// Keeps a listening socket: who connects while there is no server waits for the next one.
+    /// Puts a listening socket into the store, so that connections wait there for the next server.
     pub fn keep_listener(&self, name: &str, socket: BorrowedFd<'_>) {
         if self.exists()
             && let Err(e) = put(name, &[socket])
         {
-            warn!("{name} will not outlive this server: {e}");
+            warn!(
+                "descriptor store: cannot keep the socket {name}: {e}; connections fail while the server restarts"
+            );
         }
     }
 
-    /// Returns when systemd has read all that it was sent. A process that has ended is no longer listened to.
+    /// Returns when systemd has read all messages. systemd ignores messages of an exited process.
     pub fn settle(&self) {
         let settled = || {
             let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
             sd_notify::notify_with_fds(&[NotifyState::Custom("BARRIER=1")], &[theirs.as_fd()])?;
             drop(theirs);
             let limit = PollTimeout::try_from(BARRIER_LIMIT).unwrap_or(PollTimeout::MAX);
-            // Hung up as soon as systemd has closed its copy.
+            // The pipe hangs up as soon as systemd has closed its copy.
             match poll(&mut [PollFd::new(ours.as_fd(), PollFlags::empty())], limit)? {
                 0 => Err(io::Error::from(io::ErrorKind::TimedOut)),
                 _ => Ok(()),
@@ -140,12 +150,14 @@ impl Store {
         if self.exists()
             && let Err(e) = settled()
         {
-            warn!("the service manager may not have kept everything: {e}");
+            warn!("descriptor store: systemd may not have kept everything: {e}");
         }
     }
 
-    /// What an earlier server left here. Called before anything else opens descriptors; workers of which not everything is there,
-    /// or that this server does not understand, are ended.
+    /// Returns everything that an earlier server left in the store.
+    ///
+    /// Must be called before anything else opens descriptors. Kills workers that are incomplete, or
+    /// whose record this server cannot read.
     pub fn left(&self) -> Left {
         let mut left = Left::default();
         let mut workers: BTreeMap<u32, Vec<OwnedFd>> = BTreeMap::new();
@@ -170,7 +182,7 @@ impl Store {
             }
             let pid = pidfd.as_ref().and_then(pid_of).unwrap_or_default();
             let read = match (&record, self.exists()) {
-                (_, false) => Err("this server keeps no workers".into()),
+                (_, false) => Err("this server has no descriptor store".into()),
                 (None, _) => Err("its record is missing".into()),
                 (Some(record), _) => Book::read(record),
             };
@@ -182,8 +194,10 @@ impl Store {
                     left.workers.push(LeftWorker { book, channel, pidfd, kept: Kept { slot, record } });
                 }
                 (read, ..) => {
-                    let why = read.err().unwrap_or_else(|| "not everything of it is there".into());
-                    warn!("process {pid} of an earlier server's worker is ended: {why}");
+                    let why = read.err().unwrap_or_else(|| "it is incomplete".into());
+                    warn!(
+                        "descriptor store: cannot take over worker process {pid} of an earlier server: {why}; killed"
+                    );
                     end_group(pid);
                     remove(&worker_name(slot));
                 }
@@ -194,7 +208,7 @@ impl Store {
 }
 
 impl Kept {
-    /// Writes down what is known now.
+    /// Writes the current state of a worker into its record.
     pub fn write(&self, book: &Book) {
         let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: VERSION, book }) else {
             return;
@@ -204,7 +218,9 @@ impl Kept {
         bytes.extend_from_slice(blake3::hash(&json).as_bytes());
         bytes.extend_from_slice(&json);
         if let Err(e) = self.record.write_all_at(&bytes, 0) {
-            warn!("the record of a worker was not written, it will not outlive this server: {e}");
+            warn!(
+                "descriptor store: cannot write a worker's record: {e}; the worker may not outlive this server"
+            );
         }
     }
 }
@@ -225,10 +241,10 @@ impl Book {
             match record.read_at(&mut bytes[len..], len as u64) {
                 Ok(0) => break,
                 Ok(n) => len += n,
-                Err(e) => return Err(format!("its record: {e}")),
+                Err(e) => return Err(format!("its record cannot be read: {e}")),
             }
         }
-        let garbled = || "its record is garbled".to_string();
+        let garbled = || "its record is corrupt".to_string();
         let (head, rest) = bytes[..len].split_at_checked(HEAD).ok_or_else(garbled)?;
         let (length, hash) = head.split_first_chunk::<4>().ok_or_else(garbled)?;
         // A shorter record leaves the end of a longer one behind it.
@@ -241,26 +257,27 @@ impl Book {
         let found: Versioned<Nothing> = serde_json::from_slice(json).map_err(|_| garbled())?;
         if (found.schema, found.supervise) != (SCHEMA, VERSION) {
             return Err(format!(
-                "it speaks version {}.{} of the protocol, this server {SCHEMA}.{VERSION}",
+                "its protocol has version {}.{}, this server's {SCHEMA}.{VERSION}",
                 found.schema, found.supervise
             ));
         }
-        let read: Versioned<Self> = serde_json::from_slice(json).map_err(|e| format!("its record: {e}"))?;
+        let read: Versioned<Self> =
+            serde_json::from_slice(json).map_err(|e| format!("its record cannot be read: {e}"))?;
         Ok(read.book)
     }
 }
 
-/// What an earlier server left.
+/// Everything that an earlier server left in the store.
 #[derive(Debug, Default)]
 pub struct Left {
-    /// Its listening sockets, by name.
+    /// Listening sockets by name.
     pub listeners: BTreeMap<String, std::net::TcpListener>,
-    /// Its workers.
+    /// Complete workers with a readable record.
     pub workers: Vec<LeftWorker>,
 }
 
 impl Left {
-    /// The listening socket of this name, if its address is as wanted.
+    /// Takes the listening socket of this name if its address fits.
     pub fn listener(
         &mut self,
         name: &str,
@@ -281,13 +298,13 @@ impl Left {
 /// A worker that an earlier server left.
 #[derive(Debug)]
 pub struct LeftWorker {
-    /// What that server knew.
+    /// State of the worker, from its record.
     pub book: Book,
-    /// The supervisor's end of its channel.
+    /// Supervisor's end of the worker's channel.
     pub channel: OwnedFd,
-    /// Its process.
+    /// Descriptor of the worker's process.
     pub pidfd: OwnedFd,
-    /// Its place in the store.
+    /// Place of the worker in this server's store.
     pub kept: Kept,
 }
 
@@ -296,22 +313,26 @@ fn worker_name(slot: u32) -> String {
 }
 
 fn put(name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    // Ends are noticed here: systemd would throw away a pidfd whose process has ended.
+    // The supervisor notices exits itself: with polling, systemd would drop the pidfd of an exited
+    // process.
     let states = [NotifyState::FdStore, NotifyState::FdName(name), NotifyState::Custom("FDPOLL=0")];
     sd_notify::notify_with_fds(&states, fds)
 }
 
 fn remove(name: &str) {
     if let Err(e) = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]) {
-        debug!("{name} stays in the descriptor store: {e}");
+        debug!("descriptor store: cannot remove {name}: {e}");
     }
 }
 
-/// The descriptors that systemd passed on. Descriptor 3 stays taken: new workers get theirs by that number.
+/// Returns the descriptors that systemd passed on.
+///
+/// Descriptor 3 stays occupied, since new workers get their channels under that number.
 fn passed() -> Vec<(String, OwnedFd)> {
     let mut out = Vec::new();
     for (raw, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
-        // SAFETY: systemd passed these descriptors to this process, and this is the only place that takes them.
+        // SAFETY: systemd passed these descriptors to this process, and this is the only place that
+        // takes them.
         let fd = unsafe { OwnedFd::from_raw_fd(raw) };
         if raw != WORKER_FD {
             out.push((name, fd));
@@ -330,7 +351,7 @@ fn passed() -> Vec<(String, OwnedFd)> {
     out
 }
 
-/// The process of a pidfd, 0 once it is gone; `None`: it is none.
+/// Returns the process of a pidfd, 0 once it has been reaped; `None` for other descriptors.
 fn pid_of(fd: &OwnedFd) -> Option<u32> {
     let mut text = String::new();
     File::open(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?.read_to_string(&mut text).ok()?;

@@ -1,7 +1,9 @@
-//! Worker processes: started warm for each lease, handed to one client process each, ended in time.
+//! Worker processes: started warm for each lease, assigned to one client process each, killed in
+//! time.
 //!
-//! A worker is presumed controlled by its client. Nothing that it says gives it rights; it is ended by its process
-//! group, and the kernel takes its device memory back with it. Where there is a descriptor store ([`keep`]), it outlives the server.
+//! A worker is presumed controlled by its client. Its messages give it no rights. The supervisor
+//! kills the whole process group of a worker, and the kernel then frees its device memory. With a
+//! descriptor store ([`keep`]), workers outlive the server.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -54,45 +56,52 @@ pub mod stock;
 mod trial;
 mod unadmitted;
 
-/// A worker that does not end within this after it was told to is killed. What it had is free again soon enough after that.
+/// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
+/// its resources are free again soon.
 const STOP_GRACE: Duration = Duration::from_secs(1);
-/// The same of a worker under MPS. MPS has the rest of its time, see `mps::END_LIMIT`.
+/// As [`STOP_GRACE`], for a worker under MPS. MPS gets the rest of the time, see `mps::END_LIMIT`.
 const STOP_GRACE_MPS: Duration = Duration::from_millis(750);
-/// A worker that is not ready by then has failed. Drivers of many GPUs without persistence take tens of seconds.
+/// Time until a started worker must be ready. Drivers of many GPUs without persistence take tens of
+/// seconds.
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// How long a call waits for a worker to get ready.
+/// Time that a call waits for a ready worker.
 const TAKE_LIMIT: Duration = Duration::from_secs(60);
-/// How long a program waits for room that others of its lease make.
+/// Time that a waiting program gives other programs of its lease to make room.
 const ROOM_LIMIT: Duration = Duration::from_secs(1);
-/// A worker that does not read its channel for so long is stuck.
+/// Time after which a worker that does not read its channel counts as stuck.
 const SEND_LIMIT: Duration = Duration::from_secs(2);
-/// How long a server that is forced to quit waits for those that it has killed.
+/// Time that a server that is forced to quit waits for the workers that it killed.
 const KILL_LIMIT: Duration = Duration::from_millis(500);
-/// A process that was killed and is still there after this sits in the driver.
+/// Time after which a killed process that still exists counts as stuck in the driver.
 const REAP_LIMIT: Duration = Duration::from_secs(10);
-/// How long the last words of a worker are listened to: whatever it left behind in its group may go on speaking.
+/// Time to read a worker's final messages after it exits.
+///
+/// Bounded, since another process of its group may keep sending.
 const LAST_WORDS: Duration = Duration::from_millis(100);
-/// How often a worker reports while its client's GPU work goes on.
+/// Interval of a worker's usage reports while its client has GPU work.
 const REPORT: Duration = Duration::from_secs(1);
-/// How often accounting notes the programs that run, in seconds.
+/// Interval at which accounting notes the running programs, in seconds.
 const NOTED_EVERY: u64 = 60;
-/// Workers of one lease.
+/// Most workers of one lease.
 const MAX_PER_LEASE: usize = 64;
-/// Packets that a worker may send in a second. Those that ask for memory are not answered faster.
+/// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
+/// about memory count separately: after `MAX_MEMORY_PACKETS` the supervisor reads the channel again
+/// in the next second.
 const MAX_PACKETS: u32 = 1000;
 const MAX_MEMORY_PACKETS: u32 = 20_000;
-/// What a worker says of its isolation: so many parts are lacking, each told in so many bytes.
+/// Missing isolation measures that a worker may report, and the bytes of each.
 const MAX_LACKING: usize = 8;
 const MAX_LACKING_BYTES: usize = 512;
-/// Before a worker has said so.
+/// Isolation of a worker that has not reported it yet.
 const LATER: &str = "later";
-/// How long workers may take to get what was meant for them before this server leaves them.
+/// Time that queued messages may take to reach their workers before this server leaves them.
 const LEAVE_LIMIT: Duration = Duration::from_secs(5);
-/// Handed-over sockets that wait for one worker.
+/// Handed-over sockets that wait for one worker, at most.
 const MAX_QUEUED: usize = 64;
 
-/// Variables of the CUDA driver that a client process may set for its worker. What else a program sets acts on its own
-/// side of the wire.
+/// Variables of the CUDA driver that a client process may set for its worker.
+///
+/// Other variables of a program act on the client's side of the connection.
 pub const DRIVER_ENVIRONMENT: &[&str] = &[
     "CUDA_AUTO_BOOST",
     "CUDA_CACHE_DISABLE",
@@ -108,46 +117,46 @@ pub const DRIVER_ENVIRONMENT: &[&str] = &[
     "CUDA_SCALE_LAUNCH_QUEUES",
 ];
 
-/// How workers of this server are started.
+/// Options with which this server starts workers.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The worker's program.
+    /// Path of the worker's program.
     pub program: PathBuf,
-    /// The driver library that it loads.
+    /// Path of the driver library that workers load.
     pub driver: PathBuf,
-    /// What workers keep on disk, if they do.
+    /// Cache on disk; `None`: workers keep nothing there.
     pub cache: Option<Cache>,
     /// Ready workers per lease.
     pub warm_workers: u32,
-    /// After so long without use a lease keeps one.
+    /// Time without use after which a lease keeps only one ready worker.
     pub idle_exit: Duration,
-    /// How long a worker waits for a lost client.
+    /// Time that a worker waits for a lost client.
     pub resume_grace: Duration,
-    /// Whether workers give up what they do not need.
+    /// Isolation of workers: off, tried or required.
     pub isolation: Isolation,
-    /// How MPS is used, if it is.
+    /// Settings of MPS; `None`: this server does not use MPS.
     pub mps: Option<crate::mps::Settings>,
 }
 
-/// What a worker is doing.
+/// Phase in the life of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
-    /// Loading the driver.
+    /// Loads the driver.
     Starting,
-    /// Ready; nobody has it yet.
+    /// Ready and in stock.
     Warm,
-    /// Given to the client; no process was admitted yet.
+    /// Assigned to the client; no process admitted yet.
     Taken,
     /// Serves a process.
     Active,
-    /// Serves a process whose device memory is in the host's.
+    /// Serves a process whose device memory is parked in host memory.
     Parked,
-    /// Told to end.
+    /// Was sent a stop request, or exits by itself.
     Ending,
 }
 
 impl Phase {
-    /// As listings show it.
+    /// Returns the name of the phase in listings.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Starting => "starting",
@@ -160,121 +169,121 @@ impl Phase {
     }
 }
 
-/// A worker as listings show it.
+/// One worker in a listing.
 #[derive(Debug, Clone)]
 pub struct WorkerView {
-    /// Its id.
+    /// Random id; [`hex`] formats it.
     pub id: WorkerId,
-    /// Its process, once there is one.
+    /// Process id; `None` before the process starts.
     pub pid: Option<u32>,
-    /// The lease it belongs to.
+    /// Id of the worker's lease.
     pub lease: String,
-    /// The client that holds the lease.
+    /// Client that holds the lease.
     pub client: String,
-    /// On whose behalf; empty: the client's own.
+    /// User of the lease or of the served process; empty: unknown.
     pub user: String,
-    /// What it is doing.
+    /// Phase at the time of the listing.
     pub phase: Phase,
-    /// The process it serves.
+    /// Client process that the worker serves, once admitted.
     pub process: Option<ClientProcess>,
-    /// Where its last connection came from.
+    /// Source address of the last data connection.
     pub peer: Option<SocketAddr>,
-    /// GPUs it sees.
+    /// UUIDs of the lease's GPUs.
     pub gpus: Vec<String>,
-    /// What it said about its work.
+    /// Last usage report of the worker.
     pub usage: Usage,
-    /// `full`, `off`, or what of it this host does not allow.
+    /// `full`, `off`, `later` (not reported yet), or the measures that this host does not allow.
     pub isolation: String,
-    /// Device memory that its process has of the lease's, its context included.
+    /// Device memory that counts for its process, in bytes, contexts included.
     pub memory_bytes: u64,
-    /// How much of it the worker was never granted: code, stacks, the driver's own.
+    /// Part of `memory_bytes` that was never granted: code, stacks, the driver's own memory.
     pub unasked_bytes: u64,
-    /// Time in which its GPU work or copies went on, to the second.
+    /// Time with GPU work or copies, to the second.
     pub busy: Duration,
-    /// Since when it exists.
+    /// Time since the worker was started, by this server or an earlier one.
     pub age: Duration,
 }
 
 /// A worker that a client may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Taken {
-    /// Its id.
+    /// Random id; the preface of a data connection names it.
     pub id: WorkerId,
     /// SHA-256 of its certificate.
     pub fingerprint: [u8; 32],
 }
 
-/// Why there is no worker.
+/// Reason why a client gets no worker.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TakeError {
-    /// The lease ended, or never was.
+    /// The lease ended, or never existed.
     #[error("no such lease")]
     NoLease,
-    /// Its GPUs were parked or lent.
+    /// The lease is parked or lent, so it has no GPUs.
     #[error("the lease's GPUs were given to others while it was idle")]
     Away,
-    /// The lease has as many workers as it may.
+    /// The lease has its maximum of workers.
     #[error("the lease has {0} workers, the most it may have; end a program that uses the GPU")]
     TooMany(usize),
-    /// The client or user has as many as it may.
+    /// A limit of the client or the user is reached.
     #[error("{0}")]
     Limit(Exceeded),
-    /// A variable that is not one of the driver's.
+    /// The request sets a variable that is not one of the driver's.
     #[error("{0:?} is not a variable of the CUDA driver that a worker can be started with")]
     Environment(String),
-    /// Workers do not start.
+    /// The lease's workers fail to start.
     #[error("no worker starts on this server: {0}")]
     NotStarting(String),
-    /// Contexts are memory of the lease.
+    /// The lease's memory has no room for another context; contexts count as memory of the lease.
     #[error(
         "the lease's GPU memory has no room for the context of another program; end one that uses the GPU, or ask for a larger \
          lease"
     )]
     Memory,
-    /// Its MPS server serves as many as it can.
+    /// The lease's MPS server serves its maximum of contexts.
     #[error("{0}")]
     Mps(String),
-    /// The stock did not fill in time.
+    /// No worker became ready in time.
     #[error("no worker got ready within {} s; see the server's journal", TAKE_LIMIT.as_secs())]
     TooSlow,
 }
 
-/// What the supervisor tells whoever listens.
+/// Event that the supervisor sends to its subscribers.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// A lease's workers changed.
+    /// The stock or the workers of a lease changed.
     Workers {
-        /// Holder of the lease.
+        /// Client that holds the lease.
         client: String,
-        /// The lease.
+        /// Id of the lease.
         lease: String,
-        /// Ready workers.
+        /// Number of ready workers.
         stock: u32,
-        /// A worker that a client had taken and that has ended since.
+        /// Worker that a client had taken and that has exited.
         ended: Option<WorkerId>,
     },
-    /// A worker was killed and does not end, or has ended and its memory is still in use.
+    /// A killed worker does not exit, or the memory of an exited one is still in use.
     Stuck {
-        /// Its GPUs.
+        /// UUIDs of the worker's GPUs.
         gpus: Vec<String>,
-        /// What is wrong.
+        /// Description for administrators.
         why: String,
     },
 }
 
-/// Why a connection cannot be handed over.
+/// Reason why a worker cannot take over a connection.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AdoptError {
-    /// Nobody has that id now.
+    /// No worker with this id serves a client.
     #[error("no such worker: it ended, or its server was restarted")]
     Unknown,
-    /// It does not take more now.
+    /// The worker's queue of connections is full.
     #[error("the worker has too many connections waiting")]
     Busy,
-    /// The lease's data has to be encrypted.
+    /// The lease requires encryption, and the connection has none.
     #[error("this server wants the connection encrypted")]
     Clear,
-    /// The client or user has as many as it may.
+    /// A limit of the client or the user is reached.
     #[error("{0}")]
     Limit(Exceeded),
 }
@@ -287,11 +296,11 @@ enum Command {
         peer: SocketAddr,
     },
     Tell(ToWorker),
-    /// Send what waits to be sent; the next server goes on.
+    /// Send the queued messages, then leave the worker to the next server.
     Leave,
 }
 
-/// What is known of a worker, and what the next server has to know.
+/// State of a worker; the store keeps it for the next server.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Book {
     id: WorkerId,
@@ -309,42 +318,45 @@ pub struct Book {
     lanes: u64,
     fingerprint: Option<[u8; 32]>,
     usage: Usage,
-    /// When it said so last, and the time in which its GPUs were at work.
+    /// Time of the last usage report, and the GPU time up to it.
     used_at: Moment,
     busy: Duration,
     admitted_unix: u64,
     user: String,
-    /// When its client's GPU work was last seen.
+    /// When GPU work of the client was last seen.
     active: Moment,
-    /// Its client wants something of it though it is paused.
+    /// Its client has sent it something while it is paused.
     wanted: bool,
-    /// Its device memory is on its way.
+    /// Its device memory is being parked or unparked.
     moving: bool,
     isolation: String,
     since: Moment,
     ended_because: Option<String>,
-    /// As [`Ledger::held`] says it.
+    /// As [`Ledger::held`] returns it.
     held: Vec<([u8; 16], u64, u64)>,
 }
 
 struct Worker {
     book: Book,
-    /// `None`: it ends with this server.
+    /// Place in the store. `None`: the worker exits with this server.
     kept: Option<Kept>,
-    /// Its place in an MPS domain.
+    /// Seat in an MPS domain.
     seat: Option<Arc<Seat>>,
     pausing: Option<oneshot::Sender<bool>>,
-    /// Connections that it has not decided on.
+    /// Connections that the worker has not decided on.
     unadmitted: Unadmitted,
-    /// Whether it is isolated, if its start shows whether isolation works here: not where a client's own variables may be what fails,
-    /// nor under MPS, where it loads its driver later.
+    /// Whether the worker is isolated; `Some` only if its start shows whether isolation works on
+    /// this host.
+    ///
+    /// A start with a client's own variables may fail because of them. Under MPS a worker loads its
+    /// driver later.
     trial: Option<bool>,
-    /// A process has shown it a ticket: it has contexts on its GPUs.
+    /// A process has shown it a ticket, so that it may have contexts on its GPUs.
     presented: bool,
     orders: Orders,
 }
 
-/// A worker is what is known of it, with the means to reach it.
+/// Gives access to the worker's book.
 impl Deref for Worker {
     type Target = Book;
 
@@ -359,7 +371,7 @@ impl DerefMut for Worker {
     }
 }
 
-/// Tells the journal that a worker's program is beyond a limit; `more`: how often that was not told.
+/// Logs that a worker's program exceeds a limit. `more` tells how many such lines were left out.
 fn exceeds(id: &WorkerId, worker: &Worker, exceeded: &Exceeded, more: impl fmt::Display) {
     warn!(
         gpusession_worker = hex(id),
@@ -371,12 +383,17 @@ fn exceeds(id: &WorkerId, worker: &Worker, exceeded: &Exceeded, more: impl fmt::
 }
 
 impl Book {
-    /// Whose program it serves, as far as that is known: a lease of a whole machine is nobody's own.
+    /// Returns the user whose program it serves; empty while unknown.
+    ///
+    /// A lease of a whole machine belongs to no user, so that its user is known from the first
+    /// process on.
     fn user(&self) -> &str {
         if self.user.is_empty() { self.process.as_ref().map_or("", |p| &p.user) } else { &self.user }
     }
 
-    /// Whether it may say how isolated it is: once, before it serves a program that could make it say so.
+    /// Returns `true` if the worker may report its isolation now.
+    ///
+    /// It may do so once, before it serves a program that could forge the report.
     fn may_be_contained(&self, lacking: &[String]) -> bool {
         self.isolation == LATER
             && self.process.is_none()
@@ -384,24 +401,24 @@ impl Book {
             && lacking.iter().all(|l| l.len() <= MAX_LACKING_BYTES)
     }
 
-    /// Whether it starts for its lease's stock.
+    /// Returns `true` if the worker starts for its lease's stock.
     fn starts(&self) -> bool {
         self.phase == Phase::Starting && self.stocked
     }
 
-    /// Whether it serves a program, or is about to.
+    /// Returns `true` if the worker serves a program or is about to.
     fn serves(&self) -> bool {
         matches!(self.phase, Phase::Taken | Phase::Active | Phase::Parked)
     }
 
-    /// Whether it is started for one program, which waits for it.
+    /// Returns `true` if the worker starts for one program, which waits for it.
     fn is_for_one(&self) -> bool {
         matches!(self.phase, Phase::Starting | Phase::Warm) && !self.stocked
     }
 }
 
 impl Worker {
-    /// Lets the next server know.
+    /// Writes the book into the store, for the next server.
     fn remember(&mut self, ledger: Option<&Ledger>) {
         if let Some(ledger) = ledger {
             self.book.held = ledger.held(&self.book.id);
@@ -412,16 +429,16 @@ impl Worker {
     }
 }
 
-/// What reaches the task of a worker.
+/// Senders of messages to a worker's task.
 struct Orders {
-    /// Connections, of which there may be too many.
+    /// Connections: bounded, since a client may open too many.
     commands: mpsc::Sender<Command>,
     tells: mpsc::UnboundedSender<Command>,
-    /// Why the worker is to end, which waits behind nothing else.
+    /// Reason for the worker to stop. A channel of its own lets it overtake queued messages.
     end: watch::Sender<Option<String>>,
 }
 
-/// What the task of a worker listens to.
+/// Receivers of a worker's task.
 struct Queues {
     commands: mpsc::Receiver<Command>,
     tells: mpsc::UnboundedReceiver<Command>,
@@ -435,7 +452,7 @@ fn orders() -> (Orders, Queues) {
     (Orders { commands, tells, end }, Queues { commands: command_queue, tells: tell_queue, ends })
 }
 
-/// Waits until a worker is told to end; why.
+/// Waits until the worker is to stop; returns the reason.
 async fn told_to_end(ends: &mut watch::Receiver<Option<String>>) -> String {
     let reason = ends.wait_for(Option::is_some).await.ok().and_then(|reason| reason.clone());
     match reason {
@@ -444,11 +461,11 @@ async fn told_to_end(ends: &mut watch::Receiver<Option<String>>) -> String {
     }
 }
 
-/// The end of a worker has begun: nothing that it says, or does not read, makes that longer.
+/// Progress of a worker's end. Neither the worker's messages nor a full channel prolong it.
 #[derive(Default)]
 struct Ending {
     gone_by: Option<Instant>,
-    /// Under MPS, that of its GPU work.
+    /// MPS has been asked to end the worker's GPU work.
     work_ended: bool,
 }
 
@@ -458,17 +475,17 @@ impl Ending {
     }
 }
 
-/// Where a worker comes from.
+/// Source of a worker's process.
 enum Origin {
-    /// It is to be started with these variables beside the server's own.
+    /// To be started with these variables in addition to the server's own.
     New(Box<Start>, Vec<(String, String)>),
-    /// An earlier server left it.
+    /// Left by an earlier server.
     Left { pid: u32, pidfd: OwnedFd, channel: OwnedFd },
 }
 
-/// How the attention to a worker ended.
+/// Outcome of attending to a worker.
 enum End {
-    /// It has ended; how is known of children only.
+    /// The worker exited; the status is known for a child only.
     Ended(Option<ExitStatus>),
     /// The next server attends to it.
     Left,
@@ -479,12 +496,12 @@ struct LeaseState {
     limits: Effective,
     ledger: Ledger,
     stock: Stock,
-    /// Its GPUs are others': no worker is started.
+    /// Lent or parked: no worker may start.
     away: bool,
-    /// When its last process ended, or it began.
+    /// When its last process exited or, before the first one, the lease began.
     unused: Moment,
     changed: Arc<Notify>,
-    /// When its programs were last asked for memory that they do not use.
+    /// When its programs were last asked to return unused memory.
     recalled: Option<Moment>,
 }
 
@@ -493,14 +510,14 @@ struct State {
     workers: HashMap<WorkerId, Worker>,
     limits: Limits,
     leases: HashMap<String, LeaseState>,
-    /// Workers of an earlier server whose leases are not there yet.
+    /// Workers of an earlier server whose leases are not added yet.
     left: Vec<LeftWorker>,
-    /// Processes of workers that have ended a moment ago, their GPUs, and when.
+    /// Recently exited workers: process id, GPUs, time of the exit.
     ended: Vec<(u32, Vec<String>, Moment)>,
     closing: bool,
     isolation_told: bool,
     trial: Trial,
-    /// When programs that run were noted for accounting, in minutes.
+    /// When running programs were last noted for accounting, in minutes.
     noted: u64,
 }
 
@@ -512,7 +529,9 @@ impl State {
         }
     }
 
-    /// Whether a limit of a client and a user leaves room for `more`; what room there is beside the refusal.
+    /// Checks that a client's and a user's limits leave room for `more`.
+    ///
+    /// The error holds the refusal, and the room that is left.
     fn within(
         &self,
         (client, user): (&str, &str),
@@ -550,7 +569,7 @@ struct Inner {
     accounting: Accounting,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
-    /// Ready workers per lease, and after how long without use one is enough.
+    /// Ready workers per lease, and the time without use after which one is enough.
     stock: Mutex<(u32, Duration)>,
     state: Mutex<State>,
     empty: Notify,
@@ -564,8 +583,9 @@ struct Inner {
 pub struct Supervisor(Arc<Inner>);
 
 impl Supervisor {
-    /// A supervisor of workers that are kept in a store; needs a runtime. Those that an earlier server left there are taken up
-    /// with their leases.
+    /// Creates a supervisor that keeps its workers in `store`; needs a runtime.
+    ///
+    /// It takes over the workers of `left`, from an earlier server, when their leases are added.
     pub fn new(
         options: Options,
         store: Store,
@@ -599,7 +619,7 @@ impl Supervisor {
         Ok(this)
     }
 
-    /// MPS, where it is used.
+    /// Returns the MPS domains, if this server uses MPS.
     pub fn mps(&self) -> Option<&Mps> {
         self.0.mps.as_ref()
     }
@@ -612,22 +632,23 @@ impl Supervisor {
         *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps so many ready workers per lease from now on, one after so long without use.
+    /// Sets the number of ready workers per lease, and the time without use after which one is
+    /// enough.
     pub fn set_stock(&self, warm_workers: u32, idle_exit: Duration) {
         *self.0.stock.lock().unwrap_or_else(PoisonError::into_inner) = (warm_workers, idle_exit);
     }
 
-    /// Who used what.
+    /// Returns the account of GPU use by programs and leases.
     pub fn accounting(&self) -> &Accounting {
         &self.0.accounting
     }
 
-    /// What happens from now on.
+    /// Subscribes to events from now on.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.0.events.subscribe()
     }
 
-    /// Begins to keep a stock for a lease, and takes up workers that an earlier server left of it.
+    /// Starts a stock for a lease, and takes over its workers that an earlier server left.
     pub fn add_lease(&self, lease: &Lease, devices: Vec<DeviceLimit>, limits: Effective) {
         {
             let mut state = self.state();
@@ -658,7 +679,7 @@ impl Supervisor {
         self.refill(&lease.id);
     }
 
-    /// Ends what an earlier server left of leases that are no more.
+    /// Stops the workers that an earlier server left and whose leases no longer exist.
     pub fn end_left(&self) {
         let mut state = self.state();
         for left in std::mem::take(&mut state.left) {
@@ -674,7 +695,7 @@ impl Supervisor {
             gpusession_worker = hex(&id),
             gpusession_lease = book.lease,
             gpusession_client = book.client,
-            "worker {} (process {pid}, {}) of lease {} is taken up",
+            "worker {}: taken over from an earlier server: process {pid}, {}, lease {}",
             hex(&id),
             book.phase.as_str(),
             book.lease
@@ -698,13 +719,14 @@ impl Supervisor {
                 let reason = worker.ended_because.clone().unwrap_or_default();
                 worker.orders.end.send_replace(Some(reason));
             }
-            _ if lease.is_none() => stop(&id, &mut worker, "its lease is over"),
-            // Those that serve nobody are replaced by ones of this server's version and configuration.
+            _ if lease.is_none() => stop(&id, &mut worker, "its lease has ended"),
+            // Workers without a process give way to workers of this server's version and
+            // configuration.
             Phase::Starting | Phase::Warm => stop(&id, &mut worker, "the server was restarted"),
             _ if worker.moving => {
-                stop(&id, &mut worker, "the server ended while the device memory was on its way");
+                stop(&id, &mut worker, "the server exited while device memory was being parked or unparked");
             }
-            // It may have been paused, in order to be parked.
+            // It may have been paused in order to be parked.
             Phase::Active => drop(worker.orders.tells.send(Command::Tell(ToWorker::Resume))),
             Phase::Taken | Phase::Parked => {}
         }
@@ -717,13 +739,14 @@ impl Supervisor {
         self.attend_to(id, Origin::Left { pid, pidfd, channel }, queues);
     }
 
-    /// The limits of all clients and users, by which programs and connections are counted.
+    /// Replaces the limits of all clients and users, which bound programs and connections.
     pub fn set_all_limits(&self, limits: Limits) {
         self.state().limits = limits;
     }
 
-    /// Other limits hold for a lease's new work from now on. Those that a ready worker was started with are not its own: another one
-    /// takes its place.
+    /// Replaces a lease's limits for new work.
+    ///
+    /// A ready worker that was started with another staging limit is replaced.
     pub fn set_limits(&self, lease: &str, limits: Effective) {
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
@@ -737,13 +760,13 @@ impl Supervisor {
         };
         for (id, worker) in workers.iter_mut().filter(|(_, w)| waits_for_a_program(w)) {
             entry.stock.leave(id, worker.starts());
-            stop(id, worker, "the limit staging has changed");
+            stop(id, worker, "the limit staging changed; a new worker takes its place");
         }
         drop(state);
         self.refill(lease);
     }
 
-    /// Ends all workers of a lease and keeps no stock for it any longer.
+    /// Stops all workers of a lease and ends its stock.
     pub fn end_lease(&self, lease: &str, reason: &str) {
         let mut state = self.state();
         if let Some(gone) = state.leases.remove(lease) {
@@ -757,7 +780,8 @@ impl Supervisor {
         }
     }
 
-    /// Ends one worker, with a lease only if it belongs to it. Says whether there was one.
+    /// Stops one worker, with `lease` only if it belongs to that lease. Returns `true` if it
+    /// exists.
     pub fn end_worker(&self, id: &WorkerId, lease: Option<&str>, reason: &str) -> bool {
         let mut state = self.state();
         let Some(worker) = state.workers.get_mut(id).filter(|w| lease.is_none_or(|l| l == w.lease)) else {
@@ -773,7 +797,7 @@ impl Supervisor {
         true
     }
 
-    /// Ends the workers of a lease that were taken and serve nobody yet, but for those that are still wanted.
+    /// Stops a lease's workers that are taken and serve no process yet, except `wanted` ones.
     pub fn end_unclaimed(&self, lease: &str, wanted: &[Vec<u8>]) {
         let unclaimed: Vec<WorkerId> = {
             let state = self.state();
@@ -781,12 +805,13 @@ impl Supervisor {
             taken.map(|(id, _)| *id).filter(|id| !wanted.iter().any(|w| w == id)).collect()
         };
         for id in unclaimed {
-            self.end_worker(&id, Some(lease), "its client's daemon started anew and does not know it");
+            self.end_worker(&id, Some(lease), "its client's daemon restarted and does not know it");
         }
     }
 
-    /// Takes ready workers out of the stock: as many as there are, `count` at most; where there are none, waits for one. A
-    /// worker with an environment of its own is started for this call.
+    /// Takes up to `count` ready workers out of the stock, or waits for one if it is empty.
+    ///
+    /// A request with variables of its own gets a cold worker, started for this call.
     pub async fn take(
         &self,
         client: &str,
@@ -796,7 +821,7 @@ impl Supervisor {
     ) -> Result<Vec<Taken>, TakeError> {
         let mut environment = environment;
         if !self.state().leases.get(lease).is_some_and(|l| l.lease.mps) {
-            // Without MPS they mean nothing, as on a local card.
+            // Without MPS these variables have no effect, as on a local card.
             environment.retain(|(name, _)| !MPS_VARIABLES.contains(&name.as_str()));
         }
         if let Some((bad, _)) = environment.iter().find(|(name, value)| {
@@ -814,7 +839,8 @@ impl Supervisor {
         loop {
             let changed = {
                 let mut state = self.state();
-                // Again each time: others of the client or user may have taken some meanwhile.
+                // In each round, since other programs of the client or user may have taken workers
+                // meanwhile.
                 let count = self.room(&state, client, lease, count.max(1), None)?;
                 let State { workers, leases, .. } = &mut *state;
                 let entry = leases.get_mut(lease).ok_or(TakeError::NoLease)?;
@@ -836,14 +862,14 @@ impl Supervisor {
                     return Ok(taken);
                 }
                 if entry.stock.paused(self.0.clock.now()) {
-                    let reason = entry.stock.failing().unwrap_or("it ended at once").to_string();
+                    let reason = entry.stock.failing().unwrap_or("it exited at once").to_string();
                     return Err(TakeError::NotStarting(reason));
                 }
                 if !waiting.counted {
                     entry.stock.wait();
                     waiting.counted = true;
                 }
-                // Registered before the lock is given up, so that no change is missed.
+                // Registered before the lock is released, so that no change is missed.
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
                 changed
@@ -855,8 +881,10 @@ impl Supervisor {
         }
     }
 
-    /// As [`Supervisor::take`], for programs that wait: where there is no room for them, the lease's other programs are first
-    /// asked for memory that they do not use, and those that are ending have a moment.
+    /// As [`Supervisor::take`], for programs that wait.
+    ///
+    /// If they have no room, the lease's other programs are first asked to return unused memory,
+    /// and exiting programs get a moment.
     pub async fn take_for_waiting(
         &self,
         client: &str,
@@ -866,7 +894,7 @@ impl Supervisor {
     ) -> Result<Vec<Taken>, TakeError> {
         let deadline = Instant::now() + ROOM_LIMIT;
         loop {
-            // Registered before the look at what there is, so that no change is missed.
+            // Registered before the state is checked, so that no change is missed.
             let changed =
                 self.state().leases.get(lease).map(|l| Box::pin(l.changed.clone().notified_owned()));
             let mut changed = changed.ok_or(TakeError::NoLease)?;
@@ -881,7 +909,7 @@ impl Supervisor {
         }
     }
 
-    /// Asks a lease's programs for memory that they do not use: once in a while, however many wait for it.
+    /// Asks a lease's programs to return unused memory, at most once per `ROOM_LIMIT`.
     fn recall(&self, lease: &str) {
         let now = self.0.clock.now();
         let mut state = self.state();
@@ -894,8 +922,9 @@ impl Supervisor {
         }
     }
 
-    /// How many of `count` workers the lease's client and user may take now.
-    /// Others' that start for one program count; `own`: the one that was started for this call.
+    /// Returns how many of `count` workers the lease's client and user may take now.
+    ///
+    /// Workers that start for other programs count; `own` is the one started for this call.
     fn room(
         &self,
         state: &State,
@@ -913,7 +942,9 @@ impl Supervisor {
         Self::room_in_limits(state, lease, count, soon)
     }
 
-    /// Those that were given out and serve nobody yet count, too.
+    /// Bounds `count` by the room for contexts in the lease's memory.
+    ///
+    /// Workers that were given and serve no process yet count, too.
     fn room_in_memory(
         state: &State,
         lease: &str,
@@ -964,20 +995,20 @@ impl Supervisor {
             if mine >= MAX_PER_LEASE {
                 return Err(TakeError::TooMany(mine));
             }
-            // It counts from here on, before anybody else asks.
+            // It counts from here on, before any other request is checked.
             self.launch(&mut state, lease, environment, false).ok_or(TakeError::NoLease)?
         };
         let mut abandoned = Abandoned { supervisor: self, id, kept: false };
         loop {
             let changed = {
                 let mut state = self.state();
-                // Others may have taken the last place while it started.
+                // Other programs may have taken the last place while it started.
                 self.room(&state, client, lease, 1, Some(&id))?;
                 let entry = state.leases.get(lease).ok_or(TakeError::NoLease)?;
                 let mut changed = Box::pin(entry.changed.clone().notified_owned());
                 changed.as_mut().enable();
                 match state.workers.get_mut(&id) {
-                    None => return Err(TakeError::NotStarting("it ended before it was ready".into())),
+                    None => return Err(TakeError::NotStarting("it exited before it was ready".into())),
                     Some(w) if w.phase == Phase::Ending => {
                         let reason = w.ended_because.clone().unwrap_or_default();
                         return Err(TakeError::NotStarting(reason));
@@ -1012,7 +1043,7 @@ impl Supervisor {
         if worker.encrypted && !tls {
             return Err((AdoptError::Clear, socket));
         }
-        // Whose program it is is known after the first one.
+        // The user of a machine's lease is known after the first connection.
         let of = (worker.client.clone(), worker.user().to_owned());
         let open = |w: &Worker| if w.phase == Phase::Ending { 0 } else { u64::from(w.lanes.count_ones()) };
         let within = state.within((&of.0, &of.1), "connections", 1, "data connections", open);
@@ -1042,7 +1073,10 @@ impl Supervisor {
         }
     }
 
-    /// What is due by time alone: pauses after failures that are over, stocks of idle leases.
+    /// Does the work that is due by time alone.
+    ///
+    /// It bounds host memory, retries failed starts, shrinks the stocks of idle leases, answers
+    /// overdue memory requests, and notes running programs.
     pub fn tick(&self) {
         self.bound_host_memory();
         let now = self.0.clock.now();
@@ -1077,19 +1111,20 @@ impl Supervisor {
         }
     }
 
-    /// Whether this process may be one of the workers, or was one: who has ended is nobody that asks.
+    /// Returns `true` if `pid` may be a worker. An exited process counts as one, so it gets no
+    /// answer.
     pub fn may_be_worker(&self, pid: u32) -> bool {
         use std::os::unix::fs::MetadataExt;
         let file = |path: &Path| std::fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
         let runs = file(Path::new(&format!("/proc/{pid}/exe")));
         let program = || file(&self.0.options.program);
-        // Last: one that ends leaves the books when it is no process any more.
+        // Checked last: an exiting worker is removed from the books only after its process is gone.
         runs.is_some_and(|runs| program() == Some(runs))
             || self.state().workers.values().any(|w| w.pid == Some(pid))
             || process::is_gone(pid)
     }
 
-    /// All workers.
+    /// Lists all workers by lease, the oldest of each lease first.
     pub fn workers(&self) -> Vec<WorkerView> {
         let now = self.0.clock.now();
         let state = self.state();
@@ -1122,8 +1157,10 @@ impl Supervisor {
         out
     }
 
-    /// The processes that a lease's workers serve, and the device memory that each has of the lease's, by device in the lease's
-    /// order, contexts included.
+    /// Lists the processes that a lease's workers serve, with the device memory that counts for
+    /// each.
+    ///
+    /// The memory is by device in the lease's order, contexts included.
     pub fn processes(&self, lease: &str) -> Vec<(ClientProcess, Vec<u64>)> {
         let state = self.state();
         let Some(entry) = state.leases.get(lease) else { return Vec::new() };
@@ -1135,7 +1172,7 @@ impl Supervisor {
         out
     }
 
-    /// Programs that run, for people: all of them, or those that end with this server whatever follows.
+    /// Describes running programs: all, or only those whose workers cannot outlive this server.
     pub fn programs(&self, all: bool) -> Vec<String> {
         let mut out: Vec<String> = self
             .state()
@@ -1151,23 +1188,24 @@ impl Supervisor {
         out
     }
 
-    /// The leases that a stock is kept for.
+    /// Lists the leases that have a stock.
     pub fn leases(&self) -> Vec<String> {
         self.state().leases.keys().cloned().collect()
     }
 
-    /// The most device memory that a lease's programs had at a time.
+    /// Returns the most device memory that a lease's programs held at one time, in bytes.
     pub fn peak(&self, lease: &str) -> u64 {
         self.state().leases.get(lease).map_or(0, |l| l.ledger.peak_of_all())
     }
 
-    /// Ready workers of a lease.
+    /// Returns the number of ready workers of a lease.
     pub fn ready(&self, lease: &str) -> u32 {
         self.state().leases.get(lease).map_or(0, |l| l.stock.ready() as u32)
     }
 
-    /// What the driver says processes of this host have: process, GPU, bytes. Those that have what they were never granted
-    /// are ended.
+    /// Applies readings of the driver: process id, GPU and bytes of each process of this host.
+    ///
+    /// Stops workers that use a GPU outside their lease, or too much memory that was never granted.
     pub fn reconcile(&self, readings: &[(u32, [u8; 16], u64)]) {
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
@@ -1180,22 +1218,23 @@ impl Supervisor {
                 lease.ledger.reading(id, device, bytes);
             }
         }
-        // After each program its GPUs are looked at: what a process has must go with it.
+        // After a worker has exited, its memory must be free. If not, its GPUs are reported as
+        // stuck.
         let now = self.0.clock.now();
         let State { workers, ended, .. } = &mut *state;
         ended.retain(|(pid, gpus, at)| {
             let passed = now.saturating_sub(*at);
             let listed = readings.iter().any(|(p, _, bytes)| p == pid && *bytes > 0);
-            // The number may be another worker's by now.
+            // Another worker may have the process id by now.
             let left = passed >= REAP_LIMIT && listed && !workers.values().any(|w| w.pid == Some(*pid));
             if left {
-                let why = format!("memory of process {pid}, which has ended, is still in use");
+                let why = format!("memory of process {pid}, which has exited, is still in use");
                 let _ = self.0.events.send(Event::Stuck { gpus: gpus.clone(), why });
             }
             !left && passed < REAP_LIMIT * 3
         });
         let State { workers, leases, .. } = &mut *state;
-        // The driver lets a worker that has been taken over use any GPU of the host.
+        // The driver lets a compromised worker use any GPU of the host.
         for (id, worker) in workers.iter_mut().filter(|(_, w)| w.phase != Phase::Ending) {
             let Some(lease) = leases.get_mut(&worker.lease) else { continue };
             let stranger = |gpu: &[u8; 16]| lease.ledger.devices().iter().all(|d| d.uuid != *gpu);
@@ -1207,7 +1246,7 @@ impl Supervisor {
                 warn!(
                     gpusession_worker = hex(id),
                     gpusession_lease = worker.lease,
-                    "worker {} has memory of {gpu}, which its lease does not have: ended",
+                    "worker {}: holds memory on {gpu}, which is not in its lease; killed",
                     hex(id)
                 );
                 lease.stock.leave(id, worker.starts());
@@ -1229,7 +1268,7 @@ impl Supervisor {
                 warn!(
                     gpusession_worker = hex(&id),
                     gpusession_lease = worker.lease,
-                    "worker {} has {} MiB of device memory that it was never granted: ended",
+                    "worker {}: holds {} MiB of device memory that it was never granted, and its lease is over its limit; killed",
                     hex(&id),
                     unasked >> 20
                 );
@@ -1239,13 +1278,13 @@ impl Supervisor {
                 stop(
                     &id,
                     worker,
-                    "its lease is over its memory limit, and its process has the most that was never granted",
+                    "its lease is over its memory limit, and its process holds the most memory that was never granted",
                 );
             }
         }
     }
 
-    /// Starts no worker any more, and does something to those that there are until the last one is gone.
+    /// Starts no more workers, and applies `what` to the state until the last worker has exited.
     async fn until_none(&self, mut what: impl FnMut(&mut State)) {
         loop {
             let mut empty = Box::pin(self.0.empty.notified());
@@ -1262,7 +1301,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends every worker and starts none any more; returns when the last one is gone.
+    /// Stops every worker and starts no more; returns when the last one has exited.
     pub async fn close(&self, reason: &str) {
         let end = |state: &mut State| {
             for (id, lease) in state.leases.drain() {
@@ -1281,7 +1320,9 @@ impl Supervisor {
         }
     }
 
-    /// Kills every worker, those too that would outlive this server. Waits a moment for their ends, which are accounted.
+    /// Kills every worker, including those that could outlive this server.
+    ///
+    /// Waits a moment for their ends, so that accounting records them.
     pub async fn kill_all(&self) {
         let kill = |state: &mut State| {
             for worker in state.workers.values_mut() {
@@ -1293,8 +1334,9 @@ impl Supervisor {
         let _ = timeout(KILL_LIMIT, self.until_none(kill)).await;
     }
 
-    /// Leaves every worker to the next server and starts none any more. What was meant for them is sent; those that are not in
-    /// the store end.
+    /// Leaves every worker to the next server and starts no more.
+    ///
+    /// Queued messages are sent first. Workers outside the store are stopped.
     pub async fn hand_over(&self) {
         let mut told = false;
         let left = self.until_none(|state| {
@@ -1304,12 +1346,12 @@ impl Supervisor {
             for (id, worker) in &mut state.workers {
                 match worker.kept {
                     Some(_) => drop(worker.orders.tells.send(Command::Leave)),
-                    None => stop(id, worker, "the server is restarted"),
+                    None => stop(id, worker, "the server is restarting"),
                 }
             }
         });
         if timeout(LEAVE_LIMIT, left).await.is_err() {
-            debug!("some workers did not take in time what was meant for them");
+            debug!("handover: some workers did not read their queued messages in time; leaving them");
         }
         if let Some(mps) = self.mps() {
             mps.close().await;
@@ -1330,7 +1372,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts a worker's task; `None` where the lease is gone.
+    /// Starts a worker's task; `None` if the lease is gone or the server is closing.
     fn launch(
         &self,
         state: &mut State,
@@ -1415,7 +1457,7 @@ impl Supervisor {
                 let this = this.clone();
                 async move { this.run(&id, origin, queues).await }
             };
-            // A task of its own: whatever happens in it, the worker is taken off the books.
+            // A task of its own, so that the worker leaves the books even if the task panics.
             match tokio::spawn(attending).await {
                 Ok(Some(end)) => this.gone(&id, end),
                 Ok(None) => this.leave(&id),
@@ -1429,7 +1471,8 @@ impl Supervisor {
         });
     }
 
-    /// A worker from its start to its end. Returns how it ended, where it was not told to; `None`: it goes on without this server.
+    /// Runs a worker from its start to its end. Returns how it ended; `None`: the next server
+    /// attends to it.
     async fn run(&self, id: &WorkerId, origin: Origin, mut queues: Queues) -> Option<String> {
         let begun = match origin {
             Origin::New(start, environment) => {
@@ -1438,7 +1481,7 @@ impl Supervisor {
             }
             Origin::Left { pid, pidfd, channel } => Process::left(pid, pidfd)
                 .map(|process| (process, channel, None))
-                .map_err(|e| format!("its process: {e}")),
+                .map_err(|e| format!("its process cannot be watched: {e}")),
         };
         let (mut process, fd, start) = match begun {
             Ok(begun) => begun,
@@ -1447,7 +1490,7 @@ impl Supervisor {
         let mut ending = Ending::default();
         let end = match Channel::new(fd) {
             Ok(channel) => self.attend(id, start, &mut process, &channel, &mut queues, &mut ending).await,
-            Err(e) => Err(format!("its channel: {e}")),
+            Err(e) => Err(format!("its channel cannot be used: {e}")),
         };
         let end = match end {
             Ok(End::Left) => return None,
@@ -1462,7 +1505,7 @@ impl Supervisor {
                 reason
             }
         };
-        // Whatever it left behind in its group.
+        // Kills other processes that are left in its group.
         process.kill();
         Some(end)
     }
@@ -1479,7 +1522,7 @@ impl Supervisor {
         // The driver shows the worker its lease's GPUs only, in the lease's order.
         let (gpus, client) = {
             let state = self.state();
-            let worker = state.workers.get(id).ok_or("it was told to end")?;
+            let worker = state.workers.get(id).ok_or("it was stopped before it started")?;
             (worker.gpus.join(","), worker.client.clone())
         };
         variables.push(("CUDA_VISIBLE_DEVICES".into(), gpus.into()));
@@ -1494,7 +1537,7 @@ impl Supervisor {
         }
         variables.extend(environment.into_iter().map(|(k, v)| (k.into(), v.into())));
         let failed = |e: io::Error| format!("{} cannot be started: {e}", program.display());
-        // The MPS daemon ends with this server, and with it what it serves.
+        // The MPS daemon exits with this server, and so do the workers that it serves.
         let outlives = self.0.store.exists() && !start.mps;
         let (child, fd) = self.0.spawner.start(program, variables, outlives).await.map_err(failed)?;
         let pid = child.id().unwrap_or_default();
@@ -1511,7 +1554,7 @@ impl Supervisor {
         Ok((process, fd))
     }
 
-    /// Waits for the end of a process that was killed. One that does not end sits in the driver: its GPUs are not well.
+    /// Waits for a killed process to exit. If it does not, the driver holds it: its GPUs are stuck.
     async fn reaped(&self, id: &WorkerId, process: &mut Process) {
         if timeout(REAP_LIMIT, process.wait()).await.is_ok() {
             return;
@@ -1520,17 +1563,18 @@ impl Supervisor {
         let _ = process.wait().await;
     }
 
-    /// A worker was killed and does not end.
+    /// Reports the GPUs of a killed worker that does not exit.
     fn stuck(&self, id: &WorkerId) {
         let (gpus, pid) = match self.state().workers.get(id) {
             Some(worker) => (worker.gpus.clone(), worker.pid.unwrap_or(0)),
             None => return,
         };
-        let why = format!("process {pid} of a worker was killed and does not end: it waits for the driver");
+        let why = format!("process {pid} of a worker was killed and does not exit: it waits for the driver");
         let _ = self.0.events.send(Event::Stuck { gpus, why });
     }
 
-    /// `start` is for a worker of this server.
+    /// Attends to a worker until it exits or this server leaves it. `start` is `None` for a worker
+    /// of an earlier server.
     async fn attend(
         &self,
         id: &WorkerId,
@@ -1541,7 +1585,7 @@ impl Supervisor {
         ending: &mut Ending,
     ) -> Result<End, String> {
         let Queues { commands, tells, ends } = queues;
-        // What one that ends does not read is not waited for.
+        // Does not wait for a stopping worker to read its channel.
         async fn send(
             channel: &Channel,
             message: &ToWorker,
@@ -1553,18 +1597,18 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 sent = timeout(SEND_LIMIT, channel.send(message, beside)) => match sent {
-                    // It has ended, which its last words or its exit status say better.
+                    // It exited; its final messages or its exit status tell more.
                     Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-                    Ok(sent) => sent.map_err(|e| format!("its channel: {e}")),
+                    Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
                     Err(_) => Err("it does not read its channel".into()),
                 },
                 _ = told_to_end(ends), if !told => Ok(()),
                 () = sleep_until(deadline) => Ok(()),
             }
         }
-        // A worker that ended already is told by its exit status, not by its closed channel.
+        // If the worker has exited already, its exit status is reported, not its closed channel.
         let mut limit = None;
-        // Such a worker does not outlive its server, so that it is one of this server.
+        // A worker under MPS does not outlive its server, so an earlier server left none.
         let mps = start.as_ref().is_some_and(|start| start.mps);
         if let Some(start) = start {
             let by = Instant::now() + START_LIMIT;
@@ -1572,19 +1616,19 @@ impl Supervisor {
             limit = Some((by, "it was not ready in time"));
         }
         let (mut channel_open, mut killed, mut told, mut said_end) = (true, false, false, false);
-        // It has a moment to end by itself.
+        // Time that it has to exit by itself.
         let (grace, in_all) = if mps { (STOP_GRACE_MPS, mps::END_LIMIT) } else { (STOP_GRACE, STOP_GRACE) };
         let sooner =
             |limit: Option<(Instant, &str)>, at| Some((limit.map_or(at, |(before, _)| before.min(at)), ""));
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
-        // It asked for memory so often that it has to wait for the next second.
+        // Set if it asked for memory too often: its messages wait for the next second.
         let mut patience = false;
         loop {
             let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
             tokio::select! {
                 biased;
                 status = process.wait() => {
-                    // What it said last says more than its exit status.
+                    // A final message tells more than the exit status.
                     let by = Instant::now() + LAST_WORDS;
                     while channel_open
                         && Instant::now() < by
@@ -1606,7 +1650,7 @@ impl Supervisor {
                     if std::mem::replace(&mut killed, true) {
                         self.stuck(id);
                     } else {
-                        debug!(pid = process.pid(), "worker {} did not end in time: killed", hex(id));
+                        debug!(pid = process.pid(), "worker {}: did not exit in time; killed", hex(id));
                         let by = ending.begins(in_all);
                         if !std::mem::replace(&mut ending.work_ended, true) {
                             self.end_gpu_work(id, false, by).await;
@@ -1642,7 +1686,7 @@ impl Supervisor {
                         send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
                     }
                 }
-                // Last: a worker that says much delays nothing of the above.
+                // Last, so that a worker that sends much delays nothing above.
                 message = channel.recv(), if channel_open && !patience => match message {
                     Ok(Some(message)) => {
                         if second.elapsed() >= Duration::from_secs(1) {
@@ -1661,7 +1705,7 @@ impl Supervisor {
                         if let FromWorker::Contained { lacking } = &message
                             && !self.state().workers.get(id).is_none_or(|w| w.may_be_contained(lacking))
                         {
-                            return Err("it speaks of its isolation when it has no reason to".into());
+                            return Err("it reported its isolation out of turn".into());
                         }
                         if matches!(message, FromWorker::Ready { .. })
                             && limit.is_some_and(|(_, why)| !why.is_empty()) {
@@ -1683,7 +1727,7 @@ impl Supervisor {
                             }
                         }
                     }
-                    // It is about to exit, or closed its channel in order not to be stopped by it.
+                    // It is about to exit, or it closed its channel to evade a stop request.
                     Ok(None) => {
                         channel_open = false;
                         ending.begins(in_all);
@@ -1728,8 +1772,9 @@ impl Supervisor {
                 if let Some((limit, _)) = limit
                     && let Some(more) = self.0.refusals.may()
                 {
-                    let why = format!("{} MiB of mapped host memory asked for", bytes.div_ceil(1 << 20));
-                    let exceeded = limit.exceeded(why, "the program was told that there is no memory");
+                    let why =
+                        format!("a program asked for {} MiB of mapped host memory", bytes.div_ceil(1 << 20));
+                    let exceeded = limit.exceeded(why, "the program got an out-of-memory error");
                     exceeds(id, worker, &exceeded, more);
                 }
             }
@@ -1753,14 +1798,14 @@ impl Supervisor {
                     && let Some(reason) = trial.ready(isolated)
                 {
                     warn!(
-                        "isolation = \"try\": workers start only without it here, and go on so; with it they end: {reason}"
+                        "isolation: workers cannot start isolated on this host: {reason}; continuing without, because isolation = \"try\""
                     );
                 }
                 debug!(
                     gpusession_worker = hex(id),
                     gpusession_lease = worker.lease,
                     cuda_version,
-                    "worker {} is ready",
+                    "worker {}: ready",
                     hex(id)
                 );
                 if let Some(lease) = lease {
@@ -1778,7 +1823,7 @@ impl Supervisor {
                 }
             }
             FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
-                // It waits for the end of its GPU work.
+                // It waits until MPS has ended its GPU work.
                 worker.phase = Phase::Ending;
                 worker.ended_because.get_or_insert(printable(&reason));
             }
@@ -1797,7 +1842,7 @@ impl Supervisor {
                         gpusession_worker = hex(id),
                         gpusession_lease = worker.lease,
                         gpusession_client = worker.client,
-                        "worker {} refused a connection: {}{more}",
+                        "worker {}: refused a connection: {}{more}",
                         hex(id),
                         printable(&reason)
                     );
@@ -1820,13 +1865,16 @@ impl Supervisor {
                 let lacking: Vec<_> = lacking.iter().map(|l| printable(l)).collect();
                 if !lacking.is_empty() && !state.isolation_told {
                     state.isolation_told = true;
-                    warn!("workers are not isolated as far as they could be: {}", lacking.join("; "));
+                    warn!(
+                        "isolation: incomplete on this host: {}; workers run without these measures",
+                        lacking.join("; ")
+                    );
                 }
                 if let Some(worker) = state.workers.get_mut(id) {
                     worker.isolation = if lacking.is_empty() { "full".into() } else { lacking.join("; ") };
                 }
             }
-            // Among its last words.
+            // A late report, sent while the worker exits.
             FromWorker::Contained { .. } => {}
             FromWorker::Wanted => {
                 worker.wanted = true;
@@ -1835,7 +1883,7 @@ impl Supervisor {
         }
     }
 
-    /// The next server attends to a worker.
+    /// Removes a worker to which the next server attends.
     fn leave(&self, id: &WorkerId) {
         let mut state = self.state();
         state.workers.remove(id);
@@ -1844,7 +1892,7 @@ impl Supervisor {
         }
     }
 
-    /// What accounting knows of a worker's program until now.
+    /// Returns the accounting record of a worker's program up to now.
     fn record(&self, worker: &Book, peak_memory_bytes: u64) -> Option<Record> {
         let process = worker.process.as_ref()?;
         Some(Record {
@@ -1871,7 +1919,7 @@ impl Supervisor {
         })
     }
 
-    /// For the case that this server does not see the program's end.
+    /// Notes a running program for accounting, in case this server does not see its end.
     fn note(&self, worker: &Book, lease: Option<&LeaseState>) {
         let peak = lease.map_or(worker.usage.memory_bytes, |lease| lease.ledger.peak(&worker.id));
         if let Some(record) = self.record(worker, peak) {
@@ -1940,20 +1988,20 @@ impl Supervisor {
             Some(pause) => warn!(
                 gpusession_worker = worker_id,
                 gpusession_lease = lease_id,
-                "worker {worker_id} of lease {lease_id} did not stay: {reason}; next try in {} ms",
+                "worker {worker_id} of lease {lease_id}: exited before use: {reason}; starting the next one in {} ms",
                 pause.as_millis()
             ),
             None => info!(
                 gpusession_worker = worker_id,
                 gpusession_lease = lease_id,
-                "worker {worker_id} of lease {lease_id} ended: {reason}"
+                "worker {worker_id} of lease {lease_id}: ended: {reason}"
             ),
         }
         self.refill(&lease_id);
     }
 }
 
-/// Takes a caller out of the count of those who wait, however its wait ends.
+/// Takes a caller out of the count of waiting callers, however its wait ends.
 struct Waiting<'a> {
     supervisor: &'a Supervisor,
     lease: &'a str,
@@ -1970,7 +2018,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Ends a cold worker that its caller does not wait for any longer.
+/// Stops a cold worker when its caller no longer waits.
 struct Abandoned<'a> {
     supervisor: &'a Supervisor,
     id: WorkerId,
@@ -1980,7 +2028,7 @@ struct Abandoned<'a> {
 impl Drop for Abandoned<'_> {
     fn drop(&mut self) {
         if !self.kept {
-            self.supervisor.end_worker(&self.id, None, "nobody waits for it any longer");
+            self.supervisor.end_worker(&self.id, None, "no program waits for it any longer");
         }
     }
 }
@@ -1989,13 +2037,14 @@ fn adopt(number: u64, preface: Vec<u8>, peer: SocketAddr) -> ToWorker {
     ToWorker::Adopt { number, preface, peer: peer.to_string() }
 }
 
-/// The ledger of a lease. Its shares say what a whole card has, where workers are told of no limit.
+/// Creates a lease's ledger. Shares supply the memory of whole cards, for which workers have no
+/// limit.
 fn ledger(lease: &Lease, devices: Vec<DeviceLimit>) -> Ledger {
     let share = |uuid: &[u8; 16]| lease.shares.iter().find(|s| uuid_bytes(&s.gpu).as_ref() == Some(uuid));
     Ledger::new(devices).of_cards(|uuid| share(uuid).map(|s| s.limit_bytes))
 }
 
-/// Passes on what a ledger says. What is granted is written down before it is told.
+/// Sends a ledger's messages to workers. A grant is written to the store before it is sent.
 fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: Vec<Say>) {
     for say in says {
         let (worker, message) = match say {
@@ -2011,7 +2060,7 @@ fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: V
     }
 }
 
-/// The most mapped host memory that a worker keeps copies of.
+/// Returns the most mapped host memory of which a worker may keep copies, in bytes.
 fn staging(limits: &Effective) -> u64 {
     limits.smallest("staging").map_or(u64::MAX, |(_, bytes)| bytes)
 }
@@ -2030,7 +2079,7 @@ fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
     if worker.phase == Phase::Ending {
         return;
     }
-    debug!(gpusession_worker = hex(id), "worker {} is told to end: {reason}", hex(id));
+    debug!(gpusession_worker = hex(id), "worker {}: stopping: {reason}", hex(id));
     worker.phase = Phase::Ending;
     worker.ended_because = Some(reason.into());
     worker.remember(None);
@@ -2039,7 +2088,7 @@ fn stop(id: &WorkerId, worker: &mut Worker, reason: &str) {
 
 fn describe(status: Option<ExitStatus>) -> String {
     use std::os::unix::process::ExitStatusExt;
-    let Some(status) = status else { return "it ended".into() };
+    let Some(status) = status else { return "it exited".into() };
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
         (None, Some(signal)) => match Signal::try_from(signal) {
@@ -2050,19 +2099,21 @@ fn describe(status: Option<ExitStatus>) -> String {
     }
 }
 
-/// The time of GPU work that a report tells of, so long after the one before; `idle` is how long ago it ended.
+/// Returns the GPU time of a report. It came `passed` after the previous one, and work ended `idle`
+/// ago.
 fn worked(passed: Duration, idle: Duration) -> Duration {
-    // A worker that says nothing rests: of a longer time only the end was work. A host that is slow may be late by some seconds.
+    // An idle worker sends no reports, so that only the end of a longer interval was work. A slow
+    // host may delay reports by some seconds.
     let seen = if passed < REPORT * 5 { passed } else { REPORT };
     seen.saturating_sub(idle)
 }
 
-/// Text of a worker, fit for a log and a terminal.
+/// Cuts and cleans text of a worker for a log or a terminal.
 fn printable(text: &str) -> String {
     text.chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// A worker's id as people see it.
+/// Formats a worker's id for people.
 pub fn hex(id: &WorkerId) -> String {
     data_encoding::HEXLOWER.encode(id)
 }

@@ -1,4 +1,4 @@
-//! Workers under MPS: their places in domains, the end of their GPU work before their own, and what a fault does to them.
+//! Workers under MPS: their seats in domains, the end of their GPU work, and the effects of faults.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -12,23 +12,27 @@ use tracing::{info, warn};
 use super::{Phase, State, Supervisor, TakeError, Worker, WorkerId, hex, stop};
 use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
 
-/// After MPS ended the work of a client, the GPU still lets go of it: a process that exits meanwhile takes others of its domain with it.
-/// With driver 580 that took 0.2 s.
+/// Time for the GPU to let go of a client's work after MPS ended it (driver 580: 0.2 s).
+///
+/// A process that exits earlier takes other processes of its domain with it.
 const SETTLE: Duration = Duration::from_millis(500);
-/// A worker is gone this long after it was told to end, whatever it and MPS do: with what the driver takes to free its memory, within 2 s.
+/// Time from a stop request until a worker is killed, whatever it and MPS do.
+///
+/// The driver needs the rest of 2 s to free its memory.
 pub(super) const END_LIMIT: Duration = Duration::from_millis(1750);
-/// How long programs may learn from the driver of a fault before their workers are ended.
+/// Time in which programs may learn of a fault from the driver before their workers are stopped.
 const FAULT_GRACE: Duration = Duration::from_secs(1);
 
 impl Supervisor {
-    /// Gives a worker that is about to start its place in the domain of its lease, and says what variables it has to have for it.
+    /// Gives a starting worker its seat in the domain of its lease, and returns the variables for
+    /// MPS.
     pub(super) async fn sit_down(
         &self,
         id: &WorkerId,
         start: &Start,
         own: &[(String, String)],
     ) -> Result<Vec<(OsString, OsString)>, String> {
-        let mps = self.mps().ok_or("this server does not share GPUs by MPS any longer")?;
+        let mps = self.mps().ok_or("this server no longer shares GPUs by MPS")?;
         let seat = Arc::new(mps.seat(&start.lease).await?);
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
@@ -36,11 +40,13 @@ impl Supervisor {
         let mut variables = mps::variables(&start.devices, priority, own);
         variables.push(("CUDA_MPS_PIPE_DIRECTORY".into(), seat.pipe_directory().into()));
         let worker = workers.get_mut(id).filter(|w| w.phase != Phase::Ending);
-        worker.ok_or("it was told to end")?.seat = Some(seat);
+        worker.ok_or("it was stopped before it started")?.seat = Some(seat);
         Ok(variables)
     }
 
-    /// Before a worker ends that uses the GPU under MPS. `quiet`: it says that it has no work there. Returns by that time.
+    /// Ends the GPU work of a worker before the worker itself, under MPS. Returns by `by`.
+    ///
+    /// `quiet`: the worker has reported that it has no work on the GPU.
     pub(super) async fn end_gpu_work(&self, id: &WorkerId, quiet: bool, by: Instant) {
         let seat = {
             let state = self.state();
@@ -55,7 +61,8 @@ impl Supervisor {
         }
     }
 
-    /// A worker ended without a word: if it was in the middle of its GPU work, others feel it.
+    /// Checks the domain of a worker that exited unannounced: if it had GPU work, other clients
+    /// suffer.
     pub(super) fn suspect(&self, id: &WorkerId) {
         let state = self.state();
         if let Some(worker) = state.workers.get(id).filter(|w| w.presented)
@@ -65,8 +72,9 @@ impl Supervisor {
         }
     }
 
-    /// How many of `count` programs more the MPS server of a lease's domain serves. Workers of the stock have no context and do not
-    /// count; who was given one has one soon, and so has who is `soon`.
+    /// Returns how many of `count` more programs the MPS server of the lease's domain can serve.
+    ///
+    /// Counts workers that a process has or that `soon` selects; workers in stock hold no context.
     pub(super) fn room_under_mps(
         &self,
         state: &State,
@@ -84,14 +92,14 @@ impl Supervisor {
             state.workers.values().filter(uses).fold((0, 0), |(n, taken), w| (n + 1, taken + contexts(w)));
         match MAX_CLIENTS.saturating_sub(taken) {
             0 => Err(TakeError::Mps(format!(
-                "{programs} programs with {taken} contexts use the GPU by MPS, and one MPS server serves {MAX_CLIENTS}; end one, or \
-                 ask for a lease with sharing = \"time-slice\""
+                "{programs} programs with {taken} contexts use the GPU by MPS, and one MPS server serves {MAX_CLIENTS} contexts; end \
+                 a program, or ask for a lease with sharing = \"time-slice\""
             ))),
             left => Ok(count.min(left)),
         }
     }
 
-    /// Does to workers what happened to their domains, until there are none any more.
+    /// Applies events of the domains to their workers, until all domains are gone.
     pub(super) async fn serve_mps(self, mut happened: mpsc::UnboundedReceiver<Happened>) {
         while let Some(happened) = happened.recv().await {
             match happened {
@@ -101,29 +109,30 @@ impl Supervisor {
                 Happened::Gone { generation, server } => {
                     self.end_seats(generation, |worker| {
                         let ends = server || worker.process.is_none();
-                        ends.then(|| "its MPS daemon died, and what it served with it".to_string())
+                        ends.then(|| "its MPS daemon died, and its MPS server with it".to_string())
                     });
                 }
                 Happened::Fault { generation, culprits, why } => {
                     self.attribute(generation, &culprits, &why);
-                    // None of them could serve a program any more: who asks now waits for the next daemon's.
+                    // None of them could serve a program: a new request waits for the next daemon's
+                    // workers.
                     self.end_seats(generation, |worker| {
                         (!worker.given).then(|| "its MPS server failed".into())
                     });
                     let this = self.clone();
-                    // The other domains need not wait for it.
+                    // Other domains need not wait for it.
                     tokio::spawn(async move {
                         sleep(FAULT_GRACE).await;
                         this.end_seats(generation, |worker| {
                             Some(match worker.pid {
                                 _ if worker.process.is_none() => "its MPS server failed".into(),
                                 Some(pid) if culprits.contains(&pid) => {
-                                    format!("a fatal fault of its own on the GPU, under MPS: {why}")
+                                    format!("it caused a fatal GPU fault under MPS: {why}")
                                 }
                                 _ if culprits.is_empty() => {
-                                    format!("a fatal fault on the GPU by a program of its MPS domain: {why}")
+                                    format!("a program of its MPS domain caused a fatal GPU fault: {why}")
                                 }
-                                _ => "fault by another client of its MPS domain".into(),
+                                _ => "another program of its MPS domain caused a fatal GPU fault".into(),
                             })
                         });
                     });
@@ -132,7 +141,8 @@ impl Supervisor {
         }
     }
 
-    /// Who did it goes to the journal: it knows both sides.
+    /// Logs whose fault it was, and how many programs it stops: the supervisor alone knows both
+    /// sides.
     fn attribute(&self, generation: u32, culprits: &[u32], why: &str) {
         let state = self.state();
         let seated = |w: &&Worker| w.seat.as_ref().is_some_and(|s| s.generation() == generation);
@@ -143,16 +153,19 @@ impl Supervisor {
             warn!(
                 gpusession_lease = worker.lease,
                 gpusession_client = worker.client,
-                "MPS: a fault of {program} of {} ends {affected} programs: {why}",
+                "MPS: {program} of {} caused a fatal GPU fault: {why}; stopping {affected} programs of its domain",
                 worker.client
             );
         }
         if culprits.is_empty() {
-            warn!("MPS: a fault ends {affected} programs, and MPS does not say whose it was: {why}");
+            warn!(
+                "MPS: fatal GPU fault by an unknown program: {why}; stopping {affected} programs of its domain"
+            );
         }
     }
 
-    /// Ends workers with seats at one life of a daemon, where there is a reason.
+    /// Stops workers with seats at one generation of a daemon, each for which `reason` returns a
+    /// text.
     fn end_seats(&self, generation: u32, reason: impl Fn(&Worker) -> Option<String>) {
         let mut touched = Vec::new();
         {
@@ -171,7 +184,7 @@ impl Supervisor {
                 info!(
                     gpusession_worker = hex(id),
                     gpusession_lease = worker.lease,
-                    "worker {} ends: {reason}",
+                    "worker {}: stopping: {reason}",
                     hex(id)
                 );
                 stop(id, worker, &reason);

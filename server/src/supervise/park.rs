@@ -1,5 +1,7 @@
-//! Parking, worker by worker: the supervisor makes a worker call the driver no more, and a helper process moves its device
-//! memory to host memory and back. Which leases are parked, when, is decided elsewhere (`pool::parking`).
+//! Parks single workers.
+//!
+//! The supervisor makes a worker call the driver no more, and a helper process moves its device
+//! memory to host memory and back. `pool::parking` decides which leases are parked, and when.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -15,47 +17,48 @@ use super::{Command as ToTask, Phase, Supervisor, WorkerId, ledger, spawn, stop}
 use crate::clock::Moment;
 use crate::lease::Lease;
 
-/// How long a worker may take to say whether it is quiet.
+/// Time that a worker may take to report whether it is quiet.
 const PAUSE_LIMIT: Duration = Duration::from_secs(5);
-/// How long the driver may try to lock a process: work that takes longer means that it is not parked.
+/// Time that the driver may take to lock a process. A process with longer work is not parked.
 const LOCK_LIMIT: Duration = Duration::from_secs(5);
-/// How long device memory may be on its way: 64 GiB took half a minute. A helper that says nothing by then hangs in the driver.
+/// Time that device memory may be on its way: 64 GiB took half a minute. A helper that is silent
+/// for longer hangs in the driver.
 const MOVE_LIMIT: Duration = Duration::from_secs(600);
 /// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
 const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
 const NEVER: [i32; 2] = [801, 500];
 
-/// Why a worker was not parked.
+/// Reason why a worker was not parked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotParked {
-    /// Its GPU work did not end in time.
+    /// Its GPU work did not finish in time.
     Busy,
-    /// This driver, or this way of sharing, cannot do it.
+    /// This driver, or this kind of sharing, cannot park.
     Never(String),
-    /// Something went wrong; the worker goes on.
+    /// Parking failed; the worker continues.
     Failed(String),
-    /// Nobody knows where its device memory is: the worker cannot go on.
+    /// The place of its device memory is unknown: the worker cannot continue.
     Hangs(String),
 }
 
-/// Keeps the device memory of one worker in host memory: a process of ours that lives as long.
+/// Helper process that keeps one worker's device memory in host memory while it runs.
 #[derive(Debug)]
 pub struct Parker {
-    // Ends with this.
+    // Killed when this is dropped.
     _child: Child,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
-/// `no CODE TEXT`
+/// Parses a helper's refusal, `no CODE TEXT`.
 fn refusal(line: &str) -> Option<(i32, String)> {
     let (code, text) = line.strip_prefix("no ")?.split_once(' ')?;
     Some((code.parse().ok()?, text.into()))
 }
 
 fn hangs() -> String {
-    format!("the helper that moves device memory said nothing for {} s", MOVE_LIMIT.as_secs())
+    format!("the helper that moves device memory sent nothing for {} s", MOVE_LIMIT.as_secs())
 }
 
 impl Parker {
@@ -65,7 +68,7 @@ impl Parker {
         Self::start(program, driver, "--park", &[&pid.to_string(), &limit], MOVE_LIMIT).await
     }
 
-    /// The same for a process that an earlier server parked.
+    /// Takes over the memory of a process that an earlier server parked.
     pub async fn parked(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
         Self::start(program, driver, "--parked", &[&pid.to_string()], MOVE_LIMIT).await
     }
@@ -92,7 +95,7 @@ impl Parker {
             .spawn()
             .map_err(failed)?;
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(NotParked::Failed("a helper without pipes".into()));
+            return Err(NotParked::Failed("the helper has no pipes".into()));
         };
         let mut parker = Self { _child: child, input, lines: BufReader::new(output).lines() };
         let Ok(said) = timeout(limit, parker.lines.next_line()).await else {
@@ -104,13 +107,13 @@ impl Parker {
                 Some((NOT_READY, _)) => NotParked::Busy,
                 Some((code, text)) if NEVER.contains(&code) => NotParked::Never(text),
                 Some((_, text)) => NotParked::Failed(text),
-                None => NotParked::Failed(format!("the helper said {line:?}")),
+                None => NotParked::Failed(format!("the helper sent {line:?}")),
             }),
-            None => Err(NotParked::Failed("the helper ended".into())),
+            None => Err(NotParked::Failed("the helper exited".into())),
         }
     }
 
-    /// Moves it back; `false`: the GPU has no room now.
+    /// Moves the memory back to the GPU; `false`: the GPU has no room now.
     pub async fn back(&mut self) -> Result<bool, String> {
         self.input.write_all(b"back\n").await.map_err(|e| e.to_string())?;
         let said = timeout(MOVE_LIMIT, self.lines.next_line()).await.map_err(|_| hangs())?;
@@ -118,7 +121,7 @@ impl Parker {
             Some("back") => Ok(true),
             Some("full") => Ok(false),
             Some(line) => Err(refusal(line).map_or_else(|| line.to_string(), |(_, text)| text)),
-            None => Err("the helper ended".into()),
+            None => Err("the helper exited".into()),
         }
     }
 }
@@ -126,16 +129,16 @@ impl Parker {
 /// A worker that serves a process.
 #[derive(Debug, Clone)]
 pub struct Serving {
-    /// Its id.
+    /// Worker id.
     pub id: WorkerId,
-    /// Its process.
+    /// Process id of the worker.
     pub pid: u32,
-    /// Device memory that it was granted of the lease's.
+    /// Device memory that counts for the worker, in bytes, over all devices of the lease.
     pub bytes: u64,
 }
 
 impl Supervisor {
-    /// The workers of a lease that serve processes.
+    /// Lists the workers of a lease that serve processes.
     pub fn serving(&self, lease: &str) -> Vec<Serving> {
         let state = self.state();
         let mine = state.workers.iter().filter(|(_, w)| w.lease == lease && w.process.is_some());
@@ -150,8 +153,9 @@ impl Supervisor {
         mine.filter_map(of).collect()
     }
 
-    /// Processes of a lease, and when GPU work of one of them was last seen; without any, when the last one ended or the lease
-    /// began.
+    /// Returns the number of a lease's processes, and when one of them last had GPU work.
+    ///
+    /// Without processes the time is when the last one exited, or the lease began.
     pub fn activity(&self, lease: &str) -> (usize, Option<Moment>) {
         let state = self.state();
         let mine = || state.workers.values().filter(|w| w.lease == lease && w.process.is_some());
@@ -159,12 +163,12 @@ impl Supervisor {
         (mine().count(), active.or_else(|| state.leases.get(lease).map(|l| l.unused)))
     }
 
-    /// Whether a worker exists.
+    /// Returns `true` if the worker exists.
     pub fn exists(&self, id: &WorkerId) -> bool {
         self.state().workers.contains_key(id)
     }
 
-    /// Leases whose parked workers are wanted by their clients.
+    /// Lists leases with paused or parked workers that their clients want to use.
     pub fn wanted(&self) -> Vec<String> {
         let state = self.state();
         let mut leases: Vec<_> =
@@ -174,12 +178,12 @@ impl Supervisor {
         leases
     }
 
-    /// Returns when a worker may be wanted.
+    /// Returns when [`Supervisor::wanted`] may have changed.
     pub async fn wants(&self) {
         self.0.wants.notified().await;
     }
 
-    /// Makes a worker call the driver no more. `false`: it is at work, and goes on.
+    /// Makes a worker call the driver no more. `false`: it is busy, and continues.
     pub async fn pause(&self, id: &WorkerId) -> bool {
         let (sender, answer) = oneshot::channel();
         {
@@ -194,13 +198,13 @@ impl Supervisor {
         matches!(timeout(PAUSE_LIMIT, answer).await, Ok(Ok(true)))
     }
 
-    /// Lets a paused worker go on.
+    /// Lets a paused or parked worker continue.
     pub fn resume(&self, id: &WorkerId) {
         let mut state = self.state();
         if let Some(worker) = state.workers.get_mut(id) {
             worker.pausing = None;
             worker.wanted = false;
-            // A program that comes back has worked.
+            // A program that returns counts as active.
             worker.active = self.0.clock.now();
             worker.moving = false;
             if worker.phase == Phase::Parked {
@@ -230,10 +234,10 @@ impl Supervisor {
         Ok(parker)
     }
 
-    /// A lease that is away has other GPUs from now on. Its workers have ended, or are about to.
+    /// Gives a lent lease other GPUs. Its workers have exited or are about to.
     pub fn set_devices(&self, lease: &Lease, devices: Vec<DeviceLimit>) {
         if let Some(entry) = self.state().leases.get_mut(&lease.id).filter(|entry| entry.away) {
-            // A domain is of its GPUs.
+            // A domain belongs to fixed GPUs.
             if let Some(mps) = self.mps().filter(|_| lease.mps) {
                 mps.leave(&lease.id);
                 mps.join(lease, &devices);
@@ -243,8 +247,9 @@ impl Supervisor {
         }
     }
 
-    /// The device memory of a worker is on its way from now on, until [`Supervisor::resume`]: should this server end meanwhile,
-    /// the next one cannot know where it is.
+    /// Records that a worker's device memory is on its way, until [`Supervisor::resume`].
+    ///
+    /// If this server exits meanwhile, the next one cannot know where the memory is.
     pub fn moves(&self, id: &WorkerId) {
         if let Some(worker) = self.state().workers.get_mut(id) {
             worker.moving = true;
@@ -252,7 +257,7 @@ impl Supervisor {
         }
     }
 
-    /// The workers of a lease whose device memory an earlier server moved to host memory.
+    /// Lists the workers of a lease that an earlier server parked.
     pub fn left_parked(&self, lease: &str) -> Vec<Serving> {
         let parked: Vec<WorkerId> = {
             let state = self.state();
@@ -262,14 +267,15 @@ impl Supervisor {
         self.serving(lease).into_iter().filter(|w| parked.contains(&w.id)).collect()
     }
 
-    /// Keeps the device memory of such a worker from now on.
+    /// Starts the helper that keeps the memory of a worker from [`Supervisor::left_parked`].
     pub async fn keep_parked(&self, worker: &Serving) -> Result<Parker, NotParked> {
         let options = &self.0.options;
         Parker::parked(&options.program, &options.driver, worker.pid).await
     }
 
-    /// A lease's GPUs are given to others, as [`Supervisor::set_away`] does it. `false`: a program has begun that is none of these,
-    /// and nothing is done.
+    /// Gives a lease's GPUs to others, as [`Supervisor::set_away`] does.
+    ///
+    /// `false`: a process has started that is not in `parked`, and the lease keeps its GPUs.
     pub fn give_away(&self, lease: &str, parked: &[Serving]) -> bool {
         let mut state = self.state();
         let serves = |w: &super::Worker| w.lease == lease && w.process.is_some();
@@ -280,7 +286,9 @@ impl Supervisor {
         true
     }
 
-    /// A lease's GPUs are given to others: its workers that serve nobody end, and none is started. Or it has them again.
+    /// Marks that a lease's GPUs are given to others, or that it has them again.
+    ///
+    /// While they are given away, its workers without a process are stopped and none is started.
     pub fn set_away(&self, lease: &str, away: bool) {
         self.state().set_away(lease, away);
         self.refill(lease);

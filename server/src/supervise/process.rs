@@ -1,4 +1,5 @@
-//! The process of a worker: a child, or one that an earlier server started. It leads a process group of its own.
+//! The process of a worker: a child, or one that an earlier server started. It leads a process
+//! group of its own.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -11,7 +12,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::process::Child;
 
-/// See the module.
+/// Process of a worker, with its pidfd.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -20,46 +21,47 @@ pub struct Process {
 }
 
 impl Process {
-    /// One that was just started; needs a runtime.
+    /// Wraps a process that was just started; needs a runtime.
     pub fn started(child: Child) -> io::Result<Self> {
         let pid = child.id().ok_or(io::ErrorKind::NotFound)?;
-        // It is not waited for yet: the number is its.
+        // The process is not reaped yet, so the number cannot be another's.
         Self::new(pid, pidfd_open(pid)?, Some(child))
     }
 
-    /// One that an earlier server started; needs a runtime.
+    /// Wraps a process that an earlier server started; needs a runtime.
     pub fn left(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         Self::new(pid, pidfd, None)
     }
 
     fn new(pid: u32, pidfd: OwnedFd, child: Option<Child>) -> io::Result<Self> {
-        // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives, and AsyncFd owns it.
+        // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives, and AsyncFd
+        // owns it.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?;
         Ok(Self { pid, pidfd, child })
     }
 
-    /// Its number.
+    /// Process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// For the descriptor store.
+    /// Returns the pidfd, for the descriptor store.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.get_ref().as_fd()
     }
 
-    /// Returns when it has ended; how is known of a child only.
+    /// Returns when the process has exited. The exit status is known for a child only.
     pub async fn wait(&mut self) -> io::Result<Option<ExitStatus>> {
         match &mut self.child {
             Some(child) => child.wait().await.map(Some),
-            // A pidfd is readable once its process has ended, and stays so.
+            // A pidfd becomes readable when its process exits, and stays so.
             None => self.pidfd.readable().await.map(|_| None),
         }
     }
 
-    /// Ends what is left of its group.
+    /// Kills what is left of the process group.
     pub fn kill(&self) {
-        // After its end the number may be that of a new process: not while somebody of its group is there.
+        // After the exit a new process may have the number, but not while the group has members.
         let reused = self.child.is_none() && self.ended() && lives(self.pid);
         if !reused {
             end_group(self.pid);
@@ -72,22 +74,23 @@ impl Process {
     }
 }
 
-/// Ends a worker's process group.
+/// Kills a worker's process group.
 pub fn end_group(pid: u32) {
-    // Groups 0 and 1 are never a worker's.
+    // Groups 0 and 1 never belong to a worker.
     if let Some(pid) = i32::try_from(pid).ok().filter(|pid| *pid > 1) {
         let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 
-/// Whether a process of this number runs; one that has ended and was not waited for does not.
+/// Returns `true` if a process of this number runs; a zombie does not.
 fn lives(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     stat.is_ok_and(|s| s.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z')))
 }
 
-/// Whether there is no process of this number any more, but one at most that was not waited for. Where `/proc` hides other users'
-/// processes, they are there.
+/// Returns `true` if no process of this number exists, or only a zombie.
+///
+/// Where `/proc` hides other users' processes, they count as existing.
 pub fn is_gone(pid: u32) -> bool {
     let Ok(number) = i32::try_from(pid) else { return true };
     match kill(Pid::from_raw(number), None) {
@@ -103,6 +106,6 @@ fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as nix::libc::c_int) })
 }

@@ -1,8 +1,10 @@
-//! What the processes of one lease use of its memory: one sum over all of them, counted here and not by workers. A state
-//! machine without processes.
+//! The ledger of one lease: the memory that the lease's processes hold. A state machine without
+//! processes.
 //!
-//! A worker is granted memory in chunks. When a request does not fit, the lease's other workers are first asked to give back
-//! what they were granted and do not use. What the driver says a process really has counts where it is more.
+//! The sum over all processes is counted here, not by the workers. A worker is granted memory in
+//! chunks. When a request does not fit, the lease's other workers are first asked to return granted
+//! memory that they do not use. A process counts with the driver's reading where that is larger
+//! than its grants.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,39 +14,41 @@ use gpusession_proto::supervise::DeviceLimit;
 use super::stock::WorkerId;
 use crate::clock::Moment;
 
-/// Granted beyond what was asked for, so that small allocations ask seldom.
+/// Unit of grants, in bytes: larger than most requests, so that small allocations seldom ask.
 const CHUNK: u64 = 64 << 20;
-/// A worker that does not answer a recall by then keeps what it has.
+/// Time to answer a recall; a worker without an answer keeps what it holds.
 const RECALL_LIMIT: Duration = Duration::from_secs(1);
-/// Readings until what a worker has given back is in none of them any more: the first may have been taken before.
+/// Readings until returned memory counts as gone: the first may be older than the return.
 const SETTLED: u8 = 2;
-/// Readings come each second. Without any for so long, what workers were granted is all that is known.
+/// Time without a reading after which only grants count. Readings come each second.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
-/// How far a lease may be over its limit on a device, by what processes have though their workers never asked for it: code of
-/// modules, stacks of kernels, the driver's own. So much together, beside what is below of each.
+/// Bytes by which unrequested memory may exceed a lease's limit on a device.
+///
+/// Workers never request the memory for code of modules, stacks of kernels and the driver itself.
+/// This allowance is for the whole lease, in addition to [`UNASKED_EACH`].
 pub const UNASKED: u64 = 1 << 30;
-/// See [`UNASKED`].
+/// Bytes of such memory that each process may hold in addition to [`UNASKED`].
 pub const UNASKED_EACH: u64 = 256 << 20;
 
-/// What to tell a worker.
+/// Message of the ledger to a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Say {
-    /// The answer to a request.
+    /// Answers a request for memory.
     Granted {
-        /// Whose request.
+        /// Worker that sent the request.
         worker: WorkerId,
-        /// Which device of the lease.
+        /// Index of the device in the lease.
         device: u32,
-        /// The request's number.
+        /// Serial number of the request.
         serial: u64,
-        /// Bytes, 0 for none.
+        /// Granted bytes; 0: refused.
         bytes: u64,
-        /// What nobody was granted.
+        /// Bytes that remain ungranted.
         left: u64,
     },
-    /// Give back what is not in use.
+    /// Asks for the return of unused memory.
     Recall {
-        /// Who.
+        /// Worker that is asked.
         worker: WorkerId,
     },
 }
@@ -54,7 +58,9 @@ struct Held {
     granted: u64,
     real: u64,
     peak: u64,
-    /// The most that was granted since the last reading, and between the two before: readings may still count it.
+    /// Largest grants since the last reading, and between the two before it.
+    ///
+    /// Such memory may still be in a reading after its return.
     high: [u64; 2],
 }
 
@@ -64,7 +70,7 @@ impl Held {
         self.granted = granted;
     }
 
-    /// What was given back and may be in the last reading.
+    /// Returns the returned bytes that the last reading may still contain.
     fn unsettled(&self) -> u64 {
         self.high[0].max(self.high[1]).saturating_sub(self.granted)
     }
@@ -78,54 +84,55 @@ struct Asking {
     bytes: u64,
     awaiting: BTreeSet<WorkerId>,
     until: Moment,
-    /// How many readings it waits for, after the others have answered.
+    /// Readings for which it still waits, once the others have answered.
     readings: u8,
 }
 
-/// See the module.
+/// Account of a lease's memory; see the module.
 #[derive(Debug)]
 pub struct Ledger {
     devices: Vec<DeviceLimit>,
-    /// The most that is granted of each device: a lease of a whole one has no limit, but no card has more than it has.
+    /// Most bytes to grant on each device. A lease of a whole device has no limit, but the card has
+    /// a size.
     most: Vec<u64>,
     held: BTreeMap<WorkerId, Vec<Held>>,
     asking: Vec<Asking>,
     read_at: Option<Moment>,
-    /// The most that all processes had at a time, on all devices together.
+    /// Most bytes that all processes held at one time, over all devices.
     peak: u64,
 }
 
 impl Ledger {
-    /// Nobody uses anything yet.
+    /// Creates a ledger without processes.
     pub fn new(devices: Vec<DeviceLimit>) -> Self {
         let most = devices.iter().map(|d| d.memory_bytes).collect();
         Self { devices, most, held: BTreeMap::new(), asking: Vec::new(), read_at: None, peak: 0 }
     }
 
-    /// Grants no more of each device than the card has, as `has` says by UUID.
+    /// Bounds grants on each device by the card's memory, which `has` returns for a UUID.
     pub fn of_cards(self, has: impl Fn(&[u8; 16]) -> Option<u64>) -> Self {
         let has = self.devices.iter().map(|d| has(&d.uuid).map_or(d.memory_bytes, |m| m.min(d.memory_bytes)));
         Self { most: has.collect(), ..self }
     }
 
-    /// Processes had so much at a time before.
+    /// Starts from an earlier peak, in bytes.
     pub fn with_peak(self, peak: u64) -> Self {
         Self { peak, ..self }
     }
 
-    /// The lease's devices and limits.
+    /// Returns the lease's devices and limits.
     pub fn devices(&self) -> &[DeviceLimit] {
         &self.devices
     }
 
-    /// A worker serves a process from now on, whose context counts.
+    /// Counts a worker and its context from now on.
     pub fn admit(&mut self, worker: WorkerId) {
         self.held.entry(worker).or_insert_with(|| vec![Held::default(); self.devices.len()]);
         self.mark_all();
     }
 
     fn mark_all(&mut self) {
-        // What was given back counts for whoever has it now, and not twice.
+        // Returned memory counts for its next holder, and not twice.
         let on = |(device, limit): (usize, &DeviceLimit)| {
             let settled = |held: &Vec<Held>| Self::settled(limit, &held[device]);
             self.held.values().map(settled).fold(0, u64::saturating_add)
@@ -134,13 +141,13 @@ impl Ledger {
         self.peak = self.peak.max(all);
     }
 
-    /// What a worker has, by GPU: granted, and the most that it had. For [`Ledger::restore`].
+    /// Returns a worker's granted bytes and peak by GPU, for [`Ledger::restore`].
     pub fn held(&self, worker: &WorkerId) -> Vec<([u8; 16], u64, u64)> {
         let held = self.held.get(worker).into_iter().flatten();
         self.devices.iter().zip(held).map(|(device, held)| (device.uuid, held.granted, held.peak)).collect()
     }
 
-    /// A worker that was counted by an earlier server.
+    /// Counts a worker again that an earlier server counted.
     pub fn restore(&mut self, worker: WorkerId, held: &[([u8; 16], u64, u64)]) {
         self.admit(worker);
         for (device, now) in self.devices.iter().zip(self.held.get_mut(&worker).into_iter().flatten()) {
@@ -155,7 +162,7 @@ impl Ledger {
         held.granted.saturating_add(limit.context_bytes).max(held.real)
     }
 
-    /// Bytes of one worker's process on one device.
+    /// Returns the bytes that count for one worker's process on one device.
     pub fn of(&self, worker: &WorkerId, device: usize) -> u64 {
         match (self.held.get(worker).and_then(|h| h.get(device)), self.devices.get(device)) {
             (Some(held), Some(limit)) => Self::charged(limit, held),
@@ -163,7 +170,7 @@ impl Ledger {
         }
     }
 
-    /// How many of them it was never granted, its context aside.
+    /// Returns the bytes of a process that its worker was never granted, without its context.
     pub fn unasked(&self, worker: &WorkerId, device: usize) -> u64 {
         match (self.held.get(worker).and_then(|h| h.get(device)), self.devices.get(device)) {
             (Some(held), Some(limit)) => Self::beyond(limit, held),
@@ -171,40 +178,42 @@ impl Ledger {
         }
     }
 
-    /// What its process has beyond its grants, whenever it was read.
+    /// Returns the bytes of a process beyond its grants, whenever the driver was read.
     fn beyond(limit: &DeviceLimit, held: &Held) -> u64 {
         let granted = held.granted.saturating_add(held.unsettled());
         held.real.saturating_sub(granted.saturating_add(limit.context_bytes))
     }
 
-    /// The most that a worker's process had on all devices together.
+    /// Returns the peak of a worker's process over all devices, in bytes.
     pub fn peak(&self, worker: &WorkerId) -> u64 {
         self.held.get(worker).map_or(0, |h| h.iter().map(|h| h.peak).fold(0, u64::saturating_add))
     }
 
-    /// What counts of a process without what it has given back.
+    /// Returns the bytes that count for a process without the memory that it has returned.
     fn settled(limit: &DeviceLimit, held: &Held) -> u64 {
         held.granted.saturating_add(limit.context_bytes).saturating_add(Self::beyond(limit, held))
     }
 
-    /// The most that all processes had at a time, on all devices together, since this server counts.
+    /// Returns the most bytes that all processes held at one time, over all devices.
+    ///
+    /// Only this server's time counts, unless [`Ledger::with_peak`] supplied an earlier peak.
     pub fn peak_of_all(&self) -> u64 {
         self.peak
     }
 
-    /// Bytes of all processes on one device.
+    /// Returns the bytes of all processes on one device.
     pub fn used(&self, device: usize) -> u64 {
         self.held.keys().map(|w| self.of(w, device)).fold(0, u64::saturating_add)
     }
 
-    /// How many programs more have room for their contexts on every device.
+    /// Returns how many more programs have room for their contexts on every device.
     pub fn contexts_left(&self) -> usize {
         let left = |(at, limit): (usize, &DeviceLimit)| self.left(at).checked_div(limit.context_bytes);
         let fewest = self.devices.iter().enumerate().filter_map(left).min();
         fewest.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
     }
 
-    /// Asks everybody for what they were granted and do not use.
+    /// Asks every worker with grants to return unused memory.
     pub fn recall(&self) -> Vec<Say> {
         let has = |held: &Vec<Held>| held.iter().any(|h| h.granted > 0);
         let asked = self.held.iter().filter(|(_, held)| has(held));
@@ -223,14 +232,14 @@ impl Ledger {
         self.mark_all();
     }
 
-    /// A worker asks for `bytes` more, or with 0 for what is left.
+    /// Handles a worker's request for `bytes` more; 0 asks how much is left after a recall.
     pub fn ask(&mut self, worker: WorkerId, device: u32, serial: u64, bytes: u64, now: Moment) -> Vec<Say> {
         let at = device as usize;
         if !self.held.contains_key(&worker) || at >= self.devices.len() {
             return vec![Say::Granted { worker, device, serial, bytes: 0, left: 0 }];
         }
-        // A worker has one request at a time, so that what waits here is bounded by their number. Only a worker that was left by
-        // another server says it again: the one that waits answers both.
+        // A worker has one request at a time, so that their number bounds the waiting requests.
+        // Only a worker of an earlier server repeats a request; the waiting one answers both.
         if let Some(waits) = self.asking.iter().find(|a| a.worker == worker) {
             if waits.serial == serial {
                 return Vec::new();
@@ -256,7 +265,8 @@ impl Ledger {
         if fits || others.is_empty() && !self.may_come_to_fit(&asking) {
             return vec![self.answer(worker, at, serial, bytes, true)];
         }
-        // Whoever owes an answer to an earlier recall of this device gives it to all that wait.
+        // A worker that owes an answer to an earlier recall of this device answers all waiting
+        // requests with it.
         let owes = |id: &WorkerId| self.asking.iter().any(|a| a.device == at && a.awaiting.contains(id));
         let recalled = others.iter().filter(|id| !owes(id));
         let says = recalled.map(|id| Say::Recall { worker: *id }).collect();
@@ -264,7 +274,8 @@ impl Ledger {
         says
     }
 
-    /// Whether only what was given back, and is in the last readings still, is in the way.
+    /// Returns `true` if only returned memory, which the last readings still contain, is in the
+    /// way.
     fn may_come_to_fit(&self, asking: &Asking) -> bool {
         let Some(limit) = self.devices.get(asking.device) else { return false };
         let settling = self.held.values().any(|held| held[asking.device].unsettled() > 0);
@@ -277,13 +288,15 @@ impl Ledger {
             && self.card_has(asking.device, asking.bytes)
     }
 
-    /// Whether a card has what was granted of it and `bytes` more.
+    /// Returns `true` if the card has the granted bytes and `bytes` more.
     fn card_has(&self, device: usize, bytes: u64) -> bool {
         let granted = self.held.values().map(|held| held[device].granted);
         self.most.get(device).is_some_and(|most| granted.fold(bytes, u64::saturating_add) <= *most)
     }
 
-    /// Whether a grant keeps the sum within the limit. What a process has beyond its grants is used up by the grant first.
+    /// Returns `true` if the grant keeps the sum within the limit.
+    ///
+    /// Memory that the process holds beyond its grants is covered by the new grant first.
     fn fits(&self, worker: &WorkerId, device: usize, bytes: u64) -> bool {
         let Some(limit) = self.devices.get(device) else { return false };
         let Some(held) = self.held.get(worker).and_then(|h| h.get(device)) else { return false };
@@ -311,7 +324,7 @@ impl Ledger {
         Say::Granted { worker, device: device as u32, serial, bytes: granted, left: self.left(device) }
     }
 
-    /// A worker gives memory back; an answer to a recall does so even if it is nothing.
+    /// Handles the return of memory. An answer to a recall is a return, even of 0 bytes.
     pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<Say> {
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize)) {
             held.grant(held.granted.saturating_sub(bytes));
@@ -322,7 +335,7 @@ impl Ledger {
         self.settle()
     }
 
-    /// A worker's process is gone, and its memory with it.
+    /// Removes a worker whose process has exited, and its memory.
     pub fn gone(&mut self, worker: &WorkerId) -> Vec<Say> {
         self.held.remove(worker);
         self.asking.retain(|a| a.worker != *worker);
@@ -332,7 +345,7 @@ impl Ledger {
         self.settle()
     }
 
-    /// Answers those whose wait for others took too long.
+    /// Answers requests that have waited too long for other workers or for readings.
     pub fn tick(&mut self, now: Moment) -> Vec<Say> {
         if self.read_at.is_some_and(|at| at + SETTLE_LIMIT <= now) {
             self.read_at = None;
@@ -357,7 +370,7 @@ impl Ledger {
         for asking in std::mem::take(&mut self.asking) {
             let fits = self.fits(&asking.worker, asking.device, asking.bytes);
             if asking.awaiting.is_empty() && (fits || !self.may_come_to_fit(&asking)) {
-                // Memory is short: exactly what was asked for.
+                // Memory is short, so grant exactly the request.
                 says.push(self.answer(asking.worker, asking.device, asking.serial, asking.bytes, false));
             } else {
                 self.asking.push(asking);
@@ -366,7 +379,7 @@ impl Ledger {
         says
     }
 
-    /// What the driver says a process has on a device.
+    /// Records the driver's reading of a process on a device.
     pub fn reading(&mut self, worker: &WorkerId, device: usize, bytes: u64) {
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device)) {
             held.real = bytes;
@@ -374,7 +387,7 @@ impl Ledger {
         self.marked(worker, device);
     }
 
-    /// All processes have been read once more.
+    /// Records that a round of readings is complete.
     pub fn all_read(&mut self, now: Moment) -> Vec<Say> {
         self.read_at = Some(now);
         for held in self.held.values_mut().flatten() {
@@ -386,8 +399,11 @@ impl Ledger {
         self.settle()
     }
 
-    /// Workers to be ended so that no lease is over its limit by more than it may be: those whose processes have the most that
-    /// they never asked for, with how much that is. Whoever ends already (not `stays`) leaves its memory to the others.
+    /// Returns workers to stop, with their unrequested bytes, if the lease exceeds limit and
+    /// allowances.
+    ///
+    /// The processes with the most memory beyond their grants go first. A worker that is stopping
+    /// already (not `stays`) leaves its memory to the others.
     pub fn offenders(&self, stays: impl Fn(&WorkerId) -> bool) -> Vec<(WorkerId, u64)> {
         let mut out: Vec<(WorkerId, u64)> = Vec::new();
         for (device, limit) in self.devices.iter().enumerate() {
@@ -450,14 +466,14 @@ mod tests {
             assert_eq!(granted(&l.ask([n; 16], 0, 1, 200 * MIB, T)), 256 * MIB, "in chunks");
         }
         assert_eq!(l.used(0), 1024 * MIB);
-        // The others give back what they do not use: then there is some.
+        // The others return unused memory, which makes room.
         let says = l.ask([1; 16], 0, 2, 100 * MIB, T);
         assert_eq!(says.len(), 3);
         assert!(l.returned(&[2; 16], 0, 56 * MIB).is_empty());
         assert!(l.returned(&[3; 16], 0, 56 * MIB).is_empty());
         assert_eq!(granted(&l.returned(&[4; 16], 0, 0)), 100 * MIB, "exactly");
         assert_eq!(l.used(0), 1012 * MIB);
-        // Nobody has more: refused, and what is left is told.
+        // No worker returns any: the request is refused, and the answer tells what is left.
         l.ask([1; 16], 0, 3, 13 * MIB, T);
         l.returned(&[2; 16], 0, 0);
         l.returned(&[3; 16], 0, 0);
@@ -465,7 +481,7 @@ mod tests {
             l.returned(&[4; 16], 0, 0),
             [Say::Granted { worker: [1; 16], device: 0, serial: 3, bytes: 0, left: 12 * MIB }]
         );
-        // The end of a process frees all of it, and answers whoever waited for it.
+        // The exit of a process frees all of it, and answers the waiting request.
         assert_eq!(l.ask([1; 16], 0, 4, 200 * MIB, T).len(), 3);
         l.returned(&[2; 16], 0, 0);
         l.returned(&[3; 16], 0, 0);
@@ -529,7 +545,7 @@ mod tests {
         }
         assert_eq!(granted(&l.ask([1; 16], 0, 1, u64::MAX, T)), 0);
         assert_eq!(granted(&l.ask([1; 16], 0, 2, 1025 * MIB, T)), 0);
-        // What contexts really take of it, the driver says.
+        // The driver's readings tell what contexts really take of it.
         assert_eq!(granted(&l.ask([1; 16], 0, 3, 1000 * MIB, T)), 1024 * MIB);
         assert_eq!(l.ask([2; 16], 0, 1, MIB, T), [Say::Recall { worker: [1; 16] }]);
         assert_eq!(granted(&l.returned(&[1; 16], 0, 24 * MIB)), MIB);
@@ -582,7 +598,7 @@ mod tests {
         // Granted memory fills what it has already.
         assert_eq!(granted(&l.ask([1; 16], 0, 2, 256 * MIB, T)), 256 * MIB);
         assert_eq!(l.used(0), 1400 * MIB);
-        // More than it ever asked for, and the lease is over its limit.
+        // The process holds more than it ever asked for, and the lease is over its limit.
         l.reading(&[2; 16], 0, 3800 * MIB);
         assert_eq!(l.used(0), 4700 * MIB);
         let all = |_: &WorkerId| true;
@@ -616,7 +632,7 @@ mod tests {
             (790 * MIB, 890 * MIB),
             "the other one's context, too"
         );
-        // Once all is settled, what does not fit is refused at once.
+        // Once all is settled, a request that does not fit is refused at once.
         l.returned(&[1; 16], 0, 0);
         assert_eq!(l.ask([1; 16], 0, 2, 400 * MIB, T), [Say::Recall { worker: [2; 16] }]);
         assert_eq!(granted(&l.returned(&[2; 16], 0, 0)), 0);
@@ -631,7 +647,8 @@ mod tests {
         }
         l.all_read(T);
         assert_eq!(granted(&l.ask([1; 16], 0, 1, 40 * 1024 * MIB, T)), 40 * 1024 * MIB);
-        // All is read, given back and granted to the other one before the reading comes.
+        // The driver was read before the return and the grant to the other worker; the reading
+        // comes after.
         assert_eq!(l.ask([2; 16], 0, 1, 40 * 1024 * MIB, T), [Say::Recall { worker: [1; 16] }]);
         assert_eq!(granted(&l.returned(&[1; 16], 0, 40 * 1024 * MIB)), 40 * 1024 * MIB);
         l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
@@ -639,7 +656,7 @@ mod tests {
         l.all_read(T);
         assert!(l.offenders(|_| true).is_empty());
         assert_eq!(l.peak_of_all(), (40 * 1024 + 250) * MIB, "at a time");
-        // Who keeps what it says it gave back is found by the next ones.
+        // A worker that keeps returned memory is found by the next readings.
         l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
         l.all_read(T);
         assert_eq!(l.offenders(|_| true).len(), 1);
@@ -673,7 +690,7 @@ mod tests {
         l.all_read(T);
         l.ask([2; 16], 0, 1, 800 * MIB, T);
         assert!(l.returned(&[1; 16], 0, 960 * MIB).is_empty());
-        // The monitor has ended: what workers say counts.
+        // The monitor has exited: the workers' reports count.
         assert_eq!(granted(&l.tick(T + SETTLE_LIMIT)), 800 * MIB);
     }
 
@@ -684,7 +701,7 @@ mod tests {
             l.admit([n; 16]);
         }
         assert_eq!(granted(&l.ask([1; 16], 0, 1, 4096 * MIB, T)), 4096 * MIB);
-        // 1 GiB together, beside 256 MiB of each.
+        // 1 GiB in all, in addition to 256 MiB of each.
         for n in 2..=6 {
             l.reading(&[n; 16], 0, 460 * MIB);
         }
@@ -692,7 +709,7 @@ mod tests {
         l.reading(&[6; 16], 0, 470 * MIB);
         assert_eq!(l.offenders(|_| true), [([6; 16], 470 * MIB)], "the one that has the most");
         assert!(l.offenders(|id| *id != [2; 16]).is_empty(), "one that ends leaves its memory");
-        // The end of one is nobody else's harm.
+        // The exit of one worker harms no other.
         l.reading(&[6; 16], 0, 460 * MIB);
         for n in 2..=6 {
             l.gone(&[n; 16]);
@@ -707,7 +724,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever keeps to its grants is never ended, whenever the driver was asked what processes have.
+        /// A worker that keeps to its grants is never stopped, whenever the driver was read.
         #[test]
         fn honest_workers_are_left_alone(
             steps in proptest::collection::vec((0..4usize, 0..6u8, 0..900u64), 1..120),
@@ -728,7 +745,7 @@ mod tests {
                         used[at] -= bytes;
                         l.returned(&id, 0, bytes)
                     }
-                    // What the driver says comes later than it was asked.
+                    // The driver's answer comes later than the question.
                     3 => {
                         sample = sample.or(Some(used));
                         vec![]
@@ -757,7 +774,7 @@ mod tests {
             }
         }
 
-        /// Whatever workers ask and claim, what they are granted stays within the limit.
+        /// Grants stay within the limit, whatever workers ask and claim.
         #[test]
         fn grants_never_exceed_the_limit(steps in proptest::collection::vec((0..4u8, 0..5u8, 0..400u64), 1..80)) {
             let mut l = ledger(1024 * MIB, 0);

@@ -1,4 +1,5 @@
-//! Starts worker processes: what they inherit, and whether they end with this process.
+//! Starts worker processes: their environment, their channel, and whether they exit with this
+//! process.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,10 +18,11 @@ use tokio::sync::oneshot;
 
 use super::channel;
 
-/// Variables that the server passes on to every worker, by prefix: they configure our own software.
+/// Variables that the server passes on to every worker: full names, or prefixes that end with `_`.
 const PASSED_ON: &[&str] = &["GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
 
-/// Finds the worker's program: `$GPUSERVER_WORKER`, beside this program, or where packages put it.
+/// Finds the worker's program: `$GPUSERVER_WORKER`, beside this program, or where packages install
+/// it.
 pub fn worker_program() -> PathBuf {
     if let Some(path) = std::env::var_os("GPUSERVER_WORKER") {
         return path.into();
@@ -29,8 +31,9 @@ pub fn worker_program() -> PathBuf {
     beside.filter(|p| p.exists()).unwrap_or_else(|| "/usr/libexec/gpusession/gpuserver-worker".into())
 }
 
-/// The environment of workers: nothing of the server's but what is ours. A driver's libraries find each other by name, so
-/// that its folder is searched first.
+/// Returns the environment of workers: of the server's own only gpusession's variables.
+///
+/// The driver's folder is searched first, since a driver's libraries find each other by name.
 pub fn clean_environment(driver: &Path) -> Vec<(OsString, OsString)> {
     let mut out: Vec<(OsString, OsString)> =
         vec![("PATH".into(), "/usr/bin:/bin".into()), ("LANG".into(), "C.UTF-8".into())];
@@ -44,7 +47,8 @@ pub fn clean_environment(driver: &Path) -> Vec<(OsString, OsString)> {
     out
 }
 
-/// Whether workers can get an unlimited stack, which gives them the address layout that identity mapping needs.
+/// Returns `true` if workers can get an unlimited stack, whose address layout identity mapping
+/// needs.
 pub fn stack_can_be_unlimited() -> bool {
     getrlimit(Resource::RLIMIT_STACK).is_ok_and(|(_, hard)| hard == RLIM_INFINITY)
         || nix::unistd::geteuid().is_root()
@@ -52,16 +56,18 @@ pub fn stack_can_be_unlimited() -> bool {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that starts all workers and daemons. The kernel ends those that do not outlive the server when the *thread* that
-/// started them ends, so that it must not be one of a pool.
+/// Thread that starts all workers and daemons.
+///
+/// The kernel kills processes that are bound to the server when the *thread* that started them
+/// exits. It therefore must not be a thread of a pool.
 #[derive(Debug, Clone)]
 pub struct Spawner(mpsc::Sender<Job>);
 
 impl Spawner {
     /// Starts the thread; needs a runtime.
     pub fn new() -> io::Result<Self> {
-        // The channel of a new worker is moved to descriptor 3 between fork and exec; nothing that the standard library
-        // needs there may have that number.
+        // The channel of a new worker is moved to descriptor 3 between fork and exec. No descriptor
+        // that the standard library needs there may have that number.
         static HELD: OnceLock<Vec<File>> = OnceLock::new();
         let mut held = Vec::new();
         loop {
@@ -83,8 +89,9 @@ impl Spawner {
         Ok(Self(sender))
     }
 
-    /// Starts a worker with these variables and no others, which lives on when this process is gone or does not. Returns the
-    /// process and our end of its channel.
+    /// Starts a worker with these variables only; returns its process and the channel's other end.
+    ///
+    /// If `outlives` is `false`, the worker exits with this process.
     pub async fn start(
         &self,
         program: &Path,
@@ -95,7 +102,7 @@ impl Spawner {
         self.on_thread(move || start(&program, &environment, outlives)).await
     }
 
-    /// Starts a program that the kernel ends with the server.
+    /// Starts a program that the kernel kills with the server.
     pub async fn start_bound(&self, mut command: Command) -> io::Result<Child> {
         let parent = nix::unistd::getpid();
         // SAFETY: as in `start`.
@@ -133,15 +140,15 @@ fn start(
         .kill_on_drop(!outlives);
     let parent = nix::unistd::getpid();
     let theirs_raw = theirs.as_raw_fd();
-    // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe, and allocates
-    // nothing: `io::Error::from` of an errno stores the number.
+    // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe,
+    // and allocates nothing: `io::Error::from` of an errno stores the number.
     unsafe {
         command.pre_exec(move || {
             if !outlives {
                 end_with(parent)?;
             }
             if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
-                // Goes on: the worker says so if it matters to a program.
+                // Continues: the worker reports it if it matters to a program.
                 let _ = getrlimit(Resource::RLIMIT_STACK)
                     .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_STACK, hard, hard));
             }
@@ -153,11 +160,11 @@ fn start(
     Ok((child, ours))
 }
 
-/// Between fork and exec: the kernel ends this process with the thread that started it.
+/// Makes the kernel kill this process with the thread that started it; runs between fork and exec.
 fn end_with(parent: nix::unistd::Pid) -> io::Result<()> {
     nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
     if nix::unistd::getppid() != parent {
-        // The server ended before the request: nobody would end this process.
+        // The server exited before the request, so that nothing would kill this process.
         return Err(io::Error::from(nix::errno::Errno::ESRCH));
     }
     Ok(())
@@ -165,7 +172,8 @@ fn end_with(parent: nix::unistd::Pid) -> io::Result<()> {
 
 /// Makes `fd` the descriptor that a worker expects, open across exec.
 fn inherit_as_worker_fd(fd: i32) -> io::Result<()> {
-    // SAFETY: dup2 and fcntl take plain numbers; `fd` is open, and descriptor 3 is either it or a placeholder of ours.
+    // SAFETY: dup2 and fcntl take plain numbers; `fd` is open, and descriptor 3 is either `fd` or
+    // the spawner's placeholder.
     let done = unsafe {
         if fd == WORKER_FD {
             nix::libc::fcntl(fd, nix::libc::F_SETFD, 0)

@@ -1,11 +1,11 @@
-//! How many workers of a lease should be started, and when: a state machine without processes.
+//! Decides how many workers of a lease to start, and when: a state machine without processes.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::clock::Moment;
 
-/// 16 random bytes.
+/// Random id of a worker.
 pub type WorkerId = [u8; 16];
 
 /// Workers of one lease that start at the same time, at most.
@@ -27,7 +27,7 @@ pub struct Stock {
 }
 
 impl Stock {
-    /// An empty stock that wants `target` ready workers.
+    /// Creates an empty stock that wants `target` ready workers.
     pub fn new(target: u32, now: Moment) -> Self {
         Self {
             target,
@@ -41,43 +41,44 @@ impl Stock {
         }
     }
 
-    /// Workers ready to be taken.
+    /// Returns the number of workers ready to be taken.
     pub fn ready(&self) -> usize {
         self.ready.len()
     }
 
-    /// Failures in a row, and the last one's reason.
+    /// Returns the reason of the last failure while starts fail; `None` after a success.
     pub fn failing(&self) -> Option<&str> {
         self.last_failure.as_deref().filter(|_| self.failures > 0)
     }
 
-    /// Whether failed starts hold the next one back.
+    /// Returns `true` while failed starts delay the next one.
     pub fn paused(&self, now: Moment) -> bool {
         now < self.not_before
     }
 
-    /// How many workers to start now; counts them as starting.
+    /// Returns how many workers to start now; they count as starting from then on.
     pub fn start(&mut self, now: Moment) -> u32 {
         if self.paused(now) {
             return 0;
         }
         let wanted = self.target + self.waiting;
         let have = self.ready.len() as u32 + self.starting;
-        // After a failure one start at a time shows whether it is over.
+        // After a failure, a single start at a time shows whether starts work again.
         let most = if self.failures > 0 { 1 } else { MAX_STARTING };
         let n = wanted.saturating_sub(have).min(most.saturating_sub(self.starting));
         self.starting += n;
         n
     }
 
-    /// A starting worker is ready.
+    /// Records that a starting worker is ready.
     pub fn started(&mut self, id: WorkerId) {
         self.starting = self.starting.saturating_sub(1);
         self.failures = 0;
         self.ready.push_back(id);
     }
 
-    /// A worker failed while it started, or ended though it was ready. Returns the pause before the next start.
+    /// Records that a worker failed to start, or exited while ready. Returns the pause before the
+    /// next start.
     pub fn failed(&mut self, id: &WorkerId, now: Moment, reason: String) -> Duration {
         match self.ready.iter().position(|r| r == id) {
             Some(at) => drop(self.ready.remove(at)),
@@ -97,12 +98,13 @@ impl Stock {
         self.ready.drain(..n).collect()
     }
 
-    /// Takes one worker out, whoever ends it.
+    /// Removes one worker, whatever stops it.
     pub fn forget(&mut self, id: &WorkerId) {
         self.ready.retain(|r| r != id);
     }
 
-    /// A worker is told to end; `starting`: it was started for the stock and is not ready yet.
+    /// Removes a worker that is to stop. `starting`: it was started for the stock and is not ready
+    /// yet.
     pub fn leave(&mut self, id: &WorkerId, starting: bool) {
         match starting {
             true => self.starting = self.starting.saturating_sub(1),
@@ -110,17 +112,18 @@ impl Stock {
         }
     }
 
-    /// Somebody waits for a worker.
+    /// Counts a caller that waits for a worker.
     pub fn wait(&mut self) {
         self.waiting += 1;
     }
 
-    /// Somebody waits no longer.
+    /// Ends the wait of one caller.
     pub fn unwait(&mut self) {
         self.waiting = self.waiting.saturating_sub(1);
     }
 
-    /// A lease that takes no worker for `idle` keeps one. Returns the workers to end.
+    /// Keeps only one worker if none was taken for `idle`. Returns the surplus workers, to be
+    /// stopped.
     pub fn shrink(&mut self, now: Moment, idle: Duration, full: u32) -> Vec<WorkerId> {
         if idle.is_zero() || now.saturating_sub(self.last_taken) < idle {
             self.target = full;

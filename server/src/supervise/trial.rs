@@ -1,24 +1,27 @@
-//! Whether `isolation = "try"` works with this host's driver: the first workers show it, before there is a client. A driver may need what
-//! nobody knows of; with "try" its programs run nevertheless.
+//! Finds out whether `isolation = "try"` works with this host's driver.
+//!
+//! The first workers show it, before any client uses one. A driver may need an unforeseen
+//! privilege; with "try" its programs run nevertheless.
 
 use gpusession_proto::supervise::Isolation;
 
-/// What is known so far.
+/// Result so far.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub enum Trial {
-    /// No worker has got ready yet.
+    /// No worker has become ready yet.
     #[default]
     Unknown,
-    /// A worker with isolation did not get ready, for this reason: the next one is started without.
+    /// An isolated worker failed to become ready, for this reason: the next one starts without
+    /// isolation.
     Failed(String),
-    /// One with isolation got ready: what fails later has other reasons.
+    /// An isolated worker became ready: later failures have other causes.
     Works,
-    /// One without it did where one with it did not.
+    /// A worker without isolation became ready after an isolated one had failed.
     Without,
 }
 
 impl Trial {
-    /// How the next worker is started.
+    /// Returns the isolation of the next worker.
     pub fn next(&self, wanted: Isolation) -> Isolation {
         match (wanted, self) {
             (Isolation::Try, Self::Failed(_) | Self::Without) => Isolation::Off,
@@ -26,7 +29,9 @@ impl Trial {
         }
     }
 
-    /// A worker got ready, with its driver loaded. Returns why workers go on without isolation, when that is decided.
+    /// Records that a worker is ready, with its driver loaded.
+    ///
+    /// Returns the reason why workers continue without isolation, when this decides it.
     pub fn ready(&mut self, isolated: bool) -> Option<String> {
         match (std::mem::take(self), isolated) {
             (Self::Failed(reason), false) => {
@@ -39,11 +44,11 @@ impl Trial {
         None
     }
 
-    /// A worker ended before it got ready.
+    /// Records that a worker exited before it was ready.
     pub fn failed(&mut self, isolated: bool, reason: &str) {
         match (&self, isolated) {
             (Self::Unknown, true) => *self = Self::Failed(reason.into()),
-            // It is not the isolation.
+            // Isolation is not the cause.
             (Self::Failed(_), false) => *self = Self::Unknown,
             _ => {}
         }
@@ -78,7 +83,7 @@ mod tests {
         assert_eq!(trial.ready(true), None);
         trial.failed(true, "killed by SIGKILL");
         assert_eq!((trial.next(Isolation::Try), &trial), (Isolation::Try, &Trial::Works));
-        // Workers that were started without, before: nothing is known.
+        // Workers without isolation only, so the result is unknown.
         let mut trial = Trial::default();
         assert_eq!(trial.ready(false), None);
         assert_eq!(trial, Trial::Unknown);

@@ -1,8 +1,10 @@
-//! Stands in for `nvidia-cuda-mps-control` in the server's tests: the same commands and files, no GPU. With `-f` it is the daemon, without
-//! arguments it passes on what is said on its standard input. What it was asked is appended to `commands` beside the program.
+//! Stands in for `nvidia-cuda-mps-control` in tests: the same commands and files, without a GPU.
 //!
-//! `fake_client PID` makes that process a client, `fake_fault PID` makes a fault of that client's, `fake_deaf` makes the daemon answer
-//! nothing any more.
+//! With `-f` it is the daemon; without arguments it passes its standard input to the daemon. The
+//! daemon appends each command to `commands` in the program's folder.
+//!
+//! `fake_client PID` makes that process a client, `fake_fault PID` reports a fault of that client,
+//! and after `fake_deaf` the daemon answers no more commands.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -27,7 +29,7 @@ fn main() {
                 println!("Cannot find MPS control daemon process");
                 std::process::exit(1);
             };
-            // The real daemon talks to one at a time.
+            // The real daemon serves one caller at a time.
             let turn = append(&socket.with_file_name("turn"));
             if turn.try_lock().is_err() {
                 println!("An instance of this daemon is already in use");
@@ -49,7 +51,7 @@ fn append(path: &Path) -> File {
     OpenOptions::new().create(true).append(true).open(path).unwrap()
 }
 
-/// As a file in /proc says it; a zombie is not alive.
+/// Returns `true` if /proc shows a running process; a zombie is not alive.
 fn alive(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|s| s.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z')))

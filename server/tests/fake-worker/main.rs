@@ -1,22 +1,27 @@
-//! A worker without a driver, for the server's tests. The "driver" that it is given is never loaded: its file name says how
-//! to behave.
+//! A worker without a driver, for the server's tests.
 //!
-//! * `...no-driver...`: the probe works, workers say `Failed`.
-//! * `...free...`: workers say `Failed` if they are to be isolated.
-//! * `...crash...`: workers end as soon as they are started.
+//! It never loads the "driver"; the name of that file selects its behaviour:
+//!
+//! * `...no-driver...`: the probe works, workers report `Failed`.
+//! * `...free...`: workers report `Failed` if they are to be isolated.
+//! * `...crash...`: workers exit as soon as they are started.
 //! * `...many...`: there are 80 GPUs, else 2.
 //! * `...alone...`: the first GPU is in compute mode EXCLUSIVE_PROCESS.
 //! * `...greedy...`: a program wants 300 MiB of mapped host memory at once.
 //! * `...hungry...`: a program makes its worker take 64 MiB of the server's memory.
-//! * `...busy...`: under MPS, workers end in the middle of their GPU work.
+//! * `...busy...`: under MPS, workers stop in the middle of their GPU work.
 //! * `...deaf...`: workers get ready but ignore `Stop` and the end of their channel.
-//! * `...boasting...`: a program makes its worker say again how isolated it is.
-//! * `...heirs...`: a program's worker ends, and processes that it leaves behind go on speaking in its place.
-//! * `...clogged...`: a program's worker asks more than fits into its channel, and reads no answer.
+//! * `...boasting...`: a program makes its worker report its isolation again.
+//! * `...heirs...`: a program's worker exits, and processes that it started keep sending in its
+//!   place.
+//! * `...clogged...`: a program's worker sends more than its channel holds, and reads no answer.
+//! * `...contexts...`: a program's worker reports 40 contexts.
 //!
-//! What its NVML reads is in a file `readings.json` beside the "driver"; without that file there is no NVML.
+//! Its NVML reports the contents of `readings.json` in the folder of the "driver"; without that
+//! file it has no NVML.
 //!
-//! A handed-over connection gets one line: the worker's id, the lanes's preface and some facts about the process.
+//! A handed-over connection gets one line: the worker's id, the lane's preface and facts about the
+//! process.
 
 use std::io::{IoSliceMut, Read, Write};
 use std::net::TcpStream;
@@ -59,12 +64,12 @@ fn main() {
     if args.get(1).is_some_and(|flag| flag == "--monitor") {
         return monitor(&args[2]);
     }
-    // As anybody else's child.
+    // A child of the test, not of the server.
     if args.get(1).is_some_and(|flag| flag == "--asks") {
         return println!("{}", asks_the_server(&args[2]).unwrap());
     }
     if args.get(1).is_some_and(|flag| flag == "--heir") {
-        // What is only answered more slowly.
+        // A message that the server answers more slowly than this loop sends it.
         let packet = postcard::to_allocvec(&FromWorker::MemoryReturned { device: 0, bytes: 0 }).unwrap();
         while send(WORKER_FD, &packet, MsgFlags::MSG_NOSIGNAL).is_ok() {}
         return;
@@ -72,7 +77,7 @@ fn main() {
     serve();
 }
 
-/// Answers what the file `readings.json` beside the "driver" says, anew each time.
+/// Answers each request with the present contents of `readings.json` in the folder of the "driver".
 fn monitor(driver: &str) {
     let say = |message: &FromMonitor| {
         let mut out = std::io::stdout();
@@ -104,7 +109,7 @@ fn tell(message: &FromWorker) {
 
 fn serve() {
     let mut start = None;
-    // Kept open, as a worker keeps its clients.
+    // The connections stay open, as in a real worker.
     let mut lanes: Vec<TcpStream> = Vec::new();
     loop {
         let mut packet = vec![0; MAX_PACKET];
@@ -114,7 +119,8 @@ fn serve() {
             let got =
                 recvmsg::<()>(WORKER_FD, &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC).unwrap();
             let fd = got.cmsgs().unwrap().find_map(|c| match c {
-                // SAFETY: the kernel just gave us this descriptor, nobody else owns it.
+                // SAFETY: the kernel has just created this descriptor for us; it has no other
+                // owner.
                 ControlMessageOwned::ScmRights(fds) => Some(unsafe { OwnedFd::from_raw_fd(fds[0]) }),
                 _ => None,
             });
@@ -187,16 +193,16 @@ fn serve() {
                     let channel = unsafe { BorrowedFd::borrow_raw(WORKER_FD) };
                     let kept = nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty());
                     nix::fcntl::fcntl(channel, kept).unwrap();
-                    // Several, so that there is always something to hear.
+                    // Several processes, so that the channel always has a message.
                     let own = std::env::current_exe().unwrap();
                     let heir = |_| drop(std::process::Command::new(&own).arg("--heir").spawn().unwrap());
                     (0..4).for_each(heir);
-                    // They speak by then.
+                    // By then they send.
                     std::thread::sleep(std::time::Duration::from_millis(300));
                     std::process::exit(0);
                 }
                 if s.driver.contains("hungry") {
-                    // For as long as it lives.
+                    // The memory stays until the worker exits.
                     std::mem::forget(vec![1u8; 64 << 20]);
                 }
                 if s.driver.contains("clogged") {
@@ -230,11 +236,13 @@ fn serve() {
     }
 }
 
-/// How many bytes the administration socket answers to this process: more than none if it takes it for an administrator.
+/// Returns the number of bytes that the administration socket answers to this process.
+///
+/// More than 0 means that the server takes it for an administrator.
 fn asks_the_server(driver: &str) -> Option<usize> {
     let socket = std::path::Path::new(driver).with_file_name("run/admin.sock");
     let mut server = std::os::unix::net::UnixStream::connect(socket).ok()?;
-    // It may have been refused before it has spoken.
+    // The server may refuse the connection before the request.
     let _ = server.write_all(&2u32.to_le_bytes()).and_then(|()| server.write_all(b"{}"));
     let mut answer = Vec::new();
     let _ = server.read_to_end(&mut answer);

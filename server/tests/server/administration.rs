@@ -1,4 +1,4 @@
-//! `--server`: the verbs over the network, for those who have an administrator's certificate.
+//! `--server`: the verbs over the network, with an administrator's certificate.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use tonic::transport::Identity;
 
 use crate::common::{Server, eventually, example};
 
-/// Makes an administrator; returns the file.
+/// Creates an administrator and returns the file with the certificate.
 fn administrator(server: &Server, name: &str) -> PathBuf {
     let file = server.path(&format!("{name}.pem"));
     let made = server.verb(&["admin", "create", name, "--out", file.to_str().unwrap()]);
@@ -24,7 +24,7 @@ fn administrator(server: &Server, name: &str) -> PathBuf {
     file
 }
 
-/// A verb on a machine that has an administrator's file and nothing else.
+/// Runs a verb on a machine that only has an administrator's file.
 fn from_afar(address: &str, identity: &Path, words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_gpuserver"))
         .args(words)
@@ -41,7 +41,7 @@ fn json(address: &str, identity: &Path, words: &[&str]) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// The code of a refusal.
+/// Returns the code of a refusal.
 fn refused(address: &str, identity: &Path, words: &[&str]) -> String {
     let output = from_afar(address, identity, &[words, &["--json"]].concat());
     assert_eq!(output.status.code(), Some(1), "{output:?}");
@@ -89,7 +89,7 @@ async fn verbs_over_the_network() {
     assert_eq!(json(address, &alice, &["kill", &lease])["killed"]["lease"], lease.as_str());
     assert!(leases().iter().all(|row| row["lease"] != lease.as_str()));
 
-    // What is about the machine itself.
+    // Verbs for the server's own host are refused.
     let out = server.path("b.pem");
     let create = ["admin", "create", "bob", "--out", out.to_str().unwrap()];
     for words in [&["stop"][..], &["check-config"], &["pool", "init"], &create] {
@@ -108,7 +108,7 @@ async fn whose_certificate_is_good() {
     let again = server.verb(&["admin", "create", "alice", "--out", server.path("2").to_str().unwrap()]);
     assert!(String::from_utf8_lossy(&again.stderr).contains("admin revoke alice"), "{again:?}");
 
-    // A client is none, whatever it sends, and an administrator is no client.
+    // A client is not an administrator, whatever it sends, and an administrator is not a client.
     let token = server.token(&[]);
     let (certificate, key) = server.enrol(&token, "vm-1", "m1").await.unwrap();
     let file = server.path("client.pem");
@@ -135,7 +135,7 @@ async fn whose_certificate_is_good() {
     let long = asks.ask(AskRequest { json: vec![b' '; 65 << 10] }).await.unwrap_err();
     assert_eq!(long.code(), Code::OutOfRange, "{long}");
 
-    // Revoked on the connection that it has, too.
+    // The revocation also applies to an open connection.
     assert_eq!(server.json(&["admin", "list"])["administrators"][0]["state"], "good");
     assert!(server.verb(&["admin", "revoke", "alice"]).status.success());
     assert_eq!(refused(address, &alice, &["ps"]), "not-allowed");
@@ -150,7 +150,7 @@ async fn whose_certificate_is_good() {
 #[tokio::test]
 async fn administrators_of_a_pool() {
     let mut first = Server::prepare("libcuda.so.1", "").await;
-    // Without a server that runs.
+    // While no server runs.
     let alice = administrator(&first, "alice");
     first.run().await;
     let mut second = Server::prepare("libcuda.so.1", "").await;
@@ -169,12 +169,12 @@ async fn administrators_of_a_pool() {
     second.run().await;
     assert_eq!(refused(&second.control, &alice, &["status"]), "not-allowed", "it is kept");
 
-    // Another pool's server.
+    // A server of another pool.
     let other = Server::start().await;
     assert_eq!(refused(&other.control, &alice, &["status"]), "not-reachable");
 }
 
-/// A member of the pool that is no server, at a server's address.
+/// A client of the pool listens at a server's address, and gets no request.
 #[tokio::test]
 async fn only_a_server_is_asked() {
     let server = Server::start().await;
@@ -192,7 +192,7 @@ async fn only_a_server_is_asked() {
     let impostor = std::thread::spawn(move || {
         let (mut socket, _) = listener.accept().unwrap();
         let mut tls = ServerConnection::new(Arc::new(config)).unwrap();
-        // Until the handshake is over, one way or the other.
+        // Until the handshake succeeds or fails.
         let end = loop {
             match tls.complete_io(&mut socket) {
                 Ok(_) if tls.is_handshaking() => {}
@@ -205,7 +205,7 @@ async fn only_a_server_is_asked() {
     assert_eq!(impostor.join().unwrap(), (true, true), "it was sent nothing");
 }
 
-/// Set in the process of a test that asks and ends.
+/// Set in a child process of a test, which opens the socket and exits.
 const ASKS: &str = "ADMINISTRATION_TEST_SOCKET";
 
 #[tokio::test]
@@ -217,7 +217,7 @@ async fn who_has_ended_asks_nothing() {
     use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
     if let Some(socket) = std::env::var_os(ASKS) {
-        // Its parent asks in its name, when it is no more.
+        // The parent uses this connection after the process has exited.
         let server = UnixStream::connect(socket).unwrap();
         let rights = [server.as_raw_fd()];
         let beside = [ControlMessage::ScmRights(&rights)];
@@ -227,7 +227,7 @@ async fn who_has_ended_asks_nothing() {
     let server = Server::start().await;
     let request = br#"{"verb":"drain","end":false,"reason":"a test"}"#;
     let ask = |mut socket: &UnixStream| {
-        // It may have been refused before it has spoken.
+        // The server may refuse the connection before the request.
         let _ =
             socket.write_all(&(request.len() as u32).to_le_bytes()).and_then(|()| socket.write_all(request));
         let mut answer = Vec::new();
@@ -246,12 +246,12 @@ async fn who_has_ended_asks_nothing() {
     let mut parts = [IoSliceMut::new(&mut byte)];
     let got = recvmsg::<()>(ours.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::empty()).unwrap();
     let socket = got.cmsgs().unwrap().find_map(|c| match c {
-        // SAFETY: the kernel just gave us this descriptor, nobody else owns it.
+        // SAFETY: the kernel has just created this descriptor for us; it has no other owner.
         ControlMessageOwned::ScmRights(fds) => Some(unsafe { UnixStream::from_raw_fd(fds[0]) }),
         _ => None,
     });
     assert_eq!(ask(&socket.unwrap()), 0, "one that has ended");
-    // Whoever runs a worker's program is none, either.
+    // A process that runs the worker's program is refused, too.
     let said = Command::new(example("fake-worker")).arg("--asks").arg(server.path("libcuda.so.1")).output();
     assert_eq!(String::from_utf8(said.unwrap().stdout).unwrap().trim(), "0");
     assert_eq!(server.json(&["status"])["server"]["state"], "online");

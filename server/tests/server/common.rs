@@ -20,7 +20,7 @@ use tonic::Status;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use zerocopy::IntoBytes;
 
-/// Nothing in these tests takes this long unless it hangs.
+/// Longest time of a step of these tests; a slower one hangs.
 pub const LONG: Duration = Duration::from_secs(30);
 
 pub struct Server {
@@ -28,11 +28,11 @@ pub struct Server {
     process: Option<Child>,
     pub control: String,
     pub data: String,
-    /// Of its environment, beside what all servers have.
+    /// Further variables of its environment.
     pub variables: Vec<(&'static str, OsString)>,
 }
 
-/// A program that stands in for another one.
+/// Returns the path of a program that stands in for another one.
 pub fn example(name: &str) -> PathBuf {
     let exe = std::env::current_exe().expect("the test has a path");
     let path = exe.ancestors().nth(2).expect("it is below the target folder").join("examples").join(name);
@@ -50,23 +50,23 @@ pub async fn eventually(what: &str, mut check: impl AsyncFnMut() -> bool) {
 }
 
 pub fn alive(pid: u32) -> bool {
-    // A zombie is no longer alive for anybody.
+    // A zombie is not alive.
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|s| s.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z')))
 }
 
 impl Server {
-    /// A pool with a server whose driver's file is called `driver`.
+    /// Starts a pool with one server, whose driver's file has the name `driver`.
     pub async fn start_with(driver: &str, more: &str) -> Self {
         let mut server = Self::prepare(driver, more).await;
         server.run().await;
         server
     }
 
-    /// The same, not yet running.
+    /// Prepares a pool with one server that does not run yet.
     pub async fn prepare(driver: &str, more: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        // Any ELF file passes for a driver: nothing loads it.
+        // Any ELF file passes for a driver, since no worker loads it.
         std::fs::copy("/proc/self/exe", folder.path().join(driver)).expect("a driver");
         let (control, data) = (String::new(), String::new());
         let server = Self { folder, process: None, control, data, variables: Vec::new() };
@@ -85,7 +85,7 @@ impl Server {
     }
 
     pub fn configure(&self, driver: &str, more: &str) {
-        // Most tests are not about limits, and none waits for programs unless it says so.
+        // Most tests are not about limits, and no stop waits for programs unless a test sets it.
         let or = |key: &str, line: &str| if more.contains(key) { String::new() } else { format!("{line}\n") };
         let more = format!(
             "{more}\n{}{}",
@@ -117,7 +117,7 @@ impl Server {
         self.command(words).output().expect("gpuserver runs")
     }
 
-    /// A verb's `--json`, without the schema.
+    /// Runs a verb with `--json`, and checks the schema.
     pub fn json(&self, words: &[&str]) -> serde_json::Value {
         let output = self.command(words).arg("--json").output().expect("gpuserver runs");
         assert!(output.status.success(), "{output:?}");
@@ -126,12 +126,12 @@ impl Server {
         value
     }
 
-    /// Starts the process and waits until it says that it is ready.
+    /// Starts the process and waits until it reports that it is ready.
     pub async fn run(&mut self) {
         self.run_with(Stdio::inherit()).await;
     }
 
-    /// The same, with what it logs in a file.
+    /// Starts the process with its log in a file.
     pub async fn run_into(&mut self, file: &str) {
         let file = std::fs::File::create(self.path(file)).expect("a file");
         self.run_with(file.into()).await;
@@ -160,7 +160,7 @@ impl Server {
         self.look();
     }
 
-    /// A process that has said that it is ready.
+    /// Takes over a process that has reported that it is ready.
     pub fn runs(&mut self, child: Child) {
         self.process = Some(child);
         self.look();
@@ -178,12 +178,12 @@ impl Server {
         child.wait().expect("it ends")
     }
 
-    /// How the process ended that somebody else stopped.
+    /// Waits for a process that a verb stopped, and returns its exit status.
     pub fn ended(&mut self) -> std::process::ExitStatus {
         self.process.take().expect("it ran").wait().expect("it ends")
     }
 
-    /// Asks the process to stop, and leaves it at that.
+    /// Asks the process to stop, without waiting.
     pub fn terminate(&mut self) -> Child {
         let child = self.process.take().expect("it runs");
         kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).expect("it is there");
@@ -219,7 +219,7 @@ impl Server {
         endpoint.local_address(from.parse().ok()).connect().await
     }
 
-    /// Joins and returns the certificate and its key.
+    /// Joins the pool, and returns the certificate and its key.
     pub async fn enrol(&self, token: &str, name: &str, machine: &str) -> Result<(String, String), Status> {
         self.enrol_from(token, name, machine, "127.0.0.1").await
     }
@@ -251,7 +251,7 @@ impl Server {
         Ok((reply.certificate_pem, key.serialize_pem()))
     }
 
-    /// A client that joined, over connections from another address.
+    /// Joins the pool from another address, and returns the client.
     pub async fn client_from(&self, name: &str, from: &str) -> Client {
         let (certificate, key) = self.enrol_from(&self.token(&[]), name, "m", from).await.expect("it joins");
         let identity = Identity::from_pem(certificate, key);
@@ -259,7 +259,7 @@ impl Server {
         Client { name: name.into(), identity, pool: PoolClient::new(channel) }
     }
 
-    /// A client that joined.
+    /// Joins the pool, and returns the client.
     pub async fn client(&self, name: &str) -> Client {
         let token = self.token(&[]);
         let (certificate, key) =
@@ -269,7 +269,7 @@ impl Server {
         Client { name: name.into(), identity, pool: PoolClient::new(channel) }
     }
 
-    /// The same client over a new connection, as after a restart of the server.
+    /// Returns the client with a new connection, as after a restart of the server.
     pub async fn again(&self, client: &Client) -> Client {
         let channel = self.connect(Some(client.identity.clone())).await.expect("a connection");
         Client { pool: PoolClient::new(channel), ..client.clone() }
@@ -287,7 +287,7 @@ impl Server {
         socket
     }
 
-    /// Opens a data connection to a worker, and reads what the fake worker says on it.
+    /// Opens a data connection to a worker, and reads the fake worker's line.
     pub fn adopt(&self, worker: &[u8], lane: u16, tls: bool) -> (TcpStream, serde_json::Value) {
         let preface = Preface::new(worker.try_into().expect("an id"), lane, 1, tls);
         let mut socket = self.data_connection(preface.as_bytes());

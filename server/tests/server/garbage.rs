@@ -1,4 +1,6 @@
-//! Garbage on the control port and on the administration socket: each connection is closed or answered clearly, and nobody else notices.
+//! Garbage on the control port and on the administration socket.
+//!
+//! The server closes or clearly answers each connection, and others do not notice.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -52,13 +54,13 @@ fn noise(len: usize) -> Vec<u8> {
 fn answer_in_clear(server: &Server, bytes: &[u8]) -> Vec<u8> {
     let mut socket = TcpStream::connect(&server.control).unwrap();
     socket.set_read_timeout(Some(LONG)).unwrap();
-    // The server may have hung up before it has all.
+    // The server may close the connection before it has read all bytes.
     let _ = socket.write_all(bytes);
     let _ = socket.shutdown(std::net::Shutdown::Write);
     rest(&mut socket)
 }
 
-/// What a client with a certificate gets that speaks anything but HTTP/2.
+/// Sends bytes other than HTTP/2 over TLS; returns the number of bytes in the answer.
 fn answer_in_tls(server: &Server, identity: Option<&(String, String)>, bytes: &[u8]) -> usize {
     let mut stream = tls(server, identity);
     let _ = stream.write_all(bytes);
@@ -89,7 +91,7 @@ async fn garbage_on_the_control_port_harms_nobody() {
     let lease = client.allocate(10.0).await.unwrap().id;
     let identity = server.enrol(&server.token(&[]), "vm-2", "machine of vm-2").await.unwrap();
 
-    // One that begins and says no more is given up after a while; nobody waits for it until then.
+    // The server gives up a silent connection after a while; others do not wait for that.
     let hello = {
         let mut first = Vec::new();
         tls(&server, None).conn.write_tls(&mut first).unwrap();
@@ -125,7 +127,7 @@ async fn garbage_on_the_control_port_harms_nobody() {
         goes_on(&mut client, &lease).await;
     }
 
-    // A frame of 16 MiB that is announced, one whose type is none, one that is cut off.
+    // The header of a frame of 16 MiB, a frame of an unknown type, and a truncated frame.
     let announced = [PREFACE, &[0xff, 0xff, 0xff, 4, 0, 0, 0, 0, 0]].concat();
     let strange = [PREFACE, &[0, 0, 8, 0xee, 0xff, 0xff, 0xff, 0xff, 0xff], &[0; 8]].concat();
     let cut = [PREFACE, &[0, 1, 0, 1, 4, 0, 0, 0, 1, 0x82]].concat();
@@ -133,7 +135,7 @@ async fn garbage_on_the_control_port_harms_nobody() {
         for bytes in
             [&b""[..], b"GET / HTTP/1.1\r\n\r\n", &noise(100_000), &PREFACE[..10], &announced, &strange, &cut]
         {
-            // At most settings, and a farewell with a reason.
+            // The answer is at most the settings, and a GOAWAY with a reason.
             let heard = answer_in_tls(&server, identity, bytes);
             assert!(heard < 1000, "{heard}");
             goes_on(&mut client, &lease).await;
@@ -165,7 +167,7 @@ async fn messages_that_are_none_are_answered() {
             let channel = server.connect(identity.clone()).await.unwrap();
             let mut grpc = tonic::client::Grpc::new(channel);
             grpc.ready().await.unwrap();
-            // Bytes where each of these messages has a number or text.
+            // These messages have a number or a text in place of these bytes.
             let message = Request::new(vec![0xffu8; len]);
             let path = format!("/gpusession.v1.{method}").parse().unwrap();
             let answer =

@@ -1,4 +1,4 @@
-//! What the driver says of the cards and of processes on them, and what the server makes of it.
+//! Reports of the driver about cards and processes, and the server's reactions.
 
 use std::time::{Duration, Instant};
 
@@ -14,11 +14,11 @@ use crate::common::{Server, alive, eventually, rest};
 const GPUS: [&str; 2] =
     ["GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"];
 
-/// Both cards of the server.
+/// Readings of both cards of the server.
 struct Cards(Vec<GpuReading>);
 
 impl Cards {
-    /// Before the server starts.
+    /// Creates healthy readings, before the server starts.
     fn of(server: &Server) -> Self {
         let card = |uuid: &str| GpuReading {
             uuid: uuid_bytes(uuid).unwrap(),
@@ -49,14 +49,16 @@ fn state(server: &Server, uuid: &str) -> (String, String) {
     (gpu["state"].as_str().unwrap().into(), gpu["reason"].as_str().unwrap_or_default().into())
 }
 
-/// Keeps the end of a process from its parent, as if it waited in the driver, until the answer is called. None where the kernel allows
-/// only root to trace what is no child of one's own (Yama).
+/// Hides the end of a process from its parent, as if it waited in the driver.
+///
+/// Returns a function that stops this, or `None` where the kernel allows only root to trace other
+/// processes than one's children (Yama).
 fn keep_from_ending(pid: u32) -> Option<impl FnOnce()> {
     let (end, ended) = std::sync::mpsc::channel::<()>();
     let (began, begun) = std::sync::mpsc::channel();
     let tracer = std::thread::spawn(move || {
         began.send(ptrace::seize(Pid::from_raw(pid.cast_signed()), ptrace::Options::empty())).unwrap();
-        // The end of this thread lets go.
+        // The end of this thread detaches the process.
         let _ = ended.recv();
     });
     match begun.recv().unwrap() {
@@ -87,7 +89,7 @@ async fn a_killed_process_that_does_not_end_breaks_its_gpu() {
     eventually("its GPU is broken", async || state(&server, &gpu).0 == "broken").await;
     assert!(released.elapsed() > Duration::from_secs(5), "it has a moment");
     let (_, why) = state(&server, &gpu);
-    assert!(why.contains(&format!("process {pid} of a worker was killed and does not end")), "{why}");
+    assert!(why.contains(&format!("process {pid} of a worker was killed and does not exit")), "{why}");
     let_go();
     eventually("it is gone", async || server.workers().iter().all(|w| w["pid"] != pid)).await;
     assert!(server.verb(&["on", &gpu]).status.success());
@@ -114,7 +116,7 @@ async fn a_gpu_whose_memory_stays_in_use_after_a_worker_is_taken_out() {
     eventually("its GPU is broken", async || state(&server, &gpu).0 == "broken").await;
     assert!(gone.elapsed() > Duration::from_secs(5), "the driver has a moment");
     let (_, why) = state(&server, &gpu);
-    assert!(why.contains(&format!("memory of process {pid}, which has ended, is still in use")), "{why}");
+    assert!(why.contains(&format!("memory of process {pid}, which has exited, is still in use")), "{why}");
 }
 
 #[tokio::test]
@@ -133,9 +135,9 @@ async fn a_process_has_no_more_than_its_lease() {
         let worker = vm.take(&lease.id).await.unwrap();
         let (mut lane, said) = server.adopt(&worker.id, 0, true);
         let pid = said["pid"].as_u64().unwrap() as u32;
-        // What it was granted, and other people's processes, are nothing to look at.
+        // Memory within its quota and processes of others are accepted.
         cards.card(&own).processes = vec![(pid, Some(100 << 20)), (1, Some(1 << 40)), (pid + 1, None)];
-        // The other card's mode shows when this has been read: processes are looked at before.
+        // The other card's mode shows that the server has read this: it checks processes first.
         for (mode, shows) in [(3, "broken"), (0, "free")] {
             cards.card(other).compute_mode = Some(mode);
             cards.say(&server);
@@ -167,7 +169,7 @@ async fn a_card_that_fails_is_taken_out() {
     let bad = lease.devices[0].uuid.clone();
     let good = *GPUS.iter().find(|gpu| **gpu != bad).unwrap();
 
-    // Somebody changes the compute mode, and changes it back.
+    // An administrator changes the compute mode, and changes it back.
     cards.card(good).compute_mode = Some(3);
     cards.say(&server);
     eventually("the mode is seen", async || state(&server, good).0 == "broken").await;

@@ -151,7 +151,7 @@ async fn ps_shows_whose_program_uses_which_gpu_and_how() {
     let cell = |name: &str| shown[table.find(name).unwrap()..].split_whitespace().next().unwrap();
     assert_eq!((cell("TRANSPORT"), cell("TLS"), cell("GPU")), ("tcp", "yes", "1"));
 
-    // The threads of its worker's process are the kernel's.
+    // The threads of its worker's process are those that the kernel lists.
     let rows = server.json(&["ps", "--threads"])["workers"].as_array().unwrap().clone();
     let pid = row("active")["pid"].as_u64().unwrap();
     let threads = rows.iter().find(|w| w["pid"] == pid).unwrap()["threads"].as_array().unwrap().clone();
@@ -172,7 +172,7 @@ async fn ps_shows_all_servers_of_a_host() {
         vm.pool.allocate(vm.request()).await.unwrap();
     }
     std::fs::copy(other.path("gpuserver.toml"), server.path("gpuserver-other.toml")).unwrap();
-    // One that does not run.
+    // The configuration of a server that does not run.
     std::fs::write(server.path("gpuserver-off.toml"), "runtime_dir = \"/nonexistent\"\n").unwrap();
     let clients = |words: &[&str]| {
         let rows = server.json(words)["workers"].as_array().unwrap().clone();
@@ -214,7 +214,7 @@ async fn what_a_daemon_had_in_stock_goes_with_it() {
         [&used, &granted, &spare].map(word).to_vec()
     };
     eventually("a program", async || states(&server) == ["active", "taken", "taken"]).await;
-    // Only a daemon that has started anew has forgotten what it took.
+    // Only a restarted daemon has forgotten the workers that it took.
     assert_eq!(vm.pool.allocate(wish.clone()).await.unwrap().into_inner().id, lease.id);
     assert_eq!(states(&server), ["active", "taken", "taken"]);
     let again = AllocateRequest { again: true, workers: vec![granted.clone()], ..wish };
@@ -303,13 +303,13 @@ async fn requests_that_cannot_be_served_say_why() {
 #[tokio::test]
 async fn only_certificates_of_the_pool_that_are_not_revoked() {
     let server = Server::start().await;
-    // None at all: may join, nothing else.
+    // A peer without a certificate may only join.
     let mut nobody = PoolClient::new(server.connect(None).await.unwrap());
     let status = nobody.describe(DescribeRequest {}).await.unwrap_err();
     assert_eq!(status.code(), Code::Unauthenticated);
     assert!(status.message().contains("gpusession join"));
 
-    // Signed by somebody else, in the pool's name.
+    // A certificate in the pool's name, signed by another authority.
     let key = KeyPair::generate().unwrap();
     let mut params = CertificateParams::new(vec![]).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -320,7 +320,7 @@ async fn only_certificates_of_the_pool_that_are_not_revoked() {
     let foreign = Identity::from_pem(foreign.pem(), key.serialize_pem());
     assert!(refused(&server, foreign).await, "a foreign certificate was accepted");
 
-    // Right certificate, wrong key.
+    // The certificate of a client with another key.
     let (certificate, _) = server.enrol(&server.token(&[]), "vm-1", "m1").await.unwrap();
     assert_eq!(answer_to_a_thief(&server, &certificate), rustls::AlertDescription::DecryptError);
 
@@ -348,14 +348,13 @@ async fn only_certificates_of_the_pool_that_are_not_revoked() {
     assert_eq!(good.allocate(100.0).await.unwrap_err().code(), Code::Unauthenticated);
     let mut anew = server.client("vm-2").await;
     anew.allocate(100.0).await.unwrap();
-    // One that has only been seen by other servers of the pool, if there is one.
+    // A client that this server has not seen, but perhaps other servers of the pool.
     let unseen = server.verb(&["clients", "revoke", "elsewhere"]);
     assert!(unseen.status.success() && String::from_utf8_lossy(&unseen.stdout).contains("has not seen"));
     assert_eq!(server.verb(&["clients", "revoke", "No Name"]).status.code(), Some(1));
 }
 
-/// With TLS 1.3 a client learns only with its first call that it was refused.
-/// Shows a certificate whose key it does not have.
+/// Presents a certificate without having its key.
 #[derive(Debug)]
 struct Thief(Arc<CertifiedKey>);
 
@@ -369,7 +368,9 @@ impl ResolvesClientCert for Thief {
     }
 }
 
-/// What the control plane says to it. A usual client would notice by itself that the two do not belong together.
+/// Returns the server's TLS alert for a certificate with a wrong key.
+///
+/// A usual TLS client checks itself that both belong together, so this one has its own resolver.
 fn answer_to_a_thief(server: &Server, certificate: &str) -> rustls::AlertDescription {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let key = PrivatePkcs8KeyDer::from(KeyPair::generate().unwrap().serialize_der()).into();
@@ -398,6 +399,7 @@ fn answer_to_a_thief(server: &Server, certificate: &str) -> rustls::AlertDescrip
     }
 }
 
+/// Returns `true` if the server refuses the identity; with TLS 1.3, perhaps only the first call.
 async fn refused(server: &Server, identity: Identity) -> bool {
     match server.connect(Some(identity)).await {
         Err(_) => true,
@@ -446,20 +448,20 @@ async fn bad_data_connections_harm_nobody() {
     let worker = vm.take(&lease.id).await.unwrap();
     let (mut lane, said) = server.adopt(&worker.id, 0, true);
 
-    // Not ours: closed without a word.
+    // Connections with another protocol are closed without an answer.
     for garbage in [&b"GET / HTTP/1.1\r\nHost: gpu-server.example.org\r\n\r\n"[..], &[0; 40], &[0xff; 4096]] {
         assert!(rest(&mut server.data_connection(garbage)).is_empty());
     }
-    // Cut off inside the preface.
+    // A connection that ends inside the preface.
     let mut cut = server.data_connection(&preface::MAGIC);
     cut.shutdown(Shutdown::Write).unwrap();
     assert!(rest(&mut cut).is_empty());
-    // Never sends anything: closed in time, while others are served.
+    // A silent connection is closed in time, while others are served.
     let mut silent = server.data_connection(&[]);
 
     let told = |bytes: &[u8]| {
         let mut socket: TcpStream = server.data_connection(bytes);
-        // What a client sends next must not turn the refusal into a reset.
+        // The client's next bytes must not turn the refusal into a reset.
         let _ = socket.write_all(&[0x16; 300]);
         let _ = socket.shutdown(Shutdown::Write);
         let answer = rest(&mut socket);
@@ -511,7 +513,7 @@ async fn a_silent_client_loses_its_lease() {
 #[tokio::test]
 async fn a_silent_clients_program_ends_two_seconds_after_its_lease() {
     const TTL: Duration = Duration::from_secs(5);
-    // One that has to be killed.
+    // A worker that ignores `Stop` and has to be killed.
     let server = Server::start_with("deaf-libcuda.so.1", "").await;
     let mut vm = server.client("vm-1").await;
     let request = AllocateRequest { ttl_usec: TTL.as_micros() as u64, ..vm.request() };
@@ -536,7 +538,7 @@ async fn leases_survive_the_server_and_workers_do_not() {
     server.signal(Signal::SIGKILL);
     assert!(rest(&mut lane).is_empty());
     eventually("no worker outlives a killed server", async || !alive(pid(&said["pid"]))).await;
-    // Without a server the files are enough.
+    // Without a server these verbs read the files.
     assert_eq!(server.json(&["clients"])["clients"][0]["name"], "vm-1");
     let not_running = server.verb(&["ps", "--json"]);
     let error: serde_json::Value = serde_json::from_slice(&not_running.stdout).unwrap();
@@ -574,7 +576,7 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     let (_other, other_said) = server.adopt(&second.id, 0, true);
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
-    // Its client is told, in case it has given it to nobody yet.
+    // Its client gets an event, in case it has not granted the worker yet.
     loop {
         let event = watch.message().await.unwrap().expect("the stream goes on");
         if let Some(Event::WorkersReady(workers)) = event.event
@@ -583,7 +585,7 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
             break;
         }
     }
-    // The stock too.
+    // A warm worker is replaced, too.
     eventually("two are warm", async || {
         server.workers().iter().filter(|w| w["state"] == "warm").count() == 2
     })
@@ -597,7 +599,7 @@ async fn a_killed_worker_is_replaced_and_others_go_on() {
     })
     .await;
     assert!(alive(pid(&other_said["pid"])));
-    // Nothing of the first is left to connect to.
+    // Connections to the first worker are refused.
     let preface = Preface::new(first.id.as_slice().try_into().unwrap(), 0, 2, true);
     let answer = rest(&mut server.data_connection(preface.as_bytes()));
     assert!(String::from_utf8_lossy(&answer).contains("no such worker"));
@@ -617,7 +619,7 @@ async fn a_worker_that_does_not_listen_is_killed() {
         let lease = vm.allocate(100.0).await.unwrap();
         let worker = vm.take(&lease.id).await.unwrap();
         let (_lane, said) = server.adopt(&worker.id, 0, true);
-        // The order to end waits behind nothing, this neither.
+        // Neither the order to stop nor this report waits behind other messages.
         eventually("its program is known", async || {
             server.workers().iter().any(|w| w["program"] == "vectorAdd")
         })
@@ -671,7 +673,10 @@ async fn isolation_is_tried() {
     assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
     let (served, levels, log) = isolation("free-libcuda.so.1", "").await;
     assert!(served && levels.iter().all(|l| l == "off"), "{levels:?}");
-    assert!(log.contains("workers start only without it here") && log.contains("CUDA error 304"), "{log}");
+    assert!(
+        log.contains("workers cannot start isolated on this host") && log.contains("CUDA error 304"),
+        "{log}"
+    );
 
     // A client's own variables prove nothing about this host.
     let server = Server::start_with("free-libcuda.so.1", "warm_workers = 0").await;
@@ -682,7 +687,7 @@ async fn isolation_is_tried() {
     for _ in 0..3 {
         assert!(vm.pool.take_workers(request.clone()).await.is_err());
     }
-    // Unless the server has tried one without by then.
+    // By then the server may have tried a worker without isolation.
     if let Err(status) = vm.take(&lease.id).await {
         assert!(status.message().contains("CUDA error 304"), "{status}");
     }
@@ -704,8 +709,9 @@ async fn a_worker_says_how_isolated_it_is_before_it_serves() {
     let (mut lane, _) = server.adopt(&worker.id, 0, true);
     assert!(rest(&mut lane).is_empty(), "ended");
     let journal = || std::fs::read_to_string(server.path("journal")).unwrap();
-    eventually("the journal says why", async || journal().contains("speaks of its isolation")).await;
-    assert!(!journal().contains("not isolated as far"), "it was not believed: {}", journal());
+    eventually("the journal says why", async || journal().contains("reported its isolation out of turn"))
+        .await;
+    assert!(!journal().contains("incomplete on this host"), "it was not believed: {}", journal());
 }
 
 #[tokio::test]
@@ -749,7 +755,7 @@ async fn the_limit_of_workers_holds_for_those_who_ask_together() {
     let lease = vm.allocate(100.0).await.unwrap();
     let ask = |i: usize| {
         let (mut vm, lease) = (vm.clone(), lease.id.clone());
-        // Some need a worker of their own.
+        // Some programs need a worker of their own.
         let own = ("CUDA_LAUNCH_BLOCKING".to_string(), "1".to_string());
         let environment = (i % 2 == 1).then_some(own).into_iter().collect();
         let request = TakeWorkersRequest { lease, count: 1, environment, waiting: 6 };
@@ -788,9 +794,9 @@ async fn workers_that_start_for_one_program_count_for_limits() {
         }
     }
     assert_eq!((taken, server.workers().len()), (2, 2));
-    // Nor was one started that nobody could have.
+    // The server started no worker that the limit forbids to grant.
     let journal = std::fs::read_to_string(server.path("journal")).unwrap();
-    assert!(!journal.contains("nobody waits for it any longer"), "{journal}");
+    assert!(!journal.contains("no program waits for it any longer"), "{journal}");
 }
 
 #[tokio::test]
@@ -805,7 +811,7 @@ async fn a_second_machine_under_one_identity_is_refused() {
     assert_eq!(status.code(), Code::Aborted);
     assert!(status.message().contains("gpusession leave"), "{status}");
     assert!(!first.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases[0].lost);
-    // The first machine stops: what it held is over as soon as it comes back with another boot.
+    // The first machine stops; its leases end when it comes back with another boot.
     drop(watch);
     eventually("the next boot is accepted", async || copy.pool.allocate(wish.clone()).await.is_ok()).await;
     let stale = first.pool.renew(renew(&[&lease.id])).await.unwrap_err();
@@ -864,7 +870,7 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     let path = server.path("gpuserver.toml");
     for (driver, more, text) in [
         ("libcuda.so.1", "warm_wokers = 1", ":7: unknown key `warm_wokers`; did you mean `warm_workers`?"),
-        ("libcuda.so.1", "gpus = [5]", ":7: gpus: there is no GPU 5; there are 0 = GPU-"),
+        ("libcuda.so.1", "gpus = [5]", ":7: gpus: GPU 5 not found; this host has 0 = GPU-"),
         (
             "libcuda.so.1",
             "sharing = \"mps\"\nmps_control = \"/nowhere\"",
@@ -878,14 +884,14 @@ async fn bad_configurations_stop_the_server_with_code_1() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(text) && said.contains(&*path.to_string_lossy()), "{said}");
     }
-    // A driver that does not answer is worth another start.
+    // If the driver does not answer, systemd may start the server again.
     std::fs::copy("/proc/self/exe", server.path("no-probe.so")).unwrap();
     server.configure("no-probe.so", "");
     let output = server.verb(&["serve"]);
     assert_eq!(output.status.code(), Some(3));
     assert!(String::from_utf8_lossy(&output.stderr).contains("CUDA_ERROR_NO_DEVICE"), "{output:?}");
 
-    // Ours is not a driver.
+    // Our own client library is not a driver.
     let source = server.path("ours.c");
     std::fs::write(&source, "int gpusession_marker = 1;\n").unwrap();
     let built = std::process::Command::new("cc")
@@ -915,7 +921,7 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     server.configure("no-probe.so", "");
     let checked = server.verb(&["check-config", "--explain"]);
     let said = String::from_utf8_lossy(&checked.stdout);
-    assert!(said.contains("good") && said.contains("note: GPUs are looked for at the start only"), "{said}");
+    assert!(said.contains("good") && said.contains("note: GPUs are not checked"), "{said}");
 }
 
 #[tokio::test]
@@ -948,9 +954,9 @@ async fn a_server_says_what_it_starts_with() {
     let file = server.path("gpuserver.toml");
     says(&format!(" limits.client.vm-1.gpus = 3 ({}:7)", file.display()));
     says(" warm_workers = 2 (default)");
-    says("libcuda.so.1, workers are ");
+    says("libcuda.so.1, worker program ");
     for gpu in 0..2 {
-        says(&format!(" serves GPU-00000000-0000-0000-0000-{gpu:012} Fake GPU, 16384 MiB"));
+        says(&format!(" GPU GPU-00000000-0000-0000-0000-{gpu:012}: serving Fake GPU, 16384 MiB"));
     }
     says(&format!(" ready on {}, data on {}", server.control, server.data));
     assert!(!journal.contains("PRIVATE KEY") && !journal.contains("SECRET_OF"), "{journal}");
@@ -993,7 +999,7 @@ async fn many_workers_leave_nothing_behind() {
     }
 }
 
-/// One machine's connections that say nothing keep no other machine from the control port.
+/// Silent connections of one machine do not block other machines on the control port.
 #[tokio::test]
 async fn silent_connections_delay_nobody_else() {
     let server = Server::start().await;
@@ -1024,7 +1030,7 @@ async fn a_pool_of_two_servers() {
     assert!(import(&second).status.success());
     second.run().await;
 
-    // It joins with the first; the second learns of it at its first call, and remembers.
+    // The client joins with the first server; the second one stores it at its first call.
     let mut vm = first.client("vm-1").await;
     vm.allocate(10.0).await.unwrap();
     let mut there = second.again(&vm).await;
@@ -1035,7 +1041,7 @@ async fn a_pool_of_two_servers() {
     let mut there = second.again(&vm).await;
     there.allocate(10.0).await.unwrap();
 
-    // Each server refuses by itself.
+    // Each server revokes clients on its own.
     assert!(second.verb(&["clients", "revoke", "vm-1"]).status.success());
     let status = there.allocate(10.0).await.unwrap_err();
     assert!(status.message().contains("revoked"), "{status}");

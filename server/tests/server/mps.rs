@@ -1,4 +1,4 @@
-//! GPUs shared by MPS, with a control daemon that has no GPU: domains, limits, faults, ends.
+//! GPUs shared by MPS, with a fake control daemon: domains, limits, faults, ends.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -29,7 +29,7 @@ impl Site {
         let mut server = Server::prepare(driver, "").await;
         let control = server.path("nvidia-cuda-mps-control");
         std::fs::copy(example("fake-mps"), &control).unwrap();
-        // The folder of the driver is looked into, which is where this one is.
+        // The server finds the program in the driver's folder.
         server.configure(driver, &format!("{SHARING}\n{more}"));
         server.run().await;
         Self { server }
@@ -39,7 +39,7 @@ impl Site {
         self.server.json(&["mps"])["domains"].as_array().unwrap().clone()
     }
 
-    /// The domain of a client, once it is active.
+    /// Returns the domain of a client once it is active.
     async fn active(&self, client: &str) -> Value {
         let found = || self.domains().into_iter().find(|d| d["client"] == client && d["state"] == "active");
         eventually("the domain is active", async || found().is_some()).await;
@@ -55,7 +55,7 @@ impl Site {
         self.commands().iter().filter(|c| c.starts_with(command)).count()
     }
 
-    /// Says something to the daemon that a worker was started with, which may talk to somebody else.
+    /// Sends a line to a worker's daemon, and tries again while another caller has its turn.
     async fn say(&self, worker: &Value, line: &str) {
         eventually("the daemon listens", async || {
             ask(&self.server.path("nvidia-cuda-mps-control"), worker, line)
@@ -63,7 +63,7 @@ impl Site {
         .await;
     }
 
-    /// A program of a lease: what its worker says, and what keeps it there.
+    /// Starts a program of a lease, and waits until it is served.
     async fn program(&self, client: &mut Client, lease: &Lease) -> Program {
         let worker = client.take(&lease.id).await.unwrap();
         let (lane, said) = self.server.adopt(&worker.id, 0, true);
@@ -82,7 +82,7 @@ impl Site {
     }
 }
 
-/// Says something to the daemon that a worker was started with; `false`: it talks to somebody else, or is gone.
+/// Sends a line to a worker's daemon; `false`: another caller has its turn, or it has exited.
 fn ask(control: &std::path::Path, worker: &Value, line: &str) -> bool {
     let mut child = Command::new(control)
         .env("CUDA_MPS_PIPE_DIRECTORY", worker["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap())
@@ -100,7 +100,7 @@ struct Program {
     _lane: std::net::TcpStream,
 }
 
-/// A lease of half a GPU, unless the wish is another.
+/// Allocates a lease of half a GPU, unless `wish` changes that.
 async fn lease(client: &mut Client, wish: impl FnOnce(AllocateRequest) -> AllocateRequest) -> Lease {
     let half = AllocateRequest { memory_percent: 50.0, ..client.request() };
     client.pool.allocate(wish(half)).await.unwrap().into_inner()
@@ -145,7 +145,7 @@ async fn a_lease_under_mps_from_start_to_end() {
     let parked = site.server.verb(&["park", &granted.id]);
     assert!(String::from_utf8_lossy(&parked.stderr).contains("under MPS"), "{parked:?}");
 
-    // Its GPU work ends before it does.
+    // Its GPU work is terminated before the worker exits.
     let ended = ProcessEndedRequest { lease: granted.id.clone(), worker: program.id.clone() };
     vm.pool.process_ended(ended).await.unwrap();
     eventually("the worker is gone", async || !alive(program.pid)).await;
@@ -153,7 +153,7 @@ async fn a_lease_under_mps_from_start_to_end() {
     assert_eq!(site.asked(&terminate), 1, "{:?}", site.commands());
     assert_eq!(site.asked("terminate_client"), 1, "no other worker had work: {:?}", site.commands());
 
-    // So does the work of one that is killed, and of one whose lease ends.
+    // The same happens when a worker is killed, and when its lease ends.
     let second = site.program(&mut vm, &granted).await;
     assert!(site.server.verb(&["kill", &data_encoding::HEXLOWER.encode(&second.id)]).status.success());
     let third = site.program(&mut vm, &granted).await;
@@ -162,7 +162,7 @@ async fn a_lease_under_mps_from_start_to_end() {
         eventually("the worker is gone", async || !alive(program.pid)).await;
         assert_eq!(site.asked(&format!("terminate_client {server} {} (alive)", program.pid)), 1);
     }
-    // And with the last lease the domain.
+    // The domain ends with its last lease.
     eventually("nothing is left", async || {
         site.domains().is_empty() && !alive(daemon) && !alive(server) && !pipe.exists()
     })
@@ -223,7 +223,7 @@ async fn a_limit_ends_gpu_work_before_its_worker() {
 #[tokio::test]
 async fn a_worker_in_the_middle_of_its_work_exits_later() {
     let settles = Duration::from_millis(500);
-    // One that is deaf is waited for first.
+    // The server first waits for a worker that ignores the order.
     let drivers = [
         ("libcuda.so.1", Duration::ZERO),
         ("busy-libcuda.so.1", settles),
@@ -314,13 +314,13 @@ async fn requests_and_what_they_get() {
         (few.devices[0].sm_percent, few.devices[0].uuid.as_str()),
         (8, "GPU-00000000-0000-0000-0000-000000000000")
     );
-    // One without MPS may be on the same GPU, or on both.
+    // A lease without MPS may be on the same GPU, or on both.
     let plain = lease(&mut vm, |_| sliced.clone()).await;
     assert_eq!(plain.devices[0].uuid, few.devices[0].uuid);
     let program = site.program(&mut vm, &plain).await;
     assert!(!program.said["environment"].to_string().contains("MPS"), "{}", program.said);
     assert_eq!((&program.said["warm"], &program.said["mps"]), (&true.into(), &false.into()));
-    // What a program's own variables ask for: less under MPS, nothing without.
+    // A program's own variable can lower its share under MPS, and has no effect without MPS.
     for (lease, percent) in [(&few, Some("5")), (&plain, None)] {
         let name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
         let environment = [(name.to_string(), "5".to_string())].into();
@@ -330,7 +330,7 @@ async fn requests_and_what_they_get() {
         let (_lane, said) = site.server.adopt(&worker.id, 0, true);
         assert_eq!(said["environment"][name].as_str(), percent, "{said}");
     }
-    // A lease that says nothing is on GPUs of one kind.
+    // A lease without a wish gets GPUs that are shared in one way.
     let other = lease(&mut vm, |_| AllocateRequest { memory_percent: 100.0, ..base }).await;
     assert_ne!(other.devices[0].uuid, few.devices[0].uuid);
     let rows = site.server.json(&["leases"])["leases"].as_array().unwrap().clone();
@@ -355,7 +355,7 @@ async fn each_gpu_is_shared_in_its_own_way() {
         lease(&mut b, wish("time-slice", 25.0)).await,
     ];
     assert!(shared.iter().all(|l| l.devices[0].uuid == uuids[0]), "{shared:?}");
-    // As soon as somebody has a part of the other one, it is full.
+    // The exclusive GPU is full as soon as one lease has a share of it.
     let alone = lease(&mut a, wish("", 50.0)).await;
     assert_eq!(alone.devices[0].uuid, uuids[1]);
     let program = site.program(&mut a, &alone).await;
@@ -401,7 +401,7 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     eventually("a worker waits for a program", async || stocked()).await;
     let begun = Instant::now();
     let pids = [culprit.pid, victim.pid];
-    // What follows takes its time.
+    // A thread measures the time, since the steps below take some time themselves.
     let ends = std::thread::spawn(move || {
         while pids.iter().any(|pid| alive(*pid)) && begun.elapsed() < LONG {
             std::thread::sleep(Duration::from_millis(10));
@@ -409,7 +409,7 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
         begun.elapsed()
     });
     site.say(&culprit.said, &format!("fake_fault {}", culprit.pid)).await;
-    // Whoever comes while it is torn down does not get a worker of it.
+    // A program that starts during the teardown gets a worker of the next daemon.
     let noticed = || site.domains().iter().any(|d| !d["faults"].as_array().unwrap().is_empty());
     eventually("the fault is noticed", async || noticed()).await;
     let newcomer = site.program(&mut a, &third).await;
@@ -418,10 +418,10 @@ async fn a_fault_ends_its_domain_and_nothing_else() {
     assert!(took < Duration::from_secs(5), "{took:?}");
     eventually("they are told", async || site.reasons().len() == 2).await;
     let reasons: Vec<String> = site.reasons().into_iter().map(|(_, why)| why).collect();
-    assert!(reasons.iter().any(|r| r.starts_with("a fatal fault of its own")), "{reasons:?}");
-    assert!(reasons.iter().any(|r| r.starts_with("fault by another client")), "{reasons:?}");
+    assert!(reasons.iter().any(|r| r.starts_with("it caused a fatal GPU fault")), "{reasons:?}");
+    assert!(reasons.iter().any(|r| r.starts_with("another program of its MPS domain")), "{reasons:?}");
 
-    // Who comes now waits for the new daemon.
+    // A program that starts now waits for the new daemon.
     let again = site.program(&mut a, &second).await;
     assert_ne!(pipe(&again), pipe(&victim));
     let domain = site.active("vm-a").await;
@@ -451,7 +451,7 @@ async fn a_fault_is_heard_of_while_the_daemon_does_not_answer() {
         while !heard() && says.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Others may ask it then, and wait.
+        // After that, other callers may send commands, and wait.
         let _ = says.kill();
         let _ = says.wait();
         heard()
@@ -500,13 +500,13 @@ async fn a_daemon_that_dies_is_started_again_with_its_limits() {
     vm.pool.process_ended(ended).await.unwrap();
     eventually("the old server ends after its last program", async || !alive(server)).await;
     assert!(alive(next.pid));
-    // One that does not answer is ended, too.
+    // A daemon that does not answer is killed, too.
     let second = site.active("vm-1").await["daemon_pid"].as_u64().unwrap() as u32;
-    // Its answer never comes.
+    // The call below never gets an answer.
     let deaf = {
         let (folder, said) = (site.server.path("nvidia-cuda-mps-control"), next.said.clone());
         std::thread::spawn(move || {
-            // Once it is deaf it ends in the middle of the talk.
+            // The daemon is killed while this call waits.
             let pipe = said["environment"]["CUDA_MPS_PIPE_DIRECTORY"].as_str().unwrap().to_string();
             while !ask(&folder, &said, "fake_deaf") && std::path::Path::new(&pipe).exists() {}
         })
@@ -526,7 +526,7 @@ async fn a_lease_that_comes_back_on_another_gpu_is_in_that_gpus_domain() {
     let (lender, stays) = (lease(&mut a, whole).await, lease(&mut c, whole).await);
     let (lent, free) = (lender.devices[0].uuid.clone(), stays.devices[0].uuid.clone());
     assert_ne!(lent, free);
-    // Only the first one is lent: the second one has a program.
+    // Only the first lease can be lent: the second one has a program.
     let _program = site.program(&mut c, &stays).await;
     let wish = AllocateRequest { memory_percent: 100.0, request_id: "waits".into(), ..b.request() };
     let mut borrowed = None;
@@ -569,7 +569,7 @@ async fn a_crash_makes_its_domain_suspect() {
     let before = site.asked("get_server_status");
     let begun = Instant::now();
     kill(Pid::from_raw(crashes.pid as i32), Signal::SIGKILL).unwrap();
-    // Asked by itself it would be within 5 s; `gpuserver mps` would ask, too.
+    // The server polls every 5 s anyway, and `gpuserver mps` would ask as well.
     eventually("MPS is asked whether it is well", async || site.asked("get_server_status") > before).await;
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     assert!(alive(other.pid));
@@ -588,7 +588,7 @@ async fn nothing_is_left_of_a_server_that_was_killed() {
     assert!(alive(server), "MPS servers do not");
     site.server.run().await;
     eventually("the next one ends it", async || !alive(server)).await;
-    // The lease is still there, and its domain again.
+    // The lease survived, and its domain starts again.
     assert_eq!(site.active("vm-1").await["leases"], serde_json::json!([granted.id]));
     let ended = site.active("vm-1").await["daemon_pid"].as_u64().unwrap() as u32;
     assert_eq!(site.server.signal(Signal::SIGTERM).code(), Some(0));
@@ -623,7 +623,7 @@ async fn contexts_that_a_program_makes_take_places_too() {
     let lease = lease(&mut vm, as_it_is).await;
     site.active("vm-1").await;
     let _program = site.program(&mut vm, &lease).await;
-    // It has 40.
+    // This program has 40 contexts.
     for _ in 0..8 {
         vm.take(&lease.id).await.unwrap();
     }
@@ -645,15 +645,15 @@ async fn the_configuration_says_what_excludes_what() {
     let (code, said) = checked("sharing = \"mps\"");
     assert!(code == Some(0) && said.contains("cannot park programs under MPS"), "{said}");
     let (code, said) = checked("mps_domain = \"server\"");
-    assert!(code == Some(0) && said.contains("mean nothing without"), "{said}");
+    assert!(code == Some(0) && said.contains("have no effect without"), "{said}");
     let (code, said) = checked("sharing = \"mps\"\nmps_control = \"/nowhere\"");
     assert!(code == Some(1) && said.contains("/nowhere is not a program"), "{said}");
     let (code, said) = checked("gpu_sharing.mps = [0]\ngpu_sharing.exclusive = [0]");
     let twice = "gpu_sharing.exclusive = [0]: gpu_sharing.mps names 0 already";
     assert!(code == Some(1) && said.contains(twice), "{said}");
-    // What GPUs there are is seen at the start.
+    // The start of the server, not check-config, finds out which GPUs exist.
     for (more, text) in [
-        ("gpu_sharing.mps = [7]", "gpu_sharing.mps: there is no GPU 7; there are 0 = GPU-"),
+        ("gpu_sharing.mps = [7]", "gpu_sharing.mps: GPU 7 not found; this host has 0 = GPU-"),
         (
             "gpu_sharing.mps = [1]\ngpu_sharing.exclusive = [\"GPU-00000000-0000-0000-0000-000000000001\"]",
             "which gpu_sharing.mps names already",

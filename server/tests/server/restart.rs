@@ -1,4 +1,4 @@
-//! Programs and leases live through a server's end where systemd keeps descriptors for the next one.
+//! Programs and leases outlive a server where systemd keeps descriptors for the next one.
 
 use std::io::IoSliceMut;
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use crate::common::{Client, Server, alive, eventually, rest};
 use crate::{pid, renew};
 
-/// What systemd does for a unit: listens to its notifications, keeps descriptors and passes them on.
+/// The part of systemd that a unit uses: notifications and the descriptor store.
 #[derive(Clone)]
 struct Systemd {
     heard: Arc<Mutex<Heard>>,
@@ -35,7 +35,7 @@ impl Systemd {
         let socket = UnixDatagram::bind(&path).expect("a socket");
         let this = Self { heard: Arc::default(), path };
         let heard = this.heard.clone();
-        // Ends with the test's process.
+        // The thread ends with the test's process.
         std::thread::spawn(move || {
             loop {
                 listen(&socket, &heard);
@@ -44,7 +44,7 @@ impl Systemd {
         this
     }
 
-    /// Starts a server with what the one before left.
+    /// Starts a server with the descriptors of the server before.
     async fn run(&self, server: &mut Server) {
         let before = self.heard.lock().unwrap().ready;
         let child = {
@@ -62,10 +62,11 @@ impl Systemd {
                 .env("LISTEN_FDS", names.len().to_string())
                 .env("LISTEN_FDNAMES", names.join(":"))
                 .stdin(Stdio::null());
-            // SAFETY: between fork and exec only fcntl and dup2 are called, which are async-signal-safe, on a list made before.
+            // SAFETY: between fork and exec the child only calls fcntl and dup2, which are
+            // async-signal-safe, on a list made before.
             unsafe {
                 command.pre_exec(move || {
-                    // Out of the way of their final numbers first.
+                    // First move them above their final numbers.
                     let mut above = [0; 64];
                     for (i, fd) in fds.iter().enumerate() {
                         above[i] = nix::libc::fcntl(*fd, nix::libc::F_DUPFD_CLOEXEC, 200);
@@ -84,13 +85,13 @@ impl Systemd {
         server.runs(child);
     }
 
-    /// How many workers are kept.
+    /// Returns the number of kept workers.
     fn workers(&self) -> usize {
         let heard = self.heard.lock().unwrap();
         heard.kept.iter().filter(|(name, _)| name.starts_with('w')).count() / 3
     }
 
-    /// Changes the record of a worker that has this process.
+    /// Changes the record of the worker with this process id.
     fn rewrite(&self, worker: u32, change: impl FnOnce(Vec<u8>) -> Vec<u8>) {
         let heard = self.heard.lock().unwrap();
         let text = format!("\"pid\":{worker},");
@@ -128,7 +129,7 @@ fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
             ControlMessageOwned::ScmRights(fds) => fds,
             _ => vec![],
         })
-        // SAFETY: the kernel has just made these descriptors for this process, and nothing else knows them.
+        // SAFETY: the kernel has just created these descriptors for us; they have no other owner.
         .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
         .collect();
     let length = received.bytes;
@@ -138,7 +139,7 @@ fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
     let mut heard = heard.lock().unwrap();
     if has("FDSTORE=1") {
         assert!(has("FDPOLL=0"), "{said}");
-        // systemd keeps one of several descriptors of the same socket.
+        // Of several descriptors of one socket systemd keeps one.
         if !name.starts_with('w') {
             heard.kept.retain(|(kept, _)| *kept != name);
         }
@@ -149,7 +150,7 @@ fn listen(socket: &UnixDatagram, heard: &Mutex<Heard>) {
     heard.ready += u32::from(has("READY=1"));
 }
 
-/// A program that runs: its worker's id, its connection and what the worker says of itself.
+/// Starts a program; returns its worker's id, its connection and the worker's line.
 async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, TcpStream, serde_json::Value) {
     let worker = vm.take(lease).await.unwrap();
     let (lane, said) = server.adopt(&worker.id, 0, true);
@@ -157,7 +158,7 @@ async fn program(server: &Server, vm: &mut Client, lease: &str) -> (Vec<u8>, Tcp
     (worker.id, lane, said)
 }
 
-/// The worker of a program as listed.
+/// Returns the row of a program's worker.
 fn of(server: &Server, said: &serde_json::Value) -> serde_json::Value {
     server.workers().into_iter().find(|w| w["worker"] == said["worker"]).unwrap_or_default()
 }
@@ -175,7 +176,7 @@ async fn programs_outlive_the_server() {
     for signal in [Signal::SIGUSR2, Signal::SIGKILL] {
         let before = of(&server, &said);
         assert_eq!(server.signal(signal).code(), (signal == Signal::SIGUSR2).then_some(0));
-        // Between two servers: who connects waits.
+        // A connection that is made between two servers waits.
         let preface = gpusession_proto::preface::Preface::new(
             granted.id.as_slice().try_into().unwrap(),
             if signal == Signal::SIGUSR2 { 0 } else { 1 },
@@ -205,7 +206,7 @@ async fn programs_outlive_the_server() {
         server.adopt(&fresh.id, 0, true);
         std::mem::forget(waits);
     }
-    // Its end is noticed though it is no child, and counted.
+    // The server notices and records the worker's exit, although it is not its parent.
     kill(Pid::from_raw(pid(&said["pid"]) as i32), Signal::SIGKILL).unwrap();
     assert!(rest(&mut lane).is_empty());
     eventually("it is off the books", async || of(&server, &said).is_null()).await;
@@ -213,7 +214,7 @@ async fn programs_outlive_the_server() {
     records = records["records"].take();
     let record = records.as_array().unwrap().iter().find(|r| r["worker"] == said["worker"]).unwrap();
     assert_eq!((&record["program"], &record["calls"]), (&"vectorAdd".into(), &7.into()));
-    // A stop is a stop.
+    // An ordinary stop keeps no worker.
     let pids: Vec<u32> =
         server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     assert!(pids.len() >= 3 && systemd.workers() >= 3);
@@ -245,7 +246,7 @@ async fn what_is_not_understood_is_ended() {
         value["supervise"] = 99.into();
         value.to_string().into()
     });
-    // A set of which one part is missing.
+    // A worker with one descriptor missing.
     let (_e, warm) = {
         let mut heard = systemd.heard.lock().unwrap();
         let used: Vec<String> =
@@ -257,19 +258,19 @@ async fn what_is_not_understood_is_ended() {
     assert!(warm >= 4);
     assert!(server.verb(&["clients", "revoke", "vm-2"]).status.success());
     systemd.run(&mut server).await;
-    // They do not listen, and end all the same.
+    // These workers ignore orders, and are killed nevertheless.
     for gone in [&garbled, &newer, &leaseless] {
         eventually("it ended", async || !alive(pid(&gone["pid"]))).await;
     }
     assert!(alive(pid(&good["pid"])) && of(&server, &good)["state"] == "active");
-    // What they did is on record, though nobody could read what the server knew of them.
+    // Their programs are recorded, although the server could not read their workers' records.
     let unseen = |r: &&serde_json::Value| r["reason"].as_str().unwrap().starts_with("its end was not seen");
     let rows = server.json(&["accounting", "--kind", "process"]);
     assert_eq!(rows["records"].as_array().unwrap().iter().filter(unseen).count(), 2, "{rows}");
     let pids: Vec<u32> =
         server.workers().iter().filter_map(|w| w["pid"].as_u64()).map(|p| p as u32).collect();
     eventually("what is kept is what there is", async || systemd.workers() == server.workers().len()).await;
-    // Nor do they listen to an end by force.
+    // A forced quit kills workers that ignore orders.
     assert_eq!(server.signal(Signal::SIGQUIT).code(), Some(2));
     eventually("they ended", async || !pids.iter().any(|p| alive(*p))).await;
 }
@@ -330,6 +331,6 @@ async fn a_lease_whose_gpu_is_served_no_more_is_on_record() {
     assert_eq!(rows["records"][0]["lease"], lease.id.as_str(), "{rows}");
     assert_eq!(
         rows["records"][0]["reason"],
-        "a GPU of it is not served, or not as before, since the restart"
+        "since the restart, one of its GPUs is not served, or is shared in another way"
     );
 }

@@ -1,4 +1,4 @@
-//! How GPUs are shared: limits, the queue, GPUs taken out, configuration changed while running, an orderly stop.
+//! Sharing of GPUs: limits, the queue, withdrawn GPUs, live configuration, an orderly stop.
 
 use std::io::Read as _;
 use std::os::fd::AsRawFd;
@@ -91,7 +91,7 @@ async fn every_limit_refuses_by_name() {
     refused_by(vm.pool.describe(DescribeRequest {}).await, "servers", "this is s1");
     server.unset(&of("servers"));
 
-    // Limits of programs hold for new ones, whatever runs.
+    // Limits of programs apply to new programs, and leave running ones alone.
     let lease = vm.allocate(50.0).await.unwrap();
     let first = vm.take(&lease.id).await.unwrap();
     let (_lane, _) = server.adopt(&first.id, 0, true);
@@ -108,7 +108,7 @@ async fn every_limit_refuses_by_name() {
     server.unset(&of("connections"));
     server.adopt(&second.id, 0, true);
 
-    // However often it is renewed.
+    // The limit `lease_ttl` ends a lease although it is renewed.
     server.set(&of("lease_ttl"), "2s");
     let mut watch = vm.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let short = vm.allocate(10.0).await.unwrap();
@@ -149,10 +149,10 @@ async fn who_wants_too_much_mapped_host_memory_is_named() {
     let wanted = "limit staging = 64MiB of client vm-1 (";
     eventually("the journal names it", async || {
         let text = std::fs::read_to_string(server.path("journal")).unwrap();
-        text.lines().any(|l| l.contains(wanted) && l.contains("300 MiB of mapped host memory asked for"))
+        text.lines().any(|l| l.contains(wanted) && l.contains("asked for 300 MiB of mapped host memory"))
     })
     .await;
-    // The program has been told, and goes on.
+    // The program gets an error, and continues.
     assert!(server.workers().iter().any(|w| w["state"] == "active"));
 }
 
@@ -185,7 +185,7 @@ async fn a_worker_has_no_more_of_the_servers_memory_than_its_limit() {
 async fn limits_change_while_clients_ask() {
     let server = Server::start_with("libcuda.so.1", "warm_workers = 0").await;
     let stays = server.client("vm-0").await.allocate(50.0).await.unwrap();
-    // Clients that lease and give back as fast as they can, whatever happens.
+    // Clients that allocate and release as fast as they can.
     let over = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     let mut asking = Vec::new();
     for n in 1..=3 {
@@ -201,7 +201,7 @@ async fn limits_change_while_clients_ask() {
                             .await
                             .unwrap();
                     }
-                    // The rates of 100 requests a second are exceeded as well.
+                    // The clients exceed the rate of 100 requests a second, too.
                     Err(status) if details(&status).limit == "memory" => refused += 1,
                     Err(status) => {
                         assert_eq!(details(&status).limit, "requests_per_s", "{status}");
@@ -215,7 +215,7 @@ async fn limits_change_while_clients_ask() {
     let mut judge = server.client("vm-9").await;
     for round in 0..5 {
         server.set("limits.memory", "25%");
-        // From the moment on at which the command has ended.
+        // The limit applies as soon as the command has exited.
         refused_by(judge.allocate(30.0).await, "memory", "4915 MiB of GPU-");
         let fits = judge.allocate(10.0).await.unwrap();
         server.set("limits.memory", "75%");
@@ -229,7 +229,7 @@ async fn limits_change_while_clients_ask() {
         let (granted, refused) = client.await.expect("no request failed for another reason");
         assert!(granted > 0 && refused > 0, "{granted} granted, {refused} refused");
     }
-    // What is held stays as it is, and nothing was lost count of.
+    // Present leases stay as they are, and the counts are right.
     let leases = server.json(&["leases"])["leases"].as_array().unwrap().clone();
     assert_eq!((leases.len(), &leases[0]["lease"]), (1, &stays.id.as_str().into()), "{leases:?}");
     let leased: u64 = server.json(&["gpus"])["gpus"]
@@ -263,7 +263,7 @@ async fn layers_and_users() {
 
 #[tokio::test]
 async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
-    // The fake workers' programs are alice's.
+    // The programs of the fake workers belong to alice.
     let more = "limits.user.alice.workers = 2\nlimits.client.vm-b.workers = 2\nusers.scope = \"site\"";
     let server = Server::start_with("libcuda.so.1", more).await;
     let (mut a, mut b) = (server.client("vm-a").await, server.client("vm-b").await);
@@ -272,7 +272,7 @@ async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
     let (_first, _) = server.adopt(&first.id, 0, true);
     let second = b.take(&of_b.id).await.unwrap();
     let (_second, _) = server.adopt(&second.id, 0, true);
-    // Others may take workers; a third program of hers is told why it gets none.
+    // The client can take a worker; a third program of alice is refused with the reason.
     let third = a.take(&of_a.id).await.unwrap();
     let begun = std::time::Instant::now();
     let (mut lane, _) = server.adopt(&third.id, 0, true);
@@ -282,7 +282,7 @@ async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
         "{said}"
     );
     assert!(begun.elapsed() >= Duration::from_secs(2), "it waits for one that may be ending");
-    // One that ends makes room for one that waits.
+    // A program that exits makes room for one that waits.
     let fourth = b.take(&of_b.id).await.unwrap();
     let (mut lane, said) = server.adopt(&fourth.id, 0, true);
     let ended = ProcessEndedRequest { lease: of_a.id.clone(), worker: first.id };
@@ -291,7 +291,7 @@ async fn programs_on_the_lease_of_a_machine_count_for_their_users() {
         server.workers().iter().any(|w| w["worker"] == said["worker"] && w["state"] == "active")
     })
     .await;
-    // On each client by itself.
+    // With the scope `client` each client counts separately.
     server.set("users.scope", "client");
     let fifth = a.take(&of_a.id).await.unwrap();
     let (_fifth, said) = server.adopt(&fifth.id, 0, true);
@@ -318,7 +318,7 @@ async fn a_group_limits_each_of_its_members() {
     a.pool.allocate(of(&a, "carol")).await.unwrap();
     server.set("users.scope", "client");
     b.pool.allocate(of(&b, "bob")).await.unwrap();
-    // Names of users are the client's word: they get it no more than itself.
+    // The client chooses user names, so that they give it no more than it has itself.
     refused_by(a.pool.allocate(of(&a, "dave")).await, "gpus", "of everybody");
     server.set("limits.user.dave.gpus", "9");
     refused_by(a.pool.allocate(of(&a, "dave")).await, "gpus", "of everybody");
@@ -329,7 +329,7 @@ async fn a_group_limits_each_of_its_members() {
 
 #[tokio::test]
 async fn idle_times_are_those_of_client_user_and_lease() {
-    // Nobody else's leases are touched.
+    // Leases of other users stay.
     let more =
         "limits.gpus = 64\nlimits.user.bob.release_after = \"1s\"\nlimits.client.vm-b.park_after = \"1s\"";
     let server = Server::start_with("libcuda.so.1", more).await;
@@ -343,7 +343,7 @@ async fn idle_times_are_those_of_client_user_and_lease() {
     let wish = |c: &Client| AllocateRequest { memory_percent: 10.0, ..c.request() };
     let bad = AllocateRequest { on_idle: "burn".into(), ..wish(&a) };
     assert_eq!(a.pool.allocate(bad).await.unwrap_err().code(), Code::InvalidArgument);
-    // What would take a lease out of the server's reach needs the server's leave.
+    // A lease may only evade the server's policy if a limit allows that.
     let keep = AllocateRequest { on_idle: "keep".into(), ..wish(&b) };
     refused_by(b.pool.allocate(keep.clone()).await, "on_idle", "of everybody (default): \"keep\" asked for");
     let hold = AllocateRequest { hold: true, ..wish(&a) };
@@ -400,7 +400,7 @@ async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
     let _lane = server.adopt(&worker.id, 0, true);
     let renewed =
         async |a: &mut Client| a.pool.renew(renew(&[&lease.id])).await.unwrap().into_inner().leases.remove(0);
-    // The worker says that it has a program on another way than the one that the program is answered on.
+    // The worker reports its program over another channel than the one that answers the program.
     eventually("its program shows", async || renewed(&mut a).await.state == "active").await;
     let now = renewed(&mut a).await;
     assert_eq!((now.state.as_str(), now.idle_timeout_usec), ("active", minutes(5)));
@@ -459,7 +459,7 @@ async fn who_does_not_want_it_any_more_is_waited_for_by_nobody() {
         queue.as_array().unwrap().iter().any(|r| r["client"] == client)
     };
     assert_eq!(details(&named(&mut c, "one", 1).await.unwrap_err()).position, 2);
-    // Another client cannot take it out by the request's name.
+    // Another client cannot withdraw it by the request's name.
     let withdraw = |id: &str| ReleaseRequest { request_id: id.into(), ..Default::default() };
     c.pool.release(withdraw("both")).await.unwrap();
     assert!(queued("vm-b").await);
@@ -472,7 +472,7 @@ async fn who_does_not_want_it_any_more_is_waited_for_by_nobody() {
 async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let more = "warm_workers = 0\nlend_after = 0\nlimits.gpus = 128\nlimits.max_persistent = 128";
     let server = Server::start_with("many-libcuda.so.1", more).await;
-    // A client has 64 leases at most.
+    // Each client may have at most 64 leases, so there are two.
     let mut vms = [server.client("vm-0").await, server.client("vm-1").await];
     let mut last = server.client("vm-81").await;
     let boot = |client: &Client, n: usize| AllocateRequest {
@@ -492,7 +492,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let status = last.pool.allocate(wish.clone()).await.unwrap_err();
     assert_eq!((status.code(), details(&status).position), (Code::ResourceExhausted, 1));
     server.set("lend_after", "1s");
-    // Nobody's programs run: after a while the one that was unused longest lends its GPU.
+    // No program runs, so after a while the lease that was unused longest lends its GPU.
     let mut lease = None;
     eventually("one lends", async || {
         lease = last.pool.allocate(wish.clone()).await.ok().map(|l| l.into_inner());
@@ -510,7 +510,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let index = held.iter().position(|l| lender == [l.id.as_str()]).expect("one of the first");
     assert_eq!(held[index].devices[0].uuid, taken);
 
-    // Its next program gets a GPU at once: not the same, which is taken, but another that nobody uses.
+    // Its next program gets a GPU at once: the old one is taken, but another one is unused.
     let client = &mut vms[index % 2];
     let mut watch = client.pool.watch(WatchRequest { boot_id: "b1".into() }).await.unwrap().into_inner();
     let hint = control::IdleHintRequest { lease: lender[0].clone(), idle: true };
@@ -553,7 +553,7 @@ async fn eighty_one_boot_leases_on_eighty_gpus_lend_and_return() {
     let second = lent(&server);
     assert!(second.len() == 1 && second != lender, "another one lends now: {second:?}");
 
-    // When the last one is gone, everybody has a GPU again.
+    // After the last client's release, every lease has a GPU again.
     let of_last = server.json(&["leases"])["leases"].as_array().unwrap().clone();
     let of_last =
         of_last.iter().find(|l| l["client"] == "vm-81").unwrap()["lease"].as_str().unwrap().to_string();
@@ -592,7 +592,7 @@ async fn gpus_and_the_server_are_taken_out() {
     let wish = AllocateRequest { devices: vec![uuid.clone()], ..vm.request() };
     let status = vm.pool.allocate(wish.clone()).await.unwrap_err();
     assert!(status.message().contains("a fan is loud"), "{status}");
-    // It stays off, also over a restart.
+    // It stays off over a restart.
     server.signal(Signal::SIGTERM);
     server.run().await;
     let mut vm = server.again(&vm).await;
@@ -610,7 +610,7 @@ async fn gpus_and_the_server_are_taken_out() {
     assert!(status.message().contains("new cooling"), "{status}");
     assert_eq!(vm.pool.describe(DescribeRequest {}).await.unwrap().into_inner().state, "draining");
     vm.take(&lease.id).await.unwrap();
-    // Also after a restart.
+    // The server drains after a restart, too.
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
     server.run().await;
     let mut vm = server.again(&vm).await;
@@ -638,7 +638,7 @@ async fn the_configuration_changes_while_running() {
         server.workers().iter().filter(|w| w["state"] == "warm").count() == 3
     })
     .await;
-    // What cannot work changes nothing, neither the server nor the file.
+    // A bad value changes neither the server nor the file.
     for (key, value, text) in [
         ("warm_workers", "many", "0 to 64"),
         ("limits.gpu", "1", "cannot be changed"),
@@ -651,7 +651,7 @@ async fn the_configuration_changes_while_running() {
         assert!(said.contains(text) || said.contains("unknown key"), "{said}");
         assert_eq!(get(&server, "warm_workers").0, "3");
     }
-    // Nor does what a later file overrules.
+    // A value that a later file overrides changes neither.
     let runtime = std::fs::read_to_string(server.path("gpuserver.d/90-runtime.toml")).unwrap();
     std::fs::write(server.path("gpuserver.d/site.toml"), "park_after = \"7min\"\n").unwrap();
     let output = server.verb(&["config", "set", "park_after", "9min"]);
@@ -667,7 +667,7 @@ async fn the_configuration_changes_while_running() {
     let reload = server.verb(&["config", "reload"]);
     let said = String::from_utf8_lossy(&reload.stderr);
     assert!(said.contains("limits.workers = \"x\"") && said.contains("stays as it was"), "{said}");
-    // Verbs read the file too, and reach the running server whatever is wrong with it.
+    // Verbs read the file as well, and reach the running server even if it has errors.
     assert_eq!(get(&server, "limits.workers").0, "64");
     let text = std::fs::read_to_string(server.path("gpuserver.toml")).unwrap();
     std::fs::write(server.path("gpuserver.toml"), format!("[[ nonsense\n{text}")).unwrap();
@@ -684,7 +684,7 @@ async fn the_configuration_changes_while_running() {
     eventually("the new limit holds", async || get(&server, "limits.workers").0 == "7").await;
     server.unset("warm_workers");
     assert_eq!(get(&server, "warm_workers").0, "2");
-    // A file that is gone is not one without keys.
+    // A missing file does not count as one without keys.
     let (file, moved) = (server.path("gpuserver.toml"), server.path("moved.toml"));
     let site = format!("runtime_dir = {:?}\n", server.path("run"));
     std::fs::write(server.path("gpuserver.d/site.toml"), site).unwrap();
@@ -699,7 +699,7 @@ async fn the_configuration_changes_while_running() {
     std::fs::remove_file(server.path("gpuserver.d/site.toml")).unwrap();
     assert_eq!(get(&server, "limits.workers").0, "7");
     assert_eq!(get(&server, "warm_workers").0, "2");
-    // What waits for a restart is shown until it comes.
+    // A change that waits for a restart is shown until then.
     server.configure("libcuda.so.1", "cache_max = \"4GiB\"");
     assert!(server.verb(&["config", "reload"]).status.success());
     server.set("warm_workers", "1");
@@ -743,7 +743,7 @@ async fn a_stop_waits_for_programs() {
     vm.pool.process_ended(ProcessEndedRequest { lease: lease.id, worker: worker.id }).await.unwrap();
     assert_eq!(process.wait().unwrap().code(), Some(0));
 
-    // Or until it is forced.
+    // SIGQUIT ends the wait.
     server.run().await;
     let mut vm = server.again(&vm).await;
     let lease = vm.allocate(100.0).await.unwrap();
@@ -777,7 +777,7 @@ async fn an_administrator_stops_the_server_and_hears_what_it_waits_for() {
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(stop.stdout.take().unwrap()));
     let line = lines.next().unwrap().unwrap();
     assert!(
-        line.starts_with("waits up to ") && line.ends_with(" s for vectorAdd (pid 42 of vm-1)"),
+        line.starts_with("waiting up to ") && line.ends_with(" s for vectorAdd (pid 42 of vm-1)"),
         "{line}"
     );
     vm.pool.process_ended(ProcessEndedRequest { lease: lease.id, worker: worker.id }).await.unwrap();
@@ -786,12 +786,12 @@ async fn an_administrator_stops_the_server_and_hears_what_it_waits_for() {
     assert_eq!(server.ended().code(), Some(0));
     assert_eq!(server.verb(&["stop"]).status.code(), Some(1), "it does not run");
 
-    // Or at once, also while another administrator waits.
+    // `stop --force` stops it at once, even while another administrator waits.
     server.run().await;
     let (_vm, _lease, _worker, mut lane) = program(&server, &vm).await;
     let mut waits = server.command(&["stop"]).stdout(std::process::Stdio::piped()).spawn().unwrap();
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(waits.stdout.take().unwrap()));
-    assert!(lines.next().unwrap().unwrap().starts_with("waits up to "));
+    assert!(lines.next().unwrap().unwrap().starts_with("waiting up to "));
     let forced = server.json(&["stop", "--force"]);
     assert_eq!(forced["stopped"]["programs"][0], "vectorAdd (pid 42 of vm-1)");
     assert!(rest(&mut lane).is_empty());
@@ -828,7 +828,7 @@ async fn what_was_used_is_on_record() {
     eventually("the program is on record", async || records(&server, &[]).len() == 1).await;
     vm.pool.release(ReleaseRequest { lease: lease.id.clone(), ..Default::default() }).await.unwrap();
     eventually("the lease too", async || records(&server, &["--kind", "lease"]).len() == 1).await;
-    // Also without a server.
+    // The records are read without a server, too.
     assert_eq!(server.signal(Signal::SIGTERM).code(), Some(0));
     let all = records(&server, &["--client", "vm-1", "--user", "alice", "--since", "1h"]);
     let (process, of_lease) = (&all[0], &all[1]);
@@ -954,7 +954,7 @@ async fn prometheus_reads_what_is_leased() {
             .starts_with("HTTP/1.1 405 ")
     );
     assert!(http(&address, "\u{16}\u{3}\u{1}nonsense\r\n\r\n").starts_with("HTTP/1.1 400 "));
-    // It is a port of one server.
+    // Another server cannot listen on the same port.
     let other = Server::prepare("libcuda.so.1", &format!("metrics_listen = \"{address}\"")).await;
     let output = other.verb(&["serve"]);
     assert_eq!(output.status.code(), Some(1));

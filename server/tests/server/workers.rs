@@ -1,4 +1,4 @@
-//! Real workers on simulated GPUs: nothing is left of them, however they end.
+//! Real workers on simulated GPUs leave nothing behind, however they end.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -20,12 +20,14 @@ use zerocopy::IntoBytes;
 
 use crate::common::{Client, Server, eventually};
 
-/// Each has a lease after the other, and on each so many programs.
+/// Number of clients at the same time.
 const CLIENTS: u64 = 4;
+/// Number of consecutive leases of each client.
 const LEASES: u64 = 5;
+/// Number of programs on each lease.
 const PROGRAMS: u64 = 25;
 
-/// A file of another package, which cargo has built beside this one.
+/// Returns the path of another package's file that cargo built for this test.
 fn built(name: &str) -> PathBuf {
     let exe = std::env::current_exe().expect("the test has a path");
     let path = exe.ancestors().nth(2).expect("it is below the target folder").join(name);
@@ -40,13 +42,13 @@ struct Site {
     pid: u64,
 }
 
-/// What there is of a server.
+/// Resources that a server and its workers use.
 #[derive(Debug)]
 struct There {
     descriptors: usize,
-    /// Its children, those too that nobody has waited for.
+    /// Child processes of the server, zombies included.
     children: usize,
-    /// Processes of the simulated machine, whosever children they are.
+    /// Processes of the simulated machine, including those of other parents.
     processes: usize,
     files: BTreeSet<PathBuf>,
     shared_memory: usize,
@@ -91,7 +93,7 @@ impl Site {
         Self { server, machine, pid }
     }
 
-    /// The process of a worker.
+    /// Returns the process id of a worker.
     fn pid(&self, worker: &[u8]) -> u32 {
         let answer = admin::ask(&self.server.path("run/admin.sock"), &Ask::Ps).unwrap().unwrap();
         let id = data_encoding::HEXLOWER.encode(worker);
@@ -123,7 +125,7 @@ impl Site {
         }
     }
 
-    /// What the driver says of the GPUs.
+    /// Reads the driver's report about the GPUs.
     fn gpus(&self) -> Vec<GpuReading> {
         let mut monitor = Command::new(built("gpuserver-worker"))
             .arg("--monitor")
@@ -161,7 +163,7 @@ impl Drop for Site {
     }
 }
 
-/// A call that a worker answers with success; the values of its answer.
+/// Makes a call that the worker answers with success, and returns the values of the answer.
 fn call(socket: &mut TcpStream, operation: u16, seq: u64, values: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
     let header = Header {
         len: 0.into(),
@@ -187,7 +189,7 @@ fn call(socket: &mut TcpStream, operation: u16, seq: u64, values: impl FnOnce(&m
     body
 }
 
-/// A program that its worker serves, in clear, and that has device memory.
+/// Starts a program with device memory over a connection in clear.
 fn begin(server: &Server, lease: &Lease, worker: &Worker) -> TcpStream {
     const WINDOW: u64 = 0x0200_0000_0000;
     const MIB: u64 = 1 << 20;
@@ -218,9 +220,9 @@ fn begin(server: &Server, lease: &Lease, worker: &Worker) -> TcpStream {
     socket
 }
 
-/// A client's leases and programs, which end in many ways.
+/// Runs a client's leases and programs, which end in many ways; returns the number of programs.
 async fn run(site: Arc<Site>, mut vm: Client, seed: u64, leases: u64, programs: u64) -> u64 {
-    // Knuth's, of which the upper bits are good.
+    // Knuth's generator, whose upper bits are good.
     let mut state = seed;
     let mut random = move |n: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -236,7 +238,7 @@ async fn run(site: Arc<Site>, mut vm: Client, seed: u64, leases: u64, programs: 
             begun += 1;
             let ending = random(6);
             if ending == 0 {
-                // Serves nobody yet.
+                // The worker has no program yet.
                 let _ = kill(pid, Signal::SIGKILL);
                 continue;
             }
@@ -247,11 +249,11 @@ async fn run(site: Arc<Site>, mut vm: Client, seed: u64, leases: u64, programs: 
                     let ended = ProcessEndedRequest { lease: lease.id.clone(), worker: worker.id };
                     vm.pool.process_ended(ended).await.unwrap();
                 }
-                // Says something that makes no sense.
+                // The program sends garbage.
                 3 => drop(socket.write_all(&[0xff; 64])),
-                // Its own end, or its network's.
+                // The program exits, or its network fails.
                 4 => drop(socket.shutdown(std::net::Shutdown::Both)),
-                // With its lease.
+                // The program's lease ends.
                 _ => running.push(socket),
             }
         }
@@ -268,7 +270,7 @@ async fn five_hundred_workers_leave_nothing_behind() {
         clients.push(site.server.client(&format!("vm-{i}")).await);
     }
     let mut before = None;
-    // The first ones make what is there for good.
+    // The first round creates what stays for the server's lifetime.
     for (leases, programs) in [(1, 2), (LEASES, PROGRAMS)] {
         let start =
             |(vm, seed): (&Client, u64)| tokio::spawn(run(site.clone(), vm.clone(), seed, leases, programs));

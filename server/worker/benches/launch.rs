@@ -1,5 +1,7 @@
-//! What `cuLaunchKernel` costs a program's thread, through our library, with a real worker on the simulated driver at the other end: in
-//! bursts that fit into a stream's queue, each waited for, and which system calls the thread makes in them.
+//! Cost of `cuLaunchKernel` for a program's thread, with a real worker on the simulated driver.
+//!
+//! The program launches in bursts that fit into a stream's queue, and waits after each. The bench
+//! also counts the system calls of the thread within the bursts.
 
 #[allow(dead_code, reason = "shared with the tests of the wire")]
 #[path = "../tests/harness/mod.rs"]
@@ -23,7 +25,7 @@ const KERNEL: &std::ffi::CStr = c"
     .address_size 64
     .visible .entry nothing(.param .u64 a, .param .u64 b, .param .u32 c) { ret; }";
 
-/// The program: nanoseconds of each launch, one a line.
+/// The program: prints the nanoseconds of each launch, one a line.
 fn launches() {
     let library = program::library();
     let call =
@@ -40,7 +42,7 @@ fn launches() {
     let mut times = Vec::with_capacity(100 * 500);
     // Looked up once, as a runtime does.
     type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> i32;
-    // SAFETY: the type is CUDA's.
+    // SAFETY: the type is that of cuda.h.
     let entry = unsafe { library.get::<Launch>(b"cuLaunchKernel") }.expect("a driver call");
     call("cuLaunchKernel", &launch);
     for _ in 0..100 {

@@ -1,4 +1,4 @@
-//! When the client's GPU work was last seen, and what the supervisor hears of it.
+//! Time of the client's last GPU work, and the reports of it to the supervisor.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,21 +11,21 @@ use crate::driver::{Handle, status};
 use crate::execute::Executor;
 use crate::session::Session;
 
-/// How often the supervisor hears, at most.
+/// Shortest time between two reports to the supervisor.
 const REPORT: Duration = Duration::from_secs(1);
-/// How often the GPU is asked whether it still works, while the client sends nothing.
+/// Time between two queries whether the GPU still works, while the client sends nothing.
 pub const LOOK: Duration = Duration::from_millis(500);
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
 const NOT_CAPTURING: i32 = 0;
 
-/// See the module.
+/// Time of the last GPU work, and counters for the reports.
 pub struct Activity {
     start: Instant,
     /// Milliseconds after `start`.
     last: AtomicU64,
-    /// Work was queued since the GPU was last seen without any.
+    /// Whether work was queued since a query last found the GPU idle.
     outstanding: AtomicBool,
     calls: AtomicU64,
 }
@@ -42,7 +42,7 @@ impl Default for Activity {
 }
 
 impl Activity {
-    /// A frame is replayed from now on.
+    /// Records that the replay of a frame begins.
     pub fn frame(&self, operation: u16, now: Instant) {
         self.calls.fetch_add(1, Ordering::Relaxed);
         if works(operation) {
@@ -51,20 +51,20 @@ impl Activity {
         }
     }
 
-    /// The GPU works, or a copy is under way.
+    /// Records that the GPU works or that a copy is under way.
     pub fn seen(&self, now: Instant) {
         let at = now.saturating_duration_since(self.start).as_millis() as u64;
         self.last.fetch_max(at, Ordering::Relaxed);
     }
 
-    /// Whether the GPU may have work that the client does not wait for.
+    /// Returns `true` if the GPU may have work that the client does not wait for.
     pub fn outstanding(&self) -> bool {
         self.outstanding.load(Ordering::Relaxed)
     }
 
-    /// Asks the GPU, in an executor's thread: whether everything is done.
+    /// Queries the GPU, in an executor's thread; returns `true` if all work is done.
     pub fn look(&self, session: &Session, executor: &mut Executor) -> bool {
-        // The threads of copies on their way call the driver, too.
+        // The threads of copies under way call the driver, too.
         let quiet = quiet(session, executor) && session.landing.idle() && session.lanes.idle();
         if quiet {
             self.outstanding.store(false, Ordering::Relaxed);
@@ -74,7 +74,9 @@ impl Activity {
         quiet
     }
 
-    /// Tells the supervisor, in a thread of its own that never calls the driver, as long as the process lives.
+    /// Starts the thread that reports to the supervisor until the process exits.
+    ///
+    /// The thread never calls the driver: a call could block it.
     pub fn report(session: &Arc<Session>) -> std::io::Result<()> {
         let session = session.clone();
         let tell = move || {
@@ -105,7 +107,7 @@ impl Activity {
     }
 }
 
-/// Operations that are work of the GPU, or a copy.
+/// Returns `true` for operations that give the GPU work, or copy.
 fn works(operation: u16) -> bool {
     matches!(
         operation,
@@ -120,25 +122,29 @@ fn works(operation: u16) -> bool {
     ) || crate::generated::works(operation)
 }
 
-/// Whether all streams have done everything. Streams that are captured are not asked, which would end the capture.
+/// Returns `true` if all streams have finished their work.
+///
+/// While a stream captures, none is queried, since a query would invalidate the capture; the result
+/// is `false`.
 fn quiet(session: &Session, executor: &mut Executor) -> bool {
     let call = &session.driver.call;
     let mut streams: Vec<Handle> = session.streams.all().iter().map(|s| s.object.0).collect();
     let capturing = |stream: Handle| {
         let mut status = NOT_CAPTURING;
-        // SAFETY: a stream of this worker, or the name of the current context's default stream; the pointer is valid.
+        // SAFETY: a stream of this worker, or the name of the current context's default stream; the
+        // pointer is valid.
         let said = unsafe { (call.cuStreamIsCapturing)(stream, &mut status) };
         said == 0 && status != NOT_CAPTURING
     };
-    // SAFETY: as above.
+    // SAFETY: as above; the query takes no pointer.
     let busy = |stream: Handle| unsafe { (call.cuStreamQuery)(stream) } == status::NOT_READY;
     if streams.iter().any(|s| capturing(*s)) {
         return false;
     }
     let contexts = session.contexts.all();
-    // The default streams: each context has its own.
+    // Each context has a default stream of its own.
     let default = contexts.iter().any(|context| {
-        // SAFETY: a context of this worker.
+        // SAFETY: a context of this worker; `executor.current` below records the change.
         unsafe { (call.cuCtxSetCurrent)(context.0) };
         executor.current = 0;
         busy(LEGACY as Handle)

@@ -1,4 +1,6 @@
-//! The supervisor's word on whether a process with a good ticket is served: it counts what a user has over all workers.
+//! The supervisor's consent to serve a process that has shown a good ticket.
+//!
+//! The supervisor counts the processes of a user over all workers, which one worker cannot.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -7,10 +9,10 @@ use gpusession_proto::supervise::{ClientProcess, FromWorker};
 
 use crate::supervise::Supervisor;
 
-/// A supervisor that says nothing for so long, though another one may have taken over meanwhile, is not waited for.
+/// Longest wait for the supervisor's answer, a change of the supervisor included.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A question that is asked once.
+/// A question to the supervisor, asked once per worker.
 #[derive(Default)]
 pub struct Admission {
     state: Mutex<State>,
@@ -24,7 +26,7 @@ struct State {
 }
 
 impl Admission {
-    /// Waits for the answer; `Err` says why the process is not served.
+    /// Asks and waits for the answer; `Err` holds the reason for a refusal.
     pub fn ask(&self, supervisor: &Supervisor, process: ClientProcess) -> Result<(), String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         supervisor.tell(&FromWorker::Presented(process.clone()));
@@ -36,18 +38,18 @@ impl Admission {
         match state.answer.take() {
             Some(None) => Ok(()),
             Some(Some(reason)) => Err(reason),
-            None => Err("the GPU server does not say whether it serves this program".into()),
+            None => Err("the GPU server did not answer whether it serves this program".into()),
         }
     }
 
-    /// Another supervisor may not have heard the question.
+    /// Repeats an open question to a new supervisor, which may not have received it.
     pub fn ask_again(&self, supervisor: &Supervisor) {
         if let Some(process) = &self.state.lock().unwrap_or_else(PoisonError::into_inner).asked {
             supervisor.tell(&FromWorker::Presented(process.clone()));
         }
     }
 
-    /// The supervisor has answered.
+    /// Records the supervisor's answer; `None` admits the process.
     pub fn answer(&self, refused: Option<String>) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).answer = Some(refused);
         self.changed.notify_all();

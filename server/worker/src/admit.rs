@@ -1,4 +1,4 @@
-//! The life of a worker: get warm, admit one process, serve it, end.
+//! The life of a worker: get ready, admit one process, serve it, exit.
 
 use std::io;
 use std::net::TcpStream;
@@ -29,9 +29,9 @@ use crate::quota::Quota;
 use crate::session::Session;
 use crate::supervise::Supervisor;
 
-/// A peer that says nothing is dropped after this long.
+/// Longest silence of a peer during the handshake and the greeting.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most windows that a client may offer.
+/// Maximum number of windows that a client may offer.
 const MAX_WINDOWS: u64 = 64;
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a limit refuses the program.
 const DEVICE_UNAVAILABLE: i32 = 46;
@@ -48,16 +48,16 @@ struct Worker {
     contexts: Mutex<Option<Contexts>>,
     session: OnceLock<Arc<Session>>,
     admission: Admission,
-    /// What this host does not let it give up.
+    /// Restrictions of `isolation` that this host does not support.
     lacking: Vec<String>,
 }
 
-/// Serves the supervisor until it says stop, or the client has ended.
+/// Serves the supervisor until it stops the worker, or the client's process exits.
 pub fn run() -> ExitCode {
     let supervisor = match Supervisor::inherited() {
         Ok(supervisor) => Arc::new(supervisor),
         Err(e) => {
-            eprintln!("gpuserver-worker: no supervision socket ({e}): gpuserver starts workers");
+            eprintln!("gpuserver-worker: no supervision socket: {e}; only gpuserver starts workers");
             return ExitCode::from(1);
         }
     };
@@ -80,7 +80,7 @@ pub fn run() -> ExitCode {
                     }
                 };
                 if let Err(e) = std::thread::Builder::new().name("connection".into()).spawn(serve) {
-                    let reason = format!("no thread for a connection: {e}");
+                    let reason = format!("cannot start a thread for the connection: {e}");
                     supervisor.tell(&FromWorker::Refused { number, reason });
                 }
             }
@@ -94,7 +94,7 @@ pub fn run() -> ExitCode {
                 worker.quota.ask_again();
             }
             Ok(Some((ToWorker::Stop { reason }, _))) => {
-                // What the supervisor says next is heard.
+                // A thread of its own, so that this one receives the supervisor's next messages.
                 let (stopping, why) = (worker.clone(), reason.clone());
                 let stop = move || stopping.end(&why);
                 if std::thread::Builder::new().name("stop".into()).spawn(stop).is_err() {
@@ -125,7 +125,7 @@ pub fn run() -> ExitCode {
 fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     let start = match supervisor.receive() {
         Ok(Some((ToWorker::Start(start), _))) => start,
-        Ok(Some(_)) => return Err("the first message was not Start".into()),
+        Ok(Some(_)) => return Err("supervision socket: the first message was not Start".into()),
         Ok(None) => return Ok(None),
         Err(e) => return Err(format!("supervision socket: {e}")),
     };
@@ -133,7 +133,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         Isolation::Off => Vec::new(),
         Isolation::Try | Isolation::Require => containment::before_driver(&start),
     };
-    let output = Output::redirect().map_err(|e| format!("redirecting the output: {e}"))?;
+    let output = Output::redirect().map_err(|e| format!("cannot redirect the output: {e}"))?;
     let driver = Driver::load(Path::new(&start.driver))?;
     let mut cuda_version = 0;
     // SAFETY: the out pointer is valid; this call works before cuInit.
@@ -143,7 +143,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
         true => Some(warm(driver, &start, supervisor, lacking.clone())?),
         false => None,
     };
-    let (tls, fingerprint) = identity().map_err(|e| format!("making a certificate: {e}"))?;
+    let (tls, fingerprint) = identity().map_err(|e| format!("cannot create a certificate: {e}"))?;
     supervisor.tell(&FromWorker::Ready { fingerprint, cuda_version: cuda_version as u32 });
     Ok(Some(Worker {
         quota: Arc::new(Quota::new(supervisor.clone(), &start.devices)),
@@ -159,7 +159,7 @@ fn prepare(supervisor: &Arc<Supervisor>) -> Result<Option<Worker>, String> {
     }))
 }
 
-/// Makes the contexts. The driver has then done what the worker need not do again, and gives that up.
+/// Creates the contexts, then gives up the rights that only the driver's start needed.
 fn warm(
     driver: &Driver,
     start: &Start,
@@ -169,9 +169,9 @@ fn warm(
     // SAFETY: cuInit takes only flags, which must be 0.
     check_connected(|| unsafe { (driver.call.cuInit)(0) }).map_err(|s| format!("cuInit: CUDA error {s}"))?;
     let contexts = Contexts::warm(driver, &start.devices)?;
-    // The driver goes on without MPS, and without its limits, where it does not find the daemon.
+    // A driver that does not find the MPS daemon continues without it, and without its limits.
     if start.mps && !contexts.under_mps(driver) {
-        return Err("the MPS daemon of this GPU does not answer: the program is not started without it; start it again".into());
+        return Err("the MPS control daemon of this GPU does not answer: no program runs without it; start the program again".into());
     }
     if start.isolation == Isolation::Off {
         return Ok(contexts);
@@ -179,7 +179,7 @@ fn warm(
     lacking.extend(containment::before_client(start.mps).err());
     if start.isolation == Isolation::Require && !lacking.is_empty() {
         return Err(format!(
-            "isolation = \"require\", and this host does not allow it: {}; \"try\" goes on without",
+            "isolation = \"require\": not possible on this host: {}; isolation = \"try\" continues without",
             lacking.join("; ")
         ));
     }
@@ -187,7 +187,7 @@ fn warm(
     Ok(contexts)
 }
 
-/// A key and certificate that live as long as this worker.
+/// Creates a key and a certificate that live as long as this worker.
 fn identity() -> Result<(Arc<ServerConfig>, [u8; 32]), Box<dyn std::error::Error>> {
     let key = rcgen::KeyPair::generate()?;
     let certificate = rcgen::CertificateParams::new(vec!["worker".into()])?.self_signed(&key)?;
@@ -209,7 +209,7 @@ impl Worker {
             session.end(reason)
         }
         self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet: true });
-        // SAFETY: ends the process without running the driver's exit handlers.
+        // SAFETY: exits the process without running the driver's exit handlers.
         unsafe { libc::_exit(0) }
     }
 
@@ -221,18 +221,18 @@ impl Worker {
         }
         let socket = TcpStream::from(socket);
         socket.set_nonblocking(false)?;
-        // Bounds the handshake and the greeting; lifted when the peer is admitted.
+        // Bounds the handshake and the greeting; lifted once the greeting has arrived.
         socket.set_read_timeout(Some(PATIENCE))?;
         let control = socket.try_clone()?;
         if !preface.tls() && self.start.require_tls {
             let transport = Transport::plain(socket)?;
             let refused = refuse(
                 &transport,
-                "this server demands encryption, which the grant was made without: start the program again, which asks for \
-                 a new grant"
+                "this server demands encryption, but the grant was made without it; start the program again, which asks \
+                 for a new grant"
                     .into(),
             );
-            // What the client has sent must be read, or closing would take the refusal back from it.
+            // Unread input would make the kernel discard the refusal on closing: read it first.
             control.shutdown(std::net::Shutdown::Write)?;
             let _ = greeting(&transport);
             return Err(refused);
@@ -289,7 +289,7 @@ impl Worker {
         for _ in 0..count.min(MAX_WINDOWS) {
             windows.push(r.word().map_err(io::Error::other)?);
         }
-        // One process per worker: whoever comes second, with whatever ticket, is refused.
+        // A worker serves one process: it refuses any other connection with a ticket, however good.
         let contexts = {
             let mut contexts = self.contexts.lock().map_err(|_| io::Error::other("worker failed before"))?;
             if self.session.get().is_some() {
@@ -306,7 +306,7 @@ impl Worker {
         };
         let mut secret = [0; 32];
         ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut secret)
-            .map_err(|_| io::Error::other("no randomness"))?;
+            .map_err(|_| io::Error::other("cannot read random bytes"))?;
         let encrypted = transport.encrypted();
         let session = Arc::new(Session::new(
             self.driver,
@@ -332,7 +332,7 @@ impl Worker {
             self.supervisor.tell(&FromWorker::Refused { number, reason: reason.clone() });
             session
                 .send_with(op::REPLY, header.seq.get(), DEVICE_UNAVAILABLE, |w| w.bytes(reason.as_bytes()));
-            session.end(&format!("its program was refused: {reason}"));
+            session.end(&format!("the program was refused: {reason}"));
         }
         self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
@@ -343,19 +343,19 @@ impl Worker {
             described = session.contexts.describe(self.driver, w);
         });
         if let Err(error) = described {
-            session.end(&format!("describing the GPUs: CUDA error {error}"));
+            session.end(&format!("cannot describe the GPUs: CUDA error {error}"));
         }
         if let Err(e) = Activity::report(&session) {
-            session.end(&format!("no thread for reports: {e}"));
+            session.end(&format!("cannot start the thread for reports: {e}"));
         }
         match session.replay.run(&session, &session.transport, rest) {
-            Ok(()) => session.end("the client has ended"),
+            Ok(()) => session.end("the client's process exited"),
             Err(e) => session.end(&format!("connection to the client: {e}")),
         }
     }
 }
 
-/// Tells the peer, before the first frame, why it is not served: the client shows it to the program's user.
+/// Sends the reason for a refusal before the first frame; the client shows it to its user.
 fn refuse(transport: &Transport, reason: String) -> io::Error {
     let mut bytes = (reason.len() as u32 | 1 << 31).to_le_bytes().to_vec();
     bytes.extend_from_slice(reason.as_bytes());
@@ -363,7 +363,7 @@ fn refuse(transport: &Transport, reason: String) -> io::Error {
     io::Error::other(reason)
 }
 
-/// The first frame, and what was received beyond it.
+/// Receives the first frame; the buffer for what follows it is empty.
 fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>, BytesMut)> {
     let wait = Wait::AtMost(Duration::ZERO, PATIENCE);
     let mut head = [0; HEADER];

@@ -1,6 +1,10 @@
-//! What a worker cannot do. It is presumed controlled by its client: before it serves one it gives up files but those that a CUDA
-//! driver needs (Landlock), sockets but those that it is handed, other processes, new programs and the rarer parts of the
-//! kernel (seccomp), core dumps, and large files.
+//! Restrictions of a worker, which is presumed to be controlled by its client.
+//!
+//! Before it serves a client, a worker gives up these rights:
+//! * files, except those that a CUDA driver needs (Landlock);
+//! * sockets, except those that it receives, and other processes, new programs and rare system
+//!   calls (seccomp);
+//! * core dumps and large files (resource limits).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,7 +22,10 @@ use seccompiler::{
 
 use crate::devices;
 
-/// Read and run: libraries, what the driver asks about the machine, the loader's and the resolver's tables.
+/// Readable and executable files.
+///
+/// These are libraries, facts about the machine for the driver, and tables of the loader and the
+/// resolver.
 const READ: &[&str] = &[
     "/usr",
     "/lib",
@@ -34,22 +41,29 @@ const READ: &[&str] = &[
     "/etc/passwd",
     "/etc/group",
 ];
-/// Read and written beside the lease's GPUs: devices that are everybody's, and this process's own threads, whose names NVIDIA's
-/// driver sets (a failure there fails `cuInit`).
+/// Writable files in addition to the lease's GPUs.
+///
+/// These are devices that every process may use, and this process's own threads. NVIDIA's driver
+/// sets the names of its threads; a failure there fails `cuInit`.
 const WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", OWN_THREADS];
-/// Files that are there are read and written; only clients of MPS make any: nobody would count them.
+/// Folder whose existing files are readable and writable.
+///
+/// Only clients of MPS may create files in it, since no account would count them.
 const SHARED_MEMORY: &str = "/dev/shm";
 const OWN_THREADS: &str = "/proc/self/task";
-/// Open files, and bytes of one that is written.
+/// Limits of open files, and of the bytes of one written file.
 const MAX_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 30;
 
-/// Applied to the first thread before the driver starts others: core dumps, limits, files. Returns what this host does not allow.
+/// Restricts files, core dumps and sizes; returns what this host does not support.
+///
+/// Applied to the first thread, before the driver starts others.
 pub fn before_driver(start: &Start) -> Vec<String> {
     let said = |what: &'static str| move |e: String| format!("{what}: {e}");
     // One byte: zero would still start a collector that `core_pattern` names.
     let parts = [
-        // Rather this program than the server and everybody else's. Whoever takes it over can take this back.
+        // Out of memory, the kernel kills this program before the server and others.
+        // A client that controls the worker can take this back.
         std::fs::write("/proc/self/oom_score_adj", "500").map_err(|e| said("oom_score_adj")(e.to_string())),
         at_most(Resource::RLIMIT_CORE, 1).map_err(said("core dumps")),
         at_most(Resource::RLIMIT_FSIZE, MAX_FILE_BYTES).map_err(said("file size")),
@@ -59,7 +73,7 @@ pub fn before_driver(start: &Start) -> Vec<String> {
     parts.into_iter().filter_map(Result::err).collect()
 }
 
-/// What is less already stays.
+/// Lowers a limit; a lower one stays.
 fn at_most(resource: Resource, limit: u64) -> Result<(), String> {
     let (_, most) = getrlimit(resource).map_err(|e| e.to_string())?;
     setrlimit(resource, most.min(limit), most.min(limit)).map_err(|e| e.to_string())
@@ -67,7 +81,8 @@ fn at_most(resource: Resource, limit: u64) -> Result<(), String> {
 
 fn files_only(start: &Start) -> Result<(), String> {
     let abi = ABI::V3;
-    // A rule holds for an inode, and /proc makes another one of a folder that nobody holds open.
+    // A rule holds for an inode, and /proc makes another inode of a folder that no descriptor keeps
+    // open.
     std::mem::forget(PathFd::new(OWN_THREADS).map_err(|e| e.to_string())?);
     let said = |e: landlock::RulesetError| e.to_string();
     let own = std::env::current_exe().ok();
@@ -76,16 +91,16 @@ fn files_only(start: &Start) -> Result<(), String> {
         .map(Path::new)
         .chain(Path::new(&start.driver).parent())
         .chain(own.as_deref().and_then(Path::parent));
-    // A driver's folder may be made of links.
+    // A driver's folder may consist of links.
     let target = std::fs::canonicalize(&start.driver).ok();
     let target = target.as_deref().and_then(Path::parent);
     let runtime = std::env::var("XDG_RUNTIME_DIR").ok();
-    // Where an MPS daemon listens, if there is one.
+    // The folder in which an MPS daemon listens, if one runs.
     let pipes = std::env::var("CUDA_MPS_PIPE_DIRECTORY").ok();
     let write = WRITE.iter().copied().chain(start.module_cache.as_deref()).chain(runtime.as_deref());
     let compiled = std::env::var("CUDA_CACHE_PATH").ok();
     let uuids: Vec<_> = start.devices.iter().map(|d| d.uuid).collect();
-    // What clients of MPS open beside their GPU was not seen without the rest.
+    // Clients of MPS open further devices, which no test has determined: allow all of them.
     let (gpus, known) = if start.mps { (vec!["/dev".into()], Ok(())) } else { devices::of(&uuids) };
     let write = write.chain(pipes.as_deref()).chain(compiled.as_deref()).map(Path::new);
     let write = write.chain(gpus.iter().map(PathBuf::as_path));
@@ -104,19 +119,19 @@ fn files_only(start: &Start) -> Result<(), String> {
         .map_err(said)?;
     match status.ruleset {
         RulesetStatus::FullyEnforced => known,
-        RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of it".into()),
-        RulesetStatus::NotEnforced => {
-            Err("this kernel does not have it, or this container forbids it".into())
-        }
+        RulesetStatus::PartiallyEnforced => Err("this kernel enforces only a part of the rules".into()),
+        RulesetStatus::NotEnforced => Err("this kernel lacks it, or this container forbids it".into()),
     }
 }
 
-/// Applied to all threads once the driver is warm: system calls.
+/// Restricts the system calls of all threads, once the driver is warm.
 pub fn before_client(mps: bool) -> Result<(), String> {
     calls_only(mps).map_err(|e| format!("seccomp: {e}"))
 }
 
-/// Answered with EPERM: whatever reaches other processes, starts programs, or widens what this one may do.
+/// System calls that are answered with EPERM.
+///
+/// They reach other processes, start programs or widen this process's rights.
 const NEVER: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
@@ -144,7 +159,7 @@ const NEVER: &[i64] = &[
     libc::SYS_fsopen,
     libc::SYS_open_by_handle_at,
     libc::SYS_name_to_handle_at,
-    // What these make outlives the process that made it.
+    // System V and POSIX objects outlive the process that created them.
     libc::SYS_shmget,
     libc::SYS_shmat,
     libc::SYS_shmctl,
@@ -191,8 +206,10 @@ const NEVER: &[i64] = &[
     libc::SYS_vfork,
 ];
 
-/// Allowed for this process only, which their first argument names (0 is the caller): `abort` signals itself, drivers ask about
-/// their limits, place their pages and choose where they run.
+/// Allowed for this process only, which the first argument names (0 is the caller).
+///
+/// `abort` signals its own process; drivers query their limits, place their pages and choose their
+/// processors.
 const OWN_PROCESS: &[i64] = &[
     libc::SYS_tgkill,
     libc::SYS_prlimit64,
@@ -203,14 +220,16 @@ const OWN_PROCESS: &[i64] = &[
     libc::SYS_sched_setparam,
     libc::SYS_sched_setattr,
 ];
-/// The same by their second argument, where the first one says that it is a process: a group or a user are others, too.
+/// Allowed for this process only by their second argument, if the first one says "a process".
+///
+/// A group or a user would include others.
 const OWN_PRIORITY: &[(i64, u64)] =
     &[(libc::SYS_setpriority, libc::PRIO_PROCESS as u64), (libc::SYS_ioprio_set, 1 /* IOPRIO_WHO_PROCESS */)];
-/// Commands of `fcntl` and `ioctl` that make the kernel send a signal, any signal, to a process that is named.
+/// Commands of `fcntl` and `ioctl` that make the kernel send any signal to a named process.
 const FCNTL_SIGNALS: &[libc::c_int] = &[libc::F_SETOWN, 10 /* F_SETSIG */, 15 /* F_SETOWN_EX */];
 const IOCTL_SIGNALS: &[libc::c_int] = &[0x8901 /* FIOSETOWN */, 0x8902 /* SIOCSPGRP */];
 
-/// The same calls have other numbers in the x32 ABI, where a kernel has it.
+/// Forbids the x32 ABI, in which the same calls have other numbers.
 fn no_x32() -> Result<(), seccompiler::Error> {
     if cfg!(not(target_arch = "x86_64")) {
         return Ok(());
@@ -228,8 +247,10 @@ fn no_x32() -> Result<(), seccompiler::Error> {
     ])
 }
 
-/// With `mps` the driver makes connections of its own to NVIDIA's daemon, for as long as the program runs; the server answers no
-/// worker on its administration socket.
+/// Installs the filters.
+///
+/// Under MPS the driver connects to NVIDIA's daemon as long as the program runs, so local sockets
+/// stay allowed. The server answers no worker on its administration socket.
 fn calls_only(mps: bool) -> Result<(), String> {
     let said = |e: seccompiler::BackendError| e.to_string();
     let arch = std::env::consts::ARCH.try_into().map_err(said)?;
@@ -248,13 +269,14 @@ fn calls_only(mps: bool) -> Result<(), String> {
     // The newer call hides its flags from filters: the C library falls back to the older one.
     install(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = NEVER.iter().map(|call| (*call, Vec::new())).collect();
-    // The connections of a client are handed over; nobody else on this host is spoken to.
+    // The supervisor hands over the client's connections; a worker talks to no other process of
+    // this host.
     if mps {
         rules.insert(libc::SYS_socket, vec![when(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64)?]);
     } else {
         rules.extend([(libc::SYS_socket, Vec::new()), (libc::SYS_connect, Vec::new())]);
-        // A pair of stream sockets speaks to nobody else; one of datagram sockets may name a receiver. Linux makes those of raw ones,
-        // too.
+        // A pair of stream sockets reaches no third process; a datagram socket may name a receiver.
+        // Linux turns raw pairs into datagram pairs, too.
         let kinds = [libc::SOCK_DGRAM, libc::SOCK_RAW];
         let datagrams = kinds.map(|kind| when(1, SeccompCmpOp::MaskedEq(0xf), kind as u64));
         rules.insert(libc::SYS_socketpair, datagrams.into_iter().collect::<Result<_, _>>()?);
@@ -285,7 +307,7 @@ mod tests {
     /// Set in a test's own process.
     const ALONE: &str = "CONTAINMENT_TEST";
 
-    /// Runs a test in a process of its own, since what is given up does not come back.
+    /// Runs a test in a process of its own, since a process cannot regain a right.
     fn alone(test: &str, variables: &[(&str, &Path)]) {
         let done = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", &format!("containment::tests::{test}"), "--nocapture"])
@@ -327,7 +349,7 @@ mod tests {
         }
         let files = before_driver(&start(false));
         let calls = before_client(false);
-        // A kernel without Landlock says so.
+        // A kernel without Landlock reports that.
         match files.as_slice() {
             [] => {
                 let denied = std::fs::read_dir("/root").or_else(|_| std::fs::read_dir("/home"));
@@ -335,7 +357,7 @@ mod tests {
                 assert!(std::fs::write("/tmp/containment-test", "x").is_err());
                 assert!(std::fs::write("/dev/shm/containment-test", "x").is_err());
                 assert!(std::fs::read("/proc/self/stat").is_ok() && std::fs::read("/dev/null").is_ok());
-                // As the driver does it.
+                // As the driver names its threads.
                 let name = |thread: i32| std::fs::write(format!("/proc/self/task/{thread}/comm"), "named");
                 name(nix::unistd::gettid().as_raw()).unwrap();
                 let other = move || name(nix::unistd::gettid().as_raw());
@@ -350,13 +372,14 @@ mod tests {
         assert!(std::os::unix::net::UnixDatagram::unbound().is_err());
         assert!(std::os::unix::net::UnixDatagram::pair().is_err());
         let raw = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
-        // SAFETY: room for two descriptors.
+        // SAFETY: the array has room for two descriptors.
         let pair = unsafe { libc::socketpair(libc::AF_UNIX, raw, 0, [0; 2].as_mut_ptr()) };
         denied(pair.into(), "datagrams by another name");
         let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         assert!(std::process::Command::new("/bin/true").spawn().is_err());
         std::thread::spawn(|| {}).join().unwrap();
-        // SAFETY: plain system calls; those that would take memory are refused before they look at it.
+        // SAFETY: plain system calls; the filter refuses those that would use memory before they
+        // read it.
         unsafe {
             let (own, parent) = (libc::getpid(), libc::getppid());
             denied(libc::kill(parent, 0).into(), "kill");

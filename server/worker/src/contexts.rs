@@ -11,30 +11,32 @@ use crate::driver::{Driver, Handle, Status, check, check_connected, status};
 use crate::execute::Executor;
 use crate::handles::{Object, Table, kind};
 
-/// Device attributes are numbered from 1; newer drivers know more than this build does, so a margin is asked for.
+/// Number of device attributes to query, from 1, with room for those of newer drivers.
 const ATTRIBUTES: i32 = 192;
-/// `CUlimit` values that are told at the start, with room for those of newer drivers. cublasLt asks for one at each call.
+/// Number of `CUlimit` values sent at the start, with room for those of newer drivers.
+///
+/// cublasLt reads a limit at each call.
 const LIMITS: i32 = 16;
-/// `CUdevice_P2PAttribute` values that are told, from 1, with room for those of newer drivers.
+/// Number of `CUdevice_P2PAttribute` values to send, from 1, with room for newer drivers.
 const PEER_ATTRIBUTES: i32 = 8;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
 const CAPTURE_RELAXED: i32 = 2;
 
-/// See the module.
+/// The client's devices, their primary contexts, and the contexts that the client created.
 pub struct Contexts {
     /// The driver's ordinals of the client's devices.
     pub devices: Vec<i32>,
     limits: Vec<u64>,
     primary: Vec<Object>,
-    /// For each device, which ones it reaches the memory of: itself, and others where the machine lets it.
+    /// For each device, whether it reaches the memory of each device; it always reaches its own.
     reach: Vec<Vec<bool>>,
     created: Table<(Object, u32)>,
-    /// How often each primary context was reset.
+    /// Resets so far of each primary context.
     resets: Vec<AtomicU64>,
 }
 
 impl Contexts {
-    /// Finds the devices by UUID and retains their primary contexts: the slow part of a program's start.
+    /// Finds the devices by UUID and retains their primary contexts, the slow part of a start.
     pub fn warm(driver: &Driver, wanted: &[DeviceLimit]) -> Result<Self, String> {
         let say = |what: &'static str| move |status: Status| format!("{what}: CUDA error {status}");
         let mut count = 0;
@@ -45,11 +47,11 @@ impl Contexts {
         for limit in wanted {
             let found = (0..count).find(|ordinal| {
                 let mut uuid = [0; 16];
-                // SAFETY: a CUuuid is 16 bytes.
+                // SAFETY: a CUuuid is 16 bytes, which the array has.
                 let got = unsafe { (driver.call.cuDeviceGetUuid_v2)(uuid.as_mut_ptr(), *ordinal) };
                 got == 0 && uuid == limit.uuid
             });
-            let ordinal = found.ok_or("a GPU of the lease is not there any more")?;
+            let ordinal = found.ok_or("a GPU of the lease is missing")?;
             let mut ctx = std::ptr::null_mut();
             // SAFETY: the out pointer is valid.
             check_connected(|| unsafe { (driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, ordinal) })
@@ -69,7 +71,7 @@ impl Contexts {
         Ok(Self { devices, limits, primary, reach, created: Table::new(kind::CTX), resets })
     }
 
-    /// Whether contexts on all devices are shared by MPS.
+    /// Returns `true` if contexts on all devices are shared by MPS.
     pub fn under_mps(&self, driver: &Driver) -> bool {
         const MPS_ENABLED: i32 = 133;
         self.devices.iter().all(|device| {
@@ -80,24 +82,24 @@ impl Contexts {
         })
     }
 
-    /// How many there are on the device that has the most of them, primary ones included.
+    /// Returns the number of contexts, primary ones included, on the device with the most of them.
     pub fn most_on_a_device(&self) -> u32 {
         let created = self.created.all();
         let on = |device: usize| 1 + created.iter().filter(|(_, on)| *on as usize == device).count() as u32;
         (0..self.devices.len()).map(on).max().unwrap_or(0)
     }
 
-    /// The driver's ordinal of a client's device.
+    /// Returns the driver's ordinal of a client's device.
     pub fn device(&self, ordinal: u64) -> Result<i32, Status> {
         self.devices.get(ordinal as usize).copied().ok_or(101)
     }
 
-    /// Whether work on one device may touch the memory of another.
+    /// Returns `true` if work on one device may touch the memory of another.
     pub fn reaches(&self, from: u32, to: u32) -> bool {
         self.reach.get(from as usize).and_then(|row| row.get(to as usize)).copied().unwrap_or(false)
     }
 
-    /// The driver's ordinals of all devices that may touch the memory of one, itself included.
+    /// Returns the ordinals of all devices that may touch one's memory, itself included.
     pub fn reached_by(&self, device: u32) -> impl Iterator<Item = i32> {
         (0..)
             .zip(&self.devices)
@@ -105,12 +107,12 @@ impl Contexts {
             .map(|(_, ordinal)| *ordinal)
     }
 
-    /// A device's primary context.
+    /// Returns a device's primary context.
     pub fn primary(&self, device: u32) -> Result<Handle, Status> {
         self.primary.get(device as usize).map(|object| object.0).ok_or(101)
     }
 
-    /// The driver's context behind a handle, and the client's ordinal of its device.
+    /// Returns the driver's context behind a handle, and the client's ordinal of its device.
     pub fn get(&self, ctx: u64) -> Result<(Handle, u32), Status> {
         if handle::kind(ctx) == kind::CTX
             && let Some(primary) = self.primary.get(handle::slot(ctx) as usize)
@@ -120,7 +122,7 @@ impl Contexts {
         self.created.get(ctx).map(|(object, device)| (object.0, device)).map_err(|_| 201)
     }
 
-    /// All contexts.
+    /// Returns all contexts, primary ones first.
     pub fn all(&self) -> Vec<Object> {
         let created = self.created.all();
         self.primary.iter().copied().chain(created.into_iter().map(|(object, _)| object)).collect()
@@ -157,7 +159,7 @@ impl Contexts {
         Ok(())
     }
 
-    /// How often a context was reset: what was made in it before is gone.
+    /// Returns how often a context was reset; a reset destroys what it contained.
     pub fn resets(&self, ctx: u64) -> u64 {
         let primary = self.resets.get(handle::slot(ctx) as usize);
         primary.map_or(0, |count| count.load(Ordering::Relaxed))
@@ -176,7 +178,7 @@ impl Contexts {
         check(unsafe { (driver.call.cuCtxSetCurrent)(ctx) })
     }
 
-    /// Does something with the first device's primary context current.
+    /// Calls `work` with the first device's primary context current.
     pub fn within_first<T>(
         &self,
         driver: &Driver,
@@ -187,16 +189,16 @@ impl Contexts {
 
     /// Waits for everything that runs in one context.
     pub fn synchronize_one(&self, driver: &Driver, ctx: u64) -> Result<(), Status> {
-        // SAFETY: a context is current.
+        // SAFETY: `within` has made a context current.
         within(driver, self.get(ctx)?.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }))
     }
 
-    /// Waits for everything that runs on any of the devices. The first trouble is told when all have ended.
+    /// Waits for all work on all devices, then returns the first error.
     pub fn synchronize(&self, driver: &Driver) -> Result<(), Status> {
         synchronize(driver, self.all())
     }
 
-    /// Everything about the devices that the client answers by itself afterwards.
+    /// Writes the facts about the devices that the client afterwards answers by itself.
     pub fn describe(&self, driver: &Driver, w: &mut Writer<'_>) -> Result<(), Status> {
         let mut version = 0;
         // SAFETY: out pointers are valid and as long as stated.
@@ -214,14 +216,14 @@ impl Contexts {
             w.bytes(&uuid);
             let mut luid = [0; 8];
             let mut mask = 0;
-            // SAFETY: as above. Linux drivers may refuse; then the zeros stand.
+            // SAFETY: as above. Linux drivers may refuse; then the zeros stay.
             unsafe { (driver.call.cuDeviceGetLuid)(luid.as_mut_ptr(), &mut mask, device) };
             w.bytes(&luid.map(|c| c as u8));
             w.word(u64::from(mask));
             let mut total = 0;
             // SAFETY: as above.
             check(unsafe { (driver.call.cuDeviceTotalMem_v2)(&mut total, device) })?;
-            // The program has the lease's share, and no more is there for it.
+            // The lease's share bounds what the program can use.
             w.word((total as u64).min(limit));
             let mut bus = [0; 64];
             // SAFETY: as above.
@@ -232,7 +234,7 @@ impl Contexts {
                 let mut value = 0;
                 // SAFETY: as above.
                 let got = unsafe { (driver.call.cuDeviceGetAttribute)(&mut value, attribute, device) };
-                // An attribute that this driver does not know is told apart from one that is 0.
+                // An attribute that this driver does not know must differ from one that is 0.
                 w.word(if got == 0 { u64::from(value as u32) } else { u64::MAX });
             }
             // SAFETY: the context is the device's own.
@@ -247,7 +249,7 @@ impl Contexts {
                 let mut value = 0;
                 // SAFETY: as above.
                 let got = unsafe { (driver.call.cuCtxGetLimit)(&mut value, limit) };
-                // A refusal is the driver's own: told as its negative.
+                // The driver's own error, sent as a negative number.
                 w.word(if got == 0 { value as u64 } else { -i64::from(got) as u64 });
             }
             w.bytes(&tpc_topology(driver, total_tpcs(driver, device)));
@@ -269,25 +271,25 @@ impl Contexts {
                 }
             }
         }
-        // SAFETY: leaving the context.
+        // SAFETY: null leaves the current context.
         check(unsafe { (driver.call.cuCtxSetCurrent)(std::ptr::null_mut()) })
     }
 }
 
-/// Waits for everything that runs in contexts of this worker. The first trouble is told when all have ended.
+/// Waits for all work in contexts of this worker, then returns the first error.
 pub fn synchronize(driver: &Driver, contexts: Vec<Object>) -> Result<(), Status> {
-    // SAFETY: a context is current.
+    // SAFETY: `within` has made a context current.
     let one = |ctx: Object| within(driver, ctx.0, || check(unsafe { (driver.call.cuCtxSynchronize)() }));
     contexts.into_iter().map(one).fold(Ok(()), Result::and)
 }
 
-/// Does something with a context of this worker current.
+/// Calls `work` with a context of this worker current.
 fn within<T>(driver: &Driver, ctx: Handle, work: impl FnOnce() -> Result<T, Status>) -> Result<T, Status> {
     // SAFETY: a context of this worker.
     check(unsafe { (driver.call.cuCtxPushCurrent_v2)(ctx) })?;
     let done = work();
     let mut popped = std::ptr::null_mut();
-    // SAFETY: pushed above; the out pointer is valid.
+    // SAFETY: the context was pushed above; the out pointer is valid.
     unsafe { (driver.call.cuCtxPopCurrent_v2)(&mut popped) };
     done
 }
@@ -304,8 +306,10 @@ fn total_tpcs(driver: &Driver, device: i32) -> usize {
     if got == 0 { count as usize / 2 } else { 0 }
 }
 
-/// The private table that cublasLt reads on Hopper: for each pair of multiprocessors its place in the GPC and the GPC's number.
-/// Two byte arrays one after the other; empty where the driver has no such table.
+/// Returns the table that cublasLt reads on Hopper: the place of each pair of multiprocessors.
+///
+/// Two byte arrays follow each other: the place within the GPC, and the GPC's number. The result is
+/// empty if the driver has no such table.
 fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     let mut table = std::ptr::null();
     // SAFETY: the out pointer and the 16 bytes are valid.
@@ -319,7 +323,7 @@ fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     }
     type Get = unsafe extern "C" fn(*mut *mut u8, *mut *mut u8) -> i32;
     type Free = unsafe extern "C" fn(*mut u8, *mut u8) -> i32;
-    // SAFETY: slots 4 and 13 of this table have these types (see the facts on private tables).
+    // SAFETY: the table has these slots, and they have these types (see `proto/calls/tables.txt`).
     let (get, free) = unsafe {
         let slot = table.cast::<*const c_void>();
         (
@@ -332,7 +336,8 @@ fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     if unsafe { get(&mut in_gpc, &mut gpc) } != 0 || in_gpc.is_null() || gpc.is_null() {
         return Vec::new();
     }
-    // SAFETY: the driver gives one byte per pair of multiprocessors in each array, and takes them back.
+    // SAFETY: the driver returns one byte per pair of multiprocessors in each array, and frees
+    // both.
     unsafe {
         let mut out = std::slice::from_raw_parts(in_gpc, tpcs).to_vec();
         out.extend_from_slice(std::slice::from_raw_parts(gpc, tpcs));
@@ -341,5 +346,5 @@ fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     }
 }
 
-/// Its name: 16 bytes.
+/// Name of that table: 16 bytes.
 const TPC_TABLE: [u8; 16] = 0x1734dc26_800d4745_8726c0f1_e7dd8bca_u128.to_be_bytes();

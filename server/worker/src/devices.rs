@@ -1,16 +1,18 @@
-//! The device files of NVIDIA's driver that a worker needs: those that every process opens, and those of its lease's GPUs.
+//! Device files of NVIDIA's driver that a worker needs: the common ones, and those of its GPUs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use gpusession_proto::readings::uuid_text;
 
-/// One folder for each GPU of the host; there is none without NVIDIA's kernel driver.
+/// One folder for each GPU of the host; absent without NVIDIA's kernel driver.
 const GPUS: &str = "/proc/driver/nvidia/gpus";
-/// What the driver opens whichever GPU is used. Files below the folder of capabilities have permissions of their own.
+/// Files that the driver opens for any GPU.
+///
+/// Files in the folder of capabilities have permissions of their own.
 const COMMON: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-caps"];
 
-/// The files, or an error that says for which GPU there is none: then those of all GPUs, with the error.
+/// Returns the files; for an unknown GPU the files of all GPUs, and an error that names it.
 pub fn of(uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) {
     below(Path::new(GPUS), uuids)
 }
@@ -33,7 +35,10 @@ fn below(gpus: &Path, uuids: &[[u8; 16]]) -> (Vec<PathBuf>, Result<(), String>) 
                 files.extend(known.into_iter().map(|(_, file)| file));
                 return (
                     files,
-                    Err(format!("{} does not name {uuid}: device files of all GPUs", gpus.display())),
+                    Err(format!(
+                        "{} does not list {uuid}: device files of all GPUs stay open",
+                        gpus.display()
+                    )),
                 );
             }
         }

@@ -1,4 +1,4 @@
-//! The CUDA driver library, loaded from the path that the supervisor names: NVIDIA's, or the simulated one.
+//! The CUDA driver library: NVIDIA's or the simulated one, as the supervisor names it.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
@@ -10,10 +10,10 @@ use libloading::Library;
 pub type Status = i32;
 /// An opaque handle of the driver.
 pub type Handle = *mut c_void;
-/// A device address.
+/// A device address of the driver, which is the client's address, too.
 pub type Address = u64;
 
-/// `CUresult` values that the worker itself gives.
+/// `CUresult` values that the worker itself returns.
 pub mod status {
     #![allow(missing_docs)]
     pub const INVALID_VALUE: i32 = 1;
@@ -24,18 +24,18 @@ pub mod status {
     pub const MPS_SERVER_NOT_READY: i32 = 807;
 }
 
-/// What our own libraries export: loading one as the driver would forward calls to ourselves.
+/// Symbol that our own libraries export, so that a worker never forwards calls to itself.
 pub const MARKER: &[u8] = b"gpusession_marker\0";
 
-/// `Ok` where the driver says success.
+/// Returns `Ok` for success.
 pub fn check(status: Status) -> Result<(), Status> {
     if status == 0 { Ok(()) } else { Err(status) }
 }
 
-/// How long an MPS server that is not ready is waited for: it starts, or ends another client's work.
+/// Longest wait for an MPS server that starts or ends another client's work.
 const MPS_PATIENCE: Duration = Duration::from_secs(8);
 
-/// The same of a call that connects to an MPS server, which is made again while that one is not ready.
+/// Repeats a call that connects to an MPS server while that server is not ready.
 pub fn check_connected(mut call: impl FnMut() -> Status) -> Result<(), Status> {
     let begun = Instant::now();
     loop {
@@ -52,7 +52,7 @@ unsafe extern "C" fn missing() -> Status {
     status::NOT_SUPPORTED
 }
 
-/// Finds a function, or one that answers NOT_SUPPORTED in its place.
+/// Finds a function, or a substitute that returns NOT_SUPPORTED.
 ///
 /// # Safety
 /// `T` is the type of the C function of that name.
@@ -61,8 +61,8 @@ pub unsafe fn function<T: Copy>(library: &Library, name: &CStr) -> T {
     // SAFETY: the caller vouches for the type; the library is never closed.
     match unsafe { library.get::<T>(name.to_bytes_with_nul()) } {
         Ok(symbol) => *symbol,
-        // SAFETY: callers of a C function clean up the arguments, so one that ignores them may be called with any; it
-        // returns the same type.
+        // SAFETY: callers of a C function clean up the arguments, so a function that ignores them
+        // may be called with any; it returns the same type.
         Err(_) => unsafe { std::mem::transmute_copy(&(missing as unsafe extern "C" fn() -> Status)) },
     }
 }
@@ -77,7 +77,7 @@ macro_rules! functions {
             /// # Safety
             /// `library` is a CUDA driver library.
             unsafe fn load(library: &Library) -> Self {
-                // SAFETY: the types are those of cuda.h.
+                // SAFETY: the caller vouches for the library; the types are those of cuda.h.
                 unsafe { Self { $($name: function(library, {
                     const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                         Ok(name) => name,
@@ -233,17 +233,17 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Loads the driver.
+    /// Loads the driver from an absolute path.
     pub fn load(path: &Path) -> Result<&'static Self, String> {
         if !path.is_absolute() {
             return Err(format!("driver {}: the path must be absolute", path.display()));
         }
         // SAFETY: loading runs the library's initialisers; the administrator named a CUDA driver.
         let library = unsafe { Library::new(path) }.map_err(|e| format!("driver {}: {e}", path.display()))?;
-        // SAFETY: only the symbol's presence is asked for.
+        // SAFETY: reads only whether the symbol is present.
         if unsafe { library.get::<*const c_void>(MARKER) }.is_ok() {
             return Err(format!(
-                "driver {} is gpusession's own client library: name the GPU's driver",
+                "driver {}: it is gpusession's own client library; name the GPU's driver",
                 path.display()
             ));
         }
@@ -251,7 +251,7 @@ impl Driver {
         let call = unsafe { Functions::load(&library) };
         // SAFETY: as above.
         let generated = unsafe { crate::generated::Functions::load(&library) };
-        // Threads of the driver live as long as the process: it is never unloaded.
+        // The driver's threads live as long as the process, so the library is never unloaded.
         Ok(Box::leak(Box::new(Self { call, generated, _library: library })))
     }
 }

@@ -1,7 +1,11 @@
-//! Replaying the log. The reader takes frames off the connection and never calls the driver. One executor, the *main* one,
-//! replays all threads' frames in the log's order. A call that blocks (a full stream queue, a synchronize) must hold back
-//! no other thread: then another executor becomes the main one, and the blocked one keeps the frames of its client thread
-//! (and of threads whose frames depend on those) until it has caught up.
+//! Replay of the log.
+//!
+//! The reader takes frames off the connection and never calls the driver. One executor, the *main*
+//! one, replays all threads' frames in the log's order.
+//!
+//! A call that blocks (a full stream queue, a synchronize) must not hold back other threads. Then
+//! another executor becomes the main one. The blocked one keeps the frames of its client thread,
+//! and of threads whose frames depend on those, until it has caught up.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -20,44 +24,46 @@ use crate::activity::LOOK;
 use crate::ops;
 use crate::session::Session;
 
-/// A call that takes longer than this while other frames wait is taken to be blocked.
+/// Time after which a call counts as blocked while other frames wait.
 const BLOCKED: Duration = Duration::from_millis(1);
-/// Bounds the memory of frames that were read and not replayed yet: the reader stops reading beyond it. A client's thread sends at most
-/// 4 MiB that it does not know to be replayed, so that this is enough for some 60 threads whose streams stand still.
+/// Bound on the memory of frames read but not yet replayed; the reader stops reading beyond it.
+///
+/// A client's thread has at most 4 MiB of frames under way without news of their replay. That
+/// leaves room for some 60 threads whose streams are blocked.
 const QUEUE_BYTES: usize = 256 << 20;
-/// A thread's mark stays behind its frames that a blocked executor keeps, where they are more than this: a thread of which little waits
-/// is free to do much elsewhere.
+/// Bytes of a thread's kept frames above which the thread's mark stays behind them.
+///
+/// A thread with fewer kept bytes is free to continue elsewhere.
 const KEPT_BYTES: usize = 256 << 10;
 
-/// Bodies up to this size, those of nearly all launches among them, are carried along: two threads that count the users of one
-/// buffer for each frame slow each other down.
+/// Longest body that a frame carries itself; nearly all launches are shorter.
+///
+/// Two threads that count the users of one buffer for each frame slow each other down.
 const INLINE: usize = 192;
 
 /// One frame of the log.
 #[derive(Clone)]
 pub struct Frame {
-    /// Its header.
     pub header: Header,
-    /// Its body.
     pub body: Body,
 }
 
 /// A frame's body: a multiple of 8 bytes.
 #[derive(Clone)]
 pub enum Body {
-    /// Its length and its bytes.
+    /// Length and bytes.
     Inline(u8, Aligned),
-    /// A part of what was read.
+    /// A part of the reader's buffer.
     Shared(Bytes),
 }
 
-/// As allocated memory is: the driver reads parameters of kernels in it.
+/// Bytes aligned as allocated memory is: the driver reads kernel parameters in them.
 #[derive(Clone)]
 #[repr(align(8))]
 pub struct Aligned([u8; INLINE]);
 
 impl Body {
-    /// Takes the body off the front of what was read.
+    /// Takes the body off the front of the reader's buffer.
     fn take(buf: &mut BytesMut, len: usize) -> Self {
         if len > INLINE {
             return Self::Shared(buf.split_to(len).freeze());
@@ -84,7 +90,7 @@ impl Frame {
         self.header.thread.get()
     }
 
-    /// Memory that it takes while it waits.
+    /// Returns the bytes of memory that the frame takes while it waits.
     fn held_bytes(&self) -> usize {
         let shared = if let Body::Shared(bytes) = &self.body { bytes.len() } else { 0 };
         size_of::<Self>() + shared
@@ -96,7 +102,7 @@ impl Frame {
     }
 }
 
-/// What an executor knows of itself.
+/// State of one executor thread.
 pub struct Executor {
     /// Handle of the context that is current in this OS thread.
     pub current: u64,
@@ -111,13 +117,13 @@ struct State {
     executors: usize,
     /// Executors that wait to become the main one.
     idle: Vec<usize>,
-    /// What the main executor is replaying, and since when.
+    /// Frame that the main executor replays, and since when.
     busy: Option<(Instant, Frame)>,
     /// Client threads whose frames a blocked executor keeps.
     kept_by: HashMap<u32, usize>,
-    /// The frames it keeps, the one it is in first.
+    /// Frames of each blocked executor, the one that it replays first.
     kept: HashMap<usize, Kept>,
-    /// Executors whose next kept frame waits for another one's.
+    /// Number of executors whose next kept frame waits for another executor's.
     held: usize,
     threads: HashSet<u32>,
     last_thread: Option<u32>,
@@ -130,18 +136,18 @@ struct State {
 enum Pause {
     #[default]
     No,
-    /// The main executor is to see whether nothing is going on.
+    /// The main executor checks whether all work is done.
     Asked,
-    /// Nobody calls the driver.
+    /// No executor calls the driver.
     Paused,
-    /// As before, and the supervisor knows that the client wants something.
+    /// No executor calls the driver, and the supervisor knows that frames wait.
     Wanted,
-    /// Nobody calls the driver any more: the worker ends.
+    /// No executor ever calls the driver again: the worker exits.
     Over,
 }
 
 struct Kept {
-    /// What the executor is in.
+    /// Frame that the executor replays.
     current: Option<KeptFrame>,
     later: VecDeque<KeptFrame>,
 }
@@ -157,17 +163,17 @@ impl Kept {
     }
 }
 
-/// See the module.
+/// Queue of frames, and the executors that replay them.
 pub struct Replay {
     state: Mutex<State>,
     changed: Condvar,
-    /// Frames ready for the main executor: lets it spin without the lock.
+    /// Number of frames ready for the main executor, so that it can spin without the lock.
     ready: AtomicU64,
     spinning: AtomicU64,
 }
 
 impl Replay {
-    /// Nothing read yet.
+    /// Starts without frames and without executors.
     pub fn new() -> Self {
         Self {
             state: Mutex::default(),
@@ -181,7 +187,7 @@ impl Replay {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads frames until the connection ends; starts the first executor.
+    /// Starts the first executor and reads frames until the connection ends.
     pub fn run(&self, session: &Arc<Session>, transport: &Transport, first: BytesMut) -> io::Result<()> {
         self.start_executor(&mut self.lock(), session)?;
         let mut buf = first;
@@ -233,7 +239,7 @@ impl Replay {
         Ok(received > 0)
     }
 
-    /// Whether the main executor might be, or get, blocked with frames behind it.
+    /// Returns `true` if frames wait behind the main executor, which may be blocked.
     fn watching(&self) -> bool {
         !self.lock().queue.is_empty()
     }
@@ -266,7 +272,7 @@ impl Replay {
         Ok(())
     }
 
-    /// Lets another executor become the main one if the present one is blocked.
+    /// Makes another executor the main one if the present one is blocked.
     fn relieve(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         match &state.busy {
             Some((since, _)) if since.elapsed() > BLOCKED && !state.queue.is_empty() => {
@@ -276,8 +282,10 @@ impl Replay {
         }
     }
 
-    /// Another executor becomes the main one. The present one keeps what depends on its frame, and the frames of the same
-    /// client thread too, but for a copy that the thread itself does not wait for.
+    /// Makes another executor the main one.
+    ///
+    /// The present one keeps the frames that depend on its own. It also keeps the frames of the
+    /// same client thread, unless its own is a copy that the thread does not wait for.
     fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
@@ -315,16 +323,16 @@ impl Replay {
             let Some((frame, kept)) = self.next(session, executor) else { return };
             let bulk = ops::is_bulk(&frame);
             if !kept && (bulk || ops::may_block(&frame)) {
-                // Known to wait: others, if there are any, go on at once.
+                // The frame is known to wait: other threads, if any exist, continue at once.
                 let mut state = self.lock();
                 let others = (bulk || state.threads.len() > 1) && state.main == executor.id;
                 let failed = others && self.hand_over(session, &mut state).is_err();
                 drop(state);
                 if failed {
-                    session.end("no thread for another executor");
+                    session.end("cannot start a thread for another executor");
                 }
             }
-            // A client that waits for a thread that is gone would wait for ever.
+            // Without this, the client would wait forever for a thread that has panicked.
             if catch_unwind(AssertUnwindSafe(|| ops::perform(session, executor, &frame))).is_err() {
                 session.end("internal error in the worker");
             }
@@ -332,7 +340,9 @@ impl Replay {
         }
     }
 
-    /// Next frame for this executor, which has finished the one before, and whether it is one that it kept while it was blocked.
+    /// Returns the next frame for this executor, and whether it kept that frame while blocked.
+    ///
+    /// The executor has finished its previous frame.
     fn next(&self, session: &Session, executor: &mut Executor) -> Option<(Frame, bool)> {
         let spin = threads::spin_time();
         let mut spun = false;
@@ -353,7 +363,7 @@ impl Replay {
                 drop(state);
                 let quiet = session.activity.look(session, executor);
                 state = self.lock();
-                // What came meanwhile is work, too.
+                // Frames that arrived meanwhile are work, too.
                 let quiet = quiet && state.idle();
                 if state.pause == Pause::Asked {
                     state.pause = if quiet { Pause::Paused } else { Pause::No };
@@ -395,13 +405,14 @@ impl Replay {
                     }
                     return Some((frame, true));
                 }
-                // Caught up: its threads' frames go in the common order again.
+                // Caught up: its threads' frames follow the common order again.
                 state.kept.remove(&executor.id);
                 state.kept_by.retain(|_, keeper| *keeper != executor.id);
                 state.idle.push(executor.id);
             }
             if !spun && state.main == executor.id && !spin.is_zero() {
-                // A short spin: the next frame usually comes soon, and sleeping costs more than the call.
+                // A short spin: the next frame usually arrives soon, and a sleep costs more than
+                // the call.
                 spun = true;
                 self.spinning.fetch_add(1, Ordering::SeqCst);
                 drop(state);
@@ -414,7 +425,7 @@ impl Replay {
                 continue;
             }
             if state.main == executor.id && session.activity.outstanding() {
-                // The GPU may work for long without a word from the client: then it is not idle.
+                // The GPU may work for a long time while the client is silent: it is not idle then.
                 let (next, late) =
                     self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
                 state = next;
@@ -430,7 +441,7 @@ impl Replay {
         }
     }
 
-    /// Calls the driver no more if nothing is going on, and tells the supervisor.
+    /// Stops calling the driver if no work is under way, and reports the result to the supervisor.
     pub fn pause(&self, session: &Session) {
         let mut state = self.lock();
         if state.idle() && state.pause == Pause::No {
@@ -442,7 +453,7 @@ impl Replay {
         }
     }
 
-    /// Goes on.
+    /// Lets executors call the driver again.
     pub fn resume(&self) {
         let mut state = self.lock();
         if state.pause != Pause::Over {
@@ -452,7 +463,7 @@ impl Replay {
         self.changed.notify_all();
     }
 
-    /// Calls the driver no more, for good. Whether all calls came back by then.
+    /// Stops calling the driver for good; returns `true` if all calls returned before the deadline.
     pub fn halt(&self, deadline: Instant) -> bool {
         self.lock().pause = Pause::Over;
         loop {
@@ -468,7 +479,7 @@ impl Replay {
         }
     }
 
-    /// Whether an executor is in a frame now: it waits for the GPU or for bytes.
+    /// Returns `true` if an executor replays a frame: it waits for the GPU or for bytes.
     pub fn waits(&self) -> bool {
         let state = self.lock();
         state.busy.is_some() || !state.kept.is_empty()
@@ -476,17 +487,19 @@ impl Replay {
 }
 
 impl State {
-    /// Whether every frame that came is done.
+    /// Returns `true` if every received frame is done.
     fn idle(&self) -> bool {
         self.queue.is_empty() && self.busy.is_none() && self.kept.is_empty()
     }
 }
 
-/// Gives the frame to the blocked executor that must get it: its thread's, or one that keeps a frame it depends on. Returns
-/// it if there is none.
+/// Passes a frame to the blocked executor that must replay it, or returns the frame.
+///
+/// That executor keeps the frames of the same thread, or a frame that this one depends on.
 fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
-    // What the program has changed in memory that both see is the device's at once, as on a local card: kept behind its own
-    // thread, it would come too late for another thread's launch, or over what that one has sent later.
+    // A program's change of shared memory is the device's at once, as on a local card.
+    // Kept behind its own thread, it could arrive after another thread's launch, or overwrite what
+    // that thread sent later.
     if state.kept.is_empty() || frame.header.op.get() == op::WRITE_HOST {
         return Some(frame);
     }
@@ -506,7 +519,7 @@ fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
     }
 }
 
-/// The blocked executor that keeps most of a client thread's frames, if that is much.
+/// Returns the blocked executor that keeps most bytes of a thread, if above [`KEPT_BYTES`].
 fn keeps_most_of(state: &State, thread: u32) -> Option<usize> {
     let bytes = |kept: &Kept| {
         let frames = kept.frames().map(|kept| &kept.frame).filter(|frame| frame.thread() == thread);
@@ -517,8 +530,10 @@ fn keeps_most_of(state: &State, thread: u32) -> Option<usize> {
     much.max().map(|(_, id)| id)
 }
 
-/// Whether the next frame that `keeper` keeps depends on an earlier one that another blocked executor keeps. Waiting follows
-/// the log's order, so no two executors wait for each other.
+/// Returns `true` if the next frame of `keeper` depends on an earlier one of another executor.
+///
+/// Both executors are blocked. Waiting follows the log's order, so two executors never wait for
+/// each other.
 fn held(state: &State, keeper: usize) -> bool {
     let Some(next) = state.kept.get(&keeper).and_then(|kept| kept.later.front()) else { return false };
     state.kept.iter().any(|(id, kept)| {

@@ -1,4 +1,4 @@
-//! The calls that the table describes completely (see `build.rs`).
+//! Replay of the calls whose form the table describes completely (see `build.rs`).
 
 use std::ffi::c_void;
 
@@ -11,14 +11,14 @@ use crate::session::Session;
 
 pub use source::*;
 
-/// One form of cast and of block serves every type here, whether it changes anything or not.
+/// The generated code uses one form of cast and of block for every type.
 #[allow(clippy::unnecessary_cast)]
 mod source {
     use super::*;
     include!(concat!(env!("OUT_DIR"), "/generated.rs"));
 }
 
-/// A structure of `len` bytes, aligned for the driver.
+/// Copies a structure of `len` bytes into memory aligned for the driver.
 fn structure(bytes: &[u8], len: usize) -> Result<Vec<u64>, Failure> {
     if bytes.len() != len {
         return Err(status::INVALID_VALUE.into());
@@ -32,7 +32,7 @@ fn structure(bytes: &[u8], len: usize) -> Result<Vec<u64>, Failure> {
     Ok(words)
 }
 
-/// The same, or nothing for an empty string.
+/// Copies a structure as [`structure`] does; an empty string yields `None`.
 fn optional(bytes: &[u8], len: usize) -> Result<Option<Vec<u64>>, Failure> {
     if bytes.is_empty() { Ok(None) } else { structure(bytes, len).map(Some) }
 }

@@ -1,16 +1,16 @@
-//! Handles that the client minted, and the driver's own behind them.
+//! Handles that the client minted, and the driver's objects behind them.
 //!
-//! A handle is kind (8 bits), server (8), generation (16), slot (32). The client reuses a slot with another generation, so
-//! that a stale handle is noticed.
+//! A handle is kind (8 bits), server (8), generation (16), slot (32). The client reuses a slot with
+//! another generation, so that a stale handle is noticed.
 
 use std::sync::{PoisonError, RwLock};
 
 use crate::driver::{Handle, Status, status};
 
-/// Most handles of one kind: bounds what a hostile client makes the table grow to.
+/// Maximum number of handles of one kind: bounds the table that a hostile client can cause.
 const MAX_SLOTS: usize = 1 << 22;
 
-/// Handles of one kind.
+/// Objects behind the handles of one kind, by slot.
 pub struct Table<T> {
     kind: u8,
     slots: RwLock<Vec<Option<(u16, T)>>>,
@@ -21,12 +21,12 @@ fn generation(handle: u64) -> u16 {
 }
 
 impl<T: Copy> Table<T> {
-    /// An empty table for handles of this kind.
+    /// Creates an empty table for handles of this kind.
     pub const fn new(kind: u8) -> Self {
         Self { kind, slots: RwLock::new(Vec::new()) }
     }
 
-    /// What is behind a handle.
+    /// Returns the object behind a handle; a stale or foreign handle is an error.
     pub fn get(&self, handle: u64) -> Result<T, Status> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         match slots.get(handle as u32 as usize) {
@@ -37,20 +37,20 @@ impl<T: Copy> Table<T> {
         }
     }
 
-    /// Everything that handles stand for now.
+    /// Returns all objects.
     pub fn all(&self) -> Vec<T> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         slots.iter().flatten().map(|(_, value)| *value).collect()
     }
 
-    /// Forgets what `goes` says.
+    /// Forgets the objects for which `goes` returns `true`.
     pub fn forget(&self, goes: impl Fn(&T) -> bool) {
         for slot in self.slots.write().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             slot.take_if(|(_, value)| goes(value));
         }
     }
 
-    /// Stores what a new handle stands for.
+    /// Stores the object behind a new handle.
     pub fn put(&self, handle: u64, value: T) -> Result<(), Status> {
         let slot = handle as u32 as usize;
         if (handle >> 56) as u8 != self.kind || slot >= MAX_SLOTS {
@@ -64,7 +64,7 @@ impl<T: Copy> Table<T> {
         Ok(())
     }
 
-    /// Forgets a handle and returns what was behind it.
+    /// Forgets a handle and returns its object.
     pub fn take(&self, handle: u64) -> Result<T, Status> {
         let value = self.get(handle)?;
         self.slots.write().unwrap_or_else(PoisonError::into_inner)[handle as u32 as usize] = None;
@@ -72,12 +72,12 @@ impl<T: Copy> Table<T> {
     }
 }
 
-/// Kinds, as the client mints them.
+/// Kinds of handles, as the client mints them.
 pub mod kind {
     pub use gpusession_proto::handle::*;
 }
 
-/// Objects of the driver may be used from any thread; the pointers are only passed back to it.
+/// An object of the driver, which any thread may use; the pointer only goes back to the driver.
 #[derive(Clone, Copy)]
 pub struct Object(pub Handle);
 

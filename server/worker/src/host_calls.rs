@@ -1,4 +1,4 @@
-//! Host functions of streams: the stream waits in a callback here while the client runs the function.
+//! Host functions: the stream waits in a callback here while the client runs the function.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -11,7 +11,7 @@ use crate::execute::Frame;
 use crate::handles::Object;
 use crate::session::Session;
 
-/// See the module.
+/// Numbers of the calls that the client has finished.
 #[derive(Default)]
 pub struct HostCalls {
     done: Mutex<HashSet<u64>>,
@@ -21,9 +21,9 @@ pub struct HostCalls {
 struct Call {
     session: Arc<Session>,
     id: u64,
-    /// The context and stream that it was put on, and by which frame; none for a graph's.
+    /// Context, stream and position of the frame that queued the call; `None` for a graph's.
     at: Option<(u64, Object, u64)>,
-    /// A graph may run it again: then it is kept.
+    /// A graph may repeat the call, so it is kept.
     keep: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct HostNode {
 }
 
 impl HostNode {
-    /// The same as words.
+    /// Returns the structure as words: function, then data.
     pub fn words(&self) -> [u64; 2] {
         [self.run as usize as u64, self.data as u64]
     }
@@ -43,13 +43,14 @@ impl HostNode {
 
 extern "C" fn run(data: *mut c_void) {
     let call = data.cast::<Call>();
-    // SAFETY: `data` came from `Box::into_raw` in `enqueue`; one that is not kept runs once.
+    // SAFETY: `data` came from `Box::into_raw` in `enqueue` or `node`; a call that is not kept runs
+    // once.
     let (session, id, at, keep) = unsafe { ((*call).session.clone(), (*call).id, (*call).at, (*call).keep) };
     if !keep {
-        // SAFETY: as above; nothing uses it after this.
+        // SAFETY: as above; no code uses it after this.
         drop(unsafe { Box::from_raw(call) });
     }
-    // Data copied before this point must be there before the function runs.
+    // Data copied before this point must reach the client before the function runs.
     let mut frames = Vec::new();
     if let Some((ctx, stream, seq)) = at {
         session.landing.reached(&session, ctx, stream.0, seq, &mut frames);
@@ -64,8 +65,10 @@ extern "C" fn run(data: *mut c_void) {
     }
 }
 
-/// Sends the client what the device has changed in memory that both see. The driver's own thread, which runs this, must not
-/// call the driver: device memory is read by another thread meanwhile.
+/// Sends the client what the device has changed in shared memory.
+///
+/// This runs in the driver's own thread, which must not call the driver: meanwhile, another thread
+/// reads device memory.
 fn write_back(session: &Session) {
     if !session.mirrors.any_in_device_memory() {
         session.mirrors.write_back(session, true);
@@ -74,10 +77,11 @@ fn write_back(session: &Session) {
     std::thread::scope(|scope| {
         let read = || session.mirrors.write_back(session, false);
         let reader = std::thread::Builder::new().name("host-call".into()).spawn_scoped(scope, read);
-        // Without a thread the function would see old data: no wrong number may come of it.
+        // Without that thread the function would see old data: end the worker rather than return
+        // wrong numbers.
         let done = reader.is_ok_and(|reader| reader.join().is_ok());
         if !done {
-            session.end("no thread that reads managed memory for a host function");
+            session.end("cannot start the thread that reads managed memory for a host function");
         }
     });
 }
@@ -94,7 +98,7 @@ impl HostCalls {
         let at = (frame.header.ctx.get(), Object(stream), frame.header.seq.get());
         let at = (!keep).then_some(at);
         let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at, keep }));
-        // SAFETY: `run` takes the box over.
+        // SAFETY: `run` takes ownership of the box.
         let queued = check(unsafe { (session.driver.call.cuLaunchHostFunc)(stream, run, data.cast()) });
         if queued.is_err() {
             // SAFETY: the driver refused, so `run` is never called.
@@ -103,14 +107,16 @@ impl HostCalls {
         queued
     }
 
-    /// The parameters of a graph's node that calls the client's function `id`. The graph, its copies and its executable
-    /// forms share what they point at, so it lives as long as the worker.
+    /// Returns the parameters of a graph node that calls the client's function `id`.
+    ///
+    /// The graph, its copies and its executable forms share the call, so it lives as long as the
+    /// worker.
     pub fn node(session: &Arc<Session>, id: u64) -> HostNode {
         let data = Box::into_raw(Box::new(Call { session: session.clone(), id, at: None, keep: true }));
         HostNode { run, data: data.cast() }
     }
 
-    /// The client has run it.
+    /// Records that the client has run the function, which lets its stream continue.
     pub fn finished(&self, id: u64) {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
         self.changed.notify_all();

@@ -1,6 +1,9 @@
-//! Small asynchronous copies from the device: the bytes wait in pinned slots until the stream got there, then go to the
-//! client. Whoever has just synchronised a stream sends what is ready, so that data always arrives before the answer that
-//! says it is complete; a thread of its own does the same for programs that only watch their memory.
+//! Small asynchronous copies from the device.
+//!
+//! Their bytes wait in pinned slots until the stream has reached them, then go to the client. A
+//! thread that has just synchronised a stream sends what is ready, so that data precedes the answer
+//! that reports it complete. For programs that only watch their memory, a thread of its own does
+//! this.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -13,9 +16,9 @@ use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
 const SLOTS: usize = 64;
-/// How often the thread looks whether something is ready.
+/// Time between two polls of the thread.
 const LOOK: Duration = Duration::from_micros(200);
-/// It goes on looking for this long after the last copy: waking it for each would cost more than the copy.
+/// Polls without a pending copy before the thread sleeps; a wake-up costs more than a copy.
 const LINGER: u32 = 5000;
 
 struct Pending {
@@ -26,7 +29,7 @@ struct Pending {
     len: usize,
 }
 
-/// See the module.
+/// Pinned slots, and the copies that wait in them.
 #[derive(Default)]
 pub struct Landing {
     slots: OnceLock<Slots>,
@@ -36,7 +39,7 @@ pub struct Landing {
 }
 
 impl Landing {
-    /// The pinned slots, made at first use.
+    /// Returns the pinned slots, which the first use allocates.
     pub fn slots(&self, session: &Session) -> Result<&Slots, Status> {
         if let Some(slots) = self.slots.get() {
             return Ok(slots);
@@ -47,13 +50,13 @@ impl Landing {
         Ok(self.slots.get_or_init(|| slots))
     }
 
-    /// The context that they were pinned in was reset; it is current.
+    /// Pins the slots again after a reset of their context, which is current.
     pub fn pin_again(&self, driver: &Driver) {
-        // Copies work without it.
+        // Copies work without pinning, only slower.
         let _ = self.slots.get().map(|slots| slots.pin(driver));
     }
 
-    /// Queues what `slot` will hold once its event has happened.
+    /// Queues a filled slot, to be sent once its event has happened.
     pub fn push(&self, session: &Arc<Session>, seq: u64, stream: Handle, slot: Slot, len: usize) {
         let pending = Pending { seq, stream: stream as usize, slot, len };
         self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(pending);
@@ -75,7 +78,8 @@ impl Landing {
         let mut idle = 0;
         loop {
             let left = {
-                // Sent under the lock: whoever sweeps next must find either the data or that it was sent.
+                // Sent under the lock: the next thread that sweeps finds either the data, or that
+                // it was sent.
                 let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut frames = Vec::new();
                 self.sweep_locked(&mut pending, session, &mut frames);
@@ -98,18 +102,20 @@ impl Landing {
         }
     }
 
-    /// Whether nothing is on its way.
+    /// Returns `true` if no copy is under way.
     pub fn idle(&self) -> bool {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Appends frames with what is ready.
+    /// Appends frames with the copies that are ready.
     pub fn sweep(&self, session: &Session, frames: &mut Vec<u8>) {
         self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);
     }
 
-    /// Appends frames with what was put on a stream of a context before frame `seq`, which the stream has come to: for a host
-    /// function, in which the driver may not be asked.
+    /// Appends frames with the copies that a stream of a context got before frame `seq`.
+    ///
+    /// The stream has reached that frame: this serves host functions, which must not query the
+    /// driver.
     pub fn reached(&self, session: &Session, ctx: u64, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
         let Some(slots) = self.slots.get() else { return };
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
@@ -128,13 +134,15 @@ impl Landing {
         let Some(slots) = self.slots.get() else { return };
         let mut i = 0;
         while i < pending.len() {
-            // SAFETY: the slot's event is valid.
+            // SAFETY: the slot's event is valid, since `ops::leave` sweeps all slots before a
+            // context goes.
             match check(unsafe { (session.driver.call.cuEventQuery)(pending[i].slot.event) }) {
                 Err(status::NOT_READY) => i += 1,
                 result => {
                     let done = pending.remove(i);
                     match result {
-                        // SAFETY: the device has filled `len` bytes of the slot, which is ours.
+                        // SAFETY: the device has filled `len` bytes of the slot, which no other
+                        // code uses.
                         Ok(()) => session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                             w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
                         }),

@@ -1,5 +1,7 @@
-//! Bulk lanes, the worker's end. Lanes to the device receive chunks into pinned slots, where the executor that replays the
-//! transfer's frame finds them; lanes from the device send slots once the device has filled them.
+//! The worker's end of bulk lanes.
+//!
+//! Lanes to the device receive chunks into pinned slots, where the executor that replays the
+//! transfer's frame finds them. Lanes from the device send slots once the device has filled them.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -16,24 +18,28 @@ use crate::driver::{Driver, Status, check, status};
 use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
-/// Transfers whose frames failed and whose bytes may still come, at most; older ones have come.
+/// Maximum number of remembered transfers whose frames failed.
+///
+/// The bytes of older ones have arrived.
 const UNWANTED: usize = 1024;
 /// Slots of one lane: one fills while the device reads the other.
 const SLOTS_PER_LANE: usize = 2;
 
-/// A chunk that has arrived.
+/// A chunk that has arrived, in a pinned slot.
 pub struct Chunk {
-    /// Offset in the transfer.
+    /// Offset in the transfer, in bytes.
     pub offset: u64,
-    /// Bytes.
+    /// Length, in bytes.
     pub len: usize,
-    /// Where they are; give it back to lane `lane` once the copy's event is recorded.
+    /// Pinned memory with the bytes.
+    ///
+    /// [`Lanes::copied`] takes it back once the copy's event is recorded.
     pub slot: Slot,
-    /// Which lane's slot it is.
+    /// Index of the lane that owns the slot.
     pub lane: usize,
 }
 
-/// A filled or filling slot on its way to the client.
+/// A slot on its way to the client, filled or being filled.
 struct Outgoing {
     transfer: u64,
     offset: u64,
@@ -45,7 +51,7 @@ struct Outgoing {
 #[derive(Default)]
 struct Arrived {
     chunks: HashMap<u64, VecDeque<Chunk>>,
-    /// Transfers that nobody takes chunks of, oldest first.
+    /// Transfers whose chunks no frame takes, oldest first.
     unwanted: VecDeque<u64>,
     failed: bool,
 }
@@ -54,11 +60,11 @@ struct UpLane {
     slots: Slots,
     /// Slots whose copy to the device is under way, oldest first.
     copying: Mutex<VecDeque<Slot>>,
-    /// Context of the event that the lane waits for; 0: none.
+    /// Context of the event that the lane waits for; 0 means none.
     waits_in: AtomicU64,
 }
 
-/// Pieces that wait for a lane to the client: whichever is free takes one that is ready.
+/// Pieces that wait for a lane to the client; any free lane takes a piece that is ready.
 #[derive(Default)]
 struct DownQueue {
     /// Allocated when the first lane opens.
@@ -67,7 +73,7 @@ struct DownQueue {
     changed: Condvar,
 }
 
-/// See the module.
+/// All bulk lanes of the admitted process.
 #[derive(Default)]
 pub struct Lanes {
     up: [OnceLock<UpLane>; UP_LANES as usize],
@@ -76,21 +82,23 @@ pub struct Lanes {
     arrival: Condvar,
     opened: Condvar,
     opening: Mutex<()>,
-    /// Lanes that have had their connection, a bit each.
+    /// Lanes that a connection has claimed, one bit each.
     claimed: AtomicU64,
     received: AtomicU64,
     sent: AtomicU64,
 }
 
 impl Lanes {
-    /// Takes a lane for a connection; `false` if no such lane exists or another connection has taken it.
+    /// Claims a lane for a connection.
+    ///
+    /// Returns `false` if the lane does not exist or another connection has claimed it.
     pub fn claim(&self, lane: u16) -> bool {
         let exists =
             (1..=UP_LANES).contains(&lane) || (FIRST_DOWN_LANE..FIRST_DOWN_LANE + DOWN_LANES).contains(&lane);
         exists && self.claimed.fetch_or(1 << lane, Ordering::Relaxed) & 1 << lane == 0
     }
 
-    /// Serves one lane that was claimed until it ends.
+    /// Serves a claimed lane until its connection ends.
     pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
         let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
         let first = session.contexts.primary(0).map_err(said)?;
@@ -137,7 +145,8 @@ impl Lanes {
                 return Err(io::Error::other("not a chunk"));
             }
             let slot = self.free_slot(driver, lane);
-            // SAFETY: the slot has CHUNK bytes and is ours; the padded length is at most that.
+            // SAFETY: this thread owns the slot, which has CHUNK bytes; the padded length is at
+            // most that.
             let target = unsafe { std::slice::from_raw_parts_mut(slot.address, header.body_len()) };
             transport.recv_exact(target, sleep)?;
             self.received.fetch_add(len as u64, Ordering::Relaxed);
@@ -154,7 +163,7 @@ impl Lanes {
         }
     }
 
-    /// A free slot, or the one whose copy is done first.
+    /// Returns a free slot, or waits for the one whose copy ends first.
     fn free_slot(&self, driver: &Driver, lane: &UpLane) -> Slot {
         loop {
             if let Some(slot) = lane.slots.try_take() {
@@ -169,15 +178,16 @@ impl Lanes {
             match oldest {
                 Some(mut slot) => {
                     if !slot.event.is_null() {
-                        // SAFETY: the slot's event was recorded after its copy, and `leave` waits for this. A failure means that
-                        // the context is poisoned: then the copy will not read the slot any more either.
+                        // SAFETY: the slot's event was recorded after its copy, and `leave` waits
+                        // for this. A failure means that the context is poisoned: then the copy
+                        // reads the slot no more either.
                         unsafe { (driver.call.cuEventSynchronize)(slot.event) };
                     }
                     slot.rest();
                     lane.waits_in.store(0, Ordering::SeqCst);
                     return slot;
                 }
-                // All slots are waiting for an executor.
+                // All slots wait for an executor.
                 None => {
                     let arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
                     let _ = self.arrival.wait_timeout(arrived, Duration::from_millis(1));
@@ -186,7 +196,7 @@ impl Lanes {
         }
     }
 
-    /// Next chunk of a transfer, waiting for it; `None` if a lane has failed.
+    /// Waits for the next chunk of a transfer; `None` if a lane has failed.
     pub fn next_chunk(&self, transfer: u64) -> Option<Chunk> {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -206,7 +216,7 @@ impl Lanes {
         }
     }
 
-    /// The frame of a transfer has failed: what comes of it is dropped, since lanes must not stand still for it.
+    /// Drops the chunks of a transfer whose frame has failed, since they would block the lanes.
     pub fn discard(&self, transfer: u64) {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
         if arrived.unwanted.len() == UNWANTED {
@@ -223,7 +233,7 @@ impl Lanes {
         self.arrival.notify_all();
     }
 
-    /// The copy out of a chunk's slot has been queued and its event recorded.
+    /// Takes back a chunk's slot, once the copy out of it is queued and its event recorded.
     pub fn copied(&self, chunk: Chunk) {
         if let Some(lane) = self.up[chunk.lane].get() {
             lane.copying.lock().unwrap_or_else(PoisonError::into_inner).push_back(chunk.slot);
@@ -231,7 +241,9 @@ impl Lanes {
         }
     }
 
-    /// A context in which everything is done is about to go, and the events of slots with it: waits until none of them is asked for.
+    /// Waits until no lane uses an event of a context that is about to be destroyed or reset.
+    ///
+    /// All work in that context is done; its events go with it.
     pub fn leave(&self, ctx: u64) {
         for lane in self.up.iter().filter_map(OnceLock::get) {
             let mut copying = lane.copying.lock().unwrap_or_else(PoisonError::into_inner);
@@ -250,37 +262,37 @@ impl Lanes {
         }
     }
 
-    /// The context that all slots were pinned in was reset; it is current.
+    /// Pins all slots again after a reset of their context, which is current.
     pub fn pin_again(&self, driver: &Driver) {
         let slots = self.up.iter().filter_map(|lane| lane.get().map(|l| &l.slots));
         for slots in slots.chain(self.down.slots.get()) {
-            // Copies work without it.
+            // Copies work without pinning, only slower.
             let _ = slots.pin(driver);
         }
     }
 
-    /// Whether nothing is on its way to the client.
+    /// Returns `true` if no piece is on its way to the client.
     pub fn idle(&self) -> bool {
         self.down.pieces.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Bytes that came, or went, in a frame instead.
+    /// Counts bytes that travelled in a frame instead of on a lane.
     pub fn inline(&self, to_device: usize, from_device: usize) {
         self.received.fetch_add(to_device as u64, Ordering::Relaxed);
         self.sent.fetch_add(from_device as u64, Ordering::Relaxed);
     }
 
-    /// Bytes that came for the device.
+    /// Returns the number of bytes received for the device.
     pub fn bytes_to_device(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Bytes of the device that went out.
+    /// Returns the number of bytes sent from the device.
     pub fn bytes_from_device(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
 
-    /// The slots of lanes to the client, waiting for the first lane.
+    /// Returns the slots of lanes to the client; waits until the first such lane opens.
     fn outgoing(&self) -> &Slots {
         let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -291,7 +303,9 @@ impl Lanes {
         }
     }
 
-    /// Sends `len` bytes of the device in chunks: `copy` queues the copy of one chunk into a slot and records its event.
+    /// Sends `len` bytes of the device in chunks.
+    ///
+    /// `copy` queues the copy of one chunk into a slot and records its event.
     pub fn send(
         &self,
         transfer: u64,
@@ -323,12 +337,13 @@ impl DownQueue {
                 while queue.is_empty() {
                     queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 }
-                // Any that is ready: a stream that stands still must not hold up the others.
+                // Takes any piece that is ready: a blocked stream must not delay the others.
                 let mut ready = None;
                 for i in 0..queue.len() {
                     let state = match queue[i].failed {
                         0 if queue[i].slot.event.is_null() => 0,
-                        // SAFETY: the slot's event is valid: `leave` waits for those that were not asked for.
+                        // SAFETY: the slot's event is valid, since `leave` waits for pieces that
+                        // are still queued.
                         0 => unsafe { (driver.call.cuEventQuery)(queue[i].slot.event) },
                         failed => failed,
                     };
@@ -340,7 +355,7 @@ impl DownQueue {
                 ready.and_then(|(i, state)| queue.remove(i).map(|piece| (piece, state)))
             };
             let Some((piece, state)) = piece else {
-                // Backs off from 2 to 64 us: kernels before the copy may run for long.
+                // Backs off from 2 to 64 us: kernels before the copy may run for a long time.
                 std::thread::sleep(Duration::from_micros(2 << idle.min(5)));
                 idle += 1;
                 continue;
@@ -348,7 +363,8 @@ impl DownQueue {
             idle = 0;
             let len = if state == 0 { piece.len } else { 0 };
             let header = chunk_header(piece.transfer, piece.offset, len, state);
-            // SAFETY: the device has filled the slot, which is ours; it has CHUNK bytes, a multiple of 8.
+            // SAFETY: the device has filled the slot, which this thread owns; it has CHUNK bytes, a
+            // multiple of 8.
             let bytes = unsafe { std::slice::from_raw_parts(piece.slot.address, len.next_multiple_of(8)) };
             let sent = transport.send_parts(&[header.as_bytes(), bytes]);
             if let Some(slots) = self.slots.get() {

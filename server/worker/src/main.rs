@@ -1,4 +1,6 @@
-//! `gpuserver-worker`: replays the driver calls of one client process. Started by `gpuserver`, never by hand.
+//! `gpuserver-worker` replays the driver calls of one client process.
+//!
+//! `gpuserver` starts it, never a person; the flags below select its other roles.
 
 mod activity;
 mod admission;
@@ -38,8 +40,8 @@ fn main() -> ExitCode {
         [_] => admit::run(),
         _ => {
             eprintln!(
-                "gpuserver-worker is started by gpuserver.\n\
-                 By hand only: gpuserver-worker --probe /path/to/libcuda.so.1 (prints the GPUs as JSON)"
+                "gpuserver-worker: wrong arguments: only gpuserver starts workers\n\
+                 By hand: gpuserver-worker --probe /path/to/libcuda.so.1 (prints the GPUs as JSON)"
             );
             ExitCode::from(1)
         }

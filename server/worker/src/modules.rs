@@ -1,4 +1,4 @@
-//! Images (cubins, fatbins, PTX) by content: one that the server has is not sent again.
+//! Images (cubins, fatbins, PTX) by content: the client sends none that the server has.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -11,12 +11,12 @@ use std::time::SystemTime;
 /// Longest image, in bytes.
 pub const MAX_IMAGE: u64 = 4 << 30;
 
-/// The file system keeps this much free for others, or a tenth of itself if that is less.
+/// Bytes that stay free for others on the file system, unless a tenth of it is less.
 const KEEP_FREE: u64 = 5 << 30;
 
 type Hash = [u8; 32];
 
-/// See the module.
+/// Images in memory and, for all workers of a client, on disk.
 pub struct Images {
     folder: Option<Folder>,
     memory: Mutex<HashMap<Hash, Arc<Vec<u8>>>>,
@@ -27,8 +27,10 @@ pub struct Images {
 }
 
 impl Images {
-    /// With the client's folder and its size in bytes, if there is one. Images that are not whole yet may take `limit` bytes
-    /// together, but one image may always be as long as images may be.
+    /// Starts with the client's folder and its size in bytes, if it has one.
+    ///
+    /// Incomplete images may together take `limit` bytes; a single image may always have the full
+    /// length.
     pub fn new(folder: Option<(&str, u64)>, limit: u64) -> Self {
         let folder = folder.map(|(path, most)| Folder { path: path.into(), most });
         Self {
@@ -40,13 +42,13 @@ impl Images {
         }
     }
 
-    /// The image, if this server has it. What a file says is believed only if its content has the hash.
+    /// Returns the image, if this server has it; a file counts only if its content has the hash.
     pub fn get(&self, hash: &Hash) -> Option<Arc<Vec<u8>>> {
         let memory = || self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(image) = memory().get(hash) {
             return Some(image.clone());
         }
-        // Without the lock: a slow disk delays this thread only.
+        // Read without the lock: a slow disk delays this thread only.
         let image = self.folder.as_ref()?.read(hash)?;
         if blake3::hash(&image) != blake3::Hash::from_bytes(*hash) {
             return None;
@@ -56,7 +58,7 @@ impl Images {
         Some(image)
     }
 
-    /// Takes the next piece of an image; true when it is whole and has the hash.
+    /// Appends the next piece of an image; returns `true` once it is complete and has the hash.
     pub fn add(&self, hash: Hash, total: u64, piece: &[u8]) -> Result<bool, ()> {
         if total > MAX_IMAGE {
             return Err(());
@@ -85,7 +87,7 @@ impl Images {
         Ok(true)
     }
 
-    /// The driver has accepted an image: from now on the client's other workers may find it on disk.
+    /// Stores an image that the driver has accepted, for the client's other workers.
     pub fn accepted(&self, hash: &Hash, image: &[u8]) {
         let first = self.unproven.lock().unwrap_or_else(PoisonError::into_inner).remove(hash);
         if let Some(folder) = self.folder.as_ref().filter(|_| first) {
@@ -94,10 +96,10 @@ impl Images {
     }
 }
 
-/// The client's images on disk.
+/// The client's images on disk, each in a file named after its hash.
 struct Folder {
     path: PathBuf,
-    /// Bytes that they may take.
+    /// Bytes that all files may take.
     most: u64,
 }
 
@@ -107,19 +109,21 @@ impl Folder {
         self.path.join(name)
     }
 
-    /// Reads an image. Whatever else has its name, such as a link or a pipe, counts as absent.
+    /// Reads an image; a link, a pipe or any other kind of file counts as absent.
     fn read(&self, hash: &Hash) -> Option<Vec<u8>> {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(hash)).ok()?;
         let facts = file.metadata().ok().filter(|facts| facts.is_file() && facts.len() <= MAX_IMAGE)?;
         let mut image = Vec::with_capacity(facts.len() as usize);
-        // It may have grown since.
+        // One byte more: the file may have grown since.
         File::take(file, facts.len() + 1).read_to_end(&mut image).ok()?;
         (image.len() as u64 == facts.len()).then_some(image)
     }
 
-    /// Writes an image for the client's other workers, whole or not at all, in place of those that were used longest ago if need
-    /// be. A cache that cannot be written only costs time.
+    /// Writes an image for the client's other workers, completely or not at all.
+    ///
+    /// If necessary, it replaces the images that were unused for longest. A cache that cannot be
+    /// written only costs time.
     fn store(&self, hash: &Hash, image: &[u8]) {
         if !self.make_room(image.len() as u64) {
             return;
@@ -161,7 +165,7 @@ impl Folder {
     }
 }
 
-/// Returns `true` if the file system has room for `bytes` and for what others may need.
+/// Returns `true` if the file system has room for `bytes` and the reserve for others.
 fn leaves_room(folder: &Path, bytes: u64) -> bool {
     nix::sys::statvfs::statvfs(folder).is_ok_and(|facts| {
         let (all, free) = (facts.blocks() as u64, facts.blocks_available() as u64);

@@ -1,7 +1,9 @@
-//! `gpuserver-worker --monitor DRIVER`: asks the server's NVML, so that `gpuserver` itself loads none, and no program's worker is
-//! needed to know about a card. It reads [`ToMonitor`] from its standard input until that ends.
+//! `gpuserver-worker --monitor DRIVER` queries the server's NVML.
 //!
-//! However many ask, the card is asked the same thing at most every [`FRESH`].
+//! So `gpuserver` itself loads no NVML, and facts about a card need no program's worker. The
+//! monitor reads [`ToMonitor`] from its standard input until EOF.
+//!
+//! However many clients ask, it asks the card the same question at most once every [`FRESH`].
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -15,13 +17,13 @@ use gpusession_proto::readings::{Answer, FromMonitor, GpuReading, Query, ToMonit
 
 use crate::nvml::Nvml;
 
-/// How long an answer is good.
+/// Age up to which an answer is reused.
 const FRESH: Duration = Duration::from_millis(100);
-/// Answers that are kept.
+/// Number of kept answers above which outdated ones are dropped.
 const KEPT: usize = 8192;
-/// Events that are asked for: uncorrected ECC errors and Xids.
+/// Events to watch: uncorrected ECC errors and Xids.
 const EVENTS: u64 = 2 | 8;
-/// Pause before events are asked for again where NVML gave an error.
+/// Time before the next wait for events, after an error of NVML.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// Serves until standard input ends.
@@ -40,7 +42,7 @@ pub fn run(driver: &str) -> ExitCode {
         nvml_version: versions("nvmlSystemGetNVMLVersion"),
     });
     let events = nvml.clone();
-    // Readings go on without.
+    // Readings work without the watch.
     if std::thread::Builder::new().name("events".into()).spawn(move || watch(&events)).is_err() {
         tell(&FromMonitor::Unwatched(Vec::new()));
     }
@@ -89,7 +91,7 @@ fn read(nvml: &Nvml, uuid: [u8; 16], device: usize) -> GpuReading {
     }
 }
 
-/// Passes faults on as they happen.
+/// Reports faults of the cards as they happen.
 fn watch(nvml: &Nvml) {
     #[repr(C)]
     #[derive(Default)]
@@ -144,7 +146,9 @@ fn receive(input: &mut impl Read) -> Option<ToMonitor> {
     message::decode(&body).ok()
 }
 
-/// One message, whole. That the server is gone shows where messages are read.
+/// Writes one message, uninterrupted by other threads.
+///
+/// An exited server shows as EOF where messages are read.
 fn tell(message: &FromMonitor) {
     static OUTPUT: Mutex<()> = Mutex::new(());
     let _one_at_a_time = OUTPUT.lock().unwrap_or_else(PoisonError::into_inner);

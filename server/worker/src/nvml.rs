@@ -1,4 +1,4 @@
-//! The server's NVML: the library beside the driver's, asked through the table in `proto/nvml`.
+//! The server's NVML: the library in the driver's folder, called by the table in `proto/nvml`.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
@@ -13,7 +13,7 @@ use crate::driver::MARKER;
 /// `nvmlReturn_t`.
 pub type Status = u32;
 
-/// `nvmlReturn_t` values that are given here.
+/// `nvmlReturn_t` values that the monitor itself returns.
 pub mod status {
     #![allow(missing_docs)]
     pub const INVALID_ARGUMENT: u32 = 2;
@@ -21,19 +21,21 @@ pub mod status {
     pub const FUNCTION_NOT_FOUND: u32 = 13;
 }
 
-/// Any NVML function that a question is about: integers and pointers only, six at most. One with fewer ignores the rest.
+/// Type of every NVML function in the table: integers and pointers only, at most six.
+///
+/// A function with fewer parameters ignores the rest.
 type Function = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> Status;
 
-/// Processes of a card that are told of.
+/// Maximum number of reported processes of a card.
 const MAX_PROCESSES: usize = 256;
 
-/// A loaded NVML, initialised.
+/// A loaded and initialised NVML, with its devices by UUID.
 pub struct Nvml {
     library: Library,
     devices: HashMap<[u8; 16], usize>,
 }
 
-/// NVML belongs to the driver: it lies beside it.
+/// Finds NVML in the driver's folder, since it belongs to the driver.
 fn beside(driver: &Path) -> Result<PathBuf, String> {
     let resolved = driver.canonicalize().ok();
     [Some(driver), resolved.as_deref()]
@@ -41,19 +43,20 @@ fn beside(driver: &Path) -> Result<PathBuf, String> {
         .flatten()
         .filter_map(|d| Some(d.parent()?.join("libnvidia-ml.so.1")))
         .find(|p| p.exists())
-        .ok_or_else(|| format!("there is no libnvidia-ml.so.1 beside {}", driver.display()))
+        .ok_or_else(|| format!("libnvidia-ml.so.1 not found in the folder of {}", driver.display()))
 }
 
 impl Nvml {
-    /// Loads the library beside the driver, and finds the devices.
+    /// Loads the library from the driver's folder, and finds the devices.
     pub fn load(driver: &Path) -> Result<Self, String> {
         let path = beside(driver)?;
         let say = |what: &str, s: Status| format!("{what} of {}: NVML error {s}", path.display());
-        // SAFETY: loading runs the library's initialisers; it lies beside the driver that the administrator named.
+        // SAFETY: loading runs the library's initialisers; it lies in the folder of the driver that
+        // the administrator named.
         let library = unsafe { Library::new(&path) }.map_err(|e| format!("{}: {e}", path.display()))?;
-        // SAFETY: only the symbol's presence is asked for.
+        // SAFETY: reads only whether the symbol is present.
         if unsafe { library.get::<*const c_void>(MARKER) }.is_ok() {
-            return Err(format!("{} is gpusession's own client library", path.display()));
+            return Err(format!("{}: it is gpusession's own client library", path.display()));
         }
         let mut nvml = Self { library, devices: HashMap::new() };
         let init = nvml.call("nvmlInit_v2", &[]);
@@ -67,7 +70,7 @@ impl Nvml {
         }
         for index in 0..count {
             let mut device = 0usize;
-            // A card that has fallen off the bus has no handle; the others do.
+            // A card that has fallen off the bus has no handle; the other cards do.
             if nvml.call("nvmlDeviceGetHandleByIndex_v2", &[index as usize, &raw mut device as usize]) == 0
                 && let Some(uuid) = nvml.text("nvmlDeviceGetUUID", &[device]).as_deref().and_then(uuid_bytes)
             {
@@ -77,16 +80,18 @@ impl Nvml {
         Ok(nvml)
     }
 
-    /// UUIDs and handles.
+    /// Returns UUID and handle of each device.
     pub fn devices(&self) -> impl Iterator<Item = ([u8; 16], usize)> {
         self.devices.iter().map(|(uuid, device)| (*uuid, *device))
     }
 
-    /// Calls an NVML function by name. Pointers in `arguments` must be good for what NVML's header says of the function.
+    /// Calls an NVML function by name.
+    ///
+    /// Pointers in `arguments` must be valid for the use that NVML's header states.
     pub fn call(&self, name: &str, arguments: &[usize]) -> Status {
         let Ok(symbol) = CString::new(name) else { return status::FUNCTION_NOT_FOUND };
-        // SAFETY: NVML's functions take integers and pointers, and the C ABI lets a function be called with more arguments
-        // than it takes; all return an nvmlReturn_t.
+        // SAFETY: NVML's functions take integers and pointers, and return an nvmlReturn_t. The C
+        // ABI lets a function be called with more arguments than it takes.
         let Ok(function) = (unsafe { self.library.get::<Function>(symbol.as_bytes_with_nul()) }) else {
             return status::FUNCTION_NOT_FOUND;
         };
@@ -95,21 +100,23 @@ impl Nvml {
         unsafe { function(a(0), a(1), a(2), a(3), a(4), a(5)) }
     }
 
-    /// A text that ends with `(char *, unsigned)`.
+    /// Returns a text from a function whose last parameters are `(char *, unsigned)`.
     pub fn text(&self, name: &str, before: &[usize]) -> Option<String> {
         let mut room = [0u8; TEXT];
         let arguments = [before, &[room.as_mut_ptr() as usize, TEXT]].concat();
         (self.call(name, &arguments) == 0).then(|| text(&room))
     }
 
-    /// One number of a device.
+    /// Returns one number of a device from a function whose last parameter points to it.
     pub fn number<T: Copy + Default>(&self, name: &str, device: usize, before: &[usize]) -> Option<T> {
         let mut value = T::default();
         let arguments = [&[device], before, &[&raw mut value as usize]].concat();
         (self.call(name, &arguments) == 0).then_some(value)
     }
 
-    /// Compute processes of a device, those under MPS too, which NVML lists apart: process id, bytes of memory where NVML knows.
+    /// Returns the compute processes of a device: process id, and bytes of memory if NVML knows.
+    ///
+    /// NVML lists the processes under MPS separately; the result includes them.
     pub fn processes(&self, device: usize) -> Vec<(u32, Option<u64>)> {
         let mut all: Vec<(u32, Option<u64>)> = Vec::new();
         for list in ["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"]
@@ -144,7 +151,7 @@ impl Nvml {
         Some(infos.iter().map(|i| (i.pid, Some(i.used).filter(|u| *u != u64::MAX))).collect())
     }
 
-    /// Answers a question of the table.
+    /// Answers a query about a function of the table.
     pub fn ask(&self, query: &Query) -> Answer {
         match self.try_ask(query) {
             Ok(output) => Answer { status: 0, output },
@@ -188,14 +195,15 @@ impl Nvml {
             }
         }
         if call.name == FIELD_VALUES {
-            // A question is about one value, whose structure begins with the field's and the scope's number.
+            // A query is about one value, whose structure begins with the numbers of field and
+            // scope.
             let value = buffers.begin(0, &query.input);
             arguments = vec![device, 1, value];
         }
         let result = self.call(call.name, &arguments);
         match result {
             0 => {}
-            // To the client it is a card that does not say this, as others do not.
+            // The client sees a card without this reading, as others lack it, too.
             status::FUNCTION_NOT_FOUND => return Err(status::NOT_SUPPORTED),
             error => return Err(error),
         }
@@ -228,18 +236,20 @@ impl Nvml {
     }
 }
 
-/// What NVML writes into: each output has a buffer of its own, made of words, so that every structure is aligned.
+/// Buffers that NVML writes into, one for each output.
+///
+/// They consist of words, so that every structure is aligned.
 #[derive(Default)]
 struct Buffers(Vec<(Vec<u64>, usize)>);
 
 impl Buffers {
-    /// A zeroed buffer that begins with these bytes; its address stays.
+    /// Adds a zeroed buffer that begins with these bytes; its address stays valid.
     fn add(&mut self, size: usize, begin: &[u8]) -> usize {
         self.0.push((vec![0; size.div_ceil(8)], size));
         self.begin(self.0.len() - 1, begin)
     }
 
-    /// Writes the first bytes of a buffer.
+    /// Writes the first bytes of a buffer and returns its address.
     fn begin(&mut self, buffer: usize, begin: &[u8]) -> usize {
         let words = &mut self.0[buffer].0;
         zerocopy::IntoBytes::as_mut_bytes(&mut words[..])[..begin.len()].copy_from_slice(begin);
@@ -247,7 +257,7 @@ impl Buffers {
     }
 }
 
-/// The next bytes of an input whose length was checked.
+/// Splits off the next bytes of an input whose length is checked already.
 fn take<'a>(input: &mut &'a [u8], n: usize) -> &'a [u8] {
     let (mine, rest) = input.split_at(n);
     *input = rest;

@@ -1,5 +1,7 @@
-//! What device code prints (`printf`, `assert`) appears on this process's stdout and stderr when the driver synchronises.
-//! Both are memory files, read out after each synchronizing call and sent to the client.
+//! Output of device code (`printf`, `assert`), which the driver prints when it synchronises.
+//!
+//! Stdout and stderr of this process are memory files. The worker reads them after each
+//! synchronizing call and sends their content to the client.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +14,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::session::Session;
 
-/// See the module.
+/// The memory files behind stdout and stderr.
 pub struct Output {
     files: Mutex<[File; 2]>,
 }
@@ -22,11 +24,12 @@ impl Output {
     pub fn redirect() -> io::Result<Self> {
         let file = |target: i32| -> io::Result<File> {
             let fd = memfd_create("output", MFdFlags::MFD_CLOEXEC)?;
-            // SAFETY: replaces a standard descriptor of this process, which nothing here holds as an owned one.
+            // SAFETY: replaces a standard descriptor of this process, which no value in this
+            // program owns.
             if unsafe { libc::dup2(fd.as_raw_fd(), target) } < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // Appending keeps what is written after a truncation from leaving a hole.
+            // Without O_APPEND, output after a truncation would leave a hole.
             // SAFETY: sets a status flag of a valid descriptor.
             unsafe { libc::fcntl(target, libc::F_SETFL, libc::O_APPEND) };
             Ok(fd.into())
@@ -34,7 +37,9 @@ impl Output {
         Ok(Self { files: Mutex::new([file(1)?, file(2)?]) })
     }
 
-    /// Appends frames with what has been printed since the last time. Call after the driver has synchronised.
+    /// Appends frames with the output since the last call.
+    ///
+    /// Call it after the driver has synchronised.
     pub fn collect(&self, session: &Session, frames: &mut Vec<u8>) {
         // SAFETY: flushes C's streams, where the driver prints; null means all of them.
         unsafe { libc::fflush(std::ptr::null_mut()) };

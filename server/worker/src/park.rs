@@ -1,9 +1,12 @@
-//! `gpuserver-worker --park DRIVER PID LIMIT_MS`: moves the device memory of another worker to host memory, keeps it there, and
-//! brings it back when told to. `gpuserver` itself never loads CUDA, and a parked process cannot help itself.
+//! `gpuserver-worker --park DRIVER PID LIMIT_MS` moves another worker's device memory to the host.
 //!
-//! Answers are lines on stdout: `parked`, or `no CODE TEXT` and the end. Then each line on stdin asks for the memory back: `back`
-//! and the end, or `full` when the GPU has no room now, or `no CODE TEXT` and the end. Its input's end is its own; the memory stays
-//! where it is, and `--parked DRIVER PID` takes its place.
+//! It keeps the memory there until asked to bring it back. `gpuserver` itself never loads CUDA, and
+//! a parked process cannot unpark itself.
+//!
+//! The first line on stdout is `parked`, or `no CODE TEXT` before it exits. Then each line on stdin
+//! asks for the memory. The answers are `back` or `no CODE TEXT` before it exits, or `full` if the
+//! GPU has no room now. It also exits at EOF on stdin: the memory stays parked, and `--parked
+//! DRIVER PID` takes over.
 
 use std::ffi::c_void;
 use std::io::Write;
@@ -20,10 +23,12 @@ struct LockArgs {
     more: [u64; 7],
 }
 
-/// Does it; the exit status is 0 where the process runs again. Without a limit the process is parked already.
+/// Parks and unparks a process; the exit status is 0 if the process runs again.
+///
+/// Without a limit the process is parked already.
 pub fn run(driver: &str, pid: &str, limit: Option<&str>) -> ExitCode {
     let (Ok(pid), Ok(limit)) = (pid.parse(), limit.map(str::parse).transpose()) else {
-        eprintln!("gpuserver-worker: --park takes a driver, a process id and a number of milliseconds");
+        eprintln!("gpuserver-worker: --park needs a driver, a process id and a number of milliseconds");
         return ExitCode::from(1);
     };
     match stay(driver, pid, limit) {
@@ -36,7 +41,7 @@ pub fn run(driver: &str, pid: &str, limit: Option<&str>) -> ExitCode {
 }
 
 fn say(line: &str) {
-    // Nobody listening is noticed at the next question.
+    // A supervisor that has exited shows as EOF at the next read.
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
@@ -52,7 +57,7 @@ fn stay(driver: &str, pid: i32, limit: Option<u32>) -> Result<(), (Status, Strin
         // SAFETY: the structure is that of cuda.h.
         check(unsafe { (call.cuCheckpointProcessLock)(pid, (&raw const lock).cast()) })
             .map_err(said("cuCheckpointProcessLock"))?;
-        // SAFETY: no arguments, here and below.
+        // SAFETY: the call accepts null for its arguments, as the calls below do.
         if let Err(code) = check(unsafe { (call.cuCheckpointProcessCheckpoint)(pid, none) }) {
             // SAFETY: as above.
             unsafe { (call.cuCheckpointProcessUnlock)(pid, none) };

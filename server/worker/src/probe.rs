@@ -1,4 +1,6 @@
-//! `gpuserver-worker --probe DRIVER`: the GPUs of a driver as JSON, so that `gpuserver` itself never loads CUDA.
+//! `gpuserver-worker --probe DRIVER` prints the GPUs of a driver as JSON.
+//!
+//! So `gpuserver` itself never loads CUDA.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -74,11 +76,12 @@ fn describe(path: &str) -> Result<serde_json::Value, String> {
     Ok(json!({ "driver_version": driver_version(), "cuda_version": version, "devices": devices }))
 }
 
-/// The probe's second process: holds a context on every device.
+/// Flag of the probe's second process, which holds a context on every device.
 pub const HOLD: &str = "--hold-contexts";
 
-/// What a context of one more process takes of each device: the difference that a second process makes. 0 where that cannot be
-/// found out.
+/// Measures the bytes that a context of one more process takes of each device.
+///
+/// The second process makes the difference. 0 stands for an unknown number.
 fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
     let measure = || -> Option<Vec<u64>> {
         let before = hold_contexts(driver, count);
@@ -91,7 +94,7 @@ fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
             .ok()?;
         let holds = other.stdout.as_mut()?.read_exact(&mut [0]).is_ok();
         let after = hold_contexts(driver, count);
-        // Its input ends, and with it the process.
+        // The process exits at EOF on its standard input.
         drop(other.stdin.take());
         let _ = other.wait();
         let difference = |(before, after): (&Option<u64>, Option<u64>)| {
@@ -102,11 +105,13 @@ fn context_bytes(driver: &Driver, path: &str, count: i32) -> Vec<u64> {
     measure().unwrap_or_default()
 }
 
-/// Makes a context on every device; returns each one's free memory, unless it has no room for one or is another's.
+/// Creates a context on every device and returns the free memory of each.
+///
+/// `None` stands for a device without room for a context, or in exclusive use.
 fn hold_contexts(driver: &Driver, count: i32) -> Vec<Option<u64>> {
     let one = |device| {
         let (mut ctx, mut free, mut total) = (std::ptr::null_mut(), 0, 0);
-        // SAFETY: out pointers are valid; the context stays retained until the process ends.
+        // SAFETY: out pointers are valid; the context stays retained until the process exits.
         unsafe {
             check((driver.call.cuDevicePrimaryCtxRetain)(&mut ctx, device)).ok()?;
             check((driver.call.cuCtxSetCurrent)(ctx)).ok()?;
@@ -117,7 +122,7 @@ fn hold_contexts(driver: &Driver, count: i32) -> Vec<Option<u64>> {
     (0..count).map(one).collect()
 }
 
-/// Holds contexts until its input ends.
+/// Holds contexts until standard input ends.
 pub fn hold(path: &str) -> ExitCode {
     let held = || -> Result<(), String> {
         let driver = Driver::load(Path::new(path))?;
@@ -152,13 +157,13 @@ fn text(chars: &[std::ffi::c_char]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// As `nvidia-smi -L` prints it.
+/// Formats a UUID as `nvidia-smi -L` prints it.
 fn uuid_text(uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|b| format!("{b:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// The kernel driver's version, where there is one.
+/// Returns the kernel driver's version, if NVIDIA's is loaded.
 fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
     Some(text.trim().to_owned())

@@ -1,5 +1,7 @@
-//! How much device memory this worker may use. The lease's processes share one limit, which the supervisor counts: it grants
-//! memory in chunks, and a worker asks when its own do not suffice. No limit is decided here.
+//! Device memory that this worker may use.
+//!
+//! The lease's processes share one limit, which the supervisor accounts: it grants memory in
+//! chunks, and a worker asks for more when its own do not suffice. This module decides no limit.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +14,7 @@ use crate::supervise::Supervisor;
 struct Device {
     granted: u64,
     used: u64,
-    /// What the supervisor said last about the lease.
+    /// Bytes of the lease that no worker was granted, by the supervisor's last answer.
     left: u64,
 }
 
@@ -22,19 +24,19 @@ struct State {
     /// Serial number of the last request, and of the last answer.
     asked: u64,
     answered: u64,
-    /// What the last answer granted.
+    /// Bytes that the last answer granted.
     bytes: u64,
-    /// The last request.
+    /// Kept to repeat it to a new supervisor.
     request: Option<FromWorker>,
 }
 
-/// See the module.
+/// Granted and used bytes of each device.
 pub struct Quota {
-    /// Who grants.
+    /// Supervisor that grants memory.
     pub supervisor: Arc<Supervisor>,
     state: Mutex<State>,
     answer: Condvar,
-    /// One request at a time.
+    /// Serialises requests: one is open at a time.
     asking: Mutex<()>,
 }
 
@@ -43,13 +45,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Quota {
-    /// Nothing granted yet.
+    /// Starts with no memory granted.
     pub fn new(supervisor: Arc<Supervisor>, devices: &[DeviceLimit]) -> Self {
         let state = State { devices: vec![Device::default(); devices.len()], ..State::default() };
         Self { supervisor, state: Mutex::new(state), answer: Condvar::new(), asking: Mutex::default() }
     }
 
-    /// Counts `bytes` more on a device, or says that the lease has not that much.
+    /// Counts `bytes` more on a device; an error if the lease has no room for them.
     pub fn take(&self, device: u32, bytes: u64) -> Result<(), Status> {
         let device = device as usize;
         if self.take_granted(device, bytes) {
@@ -82,12 +84,13 @@ impl Quota {
         }
     }
 
-    /// Asks the supervisor and waits for what it grants.
+    /// Asks the supervisor for memory and waits for the answer; returns the granted bytes.
     fn ask(&self, device: usize, bytes: u64) -> u64 {
         let mut state = lock(&self.state);
         state.asked += 1;
         let serial = state.asked;
-        // Under the lock: what is given back meanwhile is told before or after, never between the numbers and the request.
+        // Holds the lock: a concurrent return is reported before or after this request, never in
+        // between.
         let request = FromWorker::MemoryWanted { device: device as u32, serial, bytes };
         self.supervisor.tell(&request);
         state.request = Some(request);
@@ -97,26 +100,28 @@ impl Quota {
         state.bytes
     }
 
-    /// Takes memory off the count.
+    /// Subtracts freed memory from the used bytes.
     pub fn give(&self, device: u32, bytes: u64) {
         if let Some(d) = lock(&self.state).devices.get_mut(device as usize) {
             d.used = d.used.saturating_sub(bytes);
         }
     }
 
-    /// Counts memory that is in use already, whether it was granted or not.
+    /// Counts memory that is in use already, whether granted or not.
     pub fn overdraw(&self, device: u32, bytes: u64) {
         if let Some(d) = lock(&self.state).devices.get_mut(device as usize) {
             d.used = d.used.saturating_add(bytes);
         }
     }
 
-    /// Bytes in use on all devices.
+    /// Returns the bytes in use on all devices.
     pub fn used(&self) -> u64 {
         lock(&self.state).devices.iter().map(|d| d.used).fold(0, u64::saturating_add)
     }
 
-    /// Bytes of the lease's share that no process uses.
+    /// Returns the bytes of the lease that this worker could still get.
+    ///
+    /// These are ungranted bytes, and granted ones that it does not use.
     pub fn left(&self, device: u32) -> u64 {
         let _asking = lock(&self.asking);
         let device = device as usize;
@@ -129,7 +134,7 @@ impl Quota {
         d.left.saturating_add(d.granted.saturating_sub(d.used))
     }
 
-    /// The supervisor's answer.
+    /// Records the supervisor's answer.
     pub fn granted(&self, device: u32, serial: u64, bytes: u64, left: u64) {
         let mut state = lock(&self.state);
         if let Some(d) = state.devices.get_mut(device as usize) {
@@ -141,8 +146,10 @@ impl Quota {
         self.answer.notify_all();
     }
 
-    /// Another supervisor answers from now on. One that got the request and ended is not to leave a thread waiting; should both
-    /// answer, both grants count.
+    /// Repeats an open request to a new supervisor.
+    ///
+    /// The earlier supervisor may have exited before it answered, which would leave a thread
+    /// waiting. If both answer, both grants count.
     pub fn ask_again(&self) {
         let state = lock(&self.state);
         if let Some(request) = state.request.as_ref().filter(|_| state.answered < state.asked) {
@@ -150,7 +157,7 @@ impl Quota {
         }
     }
 
-    /// Gives back what is not in use.
+    /// Returns granted memory that is not in use.
     pub fn recall(&self) {
         let mut state = lock(&self.state);
         for (device, d) in state.devices.iter_mut().enumerate() {

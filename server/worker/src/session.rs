@@ -1,4 +1,4 @@
-//! What one admitted client process has on this worker.
+//! State of the one client process that a worker has admitted.
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -26,74 +26,68 @@ use crate::output::Output;
 use crate::quota::Quota;
 use crate::supervise::Supervisor;
 
-/// See the module.
+/// State that all executors and lanes of the worker share.
 pub struct Session {
-    /// The driver library.
+    /// Never unloaded, since its threads live as long as the process.
     pub driver: &'static Driver,
-    /// Lane 0.
+    /// Lane 0, which carries the log.
     pub transport: Transport,
     supervisor: Arc<Supervisor>,
-    /// Replays the log.
+    /// Executors that replay the log.
     pub replay: Replay,
     /// Highest position of the log that was replayed.
     pub consumed: AtomicU64,
-    /// Devices and contexts.
     pub contexts: Contexts,
-    /// Streams.
+    /// Streams, by the client's handle.
     pub streams: Table<crate::ops::stream::Stream>,
-    /// Events.
     pub events: Table<Object>,
-    /// Modules.
     pub modules: Table<Object>,
-    /// Libraries.
     pub libraries: Table<Object>,
     /// Kernels and functions.
     pub funcs: Table<crate::ops::module::Func>,
-    /// Graphs.
     pub graphs: Table<Object>,
-    /// Graphs inside nodes of other graphs that have a handle.
+    /// Graphs inside nodes of other graphs, as far as they have a handle.
     pub child_graphs: Mutex<ChildGraphs>,
     /// Executable graphs.
     pub execs: Table<Object>,
-    /// Device memory.
+    /// Device memory that the client placed with `ALLOC`.
     pub memory: Memory,
-    /// How much of it may be used.
+    /// Granted and used bytes of device memory.
     pub quota: Arc<Quota>,
-    /// Memory that other calls than `ALLOC` allocate.
+    /// Device memory that other calls allocate.
     pub allocations: Allocations,
     /// Host memory of the client that the device sees.
     pub mirrors: Mirrors,
     /// Images by content.
     pub images: Images,
-    /// Small data from the device on its way.
+    /// Small copies from the device that are under way.
     pub landing: Landing,
-    /// Bulk data.
     pub lanes: Lanes,
-    /// What device code prints.
+    /// Output of device code.
     pub output: Arc<Output>,
     /// Host functions of streams.
     pub host_calls: HostCalls,
-    /// When the GPU was last seen at work.
+    /// Time of the last GPU work.
     pub activity: Activity,
-    /// What further lanes must prove to know.
+    /// Secret that a further lane must prove to know.
     pub lane_secret: [u8; 32],
     last_late: AtomicI32,
     sending: Mutex<()>,
-    /// Whether the supervisor was told.
+    /// Whether the supervisor received the reason for the end.
     ending: OnceLock<bool>,
-    /// Under MPS, only once the supervisor has ended its GPU work.
+    /// Whether the worker may exit; under MPS only after the supervisor has stopped its GPU work.
     may_exit: Arc<AtomicBool>,
 }
 
-/// How long a client has to hear why its worker ends.
+/// Time for the client to receive the reason for the end.
 const HEAR: Duration = Duration::from_secs(1);
-/// Under MPS, how long the GPU has to finish what it was given.
+/// Time for the GPU to finish its work before the end, under MPS.
 const DRAIN: Duration = Duration::from_millis(500);
-/// Under MPS, how long the supervisor has to end the worker's GPU work.
+/// Time for the supervisor to stop the worker's GPU work, under MPS.
 const EXIT_LIMIT: Duration = Duration::from_secs(2);
 
 impl Session {
-    /// A session for a client that was just admitted.
+    /// Creates the state of a process that the worker is about to admit.
     pub fn new(
         driver: &'static Driver,
         start: Start,
@@ -139,12 +133,14 @@ impl Session {
         }
     }
 
-    /// Whoever started this worker.
+    /// Returns the channel to the supervisor.
     pub fn supervisor(&self) -> &Supervisor {
         &self.supervisor
     }
 
-    /// The driver's stream behind a handle; 0, 1 and 2 are CUDA's own names for default streams.
+    /// Returns the driver's stream behind a handle.
+    ///
+    /// CUDA itself names default streams by 0, 1 and 2.
     pub fn stream(&self, handle: u64) -> Result<crate::driver::Handle, Status> {
         match handle {
             0..=2 => Ok(handle as usize as crate::driver::Handle),
@@ -152,11 +148,11 @@ impl Session {
         }
     }
 
-    /// Answers a call, in one write with the frames that must come before.
+    /// Answers a call, in one write with the frames that must precede the answer.
     pub fn reply(&self, seq: u64, status: Status, answer: &Answer) {
         let mut frames = Vec::with_capacity(answer.before.len() + answer.body.len() + HEADER);
         frames.extend_from_slice(&answer.before);
-        // A client takes a longer frame for garbage.
+        // A client rejects a longer frame as malformed.
         let (status, body) = match answer.body.len() {
             len if len <= MAX_BODY => (status, &answer.body[..]),
             _ => (status::NOT_SUPPORTED, &[][..]),
@@ -165,7 +161,7 @@ impl Session {
         self.send_frames(&frames);
     }
 
-    /// Tells of an error of a frame that nobody waits for. A repetition says nothing new.
+    /// Reports the error of a frame without a reply, unless it repeats a sticky error.
     pub fn late_error(&self, seq: u64, status: Status) {
         if self.last_late.swap(status, Ordering::Relaxed) != status
             || !gpusession_proto::status::is_sticky(status)
@@ -188,7 +184,7 @@ impl Session {
         w.finish();
     }
 
-    /// Sends whole frames. A connection that is gone is noticed by the reader.
+    /// Sends complete frames; the reader notices a lost connection.
     pub fn send_frames(&self, frames: &[u8]) {
         let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.transport.send(frames);
@@ -214,15 +210,17 @@ impl Session {
         }
     }
 
-    /// The supervisor has ended the worker's GPU work.
+    /// Lets the worker exit, since the supervisor has stopped its GPU work.
     pub fn may_exit(&self) {
         self.may_exit.store(true, Ordering::Relaxed);
     }
 
-    /// Ends the worker: the supervisor and the client are told why. Device memory goes with the process.
+    /// Ends the worker, after it has sent the reason to the supervisor and the client.
+    ///
+    /// Device memory goes with the process.
     pub fn end(&self, reason: &str) -> ! {
         let exits = || self.may_exit.load(Ordering::Relaxed);
-        // A client that does not read must not keep its worker: it gets this long to hear why.
+        // Bounds the time to send the reason: a client that does not read must not keep its worker.
         let may_exit = self.may_exit.clone();
         let patience = move || {
             let since = Instant::now();
@@ -237,9 +235,9 @@ impl Session {
             // SAFETY: as below.
             unsafe { libc::_exit(0) }
         }
-        // Whoever comes second waits until both were told.
+        // A second thread waits until the first one has sent the reason.
         let told = *self.ending.get_or_init(|| {
-            // A client of MPS that ends in the middle of its work takes others with it.
+            // The exit of an MPS client in the middle of its work is a fault for other clients.
             let quiet = !exits() && self.drain();
             let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
             self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
@@ -249,11 +247,12 @@ impl Session {
         while told && !exits() && since.elapsed() < EXIT_LIMIT {
             std::thread::sleep(Duration::from_millis(2));
         }
-        // SAFETY: ends the process without running the driver's exit handlers, which may wait for kernels that never end.
+        // SAFETY: exits the process without running the driver's exit handlers, which may wait for
+        // kernels that never end.
         unsafe { libc::_exit(0) }
     }
 
-    /// Gives the GPU nothing more, and what it has got a moment. Whether it has done everything.
+    /// Stops feeding the GPU and waits briefly; returns `true` if all its work is done.
     fn drain(&self) -> bool {
         let deadline = Instant::now() + DRAIN;
         let halted = self.replay.halt(deadline) && self.lanes.idle();

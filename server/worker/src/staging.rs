@@ -1,4 +1,4 @@
-//! Pinned memory of the worker that data passes through on its way to and from the device.
+//! Pinned memory of the worker for data on its way to and from the device.
 
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
@@ -14,9 +14,9 @@ const PORTABLE: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: u32 = 2;
 
-/// Equal slots of pinned memory, each with an event that says when the device has done with it.
+/// Equal slots of pinned memory, each with an event that tells when the device is done with it.
 pub struct Slots {
-    /// This process's own memory, for as long as it lives: memory of the driver would go with the context that made it.
+    /// Memory of this process, never unmapped: a context's end would free the driver's own.
     memory: NonNull<std::ffi::c_void>,
     len: usize,
     free: Mutex<Vec<Slot>>,
@@ -25,13 +25,13 @@ pub struct Slots {
 
 /// One slot; given back with [`Slots::give`].
 pub struct Slot {
-    /// Its memory.
+    /// First byte of the slot's pinned memory.
     pub address: *mut u8,
-    /// Recorded after the device work that uses it; null: there is none. See [`Slot::enter`].
+    /// Event recorded after the device work that uses the slot, or null (see [`Slot::enter`]).
     pub event: Handle,
-    /// Context of that event; 0 where there is none.
+    /// Context of that event; 0 if null.
     pub ctx: u64,
-    /// An event belongs to a context: one for each that has used the slot, with how often that was reset before.
+    /// Context, its resets at the time, and event: an event belongs to one context.
     events: Vec<(u64, u64, Handle)>,
 }
 
@@ -52,21 +52,21 @@ impl Slot {
         Ok(())
     }
 
-    /// Its event has happened, and is not asked for any more.
+    /// Forgets the event, which has happened.
     pub fn rest(&mut self) {
         (self.event, self.ctx) = (std::ptr::null_mut(), 0);
     }
 }
 
-// SAFETY: the pinned memory and the event belong to whoever holds the slot, in any thread.
+// SAFETY: the pinned memory and the event belong to the owner of the slot, in any thread.
 unsafe impl Send for Slot {}
-// SAFETY: the mapping is reached only through slots, and by the driver.
+// SAFETY: only slots and the driver reach the mapping.
 unsafe impl Send for Slots {}
 // SAFETY: as above.
 unsafe impl Sync for Slots {}
 
 impl Slots {
-    /// Makes `count` slots of `size` bytes. The context that [`Slots::pin`] is for must be current.
+    /// Allocates and pins `count` slots of `size` bytes (see [`Slots::pin`]).
     pub fn new(driver: &Driver, count: usize, size: usize) -> Result<Self, Status> {
         let len = NonZeroUsize::new(count * size).ok_or(status::INVALID_VALUE)?;
         // SAFETY: a new mapping, never unmapped.
@@ -87,13 +87,15 @@ impl Slots {
         Ok(slots)
     }
 
-    /// Pins the memory, for every context and for as long as the current one lives. Memory that is not pinned serves, too, but slowly.
+    /// Pins the memory for every context, as long as the current context lives.
+    ///
+    /// Memory that is not pinned works, too, but slowly.
     pub fn pin(&self, driver: &Driver) -> Result<(), Status> {
-        // SAFETY: our own mapping, which stays.
+        // SAFETY: a mapping of this process, which stays.
         check(unsafe { (driver.call.cuMemHostRegister_v2)(self.memory.as_ptr(), self.len, PORTABLE) })
     }
 
-    /// Takes a slot, waiting until one is free.
+    /// Takes a slot; waits until one is free.
     pub fn take(&self) -> Slot {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -109,7 +111,7 @@ impl Slots {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 
-    /// Gives a slot back.
+    /// Returns a slot to the free ones.
     pub fn give(&self, mut slot: Slot) {
         slot.rest();
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
@@ -117,7 +119,7 @@ impl Slots {
     }
 }
 
-/// An event without timing in the current context.
+/// Creates an event without timing in the current context.
 fn new_event(driver: &Driver) -> Result<Handle, Status> {
     let mut event = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.

@@ -15,15 +15,16 @@ pub struct Supervisor {
 impl Supervisor {
     /// Takes over the inherited descriptor.
     pub fn inherited() -> io::Result<Self> {
-        // SAFETY: fcntl only asks whether the descriptor exists.
+        // SAFETY: fcntl sets a flag of the descriptor, and fails if the descriptor does not exist.
         if unsafe { libc::fcntl(WORKER_FD, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the supervisor left this descriptor for us; nothing else in the process knows of it.
+        // SAFETY: the supervisor left this descriptor to the worker; no other code in the process
+        // uses it.
         Ok(Self { socket: unsafe { OwnedFd::from_raw_fd(WORKER_FD) } })
     }
 
-    /// Waits for a message; `None` when the supervisor is gone.
+    /// Waits for a message; `None` if the supervisor has exited.
     pub fn receive(&self) -> io::Result<Option<(ToWorker, Option<OwnedFd>)>> {
         let mut buf = vec![0; MAX_PACKET];
         let mut slices = [IoSliceMut::new(&mut buf)];
@@ -43,7 +44,7 @@ impl Supervisor {
         for control in message.cmsgs()? {
             if let ControlMessageOwned::ScmRights(fds) = control {
                 for raw in fds {
-                    // SAFETY: the kernel has just made this descriptor for us.
+                    // SAFETY: the kernel has just created this descriptor for the worker.
                     fd = Some(unsafe { OwnedFd::from_raw_fd(raw) });
                 }
             }
@@ -56,7 +57,7 @@ impl Supervisor {
         Ok(Some((message, fd)))
     }
 
-    /// Tells the supervisor something; `false`: it is gone, which is noticed where messages are received.
+    /// Sends a message; `false` if the supervisor has exited, which the receiver notices, too.
     pub fn tell(&self, message: &FromWorker) -> bool {
         postcard::to_allocvec(message)
             .is_ok_and(|packet| send(self.socket.as_raw_fd(), &packet, MsgFlags::MSG_NOSIGNAL).is_ok())

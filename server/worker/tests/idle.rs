@@ -1,4 +1,4 @@
-//! When a lease is idle whose programs are several, on the simulated driver.
+//! Idle time of a lease with several programs, on the simulated driver.
 
 // Other tests use the rest of both.
 #[allow(dead_code)]
@@ -34,7 +34,7 @@ fn a_lease_rests_when_all_its_programs_rest() {
         let seen = Seen { processes, active: active.expect("a lease"), away: false, hint: None };
         Clock::default().tick(seen, &limits, site.clock.now())
     };
-    // A report that was on its way counts from when it is heard on: then more time has to pass.
+    // A report that was under way counts from its arrival: then more time has to pass.
     let rest = || {
         site.clock.pass(PARK_AFTER);
         due() == Some(Act::Park)
@@ -47,7 +47,7 @@ fn a_lease_rests_when_all_its_programs_rest() {
     rests.put(WINDOW, b"work");
     eventually("the other one works", || due().is_none());
 
-    // What a server writes down that finds them gone: what this one counted a minute ago at most.
+    // A server that finds the workers gone records their counters of at most a minute ago.
     for client in [&works, &rests] {
         assert_eq!(client.get(WINDOW, 3), b"wor");
     }

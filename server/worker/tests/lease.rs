@@ -21,7 +21,7 @@ fn memory_that_a_program_does_not_use_is_room_for_another() {
     let site = Site::new(1);
     let _inside = site.runtime.enter();
     let client = site.client(&site.take(1)[0], 1);
-    // Of 256 MiB, 16 are for its context. It uses 130, and has 192.
+    // Of 256 MiB, the context takes 16. The program uses 130, and has been granted 192.
     for (slot, mib) in [2, 64, 64].into_iter().enumerate() {
         assert_eq!(client.refused(op::ALLOC, &[WINDOW + slot as u64 * 64 * MIB, mib * MIB, 0]), 0);
     }
@@ -39,7 +39,7 @@ fn memory_that_a_program_does_not_use_is_room_for_another() {
         assert_eq!(waits().map(|w| w.len()), Ok(1), "62 MiB that it was granted come back");
     }
     assert_eq!(waits().map(|w| w.len()), Err(TakeError::Memory));
-    // One that ends leaves its place to who waits.
+    // An exited program leaves its place to a waiting one.
     let ending = site.supervisor.workers().into_iter().find(|w| w.process.is_some()).expect("the first").id;
     site.supervisor.end_worker(&ending, None, "ended by the test");
     eventually("it has the place", || waits().map(|w| w.len()) == Ok(1));
@@ -86,7 +86,7 @@ fn four_processes_share_one_limit() {
         client.refused(op::ALLOC, &[WINDOW + slot * 256 * MIB, mib * MIB, 0])
     };
 
-    // Four contexts, and 40 MiB each: chunks alone would be more than there is.
+    // Four contexts, and 40 MiB each: whole chunks would exceed the limit.
     for client in &clients {
         assert_eq!(alloc(client, 0, 40), 0);
     }
@@ -105,14 +105,15 @@ fn four_processes_share_one_limit() {
     let sum = || supervisor.workers().iter().map(|w| w.memory_bytes).sum::<u64>();
     assert_eq!(sum(), 256 * MIB);
 
-    // One that ends leaves its memory and its context's to the others.
+    // An exited program leaves its memory and its context's to the others.
     supervisor.end_worker(&taken[3].id, None, "ended by the test");
     eventually("its memory is free", || clients[1].memory().0 == 56 * MIB);
     assert_eq!(alloc(&clients[1], 1, 56), 0);
     let record = site.accounting.list(&Wanted::default()).expect("records").remove(0);
     assert_eq!((record.pid, record.peak_memory_bytes), (4, 56 * MIB), "{record:?}");
 
-    // A process that has what it never asked for, while the lease is over its limit, is ended; the others are not.
+    // The lease exceeds its limit: the supervisor kills only the process with memory that it never
+    // requested.
     let pids: Vec<u32> = supervisor.workers().iter().filter_map(|w| w.process.as_ref().and(w.pid)).collect();
     assert_eq!(pids.len(), 3);
     let readings: Vec<_> =
@@ -135,7 +136,7 @@ fn four_processes_share_one_limit() {
     };
     assert_eq!((given, refused), (room, TakeError::Memory));
 
-    // What an ended process had is gone soon, or its GPU is not well.
+    // The memory of a killed process is free soon, or its GPU is unhealthy.
     let mut events = supervisor.events();
     let mut stuck = || {
         std::iter::from_fn(|| events.try_recv().ok()).find_map(|e| match e {

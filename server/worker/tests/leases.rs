@@ -1,4 +1,4 @@
-//! Programs with several leases: each has a worker of its own, and the program sees all their devices.
+//! Programs with several leases: each lease has a worker, and the program sees all devices.
 
 #[allow(dead_code, reason = "shared with the tests of the wire")]
 mod harness;
@@ -21,12 +21,12 @@ const INVALID_HANDLE: i32 = 400;
 const NOT_SUPPORTED: i32 = 801;
 const SYSTEM_NOT_READY: i32 = 802;
 
-/// What the devices say of their memory, so that a program can tell which is which.
+/// Total memory of each device, by which a program distinguishes them.
 const MEMORY: [u64; 2] = [192 * MIB, 256 * MIB];
 
-// --- What programs do, each in a process of its own.
+// --- Bodies of the programs, each in a process of its own.
 
-/// A function of the current context.
+/// Loads the test kernel in the current context and returns its function.
 fn increment(cuda: &Cuda) -> u64 {
     cuda.increment(cuda.load(KERNEL))
 }
@@ -40,7 +40,7 @@ fn ordinal_of(cuda: &Cuda, address: u64) -> u32 {
     cuda.get("cuPointerGetAttribute", &[DEVICE_ORDINAL, address]) as u32
 }
 
-/// Bytes that are nowhere the same.
+/// Returns bytes without repetition.
 fn pattern(len: usize) -> Vec<u8> {
     let mut random = harness::Random::new(7);
     (0..len).map(|_| random.next() as u8).collect()
@@ -85,7 +85,7 @@ fn sees_both() {
         let peer = contexts[1 - device as usize];
         assert_eq!(cuda.call("cuCtxEnablePeerAccess", &[peer, 0]), PEER_ACCESS_UNSUPPORTED);
     }
-    // A context that the program makes, while the other lease's is current.
+    // A context that the program creates, while the other lease's is current.
     let made = cuda.get("cuCtxCreate_v2", &[0, 0]);
     assert!(!contexts.contains(&made));
     assert_eq!(cuda.get("cuCtxGetDevice", &[]) as u32, 0);
@@ -106,7 +106,7 @@ fn works_on_both() {
             (ctx, increment(&cuda), memory, cuda.get("cuStreamCreate", &[1]))
         })
         .into();
-    // One thread, each context current in turn, and then by the streams alone.
+    // One thread, with each context current in turn, and then by the streams alone.
     for _ in 0..5 {
         for (ctx, function, memory, stream) in &prepared {
             cuda.ok("cuCtxSetCurrent", &[*ctx]);
@@ -122,7 +122,7 @@ fn works_on_both() {
     }
     let (_, function, memory, _) = prepared[0];
     assert_eq!(cuda.launch(function, memory, prepared[1].3), INVALID_HANDLE, "a function is its context's");
-    // A thread for each.
+    // One thread for each.
     const LAUNCHES: u32 = 300;
     std::thread::scope(|scope| {
         for (ctx, function, memory, stream) in &prepared {
@@ -148,7 +148,7 @@ fn works_on_both() {
 #[test]
 #[ignore = "a program"]
 fn copies_across() {
-    // More than goes through the program at once, and no multiple of anything.
+    // More than travels through the program at once, and no multiple of any block.
     const LEN: usize = (9 << 20) + 4099;
     let cuda = Cuda::begin();
     let (first, second) = (cuda.on(0), cuda.on(1));
@@ -162,7 +162,7 @@ fn copies_across() {
     let len = LEN as u64;
     let clear = |address: u64| cuda.ok("cuMemsetD8_v2", &[address, 0, len]);
 
-    // Host and device, the other lease's context being current.
+    // Host and device, while the other lease's context is current.
     cuda.write(there, &bytes);
     assert!(cuda.read(there, LEN) == bytes);
     clear(there);
@@ -170,7 +170,7 @@ fn copies_across() {
     cuda.ok("cuMemcpyHtoDAsync_v2", &[there, bytes.as_ptr() as u64, len, stream]);
     assert!(cuda.read(there, LEN) == bytes);
 
-    // Device and device, by each call that there is for it.
+    // Device and device, by each call that can copy.
     let copies: [(&str, &[u64]); 5] = [
         ("cuMemcpy", &[here, there, len]),
         ("cuMemcpyDtoD_v2", &[here, there, len]),
@@ -184,9 +184,9 @@ fn copies_across() {
         assert!(cuda.read(here, LEN) == bytes, "{call}");
     }
 
-    // A kernel, then the copy, in one stream's order; and a kernel on the other side behind it.
+    // A kernel, then the copy, in one stream's order; and a kernel on the other side behind them.
     cuda.write(here, &41u32.to_le_bytes());
-    // Streams that do not block need not wait for what a copy from pageable memory leaves to be done.
+    // Streams that do not block need not wait for the rest of a copy from pageable memory.
     cuda.ok("cuCtxSynchronize", &[]);
     assert_eq!(cuda.launch(function, here, stream), 0);
     cuda.ok("cuMemcpyDtoDAsync_v2", &[there, here, len, stream]);
@@ -210,10 +210,10 @@ fn copies_across() {
         assert!(target[row * 1024 + 1000..][..24].iter().all(|byte| *byte == 0));
     }
 
-    // The other lease's pinned memory is host memory like any other.
+    // The other lease's pinned memory is plain host memory.
     cuda.ok("cuCtxSetCurrent", &[first]);
     let pinned = cuda.get("cuMemHostAlloc", &[len, 0]);
-    // SAFETY: memory of this program, as long as said.
+    // SAFETY: memory of this program, of at least that length.
     let pinned_bytes = unsafe { std::slice::from_raw_parts_mut(pinned as *mut u8, LEN) };
     pinned_bytes.copy_from_slice(&bytes);
     cuda.ok("cuCtxSetCurrent", &[second]);
@@ -252,7 +252,7 @@ fn waits_across() {
         cuda.ok("cuMemcpyAsync", &[there.1, here.1, 4, there.2]);
         assert_eq!(cuda.launch(there.0, there.1, there.2), 0);
         cuda.ok("cuStreamSynchronize", &[there.2]);
-        // What each side has counted so far, the other one goes on from.
+        // Each side continues the other side's count.
         assert_eq!(cuda.word(there.1), cuda.word(here.1) + 1, "round {round}");
         std::mem::swap(&mut here, &mut there);
     }
@@ -260,14 +260,14 @@ fn waits_across() {
     assert_eq!(cuda.call("cuEventRecord", &[here.3, there.2]), INVALID_HANDLE);
     let mut ms = 0f32;
     assert_eq!(cuda.call("cuEventElapsedTime", &[at(&mut ms), here.3, there.3]), INVALID_HANDLE);
-    // A capture cannot wait for what another server does.
+    // A capture cannot wait for work of another server.
     cuda.ok("cuStreamBeginCapture_v2", &[there.2, 2]);
     assert_ne!(cuda.call("cuStreamWaitEvent", &[there.2, here.3, 0]), 0);
     assert_ne!(cuda.call("cuStreamEndCapture", &[there.2, at(&mut 0u64)]), 0);
 }
 
 extern "C" fn called(count: u64) {
-    // SAFETY: the program passes the address of such a counter.
+    // SAFETY: the program passes the address of such a counter, which outlives the call.
     unsafe { &*(count as *const std::sync::atomic::AtomicU32) }
         .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
 }
@@ -297,7 +297,7 @@ fn uses_libraries_and_objects_of_both() {
         cuda.write(variable, &[device as u8 + 1; 8]);
         variables.push(variable);
 
-        // A graph, kernel node and all; the other context is current while it is made.
+        // A graph with kernel nodes, created while the other context is current.
         let graph = cuda.get("cuGraphCreate", &[0]);
         let exec = {
             cuda.ok("cuCtxSetCurrent", &[contexts[1 - device]]);
@@ -327,7 +327,7 @@ fn uses_libraries_and_objects_of_both() {
     assert_ne!(variables[0], variables[1]);
     assert_eq!(variables.iter().map(|v| cuda.read(*v, 1)[0]).collect::<Vec<_>>(), [1, 2]);
 
-    // What the driver names itself: used while the other lease's context is current.
+    // Objects that the driver itself names, used while the other lease's context is current.
     for device in [0u64, 1] {
         cuda.on(device);
         let pool = cuda.get("cuDeviceGetDefaultMemPool", &[device]);
@@ -339,7 +339,7 @@ fn uses_libraries_and_objects_of_both() {
         assert_eq!(cuda.read(allocated, 4), b"pool");
         cuda.ok("cuMemFreeAsync", &[allocated, stream]);
 
-        // Memory of the device at addresses that were reserved in its context.
+        // Memory of the device at addresses that the program reserved in its context.
         const SIZE: u64 = 2 * MIB;
         cuda.on(device);
         let address = cuda.get("cuMemAddressReserve", &[SIZE, 0, 0, 0]);
@@ -361,7 +361,7 @@ fn uses_libraries_and_objects_of_both() {
         cuda.ok("cuMemAddressFree", &[address, SIZE]);
     }
 
-    // Managed memory is one lease's.
+    // Managed memory belongs to one lease.
     cuda.on(0);
     let managed = cuda.get("cuMemAllocManaged", &[4096, 1]);
     // SAFETY: managed memory of this program.
@@ -446,7 +446,7 @@ fn finds_one_gone() {
 
 // --- The tests.
 
-/// Two workers, each for a part of one simulated card of machines of their own.
+/// Two workers, each for a share of one simulated card, on machines of their own.
 struct Site {
     workers: [Worker; 2],
     _machines: [Arc<Machine>; 2],
@@ -459,7 +459,7 @@ impl Site {
             let options = Options { memory_bytes: MEMORY[which], driver, ..Options::default() };
             Worker::start_with(&machines[which], &options)
         };
-        // What the second driver picks addresses for lies elsewhere.
+        // Addresses that the second driver chooses lie elsewhere.
         let elsewhere =
             vec![("SIMGPU_POOL_BASE", "0x540000000".into()), ("SIMGPU_DEVICE_BASE", "0x640000000".into())];
         Self { workers: [worker(0, Vec::new()), worker(1, elsewhere)], _machines: machines }
@@ -471,7 +471,7 @@ impl Site {
         ["gpu-a", "gpu-b"].into_iter().zip(&self.workers).map(named).collect()
     }
 
-    /// Runs one of the programs above; all must be as it says. Returns what the library said.
+    /// Runs one of the programs above, which must succeed; returns the library's output.
     fn succeeds(&self, name: &str, variables: &[(&str, String)]) -> String {
         succeeds(name, self.endpoints(), variables)
     }
@@ -511,7 +511,7 @@ fn streams_wait_for_events_of_another_lease() {
 #[test]
 fn libraries_are_on_each_lease_and_objects_know_theirs() {
     let said = Site::new().succeeds("uses_libraries_and_objects_of_both", &[]);
-    assert!(said.contains("managed memory of one lease cannot be used with another lease's"), "{said}");
+    assert!(said.contains("managed memory: belongs to another lease than the call"), "{said}");
 }
 
 #[test]

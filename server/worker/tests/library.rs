@@ -1,5 +1,6 @@
-//! Programs on our `libcuda.so.1`, with a real worker behind it, and behind that the simulated driver with one of its nastier
-//! switches on.
+//! Programs on our `libcuda.so.1`, with a real worker.
+//!
+//! The worker uses the simulated driver with one of its nastier switches.
 
 #[allow(dead_code, reason = "shared with the tests of the wire")]
 mod harness;
@@ -31,9 +32,9 @@ const ILLEGAL_ADDRESS: i32 = 700;
 const NOT_SUPPORTED: i32 = 801;
 const SYSTEM_NOT_READY: i32 = 802;
 
-// --- What programs do, each in a process of its own.
+// --- Bodies of the programs, each in a process of its own.
 
-/// The library with a context.
+/// Opens the library with a context of device 0.
 fn begin() -> Cuda {
     let cuda = Cuda::begin();
     cuda.on(0);
@@ -44,12 +45,12 @@ fn allocate(cuda: &Cuda, size: u64) -> Result<u64, i32> {
     cuda.try_get("cuMemAlloc_v2", &[size])
 }
 
-/// The word at a device address after one launch on it.
+/// Returns `true` if one launch increments the word at a device address.
 fn works_at(cuda: &Cuda, module: u64, address: u64) -> bool {
     let mut after = 0u32;
     cuda.write(address, &41u32.to_ne_bytes());
     assert_eq!(cuda.launch(cuda.increment(module), address, 0), 0);
-    // The kind of copy that has to know what an address is.
+    // This kind of copy has to know the kind of an address.
     cuda.ok("cuMemcpy", &[at(&mut after), address, 4]);
     after == 42
 }
@@ -62,12 +63,12 @@ fn works(cuda: &Cuda) {
     cuda.ok("cuModuleUnload", &[module]);
 }
 
-/// Maps memory of the program's own; whether the addresses were free.
+/// Maps memory of the program; returns `true` if the addresses were free.
 fn occupy(address: u64, len: u64) -> bool {
     let (address, len) = (NonZeroUsize::new(address as usize), NonZeroUsize::new(len as usize));
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
     let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: replaces nothing.
+    // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping.
     match unsafe { mmap_anonymous(address, len.expect("a length"), prot, flags) } {
         Ok(_) => true,
         Err(e) => {
@@ -81,14 +82,14 @@ fn variable(name: &str) -> String {
     std::env::var(name).expect("set by the test")
 }
 
-/// Where the driver of the next two programs puts what it picks an address for, and where the program has memory of its own if the test says so.
+/// Address that the driver of the next two programs picks; a test may make the program occupy it.
 const PICKED: u64 = 0x3_4000_0000;
 
 fn begin_beside_memory() -> (Cuda, bool) {
     let taken = variable("TAKEN") == "yes";
     if taken {
         assert!(occupy(PICKED, 64 * MIB));
-        // SAFETY: mapped just now.
+        // SAFETY: `occupy` has just mapped the address.
         unsafe { (PICKED as *mut u32).write(7) };
     }
     (begin(), taken)
@@ -106,7 +107,7 @@ fn allocates_from_a_pool() {
         assert_eq!((status, address), (NOT_SUPPORTED, 0));
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), 0);
         assert_eq!(cuda.memory().0, before, "nothing is left behind");
-        // SAFETY: mapped by this program.
+        // SAFETY: `occupy` has mapped the address.
         assert_eq!(unsafe { (PICKED as *const u32).read() }, 7);
     } else {
         assert_eq!(status, 0);
@@ -158,7 +159,7 @@ fn copies_mapped_memory() {
     assert!(works_at(&cuda, module, address));
 }
 
-/// Registered memory has another address for the device, which is none of the program's.
+/// Copies registered memory, whose address on the device is not the program's.
 #[test]
 #[ignore = "a program"]
 fn copies_registered_memory() {
@@ -174,7 +175,8 @@ fn copies_registered_memory() {
         assert_ne!(device, host);
         assert_eq!(device % 4096, host % 4096);
         assert!(!occupy(device & !4095, 4096), "nothing of the program's can come to lie there");
-        // SAFETY: inside `memory`, which the device's changes come back to when this synchronises.
+        // SAFETY: inside `memory`, which this call updates with the device's changes when it
+        // synchronises.
         let word = unsafe { &mut *(host as *mut u32) };
         *word = 6;
         assert_eq!(cuda.launch(function, device, 0), 0);
@@ -223,7 +225,7 @@ fn copies_much_behind_a_host_function() {
     extern "C" fn sleeps(_: u64) {
         std::thread::sleep(Duration::from_millis(500));
     }
-    // More than the stream's queue takes, and as much again as may wait in the worker.
+    // More than the stream's queue holds, and as much again as may wait in the worker.
     const COPIES: usize = 8000;
     let cuda = begin();
     let mut bytes = vec![7u8; INLINE_MAX];
@@ -239,8 +241,9 @@ fn copies_much_behind_a_host_function() {
     assert!(bytes.iter().all(|b| *b == 7));
 }
 
-/// As before, behind large copies, for which replaying waits and the program does not, on a stream that goes on by what another thread
-/// does.
+/// Copies much behind large copies, which the replay waits for and the program does not.
+///
+/// Another thread's work lets the stream continue.
 #[test]
 #[ignore = "a program"]
 fn copies_much_behind_large_copies() {
@@ -276,7 +279,7 @@ fn copies_much_behind_large_copies() {
             cuda.ok("cuStreamSynchronize", &[stream]);
         });
         cuda.ok("cuCtxSetCurrent", &[ctx]);
-        // Nothing tells that the first thread waits, but that it sends no more.
+        // Only a constant count shows that the first thread waits.
         let mut before = 0;
         while before == 0 || sent.load(Ordering::SeqCst) != before {
             before = sent.load(Ordering::SeqCst);
@@ -303,7 +306,8 @@ fn faults_at_its_fourth_launch() {
     }
     assert_eq!(cuda.call("cuMemcpyDtoH_v2", &[at(&mut value), address, 4]), 0);
     assert_eq!(value, 3);
-    // The launch itself may be told already, the synchronisation must be, and everything after it.
+    // The launch itself may already report the error; the synchronisation and every later call
+    // must.
     assert!([0, ILLEGAL_ADDRESS].contains(&cuda.launch(function, address, 0)));
     for _ in 0..2 {
         assert_eq!(cuda.call("cuCtxSynchronize", &[]), ILLEGAL_ADDRESS);
@@ -394,7 +398,7 @@ fn just_works() {
     works(&begin());
 }
 
-// --- The tests.
+// --- Tests.
 
 fn worker(driver: &[(&'static str, &str)]) -> (Arc<Machine>, Worker) {
     let machine = Machine::new();
@@ -407,7 +411,7 @@ fn granted(worker: &Worker) -> Reply {
     Reply::Granted(vec![worker.endpoint(false)])
 }
 
-/// Runs one of the programs above on a worker; all must be as it says. Returns what the library said.
+/// Runs one of the programs above, which must succeed; returns the library's output.
 fn succeeds(name: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> String {
     let (output, _) = program::run(name, replies, variables);
     said(&output)
@@ -496,7 +500,7 @@ fn a_worker_that_is_killed_is_lost_for_good() {
     assert_eq!(asked, 1, "a program's memory is gone: no other worker takes its place");
 }
 
-/// A way to the worker that counts what goes there.
+/// Returns an address of the worker that counts the bytes sent to it.
 fn counted(worker: &Worker) -> (Reply, Arc<AtomicU64>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut endpoint = worker.endpoint(false);
@@ -531,7 +535,7 @@ fn counted(worker: &Worker) -> (Reply, Arc<AtomicU64>) {
     (Reply::Granted(vec![endpoint]), count)
 }
 
-/// One program that loads an image of 3 MiB on a fresh worker; the bytes that it sent.
+/// Runs a program that loads an image of 3 MiB on a fresh worker; returns the bytes that it sent.
 fn sent_with_cache(machine: &Arc<Machine>, cache: &Path) -> u64 {
     let options = Options { module_cache: Some(cache.to_path_buf()), ..Options::default() };
     let worker = Worker::start_with(machine, &options);
@@ -557,7 +561,7 @@ fn an_image_that_the_server_has_is_not_sent_again() {
     let good = std::fs::read(file).expect("an image");
     let mut other = good.clone();
     other[100] ^= 1;
-    // Changed, cut short, empty: sent again, and whole again.
+    // Changed, truncated, empty: the program sends the image again, which restores the file.
     for damaged in [&other[..], &good[..1000], &[]] {
         std::fs::write(file, damaged).expect("a file");
         let again = sent_with_cache(&machine, cache.path());
@@ -584,7 +588,7 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     let other = beside.client(false);
     other.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
     other.put(WINDOW, b"mine");
-    // The thief is there first.
+    // The thief arrives first.
     let mut thief = stolen.stranger(0);
     thief.greet(&stolen.ticket().seal(&KEY));
     assert_eq!(thief.frame().map(|(header, _)| header.ctx.get()), Some(0), "admitted");
@@ -597,7 +601,7 @@ fn a_stolen_ticket_costs_its_owner_one_attempt() {
     );
     assert_eq!(other.get(WINDOW, 4), b"mine", "nobody else is disturbed");
     assert!(other.heard.0.lock().expect("a list").is_empty());
-    // Without another worker the owner is told.
+    // Without another worker the owner receives the reason.
     let refused = harness::Client::open(&stolen.endpoint(false)).err().expect("a refusal");
     assert!(refused.0.contains("ticket used twice"), "{refused}");
 }

@@ -75,7 +75,7 @@ fn every_shape_of_a_question_is_answered() {
             .all(|g| g.memory_used_bytes == Some(0) && g.temperature_c.is_some() && g.processes.is_empty())
     );
 
-    // Numbers in and out; two devices are told apart.
+    // Numbers as input and output; the answers of two devices differ.
     assert_eq!(monitor.ask(0, "nvmlDeviceGetTemperature", &[0; 4]), ok(&36u32.to_le_bytes()));
     assert_eq!(monitor.ask(1, "nvmlDeviceGetTemperature", &[0; 4]), ok(&37u32.to_le_bytes()));
     assert_eq!(monitor.ask(1, "nvmlDeviceGetTemperature", &[9, 0, 0, 0]).status, 2, "NVML's own error");
@@ -96,7 +96,7 @@ fn every_shape_of_a_question_is_answered() {
     let peer = uuid_bytes("GPU-73696d67-7075-4000-8000-6770752d3001").unwrap();
     assert_eq!(monitor.ask(0, "nvmlDeviceGetTopologyCommonAncestor", &peer), ok(&40u32.to_le_bytes()));
 
-    // What this NVML lacks, what the table lacks, what would change something, what is malformed.
+    // Unsupported by this NVML, absent from the table, a change of state, malformed input.
     assert_eq!(monitor.ask(0, "nvmlDeviceGetModuleId", &[]).status, 3);
     assert_eq!(monitor.ask(0, "system", &[]).status, 13);
     assert_eq!(monitor.ask(0, "nvmlDeviceSetPersistenceMode", &[0; 4]).status, 3);
@@ -114,7 +114,7 @@ fn without_nvml_it_says_so() {
     assert!(matches!(monitor.receive(), FromMonitor::Failed(why) if why.contains("libnvidia-ml.so.1")));
 }
 
-/// Puts the simulated NVML beside the simulated driver.
+/// Puts the simulated NVML into the folder of the simulated driver.
 fn put_nvml(machine: &Machine) {
     std::os::unix::fs::symlink("libcuda.so.1", machine.driver().with_file_name("libnvidia-ml.so.1")).unwrap();
 }

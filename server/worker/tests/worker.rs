@@ -1,4 +1,4 @@
-//! Worker processes on the simulated driver: what a good client gets, and what a bad one does not.
+//! Worker processes on the simulated driver: services for good clients, refusals for bad ones.
 
 mod harness;
 
@@ -31,32 +31,32 @@ const NOT_SUPPORTED: i32 = 801;
 const INVALID_CONTEXT: i32 = 201;
 const INVALID_HANDLE: i32 = 400;
 
-/// Bytes that are different in every place.
+/// Returns bytes that differ at every place.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     (0..len.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(len).collect()
 }
 
-/// A copy to the device on the lanes.
+/// Copies to the device on the lanes.
 fn put_bulk(client: &Client, target: u64, bytes: &[u8]) {
     let lanes = client.link.lanes().expect("lanes");
     let begun = client.link.begin_call(op::COPY_TO_DEVICE, CALLER, |w| {
         [target, bytes.len() as u64, 0, 0].into_iter().for_each(|word| w.word(word));
     });
     let begun = begun.expect("the worker is there");
-    // SAFETY: `bytes` outlives the transfer, which is waited for.
+    // SAFETY: `bytes` outlives the transfer, whose end `wait` and the reply below await.
     let sent = lanes.send(begun.seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
     assert!(sent.wait(), "the bytes went out");
     assert_eq!(client.link.finish_call(begun).expect("the worker is there").status, 0);
 }
 
-/// A copy from the device on the lanes.
+/// Copies from the device on the lanes.
 fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
     client.link.lanes().expect("lanes");
     let mut bytes = vec![0u8; len];
     let target = bytes.as_mut_ptr() as usize;
     let begun = client.link.begin_call(op::COPY_FROM_DEVICE, CALLER, |w| {
-        // SAFETY: `bytes` outlives the transfer, which is waited for.
+        // SAFETY: `bytes` outlives the transfer, whose end the code below awaits.
         client.link.down.expect(
             w.seq(),
             unsafe { HostRange::new(target, len) },
@@ -71,7 +71,7 @@ fn get_bulk(client: &Client, source: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// One thing of each kind that a program does.
+/// Uses one thing of each kind that a program does.
 fn works(client: &Client) {
     let mut r = client.hello.reader();
     assert_eq!(client.hello.status, 0);
@@ -143,7 +143,7 @@ fn the_server_has_the_last_word() {
     assert_eq!(Reader::new(&body).text(), Ok(REFUSED.1));
     assert_eq!(worker.refusal(), REFUSED.1);
     assert!(worker.ended().ends_with(REFUSED.1));
-    // The server that was asked is gone: the next one answers.
+    // The first supervisor has exited: the next one answers.
     let mut worker = Worker::start(&machine);
     let mut guest = worker.stranger(0);
     guest.greet(&Ticket { user: LATER.into(), ..worker.ticket() }.seal(&KEY));
@@ -192,7 +192,7 @@ fn a_worker_that_serves_has_given_up_what_it_does_not_need() {
         ("Max open files", Resource::RLIMIT_NOFILE, 4096),
         ("Max file size", Resource::RLIMIT_FSIZE, 16 << 30),
     ] {
-        // What was less already stays.
+        // A lower limit stays.
         let limit = getrlimit(resource).expect("a limit").1.min(most).to_string();
         let row = limits.lines().find_map(|l| l.strip_prefix(name)).expect(name);
         let both: Vec<_> = row.split_whitespace().take(2).collect();
@@ -216,7 +216,7 @@ fn another_certificate_is_refused_by_the_client() {
     works(&worker.client(true));
 }
 
-/// Presents a certificate whose key it does not have.
+/// Presents a certificate without having its key.
 #[derive(Debug)]
 struct Thief(Arc<rustls::sign::CertifiedKey>);
 
@@ -226,7 +226,7 @@ impl rustls::server::ResolvesServerCert for Thief {
     }
 }
 
-/// The certificate that a worker shows to everyone.
+/// Returns the certificate that a worker shows to every peer.
 fn certificate_of(worker: &Worker) -> rustls::pki_types::CertificateDer<'static> {
     let config = tls::pinned(worker.fingerprint).expect("a configuration");
     let name = rustls::pki_types::ServerName::try_from("worker").expect("a name");
@@ -265,14 +265,14 @@ fn the_right_certificate_with_another_key_is_refused_by_the_client() {
         let mut preface = [0; preface::LEN];
         socket.read_exact(&mut preface).expect("a preface");
         let mut connection = rustls::ServerConnection::new(Arc::new(config)).expect("a server");
-        // Fails when the client hangs up; what it sent until then must hold no ticket.
+        // Fails when the client closes the connection; what it sent until then must hold no ticket.
         let mut heard = Vec::new();
         while connection.is_handshaking() && connection.complete_io(&mut socket).is_ok() {}
         let _ = connection.reader().read_to_end(&mut heard);
         heard
     });
     let lost = Client::open(&endpoint).err().expect("the client refuses");
-    assert!(lost.0.contains("without having its key: is there something between"), "{lost}");
+    assert!(lost.0.contains("does not have its key; look for a proxy between"), "{lost}");
     assert_eq!(between.join().expect("no panic"), b"", "nothing was told to the thief");
     works(&worker.client(true));
 }
@@ -299,7 +299,7 @@ fn bad_tickets_are_refused_and_disturb_nobody() {
     changed[3] ^= 1;
     tickets.push((changed, forged));
 
-    // Before anyone was admitted: the worker is not used up by them.
+    // Before the first admission: these attempts do not use up the worker.
     for (ticket, reason) in &tickets {
         let mut stranger = worker.stranger(0);
         stranger.greet(ticket);
@@ -310,7 +310,7 @@ fn bad_tickets_are_refused_and_disturb_nobody() {
     client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
     let mine = pattern(1000, 3);
     client.put(WINDOW, &mine);
-    // And beside one who was; the ticket that it used is no better than the others.
+    // After an admission; the ticket that it used is no better than the others.
     tickets.push((good, "this worker already serves a process: ticket used twice"));
     for (ticket, reason) in &tickets {
         let mut stranger = worker.stranger(0);
@@ -319,7 +319,7 @@ fn bad_tickets_are_refused_and_disturb_nobody() {
         assert!(worker.refusal().contains(reason));
         assert_eq!(client.get(WINDOW, mine.len()), mine);
     }
-    // The client's library tells its user.
+    // The client's library shows the reason to its user.
     for encrypted in [false, true] {
         let mut endpoint = worker.endpoint(encrypted);
         endpoint.ticket = tickets[0].0.clone();
@@ -337,7 +337,7 @@ fn clear_text_is_refused_where_encryption_is_demanded() {
     let told = Client::open(&worker.endpoint(false)).err().expect("a refusal");
     assert!(told.0.contains("demands encryption"), "the program is told why: {told}");
     assert!(worker.refusal().contains("demands encryption"));
-    // A good ticket in clear was not used up.
+    // A good ticket in clear is not used up.
     works(&worker.client(true));
     assert!(worker.stranger(FIRST_UP_LANE).refusal().contains("demands encryption"));
     assert!(worker.refusal().contains("demands encryption"));
@@ -347,7 +347,7 @@ fn clear_text_is_refused_where_encryption_is_demanded() {
 fn garbage_before_admission_disturbs_nobody() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
-    // One that says nothing at all, all the while.
+    // A connection that stays silent all the time.
     let silent = worker.stranger(0);
     let client = worker.client(false);
 
@@ -434,7 +434,7 @@ fn too_many_windows_do_no_harm() {
     }));
     assert!(stranger.hung_up());
     assert!(worker.refusal().contains("body too short"));
-    // Windows that no driver grants: admitted, and told that there is none.
+    // Windows that no driver grants: the client is admitted without a window.
     let mut stranger = worker.stranger(0);
     stranger.write(&frame(op::HELLO, 1, |w| {
         w.bytes(&ticket);
@@ -448,7 +448,7 @@ fn too_many_windows_do_no_harm() {
     assert_eq!(stranger.ask_words(op::MEM_INFO, &[]), Ok(0));
 }
 
-/// What an admitted client sends ends its worker, for this reason.
+/// Checks that bytes of an admitted client end its worker, for this reason.
 fn ends_with(bytes: &[u8], reason: &str) {
     let machine = Machine::new();
     let (mut worker, mut beside) = (Worker::start(&machine), Worker::start(&machine));
@@ -483,7 +483,7 @@ fn an_unknown_operation_ends_the_worker() {
     for operation in [0, 19, 199, op::REPLY, op::CHUNK, 9999, u16::MAX] {
         ends_with(&frame(operation, 2, |w| w.word(0)), "malformed frame: unknown operation");
     }
-    // A second greeting is one too: the first one was for good.
+    // A second greeting is an unknown operation, too.
     ends_with(&frame(op::HELLO, 2, |w| w.bytes(&[0; 100])), "malformed frame: unknown operation");
 }
 
@@ -560,7 +560,7 @@ fn bad_handles_are_errors_and_nothing_else() {
         assert_eq!(guest.ask_words(op::EVENT_RECORD, &[event(1), bad, 0]), Ok(INVALID_HANDLE));
         assert_eq!(guest.ask_words(op::STREAM_WAIT_EVENT, &[stream(1), bad, 0]), Ok(INVALID_HANDLE));
         assert_eq!(guest.ask_words(op::COPY_FROM_DEVICE, &[WINDOW, 8, bad, 1]), Ok(INVALID_HANDLE));
-        // Fill 8 bytes (cuMemsetD8Async), copy device to device, free: on a stream that is none.
+        // Fill 8 bytes (cuMemsetD8Async), copy device to device, free: on an invalid stream.
         assert_eq!(guest.ask_words(300, &[WINDOW, 0, 8, bad]), Ok(INVALID_HANDLE));
         assert_eq!(guest.ask_words(357, &[WINDOW, WINDOW, 8, bad]), Ok(INVALID_HANDLE));
         assert_eq!(guest.ask_words(360, &[WINDOW, bad]), Ok(INVALID_HANDLE));
@@ -575,7 +575,7 @@ fn bad_handles_are_errors_and_nothing_else() {
     for bad in [0, event(5), handle::make(handle::STREAM, 0, 1, 1 << 22), u64::MAX] {
         assert_eq!(guest.ask_words(op::STREAM_CREATE, &[bad, 1, 0]), Ok(INVALID_HANDLE), "{bad:#x}");
     }
-    // A context that is none.
+    // An invalid context.
     for bad in [1, stream(1), handle::make(handle::CTX, 0, 1, 7), u64::MAX] {
         guest.seq += 1;
         let mut bytes = frame(op::MEM_INFO, guest.seq, |_| {});
@@ -615,7 +615,7 @@ fn memory_is_given_only_inside_the_window_and_the_limit() {
     }
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 66 * MIB, 0]), Ok(OUT_OF_MEMORY));
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 62 * MIB, 0]), Ok(0));
-    // What is there already, and one beside it that the limit does not allow.
+    // An existing allocation, and a further one that the limit forbids.
     assert!(matches!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(status) if status != 0));
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW + 64 * MIB, 4 * MIB, 0]), Ok(OUT_OF_MEMORY));
     assert_eq!(guest.ask_words(op::ALLOC, &[end - 2 * MIB, 2 * MIB, 0]), Ok(0));
@@ -678,7 +678,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
     assert_eq!(guest.ask_words(op::GRAPH_CREATE, &[handle::make(handle::GRAPH, 0, 1, 1), 0]), Ok(0));
     let nodes = guest.ask_words(op::GRAPH_NODES, &[handle::make(handle::GRAPH, 0, 1, 1), 0, u64::MAX]);
     assert_eq!(nodes, Ok(INVALID_VALUE));
-    // Memory of the client's to mirror: too much, beyond the end of addresses, nowhere, and where the worker has its own.
+    // Memory of the client to mirror: too much, beyond the end of addresses, at address 0, empty.
     for (address, len) in
         [(2 * WINDOW, 1 << 48), (2 * WINDOW, u64::MAX), (u64::MAX - 4095, 4096), (0, 4096), (4096, 0)]
     {
@@ -690,7 +690,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
             );
         }
     }
-    // Where the worker has the window, what is no managed variable, what is not allocated, a kind that is none.
+    // At the worker's window, no managed variable, not allocated, an unknown kind.
     for (kind, at) in
         [(mirror::SAME, WINDOW), (mirror::MANAGED, WINDOW), (mirror::DEVICE, WINDOW + 2 * MIB), (4, WINDOW)]
     {
@@ -704,7 +704,7 @@ fn absurd_counts_are_errors_and_nothing_else() {
         w.bytes(&[1; 100]);
     });
     assert_eq!(copied, Ok(INVALID_VALUE));
-    // A node, a kernel or memory that is none.
+    // An invalid node, kernel or memory.
     assert!(matches!(guest.ask_words(348, &[0x1234]), Ok(status) if status != 0));
     assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
 }
@@ -722,7 +722,7 @@ fn mirrors_are_bounded_and_copies_stay_within_them() {
     assert_eq!(mirrored(&mut guest, 1, 4096), Ok(0));
     assert_eq!(mirrored(&mut guest, 1, 4096), Ok(INVALID_VALUE), "a number that is in use");
     assert_eq!(mirrored(&mut guest, 2, HALF), Ok(0));
-    // A mirror and what the client knows of it are two copies.
+    // A mirror and the bytes that the client knows are two copies.
     assert_eq!(mirrored(&mut guest, 3, HALF), Ok(OUT_OF_MEMORY));
     worker.wait_for(|m| matches!(m, FromWorker::StagingFull { bytes } if *bytes == STAGING + 2 * 4096));
     assert_eq!(guest.ask_words(op::UNMIRROR_HOST, &[2]), Ok(0));
@@ -738,7 +738,8 @@ fn mirrors_are_bounded_and_copies_stay_within_them() {
     for (offset, len) in [(4000, 97), (4096, 1), (u64::MAX, 1), (u64::MAX - 7, 8)] {
         assert_eq!(write(&mut guest, offset, len), Ok(INVALID_VALUE), "{len} at {offset}");
     }
-    // Copies between device memory and a mirror, one row: source from an offset, length, regions of source and target.
+    // Copies of one row between device memory and a mirror: source offset, length, regions of
+    // source and target.
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
     let copy = |guest: &mut Raw, offset: u64, len: u64, regions: [u64; 2]| {
         const HOST: u64 = 1;
@@ -765,7 +766,7 @@ fn mirrors_are_bounded_and_copies_stay_within_them() {
     }
 }
 
-/// A lane of this guest, with the proof that it belongs to it.
+/// Opens a lane of this guest, with the proof that it belongs to it.
 fn lane(worker: &Worker, guest: &Raw, number: u16) -> Raw {
     let mut lane = worker.stranger(number);
     let proof = blake3::keyed_hash(&guest.secret, &number.to_le_bytes());
@@ -796,7 +797,7 @@ fn lanes_without_the_secret_are_refused() {
         (FIRST_UP_LANE, op::LANE, &[0; 32], wrong),
         (FIRST_UP_LANE, op::LANE, &right[..31], wrong),
         (FIRST_UP_LANE, op::LANE, &[], wrong),
-        // The proof of one lane is no good for another.
+        // The proof of one lane does not fit another.
         (FIRST_UP_LANE + 1, op::LANE, &right, wrong),
         (FIRST_DOWN_LANE, op::LANE, &right, wrong),
         (0, op::LANE, &right, "unexpected first frame"),
@@ -805,7 +806,8 @@ fn lanes_without_the_secret_are_refused() {
     for (number, operation, proof, reason) in cases {
         let mut stranger = worker.stranger(number);
         stranger.write(&frame(operation, 1, |w| w.bytes(proof)));
-        // Who knows how to greet is told; to others there is nothing to say.
+        // A client that knows the greeting receives the reason; the worker closes any other
+        // connection.
         if reason == wrong {
             assert_eq!(stranger.refusal(), wrong);
         } else {
@@ -818,7 +820,7 @@ fn lanes_without_the_secret_are_refused() {
         assert!(lane(&worker, &guest, number).refusal().contains("does not exist"));
         assert!(worker.refusal().contains("does not exist"));
     }
-    // A lane has one connection: more of them would each keep memory and count.
+    // A lane has one connection: further ones would each keep memory and counters.
     let first = lane(&worker, &guest, FIRST_UP_LANE);
     worker.wait_for(|m| matches!(m, FromWorker::Admitted { lane: FIRST_UP_LANE, .. }));
     assert!(lane(&worker, &guest, FIRST_UP_LANE).refusal().contains("is open already"));
@@ -834,7 +836,7 @@ fn chunks_that_do_not_fit_are_errors() {
     let mut guest = worker.guest();
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
     let mut up = lane(&worker, &guest, FIRST_UP_LANE);
-    // For a transfer that nobody announces.
+    // For a transfer that no frame announces.
     up.write(&chunk(1 << 40, 0, &[1; 4096]));
     // Outside the transfer, longer than it, and at an offset that wraps around.
     let outside = [(200_000, 8), (0, 200_008), (199_996, 8), (u64::MAX - 7, 16), (u64::MAX, 8)];
@@ -848,7 +850,7 @@ fn chunks_that_do_not_fit_are_errors() {
     lanes[2].write(&chunk(guest.seq + 1, 0, &good));
     assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]), Ok(0));
 
-    // What is no chunk ends the lane, and transfers fail instead of waiting for bytes that never come.
+    // A malformed chunk ends the lane, and transfers fail instead of waiting forever for bytes.
     let mut long = chunk_header(7, 0, CHUNK + 8, 0);
     long.len = ((CHUNK + 8) as u32).into();
     up.write(long.as_bytes());
@@ -857,7 +859,7 @@ fn chunks_that_do_not_fit_are_errors() {
     assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 200_000, 0, 0]), Ok(46));
     assert_eq!(guest.ask_words(op::MEM_INFO, &[]), Ok(0));
     guest.close();
-    assert_eq!(worker.ended(), "the client has ended");
+    assert_eq!(worker.ended(), "the client's process exited");
 }
 
 #[test]
@@ -867,7 +869,7 @@ fn what_comes_for_a_copy_that_failed_is_in_nobodys_way() {
     let mut guest = worker.guest();
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
     let mut up = lane(&worker, &guest, FIRST_UP_LANE);
-    // More chunks than the lane has room for, before and after the failure; the stream is none.
+    // More chunks than the lane has room for, before and after the failure; the stream is invalid.
     let bytes = pattern(100_000, 3);
     let failing = guest.seq + 1;
     up.write(&chunk(failing, 0, &bytes));
@@ -878,7 +880,7 @@ fn what_comes_for_a_copy_that_failed_is_in_nobodys_way() {
     }
     up.write(&chunk(guest.seq + 1, 0, &bytes));
     assert_eq!(guest.ask_words(op::COPY_TO_DEVICE, &[WINDOW, 100_000, 0, 0]), Ok(0));
-    // A copy to the program that fails ends all the same, where nobody waits for an answer.
+    // A copy to the program that fails also ends if no reply is awaited.
     let seq = guest.seq + 1;
     let mut read = frame_of(1, op::COPY_FROM_DEVICE, seq, |w| {
         [WINDOW, 100_000, stream(7), 0].into_iter().for_each(|word| w.word(word));
@@ -891,13 +893,13 @@ fn what_comes_for_a_copy_that_failed_is_in_nobodys_way() {
     assert_ne!(header.ctx.get(), 0);
 }
 
-/// Makes a frame one that nobody waits for.
+/// Turns a frame into one without a reply.
 fn no_wait(frame: &mut [u8]) {
     let flags = std::mem::offset_of!(gpusession_proto::frame::Header, flags);
     frame[flags..flags + 2].fill(0);
 }
 
-/// `CUstreamBatchMemOpParams`: wait until the word at the start of the window is at least 1, write 1 there.
+/// `CUstreamBatchMemOpParams`: a wait until the window's first word is at least 1, and its write.
 const WAIT_FOR_FLAG: [u64; 6] = [1, WINDOW, 1, 0, 0, 0];
 const WRITE_FLAG: [u64; 6] = [2, WINDOW, 1, 0, 0, 0];
 
@@ -909,7 +911,7 @@ fn batch(slot: u32, item: [u64; 6]) -> impl Fn(&mut gpusession_proto::frame::Wri
     }
 }
 
-/// Makes streams 1 and 2, the flag, which is 0, and memory beside it; where that is.
+/// Creates streams 1 and 2, the flag (0) and data memory; returns the address of the data.
 fn two_streams_and_a_flag(guest: &mut Raw) -> u64 {
     let data = WINDOW + 2 * MIB;
     for address in [WINDOW, data] {
@@ -941,7 +943,8 @@ fn small_copies_on_a_stream_that_stands_still_hold_up_no_other() {
         seq
     };
     push(op::STREAM_BATCH, false, &batch(1, WAIT_FOR_FLAG));
-    // More than there are slots, all of one thread, which then copies and releases them by another stream.
+    // More copies than slots, all of one thread, which then copies and releases them by another
+    // stream.
     let small: Vec<u64> = (0..100)
         .map(|_| {
             push(op::COPY_FROM_DEVICE, false, &|w| {
@@ -998,7 +1001,7 @@ fn memory_of_a_client_that_is_gone_is_free_at_once() {
         assert!(watcher.memory().0 <= before - 512 * MIB, "one machine");
         let pid = first.pid();
         guest.close();
-        assert_eq!(first.ended_within(PATIENCE), "the client has ended");
+        assert_eq!(first.ended_within(PATIENCE), "the client's process exited");
         assert!(!exists(pid));
         assert_eq!(watcher.memory().0, before);
     }
@@ -1039,7 +1042,7 @@ fn workers_leave_nothing_behind_however_they_end() {
                                 nix::sys::signal::Signal::SIGKILL,
                             )
                         };
-                        // Ends before it serves anybody.
+                        // The worker exits before it serves a client.
                         if random.below(8) == 0 {
                             let _ = kill();
                             worker.gone();
@@ -1050,12 +1053,12 @@ fn workers_leave_nothing_behind_however_they_end() {
                         assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
                         let ended = Instant::now();
                         match random.below(4) {
-                            // Its client's process ends, or the link is cut.
+                            // The client's process exits, or the link is cut.
                             0 => guest.close(),
                             1 => drop(kill()),
-                            // Its supervisor ends it.
+                            // The supervisor stops the worker.
                             2 => worker.tell(&ToWorker::Stop { reason: "a test".into() }),
-                            // Its client says something that makes no sense.
+                            // The client sends a malformed frame.
                             _ => guest.write(&[0xff; 64]),
                         }
                         worker.gone();
@@ -1070,7 +1073,7 @@ fn workers_leave_nothing_behind_however_they_end() {
     assert_eq!(pids.len() as u64, WORKERS);
     assert!(!pids.iter().any(|pid| exists(*pid)), "processes");
     assert_eq!(watching.memory().0, free, "device memory");
-    // Other tests of this process open and close theirs meanwhile.
+    // Meanwhile, other tests of this process open and close theirs.
     let end = Instant::now() + PATIENCE;
     while Instant::now() < end && (ours() > before.2 || shared() > before.1) {
         std::thread::sleep(Duration::from_millis(50));
@@ -1094,17 +1097,17 @@ fn two_workers_have_nothing_in_common_but_the_machine() {
     assert_eq!(b.refused(op::EVENT_QUERY, &[event(1)]), INVALID_HANDLE);
     assert_eq!(b.refused(op::FREE, &[WINDOW]), INVALID_VALUE);
     assert_ne!(b.refused(op::COPY_FROM_DEVICE, &[WINDOW, 8, 0, 1]), 0, "memory of the other one");
-    // The same address is another's memory.
+    // The same address is memory of another worker.
     b.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
     let (mine, yours) = (pattern(5000, 1), pattern(5000, 2));
     a.put(WINDOW, &mine);
     b.put(WINDOW, &yours);
     assert!(a.get(WINDOW, mine.len()) == mine && b.get(WINDOW, yours.len()) == yours);
-    // Nor do the tickets of one open the other.
+    // The tickets of one worker do not open the other.
     let mut endpoint = second.endpoint(false);
     endpoint.ticket = first.ticket().seal(&KEY);
     assert!(Client::open(&endpoint).err().expect("a refusal").0.ends_with("ticket is for another worker"));
-    // Errors of the one are none of the other's.
+    // One worker's errors do not reach the other.
     a.call(op::STREAM_QUERY, &[stream(1)]);
 }
 
@@ -1133,7 +1136,7 @@ fn a_worker_ends_with_its_supervisor() {
     }
 }
 
-/// A stream waits for a value that nobody will write, and an executor for the stream, if that is wanted.
+/// Lets a stream wait for a value that never comes, and if wanted, an executor for the stream.
 fn work_without_end(guest: &mut Raw, waited_for: bool) {
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 512 * MIB, 0]), Ok(0));
     assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(1), 1, 0]), Ok(0));
@@ -1176,10 +1179,10 @@ fn under_mps_a_worker_exits_when_its_gpu_work_was_ended() {
             None
         };
         if stopped {
-            worker.tell(&ToWorker::Stop { reason: "the client has ended".into() });
+            worker.tell(&ToWorker::Stop { reason: "the client's process exited".into() });
         }
         let said = worker.wait_for(|m| matches!(m, FromWorker::Ended { .. }));
-        assert_eq!(said, FromWorker::Ended { reason: "the client has ended".into(), quiet: !busy });
+        assert_eq!(said, FromWorker::Ended { reason: "the client's process exited".into(), quiet: !busy });
         assert_eq!(begun.elapsed() >= Duration::from_millis(500), busy, "{:?}", begun.elapsed());
         std::thread::sleep(Duration::from_millis(200));
         assert!(exists(worker.pid()), "it waits for the end of its GPU work");
@@ -1187,12 +1190,12 @@ fn under_mps_a_worker_exits_when_its_gpu_work_was_ended() {
         worker.exited_within(Duration::from_secs(1));
         drop(kept);
     }
-    // Nobody says so: not for ever.
+    // Without the supervisor's consent, the worker exits after a time.
     let mut worker = Worker::start_with(&machine, &options);
     worker.guest().close();
     worker.wait_for(|m| matches!(m, FromWorker::Ended { .. }));
     worker.exited();
-    // Nor for a supervisor that is gone, with which MPS went.
+    // It also exits after its supervisor, with which MPS has exited.
     let mut worker = Worker::start_with(&machine, &options);
     let _guest = worker.guest();
     worker.abandoned();
@@ -1205,7 +1208,7 @@ fn the_client_is_told_why_it_was_stopped() {
     for encrypted in [false, true] {
         let mut worker = Worker::start(&machine);
         let client = worker.client(encrypted);
-        // Waits for a value that nobody writes, in a thread: the end reaches whoever waits.
+        // A thread waits for a value that never comes: the reason reaches it, too.
         client.call(op::ALLOC, &[WINDOW, 2 * MIB, 0]);
         client.call(op::STREAM_CREATE, &[stream(1), 1, 0]);
         let mut item = [0u64; 6];
@@ -1224,13 +1227,13 @@ fn the_client_is_told_why_it_was_stopped() {
         assert_eq!(*client.heard.0.lock().expect("a list"), [lost.0]);
         assert_eq!(worker.ended(), reason);
     }
-    // Nobody there to be told.
+    // No client to receive the reason.
     let mut worker = Worker::start(&machine);
     worker.tell(&ToWorker::Stop { reason: reason.into() });
     assert_eq!(worker.ended(), reason);
 }
 
-/// A box of `width` times 2 bytes from or to a pitched place, as `CUDA_MEMCPY3D`: memory types are host 1, device 2.
+/// Returns a `CUDA_MEMCPY3D` of `width` times 2 bytes; memory types are 1 host, 2 device.
 fn copy_of_box(source: (u64, u64), target: (u64, u64), width: u64) -> [u64; 25] {
     let mut words = [0; 25];
     let side = |words: &mut [u64], (kind, address): (u64, u64)| {
@@ -1266,12 +1269,12 @@ fn boxes_do_not_reach_the_worker_s_own_memory() {
     // A packed side that is shorter than the box.
     assert_eq!(copy(copy_of_box((1, 0), device, MIB), 1, 8), Ok(INVALID_VALUE));
     assert_eq!(copy(copy_of_box(device, (1, 0), MIB), 2, 8), Ok(INVALID_VALUE));
-    // Host addresses where both sides are on the device.
+    // Host addresses although both sides are on the device.
     assert_eq!(copy(copy_of_box((1, 4096), device, 4096), 0, 8192), Ok(INVALID_VALUE));
     assert_eq!(copy(copy_of_box(device, (1, 4096), 4096), 0, 8192), Ok(INVALID_VALUE));
 }
 
-/// Words of a structure's bytes in a frame.
+/// Appends a structure's bytes to a frame.
 fn structure(w: &mut gpusession_proto::frame::Writer<'_>, words: &[u64]) {
     w.bytes(words.as_bytes());
 }
@@ -1286,7 +1289,8 @@ fn the_limit_holds_for_memory_of_every_kind() {
     let before = free(&mut guest);
     assert_eq!(before, 64 * MIB);
 
-    // cuMemCreate: size, properties (pinned memory of device 0), flags. It counts until nothing holds or maps it.
+    // cuMemCreate: size, properties (pinned memory of device 0), flags.
+    // The memory counts until no handle and no mapping uses it.
     let create = |guest: &mut Raw, mib: u64| {
         guest.ask(op::cuMemCreate, |w| {
             w.word(mib * MIB);
@@ -1304,7 +1308,7 @@ fn the_limit_holds_for_memory_of_every_kind() {
     assert_eq!(create(&mut guest, 40), Ok(OUT_OF_MEMORY), "it is mapped");
     assert_eq!(guest.ask_words(op::cuMemUnmap, &[WINDOW + 64 * MIB, 40 * MIB]), Ok(0));
     assert_eq!(free(&mut guest), before);
-    // Memory of the server's own.
+    // Memory of the server's host.
     let host = guest.ask(op::cuMemCreate, |w| {
         w.word(2 * MIB);
         structure(w, &[1, 2, 0, 0]);
@@ -1321,7 +1325,7 @@ fn the_limit_holds_for_memory_of_every_kind() {
     assert_eq!(guest.ask_words(op::cuMemFreeAsync, &[pooled, 0]), Ok(0));
     assert_eq!(guest.ask_words(op::CTX_SYNC, &[]), Ok(0));
     assert_eq!(free(&mut guest), before);
-    // From a pool of the program's own.
+    // From a pool of the program.
     let made = guest.ask(op::cuMemPoolCreate, |w| structure(w, &[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
     assert_eq!(made, Ok(0));
     let pool = guest.words[0];
@@ -1397,7 +1401,7 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
     let released = push(RELEASING, op::STREAM_BATCH, &batch(2, WRITE_FLAG));
     guest.seq = seq;
     guest.write(&frames);
-    // Answers come as the frames are done, by more than one thread.
+    // Answers arrive as the frames are done, from more than one thread.
     let mut done = Vec::new();
     while done.len() < copies.len() + 2 {
         let (header, _) = guest.frame().expect("an answer");
@@ -1420,7 +1424,8 @@ fn everything_stays_behind_a_synchronisation_that_nobody_waits_for() {
         assert_eq!(guest.ask_words(op::STREAM_CREATE, &[stream(slot), 1, 0]), Ok(0));
     }
     let mut up = lane(&worker, &guest, FIRST_UP_LANE);
-    // One thread copies, and has synchronised. Another then reads by another stream, before the bytes are there.
+    // One thread copies and has synchronised. Another one then reads by another stream, before the
+    // bytes arrive.
     let first = guest.seq + 1;
     let words =
         |words: [u64; 4]| move |w: &mut gpusession_proto::frame::Writer<'_>| w.words(words.as_bytes());
@@ -1432,7 +1437,7 @@ fn everything_stays_behind_a_synchronisation_that_nobody_waits_for() {
         frame_of(2, op::COPY_FROM_DEVICE, first + 2, words([WINDOW + LEN as u64 - 8, 8, stream(2), 1]));
     guest.seq = first + 2;
     guest.write(&[copy, sync, read].concat());
-    // Time for what may overtake to do so.
+    // Time for a wrong overtaking to happen.
     std::thread::sleep(Duration::from_millis(20));
     let bytes = pattern(LEN, 5);
     up.write(&chunk(first, 0, &bytes));
@@ -1443,7 +1448,7 @@ fn everything_stays_behind_a_synchronisation_that_nobody_waits_for() {
     assert_eq!(body[8..16], bytes[LEN - 8..]);
 }
 
-/// Asks for so many bytes that the worker cannot send them all to a client that does not read.
+/// Requests more bytes than the worker can send to a client that does not read.
 fn ask_for_much(guest: &mut Raw, threads: u32, requests: u64) -> u64 {
     assert_eq!(guest.ask_words(op::ALLOC, &[WINDOW, 2 * MIB, 0]), Ok(0));
     let first = guest.seq + 1;
@@ -1464,7 +1469,7 @@ fn a_client_that_does_not_read_cannot_keep_its_worker_from_ending() {
         let mut worker = Worker::start(&machine);
         let mut guest = worker.guest();
         ask_for_much(&mut guest, 1, 1000);
-        // Until the answers have filled all that there is between the two.
+        // Waits until the answers have filled all buffers between the two.
         let deadline = Instant::now() + PATIENCE;
         let (mut unread, mut since) = (0, Instant::now());
         while unread == 0 || since.elapsed() < Duration::from_millis(200) {
@@ -1487,7 +1492,7 @@ fn a_client_that_does_not_read_cannot_keep_its_worker_from_ending() {
 fn waiting_to_be_read(guest: &Raw) -> i32 {
     use std::os::fd::AsRawFd;
     let mut bytes: i32 = 0;
-    // SAFETY: FIONREAD writes one int.
+    // SAFETY: FIONREAD writes one int, which `bytes` is.
     let done = unsafe { nix::libc::ioctl(guest.stream.as_raw_fd(), nix::libc::FIONREAD, &raw mut bytes) };
     assert_eq!(done, 0);
     bytes
@@ -1516,7 +1521,7 @@ fn the_supervisor_is_told_why_whoever_ends_first() {
     for _ in 0..20 {
         let mut worker = Worker::start(&machine);
         let mut guest = worker.guest();
-        // The executor finds the frame, the reader the end of the connection.
+        // The executor finds the frame; the reader finds the end of the connection.
         guest.write(&frame(op::REPLY, 2, |_| {}));
         guest.close();
         let reason = worker.ended();
@@ -1552,7 +1557,8 @@ fn random_frames_never_hang_a_worker() {
             for seq in 2..2 + random.below(60) {
                 let mut bytes = sensible(&mut random, seq);
                 expected += 1;
-                // Most frames as they are, else a few bytes changed; the length field rarely.
+                // Most frames stay as they are, others get a few changed bytes; the length field
+                // rarely changes.
                 if random.below(16) == 0 {
                     for _ in 0..1 + random.below(3) {
                         let from = if random.below(16) == 0 { 0 } else { 4 };
@@ -1564,7 +1570,7 @@ fn random_frames_never_hang_a_worker() {
             }
         }
         guest.write(&sent);
-        // What waits for something that never comes is not waited for.
+        // Does not wait for frames that wait for something that never comes.
         let _ = guest.stream.set_read_timeout(Some(Duration::from_millis(100)));
         while answered < expected {
             match guest.frame_if_any() {
@@ -1584,7 +1590,7 @@ fn random_frames_never_hang_a_worker() {
     println!("{rounds} workers answered {calls} calls, {done} of them with success");
 }
 
-/// A frame that makes sense by itself, if not after the others.
+/// Returns a frame that is valid by itself, if not after the others.
 fn sensible(random: &mut Random, seq: u64) -> Vec<u8> {
     // All but copies of boxes: see `boxes_do_not_reach_the_worker_s_own_memory`.
     let operations: Vec<u16> = (op::CTX_CREATE..=op::TENSOR_MAP)

@@ -1,5 +1,7 @@
-//! Device memory that is allocated by other calls than `ALLOC`: physical memory, pools, arrays, images with variables,
-//! contexts, heaps. Each is counted before it is there where its size is known, and right after where it is not.
+//! Device memory that other calls than `ALLOC` allocate.
+//!
+//! These are physical memory, pools, arrays, images with variables, contexts and heaps. Each is
+//! counted before its allocation if its size is known, else right after it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,28 +16,33 @@ use crate::execute::Frame;
 use crate::generated;
 use crate::session::Session;
 
-/// Granularity of physical memory, and of what arrays take.
+/// Granularity of physical memory, and of arrays, in bytes.
 const GRANULE: u64 = 2 << 20;
 const ARRAY_GRANULE: u64 = 64 << 10;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`
 const LOCATION_DEVICE: u32 = 1;
-/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`, `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`, `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
+/// Attributes of pools and graphs, by `cuda.h`.
+///
+/// These are `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`, `CU_MEMPOOL_ATTR_USED_MEM_CURRENT` and
+/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
 const POOL_RESERVED: i32 = 5;
 const POOL_USED: i32 = 7;
 const GRAPH_RESERVED: i32 = 2;
-/// `CU_LIMIT_PRINTF_FIFO_SIZE`, `CU_LIMIT_MALLOC_HEAP_SIZE`, and what a context has of them by itself.
+/// Limits that size heaps, and the bytes of each that a context includes.
+///
+/// These are `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`.
 const HEAPS: [(i32, u64); 2] = [(1, 2 << 20), (2, 8 << 20)];
 
-/// What was counted for one object.
+/// Memory counted for one object.
 #[derive(Clone, Copy)]
 struct Counted {
     device: u32,
     bytes: u64,
-    /// The context that it goes away with; 0: none.
+    /// Context whose end frees the object; 0 means none.
     ctx: u64,
 }
 
-/// Memory of `cuMemCreate`: there until its handle is released and nothing maps it.
+/// Memory of `cuMemCreate`: it exists until its handle is released and no mapping uses it.
 struct Physical {
     device: u32,
     bytes: u64,
@@ -46,7 +53,7 @@ struct Physical {
 #[derive(Default)]
 struct State {
     physical: HashMap<u64, Physical>,
-    /// Address and length of mappings, and what they map.
+    /// Address of each mapping, then its length and its handle of physical memory.
     mapped: HashMap<u64, (u64, u64)>,
     arrays: HashMap<u64, Counted>,
     /// Images and contexts by the client's handles, heaps by context and limit.
@@ -57,16 +64,16 @@ struct State {
     pooled: Vec<u64>,
 }
 
-/// See the module.
+/// Account of this memory.
 pub struct Allocations {
     contexts: Vec<u64>,
     state: Mutex<State>,
-    /// Whether stream-ordered memory was ever asked for: other programs need not look at pools.
+    /// Whether the program ever used stream-ordered memory; else pools need no query.
     pooling: AtomicBool,
 }
 
 impl Allocations {
-    /// None yet.
+    /// Starts with no allocation.
     pub fn new(devices: &[DeviceLimit]) -> Self {
         let state = State { pooled: vec![0; devices.len()], ..State::default() };
         Self {
@@ -80,18 +87,18 @@ impl Allocations {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts what an image will take on the device of the frame's context, for as long as `handle` lives.
+    /// Counts an image on the device of the frame's context, as long as `handle` lives.
     pub fn image(&self, session: &Session, frame: &Frame, handle: u64, image: &[u8]) -> Result<(), Status> {
         let bytes = image_bytes(image);
         let ctx = frame.header.ctx.get();
-        // Without a context, as runtimes load libraries, it is the first device's.
+        // Runtimes load libraries without a context: the image counts on the first device.
         let device = session.contexts.get(ctx).map_or(0, |(_, device)| device);
         session.quota.take(device, bytes)?;
         self.lock().objects.insert(handle, Counted { device, bytes, ctx });
         Ok(())
     }
 
-    /// The object behind a client's handle is gone.
+    /// Subtracts the object behind a client's handle, which no longer exists.
     pub fn drop_object(&self, session: &Session, handle: u64) {
         if let Some(gone) = self.lock().objects.remove(&handle) {
             session.quota.give(gone.device, gone.bytes);
@@ -99,7 +106,7 @@ impl Allocations {
     }
 }
 
-/// A program's further context counts as its first one does.
+/// Counts a further context of the program as its first one.
 pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<(), Status> {
     let bytes = session.allocations.contexts.get(device as usize).copied().unwrap_or(0);
     session.quota.take(device, bytes)?;
@@ -107,7 +114,7 @@ pub fn context_created(session: &Session, handle: u64, device: u32) -> Result<()
     Ok(())
 }
 
-/// A context is about to be destroyed or reset, and what belongs to it with it.
+/// Subtracts a context that is about to be destroyed or reset, and all that belongs to it.
 pub fn context_gone(session: &Session, ctx: u64) {
     let mut state = session.allocations.lock();
     let mut gone = Vec::new();
@@ -125,7 +132,7 @@ pub fn context_gone(session: &Session, ctx: u64) {
     }
 }
 
-/// `CTX_SET_LIMIT`: heaps of device code are memory too.
+/// Counts the heaps of device code, which `CTX_SET_LIMIT` sizes.
 pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result<(), Status> {
     let Some((_, included)) = HEAPS.iter().find(|(l, _)| *l == limit) else { return Ok(()) };
     let ctx = frame.header.ctx.get();
@@ -141,7 +148,7 @@ pub fn limit(session: &Session, frame: &Frame, limit: i32, value: u64) -> Result
     Ok(())
 }
 
-/// Replays a generated call; those that allocate or free are counted.
+/// Replays a generated call, and counts what it allocates or frees.
 pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let operation = frame.header.op.get();
     let mut replay = |answer: &mut Answer| -> Done { generated::dispatch(session, operation, r, answer) };
@@ -152,7 +159,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             let size = body.word()?;
             let properties = body.bytes()?;
             if half(properties, 8) != LOCATION_DEVICE {
-                // Memory of this host: there is none for clients.
+                // Memory of this host, which clients cannot have.
                 return Err(status::NOT_SUPPORTED.into());
             }
             let device = half(properties, 12);
@@ -224,7 +231,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             Ok(())
         }
         op::cuMemPoolCreate => {
-            // Kind, handle types, location.
+            // The location follows kind and handle types.
             let device = half(body.bytes()?, 12);
             session.contexts.device(u64::from(device))?;
             replay(answer)?;
@@ -255,7 +262,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             };
             session.allocations.pooling.store(true, Ordering::Relaxed);
             settle(session)?;
-            // What the pool holds and nobody uses may do; else it grows.
+            // Unused memory of the pool may suffice; otherwise the pool grows.
             let idle =
                 pool_value(session, pool, POOL_RESERVED).saturating_sub(pool_value(session, pool, POOL_USED));
             let expected = size.saturating_sub(idle);
@@ -277,10 +284,11 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
     }
 }
 
-/// Takes back memory of a pool that the lease has no room for.
+/// Frees memory of a pool for which the lease has no room.
 fn undo(session: &Session, pool: u64, address: u64) {
     let call = &session.driver.generated;
-    // SAFETY: an address that the driver gave a moment ago, on the default stream; a pool of this worker.
+    // SAFETY: an address that the driver returned a moment ago, on the default stream; a pool of
+    // this worker.
     unsafe {
         (call.cuMemFreeAsync)(address, std::ptr::null_mut());
         (session.driver.call.cuStreamSynchronize)(std::ptr::null_mut());
@@ -289,8 +297,9 @@ fn undo(session: &Session, pool: u64, address: u64) {
     let _ = settle(session);
 }
 
-/// Counts what the pools hold now. An error says that the lease has not so much; it is counted all the same, because it is
-/// there.
+/// Counts the memory that the pools hold now.
+///
+/// An error means that the lease has no room for it; it counts all the same, because it exists.
 pub fn settle(session: &Session) -> Result<(), Status> {
     let allocations = &session.allocations;
     if !allocations.pooling.load(Ordering::Relaxed) {
@@ -304,7 +313,7 @@ pub fn settle(session: &Session) -> Result<(), Status> {
     for (device, sum) in now.iter_mut().enumerate() {
         let mut value = [0u64; 1];
         let Ok(ordinal) = session.contexts.device(device as u64) else { continue };
-        // SAFETY: the attribute has 8 bytes.
+        // SAFETY: the attribute has 8 bytes, as the array.
         let got = unsafe {
             (session.driver.generated.cuDeviceGetGraphMemAttribute)(
                 ordinal,
@@ -330,7 +339,7 @@ pub fn settle(session: &Session) -> Result<(), Status> {
     outcome
 }
 
-/// The pool that `cuMemAllocAsync` takes from.
+/// Returns the pool from which `cuMemAllocAsync` allocates.
 fn current_pool(session: &Session, device: u32) -> Result<u64, Status> {
     let mut pool = 0;
     let ordinal = session.contexts.device(u64::from(device))?;
@@ -342,7 +351,7 @@ fn current_pool(session: &Session, device: u32) -> Result<u64, Status> {
 
 fn pool_value(session: &Session, pool: u64, attribute: i32) -> u64 {
     let mut value = [0u64; 1];
-    // SAFETY: the attributes asked for have 8 bytes.
+    // SAFETY: the queried attributes have 8 bytes, as the array.
     let got = unsafe {
         (session.driver.generated.cuMemPoolGetAttribute)(pool, attribute, value.as_mut_ptr().cast())
     };
@@ -371,7 +380,9 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// What `CUDA_ARRAY_DESCRIPTOR` and `CUDA_ARRAY3D_DESCRIPTOR` ask for; `None` where that is more than a number.
+/// Returns the bytes of a `CUDA_ARRAY_DESCRIPTOR` or `CUDA_ARRAY3D_DESCRIPTOR`.
+///
+/// `None` stands for more than a `u64` holds.
 fn array_bytes(operation: u16, descriptor: &[u8], levels: u64) -> Option<u64> {
     let flat = operation == op::cuArrayCreate_v2;
     let mut sizes = [long(descriptor, 0), long(descriptor, 8), if flat { 1 } else { long(descriptor, 16) }];
@@ -379,7 +390,7 @@ fn array_bytes(operation: u16, descriptor: &[u8], levels: u64) -> Option<u64> {
     let element = match half(descriptor, format_at) {
         0x01 | 0x08 => 1,
         0x02 | 0x09 | 0x10 => 2,
-        // 32 bits a channel; formats that this does not know have no more.
+        // 32 bits a channel; formats unknown to this code have no more.
         _ => 4,
     };
     let element = u64::from(half(descriptor, format_at + 4)).max(1).checked_mul(element)?;
@@ -392,8 +403,10 @@ fn array_bytes(operation: u16, descriptor: &[u8], levels: u64) -> Option<u64> {
     sum.checked_next_multiple_of(ARRAY_GRANULE)
 }
 
-/// Bytes of the variables and the code of an image, as far as they can be seen: ELF, PTX text, and fatbins of those that are
-/// not compressed. What cannot be seen here is seen by the supervisor, who reads what the process really has.
+/// Estimates the bytes of an image's variables and code.
+///
+/// It understands ELF, PTX text, and fatbins of these that are not compressed. The supervisor
+/// accounts the rest, since it reads the memory that the process really has.
 fn image_bytes(image: &[u8]) -> u64 {
     const FATBIN: u32 = 0xba55_ed50;
     const ELF: u32 = 0x464c_457f;
@@ -403,7 +416,7 @@ fn image_bytes(image: &[u8]) -> u64 {
             let short = |at: usize| u64::from(half(image, at) & 0xffff);
             let mut at = short(6) as usize;
             let mut most = 0;
-            // One of its images is loaded.
+            // The driver loads one of the images, so the largest one counts.
             while at + 64 <= image.len() {
                 let (header, payload) = (half(image, at + 4) as usize, long(image, at + 8));
                 let start = at.saturating_add(header);
@@ -429,13 +442,13 @@ fn elf_bytes(image: &[u8]) -> u64 {
         .filter_map(|i| {
             let at = usize::try_from(table.checked_add(i.checked_mul(entry)?)?).ok()?;
             let section = image.get(at..at.checked_add(64)?)?;
-            // Flags and size.
+            // The words at 8 and 32 are flags and size.
             (long(section, 8) & ALLOCATED != 0).then(|| long(section, 32))
         })
         .fold(0, u64::saturating_add)
 }
 
-/// Sum of the `.global` variables of PTX text.
+/// Sums the `.global` variables of PTX text, in bytes.
 fn ptx_bytes(image: &[u8]) -> u64 {
     let text = String::from_utf8_lossy(image);
     text.lines()

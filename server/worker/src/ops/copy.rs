@@ -1,4 +1,6 @@
-//! Copies between the client's host memory and the device. Few bytes travel inside the frame or its answer, many on the lanes.
+//! Copies between the client's host memory and the device.
+//!
+//! Few bytes travel inside the frame or its answer, many on the lanes.
 
 use std::sync::Arc;
 
@@ -11,21 +13,25 @@ use crate::session::Session;
 
 /// Longest copy, in bytes: more than any memory has.
 const MAX_COPY: usize = 1 << 47;
-/// Longest packed box of a 2D or 3D copy, in bytes: this process holds it whole. Clients take larger ones apart.
+/// Longest packed box of a 2D or 3D copy, in bytes.
+///
+/// This process holds the whole box; clients split larger ones.
 const MAX_BOX: usize = 8 << 30;
-/// `CUDA_MEMCPY3D`
+/// Size of `CUDA_MEMCPY3D`, in bytes.
 const BOX: usize = 200;
 
 /// The default stream of the current context.
 const NULL: Handle = std::ptr::null_mut();
-/// Bytes that copies between devices which cannot reach each other take of host memory at a time.
+/// Bytes of host memory for a copy between devices that cannot reach each other.
 const STAGE: usize = 8 << 20;
 
-/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is gone, and the whole connection with it.
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a lane is lost, and the whole connection with it.
 const LANE_GONE: Status = 46;
 
-/// `cuMemcpyDtoDAsync_v2` in a lease of several devices: destination, source, length, stream. The driver copies between mappings only
-/// where the device of the frame's context reaches both; else the bytes pass through this process, in the stream's order.
+/// `cuMemcpyDtoDAsync_v2` in a lease of several devices: destination, source, length, stream.
+///
+/// The driver copies between mappings only if the device of the frame's context reaches both.
+/// Otherwise the bytes pass through this process, in the stream's order.
 pub fn between_devices(
     session: &Session,
     executor: &mut Executor,
@@ -44,18 +50,19 @@ pub fn between_devices(
         return allocations::generated(session, frame, r, answer);
     }
     let call = &session.driver.call;
-    // SAFETY: a stream of this worker's; a capture cannot contain this, and says so.
+    // SAFETY: a stream of this worker; a capture cannot contain the call, which then fails.
     check(unsafe { (call.cuStreamSynchronize)(stream) })?;
     let mut stage = vec![0u8; len.min(STAGE)];
     let enter = |device| {
-        // SAFETY: a context of this worker's.
+        // SAFETY: a context of this worker.
         check(unsafe { (call.cuCtxSetCurrent)(session.contexts.primary(device)?) })
     };
     let mut relay = || {
         for at in (0..len).step_by(STAGE) {
             let part = stage.len().min(len - at);
             enter(from)?;
-            // SAFETY: `part` bytes of the buffer, which outlives the synchronisation; the driver checks the address.
+            // SAFETY: `part` bytes of the buffer, which outlives the synchronisation; the driver
+            // checks the address.
             check(unsafe {
                 (call.cuMemcpyDtoHAsync_v2)(
                     stage.as_mut_ptr().cast(),
@@ -93,7 +100,8 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
             return Err(status::INVALID_VALUE.into());
         }
         session.lanes.inline(len, 0);
-        // SAFETY: the driver has taken pageable bytes when it returns.
+        // SAFETY: `bytes` has `len` bytes, and the driver has copied pageable bytes when it
+        // returns.
         return Ok(check(unsafe {
             (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), len, stream)
         })?);
@@ -114,7 +122,8 @@ pub fn to_device(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
             first_error = error;
         }
         if first_error == 0 {
-            // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has happened.
+            // SAFETY: the slot holds `chunk.len` bytes and is not reused before its event has
+            // happened.
             first_error = unsafe {
                 match (call.cuMemcpyHtoDAsync_v2)(
                     target.wrapping_add(chunk.offset),
@@ -141,7 +150,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     if len > INLINE_MAX {
         let queued = session.lanes.send(seq, len, |offset, len, slot| {
             slot.enter(session.driver, &session.contexts, frame.header.ctx.get())?;
-            // SAFETY: the slot has room for a chunk and is not reused before it was sent.
+            // SAFETY: the slot has room for a chunk and is not reused before it is sent.
             check(unsafe {
                 match (call.cuMemcpyDtoHAsync_v2)(
                     slot.address.cast(),
@@ -165,7 +174,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         slots.give(slot);
         return Err(error.into());
     }
-    // SAFETY: the slot has room for the bytes.
+    // SAFETY: the slot has room for the bytes, at most INLINE_MAX.
     let copied = check(unsafe { (call.cuMemcpyDtoHAsync_v2)(slot.address.cast(), source, len, stream) });
     if wait {
         // SAFETY: a stream of this worker.
@@ -176,7 +185,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         slots.give(slot);
         return Ok(synced?);
     }
-    // SAFETY: both belong to this worker.
+    // SAFETY: event and stream belong to this worker.
     match copied.and_then(|()| check(unsafe { (call.cuEventRecord)(slot.event, stream) })) {
         Ok(()) => session.landing.push(session, seq, stream, slot, len),
         Err(error) => {
@@ -187,7 +196,9 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     Ok(())
 }
 
-/// A small copy from the device while streams that stand still have all slots: they must not hold up the others.
+/// Copies a few bytes from the device while blocked streams hold all slots.
+///
+/// Those streams must not delay the others.
 fn without_slot(
     session: &Session,
     frame: &Frame,
@@ -196,7 +207,8 @@ fn without_slot(
 ) -> Done {
     let call = &session.driver.call;
     let mut bytes = vec![0u8; len];
-    // SAFETY: the buffer has `len` bytes and outlives the synchronisation; the stream is this worker's.
+    // SAFETY: the buffer has `len` bytes and outlives the synchronisation; the stream is this
+    // worker's.
     check(unsafe {
         match (call.cuMemcpyDtoHAsync_v2)(bytes.as_mut_ptr().cast(), source, len, stream) {
             0 => (call.cuStreamSynchronize)(stream),
@@ -212,8 +224,11 @@ fn without_slot(
     Ok(())
 }
 
-/// `COPY_BOX`: a `CUDA_MEMCPY3D` without host pointers, stream, direction (0 device to device, 1 to the device, 2 from the
-/// device), bytes of the packed host side. To the device the packed bytes come on the lanes; from the device they are the answer's.
+/// `COPY_BOX`: description, stream, direction, length of the packed bytes.
+///
+/// The description is a `CUDA_MEMCPY3D` without host pointers. The direction is 0 from device to
+/// device, 1 to the device, 2 from the device. Up to INLINE_MAX packed bytes of the host side
+/// travel in the frame or its answer, more on the lanes.
 pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let description = r.bytes()?;
     let (stream, direction, len) = (session.stream(r.word()?)?, r.word()?, bounded(r.word()?, MAX_BOX)?);
@@ -266,14 +281,15 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
     Ok(())
 }
 
-/// The stream of a `COPY_BOX`, before anything else is looked at; 0 if the frame is too short.
+/// Returns the stream of a `COPY_BOX` before any other check; 0 if the frame is too short.
 pub fn box_stream(frame: &Frame) -> u64 {
     let at = 8 + BOX;
     frame.body.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// Whether a box names host memory only where the packed bytes are, and stays within them: the worker's own memory is none
-/// of the client's business.
+/// Returns `true` if a box names no host memory but the packed bytes, and stays within them.
+///
+/// Otherwise a client could read or write the worker's own memory.
 pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
     let kind = |side: usize| words[side + 4] as u32;
     let on_device = |side: usize| matches!(kind(side), DEVICE | ARRAY);
@@ -286,8 +302,10 @@ pub fn contained(words: &[u64], direction: u64, len: usize) -> bool {
     }
 }
 
-/// The description of a copy between device memory and mirrored host memory, as graphs keep it: a `CUDA_MEMCPY3D` whose host
-/// pointers are offsets in regions, then the regions of source and target (0: not host memory). Puts our addresses in.
+/// Returns the `CUDA_MEMCPY3D` of a copy between device memory and mirrored host memory.
+///
+/// The host pointers in `description`, as graphs keep it, are offsets in the `regions` of source
+/// and target (0: not host memory). The result has this process's addresses.
 pub fn mirrored(session: &Session, description: &[u8], regions: [u64; 2]) -> Result<[u64; BOX / 8], Status> {
     let mut words = [0u64; BOX / 8];
     if description.len() != BOX {
@@ -307,14 +325,16 @@ pub fn mirrored(session: &Session, description: &[u8], regions: [u64; 2]) -> Res
     Ok(words)
 }
 
-/// `COPY_HOST`: stream, regions of source and target, description (see [`mirrored`]). For captures: nothing comes or goes now.
+/// `COPY_HOST`: stream, regions of source and target, description (see [`mirrored`]).
+///
+/// It serves captures: no bytes travel now.
 pub fn copy_host(session: &Session, r: &mut Reader<'_>) -> Done {
     let (stream, regions) = (session.stream(r.word()?)?, [r.word()?, r.word()?]);
     let words = mirrored(session, r.bytes()?, regions)?;
     Ok(run_box(session, &words, stream)?)
 }
 
-/// Bytes from a side's base to the end of the box.
+/// Returns the number of bytes from a side's base to the end of the box.
 fn end(words: &[u64], side: usize) -> Option<u64> {
     let (x, y, z, pitch, rows) =
         (words[side], words[side + 1], words[side + 2], words[side + 9], words[side + 10]);
@@ -335,7 +355,7 @@ const DEVICE: u32 = 2;
 const ARRAY: u32 = 3;
 
 fn run_box(session: &Session, words: &[u64; BOX / 8], stream: Handle) -> Result<(), Status> {
-    // SAFETY: the structure has cuda.h's layout; host pointers in it are this function's callers'.
+    // SAFETY: the structure has cuda.h's layout; the callers vouch for the host pointers in it.
     check(unsafe { (session.driver.call.cuMemcpy3DAsync_v2)(words.as_ptr().cast(), stream) })
 }
 
@@ -360,7 +380,7 @@ fn receive(session: &Session, transfer: u64, packed: &mut [u8]) -> Result<(), St
 
 fn send(session: &Session, transfer: u64, packed: &[u8]) -> Result<(), Status> {
     session.lanes.send(transfer, packed.len(), |offset, len, slot| {
-        // SAFETY: the slot has room for a chunk.
+        // SAFETY: the slot has room for a chunk, and `packed` has `len` bytes from `offset`.
         unsafe { std::ptr::copy_nonoverlapping(packed[offset..offset + len].as_ptr(), slot.address, len) };
         Ok(())
     })

@@ -1,4 +1,6 @@
-//! Graphs. Nodes are the driver's own values; graphs and executable graphs are the client's handles.
+//! Graphs.
+//!
+//! Nodes are the driver's own values; graphs and executable graphs have the client's handles.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 
@@ -36,7 +38,7 @@ struct NodeParams {
 const _: () = assert!(size_of::<NodeParams>() == 256);
 
 impl NodeParams {
-    /// The structure for a node; a kernel's parameters must be in the form that the driver takes.
+    /// Creates the structure; a kernel's parameters must be in the form that the driver takes.
     fn new(session: &Arc<Session>, params: &Params) -> Self {
         let mut body = [0; 29];
         let mut put = |words: &[u64]| body[..words.len()].copy_from_slice(words);
@@ -92,7 +94,7 @@ impl NodeParams {
     }
 }
 
-/// Nodes out of a byte string of words.
+/// Reads nodes from a byte string of words.
 pub fn raw_nodes(bytes: &[u8]) -> Result<Vec<Handle>, Failure> {
     if !bytes.len().is_multiple_of(8) {
         return Err(status::INVALID_VALUE.into());
@@ -125,19 +127,19 @@ pub fn child(session: &Session, r: &mut Reader<'_>) -> Done {
         return Err(status::INVALID_VALUE.into());
     }
     let mut graph = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid; the node is a value that the driver gave.
+    // SAFETY: the out pointer is valid; the node is a value that the driver returned.
     check(unsafe { (session.driver.call.cuGraphChildGraphNodeGetGraph)(node as Handle, &mut graph) })?;
     session.graphs.put(handle, Object(graph))?;
     known.insert(handle, parent, node);
     Ok(())
 }
 
-/// A node is gone, and the graph inside it with it.
+/// Forgets the graphs inside a node that was destroyed.
 pub fn node_destroyed(session: &Session, node: u64) {
     forget(session, child_graphs(session).destroy_node(node));
 }
 
-/// These graphs are gone with what was around them: no later frame can name them.
+/// Forgets graphs that were destroyed with the graph around them: no later frame can name them.
 fn forget(session: &Session, graphs: Vec<u64>) {
     for graph in graphs {
         let _ = session.graphs.take(graph);
@@ -179,13 +181,15 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuGraphLaunch)(exec, stream) })?)
 }
 
-/// `GRAPH_NODES`: graph, which (0 all, 1 roots, 2 edges), most; answers the count there is, then nodes (edges: from, to).
+/// `GRAPH_NODES`: graph, selection (0 all, 1 roots, 2 edges), maximum number of nodes.
+///
+/// It answers the total number, then nodes; an edge is two nodes, from and to.
 pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (graph, which) = (session.graphs.get(r.word()?)?.0, r.word()?);
     let most = bounded(r.word()?, 1 << 20)?;
     let call = &session.driver.call;
     let get = |from: *mut Handle, to: *mut Handle, count: &mut usize| {
-        // SAFETY: the arrays, where not null, have `count` elements.
+        // SAFETY: the arrays, if not null, have `count` elements.
         check(unsafe {
             match which {
                 0 => (call.cuGraphGetNodes)(graph, from, count),
@@ -213,7 +217,7 @@ pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     Ok(())
 }
 
-/// What a node does, read from a frame.
+/// Parameters of a node, read from a frame.
 enum Params {
     Kernel { node: Box<KernelNode>, bytes: Vec<u8> },
     Copy { words: Vec<u64>, ctx: Handle },
@@ -285,7 +289,7 @@ fn with_kernel(
     run((&raw const *node).cast())
 }
 
-/// `GRAPH_ADD`: graph, dependencies, kind, parameters; answers the node.
+/// `GRAPH_ADD`: graph, dependencies, kind, parameters, edge data if any; answers the node.
 pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let parent = r.word()?;
     let graph = session.graphs.get(parent)?.0;
@@ -302,7 +306,8 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
     let call = &session.driver.call;
     let mut node = std::ptr::null_mut();
     let (deps, count) = (after.as_ptr(), after.len());
-    // SAFETY: the out pointer is valid, dependencies are as many as said, structures have cuda.h's layout.
+    // SAFETY: the out pointer is valid, `count` is the number of dependencies, and structures have
+    // cuda.h's layout.
     check(unsafe {
         match params {
             Params::Kernel { node: mut kernel, bytes } => with_kernel(&mut kernel, &bytes, |p| {
@@ -329,7 +334,9 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
     Ok(())
 }
 
-/// Adds a node by the one structure for all types: with edges that carry data, or a child graph that moves into its node.
+/// Adds a node by the structure for all types.
+///
+/// It serves edges that carry data, and a child graph that moves into its node.
 fn add_by_structure(
     session: &Arc<Session>,
     (parent, graph): (u64, Handle),
@@ -351,7 +358,8 @@ fn add_by_structure(
     let mut add = |params: &Params| {
         let structure = NodeParams::new(session, params);
         let edges = if edges.is_empty() { std::ptr::null() } else { edges.as_ptr().cast() };
-        // SAFETY: the out pointer is valid, dependencies and edges are as many as said, the structure has cuda.h's layout.
+        // SAFETY: the out pointer is valid, `after` and, if not null, `edges` have `after.len()`
+        // elements, and the structure has cuda.h's layout.
         unsafe {
             (session.driver.call.cuGraphAddNode_v2)(
                 &mut node,
@@ -390,7 +398,7 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
     let kind = r.word()?;
     let params = Params::read(session, kind, r)?;
     let call = &session.driver.call;
-    // SAFETY: structures have cuda.h's layout; the node is a value that the driver gave.
+    // SAFETY: structures have cuda.h's layout; the node is a value that the driver returned.
     Ok(check(unsafe {
         match (params, exec) {
             (Params::Kernel { node: mut kernel, bytes }, exec) => {
@@ -442,7 +450,9 @@ pub fn clone(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(session.graphs.put(handle, Object(copy))?)
 }
 
-/// `GRAPH_UPDATE`: executable graph, graph; answers result, the node that differs, its counterpart.
+/// `GRAPH_UPDATE`: executable graph, graph.
+///
+/// It answers the result, the node that differs, and its counterpart.
 pub fn update(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (exec, graph) = (session.execs.get(r.word()?)?.0, session.graphs.get(r.word()?)?.0);
     // CUgraphExecUpdateResultInfo: result, node, counterpart.

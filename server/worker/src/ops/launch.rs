@@ -1,4 +1,4 @@
-//! Kernel launches and what the driver says of them beforehand.
+//! Kernel launches, and queries about them that only the driver can answer.
 
 use std::ffi::c_void;
 
@@ -18,7 +18,7 @@ const PARAM_END: usize = 0;
 const PARAM_BUFFER: usize = 1;
 const PARAM_SIZE: usize = 2;
 
-/// The list that hands the driver a whole parameter buffer; it borrows both arguments.
+/// Returns the list that passes a parameter buffer to the driver; it borrows both arguments.
 pub fn param_list(bytes: &[u8], size: &mut usize) -> [*mut c_void; 5] {
     let key = |value: usize| std::ptr::without_provenance_mut(value);
     [
@@ -45,7 +45,9 @@ fn halves(word: u64) -> [u32; 2] {
     [word as u32, (word >> 32) as u32]
 }
 
-/// `LAUNCH`: function, grid and block (two dimensions a word), shared bytes, stream, attributes, parameters.
+/// `LAUNCH`: function, grid and block, shared bytes, stream, attributes, parameters.
+///
+/// A word holds two dimensions.
 pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     let func = session.funcs.get(r.word()?)?.object.0;
     let ([gx, gy], [gz, bx], [by, bz]) = (halves(r.word()?), halves(r.word()?), halves(r.word()?));
@@ -59,7 +61,7 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     let extra = if params.is_empty() { std::ptr::null() } else { extra.as_ptr() };
     let call = &session.driver.call;
     if attributes.is_empty() {
-        // SAFETY: `func` is a kernel of the driver; the parameters are as many bytes as said.
+        // SAFETY: `func` is a kernel of the driver, which reads `size` bytes of parameters at most.
         return Ok(check(unsafe {
             (call.cuLaunchKernel)(func, gx, gy, gz, bx, by, bz, shared, stream, std::ptr::null(), extra)
         })?);
@@ -77,7 +79,7 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (call.cuLaunchKernelEx)((&raw const config).cast(), func, std::ptr::null(), extra) })?)
 }
 
-/// Attributes with the driver's events in place of the client's handles, aligned for the driver.
+/// Replaces the client's event handles in attributes by the driver's, aligned for the driver.
 pub fn own_attributes(session: &Session, bytes: &[u8]) -> Result<Vec<u64>, Status> {
     if !bytes.len().is_multiple_of(ATTRIBUTE) || bytes.len() > ATTRIBUTE * MAX_ATTRIBUTES {
         return Err(status::INVALID_VALUE);
@@ -92,7 +94,10 @@ pub fn own_attributes(session: &Session, bytes: &[u8]) -> Result<Vec<u64>, Statu
     Ok(words)
 }
 
-/// `OCCUPANCY`: which question, function, block size, dynamic shared bytes, flags or count, launch configuration.
+/// `OCCUPANCY`: question, function, block size, shared bytes, flags or count, configuration.
+///
+/// The questions are 0 active blocks, 1 free shared bytes, 2 active clusters, 3 cluster size. Only
+/// 2 and 3 have the launch configuration.
 pub fn occupancy(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let question = r.word()?;
     let func = session.funcs.get(r.word()?)?.object.0;
@@ -188,7 +193,8 @@ pub fn tensor_map(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
     let mut map = TensorMap([0; 128]);
     let call = &session.driver.call;
     let out = (&raw mut map).cast();
-    // SAFETY: the map has the driver's size and alignment; each array has as many elements as the rank wants.
+    // SAFETY: the map has the driver's size and alignment; each array has the number of elements
+    // that the rank demands.
     check(unsafe {
         if im2col {
             (call.cuTensorMapEncodeIm2col)(

@@ -1,4 +1,6 @@
-//! Device memory at the addresses that the client chose. What other calls allocate is counted in `allocations`.
+//! Device memory at the addresses that the client chose.
+//!
+//! The module `allocations` counts what other calls allocate.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,9 +13,12 @@ use crate::driver::{Address, Driver, Status, check, status};
 use crate::execute::Frame;
 use crate::session::Session;
 
-/// Granularity of physical allocations.
+/// Granularity of physical allocations, in bytes.
 const GRANULE: u64 = 2 << 20;
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`, `CU_MEM_LOCATION_TYPE_DEVICE`, `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+/// Values of `cuda.h` for memory that the device of a context reads and writes.
+///
+/// These are `CU_MEM_ALLOCATION_TYPE_PINNED`, `CU_MEM_LOCATION_TYPE_DEVICE` and
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
 const PINNED: i32 = 1;
 const LOCATION_DEVICE: i32 = 1;
 const READ_WRITE: i32 = 3;
@@ -41,7 +46,7 @@ struct Allocation {
     device: u32,
 }
 
-/// See the module.
+/// The window, and the allocations in it by address.
 pub struct Memory {
     limits: Vec<u64>,
     window: Mutex<Option<(Address, u64)>>,
@@ -53,7 +58,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Memory {
-    /// Nothing allocated; the limits are the lease's.
+    /// Starts with no allocation; the limits are the lease's.
     pub fn new(devices: &[DeviceLimit]) -> Self {
         Self {
             limits: devices.iter().map(|d| d.memory_bytes).collect(),
@@ -62,7 +67,7 @@ impl Memory {
         }
     }
 
-    /// Reserves the first of the client's windows that the driver grants at that very address.
+    /// Reserves the first of the client's windows that the driver grants at exactly that address.
     pub fn reserve(&self, driver: &Driver, windows: &[Address], size: u64) -> Option<Address> {
         for &wanted in windows {
             let mut got = 0;
@@ -76,20 +81,20 @@ impl Memory {
                 *lock(&self.window) = Some((got, size));
                 return Some(got);
             }
-            // SAFETY: what was just reserved, and nobody else knows of.
+            // SAFETY: the range was just reserved, and no other code knows it.
             unsafe { (driver.call.cuMemAddressFree)(got, size as usize) };
         }
         None
     }
 
-    /// The device of the allocation that an address lies in.
+    /// Returns the device of the allocation that contains an address.
     pub fn device_of(&self, address: Address) -> Option<u32> {
         let allocations = lock(&self.allocations);
         let (base, allocation) = allocations.range(..=address).next_back()?;
         (address - base < allocation.size).then_some(allocation.device)
     }
 
-    /// Whether these bytes lie in one allocation.
+    /// Returns `true` if these bytes lie in one allocation.
     pub fn contains(&self, address: Address, len: u64) -> bool {
         let allocations = lock(&self.allocations);
         allocations.range(..=address).next_back().is_some_and(|(base, allocation)| {
@@ -111,7 +116,8 @@ pub fn alloc(session: &Session, r: &mut Reader<'_>) -> Done {
     let ordinal = session.contexts.device(device)?;
     let device = device as u32;
     session.quota.take(device, size)?;
-    // Copies between devices and kernels that follow a peer's pointer need it; a lease of one GPU has none to share with.
+    // Peers need access for copies between devices and for kernels that follow a peer's pointer.
+    // A lease of one GPU has no peers.
     let reach: Vec<_> = session.contexts.reached_by(device).collect();
     map(session.driver, address, size, ordinal, &reach).inspect_err(|_| session.quota.give(device, size))?;
     lock(&memory.allocations).insert(address, Allocation { size, device });
@@ -131,26 +137,28 @@ fn map(driver: &Driver, address: Address, size: u64, ordinal: i32, reach: &[i32]
         check(unsafe { (driver.call.cuMemMap)(address, size as usize, 0, handle, 0) }).and_then(|()| {
             let access = |device: &i32| Access { location: [LOCATION_DEVICE, *device], flags: READ_WRITE };
             let access: Vec<_> = reach.iter().map(access).collect();
-            // SAFETY: as above; so many descriptors.
+            // SAFETY: as above; the driver reads as many descriptors as `access` has.
             check(unsafe {
                 (driver.call.cuMemSetAccess)(address, size as usize, access.as_ptr().cast(), access.len())
             })
-            // SAFETY: just mapped.
+            // SAFETY: the range was just mapped.
             .inspect_err(|_| unsafe {
                 (driver.call.cuMemUnmap)(address, size as usize);
             })
         });
-    // The mapping, if there is one, keeps the memory; without one it is free again.
-    // SAFETY: just created.
+    // An existing mapping keeps the memory; without one, the release frees it.
+    // SAFETY: the handle was just created.
     unsafe { (driver.call.cuMemRelease)(handle) };
     mapped
 }
 
-/// `FREE`: address, whether its context is gone. Waits for the device, as `cuMemFree` does, and for the others of the lease: they may
-/// have it mapped.
+/// `FREE`: address, whether its context is destroyed.
+///
+/// It waits for the device, as `cuMemFree` does, and for the other devices of the lease, which may
+/// have the memory mapped.
 pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let address = r.word()?;
-    // Clients of earlier versions do not say.
+    // Clients of earlier versions do not send this word.
     let gone = r.word().unwrap_or(0) != 0;
     let allocation = *lock(&session.memory.allocations).get(&address).ok_or(status::INVALID_VALUE)?;
     let call = &session.driver.call;
@@ -159,7 +167,7 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
         synced = session.contexts.synchronize(session.driver);
         super::settle(session, answer);
     }
-    // SAFETY: mapped by `alloc`, and nothing that may use it runs any more.
+    // SAFETY: `alloc` mapped the range, and no work that may use it runs any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });
     if unmapped.is_ok() {
         lock(&session.memory.allocations).remove(&address);

@@ -1,6 +1,9 @@
-//! Host memory of the client that the device sees. Each region has a mirror here; what the client has changed arrives as
-//! `WRITE_HOST`, what the device has changed goes back as `HOST_CHANGED` when the driver has synchronised. Regions have the
-//! client's numbers, so that the client's and the worker's addresses of one need not be the same.
+//! Host memory of the client that the device sees.
+//!
+//! Each region has a mirror in the worker. The client's changes arrive as `WRITE_HOST`. The
+//! device's changes return as `HOST_CHANGED` when the driver has synchronised.
+//!
+//! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
@@ -23,44 +26,44 @@ const REGISTER: u32 = 1 | 2;
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
 const PAGE: usize = 4096;
-/// Bytes of device memory that are looked at together.
+/// Bytes of device memory that are compared at a time.
 const PIECE: usize = 2 << 20;
 
 type Hash = [u8; 16];
 
-/// Where a mirror's bytes are.
+/// Place of a mirror's bytes.
 enum Backing {
-    /// Memory of ours, registered with the driver: where and how long the mapping is, and what the client knows of it.
+    /// A mapping of this process, registered with the driver, and the client's version of it.
     Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
-    /// The driver's own managed memory, which this process can touch, and what the client knows of it.
+    /// Managed memory of the driver, which this process can access, and the client's version of it.
     Managed { shadow: Vec<u8> },
     /// Device memory of a context, and the hash of each block that the client knows.
     Device { ctx: u64, blocks: Vec<Hash> },
 }
 
 struct Mirror {
-    /// First byte, for this process or (device memory) for the driver.
+    /// First byte, as this process or (for device memory) the driver addresses it.
     address: usize,
     len: usize,
-    /// Bytes of host memory that it takes.
+    /// Bytes of host memory that count for the mirror.
     charge: u64,
     backing: Backing,
 }
 
-// SAFETY: the memory is the mirror's own, and reached only through the lock around all mirrors.
+// SAFETY: the mirror owns its memory, and code reaches it only through the lock around all mirrors.
 unsafe impl Send for Mirror {}
 
 #[derive(Default)]
 struct Inner {
     mirrors: BTreeMap<u64, Mirror>,
     charged: u64,
-    /// Managed variables that the driver told of: size, and the module or library.
+    /// Managed variables that the driver reported: size, and module or library.
     managed: HashMap<Address, (u64, u64)>,
-    /// For each context a stream of ours, ordered with none of the program's.
+    /// A stream of the worker in each context, ordered with none of the program's.
     streams: HashMap<u64, Object>,
 }
 
-/// See the module.
+/// All mirrors, by the client's number of the region.
 pub struct Mirrors {
     limit: u64,
     inner: Mutex<Inner>,
@@ -73,7 +76,7 @@ fn hash(block: &[u8]) -> Hash {
 }
 
 impl Mirrors {
-    /// None yet; all together may take `limit` bytes of host memory.
+    /// Starts with no mirror; all together may take `limit` bytes of host memory.
     pub fn new(limit: u64) -> Self {
         Self { limit, inner: Mutex::default() }
     }
@@ -82,17 +85,17 @@ impl Mirrors {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A context is gone or was reset, and our stream in it too.
+    /// Forgets the worker's stream in a context that was destroyed or reset.
     pub fn forget_context(&self, ctx: u64) {
         self.lock().streams.remove(&ctx);
     }
 
-    /// The driver has told of a managed variable of `parent`: only such memory of its own may be mirrored in place.
+    /// Records a managed variable of `parent`; no other memory of the driver is mirrored in place.
     pub fn know_managed(&self, address: Address, len: u64, parent: u64) {
         self.lock().managed.insert(address, (len, parent));
     }
 
-    /// A module or library is about to be unloaded, with its managed variables.
+    /// Forgets the managed variables of a module or library that is about to be unloaded.
     pub fn forget_parent(&self, parent: u64) {
         let inner = &mut *self.lock();
         let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
@@ -107,7 +110,7 @@ impl Mirrors {
         inner.managed.retain(|_, (_, p)| *p != parent);
     }
 
-    /// Address here of `len` bytes from `offset` of a region in host memory.
+    /// Returns this process's address of `len` bytes from `offset` of a region in host memory.
     pub fn address(&self, region: u64, offset: u64, len: u64) -> Result<u64, Status> {
         let inner = self.lock();
         let mirror = inner.mirrors.get(&region).ok_or(status::INVALID_VALUE)?;
@@ -123,8 +126,9 @@ impl Mirrors {
         self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
     }
 
-    /// Sends the client what the device has changed. Call after the driver has synchronised. `in_callback`: the driver is
-    /// waiting for the caller and must not be called.
+    /// Sends the device's changes to the client; call it after the driver has synchronised.
+    ///
+    /// With `in_callback` the driver waits for the caller and must not be called.
     pub fn write_back(&self, session: &Session, in_callback: bool) {
         let mut out = Vec::new();
         let mut inner = self.lock();
@@ -135,8 +139,8 @@ impl Mirrors {
                 Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
                     for (i, shadow) in shadow.chunks_mut(BLOCK).enumerate() {
                         let at = mirror.address + i * BLOCK;
-                        // SAFETY: inside memory that lives as long as the mirror. A kernel that still runs may change it,
-                        // and is looked at again then.
+                        // SAFETY: inside memory that lives as long as the mirror. A kernel that
+                        // still runs may change it; the next call compares it again.
                         let now = unsafe { std::slice::from_raw_parts(at as *const u8, shadow.len()) };
                         if now != shadow {
                             let mut copy = [0; BLOCK];
@@ -152,7 +156,8 @@ impl Mirrors {
                     if in_callback {
                         continue;
                     }
-                    // A context in which nothing can be copied any more has had an error that the program is told.
+                    // A context that no longer copies has had an error, which the program receives
+                    // elsewhere.
                     let _ = within(session, streams, *ctx, |stream| {
                         let mut piece = vec![0u8; PIECE.min(mirror.len)];
                         for start in (0..mirror.len).step_by(PIECE) {
@@ -174,7 +179,7 @@ impl Mirrors {
             }
             changed.flush_beyond(0);
         }
-        // Before anyone else finds that nothing has changed, and answers first.
+        // Sent under the lock: otherwise another thread could find no change, and answer first.
         if !out.is_empty() {
             session.send_frames(&out);
         }
@@ -201,7 +206,7 @@ impl Changed<'_> {
     }
 }
 
-/// Calls `run` with our stream of a context, which is current meanwhile.
+/// Calls `run` with the worker's stream of a context, and the context current.
 fn within(
     session: &Session,
     streams: &mut HashMap<u64, Object>,
@@ -223,21 +228,22 @@ fn within(
         }
     };
     let mut popped = std::ptr::null_mut();
-    // SAFETY: pushed above; the out pointer is valid.
+    // SAFETY: the context was pushed above; the out pointer is valid.
     unsafe { (call.cuCtxPopCurrent_v2)(&mut popped) };
     done
 }
 
 fn copy_out(session: &Session, target: &mut [u8], source: Address, stream: Handle) -> Result<(), Status> {
     let call = &session.driver.call;
-    // SAFETY: the target has that many bytes, and the copy is waited for.
+    // SAFETY: the target has that many bytes, and outlives the copy, which the next call waits for.
     check(unsafe { (call.cuMemcpyDtoHAsync_v2)(target.as_mut_ptr().cast(), source, target.len(), stream) })?;
-    // SAFETY: our own stream.
+    // SAFETY: a stream of this worker.
     check(unsafe { (call.cuStreamSynchronize)(stream) })
 }
 
-/// `MIRROR_HOST`: region, kind, address, length; answers the device's address. What the memory holds already goes to the
-/// client, which takes it to be zero.
+/// `MIRROR_HOST`: region, kind, address, length; answers the device's address.
+///
+/// The client assumes zeros, so the worker sends it the present content of managed memory.
 pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (region, kind, base, len) = (r.word()?, r.word()?, r.word()? as usize, r.word()? as usize);
     let fits = base.checked_add(len).and_then(|end| end.checked_next_multiple_of(PAGE)).is_some();
@@ -273,9 +279,9 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
             }
             within(session, &mut inner.streams, ctx, |stream| {
                 let call = &session.driver.call;
-                // SAFETY: device memory of this worker, and our own stream.
+                // SAFETY: device memory and a stream of this worker.
                 check(unsafe { (call.cuMemsetD8Async)(base as Address, 0, len, stream) })?;
-                // SAFETY: our own stream.
+                // SAFETY: a stream of this worker.
                 check(unsafe { (call.cuStreamSynchronize)(stream) })
             })?;
             let mut blocks = vec![hash(&[0; BLOCK]); len.div_ceil(BLOCK)];
@@ -297,7 +303,9 @@ pub fn mirror(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut
     Ok(())
 }
 
-/// Maps memory for a mirror, at the client's own address or (but for the offset within a page) anywhere.
+/// Maps memory for a mirror, at the client's own address or at any other.
+///
+/// The offset within a page is always the client's.
 fn own(
     session: &Session,
     base: usize,
@@ -316,7 +324,7 @@ fn own(
         return Err(status::INVALID_VALUE);
     }
     let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of ours.
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of this process.
     let mapping = unsafe { mmap_anonymous(hint, length, prot, MapFlags::MAP_PRIVATE | fixed) }
         .map_err(|_| status::OUT_OF_MEMORY)?;
     let call = &session.driver.call;
@@ -340,7 +348,8 @@ fn own(
 
 fn remove(session: &Session, mirror: Mirror) {
     if let Backing::Own { mapping, mapped, .. } = mirror.backing {
-        // SAFETY: mapped by `own`; the client has synchronised before. Refused where it was never registered.
+        // SAFETY: mapped by `own`; the client has synchronised before. The driver refuses memory
+        // that was never registered.
         unsafe {
             (session.driver.call.cuMemHostUnregister)(mapping.as_ptr());
             let _ = munmap(mapping, mapped);
@@ -358,7 +367,7 @@ pub fn unmirror(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(())
 }
 
-/// `WRITE_HOST`: region, what the client has changed (device memory: whole blocks).
+/// `WRITE_HOST`: region, the client's changes (in device memory: whole blocks).
 pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
     let region = r.word()?;
     let mut inner = session.mirrors.lock();
@@ -375,8 +384,8 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
         Backing::Own { shadow, .. } | Backing::Managed { shadow } => {
             for (offset, bytes) in parts {
                 shadow[offset..offset + bytes.len()].copy_from_slice(bytes);
-                // SAFETY: inside memory that lives as long as the mirror; the device may read it at the same time, as on a
-                // local card.
+                // SAFETY: inside memory that lives as long as the mirror; the device may read it at
+                // the same time, as on a local card.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         bytes.as_ptr(),
@@ -398,13 +407,14 @@ pub fn write_host(session: &Session, r: &mut Reader<'_>) -> Done {
                 let call = &session.driver.call;
                 for (offset, bytes) in &parts {
                     let target = (*address + offset) as Address;
-                    // SAFETY: the bytes live until the stream is synchronised.
+                    // SAFETY: the bytes live until the stream is synchronised; all parts lie within
+                    // the mirror.
                     check(unsafe {
                         (call.cuMemcpyHtoDAsync_v2)(target, bytes.as_ptr().cast(), bytes.len(), stream)
                     })?;
                     blocks[offset / BLOCK] = hash(bytes);
                 }
-                // SAFETY: our own stream.
+                // SAFETY: a stream of this worker.
                 check(unsafe { (call.cuStreamSynchronize)(stream) })
             });
             Ok(written?)

@@ -1,4 +1,4 @@
-//! The operations of the log, replayed on the driver.
+//! Operations of the log, replayed on the driver.
 
 pub mod allocations;
 pub mod copy;
@@ -21,9 +21,9 @@ use crate::session::Session;
 /// Values of an answer, in words.
 #[derive(Default)]
 pub struct Answer {
-    /// The body so far.
+    /// Body of the reply so far.
     pub body: Vec<u8>,
-    /// Whole frames that must reach the client before the answer, sent along with it.
+    /// Complete frames that must reach the client before the answer, sent along with it.
     pub before: Vec<u8>,
 }
 
@@ -41,11 +41,11 @@ impl Answer {
     }
 }
 
-/// Why an operation did not succeed.
+/// Reason why an operation did not succeed.
 pub enum Failure {
-    /// The driver, or a check of ours in its place, says no.
+    /// The driver refuses, or a check of the worker in its place.
     Status(Status),
-    /// The frame does not make sense: the client is broken or hostile, and its worker ends.
+    /// A malformed frame: the client is broken or hostile, and its worker exits.
     Malformed(BadFrame),
 }
 
@@ -81,7 +81,7 @@ pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     let waits = frame.header.flags.get() & WAIT != 0;
     match frame.header.op.get() {
         op::COPY_TO_DEVICE | op::COPY_BOX if code != 0 => session.lanes.discard(seq),
-        // Who does not wait for an answer waits for the bytes.
+        // A program that does not wait for the answer waits for the bytes.
         op::COPY_FROM_DEVICE if code != 0 && !waits => {
             session.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
         }
@@ -131,7 +131,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             session.host_calls.finished(r.word()?);
             Ok(())
         }
-        // Its thread wants to know that it came to this.
+        // The frame does nothing: its thread waits for its position in the log.
         op::MARK => Ok(()),
         op::CTX_SYNC => {
             // SAFETY: the frame's context is current.
@@ -224,12 +224,12 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
     }
 }
 
-/// A context is about to be destroyed or reset: what is under way in it ends, and nothing of it is used any more.
+/// Ends the use of a context that is about to be destroyed or reset.
 fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
-    // Whatever went wrong in it goes with it.
+    // An error in the context goes with it.
     let _ = session.contexts.synchronize_one(session.driver, ctx);
     if ctx == make(CTX, 0, 1, 0) {
-        // The memory that data of all contexts passes through is unpinned for a moment.
+        // The reset unpins memory that the data of all contexts passes through.
         let _ = session.contexts.synchronize(session.driver);
     }
     settle(session, answer);
@@ -239,50 +239,56 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     allocations::context_gone(session, ctx);
 }
 
-/// After the driver has synchronised: what was printed and what has arrived goes to the client before the answer.
+/// Sends output and arrived copies before the answer, after the driver has synchronised.
 pub fn settle(session: &Session, answer: &mut Answer) {
     session.landing.sweep(session, &mut answer.before);
     session.mirrors.write_back(session, false);
     session.output.collect(session, &mut answer.before);
-    // A pool that has shrunk counts less from now on; that it grew was noticed where it did.
+    // A pool that has shrunk counts less from now on; the call that let it grow noticed the growth.
     let _ = allocations::settle(session);
 }
 
-/// Whether replaying it waits for the GPU, or for bytes that are still on their way.
+/// Returns `true` if the replay waits for the GPU, or for bytes that are still on their way.
 pub fn may_block(frame: &Frame) -> bool {
     match frame.header.op.get() {
-        // One that nobody waits for comes when there is little to wait for, and is a barrier.
+        // A client sends one without reply when little is left to wait for; it is a barrier.
         op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
         op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
         _ => false,
     }
 }
 
-/// A copy to the device whose bytes come on the lanes: replaying it waits for them.
+/// Returns `true` for a copy to the device whose bytes arrive on the lanes.
+///
+/// Its replay waits for them.
 pub fn is_bulk(frame: &Frame) -> bool {
     const INLINE: usize = 3;
     frame.header.op.get() == op::COPY_TO_DEVICE
         && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
 }
 
-/// A copy that replaying waits for and the program does not: its thread's work on other streams need not either.
+/// Returns `true` for a copy that the replay waits for and the program does not.
+///
+/// The other streams of its thread need not wait for it either.
 pub fn nobody_waits(frame: &Frame) -> bool {
     is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
 }
 
-/// What a frame works on, as far as the order between client threads depends on it.
+/// Objects of a frame, as far as the order between client threads depends on them.
 #[derive(Debug, Default)]
 pub struct Touched {
-    /// Handles, without their generation: who reuses a slot stays behind who freed it.
+    /// Handles, without generation: a frame that reuses a slot stays behind the one that freed it.
     objects: Vec<u64>,
-    /// It takes away what others may use without naming it, or waits for all streams: stays behind every frame.
+    /// Destroys what others may use without naming it, or waits for all streams.
+    ///
+    /// It stays behind every frame.
     everything: bool,
-    /// Something on a default stream: ordered with every other stream.
+    /// Works on a default stream, which is ordered with every other stream.
     every_stream: bool,
     some_stream: bool,
-    /// The frame only waits: it must see what came before, but nothing needs to stay behind it.
+    /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
     only_waits: bool,
-    /// Everything stays behind it.
+    /// Every later frame stays behind it.
     barrier: bool,
 }
 
@@ -298,12 +304,13 @@ impl Touched {
             self.some_stream = true;
         } else {
             self.object(handle);
-            // One that does not synchronise with the default stream is ordered by its own frames only.
+            // A stream that does not synchronise with the default stream is ordered by its own
+            // frames only.
             self.some_stream |= !session.streams.get(handle).is_ok_and(|s| s.non_blocking);
         }
     }
 
-    /// Whether a frame that touches these must stay behind one that touches `earlier`.
+    /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
     pub fn depends_on(&self, earlier: &Self) -> bool {
         earlier.barrier
             || !earlier.only_waits
@@ -314,7 +321,7 @@ impl Touched {
     }
 }
 
-/// See [`Touched`].
+/// Determines the objects of a frame that matter for the order between client threads.
 pub fn touches(session: &Session, frame: &Frame) -> Touched {
     let mut touched = Touched::default();
     let mut r = Reader::new(&frame.body);
@@ -335,7 +342,8 @@ pub fn touches(session: &Session, frame: &Frame) -> Touched {
         op::STREAM_SYNC | op::STREAM_QUERY => {
             touched.stream(session, words[0]);
             touched.only_waits = true;
-            // The program did not wait for this, and takes what it covers for complete.
+            // The program did not wait for this frame, and assumes that the work before it is
+            // complete.
             touched.barrier = frame.header.flags.get() & WAIT == 0;
         }
         op::EVENT_SYNC | op::EVENT_QUERY => {
@@ -402,7 +410,7 @@ pub fn touches(session: &Session, frame: &Frame) -> Touched {
     touched
 }
 
-/// `Err` for a null or oversized count that would only serve to make us allocate.
+/// Returns `Err` for a count whose only use would be a huge allocation.
 pub fn bounded(count: u64, most: usize) -> Result<usize, Failure> {
     match usize::try_from(count) {
         Ok(n) if n <= most => Ok(n),

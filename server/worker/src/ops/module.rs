@@ -11,11 +11,11 @@ use crate::execute::{Executor, Frame};
 use crate::handles::Object;
 use crate::session::Session;
 
-/// Function attributes 0 to 15 (`CU_FUNC_ATTRIBUTE_*`) go along with a function.
+/// Number of function attributes (`CU_FUNC_ATTRIBUTE_*`, from 0) sent with a function.
 const ATTRIBUTES: i32 = 16;
 const MAX_PARAMS: usize = 4096;
 const MAX_OPTIONS: usize = 64;
-/// `CU_JIT_*` options whose value is a number. Those of other options are addresses, of the client's process.
+/// `CU_JIT_*` options whose value is a number; others are addresses in the client.
 const NUMBERS: &[i32] = &[0, 1, 7, 8, 9, 10, 11, 12, 13, 14, 16, 20, 21, 22, 23, 24, 29, 30, 31, 32, 33, 34];
 /// `CU_JIT_*` options whose value is a buffer or its size.
 const INFO_LOG: i32 = 3;
@@ -48,7 +48,7 @@ pub fn data(session: &Session, r: &mut Reader<'_>) -> Done {
         .map_err(|()| Failure::Status(status::INVALID_VALUE))
 }
 
-/// JIT options as the driver wants them, with log buffers of our own.
+/// JIT options in the driver's form, with log buffers of the worker.
 struct Options {
     keys: Vec<i32>,
     values: Vec<*mut c_void>,
@@ -95,8 +95,8 @@ pub fn load_module(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer:
     let image = session.images.get(&hash).ok_or(status::INVALID_VALUE)?;
     session.allocations.image(session, frame, handle, &image)?;
     let mut module = std::ptr::null_mut();
-    // SAFETY: the image is whole (the client derived its length from its own headers, as the driver does) and ends in a
-    // terminator where it is text; options are as many as said.
+    // SAFETY: the image is complete, and text ends in a terminator: the client derives the length
+    // from the image's headers, as the driver does. The driver reads as many options as `keys` has.
     let loaded = check(unsafe {
         (session.driver.call.cuModuleLoadDataEx)(
             &mut module,
@@ -167,8 +167,10 @@ pub fn library_module(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(session.modules.put(handle, Object(module))?)
 }
 
-/// `GET_FUNCTION`: new handle, parent, how (0 function of a module, 1 kernel of a library, 2 function of a kernel), name.
-/// Answers the parameters' offsets and sizes, then the attributes.
+/// `GET_FUNCTION`: new handle, parent, kind, name.
+///
+/// The kind is 0 for a function of a module, 1 for a kernel of a library, 2 for a function of a
+/// kernel. It answers the parameters' offsets and sizes, then the attributes.
 pub fn get_function(
     session: &Session,
     executor: &mut Executor,
@@ -178,7 +180,8 @@ pub fn get_function(
     let (handle, parent, how) = (r.word()?, r.word()?, r.word()?);
     let name = name(r)?;
     if executor.current == 0 {
-        // Runtimes look kernels up before they enter a context; the driver describes them only within one.
+        // Runtimes look up kernels before they enter a context; the driver describes them only
+        // within one.
         session.contexts.enter(session.driver, executor, make(CTX, 0, 1, 0))?;
     }
     let call = &session.driver.call;
@@ -199,12 +202,12 @@ pub fn get_function(
     Ok(())
 }
 
-/// A kernel or a function: launches take both, attributes are asked for in different ways.
+/// A kernel or a function: launches take both, but their attributes have different calls.
 #[derive(Clone, Copy)]
 pub struct Func {
     /// The driver's handle.
     pub object: Object,
-    /// Whether it is a kernel.
+    /// Whether the handle is of a kernel.
     pub kernel: bool,
 }
 
@@ -215,7 +218,7 @@ fn describe(session: &Session, func: Func, device: u32, answer: &mut Answer) {
     while params.len() < MAX_PARAMS {
         let (mut offset, mut size) = (0, 0);
         let index = params.len();
-        // SAFETY: the out pointers are valid; an index past the end is refused.
+        // SAFETY: the out pointers are valid; the driver refuses an index past the end.
         let got = unsafe {
             if kernel {
                 (call.cuKernelGetParamInfo)(handle, index, &mut offset, &mut size)
@@ -253,7 +256,7 @@ fn attribute_of(session: &Session, func: Func, attribute: i32, device: u32) -> R
     Ok(value)
 }
 
-/// The device of a kernel's attribute; `u64::MAX`: the current one's.
+/// Returns the device of a kernel's attribute; `u64::MAX` stands for the current context's.
 fn device(session: &Session, executor: &Executor, word: u64) -> Result<u32, Status> {
     if word == u64::MAX { Ok(session.contexts.get(executor.current)?.1) } else { Ok(word as u32) }
 }
@@ -266,7 +269,10 @@ pub fn attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>, ans
     Ok(())
 }
 
-/// `FUNC_SET_ATTRIBUTE`: function, what (0 attribute, 1 cache configuration, 2 shared-memory configuration), key, value, device.
+/// `FUNC_SET_ATTRIBUTE`: function, kind, key, value, device.
+///
+/// The kind is 0 for an attribute, 1 for the cache configuration, 2 for the shared-memory
+/// configuration.
 pub fn set_attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>) -> Done {
     let (func, what, key, value) =
         (session.funcs.get(r.word()?)?, r.word()?, r.word()? as i32, r.word()? as i32);
@@ -286,7 +292,9 @@ pub fn set_attribute(session: &Session, executor: &Executor, r: &mut Reader<'_>)
     })?)
 }
 
-/// `GET_GLOBAL`: parent, how (0 module, 1 library, 2 managed of a library), name; answers address and size.
+/// `GET_GLOBAL`: parent, kind, name; answers address, size, and whether it is managed.
+///
+/// The kind is 0 for a module, 1 for a library, 2 for managed memory of a library.
 pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let (parent, how) = (r.word()?, r.word()?);
     let name = name(r)?;
@@ -316,7 +324,7 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
             _ => status::INVALID_VALUE,
         }
     })?;
-    // The program may touch a managed variable: the client is told.
+    // The program may access a managed variable, so the client needs to know.
     const IS_MANAGED: i32 = 8;
     let mut managed = 0u32;
     // SAFETY: the attribute is a boolean, which drivers write as one byte or as a word.
@@ -330,14 +338,14 @@ pub fn get_global(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
     Ok(())
 }
 
-/// `ENUMERATE`: parent, how (0 functions of a module, 1 kernels of a library), most; answers names.
+/// `ENUMERATE`: parent, kind (0 functions of a module, 1 kernels of a library); answers names.
 pub fn enumerate(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     const MOST: u32 = 65_536;
     let (parent, how) = (r.word()?, r.word()?);
     let call = &session.driver.call;
     let mut count = 0;
     let mut handles: Vec<Handle>;
-    // SAFETY: out pointers are valid and as long as said.
+    // SAFETY: out pointers are valid and as long as stated.
     unsafe {
         if how == 0 {
             let module = session.modules.get(parent)?.0;

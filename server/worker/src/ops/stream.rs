@@ -18,14 +18,14 @@ const NON_BLOCKING: u32 = 1;
 /// `CUstreamBatchMemOpParams`
 const BATCH_ITEM: usize = 48;
 
-/// A stream, and whether it synchronises with the default stream.
+/// A stream of the client.
 #[derive(Clone, Copy)]
 pub struct Stream {
     /// The driver's handle.
     pub object: Object,
-    /// It does not.
+    /// Whether the stream does not synchronise with the default stream.
     pub non_blocking: bool,
-    /// Its context.
+    /// The client's handle of its context.
     pub ctx: u64,
 }
 
@@ -52,7 +52,7 @@ pub fn sync(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut A
     let stream = session.stream(r.word()?)?;
     // SAFETY: a stream of this worker.
     let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
-    // A client that does not wait may not read either, and everything stays behind this.
+    // A client that does not wait may not read either; every later frame stays behind this one.
     if frame.header.flags.get() & WAIT != 0 {
         settle(session, answer);
     }
@@ -78,7 +78,7 @@ pub fn wait_event(session: &Session, r: &mut Reader<'_>) -> Done {
     Ok(check(unsafe { (session.driver.call.cuStreamWaitEvent)(stream, event, flags) })?)
 }
 
-/// `STREAM_BATCH`: stream, flags, items (waits and writes of values in device memory).
+/// `STREAM_BATCH`: stream, flags, items (waits for values in device memory, and writes of them).
 pub fn batch(session: &Session, r: &mut Reader<'_>) -> Done {
     let (stream, flags) = (session.stream(r.word()?)?, r.word()? as u32);
     let items = r.bytes()?;
@@ -111,7 +111,8 @@ pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
     }
     let graph = session.graphs.get(graph)?.0;
     let nodes = super::graph::raw_nodes(r.bytes()?)?;
-    // SAFETY: graph and stream belong to this worker; the nodes are as many as said.
+    // SAFETY: graph and stream belong to this worker; the driver reads as many nodes as `nodes`
+    // has.
     Ok(check(unsafe {
         (call.cuStreamBeginCaptureToGraph)(
             stream,

@@ -1,5 +1,7 @@
-//! A real worker process on the simulated driver, and the two parties it deals with: a supervisor that hands connections
-//! over as `gpuserver` does, and clients that keep to the protocol only where a test wants them to.
+//! A real worker process on the simulated driver, with a supervisor and clients.
+//!
+//! The supervisor hands over connections as `gpuserver` does. The clients break the protocol where
+//! a test needs that.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -29,11 +31,11 @@ use nix::sys::socket::{
 };
 use zerocopy::IntoBytes;
 
-/// Nothing that works takes this long, even on a slow machine.
+/// Longest wait of these tests: no step that works takes longer, even on a slow machine.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 pub const LEASE: &str = "abcdefghijkl";
 pub const KEY: [u8; 32] = [3; 32];
-/// Where the clients of these tests want device memory, and how much.
+/// Address and size of the window that the clients of these tests offer.
 pub const WINDOW: u64 = 0x0200_0000_0000;
 pub const WINDOW_SIZE: u64 = 4 << 30;
 /// Primary context of the first device.
@@ -59,7 +61,7 @@ fn simulated_driver() -> PathBuf {
         .expect("libsimgpu.so beside the tests: a dev-dependency builds it")
 }
 
-/// A machine with simulated GPUs, and the folder with everything that belongs to it.
+/// A machine with simulated GPUs, and the folder with all its files.
 pub struct Machine {
     folder: PathBuf,
 }
@@ -90,7 +92,7 @@ impl Drop for Machine {
     }
 }
 
-/// What a test may want differently.
+/// Settings of a worker that a test may change.
 #[derive(Clone)]
 pub struct Options {
     pub require_tls: bool,
@@ -98,7 +100,7 @@ pub struct Options {
     pub context_bytes: u64,
     pub warm: bool,
     pub mps: bool,
-    /// Where images are kept.
+    /// Folder of the images on disk.
     pub module_cache: Option<PathBuf>,
     /// Switches of the simulated driver, with their values.
     pub driver: Vec<(&'static str, String)>,
@@ -132,7 +134,10 @@ pub struct Worker {
     _machine: Arc<Machine>,
 }
 
-/// The channel is moved to descriptor 3 between fork and exec: nothing that the standard library needs there may have it.
+/// Occupies the low descriptors.
+///
+/// The child moves its channel to descriptor 3 between fork and exec, where the standard library
+/// must not hold a descriptor of its own.
 fn keep_low_descriptors() {
     static HELD: OnceLock<Vec<std::fs::File>> = OnceLock::new();
     HELD.get_or_init(|| {
@@ -166,7 +171,7 @@ fn spawn(machine: &Machine, driver: &[(&str, String)]) -> (Child, OwnedFd) {
     // SAFETY: between fork and exec the closure only makes system calls that are async-signal-safe.
     unsafe {
         command.pre_exec(move || {
-            // A test that is killed leaves no worker behind.
+            // A killed test leaves no worker behind.
             nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
             if setrlimit(Resource::RLIMIT_STACK, RLIM_INFINITY, RLIM_INFINITY).is_err() {
                 let _ = getrlimit(Resource::RLIMIT_STACK)
@@ -187,16 +192,16 @@ fn tell(channel: &OwnedFd, message: &ToWorker, beside: Option<&TcpStream>) {
     let fds: Vec<_> = beside.iter().map(|socket| socket.as_raw_fd()).collect();
     let rights = [ControlMessage::ScmRights(&fds)];
     let control = if fds.is_empty() { &rights[..0] } else { &rights[..] };
-    // A worker that has ended takes no more connections.
+    // An exited worker takes no more connections.
     let _ =
         sendmsg::<()>(channel.as_raw_fd(), &[IoSlice::new(&packet)], control, MsgFlags::MSG_NOSIGNAL, None);
 }
 
-/// A user whose programs are refused, and one whose are served when they are asked about again.
+/// A user whose programs are refused, and one whose programs are admitted at the second question.
 pub const REFUSED: (&str, &str) = ("mallory", "a limit of mallory's says no");
 pub const LATER: &str = "patience";
 
-/// Grants memory as the server does, but of one worker and exactly what is asked for. Passes on what else the worker says.
+/// Grants memory to one worker, exactly as it asks, and passes on its other messages.
 fn supervise(channel: Arc<OwnedFd>, limit: u64) -> Receiver<FromWorker> {
     let (sender, inbox) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
@@ -319,7 +324,7 @@ impl Worker {
         tell(self.channel(), message, None);
     }
 
-    /// Hands over one end of a new connection beside these bytes, whatever they are; returns the other end.
+    /// Hands over one end of a new connection together with any bytes; returns the other end.
     pub fn adopt_with(&self, preface: &[u8]) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let ours = TcpStream::connect(listener.local_addr().expect("its number")).expect("a connection");
@@ -330,7 +335,7 @@ impl Worker {
         ours
     }
 
-    /// Next message of the worker; `None` when it has ended.
+    /// Returns the next message of the worker; `None` once it has exited.
     fn next(&mut self, until: Instant) -> Option<FromWorker> {
         let left = until.saturating_duration_since(Instant::now());
         let message = match self.inbox.recv_timeout(left) {
@@ -342,7 +347,7 @@ impl Worker {
         Some(message)
     }
 
-    /// Waits until the worker says something in particular.
+    /// Waits until the worker sends a message that `wanted` accepts.
     pub fn wait_for(&mut self, wanted: impl Fn(&FromWorker) -> bool) -> FromWorker {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -354,7 +359,7 @@ impl Worker {
         }
     }
 
-    /// The reason why the worker has refused a connection.
+    /// Waits for the worker's refusal of a connection, and returns the reason.
     pub fn refusal(&mut self) -> String {
         match self.wait_for(|m| matches!(m, FromWorker::Refused { .. })) {
             FromWorker::Refused { reason, .. } => reason,
@@ -362,7 +367,7 @@ impl Worker {
         }
     }
 
-    /// Waits until the process has ended by itself, not by a signal.
+    /// Waits until the process has exited by itself, not by a signal.
     pub fn exited_within(&mut self, limit: Duration) {
         let until = Instant::now() + limit;
         while self.next(until).is_some() {}
@@ -370,7 +375,7 @@ impl Worker {
         assert_eq!((status.signal(), status.code()), (None, Some(0)), "the worker said {:?}", self.told);
     }
 
-    /// Ended in whatever way.
+    /// Waits until the process has exited in any way.
     pub fn gone(&mut self) -> ExitStatus {
         self.child.wait().expect("a child of ours")
     }
@@ -379,7 +384,7 @@ impl Worker {
         self.exited_within(PATIENCE);
     }
 
-    /// The same, and returns the reason that it gave.
+    /// Waits until the process has exited by itself, and returns the reason that it sent.
     pub fn ended_within(&mut self, limit: Duration) -> String {
         self.exited_within(limit);
         let reason = self.told.iter().rev().find_map(|m| match m {
@@ -393,18 +398,19 @@ impl Worker {
         self.ended_within(PATIENCE)
     }
 
-    /// The supervisor dies: waits until the worker has ended by itself.
+    /// Closes the supervisor's end of the channel, and waits until the worker has exited by itself.
     pub fn abandoned(mut self) {
         nix::sys::socket::shutdown(self.channel.as_raw_fd(), nix::sys::socket::Shutdown::Both)
             .expect("the socket is there");
-        // SAFETY: a system call with plain numbers; the child was not waited for, so that the number is its own.
+        // SAFETY: a system call with plain numbers; the child is not reaped, so its id is not
+        // reused.
         let fd = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_open, self.child.id(), 0) };
         assert!(fd >= 0, "pidfd_open: {}", io::Error::last_os_error());
-        // SAFETY: the descriptor was just made for us.
+        // SAFETY: the kernel has just created this descriptor.
         let process = unsafe { OwnedFd::from_raw_fd(fd as i32) };
         let timeout = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::MAX);
         let ended = poll(&mut [PollFd::new(process.as_fd(), PollFlags::POLLIN)], timeout).expect("poll");
-        assert_eq!(ended, 1, "the worker goes on without its supervisor");
+        assert_eq!(ended, 1, "the worker continues without its supervisor");
         let status = self.child.wait().expect("a child");
         assert_eq!((status.signal(), status.code()), (None, Some(0)));
     }
@@ -440,19 +446,19 @@ impl Worker {
         }
     }
 
-    /// A client that behaves, through the link of the real one.
+    /// Opens a client that follows the protocol, through the link of the real one.
     pub fn client(&self, encrypted: bool) -> Client {
         Client::open(&self.endpoint(encrypted)).expect("the worker admits the client")
     }
 
-    /// A client in clear that may say anything, not yet admitted.
+    /// Opens a client in clear that may send anything, not yet admitted.
     pub fn stranger(&self, lane: u16) -> Raw {
         let mut stream = TcpStream::connect(self.address).expect("a connection");
         stream.write_all(Preface::new(self.id, lane, 0, false).as_bytes()).expect("a preface");
         Raw::new(stream)
     }
 
-    /// A client in clear that was admitted and may say anything from now on.
+    /// Opens a client in clear that is admitted and may send anything from now on.
     pub fn guest(&mut self) -> Raw {
         let mut raw = self.stranger(0);
         raw.greet(&self.ticket().seal(&KEY));
@@ -478,7 +484,7 @@ impl Drop for Worker {
     }
 }
 
-/// Remembers what the worker said unasked.
+/// Records the worker's unsolicited messages.
 #[derive(Clone, Default)]
 pub struct Heard(pub Arc<Mutex<Vec<String>>>);
 
@@ -493,7 +499,7 @@ impl Events for Heard {
 
 pub const CALLER: gpusession_link::link::Caller = gpusession_link::link::Caller { thread: 1, ctx: CTX };
 
-/// See [`Worker::client`].
+/// A client that follows the protocol (see [`Worker::client`]).
 pub struct Client {
     pub link: Arc<Link>,
     pub heard: Heard,
@@ -515,19 +521,19 @@ impl Client {
         self.link.call(op, CALLER, |w| words.iter().for_each(|word| w.word(*word)))
     }
 
-    /// A call that the driver answers with success, and the words of the answer.
+    /// Makes a call that succeeds, and returns the words of the answer.
     pub fn call(&self, op: u16, words: &[u64]) -> Vec<u64> {
         let reply = self.try_call(op, words).expect("the worker is there");
         assert_eq!(reply.status, 0, "operation {op}");
         words_of(reply.reader())
     }
 
-    /// A call that is refused, and the error.
+    /// Makes a call that fails, and returns the error.
     pub fn refused(&self, op: u16, words: &[u64]) -> i32 {
         self.try_call(op, words).expect("the worker is there").status
     }
 
-    /// Free and total bytes of the device.
+    /// Returns free and total bytes of the device.
     pub fn memory(&self) -> (u64, u64) {
         let words = self.call(op::MEM_INFO, &[]);
         (words[0], words[1])
@@ -555,7 +561,7 @@ fn words_of(mut r: Reader<'_>) -> Vec<u64> {
     std::iter::from_fn(|| r.word().ok()).collect()
 }
 
-/// A connection in clear on which a test writes whatever it wants.
+/// A connection in clear on which a test writes any bytes.
 pub struct Raw {
     pub stream: TcpStream,
     pub secret: [u8; 32],
@@ -572,7 +578,7 @@ impl Raw {
         Self { stream, secret: [0; 32], seq: 1, words: Vec::new() }
     }
 
-    /// Writes; a worker that has hung up is noticed by what is read.
+    /// Writes bytes; a closed connection shows when the test reads.
     pub fn write(&mut self, bytes: &[u8]) {
         let _ = self.stream.write_all(bytes);
     }
@@ -587,7 +593,7 @@ impl Raw {
         self.write(&greeting);
     }
 
-    /// Next frame; `None` at the end of the stream.
+    /// Reads the next frame; `None` at the end of the stream.
     pub fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut head = [0; HEADER];
         match self.stream.read(&mut head) {
@@ -602,7 +608,7 @@ impl Raw {
         Some((header, body))
     }
 
-    /// Next frame; nothing at the end of the stream, or if none comes in the time that the socket is given.
+    /// Reads the next frame; `None` at the end of the stream, or after the socket's timeout.
     pub fn frame_if_any(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut head = [0; HEADER];
         self.stream.read_exact(&mut head).ok()?;
@@ -612,7 +618,7 @@ impl Raw {
         Some((header, body))
     }
 
-    /// Sends one frame and waits for its answer: the driver's status, or why the worker ends.
+    /// Sends one frame and waits for its answer: the driver's status, or the reason for the end.
     pub fn ask(&mut self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<i32, String> {
         self.seq += 1;
         let request = frame(op, self.seq, body);
@@ -637,7 +643,7 @@ impl Raw {
         }
     }
 
-    /// The same where success is expected: the words of the answer.
+    /// Sends a frame that succeeds, and returns the words of the answer.
     pub fn ask_answer(&mut self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u64> {
         assert_eq!(self.ask(op, body), Ok(0));
         self.words.clone()
@@ -647,7 +653,7 @@ impl Raw {
         self.ask(op, |w| words.iter().for_each(|word| w.word(*word)))
     }
 
-    /// Reads until the connection ends: the reason of a refusal if there is one, or nothing.
+    /// Reads until the connection ends; returns the reason of a refusal, or an empty text.
     pub fn refusal(mut self) -> String {
         let mut first = [0; 4];
         if self.stream.read_exact(&mut first).is_err() {
@@ -659,7 +665,7 @@ impl Raw {
         String::from_utf8(reason).expect("text")
     }
 
-    /// Whether the worker has hung up without a word.
+    /// Returns `true` if the worker has closed the connection without an answer.
     pub fn hung_up(mut self) -> bool {
         let mut byte = [0];
         match self.stream.read(&mut byte) {
@@ -673,12 +679,12 @@ impl Raw {
     }
 }
 
-/// One request of thread 1 in the first device's context, for which the client waits.
+/// Builds a request of thread 1 in the first device's context, with a reply.
 pub fn frame(op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
     frame_of(1, op, seq, body)
 }
 
-/// The same of another thread.
+/// Memory of the client to mirror: too much, beyond the end of addresses, at address 0, empty.
 pub fn frame_of(thread: u32, op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_>)) -> Vec<u8> {
     let mut buf = Vec::new();
     let header = Header {
@@ -697,12 +703,12 @@ pub fn frame_of(thread: u32, op: u16, seq: u64, body: impl FnOnce(&mut Writer<'_
     buf
 }
 
-/// Whether a process is there, be it a zombie.
+/// Returns `true` if a process exists, even as a zombie.
 pub fn exists(pid: u32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
 
-/// Small, fixed and good enough: xorshift64*.
+/// Small, reproducible and good enough: xorshift64*.
 pub struct Random(u64);
 
 impl Random {

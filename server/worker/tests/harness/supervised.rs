@@ -21,7 +21,7 @@ use crate::harness::{Client, KEY, LEASE, MIB, Machine, PATIENCE};
 
 pub const GPU: [u8; 16] = *b"simgpu\x40\x00\x80\x00gpu-0\x00";
 
-/// The host's clock, and what a test adds to it.
+/// The host's clock plus the time that a test adds.
 #[derive(Default)]
 pub struct Moved(Mutex<Duration>);
 
@@ -41,7 +41,7 @@ impl Clock for Moved {
     }
 }
 
-/// A supervisor with one lease, of 256 MiB.
+/// A supervisor with one lease of 256 MiB.
 pub struct Site {
     pub supervisor: Supervisor,
     pub accounting: Accounting,
@@ -52,10 +52,12 @@ pub struct Site {
 }
 
 impl Site {
-    /// For the only test of its program: workers have this process's variables.
+    /// Starts the supervisor for the only test of its program.
+    ///
+    /// Workers inherit the variables of this process, which it therefore changes.
     pub fn new(warm_workers: u32) -> Self {
         let machine = Machine::new();
-        // SAFETY: no other test is there, and this one has not started a thread of its own.
+        // SAFETY: no other test runs, and this one has not started a thread yet.
         unsafe { std::env::set_var("SIMGPU_MACHINE", machine.name()) };
         let folder = tempfile::tempdir().expect("a folder");
         let accounting = Accounting::open(folder.path()).expect("a database");
@@ -91,7 +93,7 @@ impl Site {
         Self { runtime, supervisor, accounting, clock, machine, _folder: folder }
     }
 
-    /// Takes so many workers.
+    /// Takes `count` workers.
     pub fn take(&self, count: usize) -> Vec<Taken> {
         let mut taken = Vec::new();
         while taken.len() < count {
@@ -101,7 +103,7 @@ impl Site {
         taken
     }
 
-    /// A client of a worker that the supervisor gave out.
+    /// Opens a client of a worker that the supervisor assigned.
     pub fn client(&self, taken: &Taken, pid: u32) -> Client {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let ticket = Ticket {
@@ -139,7 +141,7 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        // Workers of the supervisor share their simulated machine there, not in its folder.
+        // Workers of the supervisor keep their simulated machine there, not in its folder.
         let machine = self.machine.name().replace('-', "_");
         for file in std::fs::read_dir("/dev/shm").into_iter().flatten().flatten() {
             if file.file_name().to_string_lossy().ends_with(&machine) {
