@@ -1,12 +1,13 @@
-//! Links the library under the driver's name, and generates what follows from the table of symbols: the functions
-//! that are not simulated, the table behind `cuGetProcAddress`, and the names and texts of errors.
+//! Links the library under the driver's name, and generates code from the table of symbols: the
+//! functions that are not simulated, the table of `cuGetProcAddress`, and the names and texts of
+//! errors.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use gpusession_calls::tables::{Library, tables_source};
 
-/// Names defined by `export!` blocks: `fn cuName(` and `fn cuName | cuName_ptsz(`.
+/// Collects the names defined by `export!` blocks: `fn cuName(` and `fn cuName | cuName_ptsz(`.
 fn defined(text: &str, out: &mut BTreeSet<String>) {
     for line in text.lines() {
         let Some(rest) = line.trim_start().strip_prefix("fn cu") else { continue };

@@ -1,4 +1,4 @@
-//! What this user's programs keep so that the next ones need not compile it again.
+//! The cache of code that this user's programs compiled, kept for later runs.
 
 use std::path::PathBuf;
 
@@ -15,14 +15,14 @@ fn folder() -> Result<PathBuf> {
     })
 }
 
-/// Files and their lengths; none where nothing was kept yet.
+/// Files and their lengths in bytes; empty if the folder does not exist yet.
 fn files(folder: &std::path::Path) -> Vec<(PathBuf, u64)> {
     let all = std::fs::read_dir(folder).into_iter().flatten().flatten();
     all.filter_map(|entry| Some((entry.path(), entry.metadata().ok().filter(|m| m.is_file())?.len())))
         .collect()
 }
 
-/// How much there is.
+/// Reports the size of the cache.
 pub fn show() -> Result<Outcome> {
     let folder = folder()?;
     let files = files(&folder);
@@ -39,7 +39,7 @@ pub fn show() -> Result<Outcome> {
     })
 }
 
-/// Deletes it. Programs that run do not notice.
+/// Deletes the cached files. Running programs do not notice.
 pub fn clear() -> Result<Outcome> {
     let folder = folder()?;
     let (mut count, mut bytes) = (0, 0);

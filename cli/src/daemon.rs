@@ -1,4 +1,4 @@
-//! The daemon, over D-Bus.
+//! Client of the daemon's D-Bus API.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,7 +11,7 @@ use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
 use crate::exit::{Failure, Result, code};
 
-// No call starts a daemon that root has stopped: that is for `Daemon::connect` to judge.
+// No call starts a daemon that root has stopped: `Daemon::connect` decides that.
 #[proxy(
     interface = "org.gpusession1.Manager",
     default_service = "org.gpusession1",
@@ -46,7 +46,7 @@ trait Lease {
     fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
 }
 
-/// `Describe`, as far as the command line needs it.
+/// The fields of `Describe` that the command line needs.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Described {
     pub version: String,
@@ -77,10 +77,10 @@ pub struct DescribedLease {
     pub position: Option<u32>,
     pub waiting: Option<u32>,
     pub retry_in_usec: Option<u64>,
-    /// When it ends unless renewed; 0 while pending.
+    /// Microseconds since the epoch at which it ends unless renewed; 0 while pending.
     #[serde(default)]
     pub expires_usec: u64,
-    /// A daemon of an earlier version says nothing of them.
+    /// Empty from a daemon of an earlier version.
     #[serde(default)]
     pub failures: Vec<DescribedFailure>,
     pub devices: Vec<DescribedDevice>,
@@ -117,14 +117,14 @@ pub struct DescribedServer {
     pub gpus_free: u32,
 }
 
-/// A lease that was created; it lasts for as long as `fd` is open, unless it is persistent.
+/// A new lease; unless it is persistent, it lasts as long as `fd` is open.
 pub struct Created {
     pub id: String,
     #[allow(dead_code, reason = "held open")]
     pub fd: OwnedFd,
 }
 
-/// How often the daemon is asked until two of its answers are about the same leases.
+/// Upper bound on retries until two answers of the daemon describe the same leases.
 const DESCRIBE_TRIES: u32 = 20;
 
 /// A connection to the daemon.
@@ -134,19 +134,23 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Connects to the system bus; whether the daemon is there shows at the first call. One that is about to come is waited
-    /// for, and one that is to come when it is asked for is started.
+    /// Connects to the system bus; the first call shows whether the daemon runs.
+    ///
+    /// If its socket exists, the daemon is starting, or starts on demand: this waits for it, or
+    /// starts it.
     pub async fn connect() -> Result<Self> {
         let connection = zbus::Connection::system().await.map_err(|e| {
-            Failure::new(code::UNREACHABLE, format!("no system bus: {e}"))
+            Failure::new(code::UNREACHABLE, format!("cannot connect to the system bus: {e}"))
                 .hint("the daemon is reached over D-Bus; `gpusession run --server HOST` needs neither")
         })?;
-        // A stop by root closes the sockets; they stay while the daemon starts anew, or waits for the first program.
+        // A stop by root closes the sockets; they stay while the daemon restarts, or is started on
+        // demand.
         if gpusessiond::places::grant_socket().exists()
             && let Ok(bus) = zbus::fdo::DBusProxy::new(&connection).await
             && let Ok(name) = zbus::names::WellKnownName::try_from(NAME)
         {
-            // Why it does not start, the journal says; that it is not there, the first call.
+            // A failed start is in the journal; the first call reports that the daemon does not
+            // run.
             let _ = bus.start_service_by_name(name, 0).await;
         }
         let manager = ManagerProxy::builder(&connection)
@@ -159,18 +163,18 @@ impl Daemon {
         Ok(Self { connection, manager })
     }
 
-    /// `Describe`, as it comes.
+    /// Calls `Describe`, and returns its JSON unchanged.
     pub async fn describe_raw(&self) -> Result<serde_json::Value> {
         let text = self.manager.describe().await.map_err(of_bus)?;
         serde_json::from_str(&text).map_err(|e| odd(&e))
     }
 
-    /// `Describe`.
+    /// Calls `Describe`.
     pub async fn describe(&self) -> Result<Described> {
         serde_json::from_value(self.describe_raw().await?).map_err(|e| odd(&e))
     }
 
-    /// `CreateLease`.
+    /// Calls `CreateLease`.
     pub async fn create(&self, spec: &Spec, persistent: bool) -> Result<Created> {
         let mut request: HashMap<&str, Variant<'_>> = HashMap::new();
         request.insert("Count", spec.gpus.into());
@@ -202,12 +206,12 @@ impl Daemon {
         Ok(Created { id, fd })
     }
 
-    /// `ReleaseLease`.
+    /// Calls `ReleaseLease`.
     pub async fn release(&self, id: &str) -> Result<()> {
         self.manager.release_lease(id).await.map_err(of_bus)
     }
 
-    /// The same, where a lease that is there no more is what was wanted.
+    /// Calls `ReleaseLease`; a lease that does not exist any more counts as released.
     pub async fn release_if_there(&self, id: &str) -> Result<()> {
         match self.manager.release_lease(id).await {
             Err(zbus::Error::MethodError(name, ..)) if name == NO_SUCH_LEASE => Ok(()),
@@ -215,15 +219,16 @@ impl Daemon {
         }
     }
 
-    /// `Reload`.
+    /// Calls `Reload`.
     pub async fn reload(&self) -> Result<()> {
         self.manager.reload().await.map_err(of_bus)
     }
 
-    /// `Describe`, and the ids of the leases that a program started here gets.
+    /// Calls `Describe`, and returns with it the ids of the leases that a child of this process
+    /// gets.
     pub async fn describe_mine(&self) -> Result<(Described, Vec<String>)> {
         let pidfd = gpusessiond::grant::pidfd_open(std::process::id())
-            .map_err(|e| Failure::new(code::FAILED, format!("no pidfd of this process: {e}")))?;
+            .map_err(|e| Failure::new(code::FAILED, format!("cannot open a pidfd of this process: {e}")))?;
         let mut tries = 0;
         loop {
             tries += 1;
@@ -235,7 +240,7 @@ impl Daemon {
                 paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
             };
             let mine: Vec<_> = described.leases.iter().filter(is_mine).map(|l| l.id.clone()).collect();
-            // A lease is called by another id from its grant on, which may have come between the two answers.
+            // The grant of a lease changes its id, and may have come between the two answers.
             if mine.len() == paths.len() || tries == DESCRIBE_TRIES {
                 return Ok((described, mine));
             }
@@ -252,19 +257,19 @@ impl Daemon {
             .map_err(of_bus)
     }
 
-    /// `Park` or `Unpark`.
+    /// Calls `Park` or `Unpark`.
     pub async fn park(&self, id: &str, park: bool) -> Result<()> {
         let lease = self.lease(id).await?;
         if park { lease.park().await } else { lease.unpark().await }.map_err(of_bus)
     }
 
-    /// What the daemon sets for programs that run on a lease that was created.
+    /// Returns the variables that the daemon sets for programs on a lease.
     pub async fn environment(&self, id: &str) -> Result<HashMap<String, String>> {
         self.lease(id).await?.get_environment().await.map_err(of_bus)
     }
 }
 
-/// Whether the daemon runs; does not start it.
+/// Returns `true` if the daemon runs, without starting it.
 pub async fn runs() -> bool {
     let asked = async {
         let connection = zbus::Connection::system().await?;
@@ -275,7 +280,7 @@ pub async fn runs() -> bool {
 }
 
 fn odd(error: &dyn std::fmt::Display) -> Failure {
-    Failure::new(code::FAILED, format!("the daemon's answer makes no sense: {error}"))
+    Failure::new(code::FAILED, format!("cannot understand the daemon's answer: {error}"))
         .hint("daemon and command have different versions: restart gpusession.service")
 }
 
@@ -291,7 +296,7 @@ fn of_bus(error: zbus::Error) -> Failure {
     let message = text.unwrap_or_else(|| name.clone());
     let (code, hint) = match name.as_str() {
         "org.gpusession1.Error.NoCapacity" => {
-            (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")
+            (code::NO_CAPACITY, "`gpusession status` shows what is free; try again later")
         }
         "org.gpusession1.Error.QuotaExceeded" => {
             (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
@@ -301,15 +306,16 @@ fn of_bus(error: zbus::Error) -> Failure {
             "this machine's administrator decides ([access] in /etc/gpusession/gpusession.toml)",
         ),
         "org.gpusession1.Error.ServerUnreachable" | "org.gpusession1.Error.NotReady" => {
-            (code::UNREACHABLE, "`gpusession status` says which server does not answer")
+            (code::UNREACHABLE, "`gpusession status` shows which server does not answer")
         }
-        "org.freedesktop.DBus.Error.NotSupported" => {
-            (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
-        }
-        NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows the leases there are"),
+        "org.freedesktop.DBus.Error.NotSupported" => (
+            code::FAILED,
+            "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
+        ),
+        NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows all leases"),
         "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
         "org.freedesktop.DBus.Error.InvalidFileContent" => {
-            (code::CONFIGURATION, "the configuration in force stays as it was")
+            (code::CONFIGURATION, "the configuration in force stays unchanged")
         }
         "org.freedesktop.DBus.Error.ServiceUnknown"
         | "org.freedesktop.DBus.Error.NameHasNoOwner"
@@ -325,4 +331,4 @@ fn of_bus(error: zbus::Error) -> Failure {
 
 const NO_SUCH_LEASE: &str = "org.gpusession1.Error.NoSuchLease";
 
-const DAEMON_HINT: &str = "`systemctl status gpusession` says why; `systemctl start gpusession` starts it";
+const DAEMON_HINT: &str = "`systemctl status gpusession` shows why; `systemctl start gpusession` starts it";

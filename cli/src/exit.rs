@@ -1,4 +1,4 @@
-//! How a command fails: exit code, words, and what to do about it.
+//! Failures of a command: exit code, message and hint.
 
 use std::fmt;
 
@@ -26,14 +26,14 @@ pub mod code {
     pub const NO_LEASE: i32 = 125;
 }
 
-/// A command failed.
+/// Why a command failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// Exit code.
     pub code: i32,
-    /// What failed.
+    /// Subject and cause, in one line.
     pub message: String,
-    /// What to do about it.
+    /// Remedy, printed on a line of its own.
     pub hint: Option<String>,
 }
 
@@ -48,33 +48,34 @@ impl Failure {
         Self::new(code::USAGE, message)
     }
 
-    /// Adds what to do about it.
+    /// Adds the remedy.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// `run` could not have its lease: one exit code, so that it is told from the program's own.
+    /// Sets the exit code of a `run` without lease, distinct from the program's own codes.
     pub fn no_lease(mut self) -> Self {
         self.code = code::NO_LEASE;
         self
     }
 
-    /// The pool's trouble.
+    /// Converts an error of the pool.
     pub fn of_pool(error: &PoolError) -> Self {
         let (code, hint) = match error.trouble {
             Trouble::NoCapacity => {
-                (code::NO_CAPACITY, "`gpusession list` shows what is free; try again later")
+                (code::NO_CAPACITY, "`gpusession status` shows what is free; try again later")
             }
-            // Not "no capacity now": trying again does not help.
-            Trouble::NeverFits => {
-                (code::FAILED, "`gpusession list` shows which GPUs there are; ask for less or another model")
-            }
+            // Not `NO_CAPACITY`: trying again does not help.
+            Trouble::NeverFits => (
+                code::FAILED,
+                "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
+            ),
             Trouble::Quota | Trouble::OutOfMemory => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
             }
             Trouble::NotReady | Trouble::Unreachable => {
-                (code::UNREACHABLE, "is the address right, and gpuserver running there?")
+                (code::UNREACHABLE, "check the address, and that gpuserver runs there")
             }
             Trouble::Refused => {
                 (code::NOT_ALLOWED, "this client's identity is not accepted: join again with a new token")
@@ -83,13 +84,13 @@ impl Failure {
                 (code::FAILED, "client and server have different versions: update the older one")
             }
             Trouble::Invalid => (code::USAGE, ""),
-            Trouble::NoSuchLease => (code::FAILED, "`gpusession list` shows the leases there are"),
+            Trouble::NoSuchLease => (code::FAILED, "`gpusession list` shows all leases"),
         };
         let failure = Self::new(code, error.message.clone());
         if hint.is_empty() { failure } else { failure.hint(hint) }
     }
 
-    /// Trouble with the identity.
+    /// Converts an error of the identity.
     pub fn of_identity(error: &IdentityError) -> Self {
         match error {
             IdentityError::Missing(_) => Self::new(code::CONFIGURATION, error.to_string())

@@ -1,4 +1,4 @@
-//! The file that `gpusession request -o` writes: which lease it is and who knows of it; nothing secret.
+//! The file that `gpusession request -o` writes: a lease and its holder. It contains no secret.
 
 use std::path::Path;
 
@@ -6,30 +6,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::exit::{Failure, Result, code};
 
-/// Who holds the lease for us.
+/// Holder of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Via {
     /// This machine's daemon.
     Daemon,
-    /// Nobody: the server knows it, and whoever has the identity it was requested with may use it.
+    /// No client process: any program with the identity of the request may use the lease.
     Servers,
 }
 
-/// See the module.
+/// Content of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LeaseFile {
     /// Lease id.
     pub id: String,
-    /// Who holds it.
+    /// Holder of the lease.
     pub via: Via,
-    /// The request that made it; repeating it gives the same lease.
+    /// The request id; repeating the request yields the same lease. Empty with a daemon.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub request: String,
     /// Number of GPUs.
     pub gpus: u32,
-    /// Control addresses.
+    /// Control addresses of the servers that may hold the lease.
     #[serde(default)]
     pub servers: Vec<String>,
 }
@@ -43,12 +43,11 @@ impl LeaseFile {
             .map_err(|e| Failure::new(code::CONFIGURATION, e.to_string()))
     }
 
-    /// Writes it.
+    /// Writes the lease into the file that was created for it.
     pub fn store(&self, mut empty: Empty<'_>) -> Result<()> {
         use std::io::Write as _;
         let path = empty.path.display();
-        let hint =
-            format!("the lease is there: `gpusession release {}`, or it ends with its time to live", self.id);
+        let hint = format!("the lease exists: `gpusession release {}` releases it, else it expires", self.id);
         let failed = |e: String| Failure::new(code::FAILED, format!("{path}: {e}")).hint(&hint);
         let text = toml::to_string(self).map_err(|e| failed(e.to_string()))?;
         write!(
@@ -61,7 +60,9 @@ impl LeaseFile {
     }
 }
 
-/// A file that is there before the lease is asked for, so that none is made that nothing names. It goes again unless it is written.
+/// A file created before the lease is requested, so that no lease exists that no file names.
+///
+/// It is removed again unless the lease is written to it.
 pub struct Empty<'a> {
     path: &'a Path,
     file: std::fs::File,
@@ -69,8 +70,9 @@ pub struct Empty<'a> {
 }
 
 impl<'a> Empty<'a> {
-    /// An existing one is not overwritten, it may be the only trace of a lease; unless it is empty, as one is whose request was
-    /// interrupted.
+    /// Creates the file, or opens an empty one that an interrupted request left.
+    ///
+    /// A file with content is not overwritten: it may be the only record of a lease.
     pub fn make(path: &'a Path) -> Result<Self> {
         let empty = std::fs::symlink_metadata(path).is_ok_and(|at| at.is_file() && at.len() == 0);
         let opened = std::fs::File::options().write(true).create_new(!empty).open(path);

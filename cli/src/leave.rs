@@ -12,10 +12,12 @@ use crate::daemon;
 use crate::exit::{Failure, Result, code};
 use crate::setup::Outcome;
 
-/// Removes the identity, and what the daemon noted under it. The addresses of the servers stay `for_template`.
+/// Removes the identity, and the daemon's state under it.
+///
+/// The addresses of the servers stay `for_template`.
 ///
 /// # Errors
-/// While the daemon runs, which holds leases under the identity; where a file cannot be removed.
+/// If the daemon runs, which holds leases under the identity, or if a file cannot be removed.
 pub async fn leave(system: bool, for_template: bool) -> Result<Outcome> {
     let home = if system { Some(Home::system()) } else { Home::user() };
     let home =
@@ -25,24 +27,24 @@ pub async fn leave(system: bool, for_template: bool) -> Result<Outcome> {
             code::FAILED,
             "the daemon is running, and holds leases under this identity",
         )
-        .hint("`systemctl stop gpusession` gives them back"));
+        .hint("`systemctl stop gpusession` releases them"));
     }
     let there = home.identity.exists();
     if !there && !for_template {
-        return Err(Failure::new(code::CONFIGURATION, "this machine is in no pool"));
+        return Err(Failure::new(code::CONFIGURATION, "no pool to leave: no identity found"));
     }
     remove(&home.identity, |path| fs::remove_dir_all(path))?;
     if system {
         remove(&places::state_directory().join("state.json"), |path| fs::remove_file(path))?;
     }
-    // A user's second place is the system's.
+    // The first entry of `Home::user()` is the user's file, the second the system's.
     for servers in home.servers.iter().take(if system { 2 } else { 1 }).filter(|_| !for_template) {
         remove(servers, |path| fs::remove_file(path))?;
     }
     let text = if for_template {
-        "ready to be copied: each copy joins at its start with the credential gpusession.token".into()
+        "ready to be copied: each copy joins when it starts, with the credential gpusession.token".into()
     } else {
-        "left the pool; `gpuserver clients forget NAME` on the pool's authority lets another machine have the name"
+        "left the pool; `gpuserver clients forget NAME` on the pool's authority frees the name for another machine"
             .to_owned()
     };
     Ok(Outcome { text, json: json!({ "schema": 1, "left": there, "template": for_template }) })

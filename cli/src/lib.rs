@@ -1,5 +1,7 @@
-//! `gpusession`: see, run on, request and release this machine's GPUs. A library, so that manual pages and completions can be
-//! made from the definition of its command line.
+//! The `gpusession` command: shows, uses, requests and releases this machine's GPUs.
+//!
+//! The command line is defined in a library, so that `gpusession-manual` can generate manual pages
+//! and completions from it.
 
 mod cache;
 mod daemon;
@@ -34,12 +36,12 @@ use crate::setup::{Outcome, System};
 
 /// Remote GPUs for this machine: see what is leased, run programs on it, request more.
 ///
-/// Programs started from a login shell use this machine's leased GPUs by themselves; nothing of this needs to be typed
-/// for that.
+/// Programs started from a login shell use this machine's leased GPUs without any of these
+/// commands.
 #[derive(Parser)]
 #[command(name = "gpusession", version, max_term_width = 100)]
 struct Cli {
-    /// Print one JSON object instead of words
+    /// Print one JSON object instead of text
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
@@ -48,77 +50,80 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Say whether this machine has its GPUs, and what to do if not
+    /// Show whether this machine has its GPUs, and what to do if not
     Status {
-        /// Wait until it has them
+        /// Wait until this machine has its GPUs
         #[arg(long)]
         wait: bool,
     },
     /// List leases and their GPUs
     List,
-    /// Print the environment of a GPU session as shell commands: eval "$(gpusession env)"
+    /// Print the environment for GPU programs as shell commands: eval "$(gpusession env)"
     Env {
-        /// Say what each variable is for, and which of them you have set yourself
+        /// Explain each variable, and mark those that you have set yourself
         #[arg(long)]
         explain: bool,
-        /// Print what logins are given, as an environment generator of systemd does; does not ask the daemon
+        /// Print the variables that logins get, as a systemd environment generator does, without
+        /// asking the daemon
         #[arg(long, conflicts_with = "explain")]
         generator: bool,
     },
-    /// Run a program with leased GPUs, and give them back when it ends
+    /// Run a program on leased GPUs; a lease created for it is released when it exits
     Run(Run),
     /// Request a lease that outlives this command, and write it to a file
     Request(Request),
     /// Release a lease
     Release {
-        /// File written by `gpusession request`, or the id of a lease
+        /// File written by `gpusession request`, or a lease id
         #[arg(value_name = "FILE|ID")]
         lease: String,
     },
-    /// Move the device memory of idle leases to the server's host memory; it comes back with the next CUDA call
+    /// Move the device memory of idle leases to the server's host memory, until their next CUDA
+    /// call
     Park {
-        /// Lease [default: those of this session]
+        /// Lease id [default: the leases of this login session]
         #[arg(value_name = "ID")]
         lease: Option<String>,
     },
-    /// Ask for the device memory of parked leases back
+    /// Ask for the device memory of parked leases
     Unpark {
-        /// Lease [default: those of this session]
+        /// Lease id [default: the leases of this login session]
         #[arg(value_name = "ID")]
         lease: Option<String>,
     },
-    /// Read the configuration anew; what has not changed goes on, and a configuration with errors changes nothing
+    /// Read the configuration again; unchanged leases stay, and a configuration with errors changes
+    /// nothing
     Reload,
     /// Make this machine (or, without being root, this user) a client of a pool
     Join(Join),
-    /// Take this machine (or, without being root, this user) out of its pool: removes its identity
+    /// Leave the pool: remove the identity of this machine (or, without being root, of this user)
     Leave {
-        /// Keep the addresses of the servers, for an image whose copies join with a token of their own
+        /// Keep the server addresses, for an image whose copies join with tokens of their own
         #[arg(long)]
         for_template: bool,
         /// Leave as this user even if root
         #[arg(long)]
         user: bool,
     },
-    /// Have the loader give our libcuda.so.1 to programs, unless this machine has a driver of its own
+    /// Make the loader find gpusession's libcuda.so.1, unless this machine has a driver of its own
     SetupLibs {
-        /// Also where this machine has an NVIDIA driver
+        /// Do so even if this machine has an NVIDIA driver
         #[arg(long, conflicts_with = "remove")]
         force: bool,
-        /// Take it from the loader again
+        /// Undo it: the loader no longer finds the library
         #[arg(long)]
         remove: bool,
-        /// The system to set up, for images
+        /// Root directory of the system to set up, for images
         #[arg(long, value_name = "DIR", default_value = "/")]
         root: PathBuf,
     },
-    /// Have logins tell the daemon of their sessions (pam_gpusession), or say how
+    /// Make logins report their sessions to the daemon (pam_gpusession), or print how to
     SetupPam {
-        /// The opposite
+        /// Undo it, or print how to
         #[arg(long)]
         remove: bool,
     },
-    /// What your programs compiled and keep for the next ones (NVRTC, cuDNN)
+    /// Show or clear what your programs compiled and keep for later runs (NVRTC, cuDNN)
     #[command(subcommand)]
     Cache(Cache),
     /// Print a container device specification: gpusession cdi >/etc/cdi/gpusession.json
@@ -127,9 +132,9 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Cache {
-    /// Where it is, and how much there is
+    /// Show the cache's folder and size
     Show,
-    /// Delete it; programs then compile again
+    /// Delete the cached files; programs then compile again
     Clear,
 }
 
@@ -137,7 +142,7 @@ enum Cache {
 struct Run {
     #[command(flatten)]
     wanted: Wanted,
-    /// Lease other GPUs instead of using this session's
+    /// Lease new GPUs instead of using this login session's
     #[arg(long)]
     new: bool,
     /// Use the lease of a file written by `gpusession request`
@@ -155,18 +160,19 @@ struct Request {
     /// File to write
     #[arg(short, long, value_name = "FILE", default_value = "lease.toml")]
     output: PathBuf,
-    /// How long the lease lasts if nobody releases it
+    /// Time after which the lease ends unless it is released before
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse_duration)]
     ttl: Duration,
 }
 
 #[derive(Args)]
 struct Join {
-    /// A server of the pool, and the token made there by `gpuserver token create`; without a token it is read from
-    /// standard input, which keeps it out of process listings
+    /// Server of the pool, and the token that `gpuserver token create` printed there. Without a
+    /// token argument, the token is read from standard input, which keeps it out of process
+    /// listings
     #[arg(value_name = "HOST[:PORT]|TOKEN", num_args = 0..=2)]
     where_and_token: Vec<String>,
-    /// A server of the pool
+    /// Server of the pool
     #[arg(long, value_name = "HOST[:PORT]")]
     server: Option<String>,
     /// Name in the pool [default: this host's name]
@@ -177,12 +183,12 @@ struct Join {
     user: bool,
 }
 
-/// What the command line takes.
+/// Returns the definition of the command line.
 pub fn arguments() -> clap::Command {
     Cli::command()
 }
 
-/// The whole program: reads the arguments, does what they say and exits.
+/// Reads the arguments, executes the command and exits.
 pub fn main() {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -217,18 +223,20 @@ pub fn main() {
     std::process::exit(code);
 }
 
-/// Whether `--json` is among the arguments, where they cannot be read; what comes after `--` is a program's.
+/// Returns `true` if `--json` is among the arguments, for errors before they are parsed.
+///
+/// Arguments after `--` belong to a program.
 fn asked_for_json() -> bool {
     std::env::args_os().skip(1).take_while(|argument| argument != "--").any(|argument| argument == "--json")
 }
 
-/// A failure as JSON.
+/// Formats a failure as JSON.
 fn failed(failure: &Failure) -> String {
     let error = json!({ "code": failure.code, "message": failure.message, "hint": failure.hint });
     json!({ "schema": 1, "error": error }).to_string()
 }
 
-/// To standard output; a reader that has gone is no failure.
+/// Prints to standard output; a reader that has closed the pipe is no failure.
 fn print(text: &str) {
     let mut out = std::io::stdout().lock();
     let newline = if text.ends_with('\n') { "" } else { "\n" };
@@ -244,7 +252,8 @@ async fn command(cli: Cli) -> Result<i32> {
         Command::List => list(cli.json).await,
         Command::Env { generator: true, .. } => generate(cli.json).await,
         Command::Env { explain, .. } => env(cli.json, explain).await,
-        // What keeps the program from running has one exit code, so that it is told from the program's own.
+        // One exit code for all reasons why the program does not run, distinct from its own exit
+        // codes.
         Command::Run(run) => run_program(run).await.map_err(|failure| match failure.code {
             code::USAGE | 126 | 127 => failure,
             _ => failure.no_lease(),
@@ -270,7 +279,7 @@ async fn command(cli: Cli) -> Result<i32> {
     }
 }
 
-/// How often `status --wait` looks, and how long the daemon may be away meanwhile.
+/// Interval at which `status --wait` polls, and how long the daemon may be unreachable meanwhile.
 const LOOK: Duration = Duration::from_millis(500);
 const AWAY: Duration = Duration::from_secs(30);
 
@@ -279,7 +288,7 @@ fn tell(outcome: Outcome, json: bool) -> Result<i32> {
     Ok(0)
 }
 
-/// Waits for as long as it takes; a daemon that restarts meanwhile is not given up at once.
+/// Waits without limit until the machine has its GPUs; survives a restart of the daemon.
 async fn ready() -> Result<Daemon> {
     let mut away = Duration::ZERO;
     loop {
@@ -326,7 +335,8 @@ async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
         None => daemon.describe_mine().await?.1,
     };
     if leases.is_empty() {
-        return Err(Failure::new(code::FAILED, "this session has no lease"));
+        return Err(Failure::new(code::FAILED, "this login session has no lease")
+            .hint("`gpusession list` shows all leases: name one"));
     }
     for id in &leases {
         daemon.park(id, park).await?;
@@ -334,7 +344,7 @@ async fn park(lease: Option<String>, park: bool, json: bool) -> Result<i32> {
     if json {
         print(&json!({ "schema": 1, "leases": leases, "parked": park }).to_string());
     } else {
-        let word = if park { "parked" } else { "asked back" };
+        let word = if park { "parked" } else { "asked to unpark" };
         print(&format!("{word}: {}", leases.join(", ")));
     }
     Ok(0)
@@ -363,11 +373,12 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     if explain {
         out.push_str(
             "# Programs find their GPUs without any variable: the loader finds libcuda.so.1, and the\n\
-             # daemon knows a process by its user and session. What follows is [environment] of gpusession.toml.\n",
+             # daemon identifies a process by its user and login session. The variables below are\n\
+             # [environment] of gpusession.toml.\n",
         );
     }
     for (key, value) in &environment {
-        // What the user has set stays.
+        // Variables that the user has set stay.
         if std::env::var_os(key).is_some() {
             if explain {
                 out.push_str(&format!("# {key}: set by you, left alone\n"));
@@ -380,7 +391,7 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
         out.push_str(&format!("export {key}={}\n", quoted(value)));
     }
     if explain && environment.is_empty() {
-        out.push_str("# Nothing needs to be set.\n");
+        out.push_str("# No variable needs to be set.\n");
     }
     if explain {
         for (key, _) in std::env::vars().filter(|(k, _)| show::is_ours(k) && !environment.contains_key(k)) {
@@ -393,7 +404,9 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
     Ok(0)
 }
 
-/// What logins are given. A user's first login waits for it: the daemon has written it down, so that one that hangs is not waited for.
+/// Prints the variables that logins get, from a file that the daemon has written.
+///
+/// A user's first login waits for this command, so it must not wait for a daemon that hangs.
 async fn generate(json: bool) -> Result<i32> {
     let path = places::environment_file();
     let given = Environment::read(&path)
@@ -406,14 +419,15 @@ async fn generate(json: bool) -> Result<i32> {
         print(&json!({ "schema": 1, "environment": environment }).to_string());
         return Ok(0);
     }
-    // What the user has set stays. No value needs quoting inside of the quotes.
+    // Variables that the user has set stay. No value contains a character that needs escaping in
+    // quotes.
     for (name, value) in environment.iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
         print(&format!("{name}=\"{value}\""));
     }
     Ok(0)
 }
 
-/// For a POSIX shell.
+/// Quotes a value for a POSIX shell.
 fn quoted(value: &str) -> String {
     format!("'{}'", value.replace('\'', r"'\''"))
 }
@@ -432,7 +446,8 @@ async fn run_program(run: Run) -> Result<i32> {
     let (daemon, described, mine) = match daemon {
         Ok(daemon) => daemon,
         Err(failure) => {
-            // Without a daemon, a user who has joined a pool still has the servers of their own file.
+            // Without a daemon, a user who has joined a pool still has the servers of their own
+            // `servers.toml`.
             let own =
                 Home::user().filter(|home| home.exists() && home.addresses().is_ok_and(|a| !a.is_empty()));
             if own.is_none() {
@@ -459,20 +474,23 @@ async fn run_program(run: Run) -> Result<i32> {
         || run.wanted.sharing.is_some()
         || run.wanted.model.is_some()
     {
-        return Err(Failure::new(code::NO_LEASE, "this session's lease has its limits already")
+        return Err(Failure::new(code::NO_LEASE, "this login session's lease already has its limits")
             .hint("--new leases other GPUs with limits of their own"));
     }
     if let Some(n) = run.wanted.gpus {
         if n > have && !session.is_empty() {
-            return Err(Failure::new(code::NO_LEASE, format!("this session has {have} GPU(s), not {n}"))
-                .hint("--new leases other GPUs"));
+            return Err(Failure::new(
+                code::NO_LEASE,
+                format!("this login session has {have} GPU(s), not {n}"),
+            )
+            .hint("--new leases other GPUs"));
         }
         environment.push(("CUDA_VISIBLE_DEVICES".into(), subset(n).into()));
     }
     run::program_with(&run.program, environment).await
 }
 
-/// The first `n` of the devices that the user made visible, or of all.
+/// Returns the first `n` of the devices that the user made visible, or of all.
 fn subset(n: u32) -> String {
     let n = n as usize;
     match std::env::var("CUDA_VISIBLE_DEVICES") {
@@ -481,7 +499,7 @@ fn subset(n: u32) -> String {
     }
 }
 
-/// What the user has set stays; which lease a program is for is not theirs to have set.
+/// Drops variables that the user has set, except `GPUSESSION_LEASE`.
 fn unset(environment: impl IntoIterator<Item = (String, String)>) -> Vec<(String, OsString)> {
     environment
         .into_iter()
@@ -521,7 +539,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
     let (file, expires_usec) = if request.wanted.servers.is_empty() {
         let daemon = Daemon::connect().await?;
         let id = daemon.create(&spec, true).await?.id;
-        // It is made, whatever comes of this.
+        // The lease exists even if this call fails.
         let leases = daemon.describe().await.map(|described| described.leases).unwrap_or_default();
         let expires_usec = leases.iter().find(|lease| lease.id == id).map_or(0, |lease| lease.expires_usec);
         (LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }, expires_usec)
@@ -530,7 +548,8 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let wish = format!("{}/{}/0", places::hex(&places::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
-        // Only the one that has it: another one would make another lease of the same request.
+        // Only the server that holds the lease: another one would create a second lease for the
+        // request.
         let views = direct.engine.snapshot().borrow().servers.clone();
         let holder = views.into_iter().find(|view| view.name == lease.server);
         let servers = holder.map_or(direct.servers, |view| vec![view.address]);
@@ -550,7 +569,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
             file.id
         ));
         let left = (UNIX_EPOCH + Duration::from_micros(expires_usec)).duration_since(SystemTime::now());
-        // It has lasted for a moment.
+        // Tolerance for the time since the grant.
         let granted = left.unwrap_or_default() + Duration::from_secs(5);
         if expires_usec != 0 && granted < request.ttl {
             let (granted, asked) = (human_duration(granted), human_duration(request.ttl));
@@ -583,13 +602,13 @@ async fn release(lease: &str, json: bool) -> Result<i32> {
     } else {
         match pending {
             None => print(&format!("lease {id} released")),
-            Some(why) => print(&format!("lease {id} ends by itself when its time is over: {why}")),
+            Some(why) => print(&format!("lease {id} could not be released: {why}; it expires by itself")),
         }
     }
     Ok(0)
 }
 
-/// Tells the servers, as far as they answer soon; a lease whose server is down ends with its time to live.
+/// Releases the lease at its servers that answer within 3 s; at the others it expires.
 async fn release_at(file: &LeaseFile) -> Result<Option<String>> {
     let identity = Home::of_caller().load().map_err(|e| Failure::of_identity(&e))?;
     let mut trouble = None;
@@ -599,7 +618,7 @@ async fn release_at(file: &LeaseFile) -> Result<Option<String>> {
             Ok(Ok(())) => {}
             Ok(Err(error)) if error.trouble == Trouble::Unreachable => trouble = Some(error.message),
             Ok(Err(error)) => return Err(Failure::of_pool(&error)),
-            Err(_) => trouble = Some(format!("{address} did not answer")),
+            Err(_) => trouble = Some(format!("{address} did not answer within 3 s")),
         }
     }
     Ok(trouble)
@@ -629,7 +648,7 @@ async fn join(join: Join, json: bool) -> Result<i32> {
     let home =
         home.ok_or_else(|| Failure::new(code::CONFIGURATION, "HOME is not set: no place for an identity"))?;
     if home.exists() {
-        let message = format!("there is an identity in {} already", home.identity.display());
+        let message = format!("{} has an identity already", home.identity.display());
         return Err(Failure::new(code::CONFIGURATION, message).hint("`gpusession leave` removes it"));
     }
     let joined = identity::join_pool(&home, &address, &token, join.name.as_deref())
@@ -646,7 +665,7 @@ async fn join(join: Join, json: bool) -> Result<i32> {
     Ok(0)
 }
 
-/// The daemon runs as a user of its own and reads the identity.
+/// Gives the identity to the daemon's user, which has to read it.
 fn give_to_daemon(folder: &Path) {
     let Ok(Some(user)) = nix::unistd::User::from_name("gpusession") else { return };
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());

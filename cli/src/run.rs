@@ -25,9 +25,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::exit::{Failure, Result};
 
-/// How long after a program's end its libraries' last words are waited for.
+/// Time to wait, after a program exits, for its libraries' final messages.
 const LAST_WORDS: Duration = Duration::from_millis(250);
-/// Signals that a person or a batch system sends to `gpusession run` and means for the program.
+/// Signals that a person or a batch system sends to `gpusession run` and intends for the program.
 const PASSED_ON: [Signal; 6] =
     [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
@@ -40,10 +40,11 @@ pub struct Wanted {
     /// Memory of each GPU: a share such as 50%, or a size such as 4000MiB
     #[arg(short, long, value_name = "SHARE|SIZE")]
     pub memory: Option<Memory>,
-    /// Share of each GPU's multiprocessors, in percent; auto: as of the memory, where the GPU is shared by MPS
+    /// Percentage of each GPU's multiprocessors; auto: the percentage of memory, if MPS shares the
+    /// GPU
     #[arg(long, value_name = "PERCENT|auto")]
     pub sm_percent: Option<SmPercent>,
-    /// The same as a number of multiprocessors
+    /// Number of multiprocessors of each GPU
     #[arg(long, value_name = "N", conflicts_with = "sm_percent", value_parser = clap::value_parser!(u32).range(1..))]
     pub sm_count: Option<u32>,
     /// How the GPUs are shared: time-slice, mps or exclusive
@@ -52,13 +53,13 @@ pub struct Wanted {
     /// GPU model, as `gpusession list` shows it
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
-    /// Server to ask, without the daemon; may be given several times, the first with room is taken
+    /// Server to lease from, without the daemon; may be repeated, the first with room is used
     #[arg(long = "server", value_name = "HOST[:PORT]")]
     pub servers: Vec<String>,
 }
 
 impl Wanted {
-    /// As the lease manager takes it.
+    /// Converts the options into a specification for the lease manager.
     pub fn spec(&self) -> Spec {
         let key = format!("request/{:016x}{:016x}", fastrand::u64(..), fastrand::u64(..));
         let uid = nix::unistd::getuid().as_raw();
@@ -81,16 +82,16 @@ impl Wanted {
     }
 }
 
-/// A lease manager of this process's own, over mutual TLS with the caller's identity.
+/// A lease manager of this process, which connects to servers with the caller's identity.
 pub struct Direct {
-    /// The lease manager.
+    /// The state machine that allocates and renews.
     pub engine: Engine,
-    /// Control addresses that it asks.
+    /// Control addresses of the servers, in the order of the request.
     pub servers: Vec<String>,
 }
 
 impl Direct {
-    /// Knows the servers named, else those of the caller's `servers.toml`.
+    /// Connects to the servers `named`, else to those of the caller's `servers.toml`.
     pub fn new(named: &[String]) -> Result<Self> {
         let home = Home::of_caller();
         let identity = home.load().map_err(|e| Failure::of_identity(&e))?;
@@ -121,7 +122,10 @@ impl PrivateSocket {
     }
 }
 
-/// Runs a program without a daemon: on a lease of its own, or on the one of this id, which `spec` asks for again and which stays.
+/// Runs a program without a daemon, on a lease of its own or on the lease `known`.
+///
+/// `spec` repeats the request of a known lease, which yields the same lease; that lease is not
+/// released afterwards.
 pub async fn direct(
     servers: &[String],
     mut spec: Spec,
@@ -136,17 +140,17 @@ pub async fn direct(
         code = interrupted() => return Ok(code),
     };
     if let Some(known) = known.filter(|id| *id != lease.id) {
-        engine.release(lease.slot, "another one was meant").await;
+        engine.release(lease.slot, "the requested lease does not exist any more").await;
         engine.shutdown(Duration::from_secs(5)).await;
-        let over = format!("lease {known} is over: it ended with its time to live, or was released");
-        return Err(Failure::new(1, over).hint("gpusession request -o FILE makes another one").no_lease());
+        let over = format!("lease {known} does not exist any more: it expired, or was released");
+        return Err(Failure::new(1, over).hint("`gpusession request -o FILE` creates another").no_lease());
     }
     let socket = PrivateSocket {
         folder: tempfile::Builder::new()
             .prefix("gpusession-")
             .permissions(std::fs::Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(|e| Failure::new(1, format!("no temporary folder: {e}")))?,
+            .map_err(|e| Failure::new(1, format!("cannot create a temporary folder: {e}")))?,
     };
     let (listener, _file) = grant::bind(&socket.path(), 0o600)
         .map_err(|e| Failure::new(1, format!("{}: {e}", socket.path().display())))?;
@@ -164,12 +168,12 @@ pub async fn direct(
     if known.is_some() {
         return code;
     }
-    engine.release(lease.slot, "its program has ended").await;
+    engine.release(lease.slot, "its program exited").await;
     engine.shutdown(Duration::from_secs(5)).await;
     code
 }
 
-/// Says what the program's libraries have told of workers that did not serve it: no daemon shows it later.
+/// Prints the failures that the program's libraries reported, since no daemon shows them later.
 async fn complain(engine: &dyn Leases, slot: Slot) {
     let mut snapshot = engine.snapshot();
     let over = |s: &Arc<Snapshot>| s.leases.iter().all(|l| l.slot != slot || l.processes == 0);
@@ -181,7 +185,7 @@ async fn complain(engine: &dyn Leases, slot: Slot) {
     }
 }
 
-/// Before the program runs, an interrupt ends the waiting.
+/// Waits for a signal that aborts the wait for a lease.
 async fn interrupted() -> i32 {
     let mut terminate = match signal(SignalKind::terminate()) {
         Ok(signal) => signal,
@@ -193,7 +197,7 @@ async fn interrupted() -> i32 {
     }
 }
 
-/// Folder of our libraries, with what to do where it is not there.
+/// Returns the folder of gpusession's libraries, or an error that names the remedy.
 fn libraries() -> Result<PathBuf> {
     let missing = || {
         Failure::new(125, "libcuda.so.1 of gpusession is not installed")
@@ -202,7 +206,9 @@ fn libraries() -> Result<PathBuf> {
     places::library_directory().filter(|folder| places::has_library(folder)).ok_or_else(missing)
 }
 
-/// Runs the program with our libraries first in the loader's path; its exit status becomes ours.
+/// Runs the program with gpusession's libraries first in the loader's path.
+///
+/// Returns the program's exit status.
 pub async fn program_with(program: &[OsString], environment: Vec<(String, OsString)>) -> Result<i32> {
     let Some((name, arguments)) = program.split_first() else {
         return Err(Failure::usage("no program to run"));
@@ -218,7 +224,7 @@ pub async fn program_with(program: &[OsString], environment: Vec<(String, OsStri
             signal(SignalKind::from_raw(passed as i32)).map_err(|e| Failure::new(1, e.to_string()))?;
         signals.push((passed, stream));
     }
-    // The terminal sends these to the whole foreground group: the program has them already.
+    // The terminal sends an interrupt to the whole foreground group: the program has it already.
     let interrupt = signal(SignalKind::interrupt()).map_err(|e| Failure::new(1, e.to_string()))?;
     let mut child =
         Command::new(name).args(arguments).env("LD_LIBRARY_PATH", path).envs(environment).spawn().map_err(

@@ -1,4 +1,4 @@
-//! `setup-libs`, `setup-pam`, `cdi`: what an administrator may have to decide when this machine or a container is set up.
+//! `setup-libs`, `setup-pam`, `cdi`: the setup steps that an administrator decides about.
 
 use std::ffi::OsString;
 use std::fs;
@@ -12,33 +12,33 @@ use serde_json::{Value, json};
 
 use crate::exit::{Failure, Result, code};
 
-/// The list of our folders that packages install, and the link that makes the loader read it.
+/// The list of library folders that packages install, and the link by which the loader reads it.
 const LIST: &str = "usr/share/gpusession/ld.so.conf";
 const LINK: &str = "etc/ld.so.conf.d/gpusession.conf";
-/// What it leads to where an administrator does not want that.
+/// Target of the link where an administrator has removed the libraries from the loader.
 const NOTHING: &str = "/dev/null";
 /// Debian's profile of the PAM module.
 const PROFILE: &str = "usr/share/pam-configs/gpusession";
 
-/// The system that is set up.
+/// The system to set up.
 pub struct System {
     root: PathBuf,
     path: OsString,
 }
 
-/// What came of it.
+/// Result of a command.
 #[derive(Debug, PartialEq)]
 pub struct Outcome {
-    /// For a person.
+    /// Text for people.
     pub text: String,
-    /// For a program.
+    /// Object for `--json`.
     pub json: Value,
 }
 
 impl System {
-    /// The one below `root`.
+    /// The system whose root directory is `root`.
     pub fn new(root: &Path) -> Self {
-        // Not everybody's PATH has the administrator's programs.
+        // Many users' PATH lacks the folders of administration programs.
         let mut path = std::env::var_os("PATH").unwrap_or_default();
         path.push(":/usr/sbin:/sbin");
         Self { root: root.to_owned(), path }
@@ -53,7 +53,7 @@ impl System {
             .map_err(|error| Failure::new(code::FAILED, format!("{program}: {error}")))
     }
 
-    /// Runs a program that has to succeed; what it prints.
+    /// Runs a program that has to succeed, and returns its output.
     fn must(&self, program: &str, arguments: &[&str]) -> Result<String> {
         let output = self.run(program, arguments)?;
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
@@ -70,7 +70,7 @@ impl System {
         self.must("ldconfig", &all)
     }
 
-    /// The folders of our libraries.
+    /// Folders of gpusession's libraries, from the list that the package installs.
     fn folders(&self) -> Result<Vec<String>> {
         let path = self.root.join(LIST);
         let text = fs::read_to_string(&path).map_err(|error| {
@@ -80,7 +80,7 @@ impl System {
         Ok(text.lines().map(str::trim).filter(|l| l.starts_with('/')).map(str::to_owned).collect())
     }
 
-    /// Every `libcuda.so.1` that the loader knows and that is there, the one that it takes first.
+    /// Every existing `libcuda.so.1` in the loader's cache, in the loader's order.
     fn drivers(&self) -> Result<Vec<String>> {
         let listed = self.ldconfig(&["-p"])?;
         let paths = listed.lines().filter_map(|line| {
@@ -90,7 +90,8 @@ impl System {
         Ok(paths.filter(|path| self.root.join(path.trim_start_matches('/')).exists()).collect())
     }
 
-    /// Why programs of this machine should not get our library by themselves: a driver of its own.
+    /// Returns this machine's own driver, for which its programs should not get gpusession's
+    /// library.
     fn own_driver(&self, ours: &[String]) -> Result<Option<String>> {
         let others = self.drivers()?.into_iter().find(|path| !is_below(path, ours));
         let kernel =
@@ -98,12 +99,14 @@ impl System {
         Ok(others.or(kernel))
     }
 
-    /// `setup-libs`: gives our `libcuda.so.1` to the loader unless this machine has a driver of its own.
+    /// `setup-libs`: adds gpusession's `libcuda.so.1` to the loader's path.
+    ///
+    /// Does so only if this machine has no driver of its own, or with `force`.
     pub fn libraries(&self, force: bool) -> Result<Outcome> {
         let ours = self.folders()?;
         if let Some(other) = self.own_driver(&ours)?.filter(|_| !force) {
             let text = format!(
-                "this machine has {other}: its programs go on using that (`gpusession setup-libs --force` gives them remote GPUs instead)"
+                "this machine has {other}: its programs keep using it; `gpusession setup-libs --force` gives them remote GPUs instead"
             );
             return Ok(Outcome {
                 text,
@@ -127,14 +130,17 @@ impl System {
                 text: format!("programs use {first}"),
                 json: json!({ "schema": 1, "linked": true, "driver": first }),
             }),
-            Some(first) => Err(Failure::new(code::FAILED, format!("the loader still takes {first} first"))
-                .hint(format!("a file of /etc/ld.so.conf.d that sorts before gpusession.conf names its folder; {first} has to go, or that file"))),
-            None => Err(Failure::new(code::FAILED, format!("there is no libcuda.so.1 in {}", ours.join(", ")))
+            Some(first) => Err(Failure::new(code::FAILED, format!("the loader still finds {first} first"))
+                .hint(format!("a file in /etc/ld.so.conf.d that sorts before gpusession.conf names its folder: remove that file, or {first}"))),
+            None => Err(Failure::new(code::FAILED, format!("libcuda.so.1 not found in {}", ours.join(", ")))
                 .hint("install the package gpusession-libs again")),
         }
     }
 
-    /// `setup-libs --remove`: takes our library from the loader. A link to nothing stays, so that an upgrade does not give it back.
+    /// `setup-libs --remove`: removes gpusession's library from the loader's path.
+    ///
+    /// A link to `/dev/null` stays, so that an upgrade of the package does not add the library
+    /// again.
     pub fn remove_libraries(&self) -> Result<Outcome> {
         let link = self.root.join(LINK);
         match fs::remove_file(&link) {
@@ -157,7 +163,8 @@ impl System {
         fs::read_link(self.root.join(LINK)).is_ok_and(|to| to == Path::new("/").join(LIST))
     }
 
-    /// `setup-pam`: does what the distribution has a program for, and says what to do where only an administrator may.
+    /// `setup-pam`: runs the distribution's program, or prints the steps that only an administrator
+    /// may do.
     pub fn pam(&self, remove: bool) -> Result<Outcome> {
         let done = |text: &str, done: bool| Outcome {
             text: text.into(),
@@ -183,9 +190,9 @@ impl System {
             return Ok(done(&authselect(&current, remove), false));
         }
         let text = if remove {
-            "take the line with pam_gpusession.so out of /etc/pam.d"
+            "remove the line with pam_gpusession.so from /etc/pam.d"
         } else {
-            "add this line to the session part of the services in /etc/pam.d, behind pam_systemd.so:\n  session optional pam_gpusession.so"
+            "add this line to the session part of the services in /etc/pam.d, after pam_systemd.so:\n  session optional pam_gpusession.so"
         };
         Ok(done(text, false))
     }
@@ -198,12 +205,12 @@ fn is_below(path: &str, folders: &[String]) -> bool {
 fn at(path: &Path, error: &io::Error) -> Failure {
     let failure = Failure::new(code::FAILED, format!("{}: {error}", path.display()));
     if error.kind() == io::ErrorKind::PermissionDenied {
-        return Failure { code: code::NOT_ALLOWED, ..failure }.hint("this is for root");
+        return Failure { code: code::NOT_ALLOWED, ..failure }.hint("run this command as root");
     }
     failure
 }
 
-/// authselect owns /etc/pam.d: its profile is the administrator's to change.
+/// Instructions only: authselect owns /etc/pam.d, and its profile is the administrator's to change.
 fn authselect(current: &str, remove: bool) -> String {
     let mut words = current.split_whitespace();
     let profile = words.next().unwrap_or("local");
@@ -211,7 +218,7 @@ fn authselect(current: &str, remove: bool) -> String {
     let file = |profile: &str| format!("/etc/authselect/{profile}/postlogin");
     if remove {
         return format!(
-            "take the line with pam_gpusession.so out of {}, then:\n  authselect apply-changes",
+            "remove the line with pam_gpusession.so from {}, then:\n  authselect apply-changes",
             file(profile)
         );
     }
@@ -220,7 +227,7 @@ fn authselect(current: &str, remove: bool) -> String {
         return format!("add to {}:\n  {line}\nthen:\n  authselect apply-changes", file(profile));
     }
     format!(
-        "authselect owns /etc/pam.d; a profile of your own, made of the present one, gets the module:\n  \
+        "authselect owns /etc/pam.d: create a profile from the current one, and add the module to it:\n  \
          authselect create-profile gpusession --base-on {profile}\n  \
          echo '{line}' >>{}\n  \
          authselect select custom/gpusession {features}",
@@ -230,10 +237,10 @@ fn authselect(current: &str, remove: bool) -> String {
     .to_owned()
 }
 
-/// The container device interface: `podman run --device gpusession.org/gpu=all`.
+/// The container device specification, for `podman run --device gpusession.org/gpu=all`.
 ///
 /// # Errors
-/// Where our libraries are not installed.
+/// If gpusession's libraries are not installed.
 pub fn cdi() -> Result<Value> {
     let folder = places::library_directory().ok_or_else(|| {
         Failure::new(code::CONFIGURATION, "libcuda.so.1 of gpusession is not installed")
@@ -241,7 +248,7 @@ pub fn cdi() -> Result<Value> {
     })?;
     let socket = places::grant_socket();
     let bind = |path: &Path| json!({ "hostPath": path, "containerPath": path, "options": ["ro", "nosuid", "nodev", "rbind"] });
-    // Images that were made for local GPUs look in these folders too; their order is kept.
+    // Images for local GPUs expect libraries in these folders too; their order is kept.
     let search = format!(
         "LD_LIBRARY_PATH={}:/usr/local/nvidia/lib:/usr/local/nvidia/lib64:/usr/local/cuda/lib64",
         folder.display()
@@ -249,7 +256,7 @@ pub fn cdi() -> Result<Value> {
     Ok(json!({
         "cdiVersion": "0.5.0",
         "kind": "gpusession.org/gpu",
-        // Everything is the device's: podman takes no device without edits of its own.
+        // All edits are the device's, since podman accepts no device without edits of its own.
         "devices": [{ "name": "all", "containerEdits": { "env": [search], "mounts": [bind(&folder), bind(&socket)] } }],
     }))
 }
@@ -258,7 +265,7 @@ pub fn cdi() -> Result<Value> {
 mod tests {
     use super::*;
 
-    /// A system with our library, and others in these folders.
+    /// A system with gpusession's library, and other drivers in the folders `others`.
     fn system(others: &[&str]) -> (tempfile::TempDir, System) {
         let root = tempfile::tempdir().unwrap();
         let put = |below: &str, text: &str| {
@@ -348,7 +355,7 @@ mod tests {
         assert!(failure.hint.unwrap().contains("gpusession-libs"));
     }
 
-    /// A system with a program that writes down how it was called, and prints this.
+    /// A system with a program that records its arguments and prints `prints`.
     fn with_program(name: &str, prints: &str) -> (tempfile::TempDir, System) {
         use std::os::unix::fs::PermissionsExt as _;
         let root = tempfile::tempdir().unwrap();
@@ -390,7 +397,7 @@ mod tests {
         }
         let (_root, system) = with_program("authselect", "custom/ours");
         assert!(system.pam(false).unwrap().text.contains("/etc/authselect/custom/ours/postlogin"));
-        assert!(system.pam(true).unwrap().text.contains("take the line"));
+        assert!(system.pam(true).unwrap().text.contains("remove the line"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What people read: `status`, `list`.
+//! Text output of `status` and `list`.
 
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
@@ -7,7 +7,7 @@ use gpusessiond::values::{human_bytes, human_duration};
 
 use crate::daemon::{Described, DescribedFailure, DescribedLease};
 
-/// Aligns columns; the last one is as wide as it is.
+/// Aligns columns; the last column is not padded.
 fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
@@ -62,7 +62,7 @@ fn state_words(lease: &DescribedLease) -> String {
     }
 }
 
-/// How a lease's data travels.
+/// Transport of a lease's data, and whether it is encrypted.
 fn transport(lease: &DescribedLease) -> String {
     match lease.transport.split_once('+') {
         Some((transport, "tls")) => format!("{transport}, encrypted"),
@@ -71,7 +71,7 @@ fn transport(lease: &DescribedLease) -> String {
     }
 }
 
-/// Why a program started here would have no GPU now, in one line; `None` if it would have one.
+/// Returns in one line why a program started in this shell gets no GPU; `None` if it gets one.
 pub fn no_gpu(described: &Described, mine: &[String]) -> Option<String> {
     if std::env::var_os("GPUSESSION_DISABLE").is_some_and(|v| v == "1") {
         return Some("GPUSESSION_DISABLE=1 is set in this shell".into());
@@ -95,27 +95,27 @@ pub fn no_gpu(described: &Described, mine: &[String]) -> Option<String> {
     if leases.iter().any(|l| l.state != "pending") {
         return None;
     }
-    let why = first.trouble.as_deref().unwrap_or("the pool is being asked");
+    let why = first.trouble.as_deref().unwrap_or("no server has answered yet");
     Some(match (first.position, first.waiting) {
         (Some(position), Some(length)) => format!("waiting, position {position} of {length}: {why}"),
         _ => format!("waiting: {why}"),
     })
 }
 
-/// Whether programs and shells of a session look at a variable.
+/// Returns `true` if gpusession's libraries or profile scripts read the variable.
 pub fn is_ours(key: &str) -> bool {
     let known = ["ID", "LEASE", "DISABLE", "TRACE", "TRACE_FILE", "SOCKET"];
     key.strip_prefix("GPUSESSION_").is_some_and(|rest| known.contains(&rest))
 }
 
-/// What a variable is for.
+/// Returns the purpose of a variable, for `env --explain`.
 pub fn variable(key: &str) -> &'static str {
     match key {
-        "GPUSESSION_ID" => "hints at the login session; no secret, and nothing that can go stale",
+        "GPUSESSION_ID" => "a hint at the login session; not secret, and never stale",
         "GPUSESSION_LEASE" => "the lease that programs use instead of the session's",
         "GPUSESSION_DISABLE" => "1: programs of this shell have no remote GPU",
-        "GPUSESSION_TRACE" => "what our libraries say on stderr: why, missing, summary",
-        "GPUSESSION_TRACE_FILE" => "where our libraries say it instead",
+        "GPUSESSION_TRACE" => "what gpusession's libraries print on stderr: why, missing, errors, summary",
+        "GPUSESSION_TRACE_FILE" => "the file to which they print it instead",
         "GPUSESSION_SOCKET" => "the socket on which programs ask for GPUs; set by `gpusession run --server`",
         "NCCL_P2P_DISABLE" => {
             "1: NCCL does not try peer access, which remote GPUs of different servers do not have"
@@ -125,15 +125,15 @@ pub fn variable(key: &str) -> &'static str {
             "1: NCCL does not look for InfiniBand on this machine, which has no GPU to reach by it"
         }
         "NCCL_SOCKET_IFNAME" => "the network that NCCL uses",
-        "NCCL_DEBUG" => "how much NCCL says",
+        "NCCL_DEBUG" => "how much NCCL logs",
         "CUDA_MODULE_LOADING" => "LAZY: kernels are loaded when they are first used",
-        "PYTORCH_CUDA_ALLOC_CONF" | "PYTORCH_ALLOC_CONF" => "how PyTorch takes device memory",
+        "PYTORCH_CUDA_ALLOC_CONF" | "PYTORCH_ALLOC_CONF" => "how PyTorch allocates device memory",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING" => "whether PyTorch ends a program whose NCCL communication failed",
         _ => "set by this machine's administrator",
     }
 }
 
-/// What became of a program that the lease did not serve.
+/// Describes a program that the lease did not serve.
 fn failed(lease: &DescribedLease, failure: &DescribedFailure) -> String {
     let DescribedFailure { usec, uid, user, pid, program, running, reason } = failure;
     let user = if user.is_empty() { format!("uid {uid}") } else { user.clone() };
@@ -146,7 +146,7 @@ fn failed(lease: &DescribedLease, failure: &DescribedFailure) -> String {
     )
 }
 
-/// `gpusession status`; `reason` is why a program started here would have no GPU.
+/// Formats `gpusession status`; `reason` is why a program started in this shell gets no GPU.
 pub fn status(described: &Described, reason: Option<&str>) -> String {
     let mut out = String::new();
     let headline = match described.state.as_str() {
@@ -160,7 +160,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
     };
     let _ = writeln!(out, "gpusession {} is {headline}", described.version);
     if let Some(reason) = reason {
-        let _ = writeln!(out, "no GPU for programs started here: {reason}");
+        let _ = writeln!(out, "no GPU for programs started in this shell: {reason}");
     }
     if !described.leases.is_empty() {
         out.push('\n');
@@ -181,7 +181,8 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
     for lease in &described.leases {
         trouble.extend(lease.failures.iter().rev().map(|failure| failed(lease, failure)));
         if lease.state != "pending" && lease.position.is_none() {
-            // Those that have GPUs say only what keeps another program from them; what is wrong with the server is said there.
+            // A lease with GPUs lists only obstacles for further programs; its server's trouble is
+            // listed below.
             if let (Some("limit" | "out-of-memory"), Some(why)) =
                 (lease.trouble_kind.as_deref(), &lease.trouble)
             {
@@ -189,7 +190,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
             }
             continue;
         }
-        let why = lease.trouble.as_deref().unwrap_or("asking the pool");
+        let why = lease.trouble.as_deref().unwrap_or("no server has answered yet");
         let place = match (lease.position, lease.waiting) {
             (Some(position), Some(length)) => format!("position {position} of {length}: "),
             _ => String::new(),
@@ -246,7 +247,7 @@ pub fn status(described: &Described, reason: Option<&str>) -> String {
     out
 }
 
-/// `gpusession list`.
+/// Formats `gpusession list`.
 pub fn list(described: &Described) -> String {
     let mut rows = vec![
         ["LEASE", "STATE", "GPU", "NAME", "MEMORY", "SERVER", "FOR", "PROCESSES", "TRANSPORT"]
@@ -281,7 +282,7 @@ pub fn list(described: &Described) -> String {
 }
 
 impl DescribedLease {
-    /// What people call it.
+    /// The configured name, or the id of a lease without one.
     pub fn name_or_id(&self) -> &str {
         if self.name.is_empty() { &self.id } else { &self.name }
     }

@@ -25,7 +25,7 @@ struct Site {
 }
 
 impl Site {
-    /// A client machine with these leases and a server with this many GPUs.
+    /// A client machine with the leases of `config`, and a server with `gpus` GPUs.
     async fn new(gpus: u32, config: &Config) -> Self {
         let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", gpus));
         let engine = engine(&[&sim]);
@@ -62,7 +62,7 @@ struct Answer {
     err: String,
 }
 
-/// A home with a folder of libraries.
+/// A home directory with a folder of libraries.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("lib")).unwrap();
@@ -134,7 +134,7 @@ async fn a_daemon_that_was_stopped_is_not_started() {
         assert!(answer.err.contains("the daemon is not running"), "{}", answer.err);
         assert!(!started.exists(), "{arguments:?} starts it");
     }
-    // Where its socket listens it is to come.
+    // A listening grant socket means that the daemon starts on demand.
     let socket = folder.path().join("grant.sock");
     let _listens = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     let there = [("GPUSESSION_SOCKET", socket.to_str().unwrap())];
@@ -256,7 +256,7 @@ async fn a_parked_lease_that_is_wanted_back_shows_its_place() {
     assert!(status.out.contains("waits: position 1 of 2: other leases have its GPUs now"), "{}", status.out);
 }
 
-/// A daemon that is granted its lease, which has another id from then on, right after it has described itself.
+/// A daemon whose lease is granted right after its first answer; the grant changes the lease's id.
 #[derive(Default)]
 struct Granting {
     described: bool,
@@ -317,7 +317,7 @@ async fn status_waits_until_the_machine_has_its_gpus() {
         assert_eq!(answer.code, 0, "{}", answer.err);
         assert!(answer.out.contains("1 GPU(s) leased"), "{}", answer.out);
     }
-    // A machine that has what it wants does not wait.
+    // A machine with all its GPUs does not wait.
     assert_eq!(site.run(&["status", "--wait"]).await.code, 0);
 }
 
@@ -414,7 +414,7 @@ async fn env_and_release_speak_json() {
     let expected = serde_json::json!({ "schema": 1, "lease": id, "released": true, "trouble": null });
     assert_eq!((released.code, json(&released)), (0, expected));
 
-    // Failures have the words, hint and exit code that people get.
+    // Failures have the same message, hint and exit code with `--json` as without.
     std::fs::write(site.file("bad.toml"), "id = 1\n").unwrap();
     for (lease, code) in [(id.as_str(), 1), ("none.toml", 78), ("bad.toml", 78)] {
         let (words, answer) =
@@ -430,7 +430,7 @@ async fn env_and_release_speak_json() {
 #[tokio::test]
 async fn what_logins_are_given_is_known_without_the_daemon() {
     let folder = folder();
-    // A bus, and a daemon's sockets, on which nobody answers.
+    // The sockets of a bus and of a daemon, on which no process answers.
     let bus = std::os::unix::net::UnixListener::bind(folder.path().join("bus.sock")).unwrap();
     let _grants = std::os::unix::net::UnixListener::bind(folder.path().join("grant.sock")).unwrap();
     bus.set_nonblocking(true).unwrap();
@@ -498,7 +498,7 @@ async fn request_and_release_through_a_file() {
     tokio::time::timeout(PATIENCE, site.sim.until(|s| s.released == [id.clone()])).await.unwrap();
     assert!(!site.file("lease.toml").exists());
     assert_eq!(site.run(&["release", &id]).await.code, 1, "no such lease");
-    // A file of a lease that ended by itself is done with.
+    // The file of an expired lease is removed.
     std::fs::write(site.file("lease.toml"), &text).unwrap();
     assert_eq!(site.run(&["release", "lease.toml"]).await.code, 0);
     assert!(!site.file("lease.toml").exists());
@@ -520,9 +520,10 @@ async fn other_users_have_the_machines_lease_and_nothing_else() {
     let open = std::fs::Permissions::from_mode(0o755);
     std::fs::set_permissions(site.folder.path(), open.clone()).unwrap();
     std::fs::set_permissions(site.bus.folder(), open).unwrap();
-    // The program of the test may lie where nobody else can go.
+    // Other users may lack access to the folder of the tested program.
     let program = site.file("gpusession");
-    // Copied by another process: a descriptor open for writing that a fork of another test inherits makes it busy.
+    // Copied by another process: a fork of another test could inherit a descriptor that is open for
+    // writing, which would make the program busy.
     let copied = std::process::Command::new("cp")
         .arg(env!("CARGO_BIN_EXE_gpusession"))
         .arg(&program)
@@ -560,7 +561,7 @@ async fn other_users_have_the_machines_lease_and_nothing_else() {
         assert_eq!(code, 77, "{error}");
     }
     assert!(site.sim.with(|s| s.released.is_empty() && s.requests.len() == 2), "the server was not asked");
-    // Nobody takes the daemon's name.
+    // Another user cannot take the daemon's name.
     let busctl = tokio::process::Command::new("dbus-send")
         .args([&format!("--bus={}", site.bus.address()), "--print-reply", "--dest=org.freedesktop.DBus", "/"])
         .args(["org.freedesktop.DBus.RequestName", "string:org.gpusession1", "uint32:6"])
@@ -569,6 +570,6 @@ async fn other_users_have_the_machines_lease_and_nothing_else() {
         .await
         .unwrap();
     assert!(String::from_utf8_lossy(&busctl.stderr).contains("AccessDenied"), "{busctl:?}");
-    // root may.
+    // root may release any lease.
     assert_eq!(site.run(&["release", &machine]).await.code, 0);
 }

@@ -1,5 +1,6 @@
-//! A whole site of real programs: server, daemon and command line, over mutual TLS. Workers are the server's test double
-//! where no GPU matters, since no CUDA call is made here.
+//! A site of real programs: server, daemon and command line, over mutual TLS.
+//!
+//! Workers are the server's test double where no GPU matters, since such tests make no CUDA call.
 
 #[path = "../../gpusessiond/tests/common/mod.rs"]
 mod common;
@@ -25,7 +26,7 @@ fn helper_process() {
     common::helper_main();
 }
 
-/// Another process of the simulated machine; its name in the environment.
+/// Child process of a test that reports a fault of a simulated GPU; `SITE_FAULT` holds the fault.
 #[test]
 fn fault_process() {
     if let Ok(fault) = std::env::var("SITE_FAULT") {
@@ -35,7 +36,7 @@ fn fault_process() {
     }
 }
 
-/// When the newest source below a folder was changed.
+/// Modification time of the newest source below a folder.
 fn newest(folder: &Path) -> SystemTime {
     let mut last = SystemTime::UNIX_EPOCH;
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -55,7 +56,8 @@ fn newest(folder: &Path) -> SystemTime {
     last
 }
 
-/// Folder of other packages' files, built unless they are newer than these folders' sources.
+/// Folder of other packages' files; builds them unless they are newer than the sources in
+/// `folders`.
 fn built(files: &[&str], folders: &[&str], arguments: &[&str]) -> PathBuf {
     let folder = Path::new(env!("CARGO_BIN_EXE_gpusession")).parent().unwrap().to_owned();
     let profile = match folder.file_name().and_then(|n| n.to_str()) {
@@ -131,13 +133,17 @@ struct Site {
     folder: tempfile::TempDir,
     bus: PrivateBus,
     address: String,
-    /// Of the server: the driver, the program of its workers, and variables.
+    /// The server's driver library.
     driver: PathBuf,
+    /// The program of the server's workers.
     worker: PathBuf,
+    /// Environment of the server.
     variables: Vec<(&'static str, String)>,
 }
 
-/// A port that nobody listens on, and that nobody gets for a connection while a server is away: outside the kernel's range for those.
+/// Finds a free port outside the kernel's range for connections.
+///
+/// No connection can take such a port while a server is down.
 fn free_port() -> u16 {
     loop {
         let port = 20_000
@@ -163,7 +169,7 @@ impl Site {
             folder,
             bus: PrivateBus::start(),
             address: String::new(),
-            // Any shared library that is not ours; the test double loads none.
+            // Any shared library except gpusession's; the test double loads no driver.
             driver: "/lib/x86_64-linux-gnu/libc.so.6".into(),
             worker: programs().join("examples/fake-worker"),
             variables: Vec::new(),
@@ -173,7 +179,7 @@ impl Site {
         site
     }
 
-    /// The same with real workers on two simulated GPUs.
+    /// A pool with real workers on two simulated GPUs.
     fn with_simulated_gpus() -> Self {
         let mut site = Self::new();
         let built = simulated();
@@ -189,7 +195,7 @@ impl Site {
         site
     }
 
-    /// Lets a simulated GPU fail, as NVML events say it.
+    /// Reports a fault of a simulated GPU, as an NVML event.
     fn fault(&self, gpu: u32, event: u64, data: u64) {
         let status = Command::new(std::env::current_exe().unwrap())
             .args(["fault_process", "--exact", "--quiet"])
@@ -286,7 +292,7 @@ impl Site {
         command.args(arguments).output().unwrap()
     }
 
-    /// Waits until the daemon's description is as wanted.
+    /// Waits until the daemon's description passes a test.
     fn described(&self, what: &str, test: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
         self.until(what, |site| {
             let output = site.gpusession(&["status", "--json"]);
@@ -328,19 +334,20 @@ fn a_machine_joins_leases_and_survives_restarts_of_both_ends() {
     let lease = site.lease();
     assert!(site.gpuserver(&["leases"]).contains(&lease));
 
-    // A program's end is known to the server at once.
+    // The server learns at once that a program has exited.
     let helper = Helper::start(&site.path("run/grant.sock"));
     assert!(helper.granted);
     site.described("the process", |d| d["leases"][0]["processes"] == 1);
     helper.kill();
     site.described("its end", |d| d["leases"][0]["processes"] == 0);
 
-    // kill -9 of the daemon: the lease is the same.
+    // kill -9 of the daemon: the lease survives.
     daemon.kill();
     let daemon = site.start_daemon();
     assert_eq!(site.lease(), lease);
 
-    // kill -9 of the server: the same, and programs are served again without anybody doing anything.
+    // kill -9 of the server: the lease survives, and programs are served again without
+    // intervention.
     server.kill();
     let server = site.start_server();
     site.described("the server again", |d| {
@@ -350,11 +357,11 @@ fn a_machine_joins_leases_and_survives_restarts_of_both_ends() {
     site.until("a grant", |site| Some(Helper::start(&site.path("run/grant.sock"))).filter(|h| h.granted))
         .kill();
 
-    // A server that stops gives the daemon something to say, and the lease back when it comes again.
+    // The daemon reports a stopped server as trouble, and gets the lease back when it restarts.
     assert_eq!(server.stop(), 0);
     site.described("that it is gone", |d| !d["servers"][0]["trouble"].is_null());
     let server = site.start_server();
-    // What it gives back while the server is not there yet would end for want of renewals only.
+    // Leases released while the server is down would end only by expiry.
     site.described("the server once more", |d| {
         d["servers"][0]["state"] == "online" && d["servers"][0]["trouble"].is_null()
     });
@@ -375,7 +382,7 @@ impl Drop for Site {
     }
 }
 
-/// Signals of a bus, as text.
+/// D-Bus signals of a bus, as text.
 struct Heard {
     _monitor: Running,
     path: PathBuf,
@@ -427,17 +434,17 @@ fn a_gpu_that_fails_is_taken_out_and_its_leases_go_elsewhere() {
             |gpu: &serde_json::Value| gpu["used_bytes"].is_u64() && gpu["utilization_percent"].is_u64();
         gpus(site).iter().all(known).then_some(())
     });
-    // A program's own fault is nobody else's business; with it the monitor listens.
+    // A program's own fault does not concern other programs.
     site.fault(holder as u32, XID, 31);
     assert_eq!(state(&site, holder).0, "leased");
-    // The monitor may not listen yet.
+    // Repeated, since the monitor may not receive events yet.
     let reason = site.until("the GPU is out", |site| {
         site.fault(holder as u32, XID, 79);
         let (state, reason) = state(site, holder);
         (state == "broken").then_some(reason)
     });
     assert_eq!(reason, "Xid 79: it has fallen off the bus");
-    // Its lease ends, and its workers; the client hears why and has the other GPU.
+    // The lease and its workers end; the client gets the reason, and the other GPU.
     let next = site.described("a lease on the other GPU", |d| {
         d["gpus_leased"] == 1 && d["leases"][0]["id"] != lease.as_str()
     });
@@ -451,13 +458,13 @@ fn a_gpu_that_fails_is_taken_out_and_its_leases_go_elsewhere() {
     let records = site.gpuserver(&["accounting", "--kind", "lease"]);
     assert!(records.contains("failed: Xid 79"), "{records}");
 
-    // Once it is mended it is leased again; and memory errors count, too.
+    // A repaired GPU is leased again; memory errors also take a GPU out.
     let uuid = gpus(&site)[holder]["uuid"].as_str().unwrap().to_owned();
     assert!(site.gpuserver(&["on", &uuid]).contains("is free"));
     site.fault(1 - holder as u32, ECC, 0);
     site.until("the other one is out", |site| {
         let (state, reason) = state(site, 1 - holder);
-        // By the event, or by the count that is read each second: the later one stands.
+        // The event and the count that is read each second both set a reason: the later one stays.
         let ecc = reason.contains("uncorrectable ECC error") || reason.contains("uncorrected ECC errors");
         (state == "broken" && ecc).then_some(())
     });
@@ -491,13 +498,13 @@ fn joining_fails_with_words_that_help() {
     let (code, error) = join("gpsj-nonsense", &address);
     assert_eq!(code, 78, "{error}");
     assert!(error.contains("not a join token"), "{error}");
-    // A token of another pool: this server is not of it, whatever it says.
+    // A token of another pool: this server does not belong to it, whatever its name.
     let mut other = Site::new();
     let _other_server = other.start_server();
     let (code, error) = join(&other.token(), &address);
     assert_ne!(code, 0);
     assert!(error.contains("not of the pool that the join token is for"), "{error}");
-    // The right pool, a secret that nobody made.
+    // The right pool, but a forged secret.
     let mut forged = good.clone();
     forged.replace_range(80..81, if &forged[80..81] == "x" { "y" } else { "x" });
     let (code, error) = join(&forged, &address);
@@ -521,7 +528,7 @@ fn joining_fails_with_words_that_help() {
     assert_eq!(code, 78, "{error}");
     assert!(error.contains("already"), "{error}");
 
-    // The right certificate with another key.
+    // The right certificate, but another key.
     std::fs::write(&key, rcgen::KeyPair::generate().unwrap().serialize_pem()).unwrap();
     let output = site.gpusession(&["run", "--server", &address, "--", "true"]);
     assert_eq!(output.status.code(), Some(125));
@@ -570,10 +577,10 @@ fn run_without_a_daemon_leases_and_gives_back() {
     assert_eq!(lines[0], "700");
     assert_eq!(lines[1].len(), 12);
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
-    // The user's own list of servers, and no daemon.
+    // The user's own list of servers, without a daemon.
     assert_eq!(site.gpusession(&["run", "--", "sh", "-c", "exit 3"]).status.code(), Some(3));
 
-    // Signals are passed on, and the lease goes back all the same.
+    // Signals are forwarded to the program, and the lease is released all the same.
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpusession"));
     site.environment(&mut command);
     let trap = "trap 'exit 42' TERM; echo up; while :; do sleep 0.01; done";
@@ -585,7 +592,7 @@ fn run_without_a_daemon_leases_and_gives_back() {
     assert_eq!(running.stop(), 42);
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
 
-    // A lease in a file, which says where the server grants less time than asked for.
+    // A request reports that the server grants a shorter lifetime than requested.
     let file = site.path("lease.toml").display().to_string();
     let request = site.gpusession(&["request", "--server", &address, "-n", "2", "--ttl", "7d", "-o", &file]);
     assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
@@ -609,11 +616,11 @@ fn run_without_a_daemon_leases_and_gives_back() {
     assert_eq!(request.status.code(), Some(1), "{}", text(&request.stderr));
     let request = site.gpusession(&["request", "--server", &address, "-n", "2", "-o", &file]);
     assert_eq!(request.status.code(), Some(0), "{}", text(&request.stderr));
-    // The server is down: released all the same.
+    // With the server down, `release` succeeds all the same.
     server.kill();
     let release = site.gpusession(&["release", &file]);
     assert_eq!(release.status.code(), Some(0), "{}", text(&release.stderr));
-    assert!(text(&release.stdout).contains("ends by itself"), "{}", text(&release.stdout));
+    assert!(text(&release.stdout).contains("expires by itself"), "{}", text(&release.stdout));
     let unreachable = site.gpusession(&["run", "--server", &address, "--", "true"]);
     assert_eq!(unreachable.status.code(), Some(125));
     assert!(text(&unreachable.stderr).contains(&address), "{}", text(&unreachable.stderr));
@@ -673,7 +680,7 @@ fn a_daemon_without_a_token_waits_for_somebody_to_join() {
     site.lease();
 }
 
-/// systemd, as far as the daemon sees it: keeps descriptors, and says what its unit's job is.
+/// The part of systemd that the daemon uses: the descriptor store, and its unit's job.
 struct Systemd {
     socket: UnixDatagram,
     path: PathBuf,
@@ -688,7 +695,7 @@ impl Systemd {
         Self { socket, path, kept: Vec::new(), heard: String::new() }
     }
 
-    /// Does what the daemon has asked for since the last time.
+    /// Carries out the daemon's requests since the last call.
     fn work(&mut self) {
         loop {
             let mut buffer = [0; 4096];
@@ -708,7 +715,8 @@ impl Systemd {
                     ControlMessageOwned::ScmRights(fds) => fds,
                     _ => vec![],
                 })
-                // SAFETY: the kernel has just made these descriptors for this process, and nothing else knows them.
+                // SAFETY: the kernel has just created these descriptors for this process, and no
+                // other object owns them.
                 .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
                 .collect();
             let length = received.bytes;
@@ -726,7 +734,7 @@ impl Systemd {
         }
     }
 
-    /// Starts the daemon with what was kept of the one before.
+    /// Starts the daemon with the descriptors that its predecessor stored.
     fn start(&mut self, site: &Site) -> Running {
         self.work();
         let mut command = Command::new("/bin/sh");
@@ -740,10 +748,11 @@ impl Systemd {
             .env("LISTEN_FDNAMES", names.join(":"))
             .stderr(Stdio::null());
         let fds: Vec<RawFd> = self.kept.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
-        // SAFETY: between fork and exec only fcntl and dup2 are called, which are async-signal-safe, on a list made before.
+        // SAFETY: between fork and exec only `fcntl` and `dup2` are called, which are
+        // async-signal-safe, on a list made before.
         unsafe {
             command.pre_exec(move || {
-                // Out of the way of their final numbers first.
+                // First moved above their final numbers, so that none overwrites another.
                 let mut above = [0; 64];
                 for (i, fd) in fds.iter().enumerate() {
                     above[i] = libc::fcntl(*fd, libc::F_DUPFD, 100);
@@ -759,14 +768,14 @@ impl Systemd {
         Running(command.spawn().unwrap())
     }
 
-    /// What is kept now.
+    /// Number of stored descriptors whose name starts with `prefix`.
     fn kept(&mut self, prefix: &str) -> usize {
         self.work();
         self.kept.iter().filter(|(name, _)| name.starts_with(prefix)).count()
     }
 }
 
-/// The parts of systemd's D-Bus API by which the daemon tells a restart from a stop.
+/// The part of systemd's D-Bus API by which the daemon distinguishes a restart from a stop.
 struct Units;
 
 #[zbus::interface(name = "org.freedesktop.systemd1.Manager")]
@@ -816,10 +825,10 @@ fn programs_and_leases_outlive_the_daemon() {
     let mut systemd = Systemd::new(site.path("notify"));
     let daemon = systemd.start(&site);
     let lease = site.lease();
-    // A lease of a program's own, which lasts as long as the program.
+    // A lease of its own for one program, which lasts as long as the program.
     let mut holder = Command::new(env!("CARGO_BIN_EXE_gpusession"));
     site.environment(&mut holder);
-    // It ends with the pipe, whatever becomes of the one in between.
+    // `cat` exits when the pipe closes, even if `gpusession run` is killed.
     holder.args(["run", "--new", "-m", "25%", "--", "cat"]).stdin(Stdio::piped());
     let holder = holder.spawn().unwrap();
     let helper = Helper::start(&site.path("run/grant.sock"));
@@ -843,7 +852,7 @@ fn programs_and_leases_outlive_the_daemon() {
     let daemon = systemd.start(&site);
     same(&site);
 
-    // A restart as systemd says it: the daemon ends at once, and gives nothing back.
+    // A restart by systemd: the daemon exits at once, and releases no lease.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let job = runtime.block_on(restarting(&site.bus.address()));
     assert_eq!(daemon.stop(), 0);
@@ -856,16 +865,16 @@ fn programs_and_leases_outlive_the_daemon() {
     assert_eq!(
         site.gpuserver(&["ps", "--json"]).matches("\"active\"").count(),
         workers.matches("\"active\"").count(),
-        "no worker was ended"
+        "no worker was killed"
     );
 
-    // The daemon of now notices the ends of what the first one served.
+    // The restarted daemon notices when programs of its predecessor exit.
     helper.kill();
     site.described("its end", |d| d["leases"][0]["processes"] == 0);
     Running(holder).kill();
     site.described("the other lease's end", |d| d["leases"].as_array().is_some_and(|l| l.len() == 1));
     site.until("an empty store", |_| (systemd.kept("process.") + systemd.kept("lease.") == 0).then_some(()));
-    // A stop is a stop.
+    // A stop, unlike a restart, releases the leases.
     assert_eq!(daemon.stop(), 0);
     assert!(site.gpuserver(&["leases"]).contains("no leases"));
     assert_eq!(server.stop(), 0);
@@ -904,7 +913,7 @@ fn a_reload_changes_only_what_changed() {
     std::fs::write(site.path("etc/gpusession.toml"), &second).unwrap();
     assert_eq!(site.gpusession(&["reload"]).status.code(), Some(0));
     site.described("the second lease", |d| d["gpus_leased"] == 2 && d["leases"][0]["id"] == lease.as_str());
-    // What cannot work changes nothing, and says where it is wrong.
+    // An invalid configuration changes nothing, and the error names file and line.
     std::fs::write(site.path("etc/gpusession.toml"), "[[lease]]\nmemroy = 1\n").unwrap();
     let output = site.gpusession(&["reload"]);
     assert_eq!(output.status.code(), Some(78));
@@ -914,7 +923,7 @@ fn a_reload_changes_only_what_changed() {
         text(&output.stderr)
     );
     site.described("both", |d| d["gpus_leased"] == 2 && d["leases"][0]["id"] == lease.as_str());
-    // The signal does the same.
+    // SIGHUP has the same effect.
     std::fs::write(site.path("etc/gpusession.toml"), first).unwrap();
     daemon.signal(Signal::SIGHUP);
     site.described("one lease", |d| d["gpus_leased"] == 1 && d["leases"][0]["id"] == lease.as_str());

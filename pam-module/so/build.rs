@@ -1,16 +1,17 @@
-//! How the module is linked.
+//! Linker arguments of the module.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     for argument in [
-        // By its file, so that no development package is needed.
+        // The library's file name, so that the build needs no development package.
         "-l:libpam.so.0",
-        // PAM unloads modules; what Rust has registered with the thread must not dangle.
+        // PAM unloads modules, but Rust's standard library registers destructors with threads.
         "-Wl,-z,nodelete",
     ] {
         println!("cargo::rustc-link-arg-cdylib={argument}");
     }
-    // What the standard library calls here that is newer than glibc 2.28; a module names no function that starts threads.
+    // Functions newer than glibc 2.28 that the standard library calls. The module must not name
+    // functions that start threads, so it cannot redirect all.
     let newer =
         ["fstat64", "gettid", "pthread_key_create", "pthread_key_delete", "pthread_setspecific", "stat64"];
     gpusession_glibc::link_only(|name| newer.contains(&name));

@@ -1,4 +1,4 @@
-//! One packet to the daemon and one back, before a deadline.
+//! A packet to the daemon and its answer, before a deadline.
 
 use std::mem::{offset_of, size_of};
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
@@ -11,18 +11,19 @@ use libc::{c_int, c_void, socklen_t};
 
 use crate::Trouble;
 
-/// Sends `request` to the socket at `path`; the answer, if one is wanted. Whoever made the socket
-/// listen has to be the user that this process is, as the kernel says: root at a login.
+/// Sends `request` to the socket at `path`; returns the answer, or nothing unless `answered`.
+///
+/// The listening process must have the user id of this process: root, at a login.
 ///
 /// # Errors
-/// What went wrong; at the deadline at the latest.
+/// The reason, at the deadline at the latest.
 pub fn exchange(path: &Path, request: &[u8], answered: bool, deadline: Instant) -> Result<Vec<u8>, Trouble> {
     let socket = connect(path, deadline)?;
     let fd = socket.as_raw_fd();
     let uid = listener(fd)?;
     // SAFETY: geteuid cannot fail and touches no memory.
     if uid != unsafe { libc::geteuid() } {
-        return Err(Trouble::new("the socket is another user's"));
+        return Err(Trouble::new("another user listens on the socket"));
     }
     // SAFETY: the pointer and the length describe `request`, which outlives the call.
     let sent = unsafe {
@@ -35,14 +36,14 @@ pub fn exchange(path: &Path, request: &[u8], answered: bool, deadline: Instant) 
         return Ok(Vec::new());
     }
     wait_readable(fd, deadline)?;
-    // One byte more than an answer may have, so that a longer one is noticed.
+    // One byte more than the longest answer, to detect a longer one.
     let mut answer = vec![0; MAX_REPLY + 1];
     // SAFETY: the pointer and the length describe `answer`, which outlives the call.
     let length = unsafe { libc::recv(fd, answer.as_mut_ptr().cast(), answer.len(), libc::MSG_DONTWAIT) };
     match usize::try_from(length) {
         Err(_) => Err(Trouble::errno("recv")),
-        Ok(0) => Err(Trouble::new("the daemon closes without an answer")),
-        Ok(length) if length > MAX_REPLY => Err(Trouble::new("the daemon answers too much")),
+        Ok(0) => Err(Trouble::new("the daemon closed the connection without an answer")),
+        Ok(length) if length > MAX_REPLY => Err(Trouble::new("the daemon's answer is too long")),
         Ok(length) => {
             answer.truncate(length);
             Ok(answer)
@@ -55,8 +56,9 @@ fn left(deadline: Instant) -> Result<Duration, Trouble> {
     if left.is_zero() { Err(Trouble::new("the daemon does not answer in time")) } else { Ok(left) }
 }
 
-/// A connection. With a full backlog `connect` waits for ever, unless the socket's send timeout bounds it; a timeout that
-/// is set later does not.
+/// Connects to the socket at `path`.
+///
+/// If the backlog is full, only a send timeout that was set before `connect` bounds its wait.
 fn connect(path: &Path, deadline: Instant) -> Result<OwnedFd, Trouble> {
     // SAFETY: all-zero bytes are a valid sockaddr_un.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
@@ -76,10 +78,10 @@ fn connect(path: &Path, deadline: Instant) -> Result<OwnedFd, Trouble> {
     if fd < 0 {
         return Err(Trouble::errno("socket"));
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just created this descriptor for us; it has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     loop {
-        // The kernel rounds up; what is left of a tenth covers that.
+        // The kernel rounds up to ticks; the remaining tenth covers that.
         let patience = left(deadline)? * 9 / 10;
         let timeout = libc::timeval {
             tv_sec: patience.as_secs() as libc::time_t,
@@ -98,7 +100,7 @@ fn connect(path: &Path, deadline: Instant) -> Result<OwnedFd, Trouble> {
         if set < 0 {
             return Err(Trouble::errno("SO_SNDTIMEO"));
         }
-        // SAFETY: the pointer is to `address`, which outlives the call; `length` bytes of it are set.
+        // SAFETY: the pointer is to `address`, which outlives the call and has `length` bytes.
         if unsafe { libc::connect(fd, (&raw const address).cast(), length as socklen_t) } == 0 {
             return Ok(socket);
         }
@@ -109,7 +111,7 @@ fn connect(path: &Path, deadline: Instant) -> Result<OwnedFd, Trouble> {
     }
 }
 
-/// The uid of whoever made the other end listen.
+/// Returns the uid of the process that called listen() on the other end.
 fn listener(fd: RawFd) -> Result<u32, Trouble> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as socklen_t;
@@ -129,7 +131,7 @@ fn listener(fd: RawFd) -> Result<u32, Trouble> {
 fn wait_readable(fd: RawFd, deadline: Instant) -> Result<(), Trouble> {
     loop {
         let mut wanted = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-        // Rounded up, so that the last millisecond is not spent spinning.
+        // Rounded up: a timeout of 0 would spin in the last millisecond.
         let patience = left(deadline)?.as_millis() as c_int + 1;
         // SAFETY: the pointer is to one pollfd, which outlives the call.
         match unsafe { libc::poll(&raw mut wanted, 1, patience) } {

@@ -1,8 +1,9 @@
-//! What `pam_gpusession.so` does at login, apart from PAM's C interface (`so/`).
+//! The logic of `pam_gpusession.so`, without PAM's C interface (`so/`).
 //!
-//! It runs inside `sshd`, `login` and `su` as root, so that it uses the standard library only, starts no thread, changes
-//! no signal, prints nothing, keeps no state between calls, and gives up at an absolute deadline. Whatever goes wrong, the
-//! login goes on without a GPU session: programs are still served by their uid.
+//! It runs as root inside `sshd`, `login` and `su`. So it uses only the standard library and libc,
+//! starts no thread, changes no signal handler, prints nothing, and keeps no state between calls.
+//! Each call gives up at an absolute deadline. After any error the login continues with an unbound
+//! login session: the daemon still serves its programs by their uid.
 #![deny(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -22,33 +23,35 @@ use gpusession_login::{Malformed, Open, Reply, Request};
 pub use exchange::exchange;
 pub use options::Options;
 
-/// What the module needs of PAM and of the user database.
+/// Functions of PAM and the user database that the module needs.
 pub trait Pam {
-    /// The name that PAM gives the application's service.
+    /// Returns PAM's name of the service.
     fn service(&self) -> Option<String>;
-    /// The user who logs in.
+    /// Returns the name of the user who logs in.
     fn user(&self) -> Option<String>;
-    /// The terminal, if there is one.
+    /// Returns the terminal, if any.
     fn tty(&self) -> Option<String>;
-    /// Where the user comes from, if that is known.
+    /// Returns the remote host, if known.
     fn rhost(&self) -> Option<String>;
-    /// The uid of a user.
+    /// Returns the uid of a user.
     fn uid_of(&self, user: &str) -> Option<u32>;
-    /// Whether the session has a variable already: in PAM's list, or with another value in this process. `su` keeps its user's,
-    /// `su -l` does not, so that one with the same value is set again.
+    /// Returns `true` if the variable is in PAM's list, or has another value in this process.
+    ///
+    /// `su` keeps the variables of its user and `su -l` does not. So a variable with the same value
+    /// counts as not set, and is set again.
     fn is_set(&self, name: &str, value: &str) -> bool;
-    /// Whether PAM's list has a variable.
+    /// Returns `true` if PAM's list has the variable.
     fn in_list(&self, name: &str) -> bool;
-    /// Adds `NAME=VALUE` to PAM's list; whether that worked.
+    /// Adds `NAME=VALUE` to PAM's list; returns `true` on success.
     fn put(&mut self, name: &str, value: &str) -> bool;
 }
 
-/// Why a session was not bound. For the log of the option `debug`; never for the user.
+/// Reason why a login session was not bound, for the log of the option `debug` only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
-    /// What went wrong.
+    /// Failed system call, or the reason.
     pub what: &'static str,
-    /// The kernel's reason; 0 where it has none.
+    /// errno of a system call, else 0.
     pub errno: libc::c_int,
 }
 
@@ -57,21 +60,23 @@ impl Trouble {
         Self { what, errno: 0 }
     }
 
-    /// The system call `what` has just failed.
+    /// Creates the reason for a system call `what` that has just failed.
     fn errno(what: &'static str) -> Self {
         Self { what, errno: std::io::Error::last_os_error().raw_os_error().unwrap_or(0) }
     }
 }
 
-/// Opens a session: tells the daemon, and sets what it answers unless the user has set it. `Ok(false)` if there is nothing
-/// to do for this login.
+/// Reports a login session to the daemon, and sets the variables of its answer.
+///
+/// Variables that the user has set stay. `Ok(false)`: the module ignores this login, or the answer
+/// is empty.
 pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     let service = pam.service().unwrap_or_default();
     if options.skips(&service) {
         return Ok(false);
     }
     let user = pam.user().ok_or_else(|| Trouble::new("PAM names no user"))?;
-    let uid = pam.uid_of(&user).ok_or_else(|| Trouble::new("the user has no uid"))?;
+    let uid = pam.uid_of(&user).ok_or_else(|| Trouble::new("the user is unknown"))?;
     if uid < options.min_uid {
         return Ok(false);
     }
@@ -82,12 +87,12 @@ pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
         tty: pam.tty().unwrap_or_default(),
         rhost: pam.rhost().unwrap_or_default(),
     };
-    // The user database has its own patience; the deadline is for the daemon.
+    // The deadline starts here, since the user database has timeouts of its own.
     let deadline = Instant::now() + options.timeout;
     let packet = exchange(&options.socket, &Request::Open(open).encode(), true, deadline)?;
     let reply = Reply::parse(&packet).map_err(|Malformed(what)| Trouble::new(what))?;
     for (name, value) in reply.environment.iter().filter(|(name, _)| options.allows(name)) {
-        // The session's id is ours, and another one in an outer session's environment is stale here.
+        // The id in the environment of an outer login session is wrong for this one.
         if *name == "GPUSESSION_ID" || !pam.is_set(name, value) {
             pam.put(name, value);
         }
@@ -95,7 +100,9 @@ pub fn open(pam: &mut impl Pam, options: &Options) -> Result<bool, Trouble> {
     Ok(!reply.environment.is_empty())
 }
 
-/// Closes a session: tells the daemon, if [`open`] did. The daemon would notice the end of this process anyway.
+/// Reports the end of a login session to the daemon, if [`open`] bound it.
+///
+/// Without the report the daemon notices the end of this process.
 pub fn close(pam: &impl Pam, options: &Options) -> Result<bool, Trouble> {
     if options.skips(&pam.service().unwrap_or_default()) || !pam.in_list("GPUSESSION_ID") {
         return Ok(false);
@@ -105,10 +112,11 @@ pub fn close(pam: &impl Pam, options: &Options) -> Result<bool, Trouble> {
     Ok(true)
 }
 
-/// Runs an entry of the module. A panic ends here, in silence: it must neither unwind into the host program nor print into
-/// its user's terminal.
+/// Runs an entry point of the module, and returns `otherwise` after a panic.
+///
+/// A panic must neither unwind into the host program nor print to its user's terminal.
 pub fn guard(entry: impl FnOnce() -> libc::c_int, otherwise: libc::c_int) -> libc::c_int {
-    // The module has a standard library of its own, so that this is not the hook of the host program.
+    // The module contains its own standard library, so this is not the host program's hook.
     static SILENCE: Once = Once::new();
     SILENCE.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(entry)).unwrap_or(otherwise)

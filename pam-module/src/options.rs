@@ -3,21 +3,22 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What the administrator wrote behind `pam_gpusession.so`.
+/// Arguments of `pam_gpusession.so`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// `timeout_ms`: the longest time that the daemon may hold a login up, at most 5 s.
+    /// `timeout_ms`: the longest time that the daemon may delay a login, at most 5 s.
     pub timeout: Duration,
-    /// `min_uid`: users below it are left alone.
+    /// `min_uid`: the module ignores users with a lower uid.
     pub min_uid: u32,
-    /// `skip_services`: PAM services that are left alone, separated by commas.
+    /// `skip_services`: PAM services that the module ignores, separated by commas.
     pub skip_services: Vec<String>,
-    /// `allow`: the variables that the daemon may set, separated by commas, each with an `*` for any end. Without it, all that
-    /// [`gpusession_login::check`] lets pass.
+    /// `allow`: variables that the daemon may set, separated by commas; an `*` is any end.
+    ///
+    /// Without it, all that [`gpusession_login::check`] accepts.
     pub allow: Vec<String>,
     /// `socket`: where the daemon listens.
     pub socket: PathBuf,
-    /// `debug`: says in the log why a session was not bound.
+    /// `debug`: logs why a login session was not bound.
     pub debug: bool,
 }
 
@@ -35,7 +36,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Reads them. What cannot be read has its default: a login does not fail for it.
+    /// Parses the arguments; an unknown or bad one is ignored, so that the login continues.
     pub fn parse<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Self {
         let mut options = Self::default();
         for argument in arguments {
@@ -57,12 +58,12 @@ impl Options {
         options
     }
 
-    /// Whether a service is left alone.
+    /// Returns `true` if the module ignores the service.
     pub fn skips(&self, service: &str) -> bool {
         self.skip_services.iter().any(|s| s == service)
     }
 
-    /// Whether the daemon may set a variable. The session's id is what the module is there for.
+    /// Returns `true` if the daemon may set the variable; `GPUSESSION_ID` always.
     pub fn allows(&self, name: &str) -> bool {
         let fits = |pattern: &String| match pattern.strip_suffix('*') {
             Some(begin) => name.starts_with(begin),

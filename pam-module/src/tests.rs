@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A login, as the module sees it.
+/// A login without PAM.
 #[derive(Default)]
 struct Login {
     service: &'static str,
@@ -52,11 +52,11 @@ fn alice() -> Login {
 }
 
 fn at(folder: &Path) -> Options {
-    // The daemon of a test is a thread on a machine that may be busy.
+    // The timeout is long, since the test's daemon is a thread on a perhaps busy machine.
     Options { socket: folder.join("pam.sock"), timeout: Duration::from_secs(5), ..Options::default() }
 }
 
-/// A daemon that answers one login with this packet.
+/// Starts a daemon that answers one login with this packet.
 fn daemon(folder: &Path, answer: Vec<u8>) -> std::thread::JoinHandle<Vec<u8>> {
     use std::os::fd::FromRawFd as _;
     use std::os::unix::ffi::OsStrExt as _;
@@ -85,7 +85,7 @@ fn daemon(folder: &Path, answer: Vec<u8>) -> std::thread::JoinHandle<Vec<u8>> {
     })
 }
 
-/// One login that is answered with `answer`.
+/// Runs a login that the daemon answers with `answer`.
 fn login(login: &mut Login, answer: Vec<u8>) -> Result<bool, Trouble> {
     let folder = tempfile::tempdir().unwrap();
     let daemon = daemon(folder.path(), answer);
@@ -103,7 +103,7 @@ fn a_session_gets_what_the_user_has_not_set() {
     let mut session = alice();
     session.process.insert("NCCL_DEBUG".into(), "INFO".into());
     session.process.insert("GPUSESSION_ID".into(), "outer".into());
-    // `su -l` would not keep it.
+    // `su -l` would drop this variable.
     session.process.insert("XLA_FLAGS".into(), "x".into());
     session.list.insert("OMP_NUM_THREADS".into(), "2".into());
     let environment = [
@@ -163,7 +163,7 @@ fn who_is_left_alone_costs_nothing() {
     }
     assert!(open(&mut Login { uid: None, ..alice() }, &options).is_err());
     assert!(open(&mut Login { user: None, ..alice() }, &options).is_err());
-    // A session that was not opened is not closed.
+    // A login session that was not opened is not closed.
     assert_eq!(close(&alice(), &options), Ok(false));
 }
 
@@ -205,7 +205,7 @@ fn options_are_read_leniently() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever bytes come as an answer: a refusal, or variables that may be set.
+    /// Any bytes as an answer yield an error, or variables that may be set.
     #[test]
     fn no_answer_does_harm(mut bytes in prop::collection::vec(any::<u8>(), 0..600), begins in 0..4) {
         let head: &[u8] = match begins {
@@ -221,7 +221,7 @@ proptest! {
         }
     }
 
-    /// Good answers with a few bytes changed.
+    /// Answers with a few changed bytes yield an error, or variables that may be set.
     #[test]
     fn damaged_answers_do_no_harm(
         values in prop::collection::vec("[ !#%-&(-\\[\\]-_a-~]{0,40}", 1..8),

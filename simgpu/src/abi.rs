@@ -87,7 +87,7 @@ pub struct KernelNodeParams {
     pub extra: *mut *mut u8,
 }
 
-/// What `_v2` adds: a kernel and a context.
+/// The fields that `_v2` adds: a kernel and a context.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct KernelNodeParamsV2 {

@@ -1,4 +1,4 @@
-//! Stream capture: who may do what while streams are recorded into graphs.
+//! Stream capture: records streams into graphs, and refuses calls that are unsafe meanwhile.
 
 use crate::context::{Context, thread_id};
 use crate::errors::{
@@ -37,7 +37,7 @@ pub struct Capture {
 #[derive(Clone)]
 pub struct Capturing {
     pub capture: Arc<Capture>,
-    /// The nodes that its next entry depends on.
+    /// The nodes on which its next entry depends.
     pub last: Vec<Arc<Node>>,
 }
 
@@ -57,7 +57,7 @@ impl Capture {
     }
 }
 
-/// Exchanges the calling thread's capture interaction mode.
+/// Sets the calling thread's capture interaction mode, and returns the previous one.
 pub fn exchange_mode(mode: u32) -> Result<u32> {
     if mode > RELAXED {
         return Err(INVALID_VALUE);
@@ -69,7 +69,7 @@ pub fn capturing(s: &Stream) -> bool {
     s.capture.lock().is_some()
 }
 
-/// Refuses a call that is unsafe while a capture goes on, and spoils that capture.
+/// Refuses a call that is unsafe during a capture, and invalidates that capture.
 pub fn forbid_unsafe() -> Result {
     let mode = MODE.try_with(Cell::get).unwrap_or(GLOBAL);
     if mode == RELAXED {
@@ -87,7 +87,7 @@ pub fn forbid_unsafe() -> Result {
     if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// Refuses to wait for, or to ask about, a stream that is being captured, or any stream where that is unsafe.
+/// Refuses to wait for or to query a capturing stream, or any stream where that is unsafe.
 pub fn forbid_sync(s: &Arc<Stream>) -> Result {
     if let Some(c) = &*s.capture.lock() {
         c.capture.invalidate();
@@ -114,12 +114,12 @@ pub fn forbid_legacy(ctx: &Arc<Context>) -> Result {
     if hit { Err(STREAM_CAPTURE_IMPLICIT) } else { Ok(()) }
 }
 
-/// Whether the legacy stream would wait for a capturing stream; only asks.
+/// Returns `true` if the legacy stream would wait for a capturing stream; invalidates no capture.
 pub fn legacy_involved(ctx: &Arc<Context>) -> bool {
     !ACTIVE.lock().is_empty() && ctx.streams().iter().any(|s| s.blocking() && capturing(s))
 }
 
-/// Refuses to synchronise a context in which something is being captured.
+/// Refuses to synchronize a context with a capture in progress.
 pub fn forbid_context_sync(ctx: &Arc<Context>) -> Result {
     let me = handle(ctx);
     let mut hit = false;
@@ -130,7 +130,7 @@ pub fn forbid_context_sync(ctx: &Arc<Context>) -> Result {
     if hit { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
-/// Turns an entry into a node if its stream is being captured.
+/// Records an entry as a node if its stream is capturing; returns `false` if it is not.
 pub fn capture_op(s: &Arc<Stream>, op: &Op) -> Result<bool> {
     let mut state = s.capture.lock();
     let Some(c) = state.as_mut() else { return Ok(false) };
@@ -146,7 +146,7 @@ pub fn capture_op(s: &Arc<Stream>, op: &Op) -> Result<bool> {
     Ok(true)
 }
 
-/// Adds a node of any kind to a capture in progress; false if there is none.
+/// Adds a node of any kind to the stream's capture; returns `false` if it is not capturing.
 pub fn capture_node(s: &Arc<Stream>, kind: NodeKind) -> Result<bool> {
     let mut state = s.capture.lock();
     let Some(c) = state.as_mut() else { return Ok(false) };
@@ -186,7 +186,7 @@ pub fn begin(s: &Arc<Stream>, mode: u32, graph: Option<Arc<Graph>>, last: Vec<Ar
     Ok(())
 }
 
-/// Whether each of `nodes` is one of `ends` or comes before one of them.
+/// Returns `true` if each of `nodes` is one of `ends` or precedes one of them.
 fn joined(nodes: &[Arc<Node>], ends: &[Arc<Node>]) -> bool {
     let (mut todo, mut seen) = (ends.to_vec(), std::collections::HashSet::new());
     while let Some(n) = todo.pop() {
@@ -219,7 +219,7 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
         c.invalidate();
         return Err(STREAM_CAPTURE_UNMATCHED);
     }
-    // The capture ends all the same.
+    // A call from the wrong thread ends the capture all the same.
     let wrong_thread = c.mode != RELAXED && c.thread != thread_id();
     ACTIVE.lock().retain(|a| !Arc::ptr_eq(a, &c));
     let mut unjoined = !joined(&c.left.lock(), &own.last);
@@ -242,7 +242,7 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
     Ok(c.graph.clone())
 }
 
-/// Records an event in a capturing stream; false if the stream is not capturing.
+/// Records an event in a capturing stream; returns `false` if the stream is not capturing.
 pub fn record(s: &Arc<Stream>, event: &Event) -> Result<bool> {
     let state = s.capture.lock();
     let Some(c) = state.as_ref() else { return Ok(false) };
@@ -255,14 +255,14 @@ pub fn record(s: &Arc<Stream>, event: &Event) -> Result<bool> {
     Ok(true)
 }
 
-/// Makes a stream wait for an event where capture is involved; false if it is not.
+/// Makes a stream wait for an event if a capture is involved; returns `false` if none is.
 pub fn wait(s: &Arc<Stream>, event: &Event) -> Result<bool> {
     let captured = event.state.lock().captured.clone();
     let mut state = s.capture.lock();
     match (state.as_mut(), captured) {
         (None, None) => Ok(false),
         (Some(own), None) => {
-            // An event that was never recorded holds nobody up.
+            // An event that was never recorded blocks no stream.
             if event.state.lock().recorded.is_none() {
                 return Ok(true);
             }

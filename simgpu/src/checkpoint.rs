@@ -1,5 +1,7 @@
-//! Checkpoints: another process of this user asks, a thread of this process does it. Between `Lock` and `Unlock` every call of
-//! the driver waits; between `Checkpoint` and `Restore` the device memory is free for others, and reading it finds rubbish.
+//! Checkpoints, which another process of this user requests and a thread of this process performs.
+//!
+//! Between `Lock` and `Unlock` every driver call waits. Between `Checkpoint` and `Restore` other
+//! processes can use the device memory, and reads of it return garbage.
 
 use crate::driver::{Driver, driver};
 use crate::errors::{Error, ILLEGAL_STATE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, OUT_OF_MEMORY, Result};
@@ -8,10 +10,10 @@ use crate::usage::Mail;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-/// Held by every call of the driver while it runs; held for writing while the process is locked.
+/// Each driver call holds it shared; a locked process holds it exclusively.
 static GATE: RwLock<()> = RwLock::new(());
 
-/// `CUprocessState`.
+/// The values of `CUprocessState`.
 pub const RUNNING: u64 = 0;
 pub const LOCKED: u64 = 1;
 pub const CHECKPOINTED: u64 = 2;
@@ -21,12 +23,12 @@ pub const CHECKPOINT: u64 = 2;
 pub const RESTORE: u64 = 3;
 pub const UNLOCK: u64 = 4;
 
-/// Lets a call in, when the process is not locked. A call inside a call gets in at once.
+/// Waits until the process is not locked. A nested call never waits.
 pub fn enter() -> RwLockReadGuard<'static, ()> {
     GATE.read_recursive()
 }
 
-/// Starts the thread that does what other processes ask.
+/// Starts the thread that serves requests of other processes.
 pub fn serve() {
     let Ok(driver) = driver() else { return };
     let Some(mail) = driver.space.usage().register() else { return };
@@ -37,11 +39,11 @@ pub fn serve() {
             done.err().map_or(0, |e| u64::from(e.0))
         });
     };
-    // Without it the process cannot be checkpointed.
+    // Without the thread the process cannot be checkpointed.
     let _ = std::thread::Builder::new().name("simgpu-restore".into()).spawn(work);
 }
 
-/// Whether this process would be a client of MPS, which cannot be checkpointed.
+/// Returns `true` if this process would be a client of MPS, which cannot be checkpointed.
 pub fn under_mps() -> bool {
     std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
 }
@@ -94,18 +96,18 @@ fn perform(
     Ok(())
 }
 
-/// Asks another process.
+/// Sends a request to another process, and returns its result.
 pub fn ask(pid: i32, command: u64, argument: u64) -> Result {
     let pid = u32::try_from(pid).ok().filter(|p| *p != std::process::id()).ok_or(INVALID_VALUE)?;
     match driver()?.space.usage().clone().find(pid).ok_or(INVALID_VALUE)?.ask(command, argument) {
         Some(0) => Ok(()),
         Some(code) => Err(Error(code as u32)),
-        // It ended meanwhile.
+        // The process has exited meanwhile.
         None => Err(INVALID_VALUE),
     }
 }
 
-/// What another process is in.
+/// Returns the `CUprocessState` of another process.
 pub fn state(pid: i32) -> Result<u64> {
     let pid = u32::try_from(pid).map_err(|_| INVALID_VALUE)?;
     driver()?.space.usage().clone().find(pid).map(|mail| mail.state()).ok_or(INVALID_VALUE)

@@ -1,15 +1,15 @@
-//! What the simulated machine is like. See README.md for every key.
+//! Configuration of the simulated machine; `simgpu/configuration.md` describes every key.
 
 use std::collections::HashMap;
 
 use crate::usage::DEVICES;
 
-/// What to do with images that hold machine code only.
+/// Policy for images that contain only machine code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CubinPolicy {
-    /// Load, find the kernels, run nothing.
+    /// Loads the image and finds its kernels, but executes nothing.
     Pretend,
-    /// 209, as for code of another architecture.
+    /// Fails with 209, as for code of another architecture.
     Refuse,
 }
 
@@ -17,7 +17,7 @@ pub enum CubinPolicy {
 pub struct Config {
     pub devices: u32,
     pub memory: u64,
-    /// What each context takes of it.
+    /// Bytes of device memory that each context takes.
     pub context: u64,
     pub name: String,
     /// Processes with the same machine name share its memory.
@@ -25,30 +25,31 @@ pub struct Config {
     pub driver_version: u32,
     pub sms: u32,
     pub seed: u64,
-    /// Entries a stream holds before a submission blocks.
+    /// Number of entries that a stream holds before a submission blocks.
     pub queue: usize,
-    /// Longest injected delay before an entry runs, in microseconds, and one in how many entries gets one.
+    /// Upper bound of injected delays before an entry runs, in microseconds; one in `delay_one_in`
+    /// entries is delayed.
     pub delay_us: u64,
     pub delay_one_in: u64,
-    /// Added to every compilation.
+    /// Milliseconds added to every compilation.
     pub jit_ms: u64,
     pub cubin: CubinPolicy,
     pub ignore_address_hints: bool,
-    /// Whether devices reach each other's memory.
+    /// Whether devices can access each other's memory.
     pub peers: bool,
-    /// Where device memory is placed; 0 leaves it to the kernel.
+    /// Start address of device memory; 0 for the kernel's choice.
     pub device_base: u64,
-    /// Where stream-ordered allocations are placed.
+    /// Start address of stream-ordered allocations.
     pub pool_base: u64,
     /// Byte that fresh device memory is filled with, if any.
     pub poison: Option<u8>,
-    /// Every how many allocations one fails; 0 for never.
+    /// Interval, in allocations, of injected failures; 0 for none.
     pub fail_alloc_every: u64,
-    /// The launch with this number (from 1) fails with `fault_code`; 0 for never.
+    /// Number, from 1, of the launch that fails with `fault_code`; 0 for none.
     pub fault_at_launch: u64,
     pub fault_code: u32,
     pub export_memory: bool,
-    /// Whether processes can be checkpointed, and how long each step takes at least.
+    /// Whether processes can be checkpointed; `checkpoint_ms` is the least duration of each step.
     pub checkpoint: bool,
     pub checkpoint_ms: u64,
     pub threads: usize,
@@ -118,7 +119,7 @@ fn flag(text: &str) -> Option<bool> {
 }
 
 impl Config {
-    /// Sets one key; false if the key or the value is not known.
+    /// Sets one key; returns `false` for an unknown key or an invalid value.
     fn set(&mut self, key: &str, value: &str) -> bool {
         let mut apply = || -> Option<()> {
             match key {
@@ -162,7 +163,7 @@ impl Config {
         apply().is_some()
     }
 
-    /// Reads `key = value` lines; unknown ones are returned.
+    /// Reads `key = value` lines, and returns those that are invalid.
     fn read(&mut self, text: &str) -> Vec<String> {
         let mut bad = Vec::new();
         for (n, line) in text.lines().enumerate() {
@@ -179,7 +180,7 @@ impl Config {
         bad
     }
 
-    /// The file named by `SIMGPU_CONF`, then `SIMGPU_<KEY>` for each key.
+    /// Loads the file named by `SIMGPU_CONF`, then `SIMGPU_<KEY>` of the environment for each key.
     pub fn load() -> Config {
         Self::from(std::env::vars().filter(|(k, _)| k.starts_with("SIMGPU_")).collect())
     }
@@ -198,9 +199,10 @@ impl Config {
                 bad.push(format!("{key}={value}"));
             }
         }
-        // A driver has nowhere to report a bad configuration; a test that mistypes a key must not pass unnoticed.
+        // Printed, since a driver cannot report a bad configuration and a test must not mistype a
+        // key unnoticed.
         for b in bad {
-            eprintln!("simgpu: not understood: {b}");
+            eprintln!("simgpu: configuration: unknown key or invalid value: {b}; ignored");
         }
         config
     }

@@ -1,4 +1,4 @@
-//! Contexts, which one is current in each thread, and what they own.
+//! Contexts: the current one of each thread, and the objects that they own.
 
 use crate::driver::{Driver, driver};
 use crate::errors::{CONTEXT_IS_DESTROYED, DEINITIALIZED, Error, INVALID_CONTEXT, Result};
@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 
 pub static CONTEXTS: Registry<Context> = Registry::new();
 
-/// The fault after which the process can make no new context.
+/// The error code after which the process can create no context; 0 before.
 static POISON: AtomicU32 = AtomicU32::new(0);
 
 pub fn not_poisoned() -> Result {
@@ -23,7 +23,7 @@ pub fn not_poisoned() -> Result {
     }
 }
 
-/// What ends with a context, or with one activation of a primary context.
+/// State that ends with a context, or with one activation of a primary context.
 #[derive(Default)]
 pub struct Life {
     pub cancel: Arc<AtomicBool>,
@@ -32,7 +32,7 @@ pub struct Life {
 }
 
 impl Life {
-    /// Whether work is no longer run: the context is gone or broken.
+    /// Returns `true` if work no longer runs: the context is destroyed or broken.
     pub fn over(&self) -> bool {
         self.cancel.load(Ordering::Relaxed) || self.sticky.load(Ordering::Relaxed) != 0
     }
@@ -50,7 +50,7 @@ impl Life {
         }
     }
 
-    /// Hands what kernels printed to the program's own stdout and stderr.
+    /// Writes the output of kernels to the program's own stdout and stderr.
     pub fn flush(&self) {
         let chunks = std::mem::take(&mut *self.output.lock());
         if chunks.is_empty() {
@@ -86,7 +86,7 @@ impl Host for Life {
         self.output.lock().push((true, text.as_bytes().to_vec()));
     }
 
-    // The device heap is not simulated: `malloc` in a kernel finds it exhausted.
+    // The device heap is not simulated, so that `malloc` in a kernel always fails.
     fn malloc(&self, _size: u64) -> u64 {
         0
     }
@@ -114,7 +114,7 @@ pub struct Context {
     pub flags: AtomicU32,
     pub cache_config: AtomicU32,
     pub shared_config: AtomicU32,
-    /// Retains of a primary context; 1 for others until they are destroyed.
+    /// Number of retains of a primary context; 1 for other contexts until they are destroyed.
     pub references: AtomicU32,
     life: Mutex<Arc<Life>>,
     pub state: Mutex<State>,
@@ -128,7 +128,7 @@ thread_local! {
     };
 }
 
-/// A number for the calling thread.
+/// Returns a number that identifies the calling thread in this process.
 pub fn thread_id() -> u64 {
     THREAD.try_with(|t| *t).unwrap_or(0)
 }
@@ -137,12 +137,12 @@ pub fn with_stack<R>(f: impl FnOnce(&mut Vec<Arc<Context>>) -> R) -> Result<R> {
     STACK.try_with(|s| f(&mut s.borrow_mut())).map_err(|_| DEINITIALIZED)
 }
 
-/// The context on top of the stack, whatever state it is in.
+/// Returns the context on top of the stack, in whatever state.
 pub fn top() -> Result<Option<Arc<Context>>> {
     with_stack(|s| s.last().cloned())
 }
 
-/// The current context, which must be alive.
+/// Returns the current context, which must be alive.
 pub fn current() -> Result<Arc<Context>> {
     driver()?;
     let ctx = top()?.ok_or(INVALID_CONTEXT)?;
@@ -150,14 +150,14 @@ pub fn current() -> Result<Arc<Context>> {
     Ok(ctx)
 }
 
-/// The current context for calls that do work: a broken one refuses them.
+/// Returns the current context for calls that do work, which fail if it is broken.
 pub fn working() -> Result<Arc<Context>> {
     let ctx = current()?;
     ctx.life().check()?;
     Ok(ctx)
 }
 
-/// A context by handle; null is the current one.
+/// Returns a context by handle; null is the current one.
 pub fn by_handle(h: usize) -> Result<Arc<Context>> {
     driver()?;
     if h == 0 { current() } else { CONTEXTS.find(h).ok_or(INVALID_CONTEXT) }
@@ -193,7 +193,7 @@ impl Context {
         if self.active() { Ok(()) } else { Err(CONTEXT_IS_DESTROYED) }
     }
 
-    /// The stream behind the NULL handle or `CU_STREAM_LEGACY`.
+    /// Returns the stream behind the null handle or `CU_STREAM_LEGACY`.
     pub fn legacy(self: &Arc<Self>) -> Arc<Stream> {
         let mut state = self.state.lock();
         let made = || Stream::new(Role::Legacy, 0, 0, handle(self), self.device, self.life());
@@ -217,18 +217,18 @@ impl Context {
         state.streams.push(Arc::downgrade(stream));
     }
 
-    /// Every stream but the legacy one.
+    /// Returns all streams except the legacy one.
     pub fn streams(&self) -> Vec<Arc<Stream>> {
         self.state.lock().streams.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Whether everything submitted so far is done.
+    /// Returns `true` if all work submitted so far is done.
     pub fn idle(&self) -> bool {
         let legacy = self.state.lock().legacy.clone();
         self.streams().into_iter().chain(legacy).all(|s| s.last().reached())
     }
 
-    /// Waits for everything submitted so far.
+    /// Waits for all work submitted so far.
     pub fn synchronize(&self) -> Result {
         let legacy = self.state.lock().legacy.clone();
         for s in self.streams().into_iter().chain(legacy) {
@@ -239,11 +239,11 @@ impl Context {
         life.check()
     }
 
-    /// Ends this activation: work is dropped, memory and streams go.
+    /// Ends this activation: drops its work, and frees its memory, streams and events.
     pub fn tear_down(self: &Arc<Self>, d: &Driver) {
         let me = handle(self);
         let life = std::mem::take(&mut *self.life.lock());
-        // Work in flight gets a moment to end by itself; a kernel that never ends must not stop the process.
+        // Work in flight may finish for a moment; an endless kernel must not block the process.
         let deadline = std::time::Instant::now() + std::time::Duration::from_millis(500);
         let streams: Vec<_> = self.streams().into_iter().chain(self.state.lock().legacy.clone()).collect();
         let points: Vec<_> = streams.iter().map(Stream::last).collect();

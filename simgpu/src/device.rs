@@ -7,7 +7,7 @@ use std::time::Instant;
 
 pub struct Device {
     pub ordinal: u32,
-    /// Its number in the machine.
+    /// The device's number in the machine; the ordinal counts only visible devices.
     pub card: u32,
     pub uuid: [u8; 16],
     pub primary: Arc<Context>,
@@ -19,7 +19,7 @@ pub const SHARED_OPTIN: u32 = 64 << 10;
 pub const THREADS_PER_SM: u32 = 1024;
 pub const BLOCKS_PER_SM: u32 = 16;
 
-/// Recognisable, valid as a random UUID, and the same in every process.
+/// Returns a UUID that is recognisable, valid as a random UUID, and equal in every process.
 pub fn uuid(ordinal: u32) -> [u8; 16] {
     let mut uuid = *b"simgpu\x40\x00\x80\x00gpu-00";
     uuid[15] = ordinal as u8;
@@ -43,7 +43,7 @@ impl Device {
         pci_id(self.card)
     }
 
-    /// `None` for an attribute that does not exist.
+    /// Returns an attribute's value; `None` if the attribute does not exist.
     pub fn attribute(&self, id: u32) -> Option<i32> {
         let c = config();
         Some(match id {

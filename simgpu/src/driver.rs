@@ -16,7 +16,7 @@ pub struct Driver {
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
 static CONFIG: LazyLock<Arc<Config>> = LazyLock::new(|| Arc::new(Config::load()));
-/// Set in a child of a process that had initialised the driver, which cannot use it.
+/// Set in a forked child of a process that had initialised the driver: the child cannot use it.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_child() {
@@ -25,12 +25,14 @@ extern "C" fn in_child() {
     }
 }
 
-/// The configuration, which exists before `cuInit`.
+/// Returns the configuration, which exists before `cuInit`.
 pub fn config() -> &'static Config {
     &CONFIG
 }
 
-/// The devices of the machine that `CUDA_VISIBLE_DEVICES` leaves, in its order; it ends at the first bad entry.
+/// Returns the numbers of the visible devices in the order of `CUDA_VISIBLE_DEVICES`.
+///
+/// The list ends at its first invalid entry.
 fn visible(list: Option<&str>, devices: u32) -> Vec<u32> {
     let Some(list) = list else { return (0..devices).collect() };
     let mut cards = Vec::new();
@@ -42,7 +44,7 @@ fn visible(list: Option<&str>, devices: u32) -> Vec<u32> {
         };
         match found {
             Some(card) if !cards.contains(&card) => cards.push(card),
-            // The same device twice leaves none.
+            // A repeated device makes the list empty.
             Some(_) => return Vec::new(),
             None => break,
         }
@@ -78,18 +80,18 @@ pub fn init() -> Result {
     Ok(())
 }
 
-/// The driver, once `cuInit` has succeeded.
+/// Returns the driver after `cuInit`; fails before, and inside host functions.
 pub fn driver() -> Result<&'static Driver> {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
-    // Host functions may wait and ask, which needs no driver, and nothing else.
+    // Host functions may not call the driver, except for waits and queries, which do not come here.
     crate::submit::not_in_callback()?;
     DRIVER.get().ok_or(NOT_INITIALIZED)
 }
 
 impl Driver {
-    /// Whether everything submitted so far is done.
+    /// Returns `true` if all work submitted so far is done.
     pub fn idle(&self) -> bool {
         CONTEXTS.all().iter().all(|c| c.idle())
     }

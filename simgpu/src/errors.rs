@@ -1,4 +1,4 @@
-//! Results of driver calls: codes, names and the driver's own words for them.
+//! Results of driver calls: codes, names and NVIDIA's texts.
 
 use std::ffi::CStr;
 
@@ -120,12 +120,12 @@ fn find(code: u32) -> Option<&'static (i32, &'static CStr, &'static CStr)> {
     ERRORS.binary_search_by_key(&i64::from(code), |row| i64::from(row.0)).ok().map(|i| &ERRORS[i])
 }
 
-/// `CUDA_ERROR_...`
+/// Returns the name of a code, `CUDA_ERROR_...`.
 pub fn name(code: u32) -> Option<&'static CStr> {
     find(code).map(|row| row.1)
 }
 
-/// What the driver says about a code.
+/// Returns the driver's text for a code.
 pub fn text(code: u32) -> Option<&'static CStr> {
     find(code).map(|row| row.2)
 }

@@ -1,7 +1,7 @@
 //! The private tables that NVIDIA's runtime libraries ask the driver for.
 //!
-//! Only a handful of their functions are ever called; the others answer "not supported". Which tables there are, and which
-//! function of this module is behind which slot, says `proto/calls/tables.txt`.
+//! Only a few of their functions are ever called; the others return "not supported".
+//! `proto/calls/tables.txt` lists the tables, and the functions of this module behind their slots.
 
 use crate::context::{CONTEXTS, top};
 use crate::driver::{config, driver};
@@ -30,7 +30,7 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/export_tables.rs"));
 }
 
-/// The table of an id, if it exists here.
+/// Returns the table of an id, if it is simulated.
 pub fn find(id: &[u8; 16]) -> Option<*const usize> {
     let id = u128::from_be_bytes(*id);
     let table = generated::find(id);
@@ -50,7 +50,7 @@ extern "C" fn nothing() -> u32 {
 }
 
 unsafe extern "C" fn cudart_primary(ctx: *mut usize, device: i32) -> u32 {
-    // The handle is the one that retaining gives later; nothing is activated.
+    // Returns the handle that retaining yields later, without activating the context.
     guard("CudartInterface[2]", || {
         let h = handle(&driver()?.device(device)?.primary);
         // SAFETY: the runtime vouches for its pointer.
@@ -94,7 +94,7 @@ unsafe extern "C" fn cudart_load_header(
     guard("CudartInterface[8]", || unsafe { load(module, image) })
 }
 
-/// Zeroed memory in which a tool would say that it listens; nobody does.
+/// Zeroed memory in which a profiling tool would register; no tool does.
 static QUIET: [u64; 2048] = [0; 2048];
 
 unsafe extern "C" fn hooks_large(buffer: *mut usize, n: *mut usize) -> usize {
@@ -178,7 +178,7 @@ unsafe extern "C" fn checks_flags(_ctx: usize, result: *mut u32, _more: *mut usi
     guard("ContextChecks[2]", || unsafe { out(result, 0) })
 }
 
-/// The key of the compatibility check.
+/// Key of the compatibility check's HMAC.
 const KEY: [u8; 16] = 0x146addae53a9a752aa0841360bf55a9fu128.to_be_bytes();
 
 unsafe extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64; 2]) -> u32 {
@@ -214,7 +214,8 @@ unsafe extern "C" fn integrity_check(version: u32, time: u64, result: *mut [u64;
     })
 }
 
-/// One byte per pair of multiprocessors: its place in its cluster, and the cluster's number.
+/// Returns two arrays with one byte per pair of multiprocessors: its index in its cluster, and the
+/// cluster's number.
 unsafe extern "C" fn tpc_get(places: *mut *mut u8, clusters: *mut *mut u8) -> u32 {
     guard("TpcTopology[4]", || {
         crate::context::current()?;
@@ -245,5 +246,5 @@ unsafe extern "C" fn tpc_free(a: *mut u8, b: *mut u8) -> u32 {
     0
 }
 
-/// What `cuGetExportTable` answers for a table that is not there.
+/// Result of `cuGetExportTable` for an unknown table.
 pub const MISSING: crate::errors::Error = NOT_FOUND;

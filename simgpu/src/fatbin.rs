@@ -1,4 +1,5 @@
-//! Finds code in what programs hand to the driver: wrappers, fatbins, ELF images, PTX text.
+//! Finds code in the images that programs pass to the driver: wrappers, fatbins, ELF images, PTX
+//! text.
 
 use crate::errors::{Error, INVALID_IMAGE, INVALID_VALUE, NO_BINARY_FOR_GPU};
 use std::io::Read;
@@ -6,7 +7,7 @@ use std::io::Read;
 const WRAPPER_MAGIC: u32 = 0x466243b1;
 const FATBIN_MAGIC: u32 = 0xba55ed50;
 const ELF_MAGIC: u32 = 0x464c457f;
-/// Nothing a program embeds is larger than this once unpacked.
+/// Upper bound, in bytes, of an unpacked image.
 const UNPACKED_LIMIT: u64 = 1 << 30;
 
 /// Code that the simulated device can use.
@@ -27,13 +28,13 @@ fn u64_at(b: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(b.get(at..at + 8)?.try_into().ok()?))
 }
 
-/// Length of an ELF image from its own headers.
+/// Returns the length of an ELF image according to its own headers.
 fn elf_size(header: &[u8; 64]) -> Option<usize> {
     let (shoff, shentsize, shnum) = (u64_at(header, 40)?, u16_at(header, 58)?, u16_at(header, 60)?);
     usize::try_from(shoff.checked_add(u64::from(shentsize) * u64::from(shnum))?).ok()
 }
 
-/// Reads whatever `image` points to; the length is nowhere given and follows from the content.
+/// Reads the image at `image`, whose length follows from its content.
 ///
 /// # Safety
 /// `image` must point to a complete wrapper, fatbin, ELF image or NUL-terminated PTX text.
@@ -41,8 +42,8 @@ pub unsafe fn load(image: *const u8, sm: u32) -> Result<Image, Error> {
     if image.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller vouches for the object at `image`; its first four bytes tell what it is, and each kind is
-    // read only as far as its own headers say.
+    // SAFETY: the caller vouches for the object at `image`. Its first four bytes identify its kind,
+    // and each kind is read only as far as its own headers say.
     unsafe {
         match image.cast::<u32>().read_unaligned() {
             WRAPPER_MAGIC => {
@@ -50,7 +51,7 @@ pub unsafe fn load(image: *const u8, sm: u32) -> Result<Image, Error> {
                 let data = image.add(8).cast::<*const u8>().read_unaligned();
                 let first = load(data, sm);
                 if version == 2 && first.is_err() {
-                    // Prelinked images follow in a list that ends with a null pointer.
+                    // Prelinked images are listed after the wrapper; a null pointer ends the list.
                     let mut list = image.add(16).cast::<*const *const u8>().read_unaligned();
                     while !list.is_null() && !(*list).is_null() {
                         if let Ok(found) = load(*list, sm) {
@@ -139,7 +140,8 @@ fn unpack(e: &Entry) -> Result<Vec<u8>, Error> {
     }
 }
 
-/// The best entry for a device of compute capability `sm`: PTX that it can compile, else machine code of its kind.
+/// Returns the best entry for a device of compute capability `sm`: PTX that it can compile, else
+/// any machine code.
 fn fatbin(data: &[u8], sm: u32) -> Result<Image, Error> {
     let list = entries(data)?;
     let ptx = list.iter().filter(|e| e.kind == 1 && e.sm <= sm).max_by_key(|e| e.sm);
@@ -150,7 +152,7 @@ fn fatbin(data: &[u8], sm: u32) -> Result<Image, Error> {
         }
         return Ok(Image::Ptx(String::from_utf8(text).map_err(|_| INVALID_IMAGE)?));
     }
-    // Machine code is never run, so any of it will do; the closest one is the most telling.
+    // Machine code is never executed, so any of it serves; the closest architecture comes first.
     let elf = list.iter().filter(|e| e.kind == 2).min_by_key(|e| e.sm.abs_diff(sm));
     match elf {
         Some(e) => Ok(Image::Elf(unpack(e)?)),
@@ -158,14 +160,14 @@ fn fatbin(data: &[u8], sm: u32) -> Result<Image, Error> {
     }
 }
 
-/// A kernel in an ELF image: name and the offset and size of each parameter.
+/// A kernel in an ELF image: its name, and offset and size of each parameter.
 pub struct ElfKernel {
     pub name: String,
     pub params: Vec<(u32, u32)>,
     pub param_size: u32,
 }
 
-/// A variable in an ELF image; what `init` lacks is zero.
+/// A variable in an ELF image; bytes after `init` are zero.
 pub struct ElfVariable {
     pub name: String,
     pub size: u64,
@@ -247,7 +249,7 @@ pub fn elf(image: &[u8]) -> Option<ElfInfo> {
     Some(info)
 }
 
-/// KPARAM_INFO and CBANK_PARAM_SIZE records of a kernel.
+/// Parses the KPARAM_INFO and CBANK_PARAM_SIZE records of a kernel.
 fn parameters(data: &[u8]) -> (Vec<(u32, u32)>, u32) {
     let (mut params, mut total, mut at) = (Vec::new(), 0, 0);
     while at + 4 <= data.len() {

@@ -33,13 +33,13 @@ pub enum NodeKind {
     Empty,
     EventWait(usize),
     EventRecord(usize),
-    /// Memory that belongs to the graph from the capture on; there is nothing to do for it at a launch.
+    /// Memory that the graph owns from the capture on; a launch does nothing for it.
     Alloc(Arc<GraphMemory>),
     Free(u64),
     MemOps(Vec<Op>),
 }
 
-/// Memory of an allocation node, given back with the last graph that has the node.
+/// Memory of an allocation node, freed with the last graph that contains the node.
 pub struct GraphMemory(pub Arc<Allocation>);
 
 impl Drop for GraphMemory {
@@ -92,7 +92,7 @@ pub struct Node {
 pub struct Graph {
     pub id: u64,
     pub nodes: Mutex<Vec<Arc<Node>>>,
-    /// Original node to its copy, if this is a clone.
+    /// Maps original nodes to their copies, if this is a clone.
     pub clones: Mutex<HashMap<usize, Arc<Node>>>,
 }
 
@@ -153,7 +153,7 @@ impl Graph {
         copy
     }
 
-    /// Every edge as (from, to).
+    /// Returns all edges as (from, to).
     pub fn edges(&self) -> Vec<(usize, usize)> {
         let nodes = self.nodes.lock();
         nodes
@@ -162,8 +162,9 @@ impl Graph {
             .collect()
     }
 
-    /// Nodes so that each comes after those it depends on. Which of several comes first is nobody's promise, so it
-    /// is drawn at random. `None` if there is a cycle.
+    /// Returns the nodes in an order that respects dependencies; `None` if there is a cycle.
+    ///
+    /// CUDA does not specify the order of independent nodes, so it is drawn at random.
     pub fn sorted(&self) -> Option<Vec<Arc<Node>>> {
         let mut rest = self.nodes.lock().clone();
         let mut random = Random::new(config().seed ^ self.id);
@@ -176,7 +177,7 @@ impl Graph {
             if ready.is_empty() {
                 return None;
             }
-            // A whole layer at a time keeps large graphs quick; its order is shuffled.
+            // Large graphs stay fast by placing a whole layer at a time, in shuffled order.
             let mut layer: Vec<Arc<Node>> = ready.iter().rev().map(|&i| rest.swap_remove(i)).collect();
             for i in (1..layer.len()).rev() {
                 layer.swap(i, (random.draw() % (i as u64 + 1)) as usize);
@@ -187,7 +188,7 @@ impl Graph {
         Some(out)
     }
 
-    /// Takes the graph and its nodes out of the tables of handles.
+    /// Removes the graph and its nodes from the tables of handles.
     pub fn destroy(self: &Arc<Self>) {
         for n in self.nodes.lock().drain(..) {
             if let NodeKind::Child(g) = &*n.kind.lock() {
@@ -202,7 +203,7 @@ impl Graph {
 /// One node of an executable graph.
 #[derive(Clone)]
 pub struct Step {
-    /// Handle of the node it was made from.
+    /// Handle of the original node.
     pub node: usize,
     pub kind: NodeKind,
     pub enabled: bool,
@@ -215,7 +216,7 @@ pub struct Exec {
     shape: Shape,
 }
 
-/// What an update may not change: nodes by position, and the edges between them.
+/// The properties that an update cannot change: node types by position, and edges.
 #[derive(PartialEq)]
 struct Shape {
     types: Vec<u32>,
@@ -259,7 +260,8 @@ impl Exec {
         change(&mut steps.iter_mut().find(|s| s.node == node).ok_or(INVALID_HANDLE)?.kind)
     }
 
-    /// Takes over the parameters of a graph of the same shape; else says which result code applies.
+    /// Adopts the parameters of a graph of the same shape, or returns the
+    /// `CUgraphExecUpdateResult`.
     pub fn update(&self, graph: &Arc<Graph>) -> std::result::Result<(), u32> {
         let new = shape(graph);
         if new.types.len() != self.shape.types.len() || new.edges != self.shape.edges {
@@ -295,7 +297,7 @@ impl Exec {
     }
 }
 
-/// What one launch of a graph puts into a stream.
+/// The operations that one launch of a graph submits to a stream.
 #[derive(Default)]
 struct Plan {
     ops: Vec<Op>,

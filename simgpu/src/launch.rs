@@ -1,4 +1,4 @@
-//! What a launch must satisfy, and its parameters.
+//! Checks of a launch, and its parameters.
 
 use crate::context::Context;
 use crate::device::SHARED_PER_BLOCK;
@@ -40,7 +40,7 @@ pub unsafe fn parameters(
             if size > 0 && buffer.is_null() {
                 return Err(INVALID_VALUE);
             }
-            // What a short buffer lacks is zero here; NVIDIA's driver accepts it, too.
+            // Bytes beyond a short buffer are zero; NVIDIA's driver accepts it, too.
             std::ptr::copy_nonoverlapping(buffer, bytes, size);
             return Ok(block);
         }
@@ -74,7 +74,7 @@ impl Launch {
             return Err(INVALID_VALUE);
         }
         let f = &self.function;
-        // As an H200 answers to more threads than `__launch_bounds__` says.
+        // An H200 returns this code for more threads than `__launch_bounds__` allows.
         if threads > u64::from(f.max_threads()) {
             return Err(INVALID_VALUE);
         }

@@ -1,7 +1,8 @@
 //! A simulated CUDA driver: a `libcuda.so.1` that runs PTX on the CPU and misbehaves on request.
 //!
-//! From the outside in: `exports` are the C functions, `submit` and `capture` decide what becomes of a call,
-//! `stream` runs entries (`op`), `pool` runs grids, and `ptx` is the compiler and interpreter.
+//! From the outside in: `exports` holds the C functions; `submit` and `capture` turn a call into an
+//! entry or a node. `stream` runs entries (`op`), `pool` runs grids, and `ptx` is the compiler and
+//! interpreter.
 
 #![recursion_limit = "256"]
 
@@ -37,7 +38,7 @@ mod unsupported_calls {
     include!(concat!(env!("OUT_DIR"), "/unsupported.rs"));
 }
 
-/// What a call that is not simulated answers.
+/// Returns the result of a call that is not simulated.
 fn unsupported(name: &str) -> i32 {
     if driver::config().trace {
         eprintln!("simgpu: {name} is not simulated");

@@ -1,7 +1,7 @@
-//! The address space of the process as the devices see it.
+//! The process's address space as the devices see it.
 //!
-//! Device addresses are real, reserved and inaccessible to the host; the bytes lie elsewhere. Pinned and managed
-//! memory is host memory at its own address.
+//! Device addresses are reserved and inaccessible to the host; their bytes lie elsewhere. Pinned
+//! and managed memory is host memory at its own address.
 
 use crate::config::Config;
 use crate::errors::{INVALID_VALUE, OUT_OF_MEMORY, Result};
@@ -19,7 +19,7 @@ pub const GRANULARITY: u64 = 2 << 20;
 const SMALL: u64 = 512;
 const PAGE: usize = 4096;
 
-/// Bytes that something owns.
+/// The bytes of one or more allocations, and their origin.
 pub struct Backing {
     ptr: *mut u8,
     len: usize,
@@ -60,7 +60,7 @@ impl Backing {
         Ok(Arc::new(Backing { ptr: ptr as *mut u8, len, origin: Origin::Mapped }))
     }
 
-    /// Memory of a file, which other processes may map as well.
+    /// Maps a file, which other processes may map as well.
     fn of_file(file: &File, len: usize) -> Result<Arc<Backing>> {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping, anywhere, of an open file.
@@ -100,16 +100,16 @@ fn map(hint: u64, len: usize, prot: i32, flags: i32) -> Option<u64> {
 /// Memory created by `cuMemCreate`.
 pub struct Physical {
     pub device: u32,
-    /// The same device by its number in the machine.
+    /// The same device, by its number in the machine.
     card: u32,
     pub size: u64,
     pub properties: [u8; 32],
     backing: Arc<Backing>,
-    /// What other processes are given, if it was made for that.
+    /// The file that other processes map, if the memory was created for export.
     pub file: Option<File>,
-    /// Counted by the process that made it.
+    /// `true` in the process that created it, which counts its bytes.
     charged: bool,
-    /// References by the program and by mappings; memory is given back when the last one goes.
+    /// References by the program and by mappings; the last one frees the memory.
     pub references: AtomicU64,
     usage: Arc<Usage>,
 }
@@ -136,27 +136,27 @@ pub enum Kind {
     Pool {
         pool: usize,
     },
-    /// A module's variable.
+    /// A variable of a module.
     Variable,
 }
 
-/// A range of addresses that belongs together.
+/// A range of addresses that was allocated, mapped or registered at once.
 pub struct Allocation {
     pub base: u64,
     pub size: u64,
     pub device: u32,
-    /// Handle of the context it was made in.
+    /// Handle of the context that was current at its creation; 0 for mapped memory.
     pub context: usize,
     pub kind: Kind,
     /// Unique in the process (`BUFFER_ID`).
     pub id: u64,
-    /// Bit per device, for mapped memory only.
+    /// One bit per device that may access it; only for mapped memory.
     pub access: AtomicU64,
     backing: Arc<Backing>,
     offset: usize,
-    /// Bytes taken of the device.
+    /// Bytes counted on the device.
     charged: u64,
-    /// Set once a free is queued.
+    /// Set when a free is queued.
     pub freed: AtomicBool,
 }
 
@@ -165,7 +165,7 @@ impl Allocation {
         self.base + self.size
     }
 
-    /// Whether host code may use these addresses.
+    /// Returns `true` if host code may use these addresses.
     pub fn on_host(&self) -> bool {
         matches!(self.kind, Kind::Host { .. } | Kind::Registered { .. } | Kind::Managed)
     }
@@ -180,7 +180,7 @@ impl Allocation {
     }
 }
 
-/// Bytes behind a range of addresses; `keep` holds them.
+/// The bytes behind a range of addresses, kept alive by `keep`.
 pub struct Piece {
     pub ptr: *mut u8,
     pub len: usize,
@@ -239,11 +239,11 @@ impl Arena {
 struct Inner {
     map: BTreeMap<u64, Arc<Allocation>>,
     arenas: Vec<Arena>,
-    /// Stream-ordered allocations, per device.
+    /// Windows of stream-ordered allocations, one per device.
     pools: Vec<Arena>,
     /// Ranges of `cuMemAddressReserve`.
     reserved: BTreeMap<u64, u64>,
-    /// (device that reaches, device that is reached)
+    /// Pairs of a device and a peer whose memory it can access.
     peers: Vec<(u32, u32)>,
     view: Option<Arc<MemView>>,
 }
@@ -251,11 +251,11 @@ struct Inner {
 /// Contents of device memory that was moved out.
 pub struct Saved {
     contents: Vec<(Arc<Backing>, Vec<u8>)>,
-    /// Of each card of the machine.
+    /// Bytes that this process used on each card of the machine.
     bytes: [u64; crate::usage::DEVICES],
 }
 
-/// What memory holds whose contents were moved out.
+/// Byte that fills device memory whose contents were moved out.
 const GONE: u8 = 0xdb;
 
 pub struct Space {
@@ -267,18 +267,18 @@ pub struct Space {
     allocations: AtomicU64,
 }
 
-/// Reserves a window, if possible at `at`.
+/// Reserves a window, at `at` if possible.
 fn window(at: u64, size: u64) -> Arena {
     let fixed = if at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
     match map(at, size as usize, libc::PROT_NONE, fixed) {
         Some(p) => Arena::new(p.next_multiple_of(GRANULARITY), size - GRANULARITY),
-        // A place that is taken was asked for on purpose.
+        // An occupied address was configured on purpose.
         None => Arena::new(at, size),
     }
 }
 
 impl Space {
-    /// `cards`: the devices that the process sees, by their numbers in the machine.
+    /// Creates the space; `cards` are the visible devices by their numbers in the machine.
     pub fn new(config: &Arc<Config>, cards: Vec<u32>) -> Space {
         let mut inner = Inner::default();
         let size = (config.memory * 2).next_multiple_of(GRANULARITY) + 64 * GRANULARITY;
@@ -305,12 +305,12 @@ impl Space {
         a
     }
 
-    /// The machine's table of memory in use.
+    /// Returns the machine's table of memory in use.
     pub fn usage(&self) -> &Arc<Usage> {
         &self.usage
     }
 
-    /// Takes the contents of device memory away and gives the memory back to the machine.
+    /// Saves the contents of device memory, and frees that memory on the machine.
     pub fn move_out(&self) -> Saved {
         let inner = self.inner.lock();
         let mut saved = Saved { contents: Vec::new(), bytes: self.usage.mine() };
@@ -329,7 +329,8 @@ impl Space {
         saved
     }
 
-    /// Puts them back; where others have taken the memory, nothing changes.
+    /// Restores the contents; returns `false`, without effect, if other processes have taken the
+    /// memory.
     pub fn move_in(&self, saved: &Saved) -> bool {
         for (card, bytes) in (0u32..).zip(saved.bytes) {
             if bytes > 0 && !self.usage.take(card, bytes, self.config.memory) {
@@ -344,23 +345,23 @@ impl Space {
         true
     }
 
-    /// Bytes of a device that all processes use.
+    /// Returns the bytes of a device that all processes use.
     pub fn used(&self, device: u32) -> u64 {
         self.usage.used(self.cards[device as usize])
     }
 
-    /// Makes a fault of a device known on the machine.
+    /// Reports a fault of a device to all processes of the machine.
     pub fn report_xid(&self, device: u32, code: u32) {
         self.usage.report_xid(self.cards[device as usize], code);
     }
 
-    /// A context needs memory of its device.
+    /// Counts a new context's memory on its device.
     pub fn context_made(&self, device: u32) -> Result {
         let had = self.usage.take(self.cards[device as usize], self.config.context, self.config.memory);
         if had { Ok(()) } else { Err(OUT_OF_MEMORY) }
     }
 
-    /// It has ended.
+    /// Frees the memory of a destroyed context.
     pub fn context_gone(&self, device: u32) {
         self.usage.give(self.cards[device as usize], self.config.context);
     }
@@ -495,13 +496,13 @@ impl Space {
         Ok(self.insert(&mut inner, a))
     }
 
-    /// The allocation that holds an address.
+    /// Returns the allocation that holds an address.
     pub fn find(&self, addr: u64) -> Option<Arc<Allocation>> {
         let inner = self.inner.lock();
         inner.map.range(..=addr).next_back().map(|(_, a)| a).filter(|a| addr < a.end()).cloned()
     }
 
-    /// Removes the allocation that starts at `base` if `wanted` agrees.
+    /// Removes and returns the allocation at `base` if `wanted` accepts it.
     pub fn remove(&self, base: u64, wanted: impl Fn(&Allocation) -> bool) -> Option<Arc<Allocation>> {
         let mut inner = self.inner.lock();
         let a = inner.map.get(&base).filter(|a| wanted(a)).cloned()?;
@@ -517,7 +518,7 @@ impl Space {
         Some(a)
     }
 
-    /// Removes everything that belongs to a context.
+    /// Removes all allocations of a context.
     pub fn remove_context(&self, context: usize) {
         let bases: Vec<u64> = {
             let inner = self.inner.lock();
@@ -533,7 +534,7 @@ impl Space {
         }
     }
 
-    /// The bytes of a range. Ranges may run across neighbouring mappings, but not across allocations.
+    /// Returns the bytes of a range, which may span adjacent mappings but not allocations.
     pub fn pieces(&self, addr: u64, len: u64) -> Result<Vec<Piece>> {
         let end = addr.checked_add(len).ok_or(INVALID_VALUE)?;
         let inner = self.inner.lock();
@@ -550,7 +551,7 @@ impl Space {
                 return Err(INVALID_VALUE);
             }
             let n = (a.end() - at).min(end - at) as usize;
-            // Mapped memory that no device may reach is no memory yet.
+            // Mapped memory without access for any device is inaccessible.
             if matches!(a.kind, Kind::Mapped(_)) && a.access.load(Ordering::Relaxed) == 0 {
                 return Err(INVALID_VALUE);
             }
@@ -565,15 +566,16 @@ impl Space {
         Ok(out)
     }
 
-    /// Whether a copy on a device may touch the memory at an address: mapped memory only where access was given to that very
-    /// device, as on a card.
+    /// Returns `true` if a copy on a device may access the memory at an address.
+    ///
+    /// As on a card, mapped memory needs access for that very device.
     pub fn copyable(&self, at: u64, device: u32) -> bool {
         self.find(at).is_none_or(|a| {
             !matches!(a.kind, Kind::Mapped(_)) || a.access.load(Ordering::Relaxed) >> device & 1 == 1
         })
     }
 
-    /// What kernels can reach now.
+    /// Returns the memory that kernels can access now.
     pub fn view(&self) -> Arc<MemView> {
         let mut inner = self.inner.lock();
         if let Some(view) = &inner.view {
@@ -637,7 +639,7 @@ impl Space {
             return Err(INVALID_VALUE);
         }
         inner.reserved.remove(&at);
-        // SAFETY: the range was mapped by `reserve` and nothing is mapped in it any more.
+        // SAFETY: `reserve` mapped the range, and no mapping is left in it.
         unsafe { libc::munmap(at as *mut _, size as usize) };
         Ok(())
     }
@@ -657,7 +659,7 @@ impl Space {
             if !shared {
                 return Ok((None, Backing::heap(size as usize, self.config.poison)?));
             }
-            // SAFETY: the name is a C string; the descriptor that comes back is nobody else's.
+            // SAFETY: the name is a C string; no other code owns the returned descriptor.
             let file = unsafe {
                 let fd = libc::memfd_create(c"simgpu".as_ptr(), libc::MFD_CLOEXEC);
                 if fd < 0 {
@@ -695,7 +697,7 @@ impl Space {
         })
     }
 
-    /// Memory that another process made and handed over.
+    /// Imports memory that another process created and exported.
     pub fn import(&self, device: u32, file: File, properties: [u8; 32]) -> Result<Arc<Physical>> {
         let size = file.metadata().map_err(|_| INVALID_VALUE)?.len();
         if size == 0 || !size.is_multiple_of(GRANULARITY) {
@@ -735,7 +737,7 @@ impl Space {
         Ok(())
     }
 
-    /// The mappings that make up exactly `[at, at + size)`.
+    /// Returns the mappings that make up exactly `[at, at + size)`.
     fn mappings(inner: &Inner, at: u64, size: u64) -> Result<Vec<Arc<Allocation>>> {
         let (mut next, mut out) = (at, Vec::new());
         while next < at + size {
@@ -784,7 +786,7 @@ mod tests {
         let config = Config { memory: 64 << 20, machine, ..Config::default() };
         let config = Arc::new(config);
         let space = Space::new(&config, vec![0]);
-        // Nobody else is to share it.
+        // No other process needs the file.
         let _ = std::fs::remove_file(crate::usage::path(&config));
         space
     }

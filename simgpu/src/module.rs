@@ -21,7 +21,7 @@ pub static LIBRARIES: Registry<Library> = Registry::new();
 pub static FUNCTIONS: Registry<Function> = Registry::new();
 pub static KERNELS: Registry<Kernel> = Registry::new();
 
-/// The highest PTX version of each driver that matters here: 13.0 brought 9.0, and each minor release one more.
+/// Returns the highest PTX version of a driver: 13.0 supports 9.0, and each minor release one more.
 fn ptx_version(driver: u32) -> (u32, u32) {
     match driver {
         13000.. => (9, (driver - 13000) / 10),
@@ -29,13 +29,13 @@ fn ptx_version(driver: u32) -> (u32, u32) {
     }
 }
 
-/// What an image holds once it is compiled.
+/// A compiled image: bytecode of PTX, or the kernels and variables of machine code.
 pub enum Content {
     Program(Arc<Program>),
     Machine(fatbin::ElfInfo),
 }
 
-/// Compiles an image; the text says what went wrong.
+/// Compiles an image; the text of an error describes the cause.
 pub fn compile(image: Image) -> std::result::Result<Content, (errors::Error, String)> {
     match image {
         Image::Ptx(text) => {
@@ -65,7 +65,7 @@ pub fn compile(image: Image) -> std::result::Result<Content, (errors::Error, Str
     }
 }
 
-/// Reads and compiles the image at `at`, with a line on stderr where that was asked for.
+/// Reads and compiles the image at `at`; prints an error on stderr if tracing is on.
 ///
 /// # Safety
 /// See [`fatbin::load`].
@@ -79,7 +79,7 @@ pub unsafe fn compile_at(at: *const u8) -> std::result::Result<Content, (errors:
     })
 }
 
-/// Attributes that a program may set.
+/// Attributes that a program can set.
 #[derive(Clone, Default)]
 pub struct Settings {
     pub max_dynamic_shared: Option<u32>,
@@ -94,10 +94,10 @@ pub struct Function {
     pub params: Vec<(u32, u32)>,
     pub param_size: u32,
     pub settings: Mutex<Settings>,
-    /// Handle of the module; modules outlive their functions.
+    /// Handle of the module, which outlives its functions.
     pub module: usize,
     pub context: usize,
-    /// The module's variables, which stay while a launch is queued.
+    /// The module's variables, kept alive while a launch is queued.
     _variables: Arc<Vec<Arc<Allocation>>>,
 }
 
@@ -126,7 +126,7 @@ impl Function {
     }
 
     pub fn attribute(&self, id: u32) -> Option<i32> {
-        // Both versions are those of architectures: what the code was written for, and what runs it.
+        // The two architectures: that of the code, and that of the device.
         let written_for = self.entry.as_ref().map_or(75, |(p, _)| p.sm);
         if let Some(v) = self.settings.lock().others.get(&id) {
             return Some(*v);
@@ -170,13 +170,13 @@ impl Function {
         Ok(())
     }
 
-    /// Blocks of this shape that one multiprocessor holds at a time.
+    /// Returns the number of such blocks that one multiprocessor holds at a time.
     pub fn blocks_per_sm(&self, threads: u32, dynamic: u64) -> u32 {
         let warps = threads.div_ceil(32).max(1);
         let shared = u64::from(self.static_shared()) + dynamic;
         let by_shared =
             u64::from(SHARED_OPTIN).checked_div(shared).map_or(BLOCKS_PER_SM, |n| n.min(16) as u32);
-        // Registers are handed out per warp in units of 256.
+        // Registers are allocated per warp in units of 256.
         let per_warp = (self.registers() * 32).next_multiple_of(256);
         let by_registers = 65536 / (per_warp * warps);
         (THREADS_PER_SM / (warps * 32)).min(BLOCKS_PER_SM).min(by_shared).min(by_registers)
@@ -194,7 +194,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// Places an image in a context: its variables get memory and their initial values.
+    /// Loads an image into a context: allocates and initialises its variables.
     pub fn new(
         ctx: &Arc<Context>,
         content: Arc<Content>,
@@ -207,7 +207,7 @@ impl Module {
         };
         let mut variables: Vec<Arc<Allocation>> = Vec::new();
         for (name, size) in &wanted {
-            // A library's managed variables are the same in every context.
+            // All contexts share the managed variables of a library.
             if let Some(a) = library.and_then(|l| l.managed.get(name)) {
                 variables.push(a.clone());
                 continue;
@@ -239,14 +239,16 @@ impl Module {
                 }
                 bytes.truncate(var.size as usize);
                 bytes.resize(var.size as usize, 0);
-                // SAFETY: the allocation has `var.size` bytes and nobody else knows it yet.
+                // SAFETY: the allocation has `var.size` bytes, and no other code has its address
+                // yet.
                 unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), a.host_ptr(), bytes.len()) };
             }
             consts = resolve_consts(p, &bases);
         }
         if let Content::Machine(info) = &*content {
             for (var, a) in info.variables.iter().zip(&variables) {
-                // SAFETY: the allocation has `var.size` bytes, at least as many as `init`; nobody else knows it yet.
+                // SAFETY: the allocation has `var.size` bytes, at least as many as `init`; no other
+                // code has its address yet.
                 unsafe {
                     a.host_ptr().write_bytes(0, var.size as usize);
                     std::ptr::copy_nonoverlapping(var.init.as_ptr(), a.host_ptr(), var.init.len());
@@ -297,7 +299,7 @@ impl Module {
         Ok(f)
     }
 
-    /// Address and size of a variable.
+    /// Returns address and size of a variable.
     pub fn global(&self, name: &str) -> Result<(u64, u64)> {
         let (_, i) = self.names.iter().find(|(n, _)| n == name).ok_or(NOT_FOUND)?;
         Ok((self.variables[*i].base, self.variables[*i].size))
@@ -317,7 +319,7 @@ impl Module {
 }
 
 impl Content {
-    /// Offset and size of each parameter of a kernel, and the size of all.
+    /// Returns offset and size of each parameter of a kernel, and the total size.
     pub fn params(&self, name: &str) -> Option<(Vec<(u32, u32)>, u32)> {
         match self {
             Content::Program(p) => {
@@ -343,7 +345,7 @@ impl Content {
     }
 }
 
-/// An image that is placed in each context on first use.
+/// An image that each context loads at its first use.
 pub struct Library {
     pub content: Arc<Content>,
     modules: Mutex<HashMap<usize, Arc<Module>>>,
@@ -364,7 +366,7 @@ impl Library {
         if let Content::Program(p) = &content {
             for v in p.vars.iter().filter(|v| v.managed) {
                 let a = driver()?.space.managed(0, 0, v.size)?;
-                // SAFETY: the allocation has `v.size` bytes and nobody else knows it yet.
+                // SAFETY: the allocation has `v.size` bytes, and no other code has its address yet.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         v.init.as_ptr(),
@@ -426,7 +428,7 @@ impl Library {
 }
 
 impl Kernel {
-    /// The kernel as a function of a context.
+    /// Returns the kernel as a function of a context.
     pub fn function(&self, ctx: &Arc<Context>) -> Result<Arc<Function>> {
         let library = self.library.upgrade().ok_or(INVALID_HANDLE)?;
         let f = library.module(ctx)?.function(self.name.to_str().map_err(|_| NOT_FOUND)?)?;
@@ -446,7 +448,8 @@ impl Kernel {
     }
 }
 
-/// The function behind a `CUfunction`, which may be a `CUkernel` in disguise; that one is placed in `ctx`.
+/// Returns the function of a `CUfunction`, which may be a `CUkernel`; a kernel is loaded into
+/// `ctx`.
 pub fn function(h: usize, ctx: &Arc<Context>) -> Result<Arc<Function>> {
     if let Some(f) = FUNCTIONS.find(h) {
         return Ok(f);
@@ -454,7 +457,7 @@ pub fn function(h: usize, ctx: &Arc<Context>) -> Result<Arc<Function>> {
     KERNELS.find(h).ok_or(INVALID_HANDLE)?.function(ctx)
 }
 
-/// Lets go of everything that was placed in a context.
+/// Drops all modules that were loaded into a context.
 pub fn forget_context(ctx: usize) {
     for library in LIBRARIES.all() {
         let gone = library.modules.lock().remove(&ctx);

@@ -1,7 +1,7 @@
-//! A part of NVML: what `nvidia-smi` and the pool's health checks ask of a card.
+//! The part of NVML that `nvidia-smi` and the pool's health checks use.
 //!
-//! The library is the same file under a second name (`libnvidia-ml.so.1`). It needs no `cuInit` and sees the whole
-//! machine: memory in use by every process, and the faults (Xid) of every process.
+//! The library is the same file under a second name (`libnvidia-ml.so.1`). It needs no `cuInit` and
+//! sees the whole machine: memory in use by all processes, and their faults (Xid).
 
 use crate::config::Config;
 use crate::device::{pci_id, uuid};
@@ -31,7 +31,8 @@ fn machine() -> Config {
     config().clone()
 }
 
-/// One of the test's own: the common one has other programs' faults, and forgets the oldest ones.
+/// A machine of its own for the test: the common one has other programs' faults, and drops the
+/// oldest.
 #[cfg(test)]
 fn machine() -> Config {
     Config { machine: format!("nvml-{}", std::process::id()), ..config().clone() }
@@ -49,7 +50,7 @@ fn ready() -> Result {
     if USERS.load(Ordering::SeqCst) == 0 { Err(UNINITIALIZED) } else { Ok(()) }
 }
 
-/// The ordinal behind a handle; handles are small numbers that are never followed.
+/// Returns the ordinal of a handle; handles are small numbers, and never dereferenced.
 fn device(handle: usize) -> Result<u32> {
     ready()?;
     let ordinal = handle.wrapping_sub(0x1000) as u32;
@@ -93,7 +94,7 @@ unsafe fn text<'a>(from: *const c_char) -> Result<&'a str> {
     unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| INVALID_ARGUMENT)
 }
 
-/// A device's UUID as programs write it.
+/// Returns a device's UUID in the text form of `nvidia-smi`.
 pub fn uuid_text(ordinal: u32) -> String {
     let hex: String = uuid(ordinal).iter().map(|b| format!("{b:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
@@ -170,7 +171,7 @@ unsafe fn processes<T>(h: usize, count: *mut u32, list: *mut T, make: impl Fn(u3
     Ok(())
 }
 
-/// What `nvmlEventSetWait` hands out.
+/// The structure that `nvmlEventSetWait` fills.
 #[repr(C)]
 pub struct EventData {
     device: usize,
@@ -182,7 +183,7 @@ pub struct EventData {
 
 struct EventSet {
     seen: usize,
-    /// Devices, and which events of each.
+    /// Devices, and the mask of events of each.
     devices: Vec<(u32, u64)>,
 }
 
@@ -191,7 +192,8 @@ unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
     if set == 0 {
         return Err(INVALID_ARGUMENT);
     }
-    // SAFETY: the set comes from `nvmlEventSetCreate` and is used by one thread at a time, as NVML demands.
+    // SAFETY: the set comes from `nvmlEventSetCreate`, and one thread at a time uses it, as NVML
+    // demands.
     let set = unsafe { &mut *(set as *mut EventSet) };
     let end = Instant::now() + Duration::from_millis(u64::from(timeout_ms));
     loop {
@@ -229,7 +231,7 @@ pub struct FieldValue {
     value: u64,
 }
 
-/// Highest clock of a kind: graphics, multiprocessors, memory, video.
+/// Returns the highest clock of a kind: graphics, multiprocessors, memory, video.
 fn clock_mhz(h: usize, clock: u32) -> Result<u32> {
     device(h)?;
     [1590, 1590, 5001, 1470].get(clock as usize).copied().ok_or(INVALID_ARGUMENT)
@@ -280,7 +282,7 @@ static TABLE: [usize; 512] = {
     table
 };
 
-/// The table that `nvidia-smi` asks for; it looks at the slots before it calls any.
+/// Id of the table that `nvidia-smi` requests; it checks the slots before it calls any.
 const SMI_TABLE: [u8; 16] = 0xc4fe_3e6c_c98f_6c4e_a327_ee69_6e12_f7c4u128.to_be_bytes();
 
 nvml! {
@@ -472,7 +474,7 @@ nvml! {
         device(h)?;
         out(to, 70_000)
     }
-    // Each card has a number of its own, so that one is not taken for another.
+    // Each card has its own value, so that tests notice when cards are confused.
     fn nvmlDeviceGetPowerUsage(h: usize, to: *mut u32) { out(to, 9_500 + 1000 * device(h)?) }
     fn nvmlDeviceGetTemperature(h: usize, sensor: u32, to: *mut u32) {
         let ordinal = device(h)?;
@@ -494,7 +496,7 @@ nvml! {
         out(to, [version, sensor, 36 + ordinal])
     }
     fn nvmlDeviceGetUtilizationRates(h: usize, to: *mut [u32; 2]) {
-        // A card is simulated as busy where its memory is in use.
+        // A card counts as busy if its memory is in use.
         let used = USAGE.used(device(h)?);
         out(to, if used > 0 { [50, (used * 100 / config().memory.max(1)) as u32] } else { [0, 0] })
     }
@@ -559,10 +561,10 @@ nvml! {
     fn nvmlEventSetWait_v2(set: usize, data: *mut EventData, timeout_ms: u32) { wait(set, data, timeout_ms) }
 }
 
-/// Calls about things that a simulated card does not have; the arguments do not matter.
+/// Calls about features that a simulated card lacks; the arguments do not matter.
 macro_rules! absent {
     ($($name:ident)*) => {$(
-        /// Answers "not supported", as many cards do.
+        /// Returns "not supported", as many cards do.
         #[allow(non_snake_case)]
         #[unsafe(no_mangle)]
         pub extern "C" fn $name() -> u32 {
@@ -596,8 +598,10 @@ pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
     text.as_ptr()
 }
 
-/// Lets a card of the simulated machine fail, for tests of what is done about it: `event` is NVML's
-/// `nvmlEventTypeDoubleBitEccError` (2) or `nvmlEventTypeXidCriticalError` (8), `data` the code of an Xid. Returns an NVML status.
+/// Simulates a fault of a card, for tests of its handling. Returns an NVML status.
+///
+/// `event` is NVML's `nvmlEventTypeDoubleBitEccError` (2) or `nvmlEventTypeXidCriticalError` (8);
+/// `data` is the code of an Xid.
 #[allow(non_snake_case)]
 #[unsafe(no_mangle)]
 pub extern "C" fn simgpuReportFault(device: u32, event: u64, data: u64) -> u32 {
@@ -627,7 +631,7 @@ mod tests {
             assert_eq!(nvmlDeviceGetHandleByIndex_v2(7, &raw mut h), INVALID_ARGUMENT);
             assert_eq!(nvmlEventSetCreate(&raw mut set), 0);
             assert_eq!(nvmlDeviceRegisterEvents(h, 8, set), 0);
-            // The counts are the simulated machine's, and earlier runs have left theirs.
+            // The counts belong to the simulated machine, and include those of earlier runs.
             let count = |corrected: u32| {
                 let mut errors = 0u64;
                 assert_eq!(nvmlDeviceGetTotalEccErrors(h, corrected, 0, &raw mut errors), 0);
@@ -639,7 +643,7 @@ mod tests {
             USAGE.report_xid(0, 31);
             assert_eq!(nvmlEventSetWait_v2(set, &raw mut data, 1000), 0);
             assert_eq!((data.device, data.event, data.data), (h, 8, 31));
-            // Those that were not asked for do not show; they are counted.
+            // An event that was not registered does not show, but is counted.
             assert_eq!(simgpuReportFault(0, 2, 0), 0);
             assert_eq!(
                 (simgpuReportFault(7, 8, 79), simgpuReportFault(0, 1, 0)),

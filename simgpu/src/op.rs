@@ -26,7 +26,7 @@ pub enum Place {
 #[derive(Clone)]
 pub struct Side {
     pub place: Place,
-    /// Bytes from row to row and from slice to slice.
+    /// Bytes from row to row; `slice` is from slice to slice.
     pub pitch: u64,
     pub slice: u64,
 }
@@ -59,7 +59,7 @@ pub struct Launch {
     pub shared: u32,
     pub params: Vec<u64>,
     pub cooperative: bool,
-    /// The handle the launch was asked for.
+    /// The function handle of the launch call.
     pub handle: usize,
 }
 
@@ -73,7 +73,7 @@ pub enum Op {
         func: usize,
         data: usize,
     },
-    /// `cuStreamAddCallback`: is also told the stream and its state.
+    /// `cuStreamAddCallback`: the callback also gets the stream and its status.
     Callback {
         func: usize,
         data: usize,
@@ -148,7 +148,7 @@ impl Op {
         }
     }
 
-    /// What still happens when the context is broken before the entry's turn.
+    /// Runs in place of the entry if the context breaks before its turn.
     pub fn abandon(&self) {
         match self {
             Op::Record(time) => {
@@ -212,7 +212,7 @@ impl Launch {
             d.space.report_xid(stream.device, 31);
             return Err(Error(d.config.fault_code));
         }
-        // Machine code is not run.
+        // Machine code is not executed.
         let Some((program, func)) = &self.function.entry else { return Ok(()) };
         let workspace = match self.cooperative {
             true => Some(Workspace::new(stream)?),
@@ -240,7 +240,8 @@ impl Launch {
         let device = env.device;
         pool::run(env, d.config.threads, resident as usize)
             .inspect_err(|fault| {
-                // An MMU fault, or an exception of the graphics engine; a failed assertion is neither.
+                // An MMU fault, or an exception of the graphics engine; a failed assertion is
+                // neither.
                 match fault {
                     Fault::Illegal(_) => d.space.report_xid(device, 31),
                     Fault::Misaligned(_) | Fault::Trap | Fault::BadPc => d.space.report_xid(device, 13),
@@ -257,13 +258,13 @@ impl Launch {
     }
 }
 
-/// Memory of a cooperative grid, given back after the launch.
+/// Memory of a cooperative grid, freed after the launch.
 struct Workspace(Arc<Allocation>);
 
 impl Workspace {
     fn new(stream: &Stream) -> Result<Workspace> {
         let a = driver()?.space.variable(stream.device, stream.context, 64)?;
-        // SAFETY: the allocation has 64 bytes and nobody else knows it yet.
+        // SAFETY: the allocation has 64 bytes, and no other code has its address yet.
         unsafe {
             a.host_ptr().write_bytes(0, 64);
             a.host_ptr().cast::<u32>().write(64);
@@ -280,7 +281,7 @@ impl Drop for Workspace {
     }
 }
 
-/// The bytes of one row at one end.
+/// Returns the bytes of one row at one end.
 fn row(side: &Side, y: u64, z: u64, width: u64) -> Result<Vec<(*mut u8, usize, Option<Piece>)>> {
     let offset = z * side.slice + y * side.pitch;
     Ok(match &side.place {
@@ -306,7 +307,7 @@ impl Copy {
         self.width.saturating_mul(self.height).saturating_mul(self.depth)
     }
 
-    /// From the first byte to the last at one end.
+    /// Returns the bytes from the first to the last at one end.
     fn extent(&self, side: &Side) -> Result<u64> {
         if self.bytes() == 0 {
             return Ok(0);
@@ -315,7 +316,7 @@ impl Copy {
         rows.and_then(|(a, b)| a.checked_add(b)?.checked_add(self.width)).ok_or(INVALID_VALUE)
     }
 
-    /// Refuses addresses that are not what they were said to be.
+    /// Refuses addresses that are not valid device, managed or pinned memory.
     pub fn validate(&self) -> Result {
         for side in [&self.dst, &self.src] {
             if let Place::Known(at) = side.place {
@@ -325,7 +326,7 @@ impl Copy {
         Ok(())
     }
 
-    /// Takes the source's bytes now, so that the program may change them.
+    /// Copies the source's bytes now, so that the program may change them.
     pub fn stage(&mut self) -> Result {
         let Place::Pageable(at) = self.src.place else { return Ok(()) };
         let len = self.extent(&self.src)? as usize;
@@ -348,7 +349,8 @@ impl Copy {
                 let (mut i, mut j, mut di, mut sj) = (0, 0, 0, 0);
                 while i < dst.len() && j < src.len() {
                     let n = (dst[i].1 - di).min(src[j].1 - sj);
-                    // SAFETY: both ends were looked up and are held; the program vouches for pageable memory.
+                    // SAFETY: both ends were looked up and are kept alive; the program vouches for
+                    // pageable memory.
                     unsafe { std::ptr::copy(src[j].0.add(sj), dst[i].0.add(di), n) };
                     di += n;
                     sj += n;
@@ -392,12 +394,12 @@ impl Fill {
                 .map_err(|_| errors::ILLEGAL_ADDRESS)?;
             for p in pieces {
                 if self.element == 1 {
-                    // SAFETY: the piece is held.
+                    // SAFETY: the piece is kept alive.
                     unsafe { p.ptr.write_bytes(pattern[0], p.len) };
                     continue;
                 }
                 for at in (0..p.len).step_by(self.element as usize) {
-                    // SAFETY: the piece is held and a whole number of elements long.
+                    // SAFETY: the piece is kept alive, and is a whole number of elements long.
                     unsafe {
                         std::ptr::copy_nonoverlapping(pattern.as_ptr(), p.ptr.add(at), self.element as usize)
                     };

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Instructions a block runs before another one gets its turn.
+/// Instructions that a block runs before the next one gets its turn.
 const QUANTUM: u32 = 1 << 17;
 
 #[derive(Default)]
@@ -33,7 +33,7 @@ impl Run {
         self.stop.load(Ordering::Relaxed) || self.env.cancel.load(Ordering::Relaxed)
     }
 
-    /// A block to run and whether there may be more.
+    /// Returns a block to run, and whether there may be more.
     fn claim(&self) -> Option<(Block, bool)> {
         let mut p = self.progress.lock();
         if self.stopped() {
@@ -72,7 +72,8 @@ fn pool(threads: usize) -> &'static Arc<Pool> {
         let cpus = std::thread::available_parallelism().map_or(2, usize::from);
         for i in 0..if threads == 0 { cpus.clamp(2, 16) } else { threads } {
             let pool = pool.clone();
-            // Without a thread the grid would wait for ever; a process that cannot have two more is beyond help.
+            // Without any thread the grid would wait for ever; a process that cannot start two
+            // threads is out of resources.
             let _ = std::thread::Builder::new().name(format!("simgpu-sm{i}")).spawn(move || pool.serve());
         }
         pool
@@ -124,7 +125,7 @@ impl Pool {
     }
 }
 
-/// Runs a grid to its end.
+/// Runs a grid until it completes or fails.
 pub fn run(env: Env, threads: usize, resident: usize) -> Result<(), Fault> {
     let total = env.blocks();
     let run = Arc::new(Run {
@@ -139,7 +140,7 @@ pub fn run(env: Env, threads: usize, resident: usize) -> Result<(), Fault> {
     pool.push(run.clone());
     let mut p = run.progress.lock();
     while !run.finished(&p) {
-        // The timeout notices cancellation that comes while every block is parked.
+        // The timeout notices a cancellation while every block waits.
         run.changed.wait_for(&mut p, std::time::Duration::from_millis(50));
     }
     match p.fault {

@@ -1,4 +1,4 @@
-//! `cuGetProcAddress`: which variant of a call belongs to which version.
+//! `cuGetProcAddress`: selects the variant of a call for a CUDA version.
 
 use crate::driver::config;
 
@@ -13,14 +13,16 @@ pub struct ProcAddress {
 
 include!(concat!(env!("OUT_DIR"), "/proc_addresses.rs"));
 
-/// Why there is no answer.
+/// Why the lookup failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
     Symbol = 1,
     Version = 2,
 }
 
-/// The newest variant that is no newer than `version`. `flags`: 1 asks for the legacy stream, 2 for per-thread ones.
+/// Returns the newest variant not newer than `version`.
+///
+/// `flags`: 1 selects the legacy stream, 2 per-thread streams.
 pub fn find(name: &str, version: u32, flags: u64) -> Result<usize, Missing> {
     let start = PROC_ADDRESSES.partition_point(|p| p.base < name);
     let known = config().driver_version;
@@ -38,7 +40,7 @@ pub fn find(name: &str, version: u32, flags: u64) -> Result<usize, Missing> {
             best = Some(p);
         }
     }
-    // A per-thread variant of an older prototype does not stand in for a newer one.
+    // A per-thread variant of an older prototype does not replace a newer one.
     best.map(|p| p.function as *const () as usize).ok_or(Missing::Version)
 }
 

@@ -1,11 +1,12 @@
-//! Handles: the address of a live object, looked up before it is believed.
+//! Handles: the address of a live object, looked up before it is used.
 
 use crate::errors::{Error, INVALID_HANDLE};
 use parking_lot::RwLock;
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock};
 
-/// All live objects of one kind. As in a real driver a handle may be reused once its object is gone.
+/// All live objects of one kind. As in a real driver, a handle may be reused after its object is
+/// destroyed.
 pub struct Registry<T>(LazyLock<RwLock<HashMap<usize, Arc<T>>>>);
 
 impl<T> Default for Registry<T> {
@@ -42,7 +43,7 @@ impl<T> Registry<T> {
     }
 }
 
-/// The handle of an object.
+/// Returns the handle of an object.
 pub fn handle<T>(object: &Arc<T>) -> usize {
     Arc::as_ptr(object) as usize
 }

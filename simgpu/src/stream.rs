@@ -1,4 +1,4 @@
-//! Streams: queues of work, each served by a thread of its own while there is something to do.
+//! Streams: queues of work, each served by its own thread while it has work.
 
 use crate::context::Life;
 use crate::driver::driver;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 pub static STREAMS: Registry<Stream> = Registry::new();
 
-/// A thread without work for this long ends; the next entry starts another.
+/// Time without work after which a stream's thread exits; the next entry starts another.
 const IDLE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub enum Role {
     User,
 }
 
-/// A place in a stream: everything up to and including entry `seq`.
+/// A position in a stream, after entry `seq`.
 #[derive(Clone)]
 pub struct Point {
     pub stream: Arc<Stream>,
@@ -100,17 +100,17 @@ impl Stream {
         })
     }
 
-    /// Whether it orders itself with the legacy stream.
+    /// Returns `true` if the stream is ordered with the legacy stream.
     pub fn blocking(&self) -> bool {
         self.role == Role::PerThread || self.flags & 1 == 0
     }
 
-    /// The point after everything submitted so far.
+    /// Returns the point after all entries submitted so far.
     pub fn last(self: &Arc<Self>) -> Point {
         Point { stream: self.clone(), seq: self.queue.lock().submitted }
     }
 
-    /// Adds an entry; blocks inside while the queue is full.
+    /// Adds an entry; blocks while the queue is full.
     pub fn push(self: &Arc<Self>, op: Op, after: Vec<Point>) -> Result<Point> {
         let limit = driver()?.config.queue;
         let mut q = self.queue.lock();
@@ -164,7 +164,7 @@ impl Stream {
                 {
                     std::thread::sleep(Duration::from_micros(random.draw() % d.config.delay_us));
                 }
-                // A bug here must not leave everyone waiting for an entry that never ends.
+                // A panic here must not leave callers waiting for an entry that never completes.
                 let run = std::panic::AssertUnwindSafe(|| entry.op.run(&self));
                 if let Err(Error(code)) = std::panic::catch_unwind(run).unwrap_or(Err(errors::UNKNOWN)) {
                     self.life.fail(code);
@@ -172,7 +172,7 @@ impl Stream {
             } else {
                 entry.op.abandon();
             }
-            // What an entry holds is let go before anyone hears that it is done.
+            // The entry's objects are dropped before its completion is visible.
             drop(entry.op);
             drop(entry.after);
             *self.done.lock() = entry.seq;
@@ -181,7 +181,7 @@ impl Stream {
     }
 }
 
-/// A small generator for delays (xorshift), so that runs can be repeated by seed.
+/// A small generator for delays (xorshift), so that a seed reproduces a run.
 pub struct Random(u64);
 
 impl Random {
@@ -209,7 +209,7 @@ pub struct Recorded {
 #[derive(Default)]
 pub struct EventState {
     pub recorded: Option<Recorded>,
-    /// Recorded in a capture: which one, and after which nodes.
+    /// A recording in a capture: the capture, and the nodes that precede the event.
     pub captured: Option<(Arc<crate::graph::Capture>, Vec<Arc<crate::graph::Node>>)>,
 }
 

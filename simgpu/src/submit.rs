@@ -1,4 +1,4 @@
-//! From a call to an entry of a stream, or to a node of the graph that the stream is being captured into.
+//! Turns a call into an entry of a stream, or into a node if the stream is capturing.
 
 use crate::context::{CONTEXTS, Context, current};
 use crate::errors::{INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, Result};
@@ -30,7 +30,7 @@ pub fn not_in_callback() -> Result {
     if INSIDE.try_with(Cell::get).unwrap_or(false) { Err(NOT_PERMITTED) } else { Ok(()) }
 }
 
-/// The stream that a handle means for the calling thread.
+/// Returns the stream that a handle denotes in the calling thread.
 pub fn stream(h: usize, per_thread: bool) -> Result<Arc<Stream>> {
     match h {
         0 if per_thread => Ok(current()?.per_thread()),
@@ -44,7 +44,7 @@ pub fn context_of(s: &Stream) -> Result<Arc<Context>> {
     CONTEXTS.find(s.context).ok_or(INVALID_HANDLE)
 }
 
-/// What an entry of `s` waits for because of the legacy stream's rules.
+/// Returns the points that an entry of `s` waits for by the legacy stream's rules.
 fn order(s: &Arc<Stream>, ctx: &Arc<Context>) -> Vec<Point> {
     let points: Vec<Point> = match s.role {
         Role::Legacy => ctx.streams().iter().filter(|o| o.blocking()).map(Stream::last).collect(),
@@ -54,7 +54,7 @@ fn order(s: &Arc<Stream>, ctx: &Arc<Context>) -> Vec<Point> {
     points.into_iter().filter(|p| !p.reached()).collect()
 }
 
-/// Puts an operation into a stream. In a capture it becomes a node and nothing is returned.
+/// Submits an operation to a stream; in a capture it becomes a node, and `None` is returned.
 pub fn submit(s: &Arc<Stream>, op: Op) -> Result<Option<Point>> {
     submit_after(s, op, Vec::new())
 }
@@ -73,7 +73,7 @@ pub fn submit_after(s: &Arc<Stream>, op: Op, mut after: Vec<Point>) -> Result<Op
     s.push(op, after).map(Some)
 }
 
-/// Waits until a stream has done everything submitted so far.
+/// Waits until a stream has completed all entries submitted so far.
 pub fn synchronize(s: &Arc<Stream>) -> Result {
     graph::forbid_sync(s)?;
     let ctx = context_of(s)?;
@@ -86,7 +86,7 @@ pub fn synchronize(s: &Arc<Stream>) -> Result {
     s.life.check()
 }
 
-/// Whether everything submitted so far is done.
+/// Returns `true` if all entries submitted so far are complete.
 pub fn query(s: &Arc<Stream>) -> Result<bool> {
     graph::forbid_sync(s)?;
     s.life.check()?;
@@ -99,7 +99,7 @@ pub fn query(s: &Arc<Stream>) -> Result<bool> {
     Ok(done)
 }
 
-/// Submits a copy under the rules for pageable memory; `wait` makes the call synchronous.
+/// Submits a copy under the rules for pageable memory; `wait` means a synchronous call.
 pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
     s.life.check()?;
     if copy.bytes() == 0 {
@@ -121,8 +121,8 @@ pub fn copy(s: &Arc<Stream>, mut copy: Copy, wait: bool) -> Result {
         copy.stage()?;
     }
     let point = submit(s, Op::Copy(Arc::new(copy)))?;
-    // Between device addresses even the synchronous calls return before the copy is done; from pageable memory they
-    // return once the bytes are staged.
+    // Between device addresses, even synchronous calls return before the copy is complete. From
+    // pageable memory, they return once the bytes are staged.
     let must_wait = to_pageable || (wait && !on_device && !from_pageable);
     if let Some(point) = point.filter(|_| must_wait) {
         point.wait();
@@ -149,8 +149,9 @@ fn touches_host(copy: &Copy) -> Result<bool> {
     }))
 }
 
-/// The place of a unified address: whatever the driver knows, else the program's memory. Measured on an H200, this
-/// also holds for arguments that are called host pointers.
+/// Returns the place of a unified address: known to the driver, else the program's memory.
+///
+/// Measured on an H200, this also holds for arguments that are called host pointers.
 pub fn any_place(at: u64) -> Result<Place> {
     let d = crate::driver::driver()?;
     match d.space.find(at) {
@@ -160,7 +161,7 @@ pub fn any_place(at: u64) -> Result<Place> {
     }
 }
 
-/// The handle by which a program knows a stream.
+/// Returns the handle under which a program knows a stream.
 pub fn public_handle(s: &Arc<Stream>) -> usize {
     match s.role {
         Role::Legacy => 0,

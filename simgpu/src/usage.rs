@@ -1,7 +1,7 @@
 //! Memory in use on the simulated machine, shared by all its processes.
 //!
-//! A small file holds one entry per process. An entry whose process is gone counts for nothing and is
-//! reused, so that a killed process leaves nothing behind.
+//! A small file holds one entry per process. The entry of an exited process does not count and is
+//! reused, so that a killed process leaves no trace.
 
 use crate::config::Config;
 use std::fs::{File, OpenOptions};
@@ -11,38 +11,41 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Most devices of a machine.
+/// Upper bound of the devices of a machine.
 pub const DEVICES: usize = 128;
 const ENTRIES: usize = 512;
 const WORDS: usize = 2 + DEVICES;
-/// After the entries: how many faults there were, then the last of them.
+/// Number of faults that are kept; the file has their total count after the entries, then the
+/// faults.
 const FAULTS: usize = 256;
-/// After those, for each entry: its checkpoint state, and a request with its argument and result.
+/// Offset of the mail area: for each entry its checkpoint state, and a request with argument and
+/// result.
 const MAIL: usize = ENTRIES * WORDS + 1 + FAULTS;
 const MAIL_WORDS: usize = 4;
 const ALL_WORDS: usize = MAIL + ENTRIES * MAIL_WORDS;
 
-/// `nvmlEventTypeDoubleBitEccError`, `nvmlEventTypeXidCriticalError`
+/// The values of `nvmlEventTypeDoubleBitEccError` and `nvmlEventTypeXidCriticalError`.
 pub const ECC: u64 = 2;
 pub const XID: u64 = 8;
 
-/// Something that went wrong on a device, as NVML reports it.
+/// A fault of a device, as NVML reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// Its ordinal.
+    /// Number of the device in the machine.
     pub device: u32,
     /// [`ECC`] or [`XID`].
     pub event: u64,
-    /// The code of an Xid.
+    /// Code of the Xid; unused for [`ECC`].
     pub data: u64,
 }
 
-/// The shared file, mapped; without it only this process counts. Devices are those of the machine, whichever the
-/// process sees.
+/// The shared file, mapped; without it, only this process counts.
+///
+/// Devices are those of the machine, whichever of them the process sees.
 pub struct Usage {
     file: Option<File>,
     words: *const AtomicU64,
-    /// In place of a file that cannot be had.
+    /// Replaces a file that cannot be opened.
     own: Box<[AtomicU64]>,
 }
 
@@ -60,13 +63,15 @@ pub fn path(config: &Config) -> PathBuf {
     dir.unwrap_or_else(|| "/dev/shm".into()).join(format!("simgpu-{uid}-{machine}"))
 }
 
-/// Start time of a process in clock ticks, which tells it from a later one with the same number. One that has ended and was not
-/// waited for yet has none: a driver frees its memory when it ends.
+/// Returns the start time of a process in clock ticks, which distinguishes it from a later process
+/// with the same pid.
+///
+/// A zombie has none: a driver frees its memory when it exits.
 fn start_time(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let (state, threads, start) = (fields.next()?, fields.nth(16)?, fields.nth(1)?);
-    // A main thread that has ended before others is a zombie, too.
+    // A main thread that exits before other threads is a zombie, too.
     let ended = matches!(state, "Z" | "X") && threads.parse::<u32>().is_ok_and(|n| n <= 1);
     if ended { None } else { start.parse().ok() }
 }
@@ -120,12 +125,12 @@ impl Usage {
         unsafe { &*self.words.add(ENTRIES * WORDS + at % (1 + FAULTS)) }
     }
 
-    /// How many faults the machine has had.
+    /// Returns the total number of faults of the machine.
     pub fn events(&self) -> usize {
         self.fault(0).load(Ordering::SeqCst) as usize
     }
 
-    /// A fault by its number, if it has happened.
+    /// Returns a fault by its number; once overwritten, the number yields a later fault.
     pub fn event(&self, number: usize) -> Option<Fault> {
         (number < self.events()).then(|| {
             let word = self.fault(1 + number % FAULTS).load(Ordering::SeqCst);
@@ -133,7 +138,7 @@ impl Usage {
         })
     }
 
-    /// Makes a fault known to everyone who waits for one.
+    /// Reports a fault to all processes that wait for one.
     pub fn report(&self, fault: Fault) {
         self.locked(|| {
             let n = self.events();
@@ -144,19 +149,19 @@ impl Usage {
         });
     }
 
-    /// A fault of a program, or of the card: `nvmlEventTypeXidCriticalError`.
+    /// Reports a fault of a program, or of the card: `nvmlEventTypeXidCriticalError`.
     pub fn report_xid(&self, device: u32, code: u32) {
         self.report(Fault { device, event: XID, data: u64::from(code) });
     }
 
-    /// Uncorrectable errors of a device's memory, among the last faults.
+    /// Returns the uncorrectable errors of a device's memory among the kept faults.
     pub fn ecc_errors(&self, device: u32) -> u64 {
         let last = self.events();
         let events = (last.saturating_sub(FAULTS)..last).filter_map(|n| self.event(n));
         events.filter(|f| f.device == device && f.event == ECC).count() as u64
     }
 
-    /// Processes with memory on a device, and how much.
+    /// Returns the processes with memory on a device, and their bytes.
     pub fn processes(&self, device: u32) -> Vec<(u32, u64)> {
         self.locked(|| {
             (0..ENTRIES)
@@ -221,31 +226,31 @@ impl Usage {
         unsafe { &*self.words.add(MAIL + entry * MAIL_WORDS + word) }
     }
 
-    /// An entry for this process.
+    /// Returns the entry of this process, creating it if needed.
     pub fn register(self: &Arc<Self>) -> Option<Mail> {
         let entry = self.locked(|| self.own_entry())?;
         Some(Mail { usage: self.clone(), entry })
     }
 
-    /// The entry of a process that lives.
+    /// Returns the entry of a live process.
     pub fn find(self: Arc<Self>, pid: u32) -> Option<Mail> {
         let found = |&e: &usize| self.word(e, 0).load(Ordering::Relaxed) == u64::from(pid) && self.alive(e);
         let entry = (0..ENTRIES).find(found)?;
         Some(Mail { usage: self, entry })
     }
 
-    /// What this process has on each device.
+    /// Returns the bytes that this process uses on each device.
     pub fn mine(&self) -> [u64; DEVICES] {
         let entry = self.locked(|| self.own_entry());
         std::array::from_fn(|d| entry.map_or(0, |e| self.word(e, 2 + d).load(Ordering::Relaxed)))
     }
 
-    /// Bytes in use on a device by all live processes.
+    /// Returns the bytes in use on a device by all live processes.
     pub fn used(&self, device: u32) -> u64 {
         self.locked(|| self.sum(device))
     }
 
-    /// Takes `bytes` of a device unless `total` would be exceeded.
+    /// Takes `bytes` of a device unless the sum would exceed `total`.
     pub fn take(&self, device: u32, bytes: u64, total: u64) -> bool {
         self.locked(|| {
             let fits = self.sum(device).checked_add(bytes).is_some_and(|sum| sum <= total);
@@ -267,7 +272,7 @@ impl Usage {
     }
 }
 
-/// The part of an entry in which one process asks another for something.
+/// The part of an entry through which processes send requests to its process.
 pub struct Mail {
     usage: Arc<Usage>,
     entry: usize,
@@ -283,7 +288,7 @@ impl Mail {
         self.usage.mail(self.entry, word)
     }
 
-    /// What the process is in, as it said last.
+    /// Returns the process's checkpoint state.
     pub fn state(&self) -> u64 {
         self.word(STATE).load(Ordering::SeqCst)
     }
@@ -292,7 +297,7 @@ impl Mail {
         self.word(STATE).store(state, Ordering::SeqCst);
     }
 
-    /// Does what others ask of this process, for ever.
+    /// Serves requests of other processes; never returns.
     pub fn serve(&self, mut perform: impl FnMut(u64, u64) -> u64) {
         loop {
             match self.word(REQUEST).load(Ordering::SeqCst) {
@@ -307,7 +312,7 @@ impl Mail {
         }
     }
 
-    /// Asks the process for something and waits for its result; `None` when it ends meanwhile.
+    /// Sends a request and waits for its result; `None` if the process exits meanwhile.
     pub fn ask(&self, request: u64, argument: u64) -> Option<u64> {
         let posted = || {
             self.usage.locked(|| {
@@ -335,11 +340,12 @@ impl Mail {
         Some(self.word(RESULT).load(Ordering::SeqCst))
     }
 
-    /// Waits, at most a while, until the request is another one.
+    /// Waits, for 50 ms at most, until the request changes.
     fn wait(&self, request: u64) {
         let limit = libc::timespec { tv_sec: 0, tv_nsec: 50_000_000 };
         let none = std::ptr::null::<u32>();
-        // SAFETY: the word is mapped; its first half holds the request, which is small, on little-endian machines.
+        // SAFETY: the word is mapped; on little-endian machines its first half holds the request,
+        // which is small.
         unsafe {
             libc::syscall(
                 libc::SYS_futex,
@@ -368,7 +374,7 @@ mod tests {
         let config = Config { machine: format!("test-{}", std::process::id()), ..Config::default() };
         let usage = Usage::open(&config);
         assert!(usage.take(0, 600, 1000) && !usage.take(0, 600, 1000));
-        // An entry left by a process that is gone.
+        // An entry left by an exited process.
         usage.word(5, 0).store(u64::from(u32::MAX - 7), Ordering::Relaxed);
         usage.word(5, 2).store(1 << 40, Ordering::Relaxed);
         assert_eq!(usage.used(0), 600);
@@ -391,7 +397,7 @@ mod tests {
         until(child.id(), 'Z');
         assert_eq!(start_time(child.id()), None);
         child.wait().unwrap();
-        // Its main thread ends, another one goes on.
+        // The main thread exits, another thread continues.
         let code = "import ctypes, threading, time\nthreading.Thread(target=lambda: time.sleep(60)).start()\n\
                     ctypes.CDLL(None).pthread_exit(None)";
         let mut child = std::process::Command::new("python3").args(["-c", code]).spawn().unwrap();

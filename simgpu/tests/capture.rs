@@ -1,4 +1,5 @@
-//! What may be done while a stream is captured. The expected codes were measured on an H200 (driver 580).
+//! Calls that are allowed while a stream is captured. The expected codes were measured on an H200
+//! (driver 580).
 
 mod common;
 
@@ -6,7 +7,7 @@ use common::{Machine, function, launch, machine, ok};
 use simgpu::exports::{context, copy, memory, stream};
 use std::ptr::null_mut;
 
-/// Begins a capture of the first stream, does something, ends it: the code of the call and that of the end.
+/// Captures the first stream around a call; returns the codes of the call and of the capture's end.
 fn during(m: &Machine, mode: u32, call: impl FnOnce() -> u32) -> (u32, u32) {
     let mut graph = 0;
     // SAFETY: every pointer is a local of the right type.

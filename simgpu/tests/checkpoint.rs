@@ -1,4 +1,4 @@
-//! One process locks another and moves its memory out; that one goes on as if nothing had happened.
+//! A process locks another and moves its memory out; afterwards that one continues unaffected.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 const PROGRAM: &str = "CHECKPOINT_TEST";
 
-/// The process that is checkpointed: answers each line with what it read from its device memory.
+/// The process that is checkpointed: answers each line with the content of its device memory.
 fn program() {
     let m = machine();
     let store = function(&m, c"store");
@@ -99,9 +99,9 @@ fn another_process_is_checkpointed() {
         ok(checkpoint::cuCheckpointProcessLock(pid, &raw const limit));
         ok(checkpoint::cuCheckpointProcessCheckpoint(pid, null));
         assert_eq!(used(), before / 2, "only ours is left");
-        // What it calls now waits.
+        // Its calls now wait.
         program.say("");
-        // Somebody else takes the card.
+        // Another process takes the card.
         let mut other = 0;
         ok(memory::cuMemAlloc_v2(&raw mut other, 6 << 20));
         assert_eq!(checkpoint::cuCheckpointProcessRestore(pid, null), 2);
@@ -112,7 +112,7 @@ fn another_process_is_checkpointed() {
         assert_eq!((state, used()), (1, before));
         ok(checkpoint::cuCheckpointProcessUnlock(pid, null));
         assert_eq!(program.line(), "2");
-        // Work that does not end in time leaves it unlocked.
+        // A lock fails if work does not complete in time, and leaves the process unlocked.
         program.say("spin");
         assert_eq!(program.line(), "2");
         let start = Instant::now();

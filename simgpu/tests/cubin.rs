@@ -1,4 +1,4 @@
-//! Images with machine code, on a driver that takes it all for another architecture's.
+//! Images with machine code, on a driver that regards it as another architecture's.
 
 mod common;
 
@@ -10,7 +10,7 @@ const NO_BINARY_FOR_GPU: u32 = 209;
 const PTX: u16 = 1;
 const CUBIN: u16 = 2;
 
-/// As little as says itself how long it is: an ELF header that puts the sections behind it, and none of them.
+/// Returns the smallest ELF image with a length of its own: a header without sections.
 fn cubin() -> Vec<u8> {
     let mut image = vec![0; 64];
     image[..4].copy_from_slice(b"\x7fELF");
@@ -18,7 +18,7 @@ fn cubin() -> Vec<u8> {
     image
 }
 
-/// A fatbin of entries for this device.
+/// Returns a fatbin of entries for this device.
 fn fatbin(entries: &[(u16, &[u8])]) -> Vec<u8> {
     let mut body = Vec::new();
     for (kind, payload) in entries {

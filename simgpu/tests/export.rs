@@ -1,4 +1,5 @@
-//! Memory that is created for export, handed over as a file descriptor and mapped a second time, on a driver that ignores address hints.
+//! Memory created for export, passed on as a file descriptor and mapped a second time, on a driver
+//! that ignores address hints.
 
 mod common;
 
@@ -10,10 +11,10 @@ const POSIX_FD: u32 = 1;
 
 /// `CUmemAllocationProp`: pinned memory of device 0, for export.
 const PROPERTIES: [u32; 8] = [1, POSIX_FD, 1, 0, 0, 0, 0, 0];
-/// `CUmemAccessDesc`: read and written by it.
+/// `CUmemAccessDesc`: read and write access for device 0.
 const ACCESS: [u32; 3] = [1, 0, 3];
 
-/// Maps memory somewhere, whatever the hint.
+/// Maps memory at an address that the driver chooses, whatever the hint.
 unsafe fn mapped(memory: usize, hint: u64) -> u64 {
     let mut at = 0;
     // SAFETY: locals of the right types.
@@ -45,7 +46,7 @@ fn exported_memory_is_the_same_memory() {
         ok(copy::cuMemsetD32_v2(first, 77, 4));
         ok(copy::cuMemcpyDtoH_v2(&raw mut value as u64, second + 8, 4));
         assert_eq!(value, 77);
-        // What was not made for export cannot be.
+        // Memory that was not created for export cannot be exported.
         let mut private = 0;
         let mut properties = PROPERTIES;
         properties[1] = 0;

@@ -1,4 +1,4 @@
-//! The older way to share memory and events with other processes, which this machine does not have.
+//! The older interface to share memory and events with other processes, which this machine lacks.
 
 mod common;
 
@@ -8,7 +8,7 @@ use simgpu::exports::memory;
 const INVALID_VALUE: u32 = 1;
 const NOT_SUPPORTED: i32 = 801;
 
-// Generated: they take no notice of their arguments.
+// Generated functions, which ignore their arguments.
 unsafe extern "C" {
     fn cuIpcOpenMemHandle_v2() -> i32;
     fn cuIpcCloseMemHandle() -> i32;

@@ -1,4 +1,4 @@
-//! A stream takes 1,020 entries behind the one that waits; then its thread is held, and no other.
+//! A stream accepts 1,020 entries after a waiting one; then it blocks its own thread, and no other.
 
 mod common;
 

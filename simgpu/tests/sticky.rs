@@ -1,4 +1,4 @@
-//! A fault breaks the context and the process, and says so with the driver's codes (measured on an H200).
+//! A fault breaks the context and the process, with the driver's codes (measured on an H200).
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! The module as it would be with a bug in it: what must not harm the login program.
+//! The module with a bug, which must not harm the login program.
 
 use std::ffi::{c_char, c_int, c_void};
 

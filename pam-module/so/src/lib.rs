@@ -1,4 +1,4 @@
-//! `pam_gpusession.so`: PAM's C interface to what the crate `gpusession-pam` does. Session type only.
+//! `pam_gpusession.so`: PAM's C interface to the crate `gpusession-pam`, type `session` only.
 
 use std::ffi::{CStr, CString};
 use std::ptr::null_mut;
@@ -12,7 +12,7 @@ const PAM_SERVICE: c_int = 1;
 const PAM_USER: c_int = 2;
 const PAM_TTY: c_int = 3;
 const PAM_RHOST: c_int = 4;
-/// Largest entry of the user database that is read.
+/// Largest entry of the user database that is read, in bytes.
 const MAX_ENTRY: usize = 1 << 20;
 
 /// PAM's handle of a login.
@@ -21,7 +21,7 @@ pub struct Handle {
     _opaque: [u8; 0],
 }
 
-// As <security/pam_modules.h> and <security/pam_ext.h> declare them.
+// Declarations as in <security/pam_modules.h> and <security/pam_ext.h>.
 unsafe extern "C" {
     fn pam_get_item(handle: *const Handle, item: c_int, value: *mut *const c_void) -> c_int;
     fn pam_getenv(handle: *mut Handle, name: *const c_char) -> *const c_char;
@@ -29,7 +29,7 @@ unsafe extern "C" {
     fn pam_syslog(handle: *const Handle, priority: c_int, format: *const c_char, ...);
 }
 
-/// A login. The pointer is PAM's, valid for as long as the entry that it was passed to.
+/// A login; PAM owns the handle, which is valid during the call of an entry point.
 struct Login(*mut Handle);
 
 impl Login {
@@ -40,16 +40,16 @@ impl Login {
         if result != PAM_SUCCESS || value.is_null() {
             return None;
         }
-        // SAFETY: the items that are asked for here are strings, which PAM keeps until they are set anew; nothing does that
-        // meanwhile.
+        // SAFETY: the items in use are strings, which PAM keeps until a caller sets them again.
+        // This function copies them before that.
         let text = unsafe { CStr::from_ptr(value.cast()) };
         text.to_str().ok().map(str::to_owned)
     }
 
     fn log(&self, Trouble { what, errno }: Trouble) {
         if let Ok(what) = CString::new(what) {
-            let format = c"no GPU session: %s (errno %d)";
-            // SAFETY: the handle is valid, and the format takes the string and the number that follow it.
+            let format = c"login session not bound: %s (errno %d)";
+            // SAFETY: the handle is valid, and the format takes a string and a number.
             unsafe { pam_syslog(self.0, libc::LOG_INFO, format.as_ptr(), what.as_ptr(), errno) };
         }
     }
@@ -79,7 +79,7 @@ impl Pam for Login {
             // SAFETY: all-zero bytes are a valid passwd: numbers, and pointers that are null.
             let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
             let mut found = null_mut();
-            // SAFETY: all pointers are to memory that outlives the call, and `buffer` has the length that is said.
+            // SAFETY: all pointers are to memory that outlives the call; the length is `buffer`'s.
             let result = unsafe {
                 libc::getpwnam_r(
                     user.as_ptr(),
@@ -114,11 +114,13 @@ impl Pam for Login {
     }
 }
 
+/// Parses the module's arguments.
+///
 /// # Safety
 /// `argv` points to `argc` strings, as PAM promises.
 unsafe fn options(argc: c_int, argv: *const *const c_char) -> Options {
     let count = if argv.is_null() { 0 } else { usize::try_from(argc).unwrap_or(0) };
-    // SAFETY: the caller's promise; null is not dereferenced, since then the count is 0.
+    // SAFETY: by the caller's promise; a null `argv` is not dereferenced, since the count is 0.
     let arguments = (0..count).filter_map(|i| unsafe {
         let argument = *argv.add(i);
         if argument.is_null() { None } else { CStr::from_ptr(argument).to_str().ok() }
@@ -139,7 +141,7 @@ fn result(login: &Login, options: &Options, result: Result<bool, Trouble>) -> c_
     }
 }
 
-/// A session begins.
+/// Entry point of PAM for the start of a login session.
 ///
 /// # Safety
 /// As PAM calls it: `handle` is the login's, and `argv` has `argc` strings.
@@ -160,7 +162,7 @@ pub unsafe extern "C" fn pam_sm_open_session(
     guard(entry, PAM_IGNORE)
 }
 
-/// A session ends.
+/// Entry point of PAM for the end of a login session.
 ///
 /// # Safety
 /// As PAM calls it: `handle` is the login's, and `argv` has `argc` strings.

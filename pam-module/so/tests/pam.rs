@@ -1,4 +1,4 @@
-//! The module inside a program that logs somebody in by the real libpam, with daemons that behave in every bad way.
+//! The module inside a program that logs in through the real libpam, with bad daemons.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io::{Read as _, Write as _};
@@ -14,12 +14,14 @@ use std::time::{Duration, Instant};
 
 use gpusession_login::{MAX_REPLY, Reply, Request};
 
-/// The deadline that the tests give the module.
+/// Timeout that the tests give the module.
 const TIMEOUT: Duration = Duration::from_secs(4);
-/// What a login may take beyond it: loading libpam, and a busy machine. One that waited twice would take longer.
+/// Further time of a login, for loading libpam and for a busy machine.
+///
+/// It is below [`TIMEOUT`], to detect a login that waits twice.
 const SLACK: Duration = Duration::from_millis(3900);
 
-/// A library that cargo builds with this test program; `deps` is the folder of both.
+/// Returns the path of a library that cargo builds with this test; `deps` is the folder of both.
 fn built(below_deps: &str) -> PathBuf {
     let path = std::env::current_exe().unwrap().parent().unwrap().join(below_deps);
     assert!(path.exists(), "{} is built with the tests", path.display());
@@ -30,7 +32,7 @@ fn module() -> PathBuf {
     built("libpam_gpusession.so")
 }
 
-// ---- the program that logs somebody in: this one again
+// ---- the program that logs in: this test program again
 
 #[repr(C)]
 struct Conversation {
@@ -48,7 +50,7 @@ type Start = unsafe extern "C" fn(
 type Session = unsafe extern "C" fn(*mut c_void, c_int) -> c_int;
 type List = unsafe extern "C" fn(*mut c_void) -> *mut *mut c_char;
 
-/// A function of the system's libpam.
+/// Loads a function of the system's libpam.
 ///
 /// # Safety
 /// `T` is the function's type.
@@ -61,7 +63,7 @@ unsafe fn libpam<T: Copy>(name: &CStr) -> T {
         libc::dlsym(library, name.as_ptr())
     };
     assert!(!function.is_null(), "{name:?}");
-    // SAFETY: the caller says which type it has.
+    // SAFETY: the function has the type `T`, by the caller's promise.
     unsafe { std::mem::transmute_copy(&function) }
 }
 
@@ -78,12 +80,12 @@ fn signals() -> String {
     status.lines().filter(|l| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|s| l.starts_with(s))).collect()
 }
 
-/// Opens and closes a session; says what happened on standard output.
+/// Opens and closes a login session, and prints the results on standard output.
 #[test]
 fn login_program() {
     let Some(services) = std::env::var_os("PAM_TEST_SERVICES") else { return };
     let services = CString::new(services.as_bytes()).unwrap();
-    // SAFETY: getuid cannot fail; the entry is copied before anything else asks the user database.
+    // SAFETY: getuid cannot fail; the entry is copied before another call reads the user database.
     let user = unsafe { CStr::from_ptr((*libc::getpwuid(libc::getuid())).pw_name).to_owned() };
     // SAFETY: the types are those of <security/pam_appl.h>.
     let (start, open, close, end, list) = unsafe {
@@ -123,7 +125,7 @@ fn login_program() {
     }
 }
 
-/// What a login came to.
+/// Results of a login.
 #[derive(Debug)]
 struct Login {
     lines: Vec<(String, String)>,
@@ -140,7 +142,7 @@ impl Login {
         self.lines.iter().filter(|(k, _)| k == "variable").map(|(_, v)| v.as_str()).collect()
     }
 
-    /// The login worked, in time, and left no trace.
+    /// Asserts that the login worked in time and left no trace.
     fn harmless(&self) {
         assert!(self.success && self.get("opened") == "0" && self.get("closed") == "0", "{self:?}");
         assert_eq!(
@@ -156,7 +158,7 @@ impl Login {
     }
 }
 
-/// Logs in with this module in the place of ours.
+/// Logs in with another build of the module.
 fn login_with(folder: &Path, module: &Path, environment: &[(&str, &str)]) -> Login {
     let text = format!(
         "session required pam_permit.so\nsession optional {} min_uid=0 timeout_ms={} socket={}/pam.sock\n",
@@ -200,7 +202,7 @@ fn listen(folder: &Path, backlog: c_int) -> UnixListener {
     }
 }
 
-/// A daemon that does this with the first connection, and hears the second one's packet.
+/// Starts a daemon that serves the first connection with `serve`.
 fn daemon(folder: &Path, serve: impl FnOnce(&mut UnixStream, &[u8]) + Send + 'static) -> JoinHandle<()> {
     let listener = listen(folder, 8);
     std::thread::spawn(move || {
@@ -246,7 +248,7 @@ fn a_session_is_opened_and_closed() {
 fn a_login_needs_no_daemon() {
     let folder = folder();
     login(folder.path()).harmless();
-    // A socket that nobody listens on any more.
+    // A socket whose listener has exited.
     drop(listen(folder.path(), 1));
     let login = login(folder.path());
     login.harmless();
@@ -268,7 +270,7 @@ fn a_full_backlog_costs_no_more_than_the_deadline() {
     let folder = folder();
     let _listener = listen(folder.path(), 0);
     let path = folder.path().join("pam.sock");
-    // A backlog of 0 holds one connection that nobody accepts.
+    // A backlog of 0 holds one connection that is not accepted yet.
     // SAFETY: plain system calls on memory that lives here.
     let _waiting: Vec<OwnedFd> = (0..4)
         .map(|_| unsafe {
@@ -316,7 +318,7 @@ fn a_daemon_that_drips_is_not_waited_for() {
     let folder = folder();
     let daemon = daemon(folder.path(), |stream, _| {
         let good = Reply { environment: vec![("GPUSESSION_ID", "x")] }.encode().unwrap();
-        // Each byte is a packet of its own; until the module has gone.
+        // Each byte is a packet of its own, until the module has closed the connection.
         for byte in good.iter().cycle() {
             std::thread::sleep(TIMEOUT / 20);
             // SAFETY: the pointer is to one byte.

@@ -95,7 +95,7 @@ fn synchronize(ctx: &Arc<Context>) -> Result {
     ctx.synchronize()
 }
 
-/// Default values of the limits that exist, and what others answer.
+/// Returns the default value of a limit, or the error for an unknown or unsupported one.
 fn limit_default(id: u32) -> Result<u64> {
     match id {
         0 => Ok(1024),

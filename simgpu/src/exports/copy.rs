@@ -15,7 +15,7 @@ fn submit_copy(copy: Copy, stream: usize, per_thread: bool, wait: bool) -> Resul
     submit::copy(&submit::stream(stream, per_thread)?, copy, wait)
 }
 
-/// A copy between two addresses of which each was said to be on the device or the host.
+/// Returns a copy between two addresses, each declared as device or host memory.
 fn linear(dst: u64, dst_host: bool, src: u64, src_host: bool, bytes: usize) -> Result<Copy> {
     driver()?;
     if bytes == 0 {
@@ -121,7 +121,7 @@ fn submit_fill(f: Fill, stream: usize, per_thread: bool, wait: bool) -> Result {
     }
     let on_host = driver()?.space.find(f.at).is_some_and(|a| a.on_host());
     let point = submit::submit(&s, Op::Fill(f))?;
-    // Fills of device memory return before they are done, even the synchronous ones.
+    // Even synchronous fills of device memory return before they are complete.
     if let Some(p) = point.filter(|_| wait && on_host) {
         p.wait();
         s.life.check()?;

@@ -7,7 +7,7 @@ use crate::errors::{self, INVALID_DEVICE, INVALID_VALUE};
 use crate::export;
 use std::ffi::c_char;
 
-/// Copies a string into the program's buffer, cut to fit.
+/// Copies a string into the program's buffer, truncated to its length.
 unsafe fn put_text(to: *mut c_char, len: i32, from: &str) -> errors::Result {
     let room = usize::try_from(len).ok().filter(|n| *n > 0 && !to.is_null()).ok_or(INVALID_VALUE)?;
     let n = from.len().min(room - 1);
@@ -75,7 +75,7 @@ export! {
 
     fn cuDeviceGetLuid(_luid: *mut c_char, _mask: *mut u32, device: i32) {
         driver()?.device(device)?;
-        // As on Linux: there are no LUIDs.
+        // As on Linux, which has no LUIDs.
         Err(errors::NOT_SUPPORTED)
     }
 

@@ -50,7 +50,7 @@ unsafe fn change_edges(g: usize, from: *const usize, to: *const usize, n: usize,
         }
         let at = b.after.lock().iter().position(|x| Arc::ptr_eq(x, a));
         match (add, at) {
-            // A cycle is noticed when the graph is instantiated.
+            // Instantiation detects cycles.
             (true, None) => b.after.lock().push(a.clone()),
             (false, Some(i)) => {
                 b.after.lock().remove(i);

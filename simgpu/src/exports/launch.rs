@@ -19,7 +19,7 @@ fn submit_launch(launch: Launch, s: &Arc<Stream>) -> Result {
     submit::submit(s, Op::Kernel(Arc::new(launch))).map(drop)
 }
 
-/// The stream of a launch and the context that this makes it run in.
+/// Returns the stream of a launch, and the stream's context, in which the launch runs.
 fn target(h: usize, per_thread: bool) -> Result<(Arc<Stream>, Arc<Context>)> {
     let s = submit::stream(h, per_thread)?;
     s.life.check()?;
@@ -42,7 +42,7 @@ fn blocks(f: usize, threads: i32, shared: usize) -> Result<i32> {
     Ok(f.blocks_per_sm(threads as u32, shared as u64) as i32)
 }
 
-/// The block size that fills a multiprocessor best; the largest of equals.
+/// Returns the block size that fills a multiprocessor best; the largest of equals.
 fn potential(
     grid: *mut i32,
     block: *mut i32,
@@ -90,7 +90,7 @@ export! {
         for attribute in slice(c.attrs, c.numAttrs as usize)? {
             match attribute.id {
                 2 => cooperative = attribute.value[0] as u32 != 0,
-                // A cluster of one block is no cluster.
+                // A cluster of one block is allowed, since it is no cluster.
                 4 => {
                     let (x, y, z) = (attribute.value[0] as u32, (attribute.value[0] >> 32) as u32, attribute.value[1] as u32);
                     if x.max(1) * y.max(1) * z.max(1) != 1 {
@@ -144,7 +144,7 @@ export! {
         if config.is_null() || n.is_null() {
             return Err(INVALID_VALUE);
         }
-        // Clusters come with sm_90.
+        // Clusters need sm_90.
         Err(errors::NOT_SUPPORTED)
     }
 

@@ -28,7 +28,7 @@ fn free(at: u64) -> Result {
     submit::not_in_callback()?;
     let space = &driver()?.space;
     let a = space.find(at).filter(|a| a.base == at).ok_or(INVALID_VALUE)?;
-    // The memory says which context is meant; none need be current.
+    // The memory determines the context; none has to be current.
     let ctx = CONTEXTS.find(a.context).map_or_else(current, Ok)?;
     ctx.life().check()?;
     forbid_unsafe()?;
@@ -40,7 +40,7 @@ fn free(at: u64) -> Result {
     space.remove(at, |x| x.id == a.id).map(drop).ok_or(INVALID_VALUE)
 }
 
-/// Flags as `cuMemHostGetFlags` reports them.
+/// Returns flags in the form of `cuMemHostGetFlags`.
 fn host_flags(a: &Allocation) -> u32 {
     match a.kind {
         // Under unified addressing all pinned memory is mapped.
@@ -49,12 +49,12 @@ fn host_flags(a: &Allocation) -> u32 {
     }
 }
 
-/// One pointer attribute, written as the type it has; `None` if the driver knows nothing of the address.
+/// Writes a pointer attribute in the attribute's type; returns `None` for an unknown address.
 unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
     let Some(a) = driver()?.space.find(at) else { return Ok(None) };
     let host = matches!(a.kind, Kind::Host { .. } | Kind::Registered { .. });
     let managed = matches!(a.kind, Kind::Managed);
-    // Memory is mapped in large pages; what the program registered keeps its own.
+    // Mappings have large pages, except those of memory that the program registered.
     let page = if matches!(a.kind, Kind::Registered { .. }) { 4096 } else { GRANULARITY };
     let mapping = (a.base / page * page, a.end().next_multiple_of(page));
     // SAFETY: the program gave room for the attribute's type.
@@ -71,7 +71,7 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
             5 => return Err(errors::NOT_SUPPORTED),
             6 => out(to.cast(), u32::from(managed))?,
             7 => out(to.cast(), a.id)?,
-            // The runtime reads these truth values as whole words.
+            // The runtime reads these booleans as 32-bit words.
             8 => out(to.cast(), u32::from(managed))?,
             9 => out(to.cast(), a.device as i32)?,
             10 => out(to.cast(), u32::from(matches!(a.kind, Kind::Device) && config().export_memory))?,
@@ -92,7 +92,7 @@ unsafe fn attribute(to: *mut u8, id: u32, at: u64) -> Result<Option<()>> {
     Ok(Some(()))
 }
 
-/// What `cuPointerGetAttributes` answers for an address nobody allocated.
+/// Writes the attribute that `cuPointerGetAttributes` returns for an unknown address.
 unsafe fn absent(to: *mut u8, id: u32, at: u64) -> Result {
     // SAFETY: the program gave room for the attribute's type.
     unsafe {
@@ -101,7 +101,7 @@ unsafe fn absent(to: *mut u8, id: u32, at: u64) -> Result {
             9 => out(to.cast(), -2i32),
             4 => out(to.cast(), at),
             1 | 3 | 7 | 14 | 17..=20 => out(to.cast(), 0u64),
-            // Left as they are.
+            // These attributes stay unchanged.
             11 | 12 => Ok(()),
             _ => Err(INVALID_VALUE),
         }
@@ -239,7 +239,7 @@ export! {
         for (id, to) in ids.iter().zip(to) {
             match attribute(*to, *id, at) {
                 Ok(Some(())) => {}
-                // What does not apply is answered with nothing instead of an error.
+                // Attributes that do not apply yield zero instead of an error.
                 Ok(None) => absent(*to, *id, at)?,
                 Err(_) => absent(*to, *id, 0)?,
             }
@@ -276,7 +276,8 @@ export! {
         }
     }
 
-    // Memory of the simulated machine is never exported this way; on mapped memory NVIDIA's driver refuses as well.
+    // Simulated memory cannot be exported this way; NVIDIA's driver refuses it for mapped memory as
+    // well.
     fn cuIpcGetMemHandle(_handle: *mut u8, at: u64) {
         current()?;
         driver()?.space.find(at).ok_or(INVALID_VALUE)?;

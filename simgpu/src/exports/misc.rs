@@ -1,4 +1,4 @@
-//! Looking functions up.
+//! Lookup of functions and tables by name, version and id.
 
 use super::{out, out_opt, text};
 use crate::errors::{INVALID_VALUE, NOT_FOUND, Result};

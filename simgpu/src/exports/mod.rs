@@ -16,7 +16,8 @@ pub mod vmm;
 
 use crate::errors::{INVALID_VALUE, Result, UNKNOWN};
 
-/// Runs the body of an exported function; a panic becomes an error, since nothing may unwind into C.
+/// Runs the body of an exported function; a panic becomes an error, since no panic may unwind into
+/// C.
 pub fn guard(name: &str, body: impl FnOnce() -> Result) -> u32 {
     let _inside = crate::checkpoint::enter();
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
@@ -34,7 +35,7 @@ pub fn guard(name: &str, body: impl FnOnce() -> Result) -> u32 {
     }
 }
 
-/// Writes through a pointer that the program must have given.
+/// Writes through a pointer; null is an error.
 ///
 /// # Safety
 /// `p` is null or points to a `T`.
@@ -58,7 +59,7 @@ pub unsafe fn out_opt<T>(p: *mut T, value: T) {
     }
 }
 
-/// Reads a structure that the program must have given.
+/// Reads a structure; null is an error.
 ///
 /// # Safety
 /// `p` is null or points to a `T`.
@@ -70,7 +71,7 @@ pub unsafe fn read<T: Copy>(p: *const T) -> Result<T> {
     Ok(unsafe { p.read_unaligned() })
 }
 
-/// A name that the program must have given.
+/// Reads a C string; null is an error.
 ///
 /// # Safety
 /// `p` is null or a C string.
@@ -82,7 +83,7 @@ pub unsafe fn text<'a>(p: *const std::ffi::c_char) -> Result<&'a str> {
     unsafe { std::ffi::CStr::from_ptr(p) }.to_str().map_err(|_| INVALID_VALUE)
 }
 
-/// The elements of an array, which may be absent if it is empty.
+/// Returns the elements of an array, which may be null if it is empty.
 ///
 /// # Safety
 /// `p` points to `n` elements, or `n` is 0.
@@ -97,7 +98,7 @@ pub unsafe fn slice<'a, T>(p: *const T, n: usize) -> Result<&'a [T]> {
     Ok(unsafe { std::slice::from_raw_parts(p, n) })
 }
 
-/// Fills an array that the program sized with an earlier call: `count` in is its room, out what there is.
+/// Fills an array; `count` is its capacity on entry, and the number of existing items on return.
 ///
 /// # Safety
 /// `list` is null or has room for `*count` elements.
@@ -111,7 +112,7 @@ pub unsafe fn fill<T: Copy>(list: *mut T, count: *mut usize, items: &[T]) -> Res
         for (i, item) in items.iter().take(room).enumerate() {
             list.add(i).write_unaligned(*item);
         }
-        // Entries beyond the end are cleared, and the count says how many are real.
+        // Entries after the last item are cleared; `count` tells them from items.
         for i in items.len()..room {
             list.cast::<u8>().add(i * size_of::<T>()).write_bytes(0, size_of::<T>());
         }
@@ -119,8 +120,10 @@ pub unsafe fn fill<T: Copy>(list: *mut T, count: *mut usize, items: &[T]) -> Res
     }
 }
 
-/// Defines exported functions. `fn name | twin(...)` also defines the variant for per-thread default streams, in which
-/// `PER_THREAD` is true. Bodies run inside `unsafe`: the pointers are the program's, and it vouches for them.
+/// Defines exported functions.
+///
+/// `fn name | twin(...)` also defines the variant for per-thread default streams, in which
+/// `PER_THREAD` is true. Bodies run inside `unsafe`: the program vouches for its pointers.
 #[macro_export]
 macro_rules! export {
     (@one $name:ident ($($a:ident : $t:ty),* $(,)?) $body:block $per_thread:literal) => {

@@ -10,7 +10,7 @@ use crate::registry::handle;
 use std::ffi::c_char;
 use std::sync::Arc;
 
-/// Writes to the log buffers of JIT options.
+/// Writes a message to the log buffers of JIT options.
 unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) {
     if options.is_null() || values.is_null() {
         return;
@@ -38,7 +38,7 @@ unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) 
             }
         }
     }
-    // The size options come back with what was used.
+    // The size options return the number of bytes used.
     for i in 0..n as usize {
         // SAFETY: the program gave `n` options and values, and lets the driver write the values.
         unsafe {
@@ -85,7 +85,7 @@ unsafe fn load(
     }
 }
 
-/// The content of a file, ended as the driver expects an image in memory to be.
+/// Reads a file, and appends the terminator that the driver expects of an image in memory.
 fn read_file(path: &str) -> Result<Vec<u8>> {
     let mut bytes = std::fs::read(path).map_err(|_| errors::FILE_NOT_FOUND)?;
     bytes.extend([0; 64]);
@@ -106,13 +106,13 @@ fn any_function(h: usize) -> Result<Arc<Function>> {
     module::function(h, &working()?)
 }
 
-/// A function proper: these calls do not take a kernel in its place.
+/// Returns a function, for calls that do not accept a kernel in its place.
 fn own_function(h: usize) -> Result<Arc<Function>> {
     working()?;
     FUNCTIONS.get(h)
 }
 
-/// Parameters of a kernel, which needs no context, or of a function.
+/// Returns the parameters of a kernel, which needs no context, or of a function.
 fn params(h: usize) -> Result<Vec<(u32, u32)>> {
     driver()?;
     match KERNELS.find(h) {
@@ -129,7 +129,7 @@ fn param(h: usize, index: usize) -> Result<(u32, u32)> {
     params(h)?.get(index).copied().ok_or(INVALID_VALUE)
 }
 
-/// A kernel as a function of the current context or, without one, of its device's primary context.
+/// Returns a kernel as a function of the current context, or of its device's primary context.
 fn kernel_function(
     h: usize,
     device: i32,
@@ -305,7 +305,8 @@ export! {
         KERNELS.get(k).map(drop)
     }
 
-    // Function handles of a live module stay, so that the name may be lent out.
+    // The handle of a live library's kernel stays valid, so that its name may be returned by
+    // reference.
     fn cuKernelGetName(name: *mut *const c_char, k: usize) {
         driver()?;
         match KERNELS.find(k) {

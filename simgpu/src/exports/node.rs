@@ -33,7 +33,7 @@ unsafe fn kernel(p: *const KernelNodeParams, v2: Option<*const KernelNodeParamsV
         let p = read(p)?;
         let extra = v2.map(|q| read(q)).transpose()?;
         let h = if p.func == 0 { extra.map_or(0, |e| e.kern) } else { p.func };
-        // A node may name the context it belongs to.
+        // A node can name the context of its kernel.
         if let Some(ctx) = extra.filter(|e| e.ctx != 0 && p.func == 0).and_then(|e| CONTEXTS.find(e.ctx)) {
             let k = crate::module::KERNELS.get(h)?;
             let f = k.function(&ctx)?;
@@ -159,7 +159,7 @@ fn replace_in(e: usize, h: usize, new: NodeKind) -> Result {
 }
 
 thread_local! {
-    /// The parameter pointers that the last query lent out, and what they point to.
+    /// The parameter pointers that the last query returned by reference, and their targets.
     static LENT: std::cell::RefCell<(Vec<usize>, Vec<u64>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
 }
 
@@ -184,17 +184,17 @@ fn kernel_params(h: usize) -> Result<KernelNodeParams> {
     })
 }
 
-/// A node from the union of all parameter structures.
+/// Creates a node from the union of all parameter structures.
 unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
     if p.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the type says which structure the body holds, and the body is large enough for each.
+    // SAFETY: the type determines the body's structure, and the body is large enough for each.
     unsafe {
         let body = (&raw const (*p).body).cast::<u8>();
         match (*p).kind {
             0 => kernel(body.cast(), Some(body.cast())),
-            // Flags and a context come first.
+            // Preceded by flags and a context.
             1 => copy(&read(body.add(16).cast::<Memcpy3D>())?),
             2 => fill(&read(body.cast::<MemsetNodeParams>())?),
             3 => {

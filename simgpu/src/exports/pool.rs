@@ -25,7 +25,7 @@ struct Pool {
 }
 
 static POOLS: Registry<Pool> = Registry::new();
-/// Per device: the default pool, and the one in use.
+/// The default pool and the current pool of each device.
 static DEVICE_POOLS: Mutex<Option<HashMap<u32, DevicePools>>> = Mutex::new(None);
 
 type DevicePools = (Arc<Pool>, Arc<Pool>);
@@ -80,7 +80,7 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
     Ok(a.base)
 }
 
-/// Takes an allocation that is being freed out of its pool's account.
+/// Subtracts an allocation that is being freed from its pool's account.
 pub fn forget(a: &Allocation) {
     if let Kind::Pool { pool } = a.kind
         && let Some(p) = POOLS.find(pool)

@@ -51,7 +51,7 @@ fn destroy_event(h: usize) -> Result {
     EVENTS.remove(h).map(drop)
 }
 
-/// Bits of `CUevent_flags`.
+/// A bit of `CUevent_flags`.
 const DISABLE_TIMING: u32 = 2;
 
 fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Result {
@@ -70,7 +70,7 @@ fn record(h: usize, stream_handle: usize, per_thread: bool, flags: u32) -> Resul
         return Ok(());
     }
     let time = Arc::new(OnceLock::new());
-    // The event stands for this recording before its entry can run.
+    // The event refers to this recording before its entry can run.
     let point = submit::submit(&s, Op::Record(time.clone()))?;
     if let Some(point) = point {
         let mut state = e.state.lock();
@@ -147,7 +147,7 @@ fn batch(s: usize, ops: &[BatchMemOp], per_thread: bool) -> Result {
 }
 
 thread_local! {
-    /// The array that the last query lent out.
+    /// The array that the last query returned by reference.
     static LENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 

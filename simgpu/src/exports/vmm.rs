@@ -150,12 +150,12 @@ export! {
         if kind != POSIX_FD || !config().export_memory || handle.is_null() {
             return Err(if kind == POSIX_FD { errors::NOT_SUPPORTED } else { INVALID_VALUE });
         }
-        // SAFETY: a descriptor that does not exist only makes the call fail.
+        // SAFETY: an invalid descriptor only makes the call fail.
         let fd = libc::fcntl(from as i32, libc::F_DUPFD_CLOEXEC, 3);
         if fd < 0 {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: the descriptor was just made.
+        // SAFETY: the descriptor was just created.
         let file = std::fs::File::from_raw_fd(fd);
         let location = Location { kind: 1, id: ctx.device as i32 };
         let prop = AllocationProp { kind: 1, requestedHandleTypes: POSIX_FD, location, win32: 0, flags: [0; 8] };

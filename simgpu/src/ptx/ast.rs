@@ -1,4 +1,4 @@
-//! What the parser produces: PTX as written, with scopes already resolved.
+//! Output of the parser: PTX as written, with scopes resolved.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! Reads, writes and atomic operations on memory that others use at the same time.
+//! Reads, writes and atomic operations on memory that other threads use concurrently.
 
 use super::ast::Ty;
 use super::code::AtomOp;

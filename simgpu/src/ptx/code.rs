@@ -17,7 +17,7 @@ pub const WINDOW_MASK: u64 = 0xf000_0000_0000_0000;
 /// Addresses of functions; they are never dereferenced.
 pub const CODE_WINDOW: u64 = 0x4000_0000_0000_0000;
 
-/// Where an access goes. Kernel parameters and lane memory are separate from the generic windows.
+/// Memory of an access. Kernel parameters and lane memory are separate from the generic windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mem {
     Generic,
@@ -33,7 +33,7 @@ pub struct Addr {
     /// Row with the base address, or `NONE`.
     pub base: u32,
     pub offset: i64,
-    /// The offset counts from the function's own lane memory.
+    /// `true` if the offset counts from the function's own lane memory.
     pub frame: bool,
 }
 
@@ -76,7 +76,8 @@ pub enum Special {
     LaneMaskGt,
     DynamicSharedSize,
     TotalSharedSize,
-    /// Words that the driver passes to a kernel: 1 and 2 are the workspace of a cooperative grid.
+    /// Words that the driver passes to a kernel: 1 and 2 are the workspace's address in a
+    /// cooperative grid.
     EnvReg(u8),
 }
 
@@ -107,7 +108,7 @@ pub enum Vote {
     Ballot,
 }
 
-/// Functions that the driver itself provides to device code.
+/// Functions that the driver provides to device code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Builtin {
     Vprintf,
@@ -119,12 +120,12 @@ pub enum Builtin {
 #[derive(Debug, Clone, Copy)]
 pub enum Callee {
     Func(u32),
-    /// A row with a code address.
+    /// Code address in a row.
     Row(u32),
     Builtin(Builtin),
 }
 
-/// A piece of lane memory relative to the frame.
+/// A piece of lane memory, relative to the frame.
 #[derive(Debug, Clone, Copy)]
 pub struct Slot {
     pub offset: u32,
@@ -138,7 +139,7 @@ pub struct CallSite {
     pub rets: Vec<Slot>,
 }
 
-/// How a fresh comparison is combined with another predicate.
+/// Combination of a comparison's result with another predicate.
 #[derive(Debug, Clone, Copy)]
 pub enum Combine {
     None,
@@ -259,12 +260,13 @@ pub enum Code {
         d: u32,
         which: Special,
     },
-    /// Address of something in the function's lane memory.
+    /// Address in the function's lane memory.
     FrameAddr {
         d: u32,
         offset: u32,
     },
-    /// Generic address to window-relative (`to = true`) or back; global needs neither.
+    /// Converts a generic address to a window-relative one (`to = true`) or back; global needs
+    /// neither.
     Cvta {
         d: u32,
         a: u32,
@@ -424,7 +426,7 @@ pub struct GlobalVar {
     pub relocs: Vec<Reloc>,
 }
 
-/// A lowered module.
+/// A lowered module: code, functions and variables, before its addresses are known.
 #[derive(Debug, Default)]
 pub struct Program {
     pub version: (u32, u32),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-/// What can go wrong in a kernel.
+/// Errors of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     Illegal(u64),
@@ -24,18 +24,18 @@ pub struct Span {
     pub end: u64,
     pub host: usize,
     pub writable: bool,
-    /// Bit per device that may reach it.
+    /// One bit per device that may access it.
     pub devices: u64,
 }
 
-/// Everything kernels of one launch can reach, sorted by address; `keep` holds the memory alive.
+/// All memory that kernels of one launch can access, sorted by address and kept alive by `keep`.
 #[derive(Default)]
 pub struct MemView {
     pub spans: Vec<Span>,
     pub keep: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// What device code asks of the driver.
+/// Services of the driver for device code.
 pub trait Host: Send + Sync {
     fn print(&self, text: &[u8]);
     fn assertion(&self, text: &str);
@@ -46,7 +46,7 @@ pub trait Host: Send + Sync {
 /// Values for each function's constant rows, in the address space of one context.
 pub type Consts = Arc<Vec<Box<[u64]>>>;
 
-/// Resolves the constants of a program against the addresses of its variables.
+/// Resolves the constants of a program with the addresses of its variables.
 pub fn resolve_consts(program: &Program, vars: &[u64]) -> Consts {
     let value = |c: &Const| match c {
         Const::Imm(v) => *v,
@@ -55,7 +55,7 @@ pub fn resolve_consts(program: &Program, vars: &[u64]) -> Consts {
     Arc::new(program.funcs.iter().map(|f| f.consts.iter().map(value).collect()).collect())
 }
 
-/// One launch.
+/// The inputs of one launch.
 pub struct Env {
     pub program: Arc<Program>,
     pub consts: Consts,
@@ -65,7 +65,7 @@ pub struct Env {
     /// Parameter block in 8-byte words.
     pub params: Vec<u64>,
     pub dynamic_shared: u32,
-    /// Zeroed memory through which the blocks of a cooperative grid meet; 0 without one.
+    /// Address of zeroed memory for the barrier of a cooperative grid; 0 for other grids.
     pub workspace: u64,
     pub mem: Arc<MemView>,
     pub device: u32,
@@ -73,7 +73,7 @@ pub struct Env {
     pub grid_id: u64,
     pub started: Instant,
     pub host: Arc<dyn Host>,
-    /// Set when the work is no longer wanted.
+    /// Set when the work is cancelled.
     pub cancel: Arc<AtomicBool>,
 }
 
@@ -86,13 +86,13 @@ impl Env {
 #[derive(Clone, Default)]
 struct Barrier {
     arrived: u32,
-    /// 0: all threads of the block.
+    /// Number of threads; 0 means all threads of the block.
     expected: u32,
     sum: u32,
     op: Option<Reduce>,
 }
 
-/// What the warps of a block share.
+/// State that the warps of a block share.
 pub struct BlockState {
     pub ctaid: [u32; 3],
     pub linear: u64,
@@ -122,7 +122,7 @@ impl BlockState {
     }
 }
 
-/// A block that can be run in pieces.
+/// A block, which can run in pieces.
 pub struct Block {
     warps: Vec<Warp>,
     state: BlockState,
@@ -147,7 +147,8 @@ impl Block {
         }
     }
 
-    /// Runs every warp for up to `budget` instructions in turn; true when the block is done.
+    /// Runs every warp in turn for up to `budget` instructions; returns `true` when the block is
+    /// done.
     pub fn run(&mut self, env: &Env, budget: u32) -> Result<bool, Fault> {
         let mut left = budget;
         while left > 0 {
@@ -169,7 +170,8 @@ impl Block {
                 return Ok(true);
             }
             if !self.release() && !running {
-                // Every warp waits at a barrier that nobody will complete: a hang, as on a real card.
+                // Every warp waits at a barrier that no thread will complete: a hang, as on a real
+                // card.
                 std::thread::sleep(std::time::Duration::from_micros(200));
                 return Ok(false);
             }
@@ -201,7 +203,7 @@ impl Block {
     }
 }
 
-/// Numbers grids.
+/// Returns a unique number for a grid.
 pub fn next_grid_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)

@@ -1,13 +1,13 @@
-//! `printf` as device code calls it: a format string and a packed argument buffer.
+//! `printf` of device code: a format string and a packed argument buffer.
 
 use std::ffi::{CString, c_char, c_int};
 
-/// Where arguments come from.
+/// Source of the arguments.
 pub trait Source {
     type Error;
-    /// The next argument of 4 or 8 bytes.
+    /// Returns the next argument, of 4 or 8 bytes.
     fn word(&mut self, size: u32) -> Result<u64, Self::Error>;
-    /// The string at a device address.
+    /// Returns the string at a device address.
     fn string(&mut self, at: u64) -> Result<Vec<u8>, Self::Error>;
 }
 

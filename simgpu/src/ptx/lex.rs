@@ -12,7 +12,7 @@ pub enum Tok<'a> {
     Punct(u8),
 }
 
-/// A token with the (1-based) line it starts on.
+/// A token with the line, from 1, on which it starts.
 #[derive(Debug, Clone, Copy)]
 pub struct Token<'a> {
     pub tok: Tok<'a>,
@@ -47,7 +47,7 @@ fn number(text: &str) -> Option<Tok<'_>> {
     digits.parse::<u64>().ok().map(Tok::Int)
 }
 
-/// Tokenises `text`; the error names the offending line.
+/// Splits `text` into tokens; an error names the line.
 pub fn lex(text: &str) -> Result<Vec<Token<'_>>, String> {
     let bytes = text.as_bytes();
     let mut out = Vec::with_capacity(bytes.len() / 4);

@@ -8,12 +8,12 @@ use super::select;
 use super::warp::{LANE_MEMORY_LIMIT, ROW_LIMIT};
 use std::collections::HashMap;
 
-/// Shared memory of a module at most; every block has all of it.
+/// Upper bound of a module's shared memory, all of which every block gets.
 const SHARED_LIMIT: u32 = 16 << 20;
 
 pub type Res<T> = Result<T, String>;
 
-/// Where a name of module scope lives.
+/// Location of a name of module scope.
 #[derive(Clone, Copy)]
 pub enum Place {
     Var(u32),
@@ -56,7 +56,7 @@ pub fn lower(m: &Module) -> Res<Program> {
     for v in &m.vars {
         place(v, &v.name, &mut prog, &mut scope)?;
     }
-    // Variables of a body with static storage belong to the module, under a name of their own.
+    // Static variables of a body belong to the module, under a qualified name.
     for f in &m.functions {
         for v in f.body.iter().flat_map(|b| &b.vars) {
             if matches!(v.space, Space::Shared | Space::Global | Space::Const) {
@@ -188,13 +188,13 @@ fn initialise(m: &Module, v: &Var, name: &str, prog: &mut Program, scope: &Scope
     Ok(())
 }
 
-/// A stable code address for a function name.
+/// Returns the code address of a function, which depends only on its name.
 pub fn name_hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
         & 0x00ff_ffff_ffff_fff0
 }
 
-/// Static shared memory of a kernel: what it and everything it calls refers to.
+/// Sums the static shared memory of each kernel: its own, and that of all functions it calls.
 fn sum_shared(prog: &mut Program, scope: &Scope, used: &[Uses]) {
     for index in 0..prog.funcs.len() {
         let (mut seen, mut todo, mut names) = (vec![false; used.len()], vec![index], Vec::new());
@@ -212,7 +212,7 @@ fn sum_shared(prog: &mut Program, scope: &Scope, used: &[Uses]) {
     }
 }
 
-/// What a function refers to.
+/// Variables and functions to which a function refers.
 #[derive(Default, Clone)]
 pub struct Uses {
     pub shared: Vec<String>,
@@ -235,13 +235,13 @@ pub struct Builder<'a> {
     /// Lane-memory offsets of `.local` and `.param` variables.
     frame: HashMap<String, Slot>,
     labels: HashMap<String, u32>,
-    /// Where each label is, by its number.
+    /// Position of each label, by its number; `None` until it is defined.
     positions: Vec<Option<u32>>,
     next_row: u32,
     next_pred: u32,
 }
 
-/// Rows of constants are numbered from here until the final count of registers is known.
+/// Flag of a constant row until the final number of registers is known.
 const CONST_FLAG: u32 = 1 << 30;
 
 impl<'a> Builder<'a> {
@@ -300,7 +300,7 @@ impl<'a> Builder<'a> {
                 }
             }
         }
-        // Running off the end returns.
+        // Reaching the end of the body returns.
         self.guard = NONE;
         self.emit(Code::Ret);
         Ok(())
@@ -334,7 +334,7 @@ impl<'a> Builder<'a> {
         self.func.consts = consts;
         self.func.rows = const_base + self.func.consts.len() as u32;
         self.func.preds = self.next_pred;
-        // Every call takes some lane memory, so that recursion without end runs out of it.
+        // Every call takes some lane memory, so that endless recursion exhausts it.
         let least = if self.func.entry { 0 } else { 16 };
         self.func.frame_size = align_up(self.func.frame_size.max(least), 16);
         if self.func.frame_size as usize > LANE_MEMORY_LIMIT {
@@ -356,7 +356,7 @@ impl<'a> Builder<'a> {
         Slot { offset, size }
     }
 
-    /// The number of a label, which may be defined later.
+    /// Returns the number of a label, which may be defined later.
     pub fn label(&mut self, name: &str) -> u32 {
         let next = self.positions.len() as u32;
         let id = *self.labels.entry(name.to_owned()).or_insert(next);
@@ -376,7 +376,7 @@ impl<'a> Builder<'a> {
         self.next_pred - 1
     }
 
-    /// The hidden carry flag.
+    /// Returns the predicate that holds the carry flag.
     pub fn carry_flag(&mut self) -> u32 {
         if let Some(&p) = self.preds.get("%carry") {
             return p;
@@ -414,7 +414,7 @@ impl<'a> Builder<'a> {
         Ok(p)
     }
 
-    /// The row of a declared register.
+    /// Returns the row of a declared register.
     pub fn reg(&mut self, name: &str) -> Res<u32> {
         if name == "_" {
             return Ok(self.temp());
@@ -452,7 +452,7 @@ impl<'a> Builder<'a> {
         Some(place)
     }
 
-    /// The row that holds an operand's value; immediates of type `ty` become constants.
+    /// Returns the row of an operand's value; immediates of type `ty` become constants.
     pub fn src(&mut self, op: &Operand, ty: Ty) -> Res<u32> {
         let value = match op {
             Operand::Name(n) => return self.name_value(n, 0),
@@ -518,7 +518,7 @@ impl<'a> Builder<'a> {
         self.frame.get(name).copied()
     }
 
-    /// A memory operand of an access to `space`.
+    /// Returns the address operand of an access to `space`.
     pub fn addr(&mut self, op: &Operand, space: Space) -> Res<Addr> {
         let Operand::Addr { base, offset } = op else { return Err(format!("bad address {op:?}")) };
         let mem = match space {

@@ -1,4 +1,4 @@
-//! How a warp reaches memory, and the functions that the driver lends to device code.
+//! Memory access of a warp, and the functions that the driver provides to device code.
 
 use super::ast::Ty;
 use super::atomics::{fetch, put};
@@ -20,12 +20,12 @@ impl Warp {
         debug_assert!((from.max(to) + size) as usize <= self.lane_bytes);
         lanes(mask, |l| {
             let p = self.lane_ptr(l);
-            // SAFETY: both pieces lie inside frames that `enter` made room for.
+            // SAFETY: both pieces lie inside frames for which `enter` allocated memory.
             unsafe { std::ptr::copy(p.add(from as usize), p.add(to as usize), size as usize) };
         });
     }
 
-    /// The host address of `size` bytes that lane `lane` wants to reach.
+    /// Returns the host address of `size` bytes that lane `lane` accesses.
     #[allow(clippy::too_many_arguments)]
     #[inline]
     pub(super) fn resolve(

@@ -119,7 +119,8 @@ fn rounding(mods: &[&str]) -> u8 {
     RN
 }
 
-/// Modifiers an arithmetic opcode may carry; anything else is an unknown opcode.
+/// Returns `true` if an arithmetic opcode has only known modifiers; others make it an unknown
+/// opcode.
 fn known(mods: &[&str], extra: &[&str]) -> bool {
     mods.iter().all(|m| {
         matches!(*m, "rn" | "rz" | "rm" | "rp" | "ftz" | "approx" | "full" | "lo") || extra.contains(m)
@@ -130,7 +131,7 @@ fn saturate(ty: Ty) -> Option<Fn1> {
     by_float!(ty, T => |d, a, m| map1::<T, T>(d, a, m, |v| if v.is_nan() { 0.0 } else { v.clamp(0.0, 1.0) }))
 }
 
-/// The clamp to apply after a floating-point operation with `.sat`.
+/// Returns the clamp to apply after a floating-point operation with `.sat`.
 pub fn after(mods: &[&str], ty: Ty) -> Option<Fn1> {
     if mods.contains(&"sat") { saturate(ty) } else { None }
 }
@@ -439,13 +440,13 @@ pub fn quaternary(op: &str, ty: Ty) -> Option<Fn4> {
     }
 }
 
-/// `len` ones from bit `pos` on.
+/// Returns `len` ones from bit `pos` on.
 fn ones(pos: u32, len: u32) -> u32 {
     let mask = if len >= 32 { u64::from(u32::MAX) } else { (1u64 << len) - 1 };
     if pos >= 32 { 0 } else { (mask << pos) as u32 }
 }
 
-/// The low bits of a value, extended by sign or zero.
+/// Returns the function that extends the low bits of a value by sign or zero.
 fn szext(ty: Ty, wrap: bool) -> Option<Fn2> {
     fn low(x: u32, n: u32, signed: bool) -> u32 {
         match n {
@@ -583,7 +584,7 @@ fn cvt_if<S: Int, const WIDE: bool, const R: u8>(d: &Row, a: &Row, m: u32) {
     });
 }
 
-/// `cvt`: `dst` and `src` types and the modifiers between them.
+/// Returns the conversion of `cvt`, for its types `dst` and `src` and its modifiers.
 pub fn convert(mods: &[&str], dst: Ty, src: Ty) -> Option<Fn1> {
     let allowed = ["rni", "rzi", "rmi", "rpi", "rn", "rz", "rm", "rp", "sat", "ftz"];
     if mods.iter().any(|m| !allowed.contains(m)) {

@@ -12,11 +12,11 @@ struct Parser<'a> {
     /// Renamings of nested scopes, innermost last.
     scopes: Vec<HashMap<String, String>>,
     scope_count: u32,
-    /// How deep lists are nested here.
+    /// Current nesting depth of lists and blocks.
     depth: u32,
 }
 
-/// Parses one PTX translation unit; the error names the line.
+/// Parses one PTX translation unit; an error names the line.
 pub fn parse(text: &str) -> Res<Module> {
     let mut p = Parser { toks: lex(text)?, at: 0, scopes: Vec::new(), scope_count: 0, depth: 0 };
     p.module()
@@ -179,7 +179,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `(...)` after `.attribute`; says whether `.managed` is in it.
+    /// Parses `(...)` after `.attribute`; returns `true` if it contains `.managed`.
     fn attribute(&mut self) -> Res<bool> {
         self.expect(b'(')?;
         let mut managed = false;
@@ -191,7 +191,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `.align 4 .b8 name[16] = {...};` after the state space.
+    /// Parses `.align 4 .b8 name[16] = {...};` after the state space.
     fn variable(&mut self, space: Space, external: bool) -> Res<Var> {
         let mut var = self.declarator(space)?;
         var.external = external;
@@ -220,7 +220,7 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     managed = self.attribute()?;
                 }
-                // `.param .u64 .ptr .global .align 8 name` says more about a pointer parameter.
+                // `.param .u64 .ptr .global .align 8 name` describes a pointer parameter further.
                 Some(Tok::Word(".ptr")) => {
                     self.at += 1;
                     if let Some(Tok::Word(".global" | ".shared" | ".const" | ".local")) = self.peek() {
@@ -399,7 +399,7 @@ impl<'a> Parser<'a> {
         self.scopes.iter().rev().find_map(|s| s.get(name)).cloned().unwrap_or_else(|| name.to_owned())
     }
 
-    /// Statements up to the closing brace.
+    /// Parses statements up to the closing brace.
     fn block(&mut self, body: &mut Body) -> Res<()> {
         loop {
             let line = self.line();
@@ -521,7 +521,7 @@ impl<'a> Parser<'a> {
         self.nested(Self::operand_here)
     }
 
-    /// Bounds recursion: what is parsed may come from anywhere.
+    /// Bounds recursion, since the input may be hostile.
     fn nested<T>(&mut self, parse: impl FnOnce(&mut Self) -> Res<T>) -> Res<T> {
         if self.depth == 32 {
             return self.fail("lists nested too deeply");

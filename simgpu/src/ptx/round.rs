@@ -5,7 +5,7 @@ pub const RZ: u8 = 1;
 pub const RM: u8 = 2;
 pub const RP: u8 = 3;
 
-/// Moves a result rounded to nearest to the one that mode `R` asks for, given the sign of (exact - result).
+/// Adjusts a result rounded to nearest to mode `R`, given the sign of (exact - result).
 fn direct64<const R: u8>(r: f64, residual: f64) -> f64 {
     if R == RN || residual == 0.0 || r.is_nan() || residual.is_nan() {
         return r;
@@ -126,7 +126,7 @@ pub fn integral<const R: u8>(v: f64) -> f64 {
     }
 }
 
-/// Half to single precision.
+/// Converts half precision to single precision.
 pub fn f16_to_f32(h: u16) -> f32 {
     let sign = u32::from(h >> 15) << 31;
     let (exp, frac) = (u32::from(h >> 10) & 31, u32::from(h) & 0x3ff);
@@ -140,7 +140,7 @@ pub fn f16_to_f32(h: u16) -> f32 {
     }
 }
 
-/// Single to half precision, to nearest even.
+/// Converts single precision to half precision, rounding to nearest even.
 pub fn f32_to_f16(v: f32) -> u16 {
     let bits = v.to_bits();
     let sign = ((bits >> 16) & 0x8000) as u16;

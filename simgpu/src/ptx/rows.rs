@@ -2,7 +2,8 @@
 
 use std::cell::Cell;
 
-/// One register of all 32 lanes. Values narrower than 64 bits are stored extended by their own type.
+/// One register of all 32 lanes. Values narrower than 64 bits are stored extended according to
+/// their type.
 pub type Row = [Cell<u64>; 32];
 
 pub type Fn1 = fn(&Row, &Row, u32);
@@ -16,7 +17,7 @@ pub fn new_row() -> Row {
     std::array::from_fn(|_| Cell::new(0))
 }
 
-/// A scalar type as it lives in a lane.
+/// Conversion of a scalar type to and from a lane's 64 bits.
 pub trait Lane: Copy {
     fn get(raw: u64) -> Self;
     fn put(self) -> u64;

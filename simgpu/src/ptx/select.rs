@@ -1,4 +1,4 @@
-//! Chooses bytecode for one PTX instruction. What is not known here fails at load, by name.
+//! Chooses bytecode for one PTX instruction. An unknown instruction fails at load, by name.
 
 use super::ast::{Inst, Operand, Space, Ty};
 use super::code::{
@@ -16,12 +16,12 @@ fn arg(inst: &Inst, i: usize) -> Res<&Operand> {
     inst.args.get(i).ok_or_else(|| format!("'{}' lacks operand {}", inst.op, i + 1))
 }
 
-/// A predicate operand with its negation bit.
+/// Returns a predicate operand with its negation bit.
 fn pred_src(b: &mut Builder, op: &Operand) -> Res<u32> {
     match op {
         Operand::Name(n) => b.pred(n),
         Operand::NotName(n) => Ok(b.pred(n)? | NEGATED),
-        // Some intrinsics are given constant predicates.
+        // Some intrinsics get constant predicates.
         Operand::Int(v) => {
             let d = b.temp_pred();
             b.emit(Code::PredConst { d, value: *v != 0 });
@@ -31,7 +31,7 @@ fn pred_src(b: &mut Builder, op: &Operand) -> Res<u32> {
     }
 }
 
-/// `d` or `d|p`.
+/// Returns the destinations of `d` or `d|p`.
 fn dst_pair(b: &mut Builder, op: &Operand) -> Res<(u32, u32)> {
     match op {
         Operand::Pair(d, p) => {
@@ -283,7 +283,7 @@ fn mov(b: &mut Builder, inst: &Inst, ty: Ty) -> Res<()> {
     Ok(())
 }
 
-/// State space, vector width; cache hints, scopes and orderings need no code here.
+/// Returns state space and vector width; cache hints, scopes and orderings need no code here.
 fn access(inst: &Inst, mods: &[&str]) -> Res<(Space, u8)> {
     let (mut space, mut n) = (Space::Generic, 1);
     for m in mods {
@@ -398,7 +398,7 @@ fn cvta(b: &mut Builder, inst: &Inst, mods: &[&str]) -> Res<()> {
     Ok(())
 }
 
-/// Splits `lt.and.ftz` into the comparison and the way it combines.
+/// Splits `lt.and.ftz` into the comparison and the combining operation.
 fn comparison<'m>(inst: &Inst, mods: &[&'m str]) -> Res<(&'m str, Option<&'m str>)> {
     let (mut cmp, mut with) = (None, None);
     for m in mods {
@@ -517,7 +517,7 @@ fn shuffle(b: &mut Builder, inst: &Inst, mods: &[&str]) -> Res<()> {
 }
 
 fn vote(b: &mut Builder, inst: &Inst, mods: &[&str]) -> Res<()> {
-    // Both `vote.sync.ballot` and `vote.ballot.sync` are written.
+    // PTX contains both `vote.sync.ballot` and `vote.ballot.sync`.
     let mode = match mods {
         ["sync", mode] | [mode, "sync"] => *mode,
         _ => return unknown(&inst.op),
@@ -568,7 +568,8 @@ fn frame_addr(slot: Slot) -> Addr {
     Addr { mem: Mem::Local, base: NONE, offset: i64::from(slot.offset), frame: true }
 }
 
-/// A list of call operands as pieces of lane memory; registers are spilled (arguments) or filled (results).
+/// Converts call operands to pieces of lane memory; registers are spilled (arguments) or filled
+/// (results).
 fn call_list(
     b: &mut Builder,
     list: &[Operand],

@@ -1,8 +1,8 @@
 //! One warp: 32 lanes that share an instruction stream, split into groups while they diverge.
 //!
-//! Of several groups the deepest call runs first, then the lowest program counter; groups that meet at the
-//! same place become one again. A group that runs long while others wait is set aside for a while, so that a
-//! lane spinning on its neighbour cannot starve it.
+//! Among several groups the deepest call runs first, then the lowest program counter. Groups that
+//! reach the same place merge. A group that runs long while others wait is suspended for a while,
+//! so that a lane that spins on its neighbour cannot starve it.
 
 use super::atomics::atomic;
 use super::code::{
@@ -14,11 +14,11 @@ use super::rows::{Row, lanes, new_row};
 use super::special::{extended, shuffle, special};
 use std::sync::atomic::{Ordering, fence};
 
-/// Lane memory of one thread never grows beyond this.
+/// Upper bound of a thread's lane memory, in bytes.
 pub const LANE_MEMORY_LIMIT: usize = 512 << 10;
-/// Registers of a thread, over all calls, never grow beyond this.
+/// Upper bound of a thread's registers, over all nested calls.
 pub const ROW_LIMIT: usize = 1 << 16;
-/// Instructions after which a group lets waiting neighbours go first.
+/// Instructions after which a group yields to waiting groups.
 const FAIR_SLICE: u32 = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -33,9 +33,9 @@ pub(super) struct Frame {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
     None,
-    /// At a `.sync` instruction whose other lanes have not arrived.
+    /// Waits at a `.sync` instruction for lanes that have not arrived.
     Lanes,
-    /// At block barrier `id`, with the place for a reduction's result.
+    /// Waits at block barrier `id`; `red` is the destination of a reduction's result.
     Barrier {
         id: u8,
         red: Option<(Reduce, u32)>,
@@ -48,9 +48,9 @@ struct Group {
     mask: u32,
     frames: Vec<Frame>,
     wait: Wait,
-    /// Has used up its slice while others waited.
+    /// `true` if it has used up its slice while others waited.
     aside: bool,
-    /// Runs its `.sync` instruction with whoever is there.
+    /// `true` if its `.sync` instruction runs without the missing lanes.
     forced: bool,
 }
 
@@ -72,7 +72,7 @@ pub enum Status {
 
 enum Flow {
     Next,
-    /// Choose a group again.
+    /// Select a group again.
     Again,
     Finished,
 }
@@ -90,7 +90,7 @@ pub struct Warp {
 }
 
 impl Warp {
-    /// A warp with `threads` lanes about to enter the kernel.
+    /// Creates a warp with `threads` lanes at the kernel's start.
     pub fn new(env: &Env, index: u32, threads: u32) -> Warp {
         let func = &env.program.funcs[env.func as usize];
         let live = if threads >= 32 { u32::MAX } else { (1 << threads) - 1 };
@@ -113,12 +113,12 @@ impl Warp {
             aside: false,
             forced: false,
         });
-        // A fresh kernel's frame always fits: compilation bounds it.
+        // A kernel's first frame always fits, since compilation bounds it.
         let _ = warp.enter(env, env.func, frame, u32::MAX);
         warp
     }
 
-    /// Makes room for a function's registers and memory and fills its constants.
+    /// Allocates a function's registers and memory, and fills its constants.
     fn enter(&mut self, env: &Env, func: u32, frame: Frame, mask: u32) -> Result<(), Fault> {
         let f = &env.program.funcs[func as usize];
         let rows = (frame.regs + f.rows) as usize;
@@ -158,7 +158,7 @@ impl Warp {
         self.groups.is_empty()
     }
 
-    /// Lets the groups at barrier `id` go on.
+    /// Resumes the groups at barrier `id`.
     pub fn release(&mut self, id: u8, result: u32) {
         for g in &mut self.groups {
             if let Wait::Barrier { id: at, red } = g.wait
@@ -181,7 +181,7 @@ impl Warp {
         }
     }
 
-    /// Joins groups that stand at the same place.
+    /// Merges groups at the same place.
     fn merge(&mut self) {
         let mut i = 0;
         while i < self.groups.len() {
@@ -216,7 +216,7 @@ impl Warp {
         if let Some(i) = best(&self.groups) {
             return Some(i);
         }
-        // Lanes that wait for lanes which wait elsewhere: let the first of them go on alone.
+        // Lanes wait for lanes that wait elsewhere: the first of them continue without the others.
         let stuck = (0..self.groups.len())
             .filter(|&i| self.groups[i].wait == Wait::Lanes)
             .min_by_key(|&i| self.groups[i].pc)?;
@@ -225,7 +225,7 @@ impl Warp {
         Some(stuck)
     }
 
-    /// Runs until every lane is done or waits, or the budget is used up.
+    /// Runs until all lanes are done or wait, or until the budget is used up.
     pub fn run(&mut self, env: &Env, block: &mut BlockState, budget: &mut u32) -> Result<Status, Fault> {
         loop {
             if self.groups.len() > 1 {
@@ -301,7 +301,7 @@ impl Warp {
         }
     }
 
-    /// Holds a group at a `.sync` instruction until the lanes in `mask` that still live are there.
+    /// Makes a group wait at a `.sync` instruction until all live lanes in `mask` have arrived.
     fn gather(&self, g: &mut Group, mask_row: &Row, active: u32) -> bool {
         let lane = active.trailing_zeros() as usize;
         let needed = mask_row[lane & 31].get() as u32 & self.live;
@@ -441,7 +441,8 @@ impl Warp {
                     rest &= rest - 1;
                     let p = self.resolve(env, block, top, at, l, size, true)?;
                     let (x, y) = (row!(b)[l].get(), row!(c)[l].get());
-                    // SAFETY: `resolve` checked bounds and alignment of `size` bytes, which stay mapped during the launch.
+                    // SAFETY: `resolve` checked bounds and alignment of `size` bytes, which stay
+                    // mapped during the launch.
                     let old = unsafe { atomic(p, *op, *ty, x, y) };
                     if *d != NONE {
                         row!(d)[l].set(old);
@@ -616,7 +617,7 @@ impl Warp {
         Ok(Flow::Next)
     }
 
-    /// Sends the active lanes of a group to wait; the others go on.
+    /// Makes the active lanes of a group wait; the others continue.
     fn park(&mut self, g: &mut Group, active: u32, wait: Wait) -> Flow {
         g.pc += 1;
         let rest = g.mask & !active;
@@ -671,7 +672,7 @@ impl Warp {
         for (from, to) in site.args.iter().zip(&callee.params) {
             self.copy_lane(calling, top.mem + from.offset, frame.mem + to.offset, from.size.min(to.size));
         }
-        // Lanes with another target call again from here; lanes that are not active go past it.
+        // Lanes with another target repeat the call; inactive lanes skip it.
         for (mask, pc) in [(active & !calling, g.pc), (g.mask & !active, g.pc + 1)] {
             if mask != 0 {
                 let mut other = g.clone();

@@ -1,4 +1,4 @@
-//! What the tests of the driver's behaviour share.
+//! Shared code of the tests of the driver's behaviour.
 #![allow(dead_code)]
 
 use simgpu::exports::{context, device, memory, module, stream};
@@ -15,7 +15,7 @@ pub const KERNELS: &std::ffi::CStr = c".version 7.0\n.target sm_52\n.address_siz
 pub struct Machine {
     pub ctx: usize,
     pub module: usize,
-    /// Two that order themselves with the legacy stream, and one that does not.
+    /// Two streams ordered with the legacy stream, and one that is not.
     pub streams: [usize; 3],
     pub memory: u64,
 }

@@ -1,4 +1,4 @@
-//! Small kernels, run without any driver around them.
+//! Small kernels, run without a driver.
 
 use super::super::compile;
 use super::*;
