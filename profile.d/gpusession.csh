@@ -1,5 +1,5 @@
-# Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
-# Programs need nothing of this. Forks nothing; setenv GPUSESSION_DISABLE 1 turns it off.
+# Shows a notice of this login session's GPUs at the next prompt: a lease that ends soon, is lost,
+# or waits. Programs do not need this. Starts no process; setenv GPUSESSION_DISABLE 1 turns it off.
 if ($?prompt && $?tcsh) then
     set __gpusession_folder = /run/gpusession/notice/$uid.lines
     if ($?GPUSESSION_DISABLE) then

@@ -1,15 +1,15 @@
-# Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
-# Programs need nothing of this. Forks nothing; GPUSESSION_DISABLE=1 turns it off.
+# Shows a notice of this login session's GPUs at the next prompt: a lease that ends soon, is lost,
+# or waits. Programs do not need this. Starts no process; GPUSESSION_DISABLE=1 turns it off.
 if status is-interactive; and test "$GPUSESSION_DISABLE" != 1
     set -g __gpusession_file /nonexistent
-    # fish does not tell its uid.
+    # fish has no variable for the uid.
     if test -r /proc/self/status
         while read -l key real others
             test "$key" = Uid:; and set -g __gpusession_file /run/gpusession/notice/$real
         end </proc/self/status
     end
     set -g __gpusession_said ''
-    # Shows the notice once each time that it has changed.
+    # Shows the notice once after each change.
     function __gpusession_notice --on-event fish_prompt
         set -l text ''
         if test -s $__gpusession_file

@@ -1,12 +1,13 @@
 # shellcheck shell=bash disable=SC1091
-# Says at the next prompt what the user should know of the GPUs of this session: a lease that ends soon, is lost, or waits.
-# Read by login shells (sh, bash, zsh). Programs need nothing of this. Forks nothing; GPUSESSION_DISABLE=1 turns it off.
+# Shows a notice of this login session's GPUs at the next prompt: a lease that ends soon, is lost,
+# or waits. Read by login shells (sh, bash, zsh). Programs do not need this. Starts no process;
+# GPUSESSION_DISABLE=1 turns it off.
 
 case $-:${GPUSESSION_DISABLE-} in
 *i*:1 | *i*:1*) ;;
 *i*:*)
     if [ -n "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
-        # Shows the notice once each time that it has changed; $? stays what it was.
+        # Shows the notice once after each change; keeps $?.
         __gpusession_notice() {
             local status_before=$? file=/run/gpusession/notice/$UID text=''
             if [ -s "$file" ]; then
@@ -17,14 +18,15 @@ case $-:${GPUSESSION_DISABLE-} in
             return "$status_before"
         }
         if [ -n "${ZSH_VERSION-}" ]; then
-            # Not for the eyes of other shells, which have no such lists.
+            # In eval, since other shells cannot parse arrays.
             eval 'precmd_functions+=(__gpusession_notice)'
         elif [[ ${PROMPT_COMMAND[*]-} != *__gpusession_notice* ]]; then
-            # In front, since what is there may end in a semicolon.
+            # First, since the present value may end in a semicolon.
             PROMPT_COMMAND="__gpusession_notice${PROMPT_COMMAND:+; $PROMPT_COMMAND}"
         fi
     else
-        # Other shells have no hook: once, now. They do not tell their uid.
+        # Other shells have neither a prompt hook nor a variable for the uid: shows the notice once,
+        # now.
         __gpusession_uid=none
         while read -r __gpusession_key __gpusession_uid __gpusession_line; do
             case $__gpusession_key in Uid:) break ;; esac

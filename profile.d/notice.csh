@@ -1,5 +1,6 @@
-# Shows the notice that gpusession.csh has found, once each time that it has changed. csh can read a file without a fork only as
-# commands, and those of the daemon are not to be trusted with a shell: the names of a folder's files are the lines.
+# Shows the notice that gpusession.csh has found, once after each change. Without a fork, csh can
+# read a file only as commands, and the daemon's file must not run in a shell. So the names of a
+# folder's files are the lines.
 set __gpusession_now = ()
 if (-d $__gpusession_folder) then
     set __gpusession_kept = ( $?noglob $?nonomatch )

@@ -1,4 +1,4 @@
-"""Runs the measurements of several scripts in one process, so that PyTorch is started once: bench.py [--quick] NAME..."""
+"""Runs measurements of several scripts in one process with PyTorch: bench.py [--quick] NAME..."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ import traceback
 
 
 def main():
-    """One script after the other; a failing one is reported and does not stop the rest."""
+    """Runs one script after the other; a failure is reported and does not stop the others."""
     quick = "--quick" in sys.argv
     failed = 0
     for name in sys.argv[1:]:

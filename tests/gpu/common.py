@@ -1,7 +1,7 @@
-"""What the PyTorch scripts share: measurements as JSON lines, results as plain lines, and deterministic settings.
+"""Shared code of the PyTorch scripts: measurements, results, and deterministic settings.
 
-A line that starts with `{` is a measurement and differs from run to run; every other line of standard output is a result and must be the
-same on a remote GPU as on a local one.
+A line that starts with `{` is a measurement, and differs from run to run. Every other line of
+standard output is a result, and must be equal on a remote GPU and on a local one.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 
-# Read when cuBLAS starts, so it has to be there before PyTorch.
+# cuBLAS reads it when it starts, so it is set before PyTorch is imported.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -18,12 +18,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def measure(name, value, unit, **more):
-    """Print one measurement."""
+    """Prints one measurement."""
     print(json.dumps({"name": name, "value": value, "unit": unit, **more}), flush=True)
 
 
 def digest(tensor):
-    """A short checksum of a tensor's bytes; equal only if every bit is."""
+    """Returns a short checksum of a tensor's bytes, which any changed bit changes."""
     import torch
 
     flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
@@ -31,7 +31,7 @@ def digest(tensor):
 
 
 def deterministic():
-    """Make PyTorch choose algorithms whose result does not depend on timing."""
+    """Makes PyTorch choose algorithms whose result does not depend on timing."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -44,7 +44,7 @@ def deterministic():
 
 
 def timed(function, repeat, warm_up=3):
-    """Median wall-clock seconds of a function that ends synchronised."""
+    """Returns the median wall-clock seconds of a function that synchronizes at its end."""
     for _ in range(warm_up):
         function()
     taken = []
@@ -56,7 +56,7 @@ def timed(function, repeat, warm_up=3):
 
 
 def rendezvous():
-    """Wait for the other processes of a measurement that runs several at once; the environment names a folder and their number."""
+    """Waits for the measurement's other processes; the environment names folder and number."""
     folder, _, count = os.environ.get("RENDEZVOUS", "").rpartition(":")
     if folder:
         open(os.path.join(folder, str(os.getpid())), "w", encoding="utf-8").close()
@@ -66,7 +66,7 @@ def rendezvous():
 
 
 class Steps:
-    """Times the steps of a training loop, and the processor time of this process in them; the first ones do not count."""
+    """Measures time and processor time of a training loop's steps; the first ones do not count."""
 
     def __init__(self, warm_up):
         self.warm_up, self.taken, self.cpu = warm_up, [], []
@@ -86,5 +86,5 @@ class Steps:
         """Print the medians in milliseconds."""
         if len(self.taken) > self.warm_up:
             measure(f"{name}_step", statistics.median(self.taken[self.warm_up :]) * 1e3, "ms")
-            # The mean, because the clock of processor time may be coarse.
+            # The mean, since the clock of processor time may be coarse.
             measure(f"{name}_step_cpu", statistics.mean(self.cpu[self.warm_up :]) * 1e3, "ms")

@@ -1,4 +1,4 @@
-"""torch.compile of a perceptron 512-2048-512: checked against the eager one, and the time of a forward pass."""
+"""torch.compile of a perceptron 512-2048-512: comparison with eager mode, time of a pass."""
 
 import common
 

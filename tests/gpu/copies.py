@@ -1,4 +1,4 @@
-"""Copies of 256 MiB in both directions, pageable and pinned, with a check of what arrived."""
+"""Copies of 256 MiB in both directions, pageable and pinned, with a check of the result."""
 
 import statistics
 import time
@@ -53,7 +53,7 @@ def bench(quick):
 
 
 def large():
-    """More bytes than any bound of a message, there and back, if the machine has the memory."""
+    """Copies more bytes than a message may have, there and back, if the memory suffices."""
     import os
 
     import torch

@@ -1,10 +1,10 @@
-"""A CUDA graph of 20 half-precision linear layers of 1024 x 1024: captured, replayed, compared with the eager result."""
+"""A CUDA graph of 20 half-precision layers of 1024 x 1024, compared with the eager result."""
 
 import common
 
 
 def run(repeat):
-    """Check the replay bit for bit and report its time."""
+    """Compares the replay bit for bit, and reports its time."""
     import torch
 
     torch.manual_seed(3)

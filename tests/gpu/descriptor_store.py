@@ -1,4 +1,4 @@
-"""What systemd does for gpuserver's unit: keeps descriptors of one server and passes them on to the next."""
+"""Replaces systemd for gpuserver: keeps descriptors of a server, and passes them to the next."""
 import contextlib
 import os
 import socket
@@ -9,11 +9,11 @@ SIZE = 300
 
 
 class DescriptorStore:
-    """Starts servers that leave their programs to each other. `path` is where it listens to them."""
+    """Starts servers that hand their programs over to each other; `path` is its socket."""
 
     def __init__(self, path):
         self.path, self.kept = path, []
-        # Whether the last server has said that it serves.
+        # True once the last server has reported that it serves.
         self.ready = threading.Event()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -22,13 +22,13 @@ class DescriptorStore:
         threading.Thread(target=self.listen, daemon=True).start()
 
     def listen(self):
-        """Until the process ends."""
+        """Receives messages until the process exits."""
         while True:
             text, fds, _, _ = socket.recv_fds(self.socket, 4096, 8)
             lines = text.decode(errors="replace").split("\n")
             name = next((line[7:] for line in lines if line.startswith("FDNAME=")), "")
             if "FDSTORE=1" in lines:
-                # A listening socket that it has is kept once.
+                # A listening socket replaces the stored one of its name.
                 if any(kept == name for kept, _ in self.kept) and len(fds) == 1:
                     self.remove(name)
                 self.kept += [(name, fd) for fd in fds]
@@ -41,18 +41,18 @@ class DescriptorStore:
                 self.remove(name)
 
     def remove(self, name):
-        """Drops what has this name."""
+        """Drops the descriptors of this name."""
         for _, fd in [entry for entry in self.kept if entry[0] == name]:
             os.close(fd)
         self.kept = [entry for entry in self.kept if entry[0] != name]
 
     def close(self):
-        """The unit is stopped: nothing is kept."""
+        """Drops all descriptors, as at a stop of the unit."""
         for name in {name for name, _ in self.kept}:
             self.remove(name)
 
     def popen(self, command, env, **options):
-        """`subprocess.Popen` with what was kept."""
+        """Calls `subprocess.Popen` with the stored descriptors."""
         self.ready.clear()
         names, fds = [name for name, _ in self.kept], [fd for _, fd in self.kept]
 

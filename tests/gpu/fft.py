@@ -1,13 +1,13 @@
-"""Fourier transforms of several sizes (cuFFT): powers of two, a prime factor, real input in two dimensions; each there and back.
+"""Fourier transforms (cuFFT) and their inverses: powers of two, a prime factor, two dimensions.
 
-Prints what the results are, to the bit.
+Prints checksums of the results.
 """
 
 import common
 
 
 def main():
-    """Transform, compare, print."""
+    """Transforms, compares, prints."""
     import torch
 
     torch.manual_seed(1)

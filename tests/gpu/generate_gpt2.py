@@ -1,4 +1,4 @@
-"""Greedy generation with GPT-2 (124 M parameters, random weights): 64 tokens, bf16, batch 1. Prints the tokens."""
+"""Greedy generation of 64 tokens with GPT-2 (124 M parameters, random weights), bf16, batch 1."""
 
 import common
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """A program that holds device memory and waits: the driver API through ctypes, without PyTorch.
 
-    idle_program.py GIB      takes so much memory, writes a pattern, prints `ready`
-    line `check` on stdin    reads it back and prints `intact SECONDS` (of the first call and of all)
-    line `spin N`            N launches' worth of fills, then `spun SECONDS`
-    line `kernel SECONDS`    one kernel that takes so long, which is waited for, then `kernel SECONDS`
-    line `fork`              a child that lives on, then `forked`
-    line `fail`              prints `failed CODE` once a call fails, and `failed CODE` of the next one, and ends
-    end of stdin             ends
+    idle_program.py GIB      allocates GIB of memory, writes a pattern, prints `ready`
+    line `check` on stdin    reads it back, prints `intact SECONDS` (of the first call and of all)
+    line `spin N`            fills memory N times, prints `spun SECONDS`
+    line `kernel SECONDS`    runs one kernel of this duration, waits, prints `kernel SECONDS`
+    line `fork`              forks a child that outlives it, prints `forked`
+    line `fail`              waits until a call fails, prints `failed CODE`, and `failed CODE` of
+                             the next call, exits
+    end of stdin             exits
 """
 
 import ctypes
@@ -16,7 +17,7 @@ import sys
 import time
 
 BLOCK = 1 << 28
-# Until so many nanoseconds have passed.
+# Runs for N nanoseconds.
 SPIN = b"""
 .version 7.0
 .target sm_75

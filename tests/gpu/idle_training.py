@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Training that stops in the middle for a line on stdin: prints `half`, and in the end the losses and a digest of every tensor of
-the model and of its optimizer."""
+"""Training that prints `half` in the middle and waits for a line on stdin.
+
+At its end it prints the losses, and a digest of every tensor of the model and of its optimizer."""
 
 import hashlib
 import sys

@@ -1,4 +1,5 @@
-// Rate of launches from a C loop: an empty kernel, a hundred thousand times, five rounds; the median as a JSON line.
+// Launches an empty kernel a hundred thousand times from a C loop, in five rounds; prints the
+// median rate as a JSON line.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""launches.py N: N launches of a kernel with one block and as many with two, then one wait for all; nothing else depends on N."""
+"""launches.py N: N launches of a kernel with one block and N with two, then one wait for all."""
 
 import sys
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Programs that share the lease of this one.
 
-    memory      four: each asks for 40 % of its memory; at a line on stdin the second gives it back and the third asks, once; then the first ends, and
-                the last asks again. Prints `codes ...` three times
-    contexts    one after the other until there is no room for the context of another; then the first ends, and one more begins.
-                Prints `begun N`, `refused SECONDS ...` with what the refused one said, and `then ...` with what the last said
+    memory      Four programs each ask for 40 % of the lease's memory. At a line on stdin the second
+                frees its memory and the third asks again. Then the first exits, and the last asks
+                again. Prints `codes ...` three times.
+    contexts    Programs start one after the other until there is no room for a context. Then the
+                first exits, and one more starts. Prints `begun N`, `refused SECONDS ...` with the
+                output of the refused one, and `then ...` with the output of the last.
 """
 
 import os
@@ -16,13 +18,13 @@ from parking import Program
 
 
 def asked(program, mib):
-    """The result of an allocation."""
+    """Returns the result of an allocation."""
     program.say(f"alloc {mib}")
     return program.expect("alloc").split()[1]
 
 
 def begin():
-    """A program that says `ready ...`, or why not."""
+    """Starts a program, whose first line is `ready ...` or an error."""
     here = pathlib.Path(__file__).resolve().parent
     return Program([sys.executable, "mps_program.py"], dict(os.environ), sys.stderr, here)
 
@@ -32,7 +34,7 @@ def memory():
     programs = [begin() for _ in range(4)]
     mib = [int(program.expect("ready").split()[2]) for program in programs][0] * 2 // 5
     print("codes", *(asked(program, mib) for program in programs), flush=True)
-    # The server has seen in the driver's figures what each has.
+    # By now the server has seen each program's memory in the driver's figures.
     sys.stdin.readline()
     programs[1].say("free")
     programs[1].expect("free")

@@ -1,8 +1,11 @@
-// The link that remote calls stand on, measured on its own, and a proxy that makes it longer.
+// Measures the link that remote calls use, and adds delay to it by a proxy.
 //
-//   link measure [SECONDS]                   loopback round trip of 64 bytes (TCP and Unix, spinning and blocking) and bulk copy with
-//                                            1, 2 and 4 streams; one JSON object per line
-//   link delay LISTEN_PORT HOST:PORT USEC    forwards TCP connections and adds USEC to the round trip, half in each direction
+//   link measure [SECONDS]    measures the loopback round trip of 64 bytes (TCP and Unix, spinning
+//                             and blocking) and bulk copies with 1, 2 and 4 streams; prints one
+//                             JSON object per line
+//   link delay LISTEN_PORT HOST:PORT USEC
+//                             forwards TCP connections, and adds USEC to the round trip, half in
+//                             each direction
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -63,7 +66,7 @@ static int connect_to(const char *host, int port) {
     return fd;
 }
 
-// Two connected sockets.
+// Creates two connected sockets.
 static void make_pair(int tcp, int pair[2]) {
     if (!tcp) {
         if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair)) die("socketpair");
@@ -78,7 +81,8 @@ static void make_pair(int tcp, int pair[2]) {
     close(listener);
 }
 
-// Reads exactly `size` bytes; a spinning reader never sleeps in the kernel. 0 at the end of the stream.
+// Reads exactly `size` bytes; a spinning reader never sleeps in the kernel. Returns 0 at the end of
+// the stream.
 static int read_all(int fd, char *data, size_t size, int spin) {
     for (size_t have = 0; have < size;) {
         ssize_t got = recv(fd, data + have, size - have, spin ? MSG_DONTWAIT : 0);
@@ -171,7 +175,7 @@ static void *receive(void *argument) {
     return NULL;
 }
 
-// The sending side is a process of its own, as in real life.
+// Forks a process that sends, since a real sender is another process, too.
 static void bulk(int tcp, int streams, double seconds) {
     int pairs[8][2];
     for (int i = 0; i < streams; i++) make_pair(tcp, pairs[i]);
@@ -218,7 +222,8 @@ struct piece {
     char data[];
 };
 
-// One direction of one connection: a reader that stamps what arrives and a writer that lets it out when its time has come.
+// One direction of one connection: a reader stamps each piece, and a writer sends it when it is
+// due.
 struct direction {
     int from, to;
     struct connection *owner;
@@ -282,7 +287,7 @@ static void *delay_writer(void *argument) {
         struct piece *piece = d->first;
         pthread_mutex_unlock(&d->mutex);
         if (!piece) break;
-        // A sleep is off by tens of microseconds, so the last part is waited out awake.
+        // A sleep is inaccurate by tens of microseconds, so the last part of the wait spins.
         double left = piece->due - now();
         if (left > 200e-6) {
             struct timespec t = {0, (long)((left - 150e-6) * 1e9)};

@@ -1,10 +1,10 @@
-"""Matrix products in fp32, TF32, fp16 and bf16, checked against the host and printed as checksums."""
+"""Matrix products in fp32, TF32, fp16 and bf16, compared with the host, printed as checksums."""
 
 import common
 
 
 def main():
-    """Several shapes, also odd ones, and a batched product."""
+    """Multiplies several shapes, including odd ones, and a batch."""
     import torch
 
     print("device", torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))

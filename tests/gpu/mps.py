@@ -1,5 +1,7 @@
-"""`./run mps`: programs share the card by NVIDIA's MPS: their share of the multiprocessors, their memory, what a fault reaches, what a
-killed daemon changes, and how much more two of them get done than by time-slicing."""
+"""`./run mps`: programs share the card by NVIDIA's MPS.
+
+Measures their shares of multiprocessors and memory, the reach of a fault, the effect of a killed
+daemon, and the gain of two programs over time-slicing."""
 
 import json
 import os
@@ -11,12 +13,12 @@ import time
 
 import parking
 
-# Fills any card, and a fifth of a large one.
+# Number of blocks that fills any card, and one that fills a fifth of a large card.
 MANY, FEW = 4096, 26
 
 
 class Native:
-    """An MPS daemon without gpusession, and programs under it."""
+    """An MPS daemon without gpusession, and its programs."""
 
     def __init__(self, mps):
         folder = mps.args.out / "mps-driver"
@@ -42,7 +44,7 @@ class Native:
             self.daemon.kill()
 
     def program(self):
-        """One that is ready."""
+        """Starts a program, and waits until it is ready."""
         mps = self.mps
         one = parking.Program([*mps.native, mps.args.python, "mps_program.py"], self.env, mps.log, mps.here)
         mps.programs.append(one)
@@ -50,7 +52,7 @@ class Native:
         return one
 
     def say(self, line):
-        """The words of the daemon's answer."""
+        """Sends a command to the daemon, and returns the words of its answer."""
         asked = subprocess.run(["nvidia-cuda-mps-control"], input=line + "\n", env=self.env, capture_output=True, text=True, timeout=30)
         return asked.stdout.split()
 
@@ -65,7 +67,7 @@ class Mps(parking.Parking):
         args.lease = "each"
 
     def configure(self, *lines):
-        """Start the server again with more lines of configuration."""
+        """Restarts the server with further lines of configuration."""
         self.server.stop()
         self.args.server_config[:] = [*self.lines, *lines]
         self.server.write_configuration()
@@ -76,7 +78,7 @@ class Mps(parking.Parking):
         return json.loads(self.server.tool("mps", "--json"))["domains"]
 
     def worker_of(self, lease):
-        """Process and environment of the worker that serves a lease's only program."""
+        """Returns pid and environment of the worker of a lease's only program."""
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
         pid = next((row["pid"] for row in workers if row["lease"] == lease and row["state"] == "active"), None)
         if pid is None:
@@ -85,24 +87,24 @@ class Mps(parking.Parking):
         return pid, dict(entry.split("=", 1) for entry in entries if entry.startswith("CUDA_MPS"))
 
     def program(self, *lease, other=False):
-        """A program with a lease of its own; it, and what it says of the card."""
+        """Starts a program with a lease of its own; returns it, and its line about the card."""
         program = self.start(["mps_program.py"], lease=lease, other=other)
         words = program.expect("ready").split()
         return program, int(words[1]), int(words[2])
 
     def ask(self, program, line, word):
-        """One line said, the first number of the answer."""
+        """Sends one line, and returns the words of the answer."""
         program.say(line)
         return program.expect(word).split()[1:]
 
     def rates(self, programs, blocks, seconds=4):
-        """Launches per second of several programs at the same time."""
+        """Returns the launches per second of several programs at the same time."""
         for program in programs:
             program.say(f"busy {seconds} {blocks}")
         return [float(program.expect("did").split()[1]) for program in programs]
 
     def limits(self):
-        """25 % of multiprocessors and memory."""
+        """Checks 25 % of multiprocessors and memory."""
         whole, all_sms, _ = self.program()
         full = self.rates([whole], MANY)[0]
         whole.end()
@@ -118,32 +120,32 @@ class Mps(parking.Parking):
         lease = self.only_lease()
         limit = self.leases()[0]["devices"][0]["limit_bytes"] >> 20
         self.check("memory seen is the lease's", mib == limit)
-        self.check("half of it can be had", self.ask(part, f"alloc {limit // 2}", "alloc") == ["0"])
-        self.check("as much again cannot: out of memory", self.ask(part, f"alloc {limit // 2}", "alloc") == ["2"])
-        self.check("and it goes on", self.ask(part, "check", "state") == ["0"])
+        self.check("half of it can be allocated", self.ask(part, f"alloc {limit // 2}", "alloc") == ["0"])
+        self.check("the same amount again cannot: out of memory", self.ask(part, f"alloc {limit // 2}", "alloc") == ["2"])
+        self.check("the program continues", self.ask(part, "check", "state") == ["0"])
         _, variables = self.worker_of(lease)
         self.note("variables of the worker", {k[9:]: v for k, v in variables.items() if "PIPE" not in k}, "")
         env = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
         native = parking.Program([*self.native, self.args.python, "mps_program.py"], env, self.log, self.here)
         self.programs.append(native)
         words = native.expect("ready").split()
-        self.note("the driver's own answer under these", f"{words[1]} multiprocessors, {words[2]} MiB", "")
+        self.note("the driver's own answer with these", f"{words[1]} multiprocessors, {words[2]} MiB", "")
         self.check("the driver alone refuses more too", self.ask(native, f"alloc {limit + 64}", "alloc") == ["2"])
         native.end()
         return part, sms
 
     def killed_daemon(self, part, sms):
-        """The control daemon is killed: programs go on or end, limits hold for what comes."""
+        """Kills the control daemon: programs continue or fail; limits hold for later programs."""
         old = self.domains()[0]
         os.kill(old["daemon_pid"], signal.SIGKILL)
         begun = time.monotonic()
-        self.check("a new one is there", self.until(lambda: self.domains()[0]["daemon_pid"] not in (None, old["daemon_pid"])))
-        self.note("time until it is", round(time.monotonic() - begun, 2), "s")
+        self.check("a new daemon runs", self.until(lambda: self.domains()[0]["daemon_pid"] not in (None, old["daemon_pid"])))
+        self.note("time until it runs", round(time.monotonic() - begun, 2), "s")
         code = self.ask(part, "check", "state")[0]
-        self.note("program that ran meanwhile", "goes on" if code == "0" else f"error {code}", "")
+        self.note("program that ran meanwhile", "continues" if code == "0" else f"error {code}", "")
         again, seen, mib = self.program("--sm-percent", "25", "--memory", "25%")
-        self.check("limits hold for a new one", seen == sms)
-        self.check("that of memory, too", self.ask(again, f"alloc {mib + 64}", "alloc") == ["2"])
+        self.check("limits hold for a new program", seen == sms)
+        self.check("the limit of memory, too", self.ask(again, f"alloc {mib + 64}", "alloc") == ["2"])
         self.note("servers", [(s["pid"], s["state"], s["clients"]) for s in self.domains()[0]["servers"]], "")
         part.end()
         again.end()
@@ -152,7 +154,7 @@ class Mps(parking.Parking):
         self.check("the old server ends after its last program", self.until(lambda: not any(os.path.exists(f"/proc/{p}") for p in alive)))
 
     def died(self, program, limit=15):
-        """Seconds until a program's next calls fail or it has ended, and with what; None: it goes on."""
+        """Returns seconds and error when a program's calls fail or it exits; None: it continues."""
         begun = time.monotonic()
         while time.monotonic() - begun < limit:
             try:
@@ -165,7 +167,7 @@ class Mps(parking.Parking):
         return None
 
     def fault(self, other):
-        """One program faults beside another one, of the same client or of another one."""
+        """Lets a program fault while another one runs, of the same client or of another client."""
         victim, _, _ = self.program("--memory", "25%")
         culprit, _, _ = self.program("--memory", "25%", other=other)
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
@@ -175,7 +177,7 @@ class Mps(parking.Parking):
         self.note(f"{name}: domains", before, "")
         begun = time.monotonic()
         code = self.ask(culprit, "fault", "fault")[0]
-        self.note(f"{name}: the culprit is told", f"error {code}", "")
+        self.note(f"{name}: the culprit gets an error", f"error {code}", "")
         if not other:
             states = [self.died(victim, 8)]
         fresh, _, _ = self.program("--memory", "20%", other=other)
@@ -194,7 +196,7 @@ class Mps(parking.Parking):
         self.wait_for_no_lease()
 
     def finish(self, program):
-        """End a program that may have ended."""
+        """Ends a program that may have exited."""
         try:
             program.end()
         except OSError:
@@ -202,7 +204,7 @@ class Mps(parking.Parking):
             program.process.wait()
 
     def killed_client(self, kernels):
-        """A client is killed in the middle of short kernels or of a long one: the other one of its domain does not notice."""
+        """Kills a client during short or long kernels; its domain's other client continues."""
         other, _, _ = self.program("--memory", "25%")
         leases = {row["lease"] for row in self.leases()}
         beside, _ = self.worker_of(next(iter(leases)))
@@ -217,10 +219,10 @@ class Mps(parking.Parking):
         for child in pathlib.Path(f"/proc/{run}/task/{run}/children").read_text().split() or [run]:
             os.kill(int(child), signal.SIGKILL)
         begun = time.monotonic()
-        self.check(f"{kernels} kernels: its worker is gone within 2 s", self.until(lambda: not os.path.exists(f"/proc/{pid}"), 2))
-        self.note("time until it is", round(time.monotonic() - begun, 2), "s")
+        self.check(f"{kernels} kernels: its worker exits within 2 s", self.until(lambda: not os.path.exists(f"/proc/{pid}"), 2))
+        self.note("time until it exits", round(time.monotonic() - begun, 2), "s")
         self.note("card before / after", f"{used} / {self.used()}", "MiB")
-        self.check("the other one's work goes on", other.expect("did").split()[2] == "0")
+        self.check("the other one's work continues", other.expect("did").split()[2] == "0")
         faults = [f for d in self.domains() for f in d["faults"]]
         self.check("no fault is shown", not faults)
         if faults:
@@ -231,7 +233,9 @@ class Mps(parking.Parking):
         self.wait_for_no_lease(90)
 
     def throughput(self, sharing, two_clients=False):
-        """One program alone, two together, of one client or of two; kernels that fill the card and kernels that do not."""
+        """Measures one program alone and two together, of one client or of two.
+
+    Uses kernels that fill the card, and kernels that do not."""
         first, _, _ = self.program("--memory", "25%")
         second, _, _ = self.program("--memory", "25%", other=two_clients)
         row = {}
@@ -246,8 +250,11 @@ class Mps(parking.Parking):
         return row
 
     def train(self, count, name, lease=None, two_clients=False, meanwhile=lambda: None):
-        """GPT-2 training by several programs at the same time: milliseconds per step of each. Without a lease, on the card itself; else
-        all of one client, or every second one of another."""
+        """Trains GPT-2 in several programs at once; returns each one's milliseconds per step.
+
+        Without a lease they run on the card itself; else all belong to one client, or every second
+        one to another client.
+        """
         command = [self.args.python, "train_gpt2.py", "--steps", "20"]
         folder = self.args.out / f"rendezvous-{name}-{count}"
         folder.mkdir(exist_ok=True)
@@ -271,7 +278,7 @@ class Mps(parking.Parking):
         return [value[0] for r in results for name, value in r.measurements().items() if name.endswith("_step")]
 
     def training(self, sharing, two_clients=False):
-        """One and two of them."""
+        """Measures one training, and two at the same time."""
         name = sharing.replace(", ", "-").replace(" ", "-")
         one, two = (self.train(count, name, ("--memory", "40%"), two_clients and count == 2) for count in (1, 2))
         if (len(one), len(two)) == (1, 2):
@@ -281,12 +288,12 @@ class Mps(parking.Parking):
             self.check(f"{sharing}: GPT-2 training", False)
 
     def run(self):
-        """Everything; whether it was as it has to be."""
+        """Runs all parts; returns True if all checks passed."""
         if not self.card or not self.has_mps():
-            print("  (no card here that MPS works on: only the programs themselves are tried, time-sliced)", flush=True)
+            print("  (MPS works on no card of this machine: only the programs themselves are tried, time-sliced)", flush=True)
             program, sms, _ = self.program("--memory", "25%")
             self.check("a program runs", sms > 0 and self.rates([program], 1, 0.01)[0] > 0)
-            self.check("what is not there is a fault", self.ask(program, "fault", "fault") != ["0"])
+            self.check("an invalid address is a fault", self.ask(program, "fault", "fault") != ["0"])
             program.end()
             return {"figures": self.rows, "failed": self.bad}
         parts = {
@@ -311,7 +318,7 @@ class Mps(parking.Parking):
         return {"figures": self.rows, "failed": self.bad}
 
     def has_mps(self):
-        """Whether NVIDIA's program is there, or the configuration names it."""
+        """Returns True if NVIDIA's program exists, or the configuration names it."""
         return bool(shutil.which("nvidia-cuda-mps-control")) or any("mps_control" in line for line in self.lines)
 
     def part_limits(self):
@@ -320,16 +327,23 @@ class Mps(parking.Parking):
         self.killed_daemon(*self.limits())
 
     def part_kill(self):
-        """See `killed_client`; what goes wrong now and then shows by `--repeat`."""
+        """See `killed_client`; rare failures show with `--repeat`."""
         self.configure('sharing = "mps"')
         for _ in range(self.args.repeat):
             self.killed_client("short")
             self.killed_client("long")
 
     def part_driver(self):
-        """What becomes of a program without gpusession when another one of its MPS server is killed: why a worker ends as it does."""
+        """Shows the effect of a kill on another program of the same MPS server, without gpusession.
+
+        The results justify how the supervisor ends a worker under MPS.
+        """
         def ends(daemon, wait):
-            """Whether a program ends with one that is killed so many seconds after MPS was told to end its work; None: it was not told."""
+            """Returns True if a program fails when another one is killed.
+
+            Before the kill, MPS terminates that program's work, and `wait` seconds pass; None: no
+            termination.
+            """
             other, victim = daemon.program(), daemon.program()
             other.say(f"busy 3 {MANY}")
             victim.say(f"busy 60 {MANY}")
@@ -344,29 +358,29 @@ class Mps(parking.Parking):
             return code != "0"
 
         with Native(self) as daemon:
-            for name, wait in (("killed", None), ("MPS told, killed at once", 0), ("MPS told, killed 0.5 s later", 0.5)):
+            for name, wait in (("killed", None), ("MPS notified, killed at once", 0), ("MPS notified, killed 0.5 s later", 0.5)):
                 reached = sum(ends(daemon, wait) for _ in range(self.args.repeat))
                 self.note(f"{name}: the other one ended too", f"{reached} of {self.args.repeat}", "")
-            self.check("after 0.5 s nobody else ends", not reached)
+            self.check("after 0.5 s no other program ends", not reached)
 
     def part_contexts(self):
-        """Contexts that programs make take places of the MPS server: the driver's own, and when a program is refused here."""
+        """Counts the contexts that an MPS server accepts: natively, and with the server's limit."""
         with Native(self) as daemon:
             native = daemon.program()
             native.say("contexts 100")
             made, code = native.expect("contexts").split()[1:]
-            self.note("the driver's own limit: contexts beside the first", made, f"then error {code}")
-            self.check("it is no less than the server's", int(made) >= 47)
+            self.note("the driver's own limit: contexts besides the first", made, f"then error {code}")
+            self.check("it is at least the server's", int(made) >= 47)
             native.end()
         self.configure('sharing = "mps"')
         program, _, _ = self.program("--memory", "60%")
-        self.check("a program makes 47 more", self.ask(program, "contexts 47", "contexts") == ["47", "0"])
+        self.check("a program creates 47 more", self.ask(program, "contexts 47", "contexts") == ["47", "0"])
         env = {**os.environ, **self.server.client_environment(), "GPUSESSION_TRACE": "why"}
         prefix = self.server.prefix()
         command = [*prefix[:-1], "--memory", "25%", *prefix[-1:], self.args.python, "mps_program.py"]
 
         def refused():
-            """Once the first one's worker, which reports once a second, has said how many it has."""
+            """Returns True once the first worker's report, sent each second, blocks a program."""
             one = subprocess.run(command, env=env, cwd=self.here, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
             said = "one MPS server serves" in one.stderr and not one.stdout.startswith("ready")
             if said:
@@ -374,7 +388,7 @@ class Mps(parking.Parking):
             return said
 
         self.check("one more is refused with the reason", self.until(refused))
-        self.check("and the first goes on", self.ask(program, "check", "state") == ["0"])
+        self.check("the first program continues", self.ask(program, "check", "state") == ["0"])
         program.end()
         self.wait_for_no_lease()
 
@@ -385,7 +399,7 @@ class Mps(parking.Parking):
         self.fault(other=False)
 
     def table(self, *rows):
-        """Throughput and training: name, whether of two clients, configuration."""
+        """Measures throughput and training for each (name, two clients, configuration)."""
         for name, two_clients, lines in rows:
             self.configure(*lines)
             self.throughput(name, two_clients)
@@ -393,11 +407,11 @@ class Mps(parking.Parking):
                 self.training(name, two_clients)
 
     def part_throughput(self):
-        """The table, of two programs of one client."""
+        """Measures two programs of one client."""
         self.table(("time-slice", False, ['sharing = "time-slice"']), ("mps", False, ['sharing = "mps"']))
 
     def part_clients(self):
-        """The same of two clients, which have a domain each unless the configuration puts them into one; what a fault reaches then."""
+        """Measures two clients, with a domain each or a common one, and the reach of a fault."""
         shared = ['sharing = "mps"', 'mps_domain = "server"']
         self.table(
             ("time-slice, two clients", True, ['sharing = "time-slice"']),
@@ -409,12 +423,12 @@ class Mps(parking.Parking):
         self.check("one domain has both", [d["client"] for d in self.domains()] == ["*"])
         first.say("fault")
         self.check("the fault is the program's own", first.expect("fault").split()[1:] != ["0"])
-        self.check("it ends the other client's program too", self.died(second))
+        self.check("it also ends the other client's program", self.died(second))
         self.stop()
         self.wait_for_no_lease(90)
 
     def part_isolation(self):
-        """Workers that give up what they do not need."""
+        """Checks that workers give up rights that they do not need."""
         self.configure('sharing = "mps"', 'isolation = "try"')
         program, sms, _ = self.program("--sm-percent", "50")
         self.check("a program runs", float(self.rates([program], FEW, 1)[0]) > 0)
@@ -423,6 +437,6 @@ class Mps(parking.Parking):
         self.note("isolation", worker["isolation"], f"{sms} multiprocessors")
         status = pathlib.Path(f"/proc/{worker['pid']}/status").read_text()
         filtered = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)["Seccomp"] == "2"
-        self.check("its system calls are filtered, if all could be given up", filtered or worker["isolation"] != "full")
+        self.check("its system calls are filtered, if isolation is complete", filtered or worker["isolation"] != "full")
         program.end()
         self.wait_for_no_lease()

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""A program that computes, allocates and fails on request: the driver API through ctypes, without PyTorch.
+"""A program that computes, allocates and fails on request: the driver API through ctypes.
 
-    start             prints `ready SMS MIB`: multiprocessors and memory as the driver says
-    line `busy S B`   launches kernels of B blocks for S seconds, then `did LAUNCHES_PER_SECOND CODE`
+    start             prints `ready SMS MIB`: multiprocessors and memory that the driver reports
+    line `busy S B`   launches kernels of B blocks for S seconds, prints `did PER_SECOND CODE`
     line `long`       launches a kernel of about a minute, prints `launched CODE`
-    line `contexts N` makes so many contexts more, or as many as it can, prints `contexts MADE CODE`
-    line `alloc MIB`  takes device memory, prints `alloc CODE`
-    line `free`       gives the last of that back, prints `free CODE`
-    line `fault`      writes to an address that is not there, prints `fault CODE`
+    line `contexts N` creates up to N further contexts, prints `contexts MADE CODE`
+    line `alloc MIB`  allocates device memory, prints `alloc CODE`
+    line `free`       frees the last allocation, prints `free CODE`
+    line `fault`      writes to an invalid address, prints `fault CODE`
     line `check`      waits for the GPU, prints `state CODE`
-    line `devices`    prints `devices UUID...` of all that there are
+    line `devices`    prints `devices UUID...` of all devices
     line `put N`      writes a number to device memory, prints `put ADDRESS`
     line `get`        reads it back, prints `got N`
-    end of stdin      ends
+    end of stdin      exits
 """
 
 import ctypes
@@ -67,24 +67,24 @@ class Program:
         print("ready", count.value, total.value >> 20, flush=True)
 
     def call(self, name, *arguments):
-        """A driver call; its result."""
+        """Calls the driver, and returns the result."""
         return getattr(self.cuda, name)(*arguments)
 
     def must(self, name, *arguments):
-        """One that has to succeed."""
+        """Calls the driver; the call has to succeed."""
         code = self.call(name, *arguments)
         if code != 0:
             print(f"{name}: error {code}", flush=True)
             sys.exit(1)
 
     def launch(self, blocks, count, address):
-        """One kernel; its result."""
+        """Launches one kernel, and returns the result."""
         count, address = ctypes.c_uint32(count), ctypes.c_uint64(address)
         values = (ctypes.c_void_p * 2)(*(ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in (count, address)))
         return self.call("cuLaunchKernel", self.kernel, blocks, 1, 1, THREADS, 1, 1, 0, None, values, None)
 
     def busy(self, seconds, blocks):
-        """Launches for so long, a few in flight."""
+        """Launches kernels for a time, a few in flight."""
         begun, done, code = time.monotonic(), 0, 0
         while code == 0 and time.monotonic() - begun < seconds:
             for _ in range(4):
@@ -94,7 +94,7 @@ class Program:
         print("did", round(done / (time.monotonic() - begun), 2), code, flush=True)
 
     def contexts(self, count):
-        """As many contexts more, of which none is current."""
+        """Creates further contexts, none of which stays current."""
         for made in range(count):
             code = self.call("cuCtxCreate_v2", ctypes.byref(ctypes.c_void_p()), 0, 0)
             if code != 0:
@@ -103,7 +103,7 @@ class Program:
         return count, 0
 
     def devices(self):
-        """The UUIDs of all devices, in hexadecimal."""
+        """Returns the UUIDs of all devices in hexadecimal."""
         count, uuid, found = ctypes.c_int(), (ctypes.c_ubyte * 16)(), []
         self.must("cuDeviceGetCount", ctypes.byref(count))
         for device in range(count.value):
@@ -112,7 +112,7 @@ class Program:
         return found
 
     def say(self, words):
-        """One line of stdin."""
+        """Executes one line of stdin."""
         if words[0] == "busy":
             self.busy(float(words[1]), int(words[2]))
         elif words[0] == "long":

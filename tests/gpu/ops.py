@@ -1,7 +1,7 @@
-"""Single operations: the rate of tiny launches in a Python loop, the latency of item(), and the first operations of a process.
+"""Single operations: rate of tiny launches, latency of item(), a process's first operations.
 
 ops.py              rate and latency
-ops.py first        time to the first CUDA operation and the first bf16 matrix product after it, in this fresh process
+ops.py first        time to the first CUDA operation and the first bf16 matrix product
 """
 
 import statistics
@@ -12,7 +12,7 @@ import common
 
 
 def first():
-    """Both parts and their sum; importing PyTorch is not part of it."""
+    """Measures both parts and their sum, without the import of PyTorch."""
     import torch
 
     start = time.perf_counter()

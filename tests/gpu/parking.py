@@ -1,4 +1,4 @@
-"""`./run parking`: an idle program's device memory goes to host memory, another client uses the card, the first goes on."""
+"""`./run parking`: an idle program's device memory moves to host memory and back."""
 
 import json
 import os
@@ -13,12 +13,12 @@ import time
 from descriptor_store import DescriptorStore
 
 LIMIT = 300
-# What the server's journal says before it parks a program.
+# Text of the server's journal before it parks a program.
 WARNING = "device memory will be moved"
 
 
 class Program:
-    """A process that is spoken to in lines."""
+    """A process that is controlled by lines."""
 
     def __init__(self, command, env, log, cwd):
         self.process = subprocess.Popen(
@@ -27,7 +27,7 @@ class Program:
         self.rest = b""
 
     def line(self, limit=LIMIT):
-        """The next line, or None when it does not come in time."""
+        """Returns the next line, or None at the time limit."""
         end = time.monotonic() + limit
         while b"\n" not in self.rest:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
@@ -35,25 +35,25 @@ class Program:
                 return None
             got = os.read(self.process.stdout.fileno(), 65536)
             if not got:
-                raise RuntimeError(f"a program ended: {self.process.wait()}")
+                raise RuntimeError(f"a program exited: {self.process.wait()}")
             self.rest += got
         line, self.rest = self.rest.split(b"\n", 1)
         return line.decode().strip()
 
     def expect(self, word, limit=LIMIT):
-        """A line that starts with a word."""
+        """Returns the next line, which has to start with a word."""
         line = self.line(limit)
         if line is None or line.split()[:1] != [word]:
             raise RuntimeError(f"expected {word!r}, got {line!r}")
         return line
 
     def say(self, line):
-        """Send it a line."""
+        """Sends a line."""
         self.process.stdin.write(f"{line}\n".encode())
         self.process.stdin.flush()
 
     def end(self):
-        """Its input ends, then it."""
+        """Closes the input, and waits until the process exits."""
         self.process.stdin.close()
         try:
             self.process.wait(10)
@@ -63,7 +63,7 @@ class Program:
 
 
 class Parking:
-    """All parts. `tool` runs a verb of gpuserver and returns what it printed."""
+    """All parts. `tool` runs a command of gpuserver and returns its output."""
 
     def __init__(self, args, server, here):
         self.args, self.server, self.here, self.rows, self.bad = args, server, here, [], []
@@ -73,7 +73,7 @@ class Parking:
         self.native = shlex.split(args.native_prefix)
 
     def other_client(self):
-        """A second client of the pool: the environment in which `gpusession run` is it."""
+        """Creates a second client of the pool, and returns its environment for `gpusession run`."""
         home = self.args.out / "config-2"
         env = {**os.environ, "XDG_CONFIG_HOME": str(home)}
         if not home.exists():
@@ -85,7 +85,7 @@ class Parking:
         return env
 
     def start(self, words, native=False, lease=(), other=False):
-        """Start a Python script, on the card itself or with a lease of its own, of this client or the other one."""
+        """Starts a Python script on the card itself, or with a lease of either client."""
         command = [self.args.python, *words]
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -101,7 +101,7 @@ class Parking:
         return program
 
     def used(self):
-        """MiB in use on the card."""
+        """Returns the MiB in use on the card."""
         if self.card:
             query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
             return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0])
@@ -114,7 +114,7 @@ class Parking:
         return int(done.stdout)
 
     def settled(self):
-        """The same once it does not change any more: workers that wait for programs are still ending."""
+        """Returns `used` once it is stable, since workers in stock may still be exiting."""
         last, now = None, self.used()
         while now != last:
             time.sleep(0.3)
@@ -126,47 +126,47 @@ class Parking:
         return json.loads(self.server.tool("leases", "--json"))["leases"]
 
     def only_lease(self):
-        """The lease of the one client that is there."""
+        """Returns the only lease."""
         leases = self.leases()
         if len(leases) != 1:
-            raise RuntimeError(f"one lease is expected, there are {leases}")
+            raise RuntimeError(f"expected one lease, found {leases}")
         return leases[0]["lease"]
 
     def state(self, lease):
-        """State and place of a lease."""
+        """Returns state and place of a lease."""
         found = next(row for row in self.leases() if row["lease"] == lease)
         return found["state"], found["position"]
 
     def park(self, lease):
-        """Park it; how long that took."""
+        """Parks the lease, and returns the duration."""
         begun = time.monotonic()
         self.server.tool("park", lease, "--json")
         return time.monotonic() - begun
 
     def note(self, name, value, unit):
-        """One figure."""
+        """Records one figure."""
         print(f"  {name:52} {value} {unit}", flush=True)
         self.rows.append({"name": name, "value": value, "unit": unit})
 
     def check(self, what, good):
-        """One thing that has to be so."""
+        """Records one check."""
         print(f"  {what:52} {'ok' if good else 'FAILED'}", flush=True)
         if not good:
             self.bad.append(what)
 
     def wait_for_no_lease(self, limit=20):
-        """Until the last client's lease is gone."""
+        """Waits until no lease exists."""
         end = time.monotonic() + limit
         while self.leases() and time.monotonic() < end:
             time.sleep(0.1)
 
     def intact(self, program):
-        """Ask a program for its memory: seconds until its first call answered."""
+        """Lets a program check its memory; returns the seconds until its first call returned."""
         program.say("check")
         return float(program.expect("intact").split()[1])
 
     def full_card(self, script, half, other_gib, by_clock=False):
-        """One program is parked, another client takes the whole card, the first comes back when that one ends."""
+        """Parks a program while another client takes the whole card, and unparks it afterwards."""
         free = self.used()
         first = self.start(script)
         first.expect(half)
@@ -194,7 +194,7 @@ class Parking:
         return first, begun
 
     def sizes(self, sizes):
-        """Times against the driver's own calls on a native program."""
+        """Compares durations with those of the driver's own calls on a native program."""
         driver = self.driver()
         for gib in sizes:
             native = self.start(["idle_program.py", str(gib)], native=True)
@@ -228,17 +228,17 @@ class Parking:
             self.note(f"{gib} GiB: card before / parked", f"{before} / {after}", "MiB")
 
     def wait_for_one(self):
-        """Until one lease is there, and only that."""
+        """Waits until exactly one lease exists."""
         end = time.monotonic() + 20
         while len(self.leases()) != 1 and time.monotonic() < end:
             time.sleep(0.1)
 
     def driver(self):
-        """The driver library that the server loads."""
+        """Returns the driver library that the server loads."""
         return json.loads(self.server.tool("status", "--json"))["server"]["driver"]
 
     def training(self):
-        """PyTorch, parked for being idle: tensors and optimizer state afterwards are those of a run without."""
+        """Checks that tensors and optimizer state of PyTorch survive parking."""
         before, results = list(self.args.server_config), []
         self.configured([*before, 'warn_after = "4s"', 'park_after = "8s"'])
         for native in (True, False):
@@ -259,13 +259,13 @@ class Parking:
         self.configured(before)
 
     def big(self):
-        """GiB that fill most of the card."""
+        """Returns the GiB that fill most of the card."""
         total = self.leases()[0]["devices"][0]["limit_bytes"] if self.leases() else 0
         gpus = json.loads(self.server.tool("gpus", "--json"))["gpus"]
         return round((total or gpus[0]["memory_bytes"]) * 0.7 / (1 << 30), 2)
 
     def until(self, what, limit=20):
-        """Wait until something is so."""
+        """Waits until a condition holds."""
         end = time.monotonic() + limit
         while not what():
             if time.monotonic() > end:
@@ -274,7 +274,7 @@ class Parking:
         return True
 
     def clocks(self):
-        """The idle clock: warned, parked, at work again; a program that waits for its GPU is not idle; lending."""
+        """Checks the idle clock: warning, parking, return, waiting programs, lending."""
         before = list(self.args.server_config)
         self.configured([*before, 'warn_after = "2s"', 'park_after = "4s"', 'lend_after = "2s"'])
         log = self.args.out / "server.log"
@@ -303,15 +303,15 @@ class Parking:
         other.expect("ready")
         self.check("a lease without programs lends its GPU", self.state(lease)[0] == "lent")
         first.say("go")
-        self.check("and waits to get it back", self.until(lambda: self.state(lease) == ("returning", 1)))
+        self.check("the lease waits to reacquire it", self.until(lambda: self.state(lease) == ("returning", 1)))
         other.end()
         first.expect("ready")
-        self.check("and has it", self.state(lease)[0] == "active")
+        self.check("the lease has a GPU again", self.state(lease)[0] == "active")
         first.end()
         self.configured(before)
 
     def configured(self, lines):
-        """The server starts again with these lines of configuration, without a lease."""
+        """Restarts the server with these lines of configuration, without a lease."""
         self.server.stop()
         self.args.server_config[:] = lines
         self.server.write_configuration()
@@ -320,9 +320,9 @@ class Parking:
         self.wait_for_no_lease()
 
     def restarts(self):
-        """A server follows another one, which was told to leave its programs or was killed: those at work and parked ones go on."""
+        """Replaces the server by a handover or a kill: active and parked programs continue."""
         self.server.stop()
-        # The address of a Unix socket has room for about a hundred characters.
+        # The path of a Unix socket has at most 107 bytes.
         with tempfile.TemporaryDirectory(prefix="gpu-store-") as folder:
             store = DescriptorStore(f"{folder}/notify")
             self.server.popen = store.popen
@@ -335,7 +335,7 @@ class Parking:
         self.configured(list(self.args.server_config))
 
     def replace_server(self, store):
-        """With a store that servers leave their programs in."""
+        """Replaces the server, with a descriptor store for its programs."""
         self.server.start()
         self.server.release_lease()
         self.wait_for_no_lease()
@@ -351,33 +351,33 @@ class Parking:
                 self.server.process.send_signal(how)
                 self.server.process.wait()
                 self.server.start_server()
-                # Its port answers before it does: the socket is the earlier server's.
+                # Its port answers too early: the socket is the previous server's.
                 if not store.ready.wait(60):
-                    raise RuntimeError("the next server does not start")
+                    raise RuntimeError("the next server did not start")
                 took = time.monotonic() - begun
                 what = f"{'parked' if parked else 'active'}, {how.name}"
                 self.check(f"{what}: the same lease and worker", (self.only_lease(), self.worker()) == (lease, worker))
                 if parked:
                     self.check(f"{what}: still parked", self.until(lambda: self.state(lease)[0] == "parked"))
-                self.note(f"{what}: the next server is there after", round(took, 2), "s")
+                self.note(f"{what}: the next server serves after", round(took, 2), "s")
                 self.check(f"{what}: the program's memory is intact", self.intact(program) >= 0)
             program.end()
             self.wait_for_no_lease()
 
     def worker(self):
-        """The worker process of the one program that runs."""
+        """Returns the pid of the only program's worker."""
         rows = json.loads(self.server.tool("ps", "--json"))["workers"]
         return [row["pid"] for row in rows if row["state"] in ("active", "parked")]
 
     def start_shell(self, script):
-        """A shell with a lease of its own."""
+        """Starts a shell with a lease of its own."""
         env = {**os.environ, **self.server.client_environment(), "PYTHONUNBUFFERED": "1"}
         program = Program([*self.server.prefix(), "sh", "-c", script], env, self.log, self.here)
         self.programs.append(program)
         return program
 
     def run(self):
-        """Everything, or what `--only` names; whether it was as it has to be."""
+        """Runs all parts, or those of `--only`; returns True if all checks passed."""
         self.wait_for_no_lease()
         parts = {
             "card": ("An idle program is parked while another client uses the whole card", self.whole_card),
@@ -402,13 +402,13 @@ class Parking:
         self.wait_for_no_lease()
 
     def times(self):
-        """Of what fits on the card."""
+        """Measures the sizes that fit on the card."""
         total = json.loads(self.server.tool("gpus", "--json"))["gpus"][0]["memory_bytes"] / (1 << 30)
         wanted = [1, 16, 64] if self.card else [0.0625]
         self.sizes([gib for gib in wanted if gib < total * 0.9])
 
     def stop(self):
-        """End what is still running."""
+        """Kills the processes that still run."""
         for program in self.programs:
             if program.process.poll() is None:
                 program.process.kill()

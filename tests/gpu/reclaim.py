@@ -1,4 +1,4 @@
-"""`./run reclaim`: how soon device memory is free again, whatever ends its program. The lease stays."""
+"""`./run reclaim`: time until device memory is free after its program ends. The lease stays."""
 
 import json
 import os
@@ -7,16 +7,16 @@ import time
 
 import parking
 
-# Seconds, of a program whose machine is alive, and of a silent machine.
+# Bounds in seconds: of a program whose machine is alive, and of a silent machine.
 BOUND, SILENT = 2, 62
 MIB = 1024
 
 
 class Reclaim(parking.Parking):
-    """Each cause once: from the cause to the moment at which the card has the memory back."""
+    """Measures each cause once, until the card has the memory back."""
 
     def start_programs(self, count):
-        """Programs that share the memory in use among them; what the card has in use with them."""
+        """Starts programs that share an amount of memory; returns the card's memory in use."""
         before = self.settled()
         command, env = self.server.remote([self.args.python, "idle_program.py", str(MIB / 1024 / count)])
         started = [parking.Program(command, {**os.environ, **env}, self.log, self.here) for _ in range(count)]
@@ -25,54 +25,54 @@ class Reclaim(parking.Parking):
             program.expect("ready")
         during = self.used()
         if during - before < MIB:
-            raise RuntimeError(f"{MIB} MiB in use are not seen: {before} MiB before, {during} during")
+            raise RuntimeError(f"{MIB} MiB in use do not show: {before} MiB before, {during} during")
         return started, during
 
     def measure(self, name, end, bound=BOUND, count=1, before=lambda _: None):
-        """End programs in one way."""
+        """Ends programs in one way."""
         started, during = self.start_programs(count)
         for program in started:
             before(program)
         begun = time.monotonic()
         for program in started:
             end(program)
-        # Everything but what idle workers keep.
+        # All memory except what idle workers keep.
         free = self.until(lambda: self.used() <= during - MIB, bound + 8)
         took = time.monotonic() - begun
         self.note(f"{name}: {MIB} MiB free again after", round(took, 2), "s")
         self.check(f"{name}: within {bound} s", free and took <= bound)
         for program in started:
             try:
-                # What it has forked.
+                # Its forked child.
                 os.killpg(program.process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
 
     def fork_and_die(self, program):
-        """Its child lives on."""
+        """Kills a program whose child survives."""
         program.say("fork")
         program.expect("forked")
         program.process.kill()
 
     def in_a_kernel(self, program):
-        """It is in the middle of a kernel of a minute."""
+        """Kills a program during a kernel of a minute."""
         program.say("kernel 60")
-        # Nothing tells from outside that the GPU has begun.
+        # The start of work on the GPU is not visible from outside.
         time.sleep(0.5)
 
     def deaf(self, _):
-        """Its worker does nothing any more, not even end."""
+        """Stops a program's worker, so that it does not even exit."""
         workers = json.loads(self.server.tool("ps", "--json"))["workers"]
         (pid,) = (row["pid"] for row in workers if row["state"] == "active")
         os.kill(pid, signal.SIGSTOP)
 
     def silence(self, program):
-        """All that is the client's stands still: the program, and what holds its lease."""
+        """Stops the client: the program, and the process that holds its lease."""
         for process in filter(None, (self.server.holder, program.process)):
             os.killpg(process.pid, signal.SIGSTOP)
 
     def run(self):
-        """Everything; whether it was as it has to be."""
+        """Runs all parts; returns True if all checks passed."""
         def kill(program):
             program.process.kill()
 
@@ -83,7 +83,7 @@ class Reclaim(parking.Parking):
         self.measure("kill -9 in the middle of a kernel", kill, before=self.in_a_kernel)
         self.measure("kill -9, and a worker that does not react", kill, before=self.deaf)
         self.measure("a fork that outlives its parent", self.fork_and_die)
-        # Booted hosts show it with simulated GPUs.
+        # The system tests check this with simulated GPUs.
         if self.card:
             self.measure("a client that is silent", self.silence, SILENT)
             os.killpg(self.server.holder.pid, signal.SIGKILL)

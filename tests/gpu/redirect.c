@@ -1,5 +1,5 @@
-// Preloaded into a program: sends its TCP connections to other ports, so that they pass through `link delay` without the program or the
-// server knowing. LINK_REDIRECT=7601=7701,7602=7702
+// Preloaded into a program: redirects its TCP connections to other ports, so that they pass through
+// `link delay` unnoticed by program and server. LINK_REDIRECT=7601=7701,7602=7702
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -23,7 +23,7 @@ static int other_port(int port) {
 int connect(int fd, const struct sockaddr *address, socklen_t length) {
     static int (*original)(int, const struct sockaddr *, socklen_t);
     if (!original) *(void **)&original = dlsym(RTLD_NEXT, "connect");
-    // The port lies at the same place in both kinds of address.
+    // The port has the same offset in both kinds of address.
     if (address && (address->sa_family == AF_INET || address->sa_family == AF_INET6) && length >= sizeof(struct sockaddr_in)) {
         struct sockaddr_storage copy;
         if (length <= sizeof copy) {

@@ -1,28 +1,28 @@
-"""`./run nvidia-smi`: the real nvidia-smi, native and remote: what the card says of itself is the same, what a lease has is the lease's."""
+"""`./run nvidia-smi`: compares native and remote facts, and checks the lease's memory."""
 
 import csv
 import io
 
-# Facts of the card: equal to the letter.
+# Facts of the card, which have to be equal.
 FACTS = [
     "name", "uuid", "pci.bus_id", "driver_version", "vbios_version", "compute_cap", "compute_mode", "ecc.mode.current",
     "persistence_mode", "mig.mode.current", "power.limit", "power.max_limit", "clocks.max.sm", "clocks.max.memory",
     "pcie.link.gen.max", "pcie.link.width.max",
 ]
-# Readings: there remotely if they are there natively, and within so much of the native value.
+# Readings, with the tolerance to the native value; remotely present if they are natively.
 READINGS = {"temperature.gpu": 10, "power.draw": 200, "clocks.sm": 3000, "utilization.gpu": 100, "utilization.memory": 100}
-# Whole pages that have to end well remotely where they do natively.
+# Whole pages, which have to succeed remotely if they do natively.
 PAGES = [[], ["-L"], ["-q"], ["topo", "-m"], ["dmon", "-c", "1"], ["pmon", "-c", "1"]]
 
 
 def table(text):
-    """The rows of a --format=csv answer."""
+    """Returns the rows of a --format=csv answer."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if row]
     return [dict(zip(rows[0], row)) for row in rows[1:]] if rows else []
 
 
 def number(text):
-    """The number in front of a unit, or None."""
+    """Returns the number before a unit, or None."""
     try:
         return float(text.split()[0])
     except (ValueError, IndexError):
@@ -30,7 +30,7 @@ def number(text):
 
 
 def check(runner, smi):
-    """Everything; a list of {name, verdict, why}."""
+    """Runs all checks; returns a list of {name, verdict, why}."""
     results = []
 
     def say(name, why):
@@ -52,7 +52,7 @@ def check(runner, smi):
         whole = {row["uuid"]: row for row in native}
         for row in remote:
             other = whole.get(row["uuid"], {})
-            # In brackets stands why there is no value.
+            # Text in brackets is the reason for a missing value.
             told = [key for key in row if not other.get(key, "").startswith("[")]
             differ = [f"{key} {other.get(key)!r} native, {row[key]!r} remote" for key in told if other.get(key) != row[key]]
             why = why or "; ".join(differ) or None
@@ -86,7 +86,8 @@ def check(runner, smi):
         say(" ".join(page) or "(no arguments)", why)
 
     refused = runner.run("remote", "smi-pm", [*smi, "-pm", "0"], 60)
-    # 580 says so and goes on to its next words as if nothing was; earlier ones end with an error.
+    # nvidia-smi of 580 prints the refusal and continues with the next option; earlier ones exit
+    # with an error.
     say("-pm 0", None if "Permission" in refused.out + refused.err else f"not refused: {refused.out}")
     quick = min(runner.run("remote", "smi-time", [*smi, "-L"], 60).wall for _ in range(3))
     print(f"  nvidia-smi -L takes {quick * 1000:.0f} ms", flush=True)

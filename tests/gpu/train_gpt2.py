@@ -1,4 +1,4 @@
-"""Trains GPT-2 (124 M parameters, random weights) on random tokens: 8 x 1024 per step, bf16 autocast, AdamW.
+"""Trains GPT-2 (124 M parameters, random weights) on 8 x 1024 random tokens per step, bf16, AdamW.
 
 Prints the loss of every step as an exact hexadecimal number and as a decimal one.
 """

@@ -1,7 +1,8 @@
-"""Trains ResNet-50 (random weights) on random images: batch 128 from pinned host memory, channels_last, bf16 autocast, SGD.
+"""Trains ResNet-50 (random weights) on random images: batches of 128, channels_last, bf16, SGD.
 
-The input of every step is copied from the host: in the step itself, or with --prefetch on a stream of its own while the step before
-runs. Prints the loss of every step as an exact hexadecimal number and as a decimal one.
+The input of every step is copied from pinned host memory: in the step itself, or with --prefetch on
+a stream of its own during the previous step. Prints the loss of every step as an exact hexadecimal
+number and as a decimal one.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import common
 
 
 def build(deterministic):
-    """The network, written out here so that only PyTorch is needed."""
+    """Returns the network, defined here so that only PyTorch is needed."""
     import torch
     from torch import nn
 
@@ -42,7 +43,7 @@ def build(deterministic):
             return torch.relu(self.body(x) + self.shortcut(x))
 
     class EverySecond(nn.Module):
-        """Stands in for max pooling, whose backward pass is not deterministic."""
+        """Replaces max pooling, whose backward pass is not deterministic."""
 
         def forward(self, x):
             """Drop every second row and column."""
@@ -71,7 +72,8 @@ def train(steps, deterministic=False, prefetch=False, batch=128, warm_up=3, fast
 
     if deterministic:
         common.deterministic()
-    # The choice among algorithms by their speed differs from run to run, and with it the last bits: only where speed is measured.
+    # Choosing algorithms by their speed differs from run to run, and so do the last bits: only for
+    # measurements.
     torch.backends.cudnn.benchmark = fastest
     torch.manual_seed(4321)
     model = build(deterministic).cuda().to(memory_format=torch.channels_last).train()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Two GPUs in one process: copies between them, events across them, training on both.
 
-    two_gpus.py copies    peer access, copies, events and streams of one device waited for on the other
+    two_gpus.py copies    peer access, copies, and waiting for events of the other device
     two_gpus.py nccl      NCCL in one process: collectives, and a step of DataParallel
 """
 
@@ -24,7 +24,8 @@ def copies():
         print("copy", elements, digest(first), digest(second), bool((back == first * 2).all()))
     rows = torch.randn(512, 512, device="cuda:0")
     print("strided", digest(rows[:, ::2].to("cuda:1")), digest(rows.t().to("cuda:1")))
-    # A long piece of work on one device; the other's stream waits for its event, not the program.
+    # A long piece of work on one device: the other device's stream waits for its event, the program
+    # does not.
     square = torch.randn(2048, 2048, device="cuda:0")
     event = torch.cuda.Event()
     for _ in range(50):

@@ -1,4 +1,5 @@
-// What may be done while a stream is captured: the code of each call and of the capture's end, in the three modes.
+// Calls that are allowed while a stream is captured: the code of each call and of the capture's
+// end, in the three modes.
 #include "check.h"
 
 #include <functional>
@@ -102,7 +103,7 @@ int main() {
             return code;
         });
     }
-    // What a host function may call.
+    // Calls that a host function may make.
     cudaError_t codes[4];
     CHECK(cudaLaunchHostFunc(
         own,

@@ -1,5 +1,5 @@
-// Stream capture in one thread, in each mode, while another thread allocates, queries and exchanges its own mode: the codes that CUDA
-// gives, then a clean capture that is instantiated and replayed.
+// Stream capture in one thread, in each mode, while another thread allocates, queries and exchanges
+// its own mode: prints CUDA's codes. Then captures, instantiates and replays a graph undisturbed.
 #include "check.h"
 
 #include <condition_variable>
@@ -44,7 +44,7 @@ static void show(const char *who, const char *what, cudaError_t status) {
     cudaGetLastError();
 }
 
-// What two threads may do during one capture. `unsafe` is what the other thread tries.
+// Runs the calls of two threads during one capture. `unsafe` is the call of the other thread.
 static void disturbed(cudaStreamCaptureMode mode, bool own_thread, bool relaxed_other) {
     std::printf("captureThreads: %s, %s\n", name(mode),
                 own_thread      ? "the capturing thread allocates"
@@ -108,7 +108,7 @@ static void disturbed(cudaStreamCaptureMode mode, bool own_thread, bool relaxed_
     CHECK(cudaStreamDestroy(elsewhere));
 }
 
-// A capture that forks to a second stream and joins again, while another thread launches eagerly on a stream of its own.
+// Captures a fork to a second stream and its join, while another thread launches on its own stream.
 static void replayed(cudaStreamCaptureMode mode) {
     cudaStream_t stream, side;
     cudaEvent_t fork, join;
@@ -192,7 +192,8 @@ static void replayed(cudaStreamCaptureMode mode) {
 
 int main() {
     CHECK(cudaFree(nullptr));
-    // The kernel is loaded before the first capture, as in a program that has run a step before it captures one.
+    // Loads the kernel before the first capture, like a program that runs a step before it captures
+    // one.
     step<<<1, 1>>>(nullptr, 0, 0);
     CHECK(cudaDeviceSynchronize());
     const cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,

@@ -1,4 +1,5 @@
-// What the test programs share: error checks that print one clear line, and a reproducible source of numbers.
+// Shared code of the test programs: error checks that print one clear line, and a reproducible
+// source of numbers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +29,7 @@
         }                                                                                                              \
     } while (0)
 
-// Prints what a call answers, for programs whose output is compared between machines.
+// Prints the code of a call, for programs whose output is compared between machines.
 #define SHOW(call)                                                                                                     \
     do {                                                                                                               \
         cudaError_t show_status = (call);                                                                              \

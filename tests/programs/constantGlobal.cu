@@ -1,5 +1,5 @@
-// __constant__ and __device__ variables: copies to and from them, parts of them, their addresses and sizes, and a __device__ variable
-// that kernels change.
+// __constant__ and __device__ variables: copies from and to the whole and to parts, addresses and
+// sizes, and a __device__ variable that kernels change.
 #include "check.h"
 
 __constant__ float coefficients[16] = {1, 2, 3};
@@ -28,14 +28,14 @@ __global__ void use(float *out) {
 int main() {
     float out[17], values[16], *device_out;
     CHECK(cudaMalloc(&device_out, sizeof out));
-    // As the program file has them.
+    // The initial values of the program file.
     use<<<1, 16>>>(device_out);
     CHECK(cudaGetLastError());
     CHECK(cudaMemcpy(out, device_out, sizeof out, cudaMemcpyDeviceToHost));
     for (int i = 0; i < 16; i++) EXPECT(out[i] == (i < 3 ? float(i + 1) : 0.0f) * 10.0f + 40.0f);
     EXPECT(out[16] == 7.0f + 0.25f + 1.0f + float('c'));
 
-    // Changed as a whole, in part, asynchronously.
+    // Changes the whole, a part, and asynchronously.
     for (int i = 0; i < 16; i++) values[i] = float(i) * 0.5f;
     CHECK(cudaMemcpyToSymbol(coefficients, values, sizeof values));
     float one = 64.0f;

@@ -1,4 +1,4 @@
-// A cooperative launch: all blocks meet at a barrier of the whole grid, several times.
+// A cooperative launch: all blocks meet several times at a barrier of the whole grid.
 #include "check.h"
 
 #include <cooperative_groups.h>
@@ -37,7 +37,7 @@ int main() {
     CHECK(cudaLaunchCooperativeKernel(function, dim3(8), dim3(128), arguments, 0, nullptr));
     CHECK(cudaMemcpy(host.data(), device, count * sizeof(int), cudaMemcpyDeviceToHost));
     for (int i = 0; i < count; i++) EXPECT(host[i] == (i + rounds) % count * 3 + rounds);
-    // More blocks than fit on the device at once are refused.
+    // A launch of more blocks than fit on the device at once is refused.
     cudaError_t status = cudaLaunchCooperativeKernel(function, dim3(1 << 20), dim3(128), arguments, 0, nullptr);
     std::printf("too many blocks -> %s\n", cudaGetErrorName(status));
     cudaGetLastError();

@@ -1,5 +1,7 @@
-// Large copies to pinned memory are complete for whoever has synchronised through an event: a stream that waited for it, one that waited
-// for an event of that one, the default stream, an event of that one, and the event itself; copies of any size for a host function behind them.
+// Large copies to pinned memory are complete after each way to synchronize through an event: a
+// stream that waited for it, a stream that waited for an event of that stream, the default stream,
+// an event of the default stream, and the event itself. Copies of any size are complete for a host
+// function after them.
 #include "check.h"
 
 __global__ void fill(int *values, int count, int value) {
@@ -69,7 +71,7 @@ int main() {
             CHECK(cudaEventSynchronize(event));
             break;
         }
-        // The end comes last.
+        // Checks from the end, which arrives last.
         for (int i = count - 1; i >= 0; i--) EXPECT(host[i] == round * 1000 + i);
         CHECK(cudaDeviceSynchronize());
     }

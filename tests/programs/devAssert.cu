@@ -1,4 +1,5 @@
-// A failing assert in a kernel: the error code at the launch, at the synchronisation and afterwards. Ends with status 3, as it says.
+// A failing assert in a kernel: the error code at the launch, at the synchronization and
+// afterwards. Exits with status 3 if the synchronization reports it.
 #undef NDEBUG
 #include "check.h"
 

@@ -1,4 +1,4 @@
-// printf in a kernel: formats, several launches, and the order against the host's own output.
+// printf in a kernel: formats, several launches, and the order relative to the host's own output.
 #include "check.h"
 
 __global__ void formats(double real, const char *none) {
@@ -11,7 +11,7 @@ __global__ void formats(double real, const char *none) {
     if (none == nullptr) std::printf("device: three more %s %d %s\n", "one", 2, "three");
 }
 
-// One thread after the other, so that the order of the lines is defined.
+// Threads print one after the other, so that the order of the lines is defined.
 __global__ void in_turn(int launch) {
     for (unsigned turn = 0; turn < blockDim.x; turn++) {
         if (threadIdx.x == turn) std::printf("device: launch %d thread %u of %u\n", launch, threadIdx.x, blockDim.x);

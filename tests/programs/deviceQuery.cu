@@ -1,4 +1,4 @@
-// What the runtime says about each device: only what does not depend on where the program runs.
+// Prints those properties of each device that do not depend on the machine.
 #include "check.h"
 
 int main() {
@@ -30,7 +30,7 @@ int main() {
         CHECK(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device));
         CHECK(cudaDeviceGetAttribute(&priorities, cudaDevAttrStreamPrioritiesSupported, device));
         std::printf("  cooperative launch %d, memory pools %d, stream priorities %d\n", cooperative, pools, priorities);
-        // The address on the bus leads back to the device.
+        // The bus address identifies the device.
         char address[32];
         int found = -1;
         CHECK(cudaDeviceGetPCIBusId(address, sizeof address, device));

@@ -1,5 +1,5 @@
-// A device that is reset, and contexts that are destroyed, have their memory back, and everything works again afterwards: copies of all
-// sizes, default streams, events.
+// Resetting a device or destroying a context frees its memory. Afterwards copies of all sizes,
+// default streams and events work again.
 #include "driver.h"
 
 #include <cstring>
@@ -32,7 +32,7 @@ static void work(int first) {
             EXPECT(pinned[bytes / sizeof(int) - 1] == first + int(bytes / sizeof(int)) - 1);
         }
     }
-    // Some is still under way, and nothing is freed, when the context goes.
+    // Work is still in flight, and no memory is freed, when the context is destroyed.
     CHECK(cudaMemcpyAsync(pinned, device, BYTES, cudaMemcpyDeviceToHost, stream));
     CHECK(cudaMemcpyAsync(pinned, device, 4, cudaMemcpyDeviceToHost, stream));
     CHECK(cudaMemcpyAsync(device, pinned, BYTES, cudaMemcpyHostToDevice, stream));
@@ -40,7 +40,7 @@ static void work(int first) {
 
 int main() {
     size_t free, total;
-    // More than there is, if it were not given back each time.
+    // More than the device has, unless each round frees its memory.
     const int rounds = 4;
     for (int round = 0; round < rounds; round++) {
         void *third;

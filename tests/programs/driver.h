@@ -1,5 +1,5 @@
-// The driver's own functions, for programs that use both interfaces: found by name in the driver library, as in a program linked to it,
-// or through the runtime.
+// The driver's own functions, for programs that use both interfaces: looked up by name in the
+// driver library, like in a linked program, or through the runtime.
 #pragma once
 
 #include "check.h"
@@ -7,7 +7,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
-// The symbol that the header's name stands for, e.g. cuMemAlloc_v2.
+// Returns the function of a symbol, which may differ from the header's name, e.g. cuMemAlloc_v2.
 inline void *driver_symbol(const char *symbol) {
     static void *library = dlopen("libcuda.so.1", RTLD_NOW);
     EXPECT(library != nullptr);
@@ -17,7 +17,8 @@ inline void *driver_symbol(const char *symbol) {
     return function;
 }
 
-// The same through the runtime, which answers the newest form that its own version knows: only for functions of one form.
+// Looks a function up through the runtime, which returns the newest form that it knows: only for
+// functions with one form.
 inline void *driver_entry_point(const char *name) {
     void *function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -47,7 +48,7 @@ inline void *driver_entry_point(const char *name) {
         }                                                                                                              \
     } while (0)
 
-// Prints what a driver call answers.
+// Prints the code of a driver call.
 #define SHOW_DRIVER(call)                                                                                              \
     do {                                                                                                               \
         std::printf("%s -> %d\n", #call, int(call));                                                                   \

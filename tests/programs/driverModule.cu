@@ -1,5 +1,5 @@
-// The driver interface: PTX text compiled at run time, kernel parameters in both forms, module variables, attributes, contexts, the
-// library interface, and what wrong images answer.
+// The driver interface: PTX compiled at run time, kernel parameters in both forms, module
+// variables, attributes, contexts, the library interface, and the codes for invalid images.
 #include "driver.h"
 
 #include <cstring>
@@ -193,7 +193,7 @@ int main() {
     CHECK_DRIVER(cuLibraryUnload_(library));
     std::printf("driverModule: library interface right\n");
 
-    // A context of its own beside the primary one.
+    // A context of its own, in addition to the primary one.
     CUcontext own;
     CHECK_DRIVER(reinterpret_cast<ContextCreate>(driver_symbol("cuCtxCreate_v2"))(&own, 0, device));
     CHECK_DRIVER(cuCtxGetCurrent_(&current));

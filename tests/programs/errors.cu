@@ -1,4 +1,5 @@
-// Wrong calls and the codes that CUDA gives for them. None of them may leave anything behind: at the end the device still works.
+// Invalid calls and CUDA's codes for them. No call may have a lasting effect: at the end the device
+// still works.
 #include "check.h"
 
 #include <cstdlib>
@@ -16,7 +17,7 @@ __constant__ int small_constant[4];
 
 static void CUDART_CB nothing(void *) {}
 
-// Prints the code of a call and forgets it.
+// Prints the code of a call, and clears the last error.
 #define WRONG(call)                                                                                                    \
     do {                                                                                                               \
         SHOW(call);                                                                                                    \

@@ -1,4 +1,5 @@
-// Forks before the first CUDA call and uses CUDA in both processes; then forks with CUDA in use, where the child is refused.
+// Forks before the first CUDA call, and uses CUDA in both processes. Then forks while CUDA is in
+// use, and CUDA calls of the child are refused.
 #include "check.h"
 
 #include <sys/wait.h>
@@ -17,7 +18,7 @@ static int use(int value) {
     return 0;
 }
 
-// Runs a function in a child and answers the child's exit status.
+// Runs a function in a child, and returns the child's exit status.
 template <typename Function> static int in_child(Function function) {
     std::fflush(stdout);
     pid_t child = fork();

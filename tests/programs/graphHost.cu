@@ -1,5 +1,6 @@
-// Host memory in graphs: captured copies from and to pinned, registered and pageable memory, a plane, a host function between copies
-// that reads the one's result and makes the other's source, another buffer set in a node; replayed with what is there then.
+// Host memory in graphs: captured copies from and to pinned, registered and pageable memory, and of
+// a plane. A host function between copies reads the result of one and writes the source of another.
+// A node gets another buffer. Replays use the content at that time.
 #include "check.h"
 
 #include <cstdlib>
@@ -77,7 +78,7 @@ int main() {
     CHECK(cudaMalloc(&work, 2 * BYTES));
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
 
-    // A plane of pinned memory there, another one back.
+    // Copies a plane of pinned memory to the device, and another one back.
     const size_t width = 40, pitch = 64, rows = 50;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
     CHECK(cudaMemcpy2DAsync(work, 128, reinterpret_cast<char *>(a) + 8, pitch, width, rows, cudaMemcpyHostToDevice, stream));
@@ -95,7 +96,8 @@ int main() {
     CHECK(cudaGraphDestroy(graph));
     std::printf("graphHost: plane right\n");
 
-    // a -> work -> b, host function: b + 1000 -> a, a -> work -> c; then another source for the first copy.
+    // a -> work -> b, host function: b + 1000 -> a, a -> work -> c; then the first copy gets
+    // another source.
     Middle middle = {b, a};
     CHECK(cudaGraphCreate(&graph, 0));
     cudaGraphNode_t in, out, host, again, last;
@@ -116,7 +118,7 @@ int main() {
     CHECK(cudaGraphLaunch(executable, stream));
     CHECK(cudaStreamSynchronize(stream));
     for (int i = 0; i < COUNT; i++) EXPECT(b[i] == -i && c[i] == -i + 1000);
-    // The same in the graph itself and in a copy of it.
+    // Changes the source in the graph itself, and runs a copy of the graph.
     CHECK(cudaGraphExecDestroy(executable));
     std::vector<int> third(COUNT, 5);
     CHECK(cudaGraphMemcpyNodeSetParams1D(in, work, third.data(), BYTES, cudaMemcpyHostToDevice));

@@ -1,5 +1,6 @@
-// Nodes of graphs by one structure, child graphs that are copied, given away, read and replaced, and host functions between
-// copies of pageable and managed memory: each result is reset by the host function that has read it.
+// Graph nodes created from one structure, and child graphs that are copied, moved, read and
+// replaced. Host functions between copies of pageable and managed memory reset each result after
+// reading it.
 #include "driver.h"
 
 #include <numeric>
@@ -24,7 +25,7 @@ struct Seen {
     std::vector<long long> all;
 };
 
-// Reads what the copy before it has brought and leaves something else.
+// Reads the result of the previous copy, and overwrites it.
 static void CUDART_CB take_result(void *data) {
     auto *seen = static_cast<Seen *>(data);
     seen->all.push_back(*seen->result);
@@ -100,42 +101,14 @@ static void by_structure(cudaStream_t stream, int *device, long long *total) {
     params = {};
     params.type = cudaGraphNodeTypeEmpty;
     CHECK(add_node(&empty, graph, &host, 1, &params));
-    // The same sum each time, launched without a pause: each copy brings it although it has not changed on the device.
+    // The same sum each time, launched without a pause: each copy transfers it although it is
+    // unchanged on the device.
     launch(graph, stream, 4);
     for (int i = 0; i < 2; i++) launch(graph, stream, 1);
     EXPECT(seen.all.size() == 6 && result == 0);
     for (long long one : seen.all) EXPECT(one == 7 * COUNT);
     CHECK(cudaGraphDestroy(graph));
     std::printf("graphNodes: result of a copy that a host function resets right\n");
-}
-
-struct Feed {
-    int *values;
-    int round;
-};
-
-static void CUDART_CB fill_source(void *data) {
-    auto *feed = static_cast<Feed *>(data);
-    feed->round++;
-    for (int i = 0; i < COUNT; i++) feed->values[i] = i * feed->round;
-}
-
-static void pageable_source(cudaStream_t stream, int *device) {
-    std::vector<int> from(COUNT), to(COUNT);
-    Feed feed = {from.data(), 0};
-    cudaGraph_t graph;
-    cudaGraphNode_t host, in, out;
-    CHECK(cudaGraphCreate(&graph, 0));
-    cudaHostNodeParams params = {fill_source, &feed};
-    CHECK(cudaGraphAddHostNode(&host, graph, nullptr, 0, &params));
-    CHECK(cudaGraphAddMemcpyNode1D(&in, graph, &host, 1, device, from.data(), COUNT * sizeof(int), cudaMemcpyHostToDevice));
-    CHECK(cudaGraphAddMemcpyNode1D(&out, graph, &in, 1, to.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
-    for (int round = 1; round <= 3; round++) {
-        launch(graph, stream, 1);
-        for (int i = 0; i < COUNT; i++) EXPECT(to[i] == i * round);
-    }
-    CHECK(cudaGraphDestroy(graph));
-    std::printf("graphNodes: source that a host function fills right\n");
 }
 
 static void child_graphs(cudaStream_t stream, int *device) {
@@ -174,7 +147,7 @@ static void child_graphs(cudaStream_t stream, int *device) {
     add_kernel(inner, nullptr, 0, device, 1000);
     launch(parent, stream, 1);
     EXPECT(first() == 1011);
-    // Another child of the same shape for an executable graph.
+    // Replaces the child of an executable graph by another of the same shape.
     cudaGraph_t other;
     CHECK(cudaGraphClone(&other, inner));
     cudaGraphExec_t executable;
@@ -188,7 +161,7 @@ static void child_graphs(cudaStream_t stream, int *device) {
     CHECK(cudaGraphDestroy(child));
     CHECK(cudaGraphDestroy(parent));
 #if CUDART_VERSION >= 13000
-    // A child that is given away stays the program's to read, and ends with its parent.
+    // The program can still read a moved child, which is destroyed with its parent.
     CHECK(cudaGraphCreate(&child, 0));
     CHECK(cudaGraphCreate(&parent, 0));
     one = add_kernel(child, nullptr, 0, device, 3);
@@ -215,7 +188,8 @@ __global__ void stamp(long long *values, int count, long long round) {
     if (i < count) values[i] += round * i;
 }
 
-// A host function reads what the kernel before it wrote to managed memory, and the kernel after it what that wrote.
+// A host function reads managed memory that the previous kernel wrote, and the next kernel reads
+// the function's result.
 static void managed(cudaStream_t stream) {
     long long *values;
     CHECK(cudaMallocManaged(&values, COUNT * sizeof *values));
@@ -329,12 +303,11 @@ int main() {
     CHECK(cudaMalloc(&total, sizeof *total));
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     by_structure(stream, device, total);
-    pageable_source(stream, device);
     child_graphs(stream, device);
     managed(stream);
     destroyed_streams(device);
     edges(stream, device);
-    // A structure of zeros asks for nothing.
+    // A structure of zeros requests nothing special.
 #if CUDA_VERSION >= 12050
     DRIVER(cuCtxCreate_v4);
     DRIVER(cuCtxDestroy);

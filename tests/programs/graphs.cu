@@ -1,5 +1,5 @@
-// Graphs built node by node: fill, copies, kernels and a host function; parameters changed in the executable graph; update from another
-// graph; a captured graph as a child.
+// Graphs built node by node: fill, copies, kernels and a host function; changed parameters in the
+// executable graph; update from another graph; a captured graph as a child.
 #include "check.h"
 
 #include <vector>
@@ -43,7 +43,8 @@ int main() {
     cudaStream_t stream;
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
 
-    // input -> work -> work * 3 + 1 -> work + zeros (filled by a node beside) -> output -> host function
+    // input -> work -> work * 3 + 1 -> work + zeros (filled by a parallel node) -> output -> host
+    // function
     cudaGraph_t graph;
     CHECK(cudaGraphCreate(&graph, 0));
     cudaGraphNode_t copy_in, fill, first, second, copy_out, host;
@@ -57,7 +58,7 @@ int main() {
     fill_parameters.height = 1;
     CHECK(cudaGraphAddMemsetNode(&fill, graph, nullptr, 0, &fill_parameters));
     {
-        // The parameters are copied when the node is made: the originals go away here.
+        // A node copies its parameters when it is created: the originals go out of scope here.
         int own_factor = factor, own_add = add;
         Kernel kernel(&work, &COUNT, &own_factor, &own_add);
         CHECK(cudaGraphAddKernelNode(&first, graph, &copy_in, 1, &kernel.parameters));
@@ -97,7 +98,7 @@ int main() {
     }
     std::printf("graphs: built from %zu nodes, replays right\n", nodes);
 
-    // Other parameters in the executable graph only.
+    // Changes parameters in the executable graph only.
     int new_factor = 7, new_add = -2;
     Kernel changed(&work, &COUNT, &new_factor, &new_add);
     CHECK(cudaGraphExecKernelNodeSetParams(executable, first, &changed.parameters));
@@ -109,7 +110,8 @@ int main() {
     for (int i = 0; i < COUNT; i++) EXPECT(output[i] == i * 7 - 2 + 5);
     std::printf("graphs: changed parameters right\n");
 
-    // Update of the whole from a graph of the same shape (here the first one again), and from one of another shape, which is refused.
+    // Updates the executable from a graph of the same shape (again the first one); an update from
+    // another shape is refused.
     cudaGraphExecUpdateResultInfo info;
     CHECK(cudaGraphExecUpdate(executable, graph, &info));
     EXPECT(info.result == cudaGraphExecUpdateSuccess);
@@ -127,7 +129,7 @@ int main() {
     CHECK(cudaGraphDestroy(graph));
     std::printf("graphs: update right\n");
 
-    // A captured graph as a child of another, launched twice in a row without a synchronisation between.
+    // A captured graph as a child of another, launched twice in a row without synchronization.
     cudaGraph_t child, parent;
     CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     scale<<<(COUNT + 127) / 128, 128, 0, stream>>>(work, COUNT, 2, 1);

@@ -1,4 +1,5 @@
-// A histogram with atomics in shared memory that are merged by atomics in global memory, and the other atomic operations.
+// A histogram with atomics in shared memory, merged by atomics in global memory, and the other
+// atomic operations.
 #include "check.h"
 
 #include <vector>

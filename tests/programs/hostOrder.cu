@@ -1,6 +1,10 @@
-// Copies from pinned memory read it when their stream gets there, whatever fills it first: another stream's copy, a host function, one in a
-// graph, a kernel that has it mapped; synchronous ones have read it when they return. Copies to memory that a kernel has mapped are there for
-// the next kernel; copies of managed memory wait for the kernel that writes it; copies within the host wait for those that fill their source.
+// Order of copies and other users of host memory.
+//
+// Copies from pinned memory read it in stream order, whatever writes it before: a copy of another
+// stream, a host function, a host function of a graph, a kernel that maps it. Synchronous copies
+// have read it when they return. The next kernel sees copies to memory that a kernel maps. Copies
+// of managed memory wait for the kernel that writes it. Copies within the host wait for the writers
+// of their source.
 #include "check.h"
 
 #include <atomic>
@@ -73,7 +77,7 @@ int main() {
             CHECK(cudaStreamSynchronize(stream));
             expect(back, count, first);
         };
-        // Another stream's copy, by an event.
+        // Written by another stream's copy, ordered by an event.
         first += 1000;
         std::memset(host, 0xff, length);
         fill<<<64, 256, 0, one>>>(from, count, first);
@@ -82,20 +86,21 @@ int main() {
         CHECK(cudaStreamWaitEvent(two, event, 0));
         CHECK(cudaMemcpyAsync(to, host, length, cudaMemcpyHostToDevice, two));
         result(two);
-        // The same in rows.
+        // Written by another stream's copy, in rows.
         first += 1000;
         fill<<<64, 256, 0, one>>>(from, count, first);
         CHECK(cudaMemcpyAsync(host, from, length, cudaMemcpyDeviceToHost, one));
         CHECK(cudaMemcpy2DAsync(to, length, host, length, length, 1, cudaMemcpyHostToDevice, one));
         result(one);
-        // Within the host.
+        // Copied within the host.
         first += 1000;
         fill<<<64, 256, 0, one>>>(from, count, first);
         CHECK(cudaMemcpyAsync(host, from, length, cudaMemcpyDeviceToHost, one));
         CHECK(cudaMemcpyAsync(second, host, length, cudaMemcpyHostToHost, one));
         CHECK(cudaStreamSynchronize(one));
         expect(second, count, first);
-        // A host function, twice: what the first copy reads is not the second one's.
+        // Written by a host function, twice: the first copy must not read the second function's
+        // value.
         Work work[2] = {{host, count, first + 1000}, {host, count, first + 2000}};
         CHECK(cudaLaunchHostFunc(one, write, &work[0]));
         CHECK(cudaMemcpyAsync(from, host, length, cudaMemcpyHostToDevice, one));
@@ -105,7 +110,7 @@ int main() {
         result(one);
         CHECK(cudaMemcpy(second, from, length, cudaMemcpyDeviceToHost));
         expect(second, count, first - 1000);
-        // A host function of a graph, and a copy behind the graph.
+        // Written by a host function of a graph, with a copy after the graph.
         cudaGraph_t graph;
         cudaGraphExec_t exec;
         first += 1000;
@@ -119,7 +124,7 @@ int main() {
         result(one);
         CHECK(cudaGraphExecDestroy(exec));
         CHECK(cudaGraphDestroy(graph));
-        // A copy in a graph, and one behind the graph.
+        // Written by a copy in a graph, with a copy after the graph.
         first += 1000;
         fill<<<64, 256, 0, one>>>(from, count, first);
         CHECK(cudaStreamBeginCapture(one, cudaStreamCaptureModeThreadLocal));
@@ -131,7 +136,8 @@ int main() {
         result(one);
         CHECK(cudaGraphExecDestroy(exec));
         CHECK(cudaGraphDestroy(graph));
-        // A host function that waits for this thread, which meanwhile asks for copies both ways.
+        // Written by a host function that waits for this thread, which meanwhile requests copies
+        // both ways.
         first += 1000;
         fill<<<64, 256, 0, two>>>(from, count, first);
         CHECK(cudaEventRecord(event, two));
@@ -145,7 +151,7 @@ int main() {
         go = 1;
         CHECK(cudaStreamSynchronize(one));
         expect(back, part / sizeof(int), first);
-        // A host function behind an event of the stream that copies.
+        // Written by a host function ordered after an event of the copying stream.
         first += 1000;
         Look look = {back, count, first, 0};
         fill<<<64, 256, 0, two>>>(from, count, first);
@@ -156,7 +162,7 @@ int main() {
         CHECK(cudaLaunchHostFunc(one, look_at, &look));
         CHECK(cudaStreamSynchronize(one));
         EXPECT(look.right);
-        // The program may change what a synchronous copy has read.
+        // The program may change memory that a synchronous copy has read.
         for (int round = 0; round < 4; round++) {
             first += 1000;
             write(&(work[0] = {host, count, first}));
@@ -183,7 +189,8 @@ int main() {
     add<<<64, 256, 0, one>>>(seen, count, 7);
     CHECK(cudaStreamSynchronize(one));
     expect(mapped, count, 77);
-    // A synchronous copy of mapped memory has read it when it returns; one of other memory brings what kernels before it have changed.
+    // A synchronous copy has read mapped memory when it returns; a synchronous copy of other memory
+    // contains the changes of earlier kernels.
     for (int round = 0; round < 4; round++) {
         fill<<<64, 256>>>(seen, count, round);
         CHECK(cudaMemcpy(to, mapped, length, cudaMemcpyHostToDevice));
@@ -197,7 +204,7 @@ int main() {
     }
     std::printf("hostOrder: mapped memory right\n");
 
-    // By the default stream's order, from one blocking stream to another.
+    // Ordered by the default stream, between two blocking streams.
     cudaStream_t first_blocking, second_blocking;
     CHECK(cudaStreamCreate(&first_blocking));
     CHECK(cudaStreamCreate(&second_blocking));
@@ -234,7 +241,7 @@ int main() {
     CHECK(cudaMemcpy(managed, zeros, length, cudaMemcpyDeviceToDevice));
     CHECK(cudaDeviceSynchronize());
     for (int i = 0; i < count; i++) EXPECT(managed[i] == 0);
-    // From the host, which sees it at once; the rest of what it is next to stays.
+    // The host sees its copy to one half at once; the kernel's values in the other half stay.
     Work seventeen = {back, count, 17};
     write(&seventeen);
     fill<<<64, 256>>>(managed, count, 3);

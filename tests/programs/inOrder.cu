@@ -1,5 +1,5 @@
-// Synchronising a stream that has only taken copies from pageable memory, and events on streams without work: what comes after, on
-// another stream and from another thread, finds the copied bytes.
+// Order after synchronizing a stream that has only copied from pageable memory, and after events on
+// streams without work. Later work on another stream or from another thread sees the copied bytes.
 #include "check.h"
 
 #include <atomic>
@@ -28,7 +28,7 @@ static void check(const int *device, int count, unsigned long long *total, cudaS
 }
 
 int main() {
-    // One that travels with its request, and one that does not.
+    // A size that travels with its request, and one that does not.
     for (const int count : {4096, 1 << 18}) {
         int *device;
         unsigned long long *total;
@@ -47,14 +47,14 @@ int main() {
             CHECK(cudaMemcpyAsync(device, values.data(), count * sizeof(int), cudaMemcpyHostToDevice, stream));
             CHECK(cudaStreamSynchronize(stream));
             check(device, count, total, kernels, wanted);
-            // Nothing is left on either stream.
+            // No work is left on either stream.
             CHECK(cudaEventRecord(event, kernels));
             CHECK(cudaEventSynchronize(event));
             EXPECT(cudaEventQuery(event) == cudaSuccess);
             CHECK(cudaStreamWaitEvent(copies, event, 0));
         }
 
-        // One thread copies, another uses what it has copied as soon as it is told.
+        // One thread copies, another uses the copied bytes as soon as the first reports the copy.
         std::atomic<int> ready{0}, used{0};
         unsigned long long wanted = 0;
         std::thread user([&] {

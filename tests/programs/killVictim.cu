@@ -1,4 +1,5 @@
-// killVictim [MiB]: allocates that much device memory (1024 by default), uses all of it, prints READY and sleeps until it is killed.
+// killVictim [MiB]: allocates device memory (default 1024 MiB), uses all of it, prints READY, and
+// sleeps until it is killed.
 #include "check.h"
 
 #include <unistd.h>

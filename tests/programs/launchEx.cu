@@ -1,4 +1,5 @@
-// Launches with attributes, large dynamic shared memory by opt-in, occupancy, and function attributes.
+// Launches with attributes, large dynamic shared memory by opt-in, occupancy, and function
+// attributes.
 #include "check.h"
 
 #include <vector>

@@ -1,5 +1,5 @@
-// longRun [SECONDS]: counts on the device for that long (1 by default), a step every 20 ms, and checks each one: a program that has to
-// live through what happens meanwhile.
+// longRun [SECONDS]: counts on the device for this time (default 1 s), with a checked step every 20
+// ms. Tests disturb the site meanwhile.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

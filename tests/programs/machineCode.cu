@@ -1,5 +1,5 @@
-// Machine code and no PTX: the driver has nothing to compile. The simulated one takes such an image, knows its kernels and variables, and
-// computes nothing.
+// Machine code without PTX: the driver has nothing to compile. The simulated driver accepts such an
+// image and knows its kernels and variables, but computes nothing.
 #include "driver.h"
 
 #include <cstring>

@@ -41,7 +41,7 @@ int main() {
     CHECK(cudaDeviceSynchronize());
     const int add[] = {1, 20, 3};
     for (int i = 0; i < count; i++) EXPECT(values[i] == i + add[i % 3]);
-    // Filled and copied by the device; the host writes beside it.
+    // The device fills and copies it, while the host writes other parts.
     CHECK(cudaMemset(values, 0, count * sizeof(int) / 2));
     CHECK(cudaMemcpy(values + count - 3000, managed_table, sizeof managed_table, cudaMemcpyDefault));
     CHECK(cudaDeviceSynchronize());

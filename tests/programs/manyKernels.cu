@@ -1,4 +1,5 @@
-// Ten thousand launches of tiny kernels with parameters of many sizes, on one stream and over several.
+// Ten thousand launches of tiny kernels with parameters of many sizes, on one stream and on
+// several.
 #include "check.h"
 
 #include <vector>

@@ -1,5 +1,5 @@
-// Matrix product with tiles in shared memory; sizes that are no multiple of the tile. The elements are small integers, so the result is
-// exact and can be compared bit for bit with the host's.
+// Matrix product with tiles in shared memory, for sizes that are not multiples of the tile. The
+// elements are small integers, so the result is exact, and equal to the host's bit for bit.
 #include "check.h"
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Asks for more memory than there is, is told so, and goes on as if nothing had happened.
+// Asks for more memory than the device has, gets an error, and continues normally.
 #include "check.h"
 
 #include <vector>
@@ -22,7 +22,8 @@ int main() {
     SHOW(cudaMalloc(&memory, 0));
     EXPECT(memory == nullptr);
 
-    // Other programs on the same GPU come and go: one of three tries has to see its own allocation.
+    // Other programs on the same GPU come and go: one of three tries has to see the program's own
+    // allocation.
     const size_t block = 32u << 20;
     bool seen = false;
     for (int attempt = 0; attempt < 3 && !seen; attempt++) {
@@ -38,7 +39,7 @@ int main() {
     }
     EXPECT(seen);
 
-    // In pieces, up to the end and beyond: 1/8 of the total at a time, so at most eight fit.
+    // Allocates in pieces up to the end: 1/8 of the total at a time, so that at most eight fit.
     std::vector<void *> pieces;
     cudaError_t status = cudaSuccess;
     while (pieces.size() < 16) {

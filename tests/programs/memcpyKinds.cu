@@ -1,4 +1,5 @@
-// Copies of every kind: pageable and pinned, synchronous and asynchronous, one- and two-dimensional, small, large and unaligned.
+// Copies of every kind: pageable and pinned, synchronous and asynchronous, in one and two
+// dimensions, small, large and unaligned.
 #include "check.h"
 
 #include <cstring>
@@ -16,7 +17,7 @@ static bool holds(const unsigned char *bytes, size_t count, unsigned seed) {
     return true;
 }
 
-// Turns every byte over on the device, so that a copy that never left the host would be noticed.
+// Inverts every byte on the device, so that a copy that bypasses the device is noticed.
 __global__ void invert(unsigned char *bytes, size_t count) {
     for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
         bytes[i] = (unsigned char)~bytes[i];
@@ -97,7 +98,8 @@ static void large(bool use_pinned) {
     std::printf("memcpyKinds: 64 MiB through %s memory right\n", use_pinned ? "pinned" : "pageable");
 }
 
-// An asynchronous copy from pageable memory may be followed by a change of that memory as soon as the call is back.
+// After an asynchronous copy from pageable memory, the program may change that memory as soon as
+// the call returns.
 static void pageable_async() {
     const size_t count = 30000;  // under 64 KiB it is staged by any driver
     unsigned char *device;
@@ -120,7 +122,7 @@ static void pageable_async() {
     std::printf("memcpyKinds: pageable asynchronous copies right\n");
 }
 
-// Many copies into pinned memory in flight at once; each is read after its event only.
+// Many copies into pinned memory in flight at once; each is read only after its event.
 static void pinned_in_flight() {
     const int copies = 64;
     const size_t count = 20000;
@@ -157,7 +159,7 @@ static void pinned_in_flight() {
     std::printf("memcpyKinds: pinned copies in flight right\n");
 }
 
-// More than travels in one piece.
+// More than travels in one message.
 static void large_box() {
     const size_t width = 1 << 20, height = 300, host_pitch = width + 64;
     std::vector<unsigned char> from(host_pitch * height), to(host_pitch * height);

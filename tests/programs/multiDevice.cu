@@ -1,4 +1,5 @@
-// Every device on its own, copies on streams of one that is not current, then copies from each to the next, then kernels that read the next one's memory where the machine lets them.
+// Uses every device on its own, then streams of a device that is not current, then copies from each
+// device to the next. Finally kernels read the next device's memory, if the machine supports it.
 #include "check.h"
 
 #include <vector>
@@ -52,7 +53,8 @@ int main() {
         CHECK(cudaDeviceCanAccessPeer(&access, device, device + 1));
         EXPECT(access == 0 || access == 1);
     }
-    // In the order of two devices' streams, by an event: the copy waits for the kernel, the kernel after it for the copy.
+    // Orders two devices' streams by an event: the copy waits for the kernel, and the next kernel
+    // for the copy.
     for (int device = 0; device + 1 < devices; device++) {
         const int next = device + 1;
         CHECK(cudaSetDevice(device));
@@ -76,7 +78,7 @@ int main() {
             add<<<(count + 255) / 256, 256, 0, stream[next]>>>(memory[next], memory[device], count);
             CHECK(cudaGetLastError());
             CHECK(cudaStreamSynchronize(stream[next]));
-            // Whatever device is current.
+            // Works whichever device is current.
             CHECK(cudaSetDevice(device));
             CHECK(cudaMemcpy(host.data(), memory[next], bytes, cudaMemcpyDeviceToHost));
             for (int i = 0; i < count; i++) EXPECT(host[i] == 3 * (7 + i));
@@ -88,7 +90,7 @@ int main() {
         }
         CHECK(cudaEventDestroy(filled));
     }
-    // On a stream of a device that is not the current one: few bytes, many, and in rows, both ways.
+    // Copies on a stream of a device that is not current: small, large and in rows, both ways.
     for (int device = 0; device < devices; device++) {
         CHECK(cudaSetDevice((device + 1) % devices));
         int *pinned;
@@ -115,7 +117,7 @@ int main() {
         }
         CHECK(cudaFreeHost(pinned));
     }
-    // A host function of one device's default stream says nothing of another's copies on its own.
+    // A host function on one device's default stream does not order another device's copies.
     if (devices > 1) {
         int *pinned, *other, *values;
         CHECK(cudaHostAlloc(&pinned, 64 * sizeof(int), cudaHostAllocPortable));
@@ -144,7 +146,7 @@ int main() {
         int *large;
         CHECK(cudaMalloc(&large, 64 << 20));
         for (int i = 0; i < 10; i++) fill<<<(count + 255) / 256, 256, 0, stream[device]>>>(large, count, i);
-        // Another device is current: what is freed is waited for all the same.
+        // Freeing waits for the memory's device, even while another device is current.
         CHECK(cudaSetDevice((device + 1) % devices));
         CHECK(cudaFree(large));
         CHECK(cudaFree(memory[device]));

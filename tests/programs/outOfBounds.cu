@@ -1,5 +1,6 @@
-// A kernel that writes far outside every allocation: the error at the launch, at the synchronisation, and on the calls after it, which
-// all must go on failing. Ends with status 0 when the error was an illegal address each time it had to be.
+// A kernel that writes far outside all allocations: the error at the launch, at the
+// synchronization, and at later calls, which must all keep failing. Exits with status 0 if each
+// error was an illegal address where required.
 #include "check.h"
 
 __global__ void write_far(int *memory, unsigned long long distance) { memory[distance + threadIdx.x] = 1; }

@@ -1,4 +1,5 @@
-// Host memory that kernels read and write in place: allocated mapped, registered mapped, and write-combined.
+// Host memory that kernels read and write in place: allocated mapped, registered mapped, and
+// write-combined.
 #include "check.h"
 
 #include <cstdlib>
@@ -30,7 +31,7 @@ static void rounds(int *host, int *device, const char *what) {
         CHECK(cudaDeviceSynchronize());
         for (int i = 0; i < COUNT; i++) EXPECT(host[i] == i * 2 + round + 11);
     }
-    // Changed by the host between two kernels of one stream, each synchronised by an event.
+    // The host changes the memory between two kernels of one stream, synchronized by events.
     cudaEvent_t event;
     CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (int round = 0; round < 4; round++) {
@@ -71,7 +72,8 @@ int main() {
     rounds(host, device, "portable");
     CHECK(cudaFreeHost(host));
 
-    // No call but the allocation names it: its address is in device memory.
+    // Only the allocation's call names this memory; the kernel reads its address from device
+    // memory.
     int **address;
     CHECK(cudaHostAlloc(&host, bytes, cudaHostAllocMapped));
     CHECK(cudaMalloc(&address, sizeof host));

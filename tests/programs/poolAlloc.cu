@@ -1,4 +1,5 @@
-// Stream-ordered allocation: from the default pool and from one of its own, reuse in stream order, use on another stream, trimming.
+// Stream-ordered allocation: from the default pool and from an own pool, reuse in stream order, use
+// on another stream, trimming.
 #include "check.h"
 
 #include <vector>
@@ -46,7 +47,7 @@ int main() {
     CHECK(cudaStreamSynchronize(stream));
     std::printf("poolAlloc: allocations in stream order right\n");
 
-    // Used and freed on another stream, which waits for the first.
+    // Used and freed on another stream, which waits for the first stream.
     int *shared;
     CHECK(cudaMallocAsync(&shared, bytes, stream));
     fill<<<BLOCKS, 256, 0, stream>>>(shared, COUNT, 77);
@@ -64,7 +65,7 @@ int main() {
     unsigned long long threshold = 64u << 20, found = 0;
     CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
     CHECK(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &found));
-    // Attributes of type int take no more than that.
+    // Attributes of type int write no more than an int.
     int reuse[3] = {0, 5, 6};
     CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowOpportunistic, reuse));
     reuse[0] = 4;

@@ -1,4 +1,5 @@
-// Sums and maxima by warp shuffles, votes and one atomic per block, for lengths around the warp and block sizes.
+// Sums and maxima by warp shuffles, votes and one atomic per block, for lengths near multiples of
+// the warp and the block.
 #include "check.h"
 
 #include <vector>
@@ -15,7 +16,7 @@ __inline__ __device__ float warp_max(float value) {
     return value;
 }
 
-// Every thread of the block takes part in every shuffle, so the lengths need not divide.
+// Every thread of the block takes part in every shuffle, so that the lengths need not be multiples.
 __global__ void reduce(const int *values, int count, int *sum, int *odd, float *block_max) {
     __shared__ int sums[32];
     __shared__ float maxima[32];

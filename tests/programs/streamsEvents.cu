@@ -1,4 +1,5 @@
-// Streams, events and host callbacks: the order across streams, queries of unfinished work, priorities, the legacy default stream.
+// Streams, events and host callbacks: the order across streams, queries of unfinished work,
+// priorities, the legacy default stream.
 #include "check.h"
 
 #include <atomic>
@@ -23,7 +24,7 @@ static void expect_all(const int *device, int value) {
     for (int found : host) EXPECT(found == value);
 }
 
-// A chain of kernels, each on another stream, tied together by events only.
+// A chain of kernels, each on another stream, ordered only by events.
 static void chain() {
     const int links = 8;
     cudaStream_t streams[3];
@@ -71,7 +72,8 @@ static void CUDART_CB old_callback(cudaStream_t, cudaError_t status, void *data)
     gate->seen[gate->order++] = status == cudaSuccess ? 3 : -1;
 }
 
-// A stream held by a host function: what is behind it is unfinished for certain, what is beside it goes on.
+// A host function blocks a stream: later work of this stream stays unfinished, other streams
+// continue.
 static void callbacks() {
     Gate gate;
     cudaStream_t held, free_stream;
@@ -118,7 +120,7 @@ static void callbacks() {
     std::printf("streamsEvents: host callbacks in order\n");
 }
 
-// The legacy default stream waits for blocking streams and they wait for it.
+// The legacy default stream waits for blocking streams, and they wait for it.
 static void legacy() {
     cudaStream_t first, second;
     int *memory;

@@ -1,5 +1,6 @@
-// Eight host threads, each with its own streams, events and memory, and one buffer that all of them add to. Built a second time with a
-// default stream per thread (threadsPerThread), where the default-stream part of each thread runs on a stream of its own.
+// Eight host threads, each with its own streams, events and memory, and one buffer that all of them
+// add to. A second build has a default stream per thread (threadsPerThread), so that each thread's
+// default-stream part runs on its own stream.
 #include "check.h"
 
 #include <thread>
@@ -37,7 +38,7 @@ static void work(int thread, unsigned *common) {
         }
         CHECK(cudaGetLastError());
         if (round % 10 == 9) {
-            // The second stream's data leave through the first.
+            // The second stream's data are copied out on the first stream.
             CHECK(cudaEventRecord(event, streams[1]));
             CHECK(cudaStreamWaitEvent(streams[0], event, 0));
             CHECK(cudaMemcpyAsync(pinned, memory[1], bytes, cudaMemcpyDeviceToHost, streams[0]));
@@ -53,7 +54,7 @@ static void work(int thread, unsigned *common) {
     CHECK(cudaStreamSynchronize(streams[0]));
     for (unsigned value : host) EXPECT(value == expected[0]);
 
-    // The default stream, whichever it is.
+    // The default stream: legacy or per thread.
     CHECK(cudaMemset(memory[0], 0, bytes));
     for (int round = 0; round < 5; round++) mix<<<(COUNT + 127) / 128, 128>>>(memory[0], COUNT, 2, thread);
     CHECK(cudaGetLastError());

@@ -1,4 +1,5 @@
-// Virtual memory management: a reserved range, physical memory mapped into it piece by piece, access, growth, unmapping and reuse.
+// Virtual memory management: a reserved range, physical memory mapped into it piece by piece,
+// access, growth, unmapping and reuse.
 #include "driver.h"
 
 #include <vector>
@@ -53,7 +54,7 @@ int main() {
     CHECK_DRIVER(cuMemGetAccess_(&flags, &access.location, range + piece));
     EXPECT(flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 
-    // An address inside says which mapping it lies in, and where.
+    // Any address inside a mapping yields the mapping's start and size.
     DRIVER(cuMemGetAddressRange);
     DRIVER(cuPointerGetAttribute);
     CUdeviceptr base = 0;
@@ -65,7 +66,7 @@ int main() {
     CHECK_DRIVER(cuPointerGetAttribute_(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, range + 20));
     EXPECT(type == CU_MEMORYTYPE_DEVICE && ordinal == 0);
 
-    // The second piece is taken out and put back with fresh memory; the others keep their content.
+    // Unmaps the second piece and maps new memory there; the others keep their content.
     CHECK_DRIVER(cuMemUnmap_(range + piece, piece));
     unsigned first = 0, last = 0;
     CHECK(cudaMemcpy(&first, reinterpret_cast<void *>(range + 4), sizeof first, cudaMemcpyDeviceToHost));

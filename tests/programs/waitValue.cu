@@ -1,6 +1,7 @@
-// A stream that waits for a value in device memory while one thread goes on submitting to it, until another thread writes the value
-// through another stream. A real driver takes about a thousand entries and then holds the submitting thread; the other thread must still
-// get through, or both wait for ever.
+// A stream waits for a value in device memory while one thread keeps submitting to it, until
+// another thread writes the value through another stream. A real driver blocks the submitting
+// thread after about a thousand entries. The other thread must still make progress, or both wait
+// for ever.
 #include "driver.h"
 
 #include <atomic>
@@ -44,7 +45,8 @@ static void run(Release how, const char *name) {
         }
         CHECK(cudaGetLastError());
     });
-    // Released when the submitter got through, or has not moved for a while: then it is held inside the driver.
+    // Released when the submitter has finished, or has not progressed for a while: then the driver
+    // blocks it.
     int last = -1, still = 0;
     while (submitted < ENTRIES && still < 50) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -53,7 +55,8 @@ static void run(Release how, const char *name) {
         last = now;
     }
     EXPECT(submitted > 500);
-    // The held thread may hold the stream's lock in the driver: asking about that stream now would wait for it.
+    // The blocked thread may hold the stream's lock in the driver, so that a query of that stream
+    // would block, too.
     switch (how) {
     case Release::WriteValue:
         CHECK_DRIVER(cuStreamWriteValue32_(other, address, 1, CU_STREAM_WRITE_VALUE_DEFAULT));

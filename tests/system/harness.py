@@ -1,4 +1,4 @@
-"""What scenarios are written with: hosts, waiting, and checks that are counted and printed one a line."""
+"""Building blocks of scenarios: hosts, waiting, and checks that are counted and printed."""
 import contextlib
 import importlib
 import importlib.machinery
@@ -19,14 +19,15 @@ _spec = importlib.util.spec_from_loader("lab", _loader)
 lab = importlib.util.module_from_spec(_spec)
 _loader.exec_module(lab)
 
-# What the packages and the scenarios need beside the lab's own packages.
+# Packages that gpusession's packages and the scenarios need, besides the lab's own.
 EXTRA = "cron,at,csh,tcsh,fish,podman,crun,uidmap"
 CLIENT_PACKAGES = ("gpusession", "gpusession-libs", "libpam-gpusession")
 SIM = "/usr/lib/x86_64-linux-gnu/gpusession/sim/libcuda.so.1"
 
 
-# Logins and how long each takes, in milliseconds: `HOW COUNT [LIMIT]`; with a limit, until one stays within it. `module`: a PAM stack
-# with nothing but our module in it; `first`: of a user whose systemd does not run yet.
+# Measures logins, in milliseconds: `HOW COUNT [LIMIT]`. With a limit, stops at the first login
+# within it. `module` uses a PAM stack that contains only pam_gpusession; `first` logs in a user
+# whose systemd does not run yet.
 LOGINS = r"""
 import ctypes, os, subprocess, sys, time
 def module():
@@ -63,7 +64,7 @@ for _ in range(count):
 
 
 class Failed(Exception):
-    """A check that does not hold, with what was seen."""
+    """A failed check, with the observed output."""
 
 
 class Result:
@@ -75,19 +76,19 @@ class Result:
 
 
 class Host:
-    """A booted host of the lab."""
+    """A host of the lab."""
 
     def __init__(self, name):
         self.name = name
 
     def lab(self, *arguments):
-        """A verb of the lab, such as `cut` or `reboot`."""
+        """Runs a command of the lab, such as `cut` or `reboot`."""
         done = subprocess.run([HERE / "lab", arguments[0], self.name, *arguments[1:]], capture_output=True, text=True)
         if done.returncode:
             raise Failed(f"lab {' '.join(arguments)}: {done.stderr}")
 
     def start_without_waiting(self):
-        """Boots a stopped host; unlike `lab start`, does not wait until the boot is complete, which may depend on others."""
+        """Boots a stopped host until D-Bus and ssh run; the full boot may depend on others."""
         h = lab.host(self.name)
         lab.start(h)
         until = time.monotonic() + 30
@@ -95,10 +96,10 @@ class Host:
             if lab.leader(h) and not self.run("systemctl is-active dbus ssh").code:
                 return
             time.sleep(0.1)
-        raise Failed(f"{self.name} does not boot")
+        raise Failed(f"{self.name} did not boot within 30 s")
 
     def run(self, command, user=None, timeout=60, stdin=None):
-        """Runs a shell command in a unit of its own (as root, or through `su -l` as a user); its Result, whatever it is."""
+        """Runs a shell command in its own unit, as root or (through `su -l`) as a user."""
         inner = ["su", "-l", user, "-c", command] if user else ["sh", "-c", command]
         full = [*lab.enter(lab.host(self.name)), "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--service-type=exec",
                 "-E", "LANG=C.UTF-8", "-E", "HOME=/root", "-p", "WorkingDirectory=/root", "-p", f"RuntimeMaxSec={timeout}", "--", *inner]
@@ -108,21 +109,21 @@ class Host:
         return Result(f"[{user or 'root'}@{self.name}] {command}", done.returncode, done.stdout, time.monotonic() - begin)
 
     def ok(self, command, **options):
-        """Runs a command that has to succeed; what it printed."""
+        """Runs a command that has to succeed, and returns its output."""
         result = self.run(command, **options)
         if result.code:
             raise Failed(str(result))
         return result.out
 
     def fails(self, command, **options):
-        """Runs a command that has to fail; what it printed."""
+        """Runs a command that has to fail, and returns its output."""
         result = self.run(command, **options)
         if not result.code:
-            raise Failed(f"{result}\nthat should have failed")
+            raise Failed(f"{result}\nthe command should have failed")
         return result.out
 
     def start(self, unit, command, user=None):
-        """Starts a command that goes on in the background, as a unit whose output is in the journal."""
+        """Starts a command in the background, as a unit whose output goes to `/run/UNIT.out`."""
         self.ok(f"rm -f /run/{unit}.out; systemctl stop {unit} 2>/dev/null || true")
         inner = f"exec su -l {user} -c {shlex.quote(command)}" if user else command
         subprocess.run([*lab.enter(lab.host(self.name)), "systemd-run", "--quiet", "--collect", f"--unit={unit}",
@@ -130,7 +131,7 @@ class Host:
                         "--", "sh", "-c", inner], check=True, capture_output=True)
 
     def until(self, command, seconds, what=None, **options):
-        """Repeats a command until it succeeds; what it printed, and how long that took."""
+        """Repeats a command until it succeeds, and returns its output."""
         begin = time.monotonic()
         while True:
             result = self.run(command, **options)
@@ -151,7 +152,7 @@ class Host:
 
     @contextlib.contextmanager
     def refuses(self, port):
-        """Answers connections to a port as a firewall does that lets nobody through."""
+        """Rejects connections to a port, as a firewall would."""
         nft = ["nsenter", "-t", str(lab.leader(lab.host(self.name))), "-n", "nft"]
         rules = f"table inet refuses {{ chain input {{ type filter hook input priority 0; tcp dport {port} reject with tcp reset; }}; }}"
         subprocess.run([*nft, "-f", "-"], input=rules, text=True, check=True)
@@ -161,21 +162,21 @@ class Host:
             subprocess.run([*nft, "delete table inet refuses"], check=True)
 
     def logins(self, how, count, limit=-1):
-        """Milliseconds that each of `count` logins took; with a limit, they end with the first one within it."""
+        """Returns the milliseconds of `count` logins; stops at the first one within a limit."""
         if self.run("test -e /root/logins.py").code:
             self.write("/root/logins.py", LOGINS)
             self.write("/etc/pam.d/only-gpusession", "session optional pam_gpusession.so\nsession required pam_permit.so\n")
         return [float(word) for word in self.ok(f"python3 /root/logins.py {how} {count} {limit}", timeout=120).split()]
 
     def install(self, debs):
-        """Installs packages from files; what they depend on is in the image."""
+        """Installs packages from files; their dependencies are in the image."""
         self.push(debs, "/root/debs")
         names = " ".join(f"/root/debs/{Path(d).name}" for d in debs)
         return self.ok(f"DEBIAN_FRONTEND=noninteractive dpkg -i {names} 2>&1", timeout=120)
 
 
 class Site:
-    """A client and two GPU servers with simulated GPUs, installed from the packages, joined. Made when first asked for."""
+    """A client and two servers with simulated GPUs; the scenario `site` installs and joins them."""
 
     def __init__(self, debs, programs, packaging):
         self.debs, self.programs, self.packaging = debs, programs, packaging
@@ -189,14 +190,14 @@ class Site:
         return found[0]
 
     def boot(self, *names, suite="bookworm"):
-        """Boots hosts of the lab that are not up yet."""
+        """Boots those of the hosts that are not up yet."""
         environment = dict(os.environ, LAB_SUITE=suite, LAB_EXTRA=EXTRA)
         done = subprocess.run([HERE / "lab", "up", *names], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise Failed(done.stderr)
 
     def sim_library(self):
-        """A libcuda.so.1 that is not ours to install: the simulated driver, taken out of its package."""
+        """Extracts the simulated driver from its package, as another vendor's libcuda.so.1."""
         folder = ROOT / "target/system"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "libcuda.so.1", "wb") as out:
@@ -221,7 +222,7 @@ class Site:
         subprocess.run([HERE / "lab", "down"], capture_output=True)
 
     def explain(self, out):
-        """What helps after a failure: the last words of the services."""
+        """Writes the last journal entries of the services, for the diagnosis of a failure."""
         for host in [self.client, *self.servers]:
             with contextlib.suppress(BaseException):
                 text = host.run("journalctl -b -n 15 --no-pager -o short-precise -t gpusessiond -t gpuserver; systemctl --failed --no-legend").out
@@ -229,7 +230,7 @@ class Site:
 
 
 class Report:
-    """Counts checks and prints a line for each."""
+    """Counts checks, and prints a line for each."""
 
     def __init__(self):
         self.passed = self.failed = 0
@@ -240,12 +241,12 @@ class Report:
 
     @contextlib.contextmanager
     def check(self, text):
-        """`with check("what has to hold"):` around what raises Failed when it does not."""
+        """Counts and prints the result of a block, which raises Failed if `text` does not hold."""
         begin = time.monotonic()
         note = []
         try:
             yield note.append
-        except Exception as error:  # also what a check could not make sense of
+        except Exception as error:  # also errors in a check's own code
             self.failed += 1
             self._line("FAIL", begin, text)
             text = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
@@ -259,7 +260,7 @@ class Report:
 
     def broken(self, error):
         self.failed += 1
-        print(f"FAIL           {self.scenario}: could not be set up or broke off: {type(error).__name__}: {error}", flush=True)
+        print(f"FAIL           {self.scenario}: setup failed, or aborted outside of a check: {type(error).__name__}: {error}", flush=True)
 
     def end(self):
         print(f"system: {self.passed} passed, {self.failed} failed, {time.monotonic() - self.start:.0f} s")
@@ -267,12 +268,12 @@ class Report:
 
 
 def expect(seen, wanted, what="output"):
-    """Fails unless `wanted` is part of what was seen."""
+    """Fails unless `seen` contains `wanted`."""
     if wanted not in seen:
         raise Failed(f"{what} lacks {wanted!r}:\n{seen}")
 
 
 def scenarios():
-    """The scenarios by name, in the order in which they run."""
+    """Returns the scenarios by name, in the order in which they run."""
     found = {m.name: importlib.import_module(f"scenarios.{m.name}") for m in pkgutil.iter_modules([str(HERE / "scenarios")])}
     return dict(sorted(found.items(), key=lambda item: item[1].ORDER))

@@ -1,17 +1,21 @@
-//! Shared libraries of ours are loaded by other people's programs, which may run in a container with an older glibc than the
-//! machine they were built on: they need at most glibc 2.28. [`link`] is called by their build scripts.
+//! Links shared libraries so that they load on glibc 2.28.
 //!
-//! What the Rust standard library asks of glibc has been there for long, but most of it got a new symbol version when it moved from
-//! libpthread and libdl into libc (2.32 to 2.34), became a real function (`stat64`), or got a new error convention (`exp2`). The
-//! old versions are still in every glibc, so each such call is redirected (`--wrap`) to a stub that names the old version.
+//! Other people's programs load these libraries, perhaps in a container whose glibc is older than
+//! that of the build machine. The libraries' build scripts call [`link`].
+//!
+//! glibc has had most functions that Rust's standard library calls for long, but some have newer
+//! symbol versions: those that moved from libpthread and libdl into libc (2.32 to 2.34), those that
+//! became real functions (`stat64`), and those with a new error convention (`exp2`). Every glibc
+//! still has the old versions, so the linker redirects each such call (`--wrap`) to a stub that
+//! names the old version.
 
 use std::path::PathBuf;
 use std::process::Command;
 
-/// A function, and what its stub is made from.
+/// A function, and the symbol version or the C code for its stub.
 type Named = (&'static str, &'static str);
 
-/// Functions of which every glibc has an older version, and that version on x86-64.
+/// Functions with an older version in every glibc, and that version on x86-64.
 const OLDER: &[Named] = &[
     ("dlclose", "2.2.5"),
     ("dlerror", "2.2.5"),
@@ -39,7 +43,7 @@ const OLDER: &[Named] = &[
     ("pthread_sigmask", "2.2.5"),
 ];
 
-/// Functions that old glibcs do not export at all, written with what they do export.
+/// Functions that old glibcs do not export, and C code for them that uses exported functions.
 const ABSENT: &[Named] = &[
     (
         "fstat64",
@@ -60,15 +64,19 @@ const ABSENT: &[Named] = &[
     ),
 ];
 
-/// Makes the shared library whose build script calls this load on glibc 2.28. Does nothing on machines other than x86-64 with glibc.
+/// Makes the calling build script's shared library load on glibc 2.28.
+///
+/// Does nothing on targets other than x86-64 with glibc.
 ///
 /// # Panics
-/// Where the C compiler cannot be run, which also links the library.
+/// If the C compiler, which also links the library, cannot be run.
 pub fn link() {
     link_only(|_| true);
 }
 
-/// The same for a library that must not even name functions that it does not call: only those that `wanted` picks.
+/// Does this for the functions that `wanted` selects.
+///
+/// For a library that must not name functions that it does not call.
 ///
 /// # Panics
 /// As [`link`].
@@ -97,7 +105,7 @@ pub fn link_only(wanted: impl Fn(&str) -> bool) {
     for (name, _) in older().chain(absent()) {
         println!("cargo::rustc-cdylib-link-arg=-Wl,--wrap={name}");
     }
-    // Before 2.34 the functions are in these two, which newer glibcs have, too, but empty.
+    // Before 2.34 the functions are in these two libraries, which are empty in newer glibcs.
     for library in ["libpthread.so.0", "libdl.so.2"] {
         println!("cargo::rustc-cdylib-link-arg=-Wl,--push-state,--no-as-needed,-l:{library},--pop-state");
     }

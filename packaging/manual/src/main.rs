@@ -1,5 +1,6 @@
-//! Writes manual pages and shell completions, made from the definitions of the command lines, below a folder as they lie
-//! below `/usr`:
+//! Writes manual pages and shell completions from the definitions of the command lines.
+//!
+//! FOLDER gets the layout of `/usr`:
 //!
 //! ```sh
 //! gpusession-manual FOLDER
@@ -13,11 +14,13 @@ use std::path::{Path, PathBuf};
 use clap::{Command, CommandFactory as _};
 use clap_complete::{Generator, Shell};
 
-/// A program, the section of its page, what else to read, and whether people type it.
+/// A program and the facts for its pages.
 struct Program {
     command: Command,
     section: &'static str,
+    /// Further pages to read, in troff.
     see_also: &'static str,
+    /// Whether people type it, so that it gets completions.
     typed: bool,
 }
 
@@ -51,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if program.typed {
             completions(&program.command, &folder)?;
         }
-        // Sets the names that the pages of the verbs have.
+        // `build` sets the names of the verbs' pages.
         let mut command = program.command.clone().disable_help_subcommand(true);
         command.build();
         pages(&command, &program, &folder.join(format!("share/man/man{}", program.section)))?;
@@ -59,7 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// One page for a command and one for each of its verbs, as `git` has them.
+/// Writes a page for a command and one for each of its verbs, as `git` has them.
 fn pages(command: &Command, program: &Program, folder: &Path) -> Result<(), Box<dyn Error>> {
     fs::create_dir_all(folder)?;
     let name = command.get_display_name().unwrap_or(command.get_name());

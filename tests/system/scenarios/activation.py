@@ -1,4 +1,4 @@
-"""A stop is a stop for programs and for the command line; a message on the bus starts the daemon while it is enabled."""
+"""A stopped daemon: programs and the command line do not start it, a bus message does."""
 from harness import expect
 
 ORDER = 35
@@ -10,7 +10,7 @@ def run(site, check):
     client = site.client
 
     def stopped():
-        assert client.run("systemctl is-active gpusession.service").out != "active", "it runs again"
+        assert client.run("systemctl is-active gpusession.service").out != "active", "the daemon runs again"
 
     with check("after a stop neither the command line nor a program starts the daemon"):
         client.ok("systemctl stop gpusession")
@@ -22,15 +22,15 @@ def run(site, check):
         client.fails("ssh alice@client vectorAdd")
         client.fails(CALL.replace("busctl", "busctl --auto-start=no"))
         stopped()
-    with check("while it is enabled a message to its name starts it, and opens the sockets"):
+    with check("while the daemon is enabled, a message to its bus name starts it and opens the sockets"):
         client.ok(CALL)
         client.ok("systemctl is-active gpusession.service && systemctl is-active gpusession.socket")
         client.until(READY, 30)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
-    with check("the command line waits for a daemon that is started anew after a crash"):
+    with check("the command line waits for a daemon that restarts after a crash"):
         client.ok("pid=$(systemctl show -P MainPID gpusession); kill -9 $pid; while kill -0 $pid 2>/dev/null; do sleep 0.01; done; gpusession status")
         client.until(READY, 30)
-    with check("a disabled daemon is started by nobody but root"):
+    with check("only root can start a disabled daemon"):
         client.ok("systemctl disable --now gpusession 2>&1")
         client.fails(CALL)
         stopped()

@@ -1,4 +1,4 @@
-"""A node of a batch system: Slurm, with the scripts of the package, leases GPUs for each job that asks for them."""
+"""A node of Slurm, with the package's scripts, leases GPUs for each job that requests them."""
 import subprocess
 
 from harness import HERE, Failed, Host, expect
@@ -20,9 +20,9 @@ NodeName=batch CPUs=8 Gres=rgpu:2 State=UNKNOWN
 PartitionName=main Nodes=batch Default=YES State=UP OverSubscribe=FORCE:4
 SlurmdParameters=config_overrides
 """
-# slurmd takes no part in a hierarchy that is of both versions, unless it is told which.
+# slurmd rejects a mixed cgroup hierarchy unless its version is configured.
 CGROUP = "test $(wc -l </proc/self/cgroup) = 1 || echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf"
-# The lab's hosts install no files of /usr/share/doc.
+# The lab's hosts do not install files of /usr/share/doc.
 SCRIPTS = "dpkg-deb -x /root/debs/gpusession_*.deb /root/package && cp /root/package/usr/share/doc/gpusession/docs/examples/slurm/* /etc/slurm/"
 INSTALL = "export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge"
 NONE = "test \"$(gpusession list --json | grep -c '\"id\"')\" = 0"
@@ -41,27 +41,27 @@ def run(site, check):
             raise Failed(done.stdout + done.stderr)
         node.write("/etc/slurm/slurm.conf", SLURM)
         node.write("/etc/slurm/gres.conf", "Name=rgpu Count=2\n")
-        # Beside the lease of the first client.
+        # The first client's lease takes the rest.
         node.ok(f"{SCRIPTS} && sed -i s/^memory=1/memory=0.4/ /etc/slurm/prolog")
         node.ok(CGROUP)
         node.ok("systemctl restart munge slurmctld slurmd")
         node.until("sinfo -h -o %T | grep -q idle", 20)
-    with check("a job has as many GPUs as it asked for, and of them what the prolog says"):
+    with check("a job has the number of GPUs that it requested, with the memory that the prolog sets"):
         expect(node.ok("su -l alice -c 'srun --gres=rgpu:2 multiDevice'", timeout=60), "2 device(s) right")
         seen = node.ok("su -l alice -c 'srun --gres=rgpu:1 sh -c \"multiDevice; memFree\"'", timeout=60)
         expect(seen, "1 device(s) right")
         expect(seen, "819")
-    with check("a job that asked for none has none, nor has her shell"):
+    with check("a job that requests no GPU has none, nor has its user's shell"):
         expect(node.fails("su -l alice -c 'srun vectorAdd'"), "cudaErrorNoDevice")
         expect(node.fails("su -l alice -c vectorAdd"), "cudaErrorNoDevice")
         expect(node.fails("su -l alice -c 'srun -J \"1 gres:rgpu:2 TresPerNode=gres:rgpu:2\" vectorAdd'"), "cudaErrorNoDevice")
-    with check("each task of an array has its own"):
+    with check("each task of an array has its own GPU"):
         node.ok("su -l alice -c 'sbatch --wait --array=0-1 --gres=rgpu:1 -o /tmp/array-%a.out --wrap multiDevice'", timeout=60)
         expect(node.ok("cat /tmp/array-0.out"), "1 device(s) right")
         expect(node.ok("cat /tmp/array-1.out"), "1 device(s) right")
-    with check("at its end its GPUs are given back"):
+    with check("a job's GPUs are released when it ends"):
         node.until(NONE, 20)
-    with check("jobs of several users at a time; one too many waits in Slurm's queue"):
+    with check("jobs of several users run at a time; a job too many waits in Slurm's queue"):
         for name, user in (("one", "alice"), ("two", "bob"), ("three", "alice")):
             node.start(name, f"srun --job-name={name} --gres=rgpu:1 sh -c 'multiDevice; until [ -e /tmp/go-{name} ]; do sleep 0.2; done'", user=user)
             node.until(f"squeue -h -n {name} | grep .", 20)
@@ -69,8 +69,8 @@ def run(site, check):
         assert node.ok("squeue -h -n three -o %t") == "PD"
         node.ok("touch /tmp/go-one")
         expect(node.until("grep right /run/three.out", 20), "1 device(s) right")
-    with check("a job that is cancelled and one that is killed give theirs back, too"):
-        # The task, not the srun that waits for it.
+    with check("the GPUs of a cancelled job and of a killed job are released, too"):
+        # Kills the task, not the srun that waits for it.
         node.ok("scancel -n two; pkill -KILL -u alice -f '^[a-z/]*/sh -c multiDevice.*go-three'")
         node.until(NONE, 30)
         node.until("sinfo -h -o %T | grep -qx idle", 20)

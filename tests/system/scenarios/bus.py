@@ -1,4 +1,4 @@
-"""D-Bus as an administrator reads it with busctl: tree, introspection, calls, and what a monitor shows."""
+"""D-Bus as an administrator sees it with busctl: tree, introspection, calls and a monitor."""
 import json
 import re
 import time
@@ -13,12 +13,12 @@ MANAGER = f"org.gpusession1 {PATH} org.gpusession1.Manager"
 
 
 def escaped(text):
-    """A path's element, as sd-bus escapes it: no digit in front either."""
+    """Escapes an element of a path as sd-bus does, which includes a leading digit."""
     return re.sub("[^A-Za-z0-9]|^[0-9]", lambda m: f"_{ord(m[0]):02x}", text)
 
 
 def introspected(text):
-    """What busctl shows of an object, as {interface: {name: (kind, signature)}}."""
+    """Returns busctl's introspection of an object, as {interface: {name: (kind, signature)}}."""
     found, members = {}, None
     for line in text.splitlines()[1:]:
         name, kind, signature = line.split()[:3]
@@ -30,7 +30,7 @@ def introspected(text):
 
 
 def shipped(interface):
-    """The same, as the interface's file has it."""
+    """Returns the content of an interface's file in the form of `introspected`."""
     def signature(element, direction):
         return "".join(a.get("type") for a in element.findall("arg") if a.get("direction", "out") == direction) or "-"
     root = xml.parse(ROOT / f"units/dbus-1/interfaces/{interface}.xml").getroot().find("interface")
@@ -38,16 +38,16 @@ def shipped(interface):
             for e in root if e.tag in ("method", "property", "signal")}
 
 
-# More than there is room for beside everyone's half of both GPUs, and as much as there is.
+# A lease that does not fit next to everyone's half of both GPUs, and one that does.
 TOO_MUCH = '[[lease]]\nname = "more"\ngpus = 2\nmemory = "60%"\n'
 ENOUGH = '[[lease]]\nname = "more"\nmemory = "10%"\n'
 MORE = "/etc/gpusession/conf.d/more.toml"
-# Notes what is said on the bus in /run/signals.out.
+# Records the bus traffic in /run/signals.out.
 MONITOR = "stdbuf -oL busctl monitor --json=short org.gpusession1"
 
 
 def until(test, seconds, what):
-    """Repeats a test until it holds."""
+    """Repeats a test until it returns a true value."""
     begin = time.monotonic()
     while not test():
         if time.monotonic() - begin > seconds:
@@ -56,18 +56,18 @@ def until(test, seconds, what):
 
 
 class Watched:
-    """The properties of an object: what the monitor has seen announced since this was made, and what the object answers."""
+    """An object's properties: announcements since this was created, and values of calls."""
 
     def __init__(self, client, interface, path):
         self.client, self.interface, self.path = client, f"org.gpusession1.{interface}", path
         self.before = len(self.lines())
 
     def lines(self):
-        # The last one may be half written.
+        # The last line may be incomplete.
         return self.client.ok("grep '^{.*}$' /run/signals.out || true").splitlines()
 
     def said(self, name):
-        """The values that were announced, in their order."""
+        """Returns the announced values, in their order."""
         values = []
         for line in self.lines()[self.before:]:
             try:
@@ -84,18 +84,21 @@ class Watched:
         return json.loads(self.client.ok(f"busctl --json=short get-property org.gpusession1 {self.path} {self.interface} {name}"))["data"]
 
     def comes(self, seconds=20, **wanted):
-        """Each property is announced with this value, or with one that a function takes; and the object has the same then."""
+        """Waits until each property is announced with its value, and a call returns the same.
+
+        A function instead of a value accepts or refuses the announced value.
+        """
         for name, value in wanted.items():
             right = value if callable(value) else lambda said, value=value: said == value
             until(lambda: any(map(right, self.said(name)[-1:])), seconds, lambda: f"{name} of {self.path}: announced {self.said(name)}")
         for name in wanted:
-            # It may change between the two, and is announced again then.
+            # The property may change between the two, and is then announced again.
             until(lambda: self.said(name)[-1] == self.get(name), 5,
                   lambda: f"{name} of {self.path}: announced {self.said(name)}, and is {self.get(name)!r}")
 
 
 def changes(site, check, id):
-    """What changes on the bus is announced, with the value that a call finds then."""
+    """Each change of a property is announced, with the value that a call then returns."""
     client, server = site.client, site.servers[0]
 
     def watched(interface, path):
@@ -119,19 +122,19 @@ def changes(site, check, id):
         leases(TOO_MUCH)
         manager.comes(State="degraded", PoolTarget=4)
         waits.comes(WaitsFor=lambda said: "GPU" in said, QueuePosition=[1, 1])
-        assert not manager.said("PoolReady") and not manager.said("NCurrentLeases"), "nothing more is held"
-    with check("a lease that comes and goes: the manager's figures and Leases of its GPU are announced"):
+        assert not manager.said("PoolReady") and not manager.said("NCurrentLeases"), "no further lease is held"
+    with check("when a lease begins or ends, the manager's counts and Leases of its GPU are announced"):
         manager, gpu = watched("Manager", PATH), watched("Device", None)
         leases(ENOUGH)
         manager.comes(State="ready", PoolTarget=3, PoolReady=3, NCurrentLeases=held + 1)
         mores = f"{PATH}/lease/{escaped(lease(client, 'more'))}"
-        # One of the two that everyone's lease has.
+        # One of the two GPUs of everyone's lease.
         gpu.path, = watched("Lease", mores).get("Devices")
         gpu.comes(Leases=lambda said: sorted(said) == sorted([everyones, mores]))
         leases()
         manager.comes(PoolTarget=2, PoolReady=2, NCurrentLeases=held)
         gpu.comes(Leases=[everyones])
-    with check("State, IdleSinceHint and the like of a lease are announced when a program comes and goes"):
+    with check("State, IdleSinceHint and similar properties of a lease are announced when a program starts or exits"):
         own = watched("Lease", everyones)
         until(lambda: own.get("State") == "idle", 20, lambda: own.get("State"))
         own = watched("Lease", everyones)
@@ -140,7 +143,7 @@ def changes(site, check, id):
         client.ok("systemctl stop program")
         own.comes(30, State="idle", IdleSinceHintMonotonic=lambda said: said > 0)
         assert own.said("IdleSinceHint")[-1] > 0, own.said("IdleSinceHint")
-    with check("Server.State is announced when a server's cable is cut and when it is back, and the manager's State with it"):
+    with check("Server.State and the manager's State are announced when a server's cable is cut and when it is restored"):
         away, manager = watched("Server", f"{PATH}/server/gpu1"), watched("Manager", PATH)
         server.lab("cut", "--silent")
         try:
@@ -151,16 +154,16 @@ def changes(site, check, id):
         away.comes(60, State="online")
         manager.comes(State="ready")
         assert away.said("State") == ["suspect", "online"], away.said("State")
-        assert lease(client, "everyone") == id, "its lease goes on"
-    with check("Server.State is announced when a server is stopped and when it is started again"):
+        assert lease(client, "everyone") == id, "its lease continues"
+    with check("Server.State is announced when a server is stopped and when it is started"):
         away = watched("Server", f"{PATH}/server/gpu1")
         server.ok("systemctl stop gpuserver", timeout=120)
         away.comes(30, State="suspect")
         server.ok("systemctl start gpuserver")
         away.comes(60, State="online")
         client.until("gpusession status | grep -q 'is ready'", 20)
-        assert lease(client, "everyone") == id, "its lease goes on"
-    with check("after a restart of the daemon what it learns is announced: State, PoolReady, BootAllocationComplete, the servers' times"):
+        assert lease(client, "everyone") == id, "its lease continues"
+    with check("after a restart the daemon announces what it learns: State, PoolReady, BootAllocationComplete, the servers' times"):
         manager = watched("Manager", PATH)
         client.ok("systemctl restart gpusession")
         manager.comes(State="ready", PoolReady=2, BootAllocationComplete=True, LeaseTTLUSec=lambda said: said > 0,
@@ -179,27 +182,27 @@ def run(site, check):
         wanted = [*(f"{PATH}/{kind}" for kind in ("device", "lease", "server")), *objects.values(), *devices]
         assert sorted(set(seen) - {"/", "/org"}) == sorted(set(wanted)), seen
     for name, path in objects.items():
-        with check(f"busctl introspect shows what the file of {name} says"):
+        with check(f"busctl introspect matches the file of {name}"):
             interface = f"org.gpusession1.{name}"
             seen = introspected(client.ok(f"busctl introspect org.gpusession1 {path} --no-pager"))[interface]
             wanted = shipped(interface)
             assert wanted and seen == wanted, f"{sorted(set(seen.items()) ^ set(wanted.items()))}"
-    with check("busctl call: lists, properties, and an error that says what is wrong"):
+    with check("busctl call: lists, properties, and an error that states the cause"):
         expect(client.ok(f"busctl call {MANAGER} ListLeases"), f'a(susot) 1 "{id}" 4294967295 ')
         seen = client.ok(f"busctl call {MANAGER} ListDevices")
         assert all(gpu in seen for gpu in gpus) and seen.startswith("a(ssso) 2 "), seen
         expect(client.ok(f"busctl call {MANAGER} ListServers"), 'a(ssso) 1 "gpu1" "gpu1:7601" "online" "/org/gpusession1/server/gpu1"')
         assert client.ok(f"busctl call {MANAGER} GetLease s {id}") == f'o "{objects["Lease"]}"'
-        expect(client.fails(f"busctl call {MANAGER} GetLease s nosuch"), "Call failed: there is no lease nosuch")
+        expect(client.fails(f"busctl call {MANAGER} GetLease s nosuch"), "Call failed: lease nosuch: not found")
         seen = client.ok(f"busctl get-property {MANAGER} State PoolTarget PoolReady BootAllocationComplete")
         assert seen.split() == ["s", '"ready"', "u", "2", "u", "2", "b", "true"], seen
         expect(client.ok(f"su -l alice -c 'busctl call {MANAGER} ListLeases'"), id)
-    with check("the bus lets no user have the daemon's name, or send it what it does not offer"):
+    with check("the bus lets no user own the daemon's name, or call methods that the daemon does not offer"):
         for call in ("call org.freedesktop.DBus /org/freedesktop/DBus org.freedesktop.DBus RequestName su org.gpusession1 0",
                      f"set-property {MANAGER} LeasesMax t 9"):
             seen = client.fails(f"busctl {call}", user="alice")
             assert "not allowed" in seen or "denied" in seen, seen
-    with check("busctl monitor shows a lease come and go, each object before its signal, and nothing of a lease that is gone"):
+    with check("busctl monitor shows a lease begin and end, each object before its signal, and no signal of a removed lease"):
         client.start("monitor", "stdbuf -oL busctl monitor --json=short org.gpusession1")
         client.until("grep Monitoring /run/monitor.out", 10)
         new = client.ok("gpusession run --new -m 10% -- printenv GPUSESSION_LEASE")
@@ -214,7 +217,7 @@ def run(site, check):
             raise Failed(seen)
         client.ok("systemctl stop monitor; true")
     changes(site, check, id)
-    with check("a call starts a daemon that is stopped"):
+    with check("a call starts a stopped daemon"):
         client.ok("systemctl stop gpusession.service gpusession.socket")
         expect(client.ok(f"busctl call {MANAGER} Describe"), "schema")
         client.ok("systemctl is-active gpusession.service gpusession.socket")

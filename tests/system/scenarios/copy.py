@@ -1,8 +1,8 @@
-"""A second machine with a copied identity is refused, and the first one keeps its GPUs."""
+"""A second machine with a copied identity is refused, and the first machine keeps its GPUs."""
 from harness import Host, expect
 
 ORDER = 48
-# As docs/admin-guide.md has it.
+# As described in docs/admin-guide.md.
 ENCRYPT = """mkdir -p /etc/credstore.encrypted
 systemd-creds encrypt --with-key=host --name=gpusession.token /root/token /etc/credstore.encrypted/gpusession.token && rm /root/token"""
 DROP_IN = "[Service]\nLoadCredential=\nLoadCredentialEncrypted=gpusession.token\n"
@@ -19,9 +19,9 @@ def run(site, check):
         copy.ok("systemctl start gpusession")
         expect(copy.until("gpusession status | grep -i 'another machine'", 20), "another machine")
         copy.fails("ssh alice@copy vectorAdd")
-    with check("the machine that it was copied from still has its own"):
+    with check("the original machine still has its GPU"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
-    with check("without its identity, and with a token that lies encrypted on its disk, the copy is a machine of its own"):
+    with check("without the identity, and with an encrypted token on its disk, the copy joins as a machine of its own"):
         expect(copy.fails("gpusession leave --for-template"), "the daemon is running")
         copy.ok("systemctl stop gpusession && gpusession leave --for-template && test ! -e /var/lib/gpusession/identity")
         copy.write("/root/token", site.servers[0].ok("gpuserver token create --name 'copy' 2>/dev/null"), "600")

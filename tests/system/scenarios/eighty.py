@@ -1,11 +1,11 @@
-"""More boot leases than GPUs, many of both: 81 leases of two machines on 80 GPUs; one that nobody uses lends its GPU, and has one when it is used."""
+"""81 boot leases on 80 GPUs: an unused lease lends its GPU, and gets one again when it is used."""
 import json
 
 from harness import Host, expect
 
 ORDER = 55
 GPUS = 80
-# Half of all leases, and one more: a client has 64 at most.
+# Half of all leases, and one more: a client may have 64 at most.
 MACHINES = {"half1": 41, "half2": 40}
 SERVER = """
 warm_workers = 0
@@ -39,7 +39,7 @@ def run(site, check):
             count = MACHINES[client.name]
             client.write("/etc/gpusession/conf.d/lease.toml", "".join(f'[[lease]]\nname = "l{n}"\n' for n in range(count)))
             client.ok(f"gpusession join many {server.ok('gpuserver token create 2>/dev/null')}")
-    with check("they boot with a GPU for each lease, but for the last one, which waits"):
+    with check("both machines boot with a GPU for each lease, except the last one, which waits"):
         clients[0].ok("systemctl enable --now gpusession")
         clients[0].until("gpusession status | grep -q 'is ready: 41 GPU'", 60)
         clients[1].ok("systemctl enable --now gpusession")
@@ -47,13 +47,13 @@ def run(site, check):
         expect(clients[1].until("gpusession status | grep waits:", 20), "position 1 of 1")
         held = leases()
         assert len(held) == GPUS and len({l["devices"][0]["uuid"] for l in held}) == GPUS, held
-    with check("one that nobody uses lends its GPU to it, and nobody has lost a lease"):
+    with check("an unused lease lends its GPU to the waiting one, and no lease is lost"):
         server.ok("gpuserver config set lend_after 1s")
         clients[1].until("gpusession status | grep -q 'is ready: 40 GPU'", 60)
         assert len(leases()) == GPUS + 1
         lender = lent()
         assert len(lender) == 1, lender
-    with check("programs run on any lease, on the lent one too: it has a GPU again, and another one lends its own"):
+    with check("programs run on any lease, including the lent one: it reacquires a GPU, and another lease lends its own"):
         home = next(c for c in clients if c.name == lender[0]["client"])
         runs(home, lender[0]["lease"])
         server.until("gpuserver leases --json | grep -c '\"lent\"' | grep -qx 1", 20)

@@ -1,10 +1,10 @@
-"""The control plane's figures, beside their goals: nothing here fails for being slow."""
+"""Figures of the control plane, with their goals; slow figures do not fail."""
 import json
 import statistics
 
 ORDER = 80
 
-# From connecting to the daemon's socket until its answer has been read, as the kernel saw it.
+# Time from connecting to the daemon's socket until its answer has been read, from strace.
 GRANT = r"""
 import re, statistics, subprocess
 took = []
@@ -24,7 +24,7 @@ for _ in range(11):
     took.append(end - begin)
 print(f"{statistics.median(took) * 1000:.1f} ms, at most {max(took) * 1000:.1f} ms, with strace on these calls")
 """
-# How often the daemon has slept: what ends a sleep is a wake-up.
+# Number of the daemon's voluntary context switches: each ends with a wake-up.
 SLEEPS = "awk '/^voluntary_ctxt/ { n += $2 } END { print n }' /proc/$(systemctl show -P MainPID gpusession)/task/*/status"
 
 
@@ -47,13 +47,13 @@ def run(site, check):
 
     with check("a login's time in PAM, daemon up (goal: 20 ms)") as note:
         note(in_pam(51))
-    with check("the same, daemon hung (goal: 550 ms)") as note:
+    with check("a login's time in PAM, daemon hung (goal: 550 ms)") as note:
         client.ok("systemctl kill -s STOP gpusession")
         try:
             note(in_pam(5))
         finally:
             client.ok("systemctl kill -s CONT gpusession")
-    with check("the same, daemon absent (goal: 10 ms)") as note:
+    with check("a login's time in PAM, daemon absent (goal: 10 ms)") as note:
         client.ok("systemctl stop gpusession.service gpusession.socket")
         try:
             note(in_pam(51))
@@ -71,7 +71,7 @@ def run(site, check):
         client.until(f"test $(su -l alice -c memFree) -lt {before}", 20)
         free = ("import os, subprocess, time; pid = int(subprocess.check_output(['pgrep', '-f', '^python3 .*idle_program'])); begin = time.monotonic(); "
                 f"os.kill(pid, 9)\nwhile subprocess.check_output(['su', '-l', 'alice', '-c', 'memFree']).strip() != b'{before}': pass\n"
-                "print(f'{(time.monotonic() - begin) * 1000:.0f} ms, what asks for it included')")
+                "print(f'{(time.monotonic() - begin) * 1000:.0f} ms, including the time of the query')")
         client.write("/root/free.py", free)
         note(client.ok("python3 /root/free.py"))
     with check("memory of the daemon at rest (goal: 15 MB)") as note:
@@ -83,5 +83,6 @@ def run(site, check):
         first = int(client.ok(SLEEPS))
         client.ok("sleep 20")
         woken = (int(client.ok(SLEEPS)) - first) / 20
-        # One for sending to all servers, one for each answer; besides, the connections' own check whether they still stand.
+        # One wake-up sends to all servers, one receives each answer; besides these, connections
+        # check whether they are alive.
         note(f"{woken:.1f} a second, of which heartbeats to {servers} server(s) explain {(1 + servers) / 2:.1f}")

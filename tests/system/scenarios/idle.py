@@ -1,4 +1,4 @@
-"""A lease that nobody works on: whoever it concerns is warned, it is parked or released, and what cannot be parked goes on."""
+"""An idle lease: users are warned, then it is parked or released, or continues if it cannot be."""
 import json
 
 from harness import expect
@@ -16,10 +16,10 @@ release_after = "3s"
 CANNOT = """[Service]
 Environment=SIMGPU_CHECKPOINT=0
 """
-# What leases have of the server's GPUs.
+# Leased memory of each of the server's GPUs, in bytes.
 LEASED = "gpuserver gpus --json | python3 -c \"import json, sys; print(*(g['leased_bytes'] for g in json.load(sys.stdin)['gpus']))\""
 HOLDER = "python3 /usr/local/bin/idle_program.py 0.25 </tmp/holder"
-# alice at a prompt, who presses Enter now and then.
+# alice at a prompt, pressing Enter now and then.
 PROMPT = """
 set timeout 20
 spawn ssh -tt alice@client
@@ -39,7 +39,7 @@ expect eof
 
 
 def end_holder(client):
-    """It is in a login session of its own, not in the unit that started it."""
+    """Kills the program itself: it runs in a login session, not in the unit that started it."""
     client.ok("pkill -f '[i]dle_program.py'; systemctl stop holder; true")
     client.until("! pgrep -f '[i]dle_program.py'", 10)
 
@@ -55,43 +55,43 @@ def run(site, check):
     client.start("prompt", "expect /root/prompt.exp; echo status $?")
     server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
     server.ok("systemctl reload gpuserver")
-    with check("programs that listen on D-Bus are told of an idle lease, and the journal"):
+    with check("an idle lease is announced on D-Bus and in the journal"):
         client.until("grep -A9 PrepareForLeaseLoss /run/signals.out", 20)
         expect(client.ok("cat /run/signals.out"), name)
         client.until("journalctl -b -t gpusessiond MESSAGE_ID=4ce9ee2052f4489a85b0b26cf698af47 -o cat --no-pager | grep .", 10)
-    with check("so does the server's journal, with whose it is and what comes next"):
+    with check("the server's journal reports it too, with its owner and the next step"):
         idle = f"journalctl -b -t gpuserver MESSAGE_ID=4ce9ee2052f4489a85b0b26cf698af47 GPUSESSION_LEASE={name} --no-pager"
         entry = json.loads(server.until(f"{idle} -o json | grep .", 10).splitlines()[-1])
         assert entry["GPUSESSION_CLIENT"] == "client", entry
         expect(entry["GPUSESSION_REASON"], "no GPU work for")
         expect(entry["GPUSESSION_REASON"], "device memory will be moved to the server's")
         expect(server.ok(f"{idle} -x"), "Subject: A lease of GPUs is idle")
-    with check("a prompt says so"):
+    with check("a prompt shows a warning"):
         expect(client.until("grep status /run/prompt.out && cat /run/prompt.out", 20), "status 0")
-    with check("then it is parked: state, journal on both ends, memory of the card"):
+    with check("the lease is parked: shown by state, journals of both ends, memory of the card"):
         client.until("gpusession list --json | grep -q '\"state\": *\"parked\"'", 30)
         for host, who in ((client, "gpusessiond"), (server, "gpuserver")):
             host.until(f"journalctl -b -t {who} MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | grep .", 10)
-    with check("its program's next call has the memory back, with what was in it"):
+    with check("its program's next call brings the memory back, with its content"):
         client.ok("echo check >/tmp/holder")
         client.until("grep intact /run/holder.out", 30)
         client.until("gpusession list --json | grep -q '\"state\": *\"active\"'", 20)
         assert lease(client, "everyone") == name
-    with check("a program that waits for a kernel is not idle, however long that takes"):
+    with check("a program that waits for a long kernel is not idle"):
         parked = client.ok("journalctl -b -t gpusessiond MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | wc -l")
         client.ok("echo kernel 8 >/tmp/holder")
         seen = client.until("grep '^kernel' /run/holder.out", 30)
         assert float(seen.split()[-1]) >= 8, seen
         assert client.ok("journalctl -b -t gpusessiond MESSAGE_ID=8e7515e298c743afb957f9de8ab9f3bf -o cat --no-pager | wc -l") == parked
     server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
-    with check("its owner's word makes it idle, and active again"):
+    with check("its owner's hint makes it idle, and active again"):
         path = client.ok("busctl call org.gpusession1 /org/gpusession1 org.gpusession1.Manager GetLease s " + name).split('"')[1]
         hint = f"busctl call org.gpusession1 {path} org.gpusession1.Lease SetIdleHint b"
         for word, state in (("true", "idle"), ("false", "active")):
             client.ok(f"{hint} {word}")
             client.until(f"gpusession list --json | grep -q '\"state\": *\"{state}\"'", 10)
     state = "gpusession list --json | grep -q '\"state\": *\"{}\"'"
-    with check("gpusession park moves a program's memory away, and makes room on the server; alice may not"):
+    with check("gpusession park moves a program's memory away and makes room on the server; alice may not do it"):
         result = client.run(f"su -l alice -c 'gpusession park {name}'")
         assert result.code == 77, result
         client.ok(state.format("active"))
@@ -103,20 +103,20 @@ def run(site, check):
         assert server.ok(LEASED) == "0 0" != leased, f"{leased} before, {server.ok(LEASED)} while it is parked"
         assert client.run(f"su -l alice -c 'gpusession unpark {name}'").code == 77
         expect(client.fails(f"gpusession park {name}"), "parked already")
-    with check("gpusession unpark has it back without a call of the program, which finds what was in it"):
-        assert client.ok(f"gpusession unpark {name}") == f"asked back: {name}"
+    with check("gpusession unpark brings the memory back without a call of the program, with its content"):
+        assert client.ok(f"gpusession unpark {name}") == f"asked to unpark: {name}"
         client.until(state.format("active"), 30)
         assert server.ok(LEASED) == leased, f"{leased} before, {server.ok(LEASED)} now"
         before = client.ok("grep -c intact /run/holder.out")
         client.ok("echo check >/tmp/holder")
         client.until(f"test $(grep -c intact /run/holder.out) -gt {before}", 30)
         assert lease(client, "everyone") == name
-    with check("without a lease's id both are about the leases that a program would get"):
+    with check("without a lease id both commands act on the leases that a program would get"):
         for verb, word in (("park", "parked"), ("unpark", "active")):
             seen = json.loads(client.ok(f"gpusession --json {verb}"))
             assert seen["leases"] == [name] and seen["parked"] == (verb == "park"), seen
             client.until(state.format(word), 30)
-    with check("a program that waits for its GPU has a place in the queue, which its user sees, and goes on when it is free"):
+    with check("a program that waits for its GPU has a place in the queue, which its user sees, and continues when a GPU is free"):
         server.ok(f"gpuserver park {name}")
         client.ok("gpusession request -n 2 --memory 60% --ttl 1h -o /root/full.toml")
         client.start("other", "gpusession run --lease /root/full.toml -- longRun 60")
@@ -131,14 +131,14 @@ def run(site, check):
         client.ok("pkill longRun; gpusession release /root/full.toml")
         client.until(f"test $(grep -c intact /run/holder.out) -gt {before}", 30)
         client.until(state.format("active"), 10)
-    with check("what does not fit into parked_max is not parked, and who asks for it hears how much there is"):
+    with check("a lease that does not fit into parked_max is not parked, and the error states the room left"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'parked_max = "100MiB"\nreturn_limit = "2s"\n')
         server.ok("systemctl restart gpuserver")
         client.until("gpusession status | grep -q 'is ready'", 20)
         expect(server.fails(f"gpuserver park {name}"), "no room in host memory for 256 MiB: parked_max leaves 100 MiB")
         client.ok("echo spin 1 >/tmp/holder")
         client.until("grep spun /run/holder.out", 10)
-    with check("a program that waits for its GPU beyond return_limit is told, and the GPU stays with who has it"):
+    with check("a program that waits for its GPU beyond return_limit gets an error, and the GPU stays with its holder"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", 'return_limit = "2s"\n')
         end_holder(client)
         server.ok("systemctl restart gpuserver")
@@ -146,7 +146,7 @@ def run(site, check):
         client.start("holder", HOLDER, user="alice")
         client.until("grep ready /run/holder.out", 20)
         server.ok(f"gpuserver park {name}")
-        # One without programs would lend them.
+        # A lease without programs would lend its GPUs.
         client.ok("gpusession request -n 2 --memory 60% --ttl 1h -o /root/full.toml")
         client.start("other", "gpusession run --lease /root/full.toml -- longRun 30")
         server.until("gpuserver ps | grep longRun", 20)
@@ -157,7 +157,7 @@ def run(site, check):
         client.until(f"gpusession list --json | grep -q {name}", 10)
     server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
     end_holder(client)
-    with check("where the driver cannot park, a program is warned only, and who asks for it hears why"):
+    with check("if the driver cannot park, idle programs are only warned, and a request to park states why it fails"):
         server.write("/etc/systemd/system/gpuserver.service.d/cannot.conf", CANNOT)
         server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
         server.ok("systemctl daemon-reload && systemctl restart gpuserver")
@@ -168,7 +168,7 @@ def run(site, check):
         expect(client.ok("gpusession list --json"), '"active"')
         client.ok("echo check >/tmp/holder")
         client.until("grep intact /run/holder.out", 10)
-    with check("where idle leases are released, a program is told and the next one has a new lease"):
+    with check("if idle leases are released, a program gets an error, and the next program gets a new lease"):
         before = lease(client, "everyone")
         server.write("/etc/gpusession/gpuserver.d/idle.toml", RELEASED)
         server.ok("systemctl reload gpuserver")

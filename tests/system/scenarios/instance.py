@@ -1,4 +1,4 @@
-"""A second server on a host, as an instance of gpuserver@.service: its programs live through restart and upgrade, and end with its stop."""
+"""A second server on a host, an instance of gpuserver@.service: its programs survive upgrades."""
 import json
 
 from harness import SIM, Failed, expect
@@ -26,20 +26,20 @@ def run(site, check):
     def serving():
         return [row["pid"] for row in json.loads(host.ok(f"{SERVER} ps --json"))["workers"] if row["program"] == "longRun"]
 
-    with check("an instance starts beside the unit without a name"):
+    with check("an instance starts while the unit without a name runs"):
         host.write("/etc/systemd/system/gpuserver@.service.d/simulated.conf", "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
         host.write("/etc/gpusession/gpuserver-blue.toml", CONFIG)
         host.ok(f"systemctl daemon-reload && {SERVER} pool init && systemctl enable --now {UNIT}")
         host.until(f"{SERVER} status", 20)
         expect(host.ok(f"{SERVER} gpus"), "simulated GPU")
         host.fails("systemctl is-active gpuserver")
-    with check("alice joins it as herself, and runs a program on it"):
+    with check("alice joins it with her own identity, and runs a program on it"):
         token = host.ok(f"{SERVER} token create --name '*' 2>/dev/null")
         client.ok("su -l alice -c 'gpusession join gpu2:7611'", stdin=token)
         expect(client.ok(f"ssh alice@client {RUN} vectorAdd"), "sums right")
 
     def lives_through(what, name, seconds=6):
-        with check(f"its program and worker live through {name}"):
+        with check(f"its program and worker survive {name}"):
             client.start("program", f"{RUN} longRun {seconds}; echo status $?", user="alice")
             host.until(f"{SERVER} ps | grep longRun", 20)
             before = serving()
@@ -50,7 +50,7 @@ def run(site, check):
             expect(seen, "steps right")
             expect(seen, "status 0")
 
-    with check("its descriptors are in systemd's store, and ps --all shows its workers beside those of other servers"):
+    with check("its descriptors are in systemd's store, and ps --all shows its workers with those of other servers"):
         client.start("program", f"{RUN} longRun 3", user="alice")
         host.until("gpuserver ps --all | grep '^blue .* longRun'", 20)
         stored = int(host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}"))
@@ -61,14 +61,14 @@ def run(site, check):
     host.install([deb for deb in older(site) if deb.name.startswith(("gpuserver", "gpusession-libs"))])
     host.until(f"{SERVER} status", 20)
     lives_through(f"{UPGRADE}; test \"$(dpkg-query -W -f '${{Version}}' gpuserver)\" != 0.0.9-1", "an upgrade", 15)
-    with check("stopped, it drains, ends its program and leaves no process"):
+    with check("a stop drains it, ends its program and leaves no process"):
         client.start("program", f"{RUN} longRun 60; echo status $?", user="alice")
         host.until(f"{SERVER} ps | grep longRun", 20)
         host.ok(f"systemctl stop {UNIT}", timeout=60)
         host.until("! pgrep -u gpuserver", 5, "processes are left")
         expect(client.until("grep status /run/program.out && cat /run/program.out", 60), "cudaErrorDevicesUnavailable")
         assert host.ok(f"systemctl show -P NFileDescriptorStore {UNIT}") == "0"
-    with check("purging takes its folders away"):
+    with check("purging removes its folders"):
         host.ok(f"systemctl disable {UNIT}; dpkg -P gpuserver 2>&1", timeout=60)
         left = host.run("ls -d /var/lib/gpuserver* /run/gpuserver* /var/cache/gpuserver /usr/bin/gpuserver").out
         if [line for line in left.splitlines() if "cannot access" not in line]:

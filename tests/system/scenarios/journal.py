@@ -1,18 +1,18 @@
-"""A server's journal: each event has its message id, says whom it concerns and why, and is explained by the catalog."""
+"""A server's journal: each event has a message id, a client, a reason, and a catalog entry."""
 import json
 import time
 
 ORDER = 25
 
 NEW = "gpusession run --new"
-# A data connection of a program whose library is of another version.
+# A data connection from a library of another version.
 STRANGER = "python3 -c \"import socket; s = socket.create_connection(('gpu1', 7602)); s.sendall(b'GPUSESS\\x01\\xff\\xff' + bytes(30)); s.recv(4)\""
-# What the client does, and the event that the server logs: its message id, subject and fields.
+# The client's command, and the event that the server logs: message id, subject and fields.
 EVENTS = [
     (f"{NEW} -m 10% -- true", "a644770082934e8291254c1e8b4db1d8", "A lease of GPUs was granted", ("LEASE", "CLIENT", "SERVER")),
     (f"{NEW} -m 10% -- true", "b33b7a197cde42a497afb486369f74ce", "A lease of GPUs is over", ("LEASE", "CLIENT", "REASON")),
     (f"! {NEW} -m 100% -- true", "1b2f23ff354d44fb8b9cec6cfd471c07", "All GPUs are taken", ("CLIENT", "REASON")),
-    # Beside the two of everyone's lease, of the four that the client may have.
+    # Three GPUs, in addition to the two of everyone's lease; the client may have four.
     (f"! {NEW} -n 2 -m 10% -- {NEW} -m 10% -- true", "5177d173d2ef49f288aba01572469454", "A limit refuses GPUs", ("CLIENT", "REASON")),
     (STRANGER, "8ea3d210ae18426688c40c4b756bf439", "Versions do not fit together", ("REASON",)),
 ]
@@ -25,7 +25,7 @@ def run(site, check):
             begin = server.ok("date +%s.%N")
             journal = f"journalctl -b -t gpuserver MESSAGE_ID={event} --since=@{begin} --no-pager"
             seen = ""
-            # Of what a client can do again and again, the server writes one line in 5 s.
+            # For events that a client can repeat at will, the server writes one line in 5 s.
             end = time.monotonic() + 30
             while time.monotonic() < end:
                 client.ok(command)

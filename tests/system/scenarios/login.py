@@ -1,18 +1,19 @@
-"""Every way to start a program: each has the machine's GPUs, and nobody has typed anything."""
+"""All ways to start a program: each gets the machine's GPUs without any command."""
 from harness import Failed, expect
 
 ORDER = 20
 PROBE = "/usr/local/bin/probe"
 RIGHT = "sums right"
-# What a program sees of its session and of [environment], and whether it has a GPU.
+# Prints what a program sees of its login session and of [environment], and whether it has a GPU.
 PROBE_TEXT = """#!/bin/sh
 echo "session=${GPUSESSION_ID:-none} setting=${NCCL_DEBUG:-none} models=${HF_HOME:-none} user=$(id -un)"
 exec /usr/local/bin/vectorAdd
 """
 PASSWORD = "echo secret | ssh alice@client"
 
-# The table of docs/user-guide.md: how a program is started, as whom it runs, whether the session has a GPUSESSION_ID and what
-# [environment] sets (`both`), only the latter (`setting`), or neither (`none`).
+# The table of docs/user-guide.md: how a program is started, the user it runs as, and the variables
+# it sees. `both` stands for GPUSESSION_ID and the variables of [environment], `setting` for the
+# latter only, `none` for neither.
 ROWS = [
     ("ssh with a command", f"ssh alice@client {PROBE}", "alice", "both"),
     *((f"ssh with a terminal, in {shell}", f"ssh -tt alice@client {shell} -c {PROBE} </dev/null", "alice", "both")
@@ -62,7 +63,7 @@ StandardOutput=truncate:/tmp/unit.out
 
 
 def session(seen):
-    """GPUSESSION_ID of a probe; None if there was none."""
+    """Returns the GPUSESSION_ID of a probe; None if it had none."""
     for word in seen.split():
         if word.startswith("session="):
             return None if word == "session=none" else word.removeprefix("session=")
@@ -79,7 +80,7 @@ def right(seen, user, given):
 
 
 def box(client):
-    """Folders for containers, root's and alice's, and the specification."""
+    """Creates root's and alice's folders for containers, and the device specification."""
     client.write("/root/box", BOX, "755")
     client.ok("mkdir -p /etc/cdi && gpusession cdi >/etc/cdi/gpusession.json && /root/box")
     client.ok("test -e /home/alice/box || { cp -r /srv/box /home/alice/box && chown -R alice: /home/alice/box; }")
@@ -90,10 +91,10 @@ def run(site, check):
     client.write(PROBE, PROBE_TEXT, "755")
     client.write("/home/alice/.config/systemd/user/gpu.service", UNIT)
     client.ok("chown -R alice: /home/alice/.config")
-    # Both take a while to begin, and are looked at below.
+    # Both jobs take a while to start, and are checked below.
     client.write("/etc/cron.d/gpu", f"* * * * * alice {PROBE} >/tmp/cron.out 2>&1\n"
                  "* * * * * bob /usr/local/bin/memFree >/tmp/bob.out 2>&1\n")
-    # bob has a lease of his own beside the machine's.
+    # bob has a lease of his own, in addition to the machine's.
     client.write("/etc/gpusession/conf.d/bobs.toml", '[[lease]]\nname = "bobs"\nfor_user = "bob"\nmemory = "20%"\n')
     client.ok("systemctl reload gpusession")
     client.until("gpusession status | grep -q 'bobs .*\\bready'", 20)
@@ -112,7 +113,7 @@ def run(site, check):
         ids = {session(line) for line in seen.splitlines() if "session=" in line}
         if seen.count("session=") != 2 or len(ids) != 1:
             raise Failed(seen)
-    with check("su to another user begins a session of his, and keeps what else is set"):
+    with check("su to another user begins that user's session, and keeps other variables"):
         seen = client.ok(f"{PASSWORD} 'export NCCL_DEBUG=INFO; {PROBE}; su bob -c {PROBE}'")
         hers, his = (line for line in seen.splitlines() if "session=" in line)
         expect(his, "setting=INFO")
@@ -127,16 +128,16 @@ def run(site, check):
             expect(after, "setting=WARN models=/srv/models")
             assert seen.count(RIGHT) == 2, seen
     for shell in ("csh", "tcsh"):
-        with check(f"a login shell, {shell} -l: what it reads is in order"):
+        with check(f"a login shell, {shell} -l: its profile files are correct"):
             seen = client.ok(f"ssh alice@client {shell} -l", stdin=f"{PROBE}\nexit 0\n")
             right("\n".join(line for line in seen.splitlines() if "tty" not in line), "alice", "both")
             assert not [word for word in ("rror", "ndefined", "ot found") if word in seen], seen
-    with check("what a user has set stays"):
+    with check("variables that a user has set stay"):
         expect(client.ok(f"ssh alice@client 'env NCCL_DEBUG=INFO {PROBE}'"), "setting=INFO")
         client.ok("echo 'NCCL_DEBUG=TRACE' >>/etc/environment")
         expect(client.ok(f"ssh alice@client {PROBE}"), "setting=TRACE")
         client.ok("sed -i /NCCL_DEBUG/d /etc/environment")
-    with check("nothing of ours is in LD_*"):
+    with check("no LD_* variable is set"):
         seen = client.ok("ssh alice@client env")
         if "LD_" in seen:
             raise Failed(seen)
@@ -146,7 +147,7 @@ def run(site, check):
             expect(seen, "cudaErrorNoDevice")
             if "gpusession" in seen:
                 raise Failed(seen)
-    with check("nothing in alice's dotfiles is ours"):
+    with check("alice's dotfiles do not mention gpusession"):
         client.fails("grep -ril gpusession /home/alice --exclude-dir=.cache --exclude-dir=systemd --exclude-dir=containers")
     box(client)
     with check("podman, with the specification for containers"):
@@ -156,19 +157,19 @@ def run(site, check):
         expect(client.fails(off), "cudaErrorNoDevice")
     with check("podman without root"):
         expect(client.ok(f"ssh alice@client {PODMAN} --device gpusession.org/gpu=all --rootfs /home/alice/box vectorAdd"), RIGHT)
-    with check("at, which keeps the variables of the shell that it is typed in"):
+    with check("at, which keeps the variables of the shell that submits the job"):
         right(client.until(f"grep '{RIGHT}' /tmp/at.out && cat /tmp/at.out", 30), "alice", "both")
-        client.until("grep cudaErrorNoDevice /tmp/off.out", 30, "GPUSESSION_DISABLE=1 comes along, too")
+        client.until("grep cudaErrorNoDevice /tmp/off.out", 30, "GPUSESSION_DISABLE=1 is kept, too")
     with check("cron"):
         right(client.until(f"grep '{RIGHT}' /tmp/cron.out && cat /tmp/cron.out", 90), "alice", "none")
     with check("cron, of a user with a lease of his own"):
-        # 20 % of 2048 MiB; of the machine's lease it would be half.
-        # Of one that was started beside other programs of his a part is taken; a minute later another one is.
+        # 20 % of 2048 MiB; on the machine's lease it would be half. While another program of his
+        # runs, less is free; cron starts the job again a minute later.
         client.until("grep -qx 409 /tmp/bob.out", 150)
         client.ok("rm /etc/cron.d/gpu /etc/gpusession/conf.d/bobs.toml && systemctl reload gpusession")
 
 
-# A root file system with a C library and a program, and nothing of ours.
+# A root file system with a C library and a program, without gpusession.
 BOX = """#!/bin/bash
 set -eu
 printf '[storage]\\ndriver="vfs"\\nrunroot="/run/containers/storage"\\ngraphroot="/var/lib/containers/storage"\\n' >/etc/containers/storage.conf
@@ -179,5 +180,5 @@ cp -L /lib64/ld-linux-x86-64.so.2 /srv/box/usr/lib64/
 cp -L /lib/x86_64-linux-gnu/{libc,libm}.so.6 /lib/x86_64-linux-gnu/{libgcc_s,libpthread,libdl,librt}.so.[0-9] /lib/x86_64-linux-gnu/libstdc++.so.6 $lib/
 cp /usr/local/bin/vectorAdd /srv/box/usr/bin/
 """
-# The hosts of the lab have no cgroups to give away, and no network for containers.
+# The lab's hosts can delegate no cgroups, and have no network for containers.
 PODMAN = "podman --cgroup-manager cgroupfs run --rm --network host --cgroups disabled"

@@ -1,4 +1,4 @@
-"""What is said when leases are granted one by one and lost: prompts of all shells, once; systemctl status; the journal and its catalog."""
+"""Notices of granted and lost leases: at prompts (once), in systemctl status, in the journal."""
 import json
 
 from harness import expect
@@ -7,7 +7,7 @@ from scenarios.policy import lease
 ORDER = 47
 LOST = "83f6a800a3ea487e81baca4df66f999a"
 OVER = "b33b7a197cde42a497afb486369f74ce"
-# A lease ends when its program rests for a moment.
+# A lease ends when its programs do no GPU work for a moment.
 IDLE = """
 warn_after = "1s"
 release_after = "4s"
@@ -21,7 +21,8 @@ memory = "60%"
 name = "two"
 memory = "60%"
 """
-# alice in each shell on a terminal, pressing Enter now and then; what each has shown is in /run/shells/NAME.
+# alice in each shell on a terminal, pressing Enter now and then; /run/shells/NAME holds each
+# shell's output.
 SHELLS = r"""
 import os, pty, select, sys, time
 shells = {"bash": "bash", "zsh": "zsh -l", "fish": "fish", "tcsh": "tcsh -l", "off": "GPUSESSION_DISABLE=1 bash -l"}
@@ -39,8 +40,8 @@ while True:
     for fd in open_: os.write(fd, b"\r")
     time.sleep(0.1)
 """
-# One shell of alice's on a terminal, with a prompt of its own, for some prompts: how often it said that something is lost, and how many
-# processes it has made. fish has threads, which are none.
+# One shell of alice's on a terminal, with a prompt of its own, for some prompts. Counts the notices
+# of a loss, and the processes that the shell creates; the threads of fish do not count.
 FORKS = r"""
 import os, pty, re, select, sys, time
 shell = {"fish": "fish -C 'function fish_prompt; end; function fish_title; end'", "tcsh": "tcsh -l"}[sys.argv[1]]
@@ -75,7 +76,7 @@ def run(site, check):
     status = "systemctl show -P StatusText gpusession"
     text = client.ok("cat /etc/gpusession/conf.d/lease.toml")
 
-    with check("systemctl status counts the GPUs that come one after the other"):
+    with check("systemctl status counts the GPUs as they are granted"):
         server.ok(f"gpuserver off {gpus[1]}")
         client.write("/etc/gpusession/conf.d/lease.toml", TWO)
         client.ok("systemctl reload gpusession")
@@ -87,7 +88,7 @@ def run(site, check):
     client.ok("systemctl reload gpusession")
     client.until("gpusession status | grep -q 'everyone .*\\bready'", 40)
 
-    # zsh reads no /etc/profile on Debian.
+    # On Debian, zsh does not read /etc/profile.
     client.ok("grep -q gpusession /etc/zsh/zprofile || echo 'source /etc/profile.d/gpusession.sh' >>/etc/zsh/zprofile; "
               "su -l alice -c 'touch ~/.zshrc'; rm -rf /run/shells")
     client.write("/root/shells.py", SHELLS)
@@ -96,27 +97,27 @@ def run(site, check):
     before = lease(client, "everyone")
     client.start("holder", "killVictim 64", user="alice")
     client.until("grep -q READY /run/holder.out", 20)
-    with check("a lease that ends on the server is lost: the journals of both ends say which and why, and journalctl -x what that means"):
+    with check("a lease that ends on the server is lost: the journals of both ends name the lease and the reason, and journalctl -x explains it"):
         server.write("/etc/gpusession/gpuserver.d/idle.toml", IDLE)
-        # So that the lease does not come back at once.
+        # Keeps the lease from coming back at once.
         server.ok(f"gpuserver off {gpus[0]} && gpuserver off {gpus[1]} && systemctl reload gpuserver")
         client.until(f"journalctl -b MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -o cat --no-pager | grep .", 30)
         seen = client.ok(f"journalctl -b -x MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -t gpusessiond --no-pager")
-        expect(seen, f"lease {before} lost: ")
+        expect(seen, f"lease {before}: lost: ")
         expect(seen, "Subject: A lease of GPUs was lost")
         expect(seen, f"The lease {before} is gone without having been released: ")
         seen = server.until(f"journalctl -b MESSAGE_ID={OVER} GPUSESSION_LEASE={before} -t gpuserver -o json --no-pager | grep .", 10)
         assert json.loads(seen.splitlines()[-1])["GPUSESSION_CLIENT"] == "client", seen
-    with check("status and D-Bus say that it is being asked for again"):
+    with check("status and D-Bus report that the lease is requested again"):
         client.until(f"{status} | grep '^0/2 GPUs leased; waiting: '", 20)
         expect(client.ok("gpusession status"), "0 of 2 GPU(s) leased")
     for shell in ("bash", "zsh", "fish", "tcsh"):
-        with check(f"a prompt says it once: {shell}"):
+        with check(f"a prompt shows it once: {shell}"):
             client.until(f"grep -a 'is lost' /run/shells/{shell}", 10)
-    with check("sh, which has no hook for prompts, says it when it starts"):
+    with check("sh, which has no hook for prompts, shows it when it starts"):
         seen = client.ok("ssh -tt alice@client 'exec dash -l -i'", stdin="exit\n")
         assert seen.count("is lost") == 1, seen
-    with check("when the GPUs are back each prompt says once why a program has ended"):
+    with check("once the GPUs are back, each prompt shows once why a program ended"):
         server.ok("rm /etc/gpusession/gpuserver.d/idle.toml && systemctl reload gpuserver")
         server.ok(f"gpuserver on {gpus[0]} && gpuserver on {gpus[1]}")
         client.until("gpusession status | grep -q 'everyone .*\\bready'", 40)
@@ -129,33 +130,33 @@ def run(site, check):
             for text in ("is lost", "was lost"):
                 assert seen.count(text) == times, f"{shell}: {text} {seen.count(text)} times\n{seen[-3000:]}"
             assert "rror" not in seen and "not found" not in seen, seen
-    # What was lost is not spoken of by another daemon.
+    # A restarted daemon does not mention the loss again.
     client.ok("systemctl restart gpusession")
     client.until("gpusession status | grep -q 'is ready' && test ! -e /run/gpusession/notice/1000", 20)
     client.write("/root/forks.py", FORKS)
 
     def forks(shell, off=""):
-        """How often a notice is shown, and how many processes the shell makes."""
+        """Returns how often a notice is shown, and how many processes the shell creates."""
         return tuple(int(word) for word in client.ok(f"python3 /root/forks.py {shell} {off}", timeout=90).split())
 
     for shell in ("fish", "tcsh"):
-        # What a shell makes anew in a home folder that it has not been in before is not ours.
+        # Lets the shell create its own files on its first run in a home folder.
         forks(shell)
         own = forks(shell, "off")[1]
-        with check(f"without a notice nothing of ours makes a process: {shell}"):
+        with check(f"without a notice our scripts start no process: {shell}"):
             seen = forks(shell)
-            assert seen == (0, own), f"{seen}; without ours (0, {own})"
-        with check(f"a notice is shown once, by no process: {shell}"):
+            assert seen == (0, own), f"{seen}; without our scripts (0, {own})"
+        with check(f"a notice is shown once, without a further process: {shell}"):
             line = "gpusession: GPU lease nobodys is lost: for this test"
             client.write("/run/gpusession/notice/1000", f"{line}\n")
             client.ok(f"mkdir /run/gpusession/notice/1000.lines && touch '/run/gpusession/notice/1000.lines/{line}'")
             try:
                 seen = forks(shell)
-                assert seen == (1, own), f"{seen}; without ours (0, {own})"
+                assert seen == (1, own), f"{seen}; without our scripts (0, {own})"
                 seen = forks(shell, "off")
                 assert seen == (0, own), f"{seen} with GPUSESSION_DISABLE=1; without a notice (0, {own})"
             finally:
                 client.ok("rm -rf /run/gpusession/notice/1000 /run/gpusession/notice/1000.lines")
-    with check("the same shells' next program has GPUs"):
+    with check("the next program of these shells has GPUs"):
         assert lease(client, "everyone") != before
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")

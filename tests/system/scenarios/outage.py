@@ -1,4 +1,4 @@
-"""Boots while the servers are out of reach, and the other direction: they come back, GPUs appear by themselves."""
+"""Boots while the servers are unreachable; when they are back, GPUs appear without intervention."""
 import json
 
 from harness import expect
@@ -16,7 +16,7 @@ WantedBy=multi-user.target
 """
 
 
-# A network that is not complete for as long as there is a file, as one with a second cable that is not plugged in.
+# A network that is incomplete while a file exists, like one with an unplugged second cable.
 SLOW = """[Unit]
 Before=network-online.target
 [Service]
@@ -25,7 +25,7 @@ ExecStart=sh -c 'while [ -e /root/slow ]; do sleep 0.1; done'
 [Install]
 WantedBy=network-online.target
 """
-# A login that waits for the daemon waits for this long; su takes a tenth of it.
+# Time, in milliseconds, that a login would wait for the daemon; su takes a tenth of it.
 DEADLINE_MS = 500
 
 
@@ -36,35 +36,36 @@ def run(site, check):
         client.write("/etc/systemd/system/slow-network.service", SLOW)
         client.ok("touch /root/slow; systemctl enable needs-gpus slow-network")
         server.lab("cut", "--silent")
-        # The boot is complete only with the unit that waits: no `lab reboot`, which waits for that.
+        # The boot is complete only with the waiting unit, so `lab reboot`, which waits for that,
+        # cannot be used.
         client.lab("stop")
         client.start_without_waiting()
         result = client.until("ssh alice@client true", 10)
         assert result == "", result
         client.fails("systemctl is-active network-online.target")
-        # Of some, since the machine has other things to do while it boots.
+        # The fastest of several, since the booting machine is busy.
         took = client.logins("su", 8, DEADLINE_MS - 1)
         note(f"su {min(took):.0f} ms")
         assert min(took) < DEADLINE_MS, f"{took} ms: they wait for the daemon"
-    with check("they have a session and what [environment] sets"):
+    with check("logins have a session id and the variables of [environment]"):
         expect(client.ok("ssh alice@client env"), "GPUSESSION_ID=")
         expect(client.ok("ssh alice@client env"), "NCCL_DEBUG=WARN")
-    with check("meanwhile a program is told that the system is not ready, and the waiting unit waits"):
+    with check("meanwhile a program gets the error that the system is not ready, and the waiting unit waits"):
         expect(client.fails("ssh alice@client 'GPUSESSION_TRACE=why vectorAdd'", timeout=60), "cudaErrorSystemNotReady")
         client.fails("systemctl is-active needs-gpus gpusession-ready.target")
         expect(client.ok("systemctl show -P StatusText gpusession"), "0/2 GPUs leased; waiting: ")
-    with check("the journal says that the server does not answer, and why the lease waits"):
+    with check("the journal reports that the server does not answer, and why the lease waits"):
         lost = client.until("journalctl -b -x -t gpusessiond MESSAGE_ID=6ff34f01d228494abdf676921495ecad --no-pager | grep -A9 Subject", 30)
         expect(lost, "A GPU server does not answer")
     client.start("shell", "until [ -e /tmp/now ]; do sleep 0.1; done; vectorAdd; echo status $?", user="alice")
-    with check("when the server is back, a shell from before has GPUs"):
+    with check("when the server is back, a shell started before has GPUs"):
         server.lab("heal")
         client.until("gpusession status | grep -q 'is ready'", 60)
         client.ok("touch /tmp/now")
         expect(client.until("grep status /run/shell.out && cat /run/shell.out", 20), "sums right")
-    with check("and the journal that it answers again"):
+    with check("the journal reports that the server answers again"):
         client.until("journalctl -b -t gpusessiond MESSAGE_ID=e377d21fb9aa491e9c2ccdce898d5c6f --no-pager -o cat | grep 'answers again'", 20)
-    with check("where only the data port is closed, status and the journal say what a program could not reach, to its user and root") as note:
+    with check("if only the data port is closed, status and the journal name what a program could not reach, to its user and root") as note:
         with server.refuses(7602):
             expect(client.fails("ssh alice@client vectorAdd", timeout=60), "cudaErrorSystemNotReady")
             line = client.ok("gpusession status | grep -o '! .*could not be served.*'")
@@ -75,11 +76,11 @@ def run(site, check):
             told = client.ok("journalctl -b -x -t gpusessiond MESSAGE_ID=5d0f6a3b1c7e4b0c9a52e8f4d7316ab9 --no-pager")
             assert all(words in told for words in ("A program could not reach its GPUs", ":7602: Connection refused", "open data_ports of the server (7602)")), told
             assert told.count("could not be served") == 1, f"once for one program: {told}"
-            assert not json.loads(client.ok("gpusession status --json"))["leases"][0]["processes"], "its workers went back"
-    with check("until it is open again"):
+            assert not json.loads(client.ok("gpusession status --json"))["leases"][0]["processes"], "its workers were returned"
+    with check("the failure is listed until the port is open again"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
         assert "could not be served" not in client.ok("gpusession status")
-    with check("a program that loses its worker while it runs is named, too"):
+    with check("a program that loses its worker while it runs is listed, too"):
         client.start("victim", "echo fail | python3 /usr/local/bin/idle_program.py 0.1", user="alice")
         client.until("grep -q ready /run/victim.out", 20)
         workers = [w for w in json.loads(server.ok("gpuserver ps --json"))["workers"] if w["program"] == "python3"]
@@ -89,7 +90,7 @@ def run(site, check):
         assert "(python3) of alice" in line and "connection to gpu1 lost" in line, line
         note(line)
         client.ok("journalctl -b -t gpusessiond MESSAGE_ID=0e9b7c52f8d64a6fb3714c2d95ea08f3 --no-pager | grep 'has lost its GPUs'")
-    with check("and the unit that waited for gpusession-ready.target has started"):
+    with check("the unit that waited for gpusession-ready.target has started"):
         client.until("systemctl is-active needs-gpus", 20)
         client.ok("rm /root/slow; systemctl disable --now needs-gpus slow-network; "
                   "rm /etc/systemd/system/needs-gpus.service /etc/systemd/system/slow-network.service; systemctl daemon-reload")

@@ -1,4 +1,4 @@
-"""Install, upgrade, remove and purge on Debian 12 and 13; other drivers are not shadowed; nothing is left."""
+"""Install, upgrade, remove, purge on Debian 12 and 13; no driver is shadowed, no file is left."""
 import subprocess
 
 from harness import CLIENT_PACKAGES, HERE, SIM, Failed, Host, expect
@@ -7,17 +7,18 @@ from scenarios.policy import lease
 
 ORDER = 90
 ROOT = HERE.parent.parent
-# What dpkg, systemd, podman and logins write themselves. System users stay (see packaging/README.md), so the user database may differ.
+# Files that dpkg, systemd, podman and logins write. System users stay (see packaging/README.md), so
+# the user database may differ.
 NOT_OURS = r"^/(proc|sys|dev|run|tmp|root|home|var/log|var/cache|var/lib/(dpkg|systemd|pam|private|ucf|apt|containers)|etc/(passwd|group|shadow|gshadow|subuid|subgid)|etc/ld.so.cache|etc/\.pwd\.lock)"
-# Where others write as well, what is ours is told by its name. Homes are their users', what systemd notes of units is its own, and so
-# are the pages that man has formatted.
+# In shared folders, gpusession's files are recognized by their names. Home folders, systemd's
+# records of units, and the pages that man has formatted do not count.
 SHARED = "/dev/shm /run /tmp /var/cache /var/lib /var/tmp '(' -path /run/systemd -o -path /var/cache/man ')' -prune -o"
 FILES = f"(find / -xdev | grep -Ev '{NOT_OURS}'; find {SHARED} -name '*gpus*' -print) 2>/dev/null | LC_ALL=C sort -u"
 ALL = (*CLIENT_PACKAGES, "gpuserver")
 
 
 def older(site):
-    """Packages of the same tree with a lower version, built when first asked for."""
+    """Returns packages of this tree with a lower version; builds them on the first call."""
     out = ROOT / "target/system/older"
     if not list(out.glob("*.deb")):
         done = subprocess.run([ROOT / "packaging/build", "deb", "--fast", "--version", "0.0.9", "--out", out, *site.packaging],
@@ -27,13 +28,13 @@ def older(site):
     return [site.deb(name, out) for name in ALL]
 
 
-# A machine that is its own server.
+# A machine that is both client and server.
 SIMULATED = "/etc/systemd/system/gpuserver.service.d/simulated.conf"
 LEASE = '[[lease]]\nname = "everyone"\ngpus = 2\nmemory = "50%"\n'
 
 
 def pool_of_one(site, host, driver=SIM):
-    """A server with simulated GPUs and its only client on one host, where all packages are."""
+    """Sets up a server with simulated GPUs and its only client on one host with all packages."""
     host.write(SIMULATED, "[Service]\nEnvironment=SIMGPU_DEVICES=2\n")
     host.write("/etc/gpusession/gpuserver.d/simulated.toml", f'driver = "{driver}"\n[limits]\ngpus = 2\n')
     host.write("/etc/gpusession/conf.d/lease.toml", LEASE)
@@ -53,13 +54,13 @@ def run(site, check):
         site.boot(name, suite=suite)
         host.ok("mkdir -p /etc/ld.so.conf.d")
         host.ok(f"{FILES} >/root/before")
-        with check(f"{name}: packages install, and start nothing"):
+        with check(f"{name}: packages install, and start no service"):
             host.install(before_upgrade)
             host.ok("dpkg --audit && test -z \"$(dpkg --audit)\"")
             host.fails("systemctl is-active gpusession gpuserver")
-            # But for the unit that notices other drivers.
+            # Only the unit that notices other drivers runs.
             host.ok("systemctl is-active gpusession-loader.path")
-        with check(f"{name}: our libcuda.so.1 is the loader's, and login sessions have the module"):
+        with check(f"{name}: the loader finds our libcuda.so.1, and login sessions use the PAM module"):
             expect(host.ok("ldconfig -p | grep libcuda.so.1"), "/gpusession/libcuda.so.1")
             host.ok("grep -q pam_gpusession /etc/pam.d/common-session")
         with check(f"{name}: units are well-formed, manual pages and completions are there"):
@@ -78,26 +79,26 @@ def run(site, check):
             host.install(newer)
             host.ok("grep -q mine /etc/gpusession/gpusession.toml")
             assert host.ok("stat -c %i /usr/lib/x86_64-linux-gnu/gpusession/libcuda.so.1") != inode
-        with check(f"{name}: the program lives through the upgrade of both sides at once, on the same lease"):
+        with check(f"{name}: the program survives a simultaneous upgrade of both sides, on the same lease"):
             host.until("gpusession status | grep -q 'is ready'", 30)
             seen = host.until("grep status /run/program.out && cat /run/program.out", 40)
             expect(seen, "steps right")
             expect(seen, "status 0")
             assert lease(host, "everyone") == before
             expect(host.ok(f"ssh alice@{name} vectorAdd"), "sums right")
-        with check(f"{name}: removing keeps configuration, and leaves the loader and PAM as they were"):
+        with check(f"{name}: removing keeps configuration, and restores the loader and PAM"):
             host.ok("dpkg -r " + " ".join(ALL) + " 2>&1", timeout=120)
             host.fails("systemctl is-active gpusession.service gpusession.socket gpuserver.service")
             host.ok("test -e /etc/gpusession/gpusession.toml")
             host.fails("ldconfig -p | grep libcuda.so.1")
             host.fails("grep -r pam_gpusession /etc/pam.d")
             expect(host.ok("su -l alice -c 'echo in'"), "in")
-        with check(f"{name}: purging leaves nothing"):
+        with check(f"{name}: purging leaves no file"):
             host.write("/etc/gpusession/gpuserver-b.toml", "# an instance's\n")
             host.ok("dpkg -P " + " ".join(ALL) + f" 2>&1; rm -r {SIMULATED} /usr/local/bin/vectorAdd /usr/local/bin/longRun")
-            # systemd removes what a unit had while it ran after the unit's end, not at once.
+            # systemd removes a unit's runtime folders some time after the unit has stopped.
             host.until(f"{FILES} | LC_ALL=C comm -13 /root/before - | {{ ! grep .; }}", 15, "files are left")
-        with check(f"{name}: another libcuda.so.1 that is there before is not shadowed"):
+        with check(f"{name}: a libcuda.so.1 installed before is not shadowed"):
             host.push([site.sim_library()], "/root")
             host.ok("install -D -m 644 /root/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 && ldconfig")
             expect(host.install([site.deb("gpusession-libs")]), "libcuda.so.1")

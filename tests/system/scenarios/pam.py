@@ -1,15 +1,15 @@
-"""Logins succeed, and in time, whatever the daemon does: absent, hung, deaf, garbled, dripping, late, too much; and if the module panics."""
+"""Logins succeed in time with an absent, hung, slow or broken daemon, and a module that panics."""
 from harness import TARGET, expect
 
 ORDER = 70
-# Stands in for the daemon on pam.sock: accepts, and answers in one of several wrong ways.
+# Replaces the daemon on pam.sock: accepts connections, and answers in one of several wrong ways.
 FAKE = r"""
 import os, socket, sys, time
 how, path = sys.argv[1], "/run/gpusession/pam.sock"
 if os.path.exists(path): os.unlink(path)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.bind(path); os.chmod(path, 0o600)
-# Whose a socket is shows the uid that it has begun to listen with.
+# The peer sees the uid that called listen() as the socket's owner.
 if how == "stranger": os.chmod(path, 0o666); os.seteuid(65534)
 if how != "refused": s.listen(0 if how == "backlog" else 16)
 os.seteuid(0)
@@ -33,30 +33,34 @@ while True:
         elif how == "closes": kept.pop().close()
         elif how == "stranger": c.recv(4096); c.send(b"gpsL\x01\0\x01\0\x0d\0\x0c\0GPUSESSION_IDaaaaaaaaaaaa")
         elif how == "late": time.sleep(2); c.send(b"GPUSESSION_ID=aaaaaaaaaaaa\0")
-        # "hung": says nothing
+        # "hung": sends nothing
     except OSError: pass
 """
 HOW = {
     "refused": "has left a socket and does not listen",
     "closes": "accepts and closes",
-    "hung": "accepts and says nothing",
+    "hung": "accepts and sends no answer",
     "backlog": "has a full backlog",
     "garbage": "answers garbage",
     "drip": "answers byte by byte",
     "toomuch": "answers far too much",
-    "late": "answers when nobody waits any more",
+    "late": "answers after the module has given up",
     "stranger": "is another user's process with a good answer",
 }
-# These leave nothing to wait for; the one that drips hears of a login's end with its next byte.
+# With these, a login need not wait; the dripping daemon notices the end of a login at its next
+# byte.
 AT_ONCE = {"refused": 0, "closes": 0, "garbage": 0, "drip": 100, "toomuch": 0, "stranger": 0}
-# What the module may wait for the daemon (timeout_ms), and how much later it may go on: a stand-in in Python answers some of these, too.
+# Time that the module may wait for the daemon (timeout_ms), and the tolerance: the replacement in
+# Python also answers some of these connections.
 DEADLINE, LATE = 500, 100
-# The same for whole logins, which do more than that and never take as long twice. One that waited a second time would be later by DEADLINE.
+# Tolerance of whole logins, whose duration varies. A login that waited a second time would be later
+# by DEADLINE.
 LOGIN_LATE = 150
-# A machine that does other things makes logins slower, never faster: of this many, most have to stay within their limit where only the
-# module is measured, and one where the whole login is.
+# Load makes logins slower, never faster. Of this many, most have to stay within their limit if only
+# the module is measured, and one of them if the whole login is.
 TRIES = 8
-# But none of them takes so much longer than the deadline: less than a daemon that drips for six seconds, or answers each login in turn.
+# No login may exceed the deadline by this much, which is less than a daemon takes that drips for
+# six seconds or answers one login after another.
 SLACK = 3000
 
 
@@ -66,20 +70,20 @@ def run(site, check):
     own = {}
 
     def login(note, *kinds, wait=DEADLINE, answers=False):
-        """Logins wait for no more than the deadline, beside what they take without a daemon, and have the variables of one that answers."""
+        """Logins take at most the deadline longer than without a daemon; answers set variables."""
         for kind in kinds:
             limit = own[kind] + wait + (LATE if kind == "module" else LOGIN_LATE)
             took = client.logins(kind, TRIES) if kind == "module" else client.logins(kind, TRIES, limit)
             typical = sorted(took)[len(took) // 2] if kind == "module" else min(took)
             note(f"{kind} {typical:.0f} ms")
             assert typical <= limit, f"{kind}: {took} ms, more than {limit:.0f} ms"
-            assert max(took) <= limit + SLACK, f"{kind}: {took} ms, where it takes {own[kind]:.0f} ms by itself"
+            assert max(took) <= limit + SLACK, f"{kind}: {took} ms, but {own[kind]:.0f} ms without a daemon"
         seen = client.ok("ssh alice@client 'echo in $(printenv GPUSESSION_ID || echo none) $(printenv NCCL_DEBUG || echo none)'").split()
         assert seen[0] == "in" and (seen[1] != "none" and seen[2] == "WARN" if answers else seen == ["in", "none", "none"]), seen
 
     client.ok("systemctl stop gpusession.service gpusession.socket")
     with check("a login with the daemon absent does not wait") as note:
-        # Their own time: the slowest of some, since what they are compared with is the fastest.
+        # Duration without a daemon: the slowest of several, since the fastest is compared with it.
         for kind, count in (("module", 5), ("su", 5), ("ssh", 5), ("first", 3)):
             took = client.logins(kind, count)
             own[kind] = max(took)

@@ -1,4 +1,4 @@
-"""How soon device memory is free again, whatever ends a program: measured on the server, from the cause to the worker's end."""
+"""Time until device memory is free again, for each way in which a program ends."""
 import json
 import subprocess
 import tempfile
@@ -8,13 +8,16 @@ from pathlib import Path
 from harness import Failed, expect
 
 ORDER = 45
-# Of a program whose machine is alive; of a silent machine: the time in which it may come back, and the same.
+# Bound, in seconds, if the program's machine is alive; the bound of a silent machine adds the time
+# within which it may come back.
 BOUND, SILENT = 2, 62
-# The program of a silent server: what it takes to be lost, and how often it looks.
+# Bound for the program of a silent server: the time until it is given up, and the interval of the
+# check.
 TOLD = 65 + 15 + 5
-# Of a machine with another boot, which is believed 10 s after the last word of the one before.
+# Bound for a machine with another boot, which is believed 10 s after the last message of the
+# previous one.
 REBOOT = 14
-# Stands in for what a program does at its end: killVictim waits in pause() with its memory in use.
+# Replaces the program's end: killVictim waits in pause() with its memory in use.
 ENDINGS = r"""
 #include <stdlib.h>
 #include <unistd.h>
@@ -47,11 +50,12 @@ class Program:
             raise Failed("no server has its worker")
         if mine[0]["memory_bytes"] < 256 << 20:
             raise Failed(f"its memory is not counted: {mine[0]}")
-        # Ends, with the time of day, when the worker is gone and its memory with it. All hosts have one kernel and one clock.
+        # Ends with the time of day when the worker, and its memory with it, is gone. All hosts
+        # share one kernel and one clock.
         self.server.start("watch", f"while kill -0 {mine[0]['pid']} 2>/dev/null; do sleep 0.002; done; date +%s.%N")
 
     def reclaimed(self, begin, bound):
-        """Seconds from `begin` until the worker was gone."""
+        """Returns the seconds from `begin` until the worker had exited."""
         end = self.server.until("grep . /run/watch.out", bound + 30, what="the worker's end")
         took = float(end) - begin
         if took > bound:
@@ -68,7 +72,7 @@ def run(site, check):
         client.push([source.with_suffix(".so")], "/usr/local/lib")
 
     def now_and(command):
-        """Runs a command on the client; when."""
+        """Runs a command on the client, and returns the time of its start."""
         return float(client.ok(f"date +%s.%N; {command}").split()[0])
 
     causes = {
@@ -82,36 +86,36 @@ def run(site, check):
             program = Program(site, ending)
             note(program.reclaimed(cause(program), BOUND))
             client.run("pkill -9 -x killVictim; systemctl stop victim")
-    with check(f"the server is stopped and waits for nobody: within {BOUND} s") as note:
+    with check(f"the server is stopped without waiting for programs: within {BOUND} s") as note:
         program = Program(site)
         server = program.server
         begin = float(server.ok("date +%s.%N; gpuserver stop --force").split()[0])
         note(program.reclaimed(begin, BOUND))
         shown = server.ok("systemctl show -p ExecMainStatus -p NRestarts gpuserver")
         expect(shown, "ExecMainStatus=2", "forced")
-        expect(shown, "NRestarts=0", "and not started again")
+        expect(shown, "NRestarts=0", "the server was not started again")
         server.ok("systemctl reset-failed gpuserver; systemctl start gpuserver")
         client.until("vectorAdd", 60, user="alice")
-    with check(f"the client falls silent, its cable cut: within {SILENT} s") as note:
+    with check(f"the client is silent, with its cable cut: within {SILENT} s") as note:
         program = Program(site)
         client.start("working", "longRun 600", user="alice")
         program.server.until("gpuserver ps | grep longRun", 20)
         client.lab("cut", "--silent")
         begin = time.time()
         note(program.reclaimed(begin, SILENT))
-    with check(f"a program that works hears of it within {TOLD} s") as note:
+    with check(f"a working program gets an error within {TOLD} s") as note:
         said = client.until("grep FAILED /run/working.out", TOLD - (time.time() - begin), what="its end")
         note(f"{time.time() - begin:.0f} s")
         expect(said, "cudaErrorDevicesUnavailable", "the error")
-    with check("it has GPUs again when the network is back"):
+    with check("the client has GPUs again when the network is back"):
         client.lab("heal")
         client.ok("pkill -9 -x killVictim; systemctl stop victim || true")
         client.until("vectorAdd", 60, user="alice")
-    with check("the client's journal says that the server did not answer, and that it answers again"):
+    with check("the client's journal reports that the server did not answer, and that it answers again"):
         for id, text in (("6ff34f01d228494abdf676921495ecad", "A GPU server does not answer"),
                          ("e377d21fb9aa491e9c2ccdce898d5c6f", "A GPU server answers again")):
             expect(client.until(f"journalctl -b -x -t gpusessiond MESSAGE_ID={id} --no-pager | grep -A9 Subject", 10), text)
-    with check(f"power loss of the client, without a word, and it stays off: within {SILENT} s") as note:
+    with check(f"power loss of the client, which stays off: within {SILENT} s") as note:
         program = Program(site)
         client.lab("kill")
         note(program.reclaimed(time.time(), SILENT))
@@ -124,7 +128,7 @@ def run(site, check):
         client.lab("start")
         note(program.reclaimed(begin, REBOOT))
         client.until("vectorAdd", 60, user="alice")
-    with check("nothing is left on the servers"):
+    with check("no program is left on the servers"):
         for server in site.servers:
             if server.run("systemctl is-active gpuserver").code:
                 continue

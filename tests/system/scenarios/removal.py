@@ -1,4 +1,4 @@
-"""Removal under programs that run: it says how many lose their GPUs, lets them finish for a while, and then ends them."""
+"""Removal while programs run: it prints how many lose their GPUs, waits a while, then ends them."""
 from harness import CLIENT_PACKAGES, expect
 from scenarios.policy import lease
 
@@ -18,12 +18,12 @@ def run(site, check):
     def ended():
         return client.until("grep status /run/program.out && cat /run/program.out", 30)
 
-    with check("removing the client's packages: a program that takes longer than the grace loses its GPUs"):
+    with check("removing the client's packages: a program that takes longer than the grace period loses its GPUs"):
         program(90)
         expect(client.ok(REMOVE, timeout=120), SAYS)
         expect(ended(), "cudaErrorDevicesUnavailable")
         server.until("gpuserver gpus | grep -c free | grep 2", 20)
-    with check("nothing of the packages runs or is asked then, and logins go on"):
+    with check("afterwards no program of the packages runs, and logins still work"):
         client.fails("systemctl is-active gpusession.service gpusession.socket")
         client.fails("pgrep -u gpusession")
         expect(client.ok("ssh alice@client echo in"), "in")
@@ -32,14 +32,14 @@ def run(site, check):
         client.ok("systemctl enable --now gpusession")
         client.until("gpusession status | grep -q 'is ready'", 30)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
-    with check("removing the server's package says how many programs of clients lose their GPUs, and drains them"):
+    with check("removing the server's package prints how many programs of clients lose their GPUs, and drains them"):
         server.write("/etc/gpusession/gpuserver.d/zz-drain.toml", 'drain_timeout = "2s"\n')
         server.ok("systemctl reload gpuserver")
         program(90)
         expect(server.ok("dpkg -r gpuserver 2>&1", timeout=120), "1 running program(s) of clients lose their GPUs")
         expect(ended(), "cudaErrorDevicesUnavailable")
         server.fails("pgrep -u gpuserver")
-    with check("installed again, the server has its pool and the client its GPUs"):
+    with check("installed again, the server still has its pool and the client gets its GPUs"):
         server.ok("rm /etc/gpusession/gpuserver.d/zz-drain.toml")
         server.install([site.deb("gpuserver")])
         server.ok("systemctl start gpuserver")

@@ -1,4 +1,4 @@
-"""A CUDA program lives through restarts, crashes and upgrades of the daemon and of the server, on the same lease."""
+"""A CUDA program and its lease survive restarts, crashes and upgrades of daemon and server."""
 import json
 import time
 
@@ -8,26 +8,28 @@ from scenarios.packages import older
 from scenarios.policy import lease
 
 ORDER = 40
-# Processes of workers that serve programs.
+# Pids of the workers that serve programs.
 SERVING = ("gpuserver ps --json | python3 -c \"import json, sys; "
            "print(*(w['pid'] for w in json.load(sys.stdin)['workers'] if w['state'] == 'active'))\"")
-# What was installed before has a lower version.
+# Upgrades the packages installed before, which have a lower version.
 UPGRADE = "DEBIAN_FRONTEND=noninteractive dpkg -i /root/newer/*.deb 2>&1"
 VERSIONS = "dpkg-query -W -f '${Version} ' "
-# systemd's patience with a daemon that hangs, instead of the minute of the unit.
+# A watchdog time shorter than the unit's minute.
 WATCHDOG = "/run/systemd/system/gpusession.service.d/watchdog.conf"
-# systemd waits before it starts the daemon anew, so that there is none for a while.
+# A delay before systemd restarts the daemon.
 SLOW = "/run/systemd/system/gpusession.service.d/slow.conf"
-# As crashed; ends when there is no daemon, and says how many descriptors systemd has then.
+# Crashes the daemon, returns while no daemon runs, and prints the number of descriptors in
+# systemd's store.
 DOWN = ("systemctl kill -s KILL gpusession; until seen=$(systemctl show -p SubState -p NFileDescriptorStore gpusession); "
         "echo \"$seen\" | grep -q SubState=auto-restart; do sleep 0.05; done; echo \"$seen\" | sed -n s/NFileDescriptorStore=//p")
 STORED = "systemctl show -P NFileDescriptorStore gpusession"
-# How many programs use leases.
+# Number of programs that use leases.
 RUNNING = ("gpusession list --json | python3 -c \"import json, sys; "
            "print(sum(l['processes'] for l in json.load(sys.stdin)['leases']))\"")
-# A lease for each of alice's sessions: 409 MiB of a card's 2048, of which everyone's lease has half.
+# A lease for each of alice's sessions: 409 MiB of a card's 2048 MiB; half of the card is
+# everyone's.
 SESSIONS = '[[lease]]\nname = "session"\nclass = "session"\nfor_user = "alice"\nmemory = "20%"\n'
-# As crashed, and started anew.
+# Crashes the daemon, and waits until systemd has restarted it.
 KILL = ("n=$(systemctl show -P NRestarts gpusession); systemctl kill -s KILL gpusession; for i in $(seq 200); do sleep 0.1; "
         "test $(systemctl show -P NRestarts gpusession) -gt $n && systemctl is-active gpusession && exit; done; exit 1")
 HANG = ("systemctl kill -s STOP gpusession; for i in $(seq 300); do sleep 0.1; "
@@ -40,7 +42,8 @@ After=gpusession-ready.target
 ExecStart=/bin/sleep infinity
 ExecStop=/bin/sh -c '/usr/local/bin/vectorAdd >/run/needs.out 2>&1'
 """
-# In the daemon's place: as many descriptors as systemd keeps, and one more, of a process that ends with it.
+# Replaces the daemon: stores as many descriptors as systemd accepts, and one more, of a process
+# that exits with it.
 FULL = "/run/systemd/system/gpusession.service.d/full.conf"
 FILL = r"""
 import array, os, signal, socket
@@ -58,7 +61,7 @@ signal.pause()
 
 
 def typed(client, name, command):
-    """Starts what reads from `/run/NAME`, to which others write later, until `NAME-open` is stopped."""
+    """Starts a command that reads the pipe `/run/NAME` until the unit `NAME-open` is stopped."""
     client.ok(f"systemctl stop {name}-open 2>/dev/null; rm -f /run/{name}; mkfifo -m 666 /run/{name}; "
               f"systemd-run --quiet --collect --unit={name}-open sh -c 'exec sleep 3000 >/run/{name}'")
     client.start(name, f"{command} </run/{name}")
@@ -69,24 +72,24 @@ def ready(client):
 
 
 def without_daemon(client, command="true"):
-    """As crashed, with a command in the time before it is started anew; how many descriptors systemd had then."""
+    """Crashes the daemon, runs a command before its restart, counts the stored descriptors."""
     client.write(SLOW, "[Service]\nRestartSec=5\n")
     try:
         seen = client.ok(f"systemctl daemon-reload; {DOWN}; {command}")
     finally:
         client.ok(f"rm {SLOW}; systemctl daemon-reload")
     ready(client)
-    # Crashes of a test do not count as those of a daemon that cannot start.
+    # Crashes by the test do not count as failed starts.
     client.ok("systemctl reset-failed gpusession")
     return int(seen)
 
 
 def known(client, check):
-    """What an earlier daemon granted is known to the next one, which hears of its end."""
+    """A restarted daemon knows its predecessor's grants, and notices when those programs exit."""
     def knows(count):
         client.until(f"test $({RUNNING}) = {count}", 20)
 
-    with check("systemd keeps a descriptor of a program that has GPUs"):
+    with check("systemd stores a descriptor of a program that has GPUs"):
         knows(0)
         none = int(client.ok(STORED))
         typed(client, "holder", "exec su -l alice -c 'python3 /usr/local/bin/idle_program.py 0.05'")
@@ -94,28 +97,28 @@ def known(client, check):
         knows(1)
         kept = int(client.ok(STORED))
         assert kept > none, f"{none} without a program, {kept} with one"
-    with check("after systemctl restart the program is known, and its descriptor is kept on"):
+    with check("after systemctl restart the program is known, and its descriptor stays stored"):
         before = lease(client, "everyone")
         client.ok("systemctl restart gpusession")
         ready(client)
         knows(1)
         assert int(client.ok(STORED)) == kept and lease(client, "everyone") == before, f"{kept} descriptors and {before} before"
-    with check("after kill -9 systemd has the descriptor while there is no daemon, and the next one knows the program"):
+    with check("after kill -9 systemd stores the descriptor while no daemon runs, and the next daemon knows the program"):
         seen = without_daemon(client)
         assert seen == kept, f"{kept} before, {seen} meanwhile"
         knows(1)
         assert int(client.ok(STORED)) == kept and lease(client, "everyone") == before, f"{kept} descriptors and {before} before"
         client.ok("echo check >/run/holder")
         client.until("grep intact /run/holder.out", 20)
-    with check("it hears of the end of a program that another daemon granted to, and nothing is kept of that"):
+    with check("the daemon notices the exit of its predecessor's program, and removes the descriptor"):
         client.ok("systemctl stop holder-open")
         knows(0)
         client.until(f"test $({STORED}) = {none}", 10)
 
 
 def full_store(client, check):
-    """systemd can start a daemon whose store is as full as it may be, and the daemon can start with that."""
-    with check("a daemon whose descriptor store is full is started anew, and throws away what it does not know") as note:
+    """systemd can start a daemon with a full descriptor store, and the daemon can start with it."""
+    with check("a daemon with a full descriptor store restarts, and drops unknown descriptors") as note:
         ready(client)
         before, none = lease(client, "everyone"), int(client.ok(STORED))
         most = int(client.ok("systemctl show -P FileDescriptorStoreMax gpusession"))
@@ -135,9 +138,9 @@ def full_store(client, check):
 
 
 def session_lives(client, check):
-    """The lease of a login session and the session itself outlive the daemon, and end with the session's leader."""
+    """A login session and its lease outlive the daemon, and end with the session's leader."""
     def bound():
-        """The lease's id, its session, and the session's leader."""
+        """Returns the lease's id, its login session, and the session's leader."""
         id = lease(client, "session")
         path = client.ok(f"busctl call {MANAGER} GetLease s {id}").split('"')[1]
         shown = client.ok(f"busctl get-property org.gpusession1 {path} org.gpusession1.Lease Session Leader").splitlines()
@@ -156,7 +159,7 @@ def session_lives(client, check):
     client.write("/etc/gpusession/conf.d/sessions.toml", SESSIONS)
     client.ok("systemctl reload gpusession")
     for what, name in (("systemctl restart gpusession", "systemctl restart"), (KILL, "kill -9")):
-        with check(f"the lease of a login session lives through {name} of the daemon, and the session's next program is on it"):
+        with check(f"the lease of a login session survives {name} of the daemon, and the session's next program runs on it"):
             before = begin()
             client.ok(what)
             client.until(f"gpusession list --json | grep -q {before[0]}", 20)
@@ -164,10 +167,10 @@ def session_lives(client, check):
             client.ok("echo 'memFree; echo has' >/run/login")
             seen = client.until("grep -q has /run/login.out && cat /run/login.out", 20).split()
             assert seen == ["409", "had", "409", "has"], seen
-        with check(f"and it ends with the session's leader, whom an earlier daemon saw begin ({name})"):
+        with check(f"the lease ends with the session's leader, which a previous daemon registered ({name})"):
             client.ok(f"kill -9 {before[2]}")
             gone()
-    with check("it ends, too, if the leader ends while there is no daemon"):
+    with check("the lease also ends if the leader exits while no daemon runs"):
         before = begin()
         without_daemon(client, f"kill -9 {before[2]}")
         gone()
@@ -184,7 +187,7 @@ def run(site, check):
     session_lives(client, check)
 
     def lives_through(what, name, seconds=5):
-        with check(f"a running program and its lease live through {name}"):
+        with check(f"a running program and its lease survive {name}"):
             before = lease(client, "everyone")
             client.start("program", f"longRun {seconds}; echo status $?", user="alice")
             client.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
@@ -197,20 +200,20 @@ def run(site, check):
     lives_through("systemctl restart gpusession", "systemctl restart gpusession")
     lives_through(KILL, "kill -9 of the daemon")
     lives_through("systemctl reload gpusession", "systemctl reload gpusession")
-    with check("a daemon that hangs is noticed: the unit has a watchdog"):
+    with check("the unit has a watchdog for a daemon that hangs"):
         assert client.ok("systemctl show -P WatchdogUSec gpusession") == "1min"
         client.write(WATCHDOG, "[Service]\nWatchdogSec=4\n")
         client.ok("systemctl daemon-reload && systemctl restart gpusession")
         client.until("gpusession status | grep -q 'is ready'", 20)
     restarts = client.ok("systemctl show -P NRestarts gpusession")
-    lives_through(HANG.format(restarts), "a daemon that hangs and is started anew by the watchdog", 9)
-    with check("systemd says that it was the watchdog"):
+    lives_through(HANG.format(restarts), "a daemon that hangs and is restarted by the watchdog", 9)
+    with check("systemd names the watchdog as the cause"):
         expect(client.ok("journalctl -b -u gpusession -o cat --no-pager"), "Watchdog timeout")
         client.ok(f"rm {WATCHDOG} && systemctl daemon-reload && systemctl restart gpusession")
         client.until("gpusession status | grep -q 'is ready'", 20)
 
     def lower(host, packages):
-        """Installs lower versions, with what is to be upgraded to beside them."""
+        """Installs lower versions, and copies the new packages for the upgrade."""
         host.push([site.deb(name) for name in packages], "/root/newer")
         host.install([deb for deb in older(site) if deb.name.split("_")[0] in packages])
         seen = host.ok(VERSIONS + " ".join(packages)).split()
@@ -225,7 +228,7 @@ def run(site, check):
     with check("the client has the new versions"):
         assert "0.0.9" not in client.ok(VERSIONS + " ".join(CLIENT_PACKAGES))
 
-    with check("through all that a unit that needs gpusession-ready.target has gone on; systemctl stop gpusession ends it while it has GPUs"):
+    with check("a unit that needs gpusession-ready.target ran all the time; systemctl stop gpusession stops it while it has GPUs"):
         assert client.ok("systemctl show -P MainPID needs") == needs != "0"
         client.fails("test -e /run/needs.out")
         client.ok("systemctl stop gpusession")
@@ -235,15 +238,15 @@ def run(site, check):
         client.until("gpusession status | grep -q 'is ready'", 20)
 
     def serves():
-        """The server that serves the program, and its worker's process."""
+        """Returns the server that serves the program, and its worker's pid."""
         for host in site.servers:
             if not host.run("systemctl is-active gpuserver").code:
-                # A program that has a worker has not greeted it yet.
+                # Repeated, since a program with a worker may not have connected to it yet.
                 return host, host.until(f'p="$({SERVING})"; test -n "$p" && echo $p', 10)
         raise Failed("no server serves a program")
 
     def lives_without_server(what, name):
-        with check(f"a running program, its lease and its worker live through {name}") as note:
+        with check(f"a running program, its lease and its worker survive {name}") as note:
             before = lease(client, "everyone")
             client.start("program", "longRun 20; echo status $?", user="alice")
             client.until("gpusession list --json | grep -q '\"processes\": *[1-9]'", 20)
@@ -251,9 +254,9 @@ def run(site, check):
             begin = time.monotonic()
             server.ok(what, timeout=120)
             expect(client.ok("ssh alice@client vectorAdd"), "sums right")
-            note(f"a program that began then had its result {time.monotonic() - begin:.1f} s later")
+            note(f"a program started meanwhile had its result {time.monotonic() - begin:.1f} s later")
             server.until("systemctl is-active gpuserver", 20)
-            # That program's own worker may still be ending.
+            # The worker of that further program may still be exiting.
             server.until(f'test "$({SERVING})" = {worker}', 5, f"another worker than {worker}")
             seen = client.until("grep status /run/program.out && cat /run/program.out", 60)
             expect(seen, "steps right")
@@ -270,13 +273,13 @@ def run(site, check):
     lives_without_server(UPGRADE, "an upgrade of the server's packages")
     with check("the server has the new versions"):
         assert "0.0.9" not in serving.ok(VERSIONS + "gpuserver gpusession-libs")
-    with check("systemctl stop gpuserver leaves nothing behind, nor does a stop right after kill -9"):
+    with check("systemctl stop gpuserver leaves no process, nor does a stop right after kill -9"):
         workers = "pgrep -u gpuserver gpuserver-worke"
         server = next(host for host in site.servers if not host.run(workers).code)
         for first in ("true", crash):
             server.ok("systemctl start gpuserver")
-            server.until(workers, 20, "workers for the lease that it had")
-            # One that listens to nobody.
+            server.until(workers, 20, "workers for its previous lease")
+            # A process that gets no message from the server.
             server.start("stray", "echo $$$$ >/sys/fs/cgroup/system.slice/gpuserver.service/cgroup.procs; "
                                   "exec setpriv --reuid gpuserver --clear-groups sleep 1000")
             server.until("pgrep -u gpuserver -x sleep", 5)

@@ -1,4 +1,4 @@
-"""rpm's own tools install, upgrade and erase the rpm packages; their scriptlets do what they should."""
+"""rpm installs, upgrades and erases the rpm packages, and their scriptlets work."""
 import subprocess
 
 from harness import HERE, Failed, Host, expect
@@ -29,20 +29,21 @@ def program(host, seconds):
 def run(site, check):
     host = Host("rpm")
     site.boot("rpm")
-    with check("rpm is there"):
+    with check("rpm can be installed"):
         done = subprocess.run([HERE / "lab", "run", "--uplink", "rpm", "sh", "-c", "apt-get update -qq && apt-get install -y -qq --no-install-recommends rpm"],
                               capture_output=True, text=True)
         if done.returncode:
             raise Failed(done.stdout + done.stderr)
-    # There is no userland of an rpm distribution here: dependencies cannot be looked up, all else is as it is there.
+    # The host has no userland of an rpm distribution: dependencies cannot be resolved, all else
+    # works as on one.
     rpm = "rpm --nodeps --ignoresize"
     older, newer = build(site, "rpms-older", "--version", "0.0.9"), build(site, "rpms")
     host.push(newer, "/root/newer")
-    with check("beside another libcuda.so.1, before or after ours, or a kernel driver of NVIDIA's, the loader does not get ours"):
+    with check("with another libcuda.so.1, installed before or after ours, or NVIDIA's kernel driver, the loader does not get our library"):
         libs = "/root/newer/gpusession-libs-*.rpm"
         host.push([site.sim_library()], "/opt/theirs")
         host.ok("echo /opt/theirs >/etc/ld.so.conf.d/theirs.conf && ldconfig")
-        expect(host.ok(f"{rpm} -i {libs} 2>&1"), "this machine has /opt/theirs/libcuda.so.1: its programs go on using that")
+        expect(host.ok(f"{rpm} -i {libs} 2>&1"), "this machine has /opt/theirs/libcuda.so.1: its programs keep using it")
         host.fails(OURS)
         host.ok("rm /etc/ld.so.conf.d/theirs.conf && ldconfig")
         host.until(OURS, 5)
@@ -54,7 +55,7 @@ def run(site, check):
         host.until(OURS, 5)
         with_driver(host, f"{rpm} -U --replacepkgs {libs}")
         host.ok("rpm -e gpusession-libs")
-    with check("the packages install: users are made, the loader knows the library, nothing is started"):
+    with check("the packages install: users are created, the loader finds the library, no service is started"):
         host.push(older, "/root/older")
         host.ok(f"{rpm} -i /root/older/*.rpm 2>&1")
         host.ok("test -e /etc/profile.d/gpusession.csh && test ! -e /etc/csh/login.d/gpusession.csh")
@@ -69,7 +70,7 @@ def run(site, check):
         expect(host.ok("su -l alice -c vectorAdd"), "sums right")
         program(host, 12)
         held = lease(host, "everyone")
-    with check("a service that runs is restarted by an upgrade, and configuration is kept"):
+    with check("an upgrade restarts a running service, and keeps configuration"):
         host.ok("echo '# mine' >>/etc/gpusession/gpusession.toml")
         before = host.ok("systemctl show -P MainPID gpusession")
         host.ok(f"{rpm} -U /root/newer/*.rpm 2>&1")
@@ -77,11 +78,11 @@ def run(site, check):
         assert after not in (before, "0"), f"main process {before} before, {after} after"
         host.ok("grep -q mine /etc/gpusession/gpusession.toml")
         host.ok("rpm -V --nodeps gpusession-libs libpam-gpusession gpuserver")
-    with check("its program and its lease live through that"):
+    with check("its program and its lease survive the upgrade"):
         host.until("gpusession status | grep -q 'is ready'", 30)
         expect(host.until("grep status /run/program.out && cat /run/program.out", 40), "steps right")
         assert lease(host, "everyone") == held
-    with check("erasing says how many programs lose their GPUs, and they do"):
+    with check("erasing prints how many programs lose their GPUs, and those programs fail"):
         host.ok("sed -i '1i drain_timeout = \"2s\"' /etc/gpusession/gpuserver.d/simulated.toml && systemctl reload gpuserver")
         program(host, 90)
         seen = host.ok("rpm -e --nodeps gpuserver 2>&1", timeout=120)
@@ -98,7 +99,7 @@ def run(site, check):
         host.ok(f"{rpm} -e gpusession gpusession-libs libpam-gpusession gpuserver 2>&1".replace(" --ignoresize", ""))
         host.fails("systemctl is-active gpusession gpuserver")
         host.fails(LIBRARY)
-        # Folders may stay: cargo-generate-rpm packs files only.
+        # Folders may stay, since cargo-generate-rpm packs only files.
         seen = host.ok("find / -xdev \\( -path /var/log -o -path /root -o -path /proc -o -path /var/lib/rpm \\) -prune "
                        "-o -name '*gpus*' ! -type d -print")
         assert seen == "/etc/gpusession/gpusession.toml.rpmsave", seen

@@ -1,4 +1,4 @@
-"""Leases of one user and of one login session: they come with a login's first use and go with its logout; copying files leases none."""
+"""Leases of a user and of a login session: they begin with the first use, and end at logout."""
 import json
 
 from harness import Failed, expect
@@ -7,7 +7,7 @@ from scenarios.policy import lease
 from scenarios.restart import typed
 
 ORDER = 35
-# The machine has its lease as before; alice's sessions have their own before that.
+# The machine keeps its lease; leases of alice's sessions take precedence over it.
 LEASES = """
 [[lease]]
 name = "session"
@@ -20,7 +20,7 @@ name = "bobs"
 for_user = "bob"
 memory = "20%"
 """
-# A person at the console: nothing but a prompt, and the lease is asked for.
+# A person at the console, who only waits at the prompt: the lease is requested all the same.
 CONSOLE = r"""
 set timeout 20
 spawn login alice
@@ -32,12 +32,12 @@ expect {
     eof { exit 1 }
 }
 """
-# How many leases of sessions there are.
+# Number of leases of login sessions.
 COUNT = "/usr/local/bin/session-leases"
 COUNT_TEXT = """#!/bin/sh
 gpusession list --json | grep -o '"name": *"session"' | wc -l
 """
-# The names of leases that there are; whether the one with this name has its GPUs.
+# Names of all leases; the second command succeeds if the named lease has its GPUs.
 NAMES = "/usr/local/bin/lease-names"
 NAMES_TEXT = """#!/bin/sh
 gpusession list --json | grep -o '"name": *"[a-z]*"' | cut -d'"' -f4
@@ -46,12 +46,13 @@ READY = "gpusession status | grep 'ready .*on gpu1' | grep"
 GRANTS = "journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=a644770082934e8291254c1e8b4db1d8 -o cat --no-pager | wc -l"
 
 
-# Free memory of the GPU that a program gets, in MiB, says whose lease it is: 50 % of 2048 MiB are everyone's, 20 % a session's or bob's.
+# The free memory, in MiB, of a program's GPU identifies its lease: everyone's has 50 % of 2048 MiB,
+# a session's or bob's 20 %.
 EVERYONES, OWN = "1024", "409"
-# One whose user comes later, as from a network's database after boot.
+# A lease whose user appears later, for example from a network's database after boot.
 LATE = '[[lease]]\nname = "late"\nfor_user = "carol"\nmemory = "20%"\n'
-# A lease for each of bob's sessions. Two logins of his from one session of alice's, as in two panes of a terminal multiplexer; the
-# first one ends before the second.
+# A lease for each of bob's sessions. Two of his logins come from one session of alice's, as in two
+# panes of a terminal multiplexer; the first one ends before the second.
 TWICE = '[[lease]]\nname = "twice"\nclass = "session"\nfor_user = "bob"\nmemory = "20%"\n'
 PANES = """#!/bin/sh
 rm -f /tmp/pane-*
@@ -62,7 +63,7 @@ wait %1
 touch /tmp/pane-over
 wait
 """
-# One lease of alice for as long as she is there, and one of the machine that yields to others.
+# One lease of alice while she is logged in, and one of the machine that yields to others.
 CLASSES = """
 [[lease]]
 name = "hers"
@@ -75,7 +76,8 @@ name = "spare"
 class = "background"
 memory = "40%"
 """
-# Beside everyone's half, alice's lease and the one that yields are on different GPUs: there is no room on both for this.
+# With everyone's half, alice's lease and the yielding lease on different GPUs, both GPUs together
+# lack room for this one.
 MORE = """
 [[lease]]
 name = "more"
@@ -91,29 +93,29 @@ def run(site, check):
     client.write("/etc/gpusession/conf.d/sessions.toml", LEASES)
     client.ok("systemctl reload gpusession")
     client.until("gpusession status | grep -q 'bobs .*\\bready'", 20)
-    with check("scp and sftp of a user with session leases lease nothing"):
+    with check("scp and sftp of a user with session leases lease no GPU"):
         before = client.ok(GRANTS)
         client.ok("echo x >/tmp/file && scp -q /tmp/file alice@client:/tmp/copy && scp -q alice@client:/tmp/copy /tmp/back")
         client.ok("echo 'get /tmp/copy /tmp/got' | sftp -q -b - alice@client && cmp /tmp/file /tmp/got")
         assert client.ok(GRANTS) == before, "a lease was granted"
-    with check("a login by ssh leases with its first CUDA call, once, and gives back at logout"):
+    with check("a login by ssh leases once, at its first CUDA call, and releases at logout"):
         seen = client.ok(f"ssh alice@client '{COUNT}; vectorAdd; vectorAdd; {COUNT}; gpusession list'")
         lines = seen.splitlines()
         expect(seen, "sums right")
         assert lines[0] == "0" and lines[3] == "1", seen
-        client.until(f"test $({COUNT}) = 0", 20, "the lease goes with the session")
+        client.until(f"test $({COUNT}) = 0", 20, "the lease ends with the session")
     with check("a login on a console leases at once"):
         client.write("/root/console.exp", CONSOLE)
         client.ok("expect /root/console.exp")
         client.until(f"test $({COUNT}) = 0", 20)
-    with check("two sessions have two leases, and a session that is killed gives its own back"):
+    with check("two sessions have two leases, and a killed session releases its lease"):
         for unit in ("one", "two"):
             client.start(unit, "ssh -tt alice@client 'vectorAdd; exec sleep 1000' </dev/zero")
         client.until(f"test $({COUNT}) = 2 && test $(pgrep -cxu alice sleep) = 2", 20)
-        # The units end with their sessions, if not before.
+        # The units may already have ended with their sessions.
         client.ok("pkill -KILL -u alice sleep && { systemctl kill -s KILL one two || true; }")
         client.until(f"test $({COUNT}) = 0", 20)
-    with check("at: a job has the lease of the session that it was submitted in while that is open, and the machine's afterwards"):
+    with check("at: a job has the lease of the submitting session while that is open, and the machine's afterwards"):
         client.ok("rm -f /tmp/at-*; systemctl start atd")
         typed(client, "login", "exec ssh alice@client sh")
         for name in ("open", "over"):
@@ -148,19 +150,19 @@ def run(site, check):
         result = client.run(f"su -l alice -c 'gpusession release {bobs}'")
         assert result.code == 77, result
         assert lease(client, "bobs") == bobs
-    with check("a unit of a user gets the session's lease if GPUSESSION_ID comes along, else the machine's"):
+    with check("a user unit with GPUSESSION_ID gets the session's lease, else the machine's"):
         unit = "systemd-run --user --quiet --wait --pipe memFree"
         seen = client.ok(f"ssh alice@client 'memFree; {unit}; systemctl --user import-environment GPUSESSION_ID; {unit}; "
                          f"systemctl --user unset-environment GPUSESSION_ID; {unit}'")
         assert seen.split() == [OWN, EVERYONES, OWN, EVERYONES], seen
-    with check("bob releases his own"):
+    with check("bob releases his own lease"):
         client.ok(f"su -l bob -c 'gpusession release {bobs}'")
         if bobs in client.ok("gpusession list"):
             raise Failed("still there")
     client.write("/etc/gpusession/conf.d/sessions.toml", TWICE)
     client.write("/usr/local/bin/panes", PANES, "755")
     client.ok("systemctl reload gpusession")
-    with check("logins of one user inside one session share its lease until the last of them ends, also over a restart of the daemon"):
+    with check("logins of one user inside one session share its lease until the last of them ends, even across a restart of the daemon"):
         seen = client.ok("ssh alice@client panes 2>/dev/null").split()
         assert len(seen) == 5 and seen == [seen[0], OWN, seen[0], OWN, OWN], seen
         client.until(f"test $({NAMES} | grep -c twice) = 0", 20)
@@ -173,7 +175,7 @@ def run(site, check):
         assert [word for word in seen.split() if word == OWN] == [OWN] * 3, seen
     client.write("/etc/gpusession/conf.d/sessions.toml", LATE)
     client.ok("systemctl reload gpusession")
-    with check("a lease of a user whom nobody knows yet is nobody's, and the user's without a reload once there is one"):
+    with check("a lease for an unknown user has no owner, and becomes the user's without a reload once the user exists"):
         client.until(f"{READY} late", 20)
         late = lease(client, "late")
         path = f"/org/gpusession1/lease/{escaped(late)}"
@@ -183,7 +185,7 @@ def run(site, check):
         client.until(f'test "$({uid})" = "u $(id -u carol)"', 60)
         client.ok(f"su -l carol -c 'gpusession release {late}'")
         client.ok("userdel -rf carol 2>/dev/null; ! id carol")
-    with check("on the machine's lease a limit of a user counts the user's programs: one too many is told which limit, others run") as note:
+    with check("on the machine's lease a user's limit counts that user's programs: one too many gets an error that names the limit, others run") as note:
         server.ok("gpuserver config set limits.user.alice.workers 1")
         client.start("hers", "longRun 60", user="alice")
         server.until("gpuserver ps --json | grep -q longRun", 20)
@@ -193,7 +195,7 @@ def run(site, check):
         note(seen.splitlines()[0])
         expect(client.ok("gpusession status"), "limit workers = 1 of user alice")
         expect(client.ok("ssh bob@client vectorAdd"), "sums right")
-        # Hers that has just ended does not count.
+        # Her program that has just exited does not count.
         client.ok("systemctl stop hers")
         expect(client.ok("ssh alice@client 'vectorAdd && vectorAdd'"), "sums right")
         server.ok("gpuserver config unset limits.user.alice.workers")
@@ -201,7 +203,7 @@ def run(site, check):
         assert {r["user"] for r in accounts} == {"alice"} and accounts[-1]["executable"] == "/usr/local/bin/vectorAdd", accounts[-1]
     client.write("/etc/gpusession/conf.d/sessions.toml", CLASSES)
     client.ok("gpusession reload")
-    with check("a lease of class user comes with the first CUDA call, and all sessions of the user share it"):
+    with check("a lease of class user begins with the first CUDA call, and all sessions of the user share it"):
         client.until("gpusession status | grep -q 'is ready'", 20)
         assert "hers" not in client.ok(NAMES)
         seen = client.ok(f"ssh alice@client 'memFree; {NAMES}'")
@@ -211,7 +213,7 @@ def run(site, check):
         expect(client.ok("systemd-run --quiet --wait --pipe -p User=alice memFree"), OWN)
         assert client.ok(NAMES).split().count("hers") == 1 and lease(client, "hers") == hers
         expect(client.ok("ssh bob@client memFree"), EVERYONES)
-    with check("a lease of class background is the machine's as long as there is room, and yields to one that waits"):
+    with check("a lease of class background stays while there is room, and yields to a waiting lease"):
         client.until(f"{NAMES} | grep spare", 20)
         spare = client.ok(f"busctl call {MANAGER} GetLease s {lease(client, 'spare')}").split('"')[1]
         assert client.ok(f"busctl get-property org.gpusession1 {spare} org.gpusession1.Lease Class") == 's "background"'

@@ -21,8 +21,8 @@ def run(site, check):
     client, servers = site.client, site.servers
     with check("three hosts boot"):
         site.boot("client", "gpu1", "gpu2")
-    # A shell of alice's that is older than everything; the check "a shell older than the installation" of `login` is here, since
-    # this site is rebooted below.
+    # A shell that alice started before the installation. Its check, "a shell older than the
+    # installation", belongs to `login`, but this site is rebooted below.
     client.push([site.programs / "vectorAdd"], "/usr/local/bin")
     client.start("older", "until [ -e /tmp/go ]; do sleep 0.1; done; vectorAdd; echo status $?", user="alice")
     with check("packages install on both servers"):
@@ -35,22 +35,22 @@ def run(site, check):
         servers[0].ok("systemctl start gpuserver && systemctl is-active gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
         servers[0].until("gpuserver status", 20)
         expect(servers[0].ok("gpuserver gpus"), "simulated GPU")
-    with check("the other one takes over its authority, and locks its GPUs, as a server with NVIDIA's driver does"):
+    with check("the second server imports the pool's authority, and locks its GPUs, as a server with NVIDIA's driver does"):
         servers[1].write("/root/authority", servers[0].ok("gpuserver pool export"), "600")
         servers[1].ok("gpuserver pool import /root/authority && rm /root/authority")
         servers[1].ok("systemctl start gpuserver || { journalctl -u gpuserver -n 20 --no-pager; false; }")
         servers[1].until("gpuserver status", 20)
         expect(servers[1].ok("ls /run/lock/gpusession"), "GPU-")
         servers[1].ok("systemctl stop gpuserver")
-    with check("what root has changed while it is stopped is its own when it starts"):
+    with check("a starting server takes over files that root changed while it was stopped"):
         servers[1].ok("gpuserver token create --name nobody && gpuserver clients revoke stolen && systemctl start gpuserver")
         servers[1].until("gpuserver clients | grep 'stolen.*revoked'", 20)
         assert servers[1].ok("stat -c %U /var/lib/gpuserver/*.json | sort -u") == "gpuserver"
         servers[1].ok("gpuserver clients forget stolen && systemctl stop gpuserver")
-    with check("a value that is set while the server runs is kept in a file of its own"):
+    with check("a value set while the server runs is stored in a file of its own"):
         expect(servers[0].ok("gpuserver config set warm_workers 3 && gpuserver config get warm_workers --origin"), "90-runtime.toml")
         servers[0].ok("gpuserver config unset warm_workers")
-    with check("the client joins by a token from a credential when it starts"):
+    with check("the client joins with a token from a credential when it starts"):
         token = servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
         client.write("/etc/credstore/gpusession.token", token, "600")
         client.write("/etc/gpusession/conf.d/lease.toml", CLIENT)
@@ -59,16 +59,16 @@ def run(site, check):
         client.until("gpusession status | grep -q 'is ready'", 20)
     with check("alice runs vectorAdd by ssh, with nothing in her dotfiles"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
-    with check("the server's workers give up what they do not need"):
+    with check("the server's workers give up rights that they do not need"):
         servers[0].until("gpuserver ps --json | grep -q '\"state\": *\"warm\"'", 20)
         rows = json.loads(servers[0].ok("gpuserver ps --json"))["workers"]
         levels = {row["isolation"] for row in rows if row["state"] in ("warm", "active")}
         if levels != {"full"}:
             raise AssertionError(levels)
-    with check("so does a shell of hers that is older than the installation"):
+    with check("a shell that alice started before the installation runs vectorAdd, too"):
         client.ok("touch /tmp/go")
         expect(client.until("cat /run/older.out; grep -q status /run/older.out", 20), "sums right")
-    with check("after a reboot the GPUs are there again"):
+    with check("after a reboot the machine has its GPUs again"):
         client.lab("reboot")
         client.until("gpusession status | grep -q 'is ready'", 20)
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")

@@ -1,4 +1,4 @@
-"""More clients than GPUs: leases wait in the order in which they asked, everyone can see their place, and each gets its turn."""
+"""More clients than GPUs: leases wait in FIFO order, users see their place, each gets its turn."""
 from harness import Host, expect
 from scenarios.policy import lease
 
@@ -12,7 +12,7 @@ memory = "80%"
 name = "second"
 memory = "80%"
 """
-# alice at a prompt of a machine that waits.
+# alice at a prompt of a waiting machine.
 PROMPT = """
 set timeout 20
 spawn ssh -tt alice@client2
@@ -28,10 +28,10 @@ while 1 {
 expect -re {\\$ $} ; send "exit\\r"
 expect eof
 """
-# A machine's leases ask at the same time: which of them is the first is open.
+# A machine's leases are requested at the same time, so that their order is open.
 PLACES = ("gpusession list --json | python3 -c \"import json, sys; print(*sorted(f\\\"{l['position']}/{l['waiting']}\\\" "
           "for l in json.load(sys.stdin)['leases']))\"")
-# Who waits, as the server sees it.
+# Waiting clients, as the server reports them.
 QUEUE = "gpuserver queue --json | python3 -c 'import json, sys; print(*(row[\"client\"] for row in json.load(sys.stdin)[\"queue\"]))'"
 
 
@@ -46,39 +46,39 @@ def run(site, check):
         other.ok("systemctl enable --now gpusession")
         other.until(f"{PLACES} | grep -q '1/2 2/2'", 30)
         expect(other.ok("gpusession status"), "waiting, position 1 of 2")
-    with check("D-Bus, the journal and systemctl status say so too"):
+    with check("D-Bus, the journal and systemctl status show it too"):
         seen = "".join(other.ok(f"busctl get-property org.gpusession1 /org/gpusession1/lease/{name} org.gpusession1.Lease QueuePosition WaitsFor")
                        for name in ("first", "second"))
         assert all(text in seen for text in ("(uu) 1 2", "(uu) 2 2", "GPU(s) are wanted")), seen
-        expect(other.ok("journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=3c5bcca2e10b4c509583dce6a9babeb1 -o cat --no-pager"), "lease first waits: position")
+        expect(other.ok("journalctl --sync; journalctl -b -t gpusessiond MESSAGE_ID=3c5bcca2e10b4c509583dce6a9babeb1 -o cat --no-pager"), "lease first: waits: position")
         expect(other.ok("systemctl status gpusession --no-pager"), "waiting: position")
         expect(site.servers[0].ok("journalctl --sync; journalctl -b -t gpuserver MESSAGE_ID=1b2f23ff354d44fb8b9cec6cfd471c07 -o cat --no-pager"), "client2")
-    with check("alice reads it at her prompt there, once"):
+    with check("alice sees it at her prompt there, once"):
         other.write("/root/prompt.exp", PROMPT)
         seen = other.ok("expect /root/prompt.exp")
         assert seen.count("position 1 of 2") == 1, seen
-    with check("her programs are told to try again"):
+    with check("her programs get an error that asks to try again"):
         expect(other.fails("ssh alice@client2 vectorAdd"), "cudaErrorSystemNotReady")
-    with check("a third machine, which asks later, waits behind them: three machines and two GPUs"):
+    with check("a third machine, whose request is later, waits behind them: three machines and two GPUs"):
         site.install_client(third)
         token = site.servers[0].ok("gpuserver token create --name 'client*' 2>/dev/null")
         third.write("/etc/gpusession/conf.d/lease.toml", '[[lease]]\nname = "third"\nmemory = "80%"\n')
         third.ok(f"gpusession join gpu1 {token}")
         third.ok("systemctl enable --now gpusession")
         third.until(f"{PLACES} | grep -q 3/3", 30)
-    with check("GPUs that the first machine gives back go to those who have waited longest"):
+    with check("GPUs that the first machine releases go to the requests that have waited longest"):
         before = lease(client, "everyone")
         client.ok("gpusession release " + before)
         other.until("gpusession status | grep -q 'is ready: 2 GPU'", 60)
         expect(other.ok("ssh alice@client2 vectorAdd"), "sums right")
-        # It learns of that at its next try, which may be half a minute away.
+        # The client learns of that at its next try, up to half a minute later.
         site.servers[0].until(f"test \"$({QUEUE})\" = client3", 10)
     third.ok("systemctl stop gpusession")
     third.lab("down")
-    with check("and the first machine, which asks again, waits behind them"):
+    with check("the first machine, whose request is new, waits behind them"):
         client.ok("systemctl reload gpusession")
         client.until(f"{PLACES} | grep -q 1/1", 30)
-    with check("a machine that boots while others have everything is up without GPUs, waits in line, and gets its turn"):
+    with check("a machine that boots while others hold all GPUs is up without GPUs, waits in the queue, and gets its turn"):
         client.lab("reboot")
         client.until(f"{PLACES} | grep -q 1/1", 30)
         expect(client.ok("systemctl is-active multi-user.target gpusession.service"), "active\nactive")
