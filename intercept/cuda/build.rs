@@ -31,12 +31,15 @@ fn main() {
     write("errors.rs", gpusession_calls::errors_source());
     write("private_tables.rs", tables_source(Library::Libcuda));
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
-    // A call of the table that nobody has written must fail here, not in a program.
+    // A hand-written call of the table that is missing in `src/api` fails this link step, not a
+    // program.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,defs");
     gpusession_glibc::link();
 }
 
-/// The lines that find out for which client the call is, by one parameter after the other; all must agree.
+/// Generated lines that find the client of a call.
+///
+/// Each parameter with a role names a client, and all of them must name the same one.
 #[derive(Default)]
 struct Route {
     lines: String,
@@ -44,7 +47,9 @@ struct Route {
 }
 
 impl Route {
-    /// `client` is an expression.
+    /// Adds a parameter's client, given as an expression.
+    ///
+    /// The first one is the call's client; later ones must equal it.
     fn is(&mut self, client: &str) {
         if self.known {
             writeln!(self.lines, "        client.same({client})?;").unwrap();
@@ -54,7 +59,8 @@ impl Route {
         self.known = true;
     }
 
-    /// `binding` is a statement's left side that binds `other`.
+    /// Adds a parameter's client, which `binding`, the left side of a `let` statement, binds as
+    /// `other`.
     fn with(&mut self, binding: &str, value: &str) {
         writeln!(self.lines, "        let {binding} = {value}?;").unwrap();
         self.is("other");
@@ -77,13 +83,13 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
         };
         declarations.push(format!("r#{n}: {ty}"));
-        // The bytes of a structure as the client's worker takes it.
+        // Translates a structure's names of objects into those of the client's worker.
         let own = match p.role {
             Role::Object => format!("        let r#{n} = &objects::own(client, r#{n})?[..];\n"),
             Role::Resource => format!("        let r#{n} = &objects::resource(client, r#{n})?[..];\n"),
             _ => String::new(),
         };
-        // An answer's bytes as the program is told them.
+        // Translates names in an answer into those that the program knows.
         let told = match p.role {
             Role::Location(at) => format!("&objects::told_location(client, string(&mut r)?, {at})?"),
             Role::Resource => "&objects::told_resource(client, string(&mut r)?)?".into(),
@@ -116,7 +122,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             }
             Kind::Handle(kind) => {
                 if kind == "ctx" {
-                    // It is about the current context.
+                    // A context as an argument only works in the client of the current context.
                     route.with("other", "clients::get()");
                 }
                 route.with("other", &format!("clients::of(r#{n} as u64)"));
@@ -177,7 +183,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
         Some(twin) => format!("fn {name} / {twin} [default] "),
         None => format!("fn {name}"),
     };
-    // A call without a variant for per-thread streams means the default stream that everybody shares.
+    // A call without a per-thread variant always uses the legacy default stream.
     let default = match (twin, stream) {
         (None, Some(_)) => "        let default = crate::streams::Default::Legacy;\n",
         (Some(_), None) => "        let _ = default;\n",

@@ -1,4 +1,4 @@
-//! Generates the exports that need no code of their own from the table in `proto/nvml`.
+//! Writes the exports without hand-written code from the table in `proto/nvml`.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -17,8 +17,8 @@ fn main() {
                 let params: Vec<String> = names.iter().map(|n| format!("{n}: usize")).collect();
                 writeln!(
                     out,
-                    "/// # Safety\n/// As NVML demands.\n#[unsafe(no_mangle)]\npub unsafe extern \"C\" fn {name}({}) -> u32 {{\n    \
-                     // SAFETY: the program vouches for its pointers.\n    unsafe {{ crate::entry::forward({index}, &[{}]) }}\n}}",
+                    "/// # Safety\n/// Pointers are as NVML requires.\n#[unsafe(no_mangle)]\npub unsafe extern \"C\" fn {name}({}) -> u32 {{\n    \
+                     // SAFETY: by NVML's contract the program's pointers fit this call.\n    unsafe {{ crate::entry::forward({index}, &[{}]) }}\n}}",
                     params.join(", "),
                     names.join(", ")
                 )

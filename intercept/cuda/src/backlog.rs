@@ -1,5 +1,8 @@
-//! How far a thread may be ahead of its worker. Natively a thread whose stream's queue is full waits in its call; here what it has sent
-//! would fill the worker's memory, and the log would stop for all threads, with what the stream waits for behind it.
+//! Bound on how far a thread may run ahead of its worker.
+//!
+//! Natively a thread waits in its call when its stream's queue is full. Without this bound its
+//! frames would fill the worker's memory. The log would then stop for all threads, including those
+//! whose frames the stream waits for.
 
 use std::cell::Cell;
 
@@ -8,18 +11,20 @@ use gpusession_proto::frame::op;
 
 use crate::clients::{self, MOST};
 
-/// Bytes of frames after which a thread wants to know that the worker has got so far. It is at most twice as far ahead: some 17,000
-/// launches, where a driver takes about 1,000.
+/// Bytes of frames after which a thread marks the log and waits for its previous mark.
+///
+/// A thread is at most twice this far ahead: about 17,000 launches, where a driver takes about
+/// 1,000.
 const STEP: usize = 2 << 20;
 
 thread_local! {
-    /// By client: bytes since the last mark.
+    /// Bytes since the last mark, by client.
     static SENT: [Cell<usize>; MOST] = const { [const { Cell::new(0) }; MOST] };
     static MARKS: [Cell<Option<Begun>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     static DUE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The calling thread has sent a frame.
+/// Counts a frame that the calling thread has posted.
 #[inline]
 pub fn sent(client: u8, bytes: usize) {
     SENT.with(|sent| {
@@ -31,8 +36,9 @@ pub fn sent(client: u8, bytes: usize) {
     });
 }
 
-/// At the start of a call, where the thread holds no lock: waits until the worker has replayed what this thread sent before its last
-/// mark, if it has sent much since.
+/// Waits for the thread's last mark if the thread has posted [`STEP`] bytes since then.
+///
+/// Runs at the start of a call, where the thread holds no lock.
 #[inline]
 pub fn wait() {
     if DUE.get() {
@@ -49,7 +55,7 @@ fn mark() {
         }
         SENT.with(|sent| sent[number].set(0));
         let Some(client) = clients::by_number(number as u8) else { continue };
-        // The call that this one is part of says that the connection is lost.
+        // An error needs no report: the call that follows finds the connection lost, too.
         if let Some(begun) = MARKS.with(|marks| marks[number].take()) {
             let _ = client.link.finish_mark(begun);
         }

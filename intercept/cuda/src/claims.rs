@@ -1,6 +1,8 @@
-//! Addresses that the driver picks itself: variables of modules, memory of pools. When the program is first told of one, its own
-//! process reserves the same addresses, so that nothing else can come to lie there. Where something lies already the program gets
-//! an error that is counted: a copy that took one for the other would be wrong without a word.
+//! Addresses that the driver chooses itself: variables of modules, memory of pools.
+//!
+//! When the program first learns such an address, the process reserves the same range, so that no
+//! other memory can come to lie there. If the process has memory there already, the call fails and
+//! the collision is counted. Otherwise a copy could silently take host memory for device memory.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -13,15 +15,18 @@ use crate::entry::{NOT_SUPPORTED, Result};
 use crate::trace;
 use crate::window::{self, PAGE};
 
-/// What is reserved for one worker's driver. What another worker's driver has picked collides, too.
+/// Ranges that the process has reserved for one worker's driver.
+///
+/// A range that another worker's driver has chosen collides, too.
 #[derive(Default)]
 pub struct Claims {
-    /// First byte to end. It stays so: the driver gives the same addresses out again.
+    /// End of each range, by first byte. A range stays, because the driver uses its addresses
+    /// again.
     claimed: Mutex<BTreeMap<u64, u64>>,
     collisions: AtomicU64,
 }
 
-/// The pages that a range touches, as first byte and end.
+/// Returns the first byte and the end of the pages that a range touches.
 fn pages(base: u64, size: u64) -> Result<(u64, u64)> {
     let end =
         base.checked_add(size).and_then(|end| end.checked_next_multiple_of(PAGE)).ok_or(NOT_SUPPORTED)?;
@@ -29,12 +34,13 @@ fn pages(base: u64, size: u64) -> Result<(u64, u64)> {
 }
 
 impl Claims {
-    /// How many ranges of the driver's were refused.
+    /// Number of the driver's ranges that were refused.
     pub fn collisions(&self) -> u64 {
         self.collisions.load(Ordering::Relaxed)
     }
 
-    /// Reserves a range that the driver has picked, unless it is reserved already.
+    /// Reserves the pages of a range that the driver has chosen, except those that are reserved
+    /// already.
     pub fn claim(&self, what: &str, base: u64, size: u64) -> Result {
         let (mut at, end) = pages(base, size)?;
         let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +58,7 @@ impl Claims {
                 ));
                 return Err(NOT_SUPPORTED);
             }
-            // Neighbours become one.
+            // Merges adjacent ranges.
             let start = before.filter(|(_, until)| *until == at).map_or(at, |(start, _)| start);
             (at, until) = (until, claimed.remove(&until).unwrap_or(until));
             claimed.insert(start, until);
@@ -61,11 +67,12 @@ impl Claims {
     }
 }
 
-/// Lets the program touch a range that was claimed.
+/// Gives the program access to a claimed range.
 pub fn open(base: u64, size: u64) -> Result {
     let (start, end) = pages(base, size)?;
     let pointer = NonNull::new(start as *mut _).ok_or(NOT_SUPPORTED)?;
-    // SAFETY: pages that were reserved for this; what shares them keeps its contents.
+    // SAFETY: `claim` reserved these pages for the driver's range, so they are ours. Variables that
+    // share a page keep their contents.
     unsafe { mprotect(pointer, (end - start) as usize, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }
         .map_err(|_| NOT_SUPPORTED)
 }
@@ -88,7 +95,7 @@ mod tests {
         assert_eq!(others.claim("a test", AT, PAGE), Err(NOT_SUPPORTED), "another worker's");
         assert_eq!((claims.collisions(), others.collisions()), (1, 1));
         assert_eq!(open(AT, PAGE), Ok(()));
-        // SAFETY: opened just now.
+        // SAFETY: `open` has just made this page readable and writable.
         unsafe { (AT as *mut u64).write(7) };
         assert_eq!(claims.claim("a test", u64::MAX - 8, 100), Err(NOT_SUPPORTED));
     }

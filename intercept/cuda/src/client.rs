@@ -1,4 +1,6 @@
-//! One worker of the process: its link, its devices, its contexts, its addresses.
+//! The process's side of one worker: link, devices, contexts, addresses.
+//!
+//! In this crate a client is such a [`Client`], and not a machine of the pool.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -25,44 +27,45 @@ const OFFERED: usize = 3;
 /// A context that the program created.
 #[derive(Clone, Copy)]
 pub struct Created {
-    /// Its device, as the worker numbers them.
+    /// Ordinal of its device on the worker.
     pub device: u32,
-    /// Its flags.
+    /// `CUctx_flags`
     pub flags: u32,
-    /// Version that was asked for.
+    /// API version, for `cuCtxGetApiVersion`.
     pub version: u32,
 }
 
-/// See the module.
+/// State for one worker of the process.
 pub struct Client {
-    /// Its number in the process, which is in its handles.
+    /// Number of the worker in the process, from 0; its handles contain it.
     pub number: u8,
-    /// The connection to the worker.
+    /// Connection to the worker.
     pub link: Arc<Link>,
-    /// What the driver on the server says its version is, but never more than this library implements.
+    /// CUDA version of the server's driver, at most [`NEWEST`].
     pub driver_version: i32,
-    /// Its devices.
+    /// The worker's devices, by ordinal there.
     pub devices: Vec<Device>,
     /// Contexts that the program created, by handle.
     pub created: RwLock<HashMap<u64, Created>>,
-    /// Where lies what the device may reach and whose address is chosen here.
+    /// Window and arena: memory that the device can reach at an address that this process chooses.
     pub whole_window: Range<u64>,
-    /// The part of it for pinned memory of ours, and for the device's addresses of registered memory.
+    /// Arena: pinned memory that the library allocates, and the device's addresses of registered
+    /// memory.
     pub host_arena: Range<u64>,
-    /// Addresses that its driver has picked.
+    /// Addresses that the worker's driver has chosen.
     pub claims: Claims,
-    /// What of its log is known to be complete.
+    /// Positions up to which the log's work is known to be done.
     pub positions: Positions,
     window: Mutex<Window>,
     events: OnceLock<bool>,
     sticky: AtomicI32,
 }
 
-/// Why there is no worker.
+/// Reason why a worker cannot serve.
 pub struct Failed {
-    /// What the program is told; none where it does not answer, and another one may serve.
+    /// Status for the program; `None` if the worker did not answer, so that another one may serve.
     pub status: Option<i32>,
-    /// One line for a person.
+    /// One line of text for people.
     pub reason: String,
 }
 
@@ -73,27 +76,28 @@ impl From<i32> for Failed {
     }
 }
 
-/// The newest CUDA version whose calls this library knows.
+/// Newest CUDA version whose calls this library knows.
 pub const NEWEST: i32 = 13_000;
 
 fn malformed(_: BadFrame) -> i32 {
     UNKNOWN
 }
 
-/// The worker is gone: sticky.
+/// Returns the status of a call whose link is lost; it is sticky.
 pub fn unavailable(_: Lost) -> i32 {
     DEVICE_UNAVAILABLE
 }
 
-/// What a worker says unasked; its client's number.
+/// Receiver of a worker's unsolicited frames, with the number of its client.
 struct Events(u8);
 
 impl gpusession_link::Events for Events {
     fn output(&self, out: &[u8], err: &[u8]) {
-        // Through the program's own stdio, so that it mixes with the program's lines in order.
+        // Goes through the program's own stdio, to keep the order with the program's lines.
         for (text, stream) in [(out, c_stdout()), (err, c_stderr())] {
             if !text.is_empty() {
-                // SAFETY: C's own stream and `text.len()` readable bytes.
+                // SAFETY: `stream` is one of C's standard streams, and `text` has `text.len()`
+                // readable bytes.
                 unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), stream) };
             }
         }
@@ -122,12 +126,12 @@ unsafe extern "C" {
 }
 
 fn c_stdout() -> *mut libc::FILE {
-    // SAFETY: C's standard stream, set before main.
+    // SAFETY: libc sets this pointer before main; the library only reads it.
     unsafe { stdout }
 }
 
 fn c_stderr() -> *mut libc::FILE {
-    // SAFETY: C's standard stream, set before main.
+    // SAFETY: libc sets this pointer before main; the library only reads it.
     unsafe { stderr }
 }
 
@@ -182,7 +186,7 @@ impl Client {
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(malformed)?;
         for device in &mut devices {
-            // A server of an earlier version ends before this: its devices reach nobody.
+            // An older server omits these; its devices then reach no other device.
             device.peers = (0..count).map(|_| Peer::read(&mut r).unwrap_or_default()).collect();
         }
         Ok(Self {
@@ -201,7 +205,7 @@ impl Client {
         })
     }
 
-    /// The line of `GPUSESSION_TRACE=summary`.
+    /// Prints the lines of `GPUSESSION_TRACE=summary`.
     pub fn print_summary(&self) {
         let waits = self.link.waits();
         trace::print(&format!(
@@ -216,7 +220,8 @@ impl Client {
         trace::print(&format!("gpusession: waits: {}", waits.join(", ")));
     }
 
-    /// Reads what the worker says unasked from now on, also while no thread waits for it.
+    /// Starts a thread that reads the worker's unsolicited frames, even while no thread waits for a
+    /// reply.
     pub fn serve_events(&'static self) -> Result {
         let serving = self
             .events
@@ -224,12 +229,12 @@ impl Client {
         if *serving { Ok(()) } else { Err(OUT_OF_MEMORY) }
     }
 
-    /// The window of device addresses.
+    /// Locks the window of device addresses.
     pub fn window(&self) -> MutexGuard<'_, Window> {
         self.window.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device of a context.
+    /// Returns the device of a context of this client.
     pub fn device_of(&self, ctx: u64) -> Result<&Device> {
         if handle::kind(ctx) != handle::CTX || handle::server(ctx) != self.number {
             return Err(INVALID_CONTEXT);
@@ -241,39 +246,41 @@ impl Client {
         created.get(&ctx).and_then(|c| self.devices.get(c.device as usize)).ok_or(INVALID_CONTEXT)
     }
 
-    /// Handle of a device's primary context: known without asking anyone.
+    /// Returns the handle of a device's primary context, without a round trip.
     pub fn primary(&self, local: u32) -> u64 {
         handle::make(handle::CTX, self.number, 1, local)
     }
 
-    /// A new handle.
+    /// Returns a new handle of a kind for this client's worker.
     pub fn mint(&self, kind: u8) -> u64 {
         handles::mint(kind, self.number)
     }
 
-    /// What the program is told in place of the worker's own name of an object (an address below 2^48).
+    /// Converts the worker's name of an object (an address below 2^48) into the program's.
     pub fn name(&self, object: u64) -> u64 {
         object | u64::from(self.number) << 48
     }
 
-    /// The other way round, for an object of this client.
+    /// Converts the program's name of an object of this client into the worker's.
     pub fn own(&self, named: u64) -> u64 {
         named ^ u64::from(self.number) << 48
     }
 
-    /// Whether a call that is for this client may also name another's things: an error if it is another's.
+    /// Returns an error if `other`, the client of a further argument, is another one.
     pub fn same(&self, other: &Self) -> Result {
         if self.number == other.number { Ok(()) } else { Err(clients::apart("an argument")) }
     }
 
-    /// What every frame says of the calling thread. A context of another client means nothing to this one's worker: it is told a
-    /// context of its own, as if one of its other devices were the current one.
+    /// Returns the thread and context that a frame of the calling thread names.
     #[inline]
     pub fn caller(&self) -> Caller {
         Caller { thread: thread::id(), ctx: handle::local(self.context()) }
     }
 
-    /// See above; 0 where no context is current.
+    /// Returns the current context, as this client's worker knows it; 0 if no context is current.
+    ///
+    /// A context of another client means nothing to this worker. The frame then names the primary
+    /// context of this client's first device.
     #[inline]
     pub fn context(&self) -> u64 {
         let current = thread::current();
@@ -281,7 +288,7 @@ impl Client {
         if known { current } else { self.primary(0) }
     }
 
-    /// Appends a frame to the log; never waits. Returns its position.
+    /// Appends a frame to the log and returns its position; never waits for the worker.
     #[inline]
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
         let counted = |w: &mut Writer<'_>| {
@@ -291,20 +298,21 @@ impl Client {
         self.link.post(op, self.caller(), counted).map_err(unavailable)
     }
 
-    /// Appends a frame, waits for the answer, and returns it if the driver says success.
+    /// Appends a frame and waits for the reply; a failure of the driver is an error.
     pub fn call(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         let reply = self.ask(op, body)?;
         self.told(reply.status)?;
         Ok(reply)
     }
 
-    /// The same, whatever the driver says.
+    /// Appends a frame and waits for the reply, which may hold a failure.
     pub fn ask(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         self.link.call(op, self.caller(), body).map_err(unavailable)
     }
 
-    /// What a call that has waited tells the program: its own status, or an error of a frame before it that the program
-    /// was not told yet.
+    /// Returns the result of a call that has waited.
+    ///
+    /// A failure of the call itself comes first, then a late error that no call has returned yet.
     pub fn told(&self, status: i32) -> Result {
         let late = self.link.take_late_error();
         self.remember(late);
@@ -316,7 +324,9 @@ impl Client {
         }
     }
 
-    /// An error of an earlier frame, told by a call that does not wait. One that spoils the context is told for ever.
+    /// Returns the late error, for a call that does not wait.
+    ///
+    /// Returns a sticky error of an earlier call every time.
     #[inline]
     pub fn late(&self) -> Result {
         let late = self.link.take_late_error();
@@ -336,12 +346,13 @@ impl Client {
         }
     }
 
-    /// From now on for every call; the first one is the cause.
+    /// Makes an error sticky; the first one stays, because it is the cause of the others.
     fn spoil(&self, status: i32) {
         let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// Appends a frame without waiting if `sure`, else waits for the driver's verdict.
+    /// Appends a frame and, unless `sure`, waits for the driver's verdict; returns the frame's
+    /// position.
     pub fn post_if(&self, sure: bool, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
         if sure {
             return self.post(op, body);
@@ -354,18 +365,21 @@ impl Client {
     }
 }
 
-/// Reads a word of an answer.
+/// Reads a word of a reply.
 pub fn word(r: &mut Reader<'_>) -> Result<u64> {
     r.word().map_err(malformed)
 }
 
-/// Reads a byte string of an answer.
+/// Reads a byte string of a reply.
 pub fn string<'a>(r: &mut Reader<'a>) -> Result<&'a [u8]> {
     r.bytes().map_err(malformed)
 }
 
 impl Drop for Client {
-    /// The program has none of its workers if it does not get them all.
+    /// Closes the link and returns the window.
+    ///
+    /// Runs only if the connection of another worker fails, because a program gets all its workers
+    /// or none.
     fn drop(&mut self) {
         self.link.close();
         window::withdraw(self.whole_window.start);

@@ -1,5 +1,7 @@
-//! All workers of the process, one for each of its leases, and which of them a call is for: the current context's, unless a handle
-//! or an address among the arguments is another one's.
+//! All workers of the process, one for each of its leases, and the selection of a call's worker.
+//!
+//! A call belongs to the current context's client, unless a handle or an address among its
+//! arguments belongs to another one.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,16 +21,16 @@ use crate::entry::{
 };
 use crate::{ranges, thread, trace};
 
-/// Most workers: each needs a window of addresses.
+/// Maximum number of workers; each needs a window of addresses.
 pub const MOST: usize = 8;
 
 struct Clients {
-    /// Nearly always the only one.
+    /// Client number 0, nearly always the only one.
     first: Client,
     more: Vec<Client>,
-    /// The program's devices in its order: number of the client, ordinal there.
+    /// The program's devices in its order: number of the client, ordinal on its worker.
     visible: Vec<(u8, u32)>,
-    /// What the daemon gave; held for as long as the process lives.
+    /// The daemon's grant; the end of its connection reports the process's exit.
     grant: Grant,
 }
 
@@ -49,10 +51,12 @@ pub fn init() -> Result {
     }
     let clients = CLIENTS.get_or_init(|| {
         let clients = Clients::connect()?;
-        // SAFETY: the handler only stores flags.
+        // SAFETY: the handler takes no arguments and only stores flags, as a handler in a forked
+        // child may.
         unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if trace::summary() {
-            // SAFETY: the handler reads counters of a static that is never dropped.
+            // SAFETY: the handler takes no arguments and reads counters of a static that is never
+            // dropped.
             unsafe { libc::atexit(print_summary) };
         }
         Ok(clients)
@@ -66,9 +70,10 @@ extern "C" fn print_summary() {
     }
 }
 
-/// The version that programs are told, from the first answer on always the same: runtimes ask before `cuInit`, when there
-/// is no worker yet, and compare later. The daemon knows what a worker would say; without an answer it is what this library
-/// implements.
+/// Returns the CUDA version that programs see; it never changes within a process.
+///
+/// Runtimes ask before `cuInit`, when no worker exists, and compare later. The daemon knows a
+/// worker's version; without an answer it is [`NEWEST`].
 pub fn driver_version() -> i32 {
     static TOLD: OnceLock<i32> = OnceLock::new();
     *TOLD.get_or_init(|| match CLIENTS.get() {
@@ -98,65 +103,69 @@ fn usable() -> Result<&'static Clients> {
     initialized()
 }
 
-/// The current context's client, without one the first; an error before `cuInit` and in a forked child.
+/// Returns the current context's client, or the first one without a context.
+///
+/// An error before `cuInit`, in a forked child and in a host function of a stream.
 #[inline]
 pub fn get() -> Result<&'static Client> {
     Ok(usable()?.current())
 }
 
-/// The same for the few calls that host functions of streams may make.
+/// Returns the client as [`get`] does, for the few calls that a host function may make.
 #[inline]
 pub fn even_in_host_function() -> Result<&'static Client> {
     Ok(initialized()?.current())
 }
 
-/// A client by number, as the link's own threads know it: none before `cuInit` has succeeded.
+/// Returns a client by number, for the link's own threads; none before `cuInit` has succeeded.
 pub fn by_number(number: u8) -> Option<&'static Client> {
     CLIENTS.get()?.as_ref().ok()?.by_number(number)
 }
 
-/// A client's worker is gone: for those who ask the daemon what became of the program. Before `cuInit` has succeeded it says so itself.
+/// Reports a lost worker to the daemon, which shows it to people.
+///
+/// Before `cuInit` has succeeded it has no effect, because [`init`] reports the failure itself.
 pub fn lost(number: u8, reason: &str) {
     if let Some(Ok(clients)) = CLIENTS.get() {
         clients.grant.lost(number.into(), reason);
     }
 }
 
-/// Whether there are several clients.
+/// Returns `true` if the program has several clients.
 #[inline]
 pub fn several() -> bool {
     matches!(CLIENTS.get(), Some(Ok(clients)) if !clients.more.is_empty())
 }
 
-/// All clients. What belongs to no context (a library) is on each.
+/// Returns all clients; a library, which belongs to no context, is on each.
 pub fn all() -> Result<impl Iterator<Item = &'static Client>> {
     Ok(usable()?.all())
 }
 
-/// The client of a handle, or of an object's name as [`Client::name`] made it.
+/// Returns the client of a handle, or of an object's name that [`Client::name`] made.
 pub fn of(object: u64) -> Result<&'static Client> {
     let clients = usable()?;
     if clients.more.is_empty() {
-        // A driver may name its objects as it likes.
+        // With one client names pass unchanged, and a driver may use any bits of them.
         return Ok(&clients.first);
     }
     clients.by_number(handle::server(object)).ok_or(INVALID_HANDLE)
 }
 
-/// The client of a context, and the context's device.
+/// Returns the client of a context, and the context's device.
 pub fn of_context(ctx: u64) -> Result<(&'static Client, &'static Device)> {
     let client = usable()?.by_number(handle::server(ctx)).ok_or(INVALID_CONTEXT)?;
     Ok((client, client.device_of(ctx)?))
 }
 
-/// The program's device of this ordinal, and its client.
+/// Returns the program's device with this ordinal, and its client.
 pub fn device(ordinal: i32) -> Result<(&'static Client, &'static Device)> {
     let clients = usable()?;
     let place = usize::try_from(ordinal).ok().and_then(|i| clients.visible.get(i));
     clients.at(*place.ok_or(INVALID_DEVICE)?)
 }
 
-/// The program's devices in order.
+/// Returns the program's devices in its order.
 pub fn devices() -> Result<impl ExactSizeIterator<Item = &'static Device>> {
     let clients = usable()?;
     let devices: Vec<_> =
@@ -164,16 +173,17 @@ pub fn devices() -> Result<impl ExactSizeIterator<Item = &'static Device>> {
     Ok(devices.into_iter())
 }
 
-/// The context to work in with memory of the device at this address; none for what is no such memory.
+/// Returns the context to use for device memory at this address; `None` for other memory.
 pub fn home(address: u64) -> Option<u64> {
     match ranges::find(address) {
         Some(range) => range.kind.on_device().then_some(range.ctx),
-        // Addresses that the program has reserved only, and the device's addresses of registered memory, are in no list.
+        // `ranges` has neither addresses that the program has only reserved, nor device addresses
+        // of registered memory.
         None => usable().ok()?.all().find(|c| c.whole_window.contains(&address)).map(|c| c.primary(0)),
     }
 }
 
-/// The same, if the memory is another client's.
+/// Returns the context as [`home`] does, if the memory belongs to another client.
 #[inline]
 pub fn elsewhere(client: &Client, address: u64) -> Option<u64> {
     if !several() {
@@ -182,34 +192,43 @@ pub fn elsewhere(client: &Client, address: u64) -> Option<u64> {
     home(address).filter(|ctx| handle::server(*ctx) != client.number)
 }
 
-/// The client whose device memory is at this address, else the current one.
+/// Returns the client whose device memory is at this address, or else the current one.
 pub fn at(address: u64) -> Result<&'static Client> {
     let here = get()?;
     elsewhere(here, address).map_or(Ok(here), of)
 }
 
-/// What a call about things of two leases answers. Everything that can be told apart is served or has an error of its own.
+/// Prints why a call with arguments of two leases fails, and returns its status.
+///
+/// Calls that can be split per lease are served, or have an error of their own.
 pub fn apart(what: &str) -> i32 {
-    trace::why(&format!("{what} of one lease cannot be used with another lease's"));
+    trace::why(&format!(
+        "{what}: belongs to another lease than the call; use memory and objects of one lease"
+    ));
     NOT_SUPPORTED
 }
 
-/// What the program's environment says of MPS: it acts where the GPU is, within what the lease has.
+/// Returns the program's variables for MPS, which act on the GPU's host, within the lease's limits.
 fn limits() -> Vec<(String, String)> {
     let set = |name: &&str| Some((name.to_string(), std::env::var(name).ok().filter(|v| v.len() <= 256)?));
     MPS_VARIABLES.iter().filter_map(set).collect()
 }
 
-/// How often workers are asked for, and for how long after the first time. One may end between the grant and the greeting (with
-/// its MPS server, say), and the next one serves.
+/// Number of requests for workers, and the time since the first one during which another may
+/// follow.
+///
+/// A worker may exit between grant and greeting, for example with its MPS server, and the next one
+/// serves.
 const ATTEMPTS: u32 = 3;
-const ATTEMPTS_FOR: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(250);
+const GRANT_TIMEOUT: Duration = Duration::from_secs(5);
+const GRANT_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A client for each endpoint; with those that are there already each ends when one fails, whose number is told.
+/// Opens a client for each endpoint.
+///
+/// If one fails, closes those that are open, and returns the number of the failed one.
 fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)> {
     if endpoints.len() > MOST {
-        trace::why(&format!("the program has {} leases: only the first {MOST} are used", endpoints.len()));
+        trace::why(&format!("{} leases: a program can use {MOST}; the others stay unused", endpoints.len()));
     }
     let one = |(number, endpoint)| Client::open(endpoint, number).map_err(|failed| (number, failed));
     (0..).zip(endpoints.iter().take(MOST)).map(one).collect()
@@ -231,14 +250,14 @@ impl Clients {
                 }
                 Err((number, Failed { status, reason })) => {
                     trace::why(&reason);
-                    let again = status.is_none() && attempt < ATTEMPTS && begun.elapsed() <= ATTEMPTS_FOR;
+                    let again = status.is_none() && attempt < ATTEMPTS && begun.elapsed() <= GRANT_TIMEOUT;
                     grant.unserved(number.into(), &reason, again);
                     if !again {
                         return Err(status.unwrap_or(SYSTEM_NOT_READY));
                     }
                 }
             }
-            std::thread::sleep(PAUSE * attempt);
+            std::thread::sleep(GRANT_RETRY_INTERVAL * attempt);
             attempt += 1;
         }
     }
@@ -261,7 +280,7 @@ impl Clients {
             visible.push((*number, device.local));
         }
         if visible.is_empty() {
-            trace::why("CUDA_VISIBLE_DEVICES names none of the program's GPUs");
+            trace::why("CUDA_VISIBLE_DEVICES: names none of the program's GPUs; unset it to use them all");
             return Err(NO_DEVICE);
         }
         let more = clients.split_off(1);

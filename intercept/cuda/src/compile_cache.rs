@@ -1,9 +1,12 @@
-//! What NVRTC compiled before: the driver keeps it for the compiler (in programs, and built into cuDNN), which asks through a private table.
-//! Without it cuDNN compiles attention anew for each length of a sequence. In memory for this process, and in the user's cache
-//! folder for the next ones.
+//! Cache of compiled code for NVRTC, in programs and inside cuDNN.
 //!
-//! Seen from outside, by what NVRTC 13 passes and does with the answers: slot 1 opens an entry by what is compiled, with what and by whom, 3 finds
-//! its bytes, 4 stores them, 6 gives back what 3 returned, 2 closes. Any error is a miss.
+//! The driver keeps this code, and the compiler requests it through a private table. Without the
+//! cache cuDNN compiles attention again for each length of a sequence. One copy is in memory for
+//! this process, another in the user's cache folder for later processes.
+//!
+//! Source of the interface: observation of the arguments and reactions of NVRTC 13. Slot 1 opens an
+//! entry by the compiler's input, options and version; slot 3 finds its bytes. Slot 4 stores bytes,
+//! slot 6 frees the result of slot 3, slot 2 closes the entry. Any error is a miss.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
@@ -18,9 +21,9 @@ use gpusession_proto::user_cache;
 
 use crate::entry::{INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, OUT_OF_MEMORY, bytes, give, guard};
 
-/// Most bytes of all entries in memory.
+/// Maximum bytes of all entries in memory.
 const IN_MEMORY: usize = 256 << 20;
-/// Longest entry, and longest input of the compiler.
+/// Maximum bytes of an entry, and of the compiler's input.
 const MAX_BYTES: usize = 256 << 20;
 
 type Key = [u8; 32];
@@ -31,7 +34,7 @@ struct Cache {
     memory: Mutex<HashMap<Key, Arc<[u8]>>>,
 }
 
-/// `None`: the program wants no cache.
+/// Returns the cache, or `None` if the program has disabled it.
 fn cache() -> Option<&'static Cache> {
     static CACHE: OnceLock<Option<Cache>> = OnceLock::new();
     CACHE.get_or_init(open).as_ref()
@@ -44,7 +47,9 @@ fn open() -> Option<Cache> {
     Some(Cache { folder: folder(), max: user_cache::max_bytes(), memory: Mutex::default() })
 }
 
-/// A program with more rights than its user keeps nothing where that user could change it.
+/// Creates and returns the cache folder; `None` for memory only.
+///
+/// A program with more rights than its user stores no code where that user could change it.
 fn folder() -> Option<PathBuf> {
     if grant::privileged() {
         return None;
@@ -77,7 +82,7 @@ impl Cache {
 
     fn store(&self, key: &Key, value: &[u8]) {
         self.remember(key, value.into());
-        // A file that cannot be written only costs time.
+        // A failed write only costs time later.
         if let Some(file) = self.file(key)
             && write(&file, value).is_ok()
             && let Some(folder) = &self.folder
@@ -87,7 +92,7 @@ impl Cache {
     }
 }
 
-/// A file is believed only if it is whole.
+/// Reads an entry's file; `None` unless its hash matches its contents.
 fn read(file: &Path) -> Option<Vec<u8>> {
     let mut hash = [0; 32];
     let mut value = Vec::new();
@@ -97,7 +102,8 @@ fn read(file: &Path) -> Option<Vec<u8>> {
     (blake3::hash(&value) == blake3::Hash::from_bytes(hash)).then_some(value)
 }
 
-/// Whole or not at all.
+/// Writes an entry's file under a temporary name and renames it, so that no reader sees a part of
+/// it.
 fn write(file: &Path, value: &[u8]) -> std::io::Result<()> {
     let temporary = file.with_extension(std::process::id().to_string());
     let mut target = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
@@ -108,7 +114,7 @@ fn write(file: &Path, value: &[u8]) -> std::io::Result<()> {
     written.inspect_err(|_| drop(std::fs::remove_file(&temporary)))
 }
 
-/// Deletes the oldest files until the rest is small enough.
+/// Deletes the oldest files until the rest has at most `max` bytes.
 fn trim(folder: &Path, max: u64) {
     let facts = |entry: std::fs::DirEntry| {
         let facts = entry.metadata().ok()?;
@@ -128,9 +134,9 @@ fn trim(folder: &Path, max: u64) {
     }
 }
 
-// --- The slots.
+// --- Functions of the private table.
 
-/// An entry that is being asked for.
+/// Key of an entry that the compiler has open.
 pub struct Entry(Key);
 
 #[allow(clippy::too_many_arguments, reason = "the interface is NVRTC's")]
@@ -159,7 +165,8 @@ pub extern "C" fn compile_open(
             if text.is_null() {
                 return Err(INVALID_VALUE);
             }
-            // SAFETY: a C string of the compiler's.
+            // SAFETY: the compiler passes a C string, which stays valid during the call; null was
+            // refused above.
             add(unsafe { CStr::from_ptr(text) }.to_bytes());
         }
         add(bytes(input, input_len)?);
@@ -169,19 +176,20 @@ pub extern "C" fn compile_open(
 
 pub extern "C" fn compile_close(entry: *mut Entry) -> i32 {
     if !entry.is_null() {
-        // SAFETY: from `compile_open`; the compiler closes an entry once.
+        // SAFETY: the pointer is not null, so it comes from `compile_open`; the compiler closes an
+        // entry once.
         drop(unsafe { Box::from_raw(entry) });
     }
     0
 }
 
-/// `value` is the caller's, which gives it back with `compile_free`.
+/// Finds an entry's bytes; the caller owns them and frees them with `compile_free`.
 pub extern "C" fn compile_find(entry: *const Entry, _: u64, value: *mut *mut c_void, len: *mut u32) -> i32 {
     guard("compile_cache_find", || {
-        // SAFETY: null, or from `compile_open` and not closed yet.
+        // SAFETY: the pointer is null, or comes from `compile_open` and is not closed yet.
         let Entry(key) = unsafe { entry.as_ref() }.ok_or(INVALID_VALUE)?;
         let found = cache().and_then(|cache| cache.find(key)).ok_or(NOT_FOUND)?;
-        // SAFETY: plain allocation; the bytes are copied into it whole.
+        // SAFETY: `malloc` has returned at least `found.len()` bytes, which nothing else uses.
         let copy = unsafe {
             let copy = libc::malloc(found.len().max(1));
             if copy.is_null() {
@@ -197,7 +205,7 @@ pub extern "C" fn compile_find(entry: *const Entry, _: u64, value: *mut *mut c_v
 
 pub extern "C" fn compile_store(entry: *const Entry, _: u64, value: *const c_void, len: usize) -> i32 {
     guard("compile_cache_store", || {
-        // SAFETY: null, or from `compile_open` and not closed yet.
+        // SAFETY: the pointer is null, or comes from `compile_open` and is not closed yet.
         let Entry(key) = unsafe { entry.as_ref() }.ok_or(INVALID_VALUE)?;
         if len > MAX_BYTES {
             return Err(NOT_SUPPORTED);
@@ -211,7 +219,7 @@ pub extern "C" fn compile_store(entry: *const Entry, _: u64, value: *const c_voi
 }
 
 pub extern "C" fn compile_free(value: *mut c_void) -> i32 {
-    // SAFETY: from `compile_find`, given back once.
+    // SAFETY: the pointer comes from `malloc` in `compile_find`, and the compiler frees it once.
     unsafe { libc::free(value) };
     0
 }

@@ -1,4 +1,5 @@
-//! Copies between the program's memory and the device, in the form that fits their size and the kind of host memory.
+//! Copies between the program's memory and the device, in the form that fits size and kind of
+//! memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,24 +15,31 @@ use crate::ranges::Range;
 use crate::streams::Stream;
 use crate::{host_functions, mapped, ranges, thread};
 
-/// Frames of bulk transfers and their chunks are queued in one order.
+/// Keeps chunks of bulk transfers queued in the order of their frames.
 static BULK: Mutex<()> = Mutex::new(());
 
-/// Largest host memory that the server is given a copy of for the sake of a host function, in bytes. Larger memory is waited for.
+/// Largest host memory that gets a mirror because of a host function, in bytes.
+///
+/// Copies with larger memory wait for the stream instead.
 const PLACED: u64 = 16 << 20;
 
-/// The same for what a copy brings to the host behind a function of a stream: larger memory may be waited for by copies from there.
+/// Largest target of a copy to the host that gets a mirror behind a function of a stream, in bytes.
+///
+/// Later copies from larger memory may have to wait for the stream.
 const PLACED_BEHIND: u64 = 1 << 20;
 
-/// Pinned or managed memory of the client that holds these bytes.
+/// Returns the client's pinned or managed memory that contains these bytes.
 fn known(client: &Client, address: usize, len: usize) -> Option<Range> {
     ranges::find(address as u64).filter(|r| {
         r.kind.on_host() && r.server() == client.number && r.size - (address as u64 - r.base) >= len as u64
     })
 }
 
-/// Copies from host memory where the server has it, in the stream's order, if it has it, or if a host function may still write to it. What
-/// other copies bring to it is waited for. `wait`: the program may change the source when this returns. False: the caller reads it now.
+/// Copies from the mirror of host memory in the stream's order, where order requires it.
+///
+/// That is memory with a mirror, and memory that a host function may still write to. Waits for
+/// other copies that write to the memory. With `wait` the program may change the source after the
+/// return. `false`: the caller reads the source now.
 pub fn done_there(
     mut cuboid: Cuboid,
     source: usize,
@@ -56,7 +64,7 @@ pub fn done_there(
         }
     }
     let placed = match cuboid.name_regions(client) {
-        // The server has no room for it.
+        // The worker has no room for a mirror.
         Err(OUT_OF_MEMORY) => return stream.ask(op::STREAM_SYNC).map(|()| false),
         placed => placed?,
     };
@@ -67,8 +75,10 @@ pub fn done_there(
     Ok(true)
 }
 
-/// Host to device, of the stream's lease. Pageable bytes are taken before this returns, pinned ones until the stream is synchronised, or
-/// before this returns if the call is to `wait`.
+/// Copies from the host to a device of the stream's lease.
+///
+/// Pageable bytes are read before the return; pinned ones until the stream is synchronized, or
+/// before the return with `wait`.
 pub fn to_device(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) -> Result {
     thread::within(stream.ctx, || upwards(target, source, len, stream, wait))
 }
@@ -94,7 +104,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if done_there(cuboid(), source, len, stream, wait)? {
         return Ok(());
     }
-    // Managed memory as its target.
+    // Whether the target is managed memory.
     let shown = mapped::any() && ranges::find(target).is_some_and(|r| r.kind.managed());
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
         w.word(target);
@@ -103,7 +113,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         w.word(u64::from(inline));
     };
     if len <= INLINE_MAX {
-        // SAFETY: the program vouches for the source.
+        // SAFETY: by the call's contract the program has `len` readable bytes at `source`.
         let bytes = unsafe { std::slice::from_raw_parts(source as *const u8, len) };
         let sure = ranges::is_device(client, target, len as u64);
         let seq = client.post_if(sure, op::COPY_TO_DEVICE, |w| {
@@ -127,8 +137,9 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     } else {
         stream.worked(seq)
     }
-    // SAFETY: pageable memory, or a synchronous call: this waits until the bytes are sent. Pinned memory: the program may change it
-    // only after it has synchronised, and freeing it synchronises.
+    // SAFETY: for pageable memory and synchronous calls, this function waits until the bytes are
+    // sent. Pinned memory must not change before the program has synchronized, and a free
+    // synchronizes.
     let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
     drop(order);
     if taken && !sent.wait() {
@@ -137,8 +148,11 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     upwards_done(source, len, stream, wait, shown)
 }
 
-/// A synchronous copy from pinned memory is complete when it returns, for every stream; one from pageable memory need not be. What it has
-/// brought to memory that the program sees, too, must be there.
+/// Ends a copy to the device.
+///
+/// A synchronous copy from pinned memory is complete at the return, for every stream; one from
+/// pageable memory need not be. A synchronous copy to managed memory also waits until the program's
+/// own copy has the data.
 fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: bool) -> Result {
     let client = stream.client;
     if wait && shown {
@@ -150,14 +164,17 @@ fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: b
     }
 }
 
-/// A copy with managed memory, which is the device's. `wait`: until the program's own copy of it is right, or may change again.
+/// Copies from or to managed memory as device memory.
+///
+/// With `wait`, returns when the program's own copy is right, or may change again.
 fn managed(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     copy::within_lease(target, source, len, stream)?;
     if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
 }
 
-/// A copy with host memory that the server has in its own memory meanwhile, so that nothing but the stream's order matters. On a stream
-/// that captures it is a node, whose launches exchange the memory.
+/// Copies with mirrors of host memory, so that only the stream's order matters.
+///
+/// On a capturing stream the copy becomes a node, and each launch exchanges the memory.
 pub fn in_order(mut cuboid: Cuboid, stream: &Stream) -> Result {
     let placed = cuboid.name_regions(stream.client)?;
     put(&cuboid, placed, stream)
@@ -186,7 +203,9 @@ fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Arc<Region>>), stream: &S
     client.late()
 }
 
-/// Device to host, of the stream's lease. `wait`: the program expects the bytes when the call returns (a synchronous copy, or pageable memory).
+/// Copies from a device of the stream's lease to the host.
+///
+/// `wait`: the program expects the bytes at the return (a synchronous copy, or pageable memory).
 pub fn from_device(target: usize, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     thread::within(stream.ctx, || downwards(target, source, len, stream, wait))
 }
@@ -214,7 +233,8 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         if range.kind.managed() {
             return managed(target as u64, source, len, stream, true);
         }
-        // What is behind it reads it where the server has it, or must not make the program wait for the host function.
+        // Later copies read the data from the mirror, or must not make the program wait for the
+        // host function.
         let placed = match due {
             Due::Nothing => 0,
             Due::Function => PLACED_BEHIND,
@@ -231,7 +251,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
                 Err(status) => return Err(status),
             }
         }
-        // A function of the graph could be made to wait for data that comes behind the graph.
+        // A function of the graph could otherwise wait for data that comes behind the graph.
         wait |= due == Due::Graph;
     }
     let wait = wait || !ranges::is_pinned(client, target as u64, len as u64);
@@ -246,7 +266,8 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         w.word(stream.handle);
         w.word(u64::from(wait));
         if bulk || !wait {
-            // SAFETY: the program vouches for the target until the copy is complete.
+            // SAFETY: by the call's contract the target has `len` writable bytes until the copy is
+            // complete.
             down.expect(w.seq(), unsafe { HostRange::new(target, len) }, stream.on(), !wait);
         }
     };
@@ -276,11 +297,12 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         if bytes.len() != len {
             return Err(UNKNOWN);
         }
-        // SAFETY: the program vouches for the target, which has `len` bytes.
+        // SAFETY: by the call's contract the target has `len` writable bytes; the reply has as
+        // many.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     }
     if bulk && mapped::any() {
-        // What kernels before it have changed in memory of the program is not there yet.
+        // Earlier kernels' changes of the program's memory have not arrived yet.
         return stream.ask(op::STREAM_SYNC);
     }
     stream.settle(seq);
@@ -288,7 +310,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     client.told(0)
 }
 
-/// Posts a frame whose bytes travel on the lanes; returns when they may be freed.
+/// Posts a frame whose bytes travel on the lanes; at the return the bytes are sent.
 pub fn bulk_post(
     client: &Client,
     op: u16,
@@ -298,7 +320,7 @@ pub fn bulk_post(
     let lanes = client.link.lanes().map_err(unavailable)?;
     let order = BULK.lock().unwrap_or_else(PoisonError::into_inner);
     let seq = client.post(op, body)?;
-    // SAFETY: this waits until the bytes are sent.
+    // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
     let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
     drop(order);
     if sent.wait() { Ok(seq) } else { Err(crate::entry::DEVICE_UNAVAILABLE) }

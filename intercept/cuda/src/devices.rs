@@ -1,55 +1,54 @@
-//! What is known of devices, and which of them the program sees.
+//! Facts about devices, and the selection that the program sees.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use gpusession_proto::frame::{BadFrame, Reader};
 use gpusession_proto::readings::uuid_text;
 
-/// What is known of a device; told once by the worker.
+/// Facts about a device, from the worker's greeting.
 pub struct Device {
-    /// Its ordinal on its worker.
+    /// Ordinal on its worker.
     pub local: u32,
-    /// Its ordinal in the program; -1 where `CUDA_VISIBLE_DEVICES` hides it.
+    /// Ordinal in the program; -1 if `CUDA_VISIBLE_DEVICES` hides it.
     pub ordinal: i32,
-    /// Its name.
     pub name: Vec<u8>,
-    /// Its UUID.
+    /// UUID as the program sees it: changed by `told_apart` for the second share of one GPU.
     pub uuid: [u8; 16],
-    /// Its locally unique id.
+    /// Locally unique id (Windows only).
     pub luid: [u8; 8],
-    /// Node mask that goes with it.
+    /// Node mask of the locally unique id.
     pub luid_mask: u32,
-    /// Bytes of memory.
+    /// In bytes.
     pub total_memory: u64,
-    /// PCI address as the driver writes it.
+    /// PCI address in the driver's notation.
     pub pci: Vec<u8>,
-    /// Attributes by number; `None` where the driver knows none.
+    /// Values of `CUdevice_attribute` by number; `None` if the driver knows none.
     pub attributes: Vec<Option<i32>>,
-    /// Least and greatest stream priority.
+    /// Lowest and highest stream priority; the highest is the smaller number.
     pub priorities: (i32, i32),
-    /// Limits (`CUlimit`) by number.
+    /// Values of `CUlimit` by number; a negative value is the driver's error.
     pub limits: Vec<AtomicU64>,
-    /// Place of each pair of multiprocessors: two arrays one after the other.
+    /// Positions of the pairs of multiprocessors (TPCs): two arrays one after the other.
     pub tpcs: Vec<u8>,
-    /// What the driver says of this device and each other one of its worker, by ordinal there.
+    /// Relations to each device of the same worker, by ordinal there.
     pub peers: Vec<Peer>,
-    /// How often the primary context is retained.
+    /// Number of times that the program retains the primary context.
     pub retained: AtomicU32,
-    /// Flags of the primary context.
+    /// `CUctx_flags` of the primary context.
     pub primary_flags: AtomicU32,
 }
 
-/// What a device may do with another one's memory.
+/// Access of a device to another one's memory.
 #[derive(Default)]
 pub struct Peer {
-    /// Whether it reaches it.
+    /// Whether the device reaches the other one's memory.
     pub reached: bool,
-    /// `CUdevice_P2PAttribute` values from 1; `None` where the driver knows none.
+    /// `CUdevice_P2PAttribute` values from 1; `None` if the driver knows none.
     pub attributes: Vec<Option<i32>>,
 }
 
 impl Peer {
-    /// Reads what a worker says of one device and another one.
+    /// Reads a worker's description of one device's access to another one.
     pub fn read(r: &mut Reader<'_>) -> Result<Self, BadFrame> {
         let reached = r.word()? == 1;
         let value = |value| (value != u64::MAX).then_some(value as u32 as i32);
@@ -59,7 +58,7 @@ impl Peer {
 }
 
 impl Device {
-    /// Reads a worker's description of its device of this ordinal.
+    /// Reads a worker's description of its device with this ordinal.
     pub fn read(r: &mut Reader<'_>, local: u32) -> Result<Self, BadFrame> {
         let short = |_| BadFrame("device");
         let name = r.bytes()?.to_vec();
@@ -97,7 +96,8 @@ impl Device {
         })
     }
 
-    /// Takes what [`tell_apart`](gpusession_proto::readings::tell_apart) says of it.
+    /// Sets the UUID, and adds `more` to the PCI domain, as
+    /// [`tell_apart`](gpusession_proto::readings::tell_apart) decides.
     pub fn told_apart(&mut self, uuid: [u8; 16], more: u32) {
         const PCI_DOMAIN: usize = 50;
         self.uuid = uuid;
@@ -113,19 +113,21 @@ impl Device {
         }
     }
 
-    /// What it may do with another device of the same worker.
+    /// Returns the access to another device of the same worker.
     pub fn peer(&self, other: &Self) -> Option<&Peer> {
         self.peers.get(other.local as usize)
     }
 
-    /// An attribute by number, 0 where the driver knows none.
+    /// Returns an attribute by number, 0 if the driver knows none.
     pub fn attribute(&self, number: usize) -> i32 {
         self.attributes.get(number).copied().flatten().unwrap_or(0)
     }
 }
 
-/// Attributes that a network cannot give, or whose calls are not forwarded, are not claimed, whatever the card says of itself on its own
-/// machine.
+/// Returns an attribute's value, or 0 for features that this library cannot provide.
+///
+/// A network cannot give some of them, and the calls of others are not forwarded, whatever the card
+/// supports on its own host.
 fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
     const OVERRIDDEN: &[i32] = &[
         89,  // CONCURRENT_MANAGED_ACCESS
@@ -152,8 +154,10 @@ fn honest(attribute: i32, value: Option<i32>) -> Option<i32> {
     if OVERRIDDEN.contains(&attribute) { value.map(|_| 0) } else { value }
 }
 
-/// The places, in a list of devices' UUIDs, of those that `CUDA_VISIBLE_DEVICES` leaves, in its order: ordinals or the beginnings of
-/// UUIDs. As with NVIDIA's driver the list ends at what names no device, and one that names a device twice leaves none.
+/// Returns the devices that `CUDA_VISIBLE_DEVICES` selects, in its order, as indices into `uuids`.
+///
+/// An entry is an ordinal or the beginning of a UUID. As with NVIDIA's driver, the list ends at an
+/// entry that names no device, and naming a device twice selects none.
 pub fn visible(list: Option<&str>, uuids: &[[u8; 16]]) -> Vec<usize> {
     let Some(list) = list else { return (0..uuids.len()).collect() };
     let mut seen = Vec::new();

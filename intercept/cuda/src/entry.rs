@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// `CUresult`
 pub type Status = i32;
-/// What a driver call comes to.
+/// Result of a driver call; an `Err` is never success.
 pub type Result<T = ()> = std::result::Result<T, Status>;
 
 #[allow(missing_docs)]
@@ -40,7 +40,7 @@ mod codes {
 }
 pub use codes::*;
 
-/// Runs a call's body; a panic in it becomes `CUDA_ERROR_UNKNOWN`.
+/// Runs a call's body, and turns a panic into `CUDA_ERROR_UNKNOWN`.
 #[inline]
 pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
     let body = || {
@@ -56,8 +56,10 @@ pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
     status
 }
 
-/// Defines exported driver functions. With `/ TWIN [MODE]` the variant for per-thread default streams is defined too, and
-/// MODE tells the body which of the two was called.
+/// Defines exported driver functions.
+///
+/// `/ TWIN [MODE]` also defines the variant for per-thread default streams; MODE tells the body
+/// which of the two runs.
 macro_rules! driver {
     () => {};
     ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block $($rest:tt)*) => {
@@ -92,36 +94,38 @@ macro_rules! driver {
 }
 pub(crate) use driver;
 
-/// Exports the older names of a call whose prototype is the same.
+/// Exports older names of a call with the same prototype.
 macro_rules! alias {
     ($($old:ident = $new:ident($($arg:ident: $ty:ty),* $(,)?);)*) => { $(
         /// # Safety
         /// As the CUDA driver API documents for this call.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $old($($arg: $ty),*) -> i32 {
-            // SAFETY: the same contract.
+            // SAFETY: both functions have the same prototype and the same contract, which the
+            // caller keeps.
             unsafe { $new($($arg),*) }
         }
     )* };
 }
 pub(crate) use alias;
 
-/// Writes an answer where the program wants it; a null pointer is the program's error.
+/// Writes an answer through the program's pointer; a null pointer is an error.
 #[inline]
 pub fn give<T>(target: *mut T, value: T) -> Result {
     if target.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: by the contract of every driver call, a pointer for an answer is null or valid for its type.
+    // SAFETY: by the contract of every driver call, a pointer for an answer is null, which was
+    // checked, or valid for its type.
     unsafe { target.write_unaligned(value) };
     Ok(())
 }
 
-/// The same where the program may leave the pointer null.
+/// Writes an answer as [`give`] does, unless the pointer is null.
 #[inline]
 pub fn give_optional<T>(target: *mut T, value: T) {
     if !target.is_null() {
-        // SAFETY: as in `give`.
+        // SAFETY: the pointer is not null, so by the call's contract it is valid for its type.
         unsafe { target.write_unaligned(value) };
     }
 }
@@ -132,11 +136,12 @@ pub fn take<T: Copy>(source: *const T) -> Result<T> {
     if source.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: by the contract of every driver call, a pointer to an argument is null or valid for its type.
+    // SAFETY: by the contract of every driver call, a pointer to an argument is null, which was
+    // checked, or valid for its type.
     Ok(unsafe { source.read_unaligned() })
 }
 
-/// `len` bytes behind a pointer of the program.
+/// Returns the `len` bytes behind a pointer of the program.
 #[inline]
 pub fn bytes<'a>(source: *const std::ffi::c_void, len: usize) -> Result<&'a [u8]> {
     if len == 0 {
@@ -145,26 +150,28 @@ pub fn bytes<'a>(source: *const std::ffi::c_void, len: usize) -> Result<&'a [u8]
     if source.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: by the contract of every driver call, an array argument is null or as long as its count says.
+    // SAFETY: the pointer is not null, so by the call's contract the array is as long as its count
+    // says.
     Ok(unsafe { std::slice::from_raw_parts(source.cast(), len) })
 }
 
-/// A name behind a pointer of the program.
+/// Returns the C string behind a pointer of the program.
 pub fn name<'a>(source: *const std::ffi::c_char) -> Result<&'a std::ffi::CStr> {
     if source.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: by the contract of every driver call, a string argument is null or ends in a zero.
+    // SAFETY: the pointer is not null, so by the call's contract the string ends in a zero byte.
     Ok(unsafe { std::ffi::CStr::from_ptr(source) })
 }
 
-/// Copies text with its terminator into a buffer of the program, as much as fits.
+/// Copies text into a buffer of the program, cut to fit with its terminator.
 pub fn give_text(target: *mut std::ffi::c_char, len: i32, text: &[u8]) -> Result {
     if target.is_null() || len <= 0 {
         return Err(INVALID_VALUE);
     }
     let n = text.len().min(len as usize - 1);
-    // SAFETY: the program says that the buffer has `len` bytes.
+    // SAFETY: by the call's contract the buffer has `len` bytes, and text and terminator fit into
+    // them.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr().cast(), target, n);
         *target.add(n) = 0;

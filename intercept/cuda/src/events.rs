@@ -1,4 +1,4 @@
-//! Events as the program sees them: once known to have happened, they are answered without asking.
+//! Events as the program sees them; those known to have happened need no round trip.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -12,9 +12,7 @@ use crate::streams::{self, Capture, Stream};
 
 /// One event.
 pub struct Event {
-    /// Whose it is.
     pub client: &'static Client,
-    /// Its handle.
     pub handle: u64,
     /// `CUevent_flags`
     flags: u32,
@@ -26,7 +24,7 @@ pub struct Event {
 
 static EVENTS: RwLock<Vec<Option<Arc<Event>>>> = RwLock::new(Vec::new());
 
-/// Remembers a new event.
+/// Adds a new event to the table.
 pub fn add(client: &'static Client, new: u64, flags: u32) {
     let event = Arc::new(Event {
         client,
@@ -45,7 +43,7 @@ pub fn add(client: &'static Client, new: u64, flags: u32) {
     events[slot] = Some(event);
 }
 
-/// An event by handle.
+/// Returns an event by handle.
 pub fn find(event: u64) -> Result<Arc<Event>> {
     if handle::kind(event) != handle::EVENT {
         return Err(INVALID_HANDLE);
@@ -57,7 +55,7 @@ pub fn find(event: u64) -> Result<Arc<Event>> {
     }
 }
 
-/// Forgets an event.
+/// Removes an event from the table and returns it.
 pub fn take(event: u64) -> Result<Arc<Event>> {
     let found = find(event)?;
     EVENTS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(event) as usize] = None;
@@ -68,12 +66,14 @@ pub fn take(event: u64) -> Result<Arc<Event>> {
 const DISABLE_TIMING: u32 = 2;
 
 impl Event {
-    /// Whether a record on a stream without work is complete at once. One with a time is not: the time must be there.
+    /// Returns `true` if a record on an idle stream counts as complete at once.
+    ///
+    /// An event with timing does not count: its time comes from the device.
     pub fn is_immediate(&self, stream: &Stream) -> bool {
         self.flags & DISABLE_TIMING != 0 && stream.capture().is_none() && stream.quiet()
     }
 
-    /// The frame at this position records it.
+    /// Notes that the frame at this position records the event.
     pub fn record(&self, stream: &Arc<Stream>, seq: u64) {
         *self.covers.lock().unwrap_or_else(PoisonError::into_inner) =
             if streams::tracking(self.client) { stream.covers(seq) } else { Vec::new() };
@@ -81,40 +81,40 @@ impl Event {
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// It was recorded in a capture.
+    /// Notes that the event was recorded in a capture.
     pub fn captured_in(&self, capture: &Arc<Capture>) {
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = None;
         *self.captured.lock().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
     }
 
-    /// Transfers that are complete once it has happened: each stream up to a position.
+    /// Streams, each up to a position, whose transfers are complete once the event has happened.
     pub fn covers(&self) -> Vec<(On, u64)> {
         self.covers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether it was ever recorded outside of captures.
+    /// Returns `true` if the last record was outside of captures.
     pub fn recorded(&self) -> bool {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// The capture that it was recorded in.
+    /// Returns the capture of the last record.
     pub fn capture(&self) -> Option<Arc<Capture>> {
         self.captured.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Stream and position of its record, if that is not known to have happened.
+    /// Returns stream and position of the last record, unless it is known to have happened.
     pub fn pending(&self) -> Option<(Arc<Stream>, u64)> {
         let recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let known = self.happened.load(Ordering::Relaxed) >= recorded.1 || recorded.0.done(recorded.1);
         (!known).then_some(recorded)
     }
 
-    /// The record at this position was complete at once.
+    /// Notes that the record at this position was complete at once.
     pub fn is_past(&self, seq: u64) {
         self.happened.fetch_max(seq, Ordering::Relaxed);
     }
 
-    /// The record at this position is known to have happened, and so has what its stream did before.
+    /// Notes that the record at this position has happened, and all earlier work of its stream.
     pub fn has_happened(&self, stream: &Stream, seq: u64) {
         self.happened.fetch_max(seq, Ordering::Relaxed);
         stream.synced(seq);

@@ -1,4 +1,4 @@
-//! Kernels and functions: parameter layout and attributes, so that launches need no answer from the server.
+//! Kernels and functions: parameter layout and attributes, so that launches need no round trip.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
@@ -11,51 +11,50 @@ use crate::client::{Client, word};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::{clients, handles};
 
-/// Where a parameter is within the parameter buffer.
+/// Position of a parameter within the parameter buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Param {
-    /// Bytes from the start.
+    /// In bytes from the buffer's start.
     pub offset: u32,
-    /// Bytes.
+    /// In bytes.
     pub size: u32,
 }
 
 /// A kernel (of a library) or a function (of a module).
 pub struct Function {
-    /// Its handle.
     pub handle: u64,
-    /// Its mangled name.
+    /// Mangled, as the image has it.
     pub name: CString,
-    /// How it was looked up.
     how: How,
-    /// Library or module that it came from.
+    /// Handle of its library or module, or of the kernel behind `How::OfKernel`.
     pub parent: u64,
-    /// Its parameters.
+    /// In the order of the prototype.
     pub params: Vec<Param>,
-    /// Bytes of the parameter buffer.
+    /// Length of the parameter buffer in bytes.
     pub param_bytes: usize,
-    /// Clients whose workers know it, a bit for each: those that use a kernel. A function has one.
+    /// Clients whose workers know it, as a bit mask: for a kernel those that use it, for a function
+    /// one.
     known: Mutex<u64>,
     attributes: Mutex<Attributes>,
-    /// By the client's number, too.
+    /// Values that the driver has accepted, by client, kind of setting, key and device.
     settings: Mutex<HashMap<(u8, u32, i32, i32), i32>>,
     occupancy: Mutex<HashMap<(u8, Vec<u8>), u64>>,
 }
 
-/// Handles of one kind of object in order of their slots.
+/// Objects of one kind, by slot of their handle.
 type BySlot<T> = RwLock<Vec<Option<Arc<T>>>>;
 
 static FUNCTIONS: BySlot<Function> = RwLock::new(Vec::new());
-/// Functions by parent, context with the way of looking up, and name.
+/// Handles of functions by parent, context with the kind of lookup, and name.
 type ByName = HashMap<(u64, u64, CString), u64>;
 
 static BY_NAME: Mutex<Option<ByName>> = Mutex::new(None);
 static ACCEPTED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
-/// The device number that stands for "the function's own" in attribute calls.
+/// Device number for "the function's own" in attribute calls.
 pub const OWN_DEVICE: i32 = -1;
 
-/// How a function is looked up.
+/// Call that looks a function up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
     /// `cuModuleGetFunction`
@@ -66,7 +65,7 @@ pub enum How {
     OfKernel = 2,
 }
 
-/// A function by handle.
+/// Returns a function or kernel by handle.
 #[inline]
 pub fn find(function: u64) -> Result<Arc<Function>> {
     if handle::kind(function) != handle::FUNC {
@@ -79,23 +78,23 @@ pub fn find(function: u64) -> Result<Arc<Function>> {
     }
 }
 
-/// The same for calls that a kernel of a library cannot stand in for.
+/// Returns a function by handle; a kernel of a library is an error.
 pub fn own(function: u64) -> Result<Arc<Function>> {
     let found = find(function)?;
     if found.how == How::Kernel { Err(INVALID_HANDLE) } else { Ok(found) }
 }
 
-/// Looks a function up, asking the server at the first time.
+/// Looks a function up; only the first lookup asks the server.
 pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64> {
     let ctx = if how == How::Kernel { 0 } else { crate::thread::context()? };
-    // A kernel's function belongs to the context in which it is asked for.
+    // A kernel's function belongs to the context of the call.
     let key = (parent, ctx << 2 | how as u64, name);
     if let Some(known) =
         BY_NAME.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().get(&key)
     {
         return Ok(*known);
     }
-    // A kernel is every client's.
+    // A kernel belongs to all clients, so its handle has the number 0.
     let new = handles::mint(handle::FUNC, if how == How::Kernel { 0 } else { client.number });
     let (params, attributes) = match ask(client, new, parent, how, &key.2) {
         Ok(told) => told,
@@ -130,10 +129,10 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
     Ok(new)
 }
 
-/// Attributes by the client's number, attribute and device.
+/// Attributes by number of the client, attribute and device.
 type Attributes = HashMap<(u8, i32, i32), i32>;
 
-/// Makes a function known to a worker; returns what that says of it.
+/// Makes a function known to a worker; returns its parameters and attributes.
 fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<(Vec<Param>, Attributes)> {
     let reply = client.call(op::GET_FUNCTION, |w| {
         w.word(new);
@@ -159,7 +158,7 @@ fn ask(client: &Client, new: u64, parent: u64, how: How, name: &CStr) -> Result<
     Ok((params, attributes))
 }
 
-/// Forgets the functions of a module or library that is unloaded.
+/// Removes the functions of an unloaded module or library.
 pub fn forget(parent: u64) {
     let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
     let mut gone = HashSet::new();
@@ -175,19 +174,20 @@ pub fn forget(parent: u64) {
     names.get_or_insert_default().retain(|_, f| !gone.contains(f));
 }
 
-/// Forgets what was looked up in a context that is gone.
+/// Removes the lookups of a destroyed context.
 pub fn forget_context(ctx: u64) {
     let mut names = BY_NAME.lock().unwrap_or_else(PoisonError::into_inner);
     names.get_or_insert_default().retain(|(_, asked, _), _| *asked >> 2 != ctx << 2 >> 2);
 }
 
 impl Function {
-    /// The client whose worker answers questions about it: a kernel is every client's.
+    /// Returns the client to ask about it: for a kernel the current one.
     pub fn client(&self) -> Result<&'static Client> {
         if self.how == How::Kernel { clients::get() } else { clients::of(self.handle) }
     }
 
-    /// Makes sure that a client's worker knows it.
+    /// Makes a kernel known to a client's worker, unless it is; an error for another client's
+    /// function.
     pub fn reach(&self, client: &Client) -> Result {
         let bit = 1 << client.number;
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -204,7 +204,7 @@ impl Function {
         Ok(())
     }
 
-    /// An attribute for a device (of the client), asked for once.
+    /// Returns an attribute for a device of the client; only the first call asks the server.
     pub fn attribute(&self, client: &Client, attribute: i32, device: i32) -> Result<i32> {
         let lock = || self.attributes.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (client.number, attribute, device);
@@ -222,8 +222,10 @@ impl Function {
         Ok(value)
     }
 
-    /// Sets an attribute (`what` 0) or a cache configuration (1) or shared-memory configuration (2). The driver's verdict on a
-    /// value is asked for; setting what is set already says nothing new.
+    /// Sets an attribute (`what` 0), a cache configuration (1) or a shared-memory configuration
+    /// (2).
+    ///
+    /// Waits for the driver's verdict, unless the driver has accepted this value already.
     pub fn set(&self, client: &Client, what: u32, key: i32, value: i32, device: i32) -> Result {
         let lock = || self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         let setting = (client.number, what, key, device);
@@ -239,13 +241,14 @@ impl Function {
             w.word(if device == OWN_DEVICE { u64::MAX } else { device as u64 });
         })?;
         lock().insert(setting, value);
-        // A setting may change what the driver says of the function.
+        // A setting may change attributes and occupancy.
         self.attributes.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.occupancy.lock().unwrap_or_else(PoisonError::into_inner).clear();
         Ok(())
     }
 
-    /// An answer of the driver about occupancy, asked for once for each question.
+    /// Returns the driver's answer about occupancy; only the first call with a question asks the
+    /// server.
     pub fn occupancy(&self, client: &Client, question: Vec<u8>) -> Result<u64> {
         let lock = || self.occupancy.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (client.number, question);
@@ -268,7 +271,8 @@ impl Function {
     }
 }
 
-/// Whether the driver has accepted a launch of this shape before: then the next one need not wait for its verdict.
+/// Returns `true` if the driver has accepted a launch of this shape, so that the next one need not
+/// wait.
 #[inline]
 pub fn accepted(shape: u64) -> bool {
     if crate::thread::seen(shape, false) {
@@ -282,7 +286,7 @@ pub fn accepted(shape: u64) -> bool {
     known
 }
 
-/// The driver has accepted it.
+/// Notes that the driver has accepted a launch of this shape.
 pub fn accept(shape: u64) {
     ACCEPTED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(shape);
     crate::thread::seen(shape, true);

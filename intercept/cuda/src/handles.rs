@@ -1,25 +1,31 @@
-//! Numbers of handles. A slot is used once in the process, whichever worker the handle is for, so that tables by slot serve them all.
+//! Numbers of handles.
+//!
+//! No two live handles of a process share a slot, even for different workers, so one table by slot
+//! serves all workers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
 use gpusession_proto::handle;
 
-/// Freed slots of one kind that rest.
+/// Number of freed slots of one kind that stay unused.
 const RESTING: usize = 1 << 16;
-/// First slot of contexts that programs create; the slots below are the devices' primary contexts.
+/// First slot of contexts that programs create; the slots below hold the devices' primary contexts.
 pub const FIRST_CREATED: u32 = 256;
 
 #[derive(Default)]
 struct Slots {
     next: u32,
-    /// Oldest first. A slot rests before it is used again: frames of other threads that name it may still be waiting.
+    /// Freed slots with their last generation, oldest first.
+    ///
+    /// A slot rests before its next use, because frames of other threads may still name its old
+    /// handle.
     free: VecDeque<(u32, u16)>,
 }
 
 static SLOTS: Mutex<BTreeMap<u8, Slots>> = Mutex::new(BTreeMap::new());
 
-/// A new handle for a worker, by its number.
+/// Returns a new handle for the worker with this number.
 pub fn mint(kind: u8, server: u8) -> u64 {
     let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
     let slots = slots.entry(kind).or_default();
@@ -32,7 +38,7 @@ pub fn mint(kind: u8, server: u8) -> u64 {
     handle::make(kind, server, generation.wrapping_add(1), slot)
 }
 
-/// A handle's slot may be used again, with another generation.
+/// Frees a handle's slot for a later handle with another generation.
 pub fn retire(old: u64) {
     let mut slots = SLOTS.lock().unwrap_or_else(PoisonError::into_inner);
     let generation = (old >> 32) as u16;

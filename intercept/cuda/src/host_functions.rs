@@ -1,4 +1,6 @@
-//! Host functions: what the program wants called in a stream's order or by a graph, and whether one may still run before a copy.
+//! Host functions: callbacks that the program puts on a stream or into a graph.
+//!
+//! The module also tells whether one of them may still run before a copy.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -13,37 +15,39 @@ use crate::entry::Result;
 use crate::streams::{Stream, is_covered};
 use crate::{mapped, thread};
 
-/// A function that the program wants called in a stream's order.
+/// A program's function to call in a stream's order.
 #[derive(Clone, Copy)]
 pub enum HostFunction {
     /// `cuLaunchHostFunc`
     Plain(extern "C" fn(*mut c_void), usize),
-    /// `cuStreamAddCallback`: also told the stream and a status.
+    /// `cuStreamAddCallback`: also receives the stream and a status.
     Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
 }
 
 struct Registered {
     function: HostFunction,
-    /// A graph may call it again.
+    /// Whether the function stays registered, because a graph may call it again.
     keep: bool,
     client: &'static Client,
 }
 
-/// Position of work whose frame is still to be appended.
+/// Position of work whose frame is not appended yet.
 const NOT_YET: u64 = u64::MAX;
 
-/// Work on a stream that calls host functions: one of its own, or a launch of a graph, which may call some.
+/// Work on a stream that calls host functions.
+///
+/// It is a function of the stream, or a launch of a graph, which may call some.
 struct Calling {
     function: Option<u64>,
     on: Arc<Stream>,
-    /// Of launches that are taken together the first one and the last one.
+    /// Position of the first of several launches in one entry; `seq` is that of the last one.
     first: u64,
     seq: u64,
-    /// What the stream has come to before it.
+    /// Streams, each up to a position, whose work is complete before this work starts.
     after: Vec<(On, u64)>,
 }
 
-/// Launches on one stream that are told apart.
+/// Number of launches on one stream that get entries of their own; later ones join the last entry.
 const MOST_LAUNCHES: usize = 64;
 
 struct Host {
@@ -55,9 +59,9 @@ struct Host {
 }
 
 static HOST: Mutex<Option<Host>> = Mutex::new(None);
-/// How much such work there is: while there is none, copies pay one load.
+/// Number of entries in `calling`: at zero, a copy's check is a single load.
 static MAYBE_DUE: AtomicUsize = AtomicUsize::new(0);
-/// Functions of graphs: while there is none, launches pay one load.
+/// Number of functions of graphs: at zero, a launch's check is a single load.
 static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
 
@@ -77,7 +81,7 @@ impl Host {
     }
 
     fn forget(&mut self, over: impl Fn(On, u64) -> bool) {
-        // A function is over when it has run: nobody else says so.
+        // Only the end of a function's run completes it.
         self.calling.retain(|work| {
             work.function.is_some() || !(work.on.done(work.seq) || over(work.on.on(), work.seq))
         });
@@ -85,7 +89,7 @@ impl Host {
     }
 }
 
-/// Whether any may run.
+/// Returns `true` if any host function may still run.
 #[inline]
 pub fn any() -> bool {
     MAYBE_DUE.load(Ordering::Relaxed) > 0
@@ -95,7 +99,9 @@ fn host() -> MutexGuard<'static, Option<Host>> {
     HOST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Launches of graphs are complete, or gone with their context, by stream and position.
+/// Removes launches of graphs that are complete, or whose context was destroyed.
+///
+/// `over` reports them by stream and position.
 pub fn forget_launches(over: impl Fn(On, u64) -> bool) {
     if any()
         && let Some(host) = host().as_mut()
@@ -104,7 +110,9 @@ pub fn forget_launches(over: impl Fn(On, u64) -> bool) {
     }
 }
 
-/// Registers a host function: for the frame that is appended next to a stream (see [`appended`]), or for graphs, which may call it again.
+/// Registers a host function for the frame that is appended next to a stream, or for graphs.
+///
+/// After that frame the caller calls [`appended`]. A function of graphs stays registered.
 pub fn register(
     client: &'static Client,
     function: HostFunction,
@@ -132,7 +140,7 @@ pub fn register(
     Ok(id)
 }
 
-/// The frame that is appended next launches a graph on a stream; see [`appended`].
+/// Announces that the next frame launches a graph on a stream; [`appended`] follows.
 pub fn launching_graph(stream: &Arc<Stream>) {
     if OF_GRAPHS.load(Ordering::Relaxed) > 0
         && let Some(host) = host().as_mut()
@@ -143,7 +151,7 @@ pub fn launching_graph(stream: &Arc<Stream>) {
     }
 }
 
-/// The frame at this position does what was announced for the stream.
+/// Notes the position of the frame that was announced for the stream.
 pub fn appended(stream: &Stream, seq: u64) {
     if any()
         && let Some(host) = host().as_mut()
@@ -154,18 +162,18 @@ pub fn appended(stream: &Stream, seq: u64) {
     }
 }
 
-/// What may run before what is put on a stream next.
+/// Kind of host function that may run before the next work on a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Due {
     /// No host function.
     Nothing,
-    /// One that was put on a stream.
+    /// A function on a stream.
     Function,
-    /// A graph that may call some.
+    /// A graph that may call functions.
     Graph,
 }
 
-/// Whether host functions may still run before what is put on a stream next.
+/// Returns the kind of host function that may still run before the next work on a stream.
 pub fn due(stream: &Stream) -> Due {
     if !any() {
         return Due::Nothing;
@@ -182,7 +190,7 @@ pub fn due(stream: &Stream) -> Due {
         .unwrap_or(Due::Nothing)
 }
 
-/// The worker says that a host function is due.
+/// Queues a host function that the worker reports as due.
 pub fn call(id: u64) {
     if let Some(host) = host().as_mut() {
         host.due.push(id);
@@ -190,7 +198,9 @@ pub fn call(id: u64) {
     }
 }
 
-/// Runs host functions in the order in which they become due. They must not call CUDA, as the driver documents.
+/// Runs host functions in the order in which they become due.
+///
+/// They must not call CUDA, as the driver documents.
 fn run_host() {
     let mut locked = host();
     loop {
@@ -205,7 +215,7 @@ fn run_host() {
                 None => *keep && work.on.client.number == client.number,
             });
             let after: Vec<_> = before.flat_map(|work| &work.after).copied().collect();
-            // What is behind functions that have not run comes behind this one.
+            // Work behind another function that has not run comes behind this one, too.
             let later = h.calling.iter().filter(|work| work.function.is_some_and(|function| function != id));
             let later: Vec<_> = later.map(|work| (work.on.on(), work.first)).collect();
             Some((id, *function, *keep, (after, later), *client))
@@ -215,7 +225,7 @@ fn run_host() {
             continue;
         };
         drop(locked);
-        // What was copied to the program before must be there.
+        // Data that was copied to the program before this function must have landed.
         client.link.settle(|t| {
             is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
         });
@@ -223,7 +233,7 @@ fn run_host() {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
         });
-        // A link that is gone has nobody who waits.
+        // On a lost link no stream waits for the function's end.
         let _ = mapped::upload_after_host_function(client);
         let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         locked = host();

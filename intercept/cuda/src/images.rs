@@ -1,4 +1,6 @@
-//! Images that programs load: their length (the API gives none), their name (a hash), sending one that the server lacks.
+//! Images that programs load: length, hash, transfer to a server that lacks them.
+//!
+//! The API does not give an image's length; the hash serves as its name.
 
 use std::collections::HashSet;
 use std::ffi::{CStr, c_void};
@@ -12,18 +14,18 @@ use crate::entry::{INVALID_IMAGE, INVALID_VALUE, Result};
 const WRAPPER: u32 = 0x4662_43b1;
 const FATBIN: u32 = 0xba55_ed50;
 const ELF: u32 = 0x464c_457f;
-/// Bytes of an image in one frame.
+/// Maximum bytes of an image in one frame.
 const PIECE: usize = 1 << 20;
-/// An image longer than this is taken to be something else.
+/// Maximum length of an image in bytes; a longer one counts as invalid.
 const MAX_IMAGE: u64 = 4 << 30;
 
 fn read<T: Copy>(base: *const u8, offset: usize) -> T {
-    // SAFETY: callers read inside headers of images whose magic numbers they have checked; the program vouches for them, as
-    // it does to NVIDIA's driver.
+    // SAFETY: callers read a magic number, then inside the headers of that kind of image. The
+    // program vouches for the image, as it does to NVIDIA's driver.
     unsafe { base.add(offset).cast::<T>().read_unaligned() }
 }
 
-/// The bytes of an image that a program points at.
+/// Returns the bytes of the image at a program's pointer.
 pub fn bytes<'a>(image: *const c_void) -> Result<&'a [u8]> {
     if image.is_null() {
         return Err(INVALID_VALUE);
@@ -43,18 +45,20 @@ pub fn bytes<'a>(image: *const c_void) -> Result<&'a [u8]> {
     let len = match magic {
         FATBIN => u64::from(read::<u16>(base, 6)).checked_add(read::<u64>(base, 8)),
         ELF => Some(elf_length(base)?),
-        // Text, with its terminator: the driver looks for it.
-        // SAFETY: an image that is neither is PTX text ending in a zero, by the API's contract.
+        // PTX text, with its terminator, which the driver looks for.
+        // SAFETY: by the API's contract an image of no binary format is PTX text that ends in a
+        // zero byte.
         _ => Some(unsafe { CStr::from_ptr(base.cast()) }.to_bytes_with_nul().len() as u64),
     };
     match len {
-        // SAFETY: the image's own headers say how long it is; the program vouches for them.
+        // SAFETY: the length comes from the image's own headers or its terminator, and the program
+        // vouches for the image.
         Some(len) if len <= MAX_IMAGE => Ok(unsafe { std::slice::from_raw_parts(base, len as usize) }),
         _ => Err(INVALID_IMAGE),
     }
 }
 
-/// Length of an ELF image: the end of its last header, section or segment.
+/// Returns the length of an ELF image: the end of its last header, section or segment.
 fn elf_length(base: *const u8) -> Result<u64> {
     const CLASS_64: u8 = 2;
     const NO_BITS: u32 = 8;
@@ -83,14 +87,14 @@ fn elf_length(base: *const u8) -> Result<u64> {
 
 type Hash = [u8; 32];
 
-/// By the number of the client.
+/// Images that the server has, with the number of the client.
 static SENT: Mutex<Option<HashSet<(u8, Hash)>>> = Mutex::new(None);
 
-/// Makes sure that the server has an image, and returns its name.
+/// Sends an image unless the server has it, and returns its hash.
 pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
     let hash: Hash = *blake3::hash(image).as_bytes();
     let sent = (client.number, hash);
-    // One after the other: the pieces of two threads that load the same image would make another one.
+    // One thread at a time: the pieces of two threads that send the same image would mix.
     static OFFERING: Mutex<()> = Mutex::new(());
     let _one = OFFERING.lock().unwrap_or_else(PoisonError::into_inner);
     if SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().contains(&sent) {
@@ -106,7 +110,8 @@ pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
                 w.bytes(piece);
             })?;
         }
-        // Other threads' frames may overtake this one's, but not what it has an answer to.
+        // Checks the result, and puts the pieces before the frames that other threads post after
+        // this call.
         if !there()? {
             return Err(INVALID_IMAGE);
         }

@@ -1,8 +1,10 @@
-//! `libcuda.so.1` for programs on a machine without a GPU. Every call is answered from state that the process knows, or
-//! forwarded to the worker that serves the process. See `docs/architecture.md`.
+//! `libcuda.so.1` for programs on a machine without a GPU.
 //!
-//! Rules of code that lives inside other people's programs: nothing starts before `cuInit`, nothing unwinds into C, no
-//! signal handlers, nothing is printed but what `GPUSESSION_TRACE` asks for.
+//! The library answers a call from state that the process knows, or forwards it to the process's
+//! worker. See `docs/architecture.md`.
+//!
+//! Rules for code inside other people's programs: it starts nothing before `cuInit`, lets no panic
+//! unwind into C, handles no signals, and prints only the output that `GPUSESSION_TRACE` requests.
 #![allow(non_snake_case)]
 
 mod api;
@@ -32,11 +34,12 @@ mod thread;
 mod trace;
 mod window;
 
-/// Tells the server that this is not a GPU's driver (see `gpuserver`'s key `driver`).
+/// Marks this library, so that a server does not load it as its GPU driver (`gpuserver`'s key
+/// `driver`).
 #[unsafe(no_mangle)]
 pub static gpusession_marker: u32 = 1;
 
-/// What a call that is not supported answers; counted for `GPUSESSION_TRACE=missing`.
+/// Counts a call that is not supported for `GPUSESSION_TRACE=missing`, and returns its status.
 pub(crate) fn unsupported(name: &'static str) -> i32 {
     trace::missing(name);
     entry::NOT_SUPPORTED

@@ -1,10 +1,13 @@
-//! Host memory that the device can see: mapped pinned memory, managed memory, and host memory that a graph's copies name. The
-//! worker has a mirror of each region; what the program has changed goes up before work is launched, what the device has
-//! changed comes back when the program synchronises. A program and a kernel that poll the same memory while both run are not
-//! supported.
+//! Host memory that the device can see.
 //!
-//! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name goes up before launches of
-//! those graphs: nobody else promises that it still exists.
+//! It is mapped pinned memory, managed memory, and host memory that a graph's copies name.
+//!
+//! The worker has a mirror of each region. The program's changes go up before work is launched; the
+//! device's changes come back when the program synchronizes. A program and a kernel that poll the
+//! same memory while both run are not supported.
+//!
+//! Memory that kernels can name goes up before every launch. Memory that only graphs' copies name
+//! goes up before launches of those graphs, because the program promises its life only for these.
 
 use std::collections::HashMap;
 use std::io::IoSliceMut;
@@ -24,17 +27,17 @@ use crate::ranges::{self, Kind, Range};
 use crate::window::PAGE;
 use crate::{claims, clients, thread};
 
-/// How a region's memory is read.
+/// Way to read a region's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reading {
-    /// The program has promised that it exists.
+    /// The program has promised that the memory exists.
     Promised,
-    /// The program may have unmapped it: what cannot be read has not changed.
+    /// The program may have unmapped the memory: an unreadable part counts as unchanged.
     Guarded,
 }
 
 impl Reading {
-    /// Copies memory of the program that differs from what is known of it; `false` if it does not, or cannot be read.
+    /// Copies memory of the program to `to`; `false` if it equals `known` or cannot be read.
     fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
         if self == Self::Guarded {
             let len = to.len();
@@ -46,8 +49,9 @@ impl Reading {
                 Err(_) => {}
             }
         }
-        // SAFETY: the memory lives until `discard`, or as long as the graphs that are launched with it. The program may
-        // write to it meanwhile, as on a local card.
+        // SAFETY: the memory is readable until `discard`, or while graphs that name it are
+        // launched, as the program promised. The program may write to it meanwhile, as with a local
+        // card.
         let now = unsafe { std::slice::from_raw_parts(address as *const u8, to.len()) };
         if now == known {
             return false;
@@ -57,28 +61,28 @@ impl Reading {
     }
 }
 
-/// One region.
+/// A region of host memory with a mirror in a worker.
 pub struct Region {
     client: &'static Client,
     id: u64,
     base: usize,
     len: usize,
     kind: u64,
-    /// Where the worker has it, if that is said here.
+    /// The mirror's address, for kinds whose address this process chooses.
     there: u64,
-    /// The program's own memory, which is not registered: it lives as long as its program says, unknown to us.
+    /// Whether it is ordinary memory of the program, which the program may unmap without notice.
     pageable: bool,
     device: AtomicU64,
-    /// Kernels can name it.
+    /// Whether kernels can name it.
     everywhere: AtomicBool,
-    /// The worker has it.
+    /// Whether the worker has the mirror.
     made: AtomicBool,
-    /// What the worker knows; empty once the memory is gone.
+    /// The contents that the worker knows; empty once the memory is freed.
     shadow: Mutex<Vec<u8>>,
 }
 
 static REGIONS: RwLock<Vec<Arc<Region>>> = RwLock::new(Vec::new());
-/// While there is none, launches pay one load.
+/// Number of regions: at zero, a launch's check is a single load.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static NEXT: AtomicU64 = AtomicU64::new(1);
 /// One thread at a time sends changes, so that an older state never follows a newer one.
@@ -116,7 +120,7 @@ impl Region {
         }
     }
 
-    /// Its number, by which the worker knows it.
+    /// Number by which the worker knows the region.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -125,12 +129,12 @@ impl Region {
         address >= self.base && len <= self.len && address - self.base <= self.len - len
     }
 
-    /// Sends what the program has changed.
+    /// Sends the program's changes.
     fn upload(&self) -> Result {
         self.upload_part(0, self.len)
     }
 
-    /// The same for `len` bytes from an offset.
+    /// Sends the program's changes in the blocks of `len` bytes from an offset.
     pub fn upload_part(&self, offset: usize, len: usize) -> Result {
         self.upload_read(offset, len, Reading::Promised)
     }
@@ -149,7 +153,8 @@ impl Region {
         let first = offset / BLOCK * BLOCK;
         for offset in (first..offset.saturating_add(len).min(self.len)).step_by(BLOCK) {
             {
-                // The reader of the connection takes this lock too: it is not held while frames are sent.
+                // The connection's reader takes this lock, too, so it is not held while frames are
+                // sent.
                 let mut shadow = lock(&self.shadow);
                 if shadow.is_empty() {
                     return Ok(());
@@ -175,10 +180,10 @@ impl Region {
     }
 }
 
-/// Makes a region known to its worker.
+/// Creates a region's mirror in its worker.
 fn create(region: Region) -> Result<Arc<Region>> {
     let region = Arc::new(region);
-    // Known before the worker answers: what the memory holds there already comes before the answer.
+    // Known before the reply, because the mirror's present contents arrive before it.
     REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
     let made = region.client.ask(op::MIRROR_HOST, |w| {
         w.word(region.id);
@@ -209,18 +214,18 @@ fn drop_region(region: &Arc<Region>) {
     lock(&region.shadow).clear();
 }
 
-/// Whether there is any such memory.
+/// Returns `true` if any region exists.
 #[inline]
 pub fn any() -> bool {
     COUNT.load(Ordering::Relaxed) != 0
 }
 
-/// Whether the server has a copy of this pinned or managed memory, so that it is the one that streams work with.
+/// Returns `true` if pinned or managed memory has a mirror, which streams then work with.
 pub fn there(client: &Client, address: usize, len: usize) -> bool {
     any() && find(client, address, len).is_some_and(|r| !r.pageable)
 }
 
-/// Serialises the making of regions, so that none is made twice.
+/// Serializes the creation of regions, so that no memory gets two.
 static MAKING: Mutex<()> = Mutex::new(());
 
 fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
@@ -228,34 +233,34 @@ fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
     regions.iter().find(|r| r.client.number == client.number && r.contains(address, len)).cloned()
 }
 
-/// The region of an allocation of pinned or registered memory.
+/// Returns the region of an allocation of pinned or registered memory; creates it at first.
 fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     let Range { base, size, kind, .. } = *range;
     let _making = lock(&MAKING);
     if let Some(known) = find(client, base as usize, size as usize).filter(|r| !r.pageable) {
         return Ok(known);
     }
-    // With unified addressing kernels use pinned memory of ours by its own address. The program's own memory gets one in the arena
-    // for it, where neither side has anything else.
+    // With unified addressing, kernels use pinned memory of the arena by its own address.
+    // Registered memory gets a second address in the arena, which both sides have reserved.
     let mut region = Region::new(client, base, size, mirror::SAME, false, false);
     if !matches!(kind, Kind::Host(_)) {
         region.there = client.window().reserve_host(base % PAGE + size)? + base % PAGE;
     }
     let there = region.there;
-    // What copies bring to the program's memory from now on goes to the server's first.
+    // From now on copies to this memory go to the mirror first, so earlier ones must have landed.
     client.link.settle(|t| t.fills(base as usize, size as usize));
-    // It lives as long there as here.
+    // The mirror belongs to the allocation's context, and so ends with it.
     thread::within(range.ctx, || create(region)).inspect_err(|_| give_back(client, base, there, size))
 }
 
-/// Addresses that memory of the program's own had in the arena.
+/// Frees the second address of registered memory in the arena.
 fn give_back(client: &Client, base: u64, there: u64, size: u64) {
     if there != base {
         client.window().unreserve_host(there - base % PAGE, base % PAGE + size);
     }
 }
 
-/// Makes an allocation of pinned or registered memory visible to kernels; returns the device's address for it.
+/// Makes pinned or registered memory visible to kernels; returns the device's address for it.
 pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
     let range = ranges::find(base).filter(|r| r.base == base && r.size == size).ok_or(INVALID_VALUE)?;
     if range.server() != client.number {
@@ -269,8 +274,9 @@ pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
     Ok(region.device.load(Ordering::Relaxed))
 }
 
-/// An address among a kernel's parameters, or that a copy or fill takes for the device's: pinned memory counts as mapped from
-/// its first use on.
+/// Checks an address in a kernel's parameters, or of a copy or fill.
+///
+/// Pinned memory becomes mapped at its first such use.
 pub fn named(client: &'static Client, address: u64) -> Result {
     if !client.host_arena.contains(&address) && !clients::several() {
         return Ok(());
@@ -284,31 +290,34 @@ pub fn named(client: &'static Client, address: u64) -> Result {
     }
 }
 
-/// Makes managed memory of a program: device memory at `base`, which this process has mapped there too.
+/// Creates the mirror of managed memory: device memory at `base`, where this process has memory,
+/// too.
 pub fn map_managed(client: &'static Client, base: u64, size: u64) -> Result {
     create(Region::new(client, base, size, mirror::DEVICE, false, true)).map(|_| ())
 }
 
-/// Makes a managed variable, which the driver has put at an address of its own choice (claimed by the caller), accessible to
-/// the program there.
+/// Makes a managed variable accessible to the program at its address.
+///
+/// The driver chose the address, and the caller has claimed it.
 pub fn map_variable(client: &'static Client, base: u64, size: u64) -> Result {
     let _making = lock(&MAKING);
     if find(client, base as usize, size as usize).is_some() {
         return Ok(());
     }
     claims::open(base, size)?;
-    // An unloaded variable may have left something.
-    // SAFETY: pages of ours; the program has not been told of the variable yet.
+    // An unloaded variable may have left contents.
+    // SAFETY: `open` made these pages of ours writable, and the program does not know the variable
+    // yet.
     unsafe { std::ptr::write_bytes(base as *mut u8, 0, size as usize) };
     create(Region::new(client, base, size, mirror::MANAGED, false, true)).map(|_| ())
 }
 
-/// The region that a graph's copy means by `len` bytes of host memory from `address`, and where in it they are.
+/// Returns the region of host memory that a graph's copy names, and the memory's offset in it.
 pub fn for_graph(client: &'static Client, address: u64, len: u64) -> Result<(Arc<Region>, u64)> {
     if len == 0 || address == 0 {
         return Err(INVALID_VALUE);
     }
-    // Another lease's pinned memory is host memory like any other here.
+    // Another lease's pinned memory counts as ordinary host memory.
     let known = ranges::find(address)
         .filter(|r| r.server() == client.number && r.kind.on_host() && r.size - (address - r.base) >= len);
     let region = match known {
@@ -330,23 +339,23 @@ fn pageable(client: &'static Client, address: usize, len: usize) -> Result<Arc<R
         overlaps |= address < region.base + region.len && region.base < address + len;
     }
     if overlaps {
-        // Two mirrors of the same bytes would each miss what happens to the other within a graph.
-        crate::trace::why("copies of graphs name overlapping parts of pageable memory: allocate it pinned");
+        // Two mirrors of the same bytes would miss each other's changes within a graph.
+        crate::trace::why("copies in graphs: overlapping parts of pageable memory; allocate it pinned");
         return Err(NOT_SUPPORTED);
     }
     create(Region::new(client, address as u64, len as u64, mirror::ANYWHERE, true, false))
 }
 
-/// Gives up regions of pageable memory that no graph names any more.
+/// Discards regions of pageable memory that no graph names any more.
 fn reap(client: &Client) -> Result {
-    // One reference is in `regions`, one in the list that this looks at.
+    // One reference is in `REGIONS`, one in the list that `regions` returned.
     let unnamed =
         |r: &Arc<Region>| r.client.number == client.number && r.pageable && Arc::strong_count(r) == 2;
     let dead: Vec<_> = regions().into_iter().filter(unnamed).collect();
     if dead.is_empty() || crate::streams::capturing() {
         return Ok(());
     }
-    // A graph that is gone may still run.
+    // A destroyed graph may still run.
     client.call(op::CTX_SYNC, |_| {})?;
     dead.iter().try_for_each(discard)
 }
@@ -360,20 +369,23 @@ fn discard(region: &Arc<Region>) -> Result {
     gone
 }
 
-/// The memory that starts at `base` is about to be freed or unregistered; the caller has synchronised.
+/// Discards the region of memory at `base` before it is freed or unregistered; the caller has
+/// synchronized.
 pub fn unmap(base: u64) -> Result {
     let gone: Vec<_> = regions().into_iter().filter(|r| r.base == base as usize && !r.pageable).collect();
     gone.iter().try_for_each(discard)
 }
 
-/// Sends what the program has changed in memory that kernels can name. Call before work is launched.
+/// Sends the program's changes in memory that kernels can name; runs before work is launched.
 #[inline]
 pub fn upload(client: &Client) -> Result {
     if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
 }
 
-/// Sends what a host function has changed: work behind it may read that, and the worker compares what work behind it writes
-/// with what the program has. Pageable memory may be gone since the last launch of the graphs that name it.
+/// Sends the changes that a host function may have made.
+///
+/// Later work may read them, and the worker compares later results with the program's contents.
+/// Pageable memory may be unmapped since the last launch of the graphs that name it.
 pub fn upload_after_host_function(client: &Client) -> Result {
     if !any() {
         return Ok(());
@@ -388,14 +400,14 @@ fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
     usable_regions(client).iter().filter(|r| wanted(r)).try_for_each(|region| region.upload())
 }
 
-/// Regions that the worker of a client has.
+/// Returns the regions that have a mirror in a client's worker.
 fn usable_regions(client: &Client) -> Vec<Arc<Region>> {
     let mut regions = regions();
     regions.retain(|r| r.client.number == client.number && r.made.load(Ordering::Acquire));
     regions
 }
 
-/// The worker says what the device has changed.
+/// Takes the device's changes from the worker.
 pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
     let Some(region) = regions().into_iter().find(|r| r.id == region) else { return };
     let mut shadow = lock(&region.shadow);
@@ -404,16 +416,17 @@ pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
         return;
     };
     known.copy_from_slice(bytes);
-    // SAFETY: inside memory that lives until `discard`, which takes this lock, or as long as the graphs that wrote to it run.
+    // SAFETY: the check against the shadow keeps the bytes inside the region. Its memory is
+    // writable until `discard`, which takes this lock, or while the graphs that write to it run.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (region.base + offset) as *mut u8, bytes.len()) };
 }
 
 /// Regions that graphs and executable graphs name, by handle.
 static BY_GRAPH: Mutex<Option<HashMap<u64, Vec<Arc<Region>>>>> = Mutex::new(None);
-/// Graphs of nodes that were made or told, for nodes whose copy is changed.
+/// Graph of each node that the library has returned, for changes of a node's copy.
 static GRAPH_OF: Mutex<Option<HashMap<u64, u64>>> = Mutex::new(None);
 
-/// A graph, executable or not, names these regions from now on.
+/// Notes that a graph, executable or not, names these regions.
 pub fn graph_names(graph: u64, named: &[Arc<Region>]) {
     if named.is_empty() {
         return;
@@ -427,12 +440,12 @@ pub fn graph_names(graph: u64, named: &[Arc<Region>]) {
     }
 }
 
-/// What a graph names.
+/// Returns the regions that a graph names.
 pub fn graph_regions(graph: u64) -> Vec<Arc<Region>> {
     lock(&BY_GRAPH).as_ref().and_then(|graphs| graphs.get(&graph).cloned()).unwrap_or_default()
 }
 
-/// A graph is gone.
+/// Removes a destroyed graph.
 pub fn forget_graph(graph: u64) {
     if let Some(graphs) = lock(&BY_GRAPH).as_mut() {
         graphs.remove(&graph);
@@ -442,17 +455,17 @@ pub fn forget_graph(graph: u64) {
     }
 }
 
-/// A node belongs to a graph.
+/// Notes that a node belongs to a graph.
 pub fn node_of(node: u64, graph: u64) {
     lock(&GRAPH_OF).get_or_insert_default().insert(node, graph);
 }
 
-/// The graph of a node.
+/// Returns the graph of a node.
 pub fn graph_of(node: u64) -> Option<u64> {
     lock(&GRAPH_OF).as_ref().and_then(|nodes| nodes.get(&node).copied())
 }
 
-/// Sends what the program has changed in memory that this executable graph's copies name.
+/// Sends the program's changes in memory that an executable graph's copies name.
 pub fn upload_for_graph(exec: u64) -> Result {
     if !any() {
         return Ok(());

@@ -1,5 +1,6 @@
-//! What a worker's own numbers of devices and names of objects are to a program with several workers. A program with one is told
-//! them as they are.
+//! Translation of a worker's device numbers and object names for a program with several workers.
+//!
+//! With a single worker the names are equal on both sides.
 
 use crate::client::Client;
 use crate::clients;
@@ -16,7 +17,7 @@ fn put(structure: &mut [u8], at: usize, word: u64) {
     }
 }
 
-/// A list of objects of a client, as its worker names them.
+/// Translates a list of a client's objects, 8 bytes each, into the worker's names.
 pub fn own(client: &Client, objects: &[u8]) -> Result<Vec<u8>> {
     let mut own = objects.to_vec();
     for at in (0..own.len() / 8).map(|i| i * 8) {
@@ -30,8 +31,10 @@ pub fn own(client: &Client, objects: &[u8]) -> Result<Vec<u8>> {
 /// `CU_MEM_LOCATION_TYPE_DEVICE`
 const DEVICE: u32 = 1;
 
-/// Structures of `len` bytes, each with a `CUmemLocation` (type, then id) at byte `at`: with devices as their worker numbers them,
-/// and its client; without a device that of the current context.
+/// Translates the `CUmemLocation`s in structures of `len` bytes, each at byte `at` (type, then id).
+///
+/// Returns the structures with the worker's device numbers, and their client. Without a device
+/// among them, that is the current context's client.
 pub fn locations(structures: &[u8], len: usize, at: usize) -> Result<(Vec<u8>, &'static Client)> {
     let (mut own, mut found) = (structures.to_vec(), None);
     for at in (0..structures.len() / len).map(|i| i * len + at) {
@@ -45,7 +48,7 @@ pub fn locations(structures: &[u8], len: usize, at: usize) -> Result<(Vec<u8>, &
     Ok((own, found.map_or_else(clients::get, Ok)?))
 }
 
-/// The other way round, in an answer of a worker.
+/// Translates a `CUmemLocation` at byte `at` of a worker's answer into the program's device number.
 pub fn told_location(client: &Client, answer: &[u8], at: usize) -> Result<Vec<u8>> {
     let mut told = answer.to_vec();
     let location = word(answer, at)?;
@@ -57,17 +60,17 @@ pub fn told_location(client: &Client, answer: &[u8], at: usize) -> Result<Vec<u8
     Ok(told)
 }
 
-/// Where a `CUDA_RESOURCE_DESC` has its array, mipmapped array or address; its kind comes first.
+/// Offset of a `CUDA_RESOURCE_DESC`'s array, mipmapped array or address; its kind is at offset 0.
 const RESOURCE: usize = 8;
 const FIRST_ADDRESS: u32 = 2;
 
-/// A `CUDA_RESOURCE_DESC` as the client's worker takes it.
+/// Translates a `CUDA_RESOURCE_DESC` into the names of the client's worker.
 pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
     let mut own = description.to_vec();
     let resource = word(description, RESOURCE)?;
     if word(description, 0)? as u32 >= FIRST_ADDRESS {
         if clients::elsewhere(client, resource).is_some() {
-            return Err(clients::apart("a texture's or surface's memory"));
+            return Err(clients::apart("memory of a texture or surface"));
         }
     } else {
         client.same(clients::of(resource)?)?;
@@ -76,7 +79,7 @@ pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
     Ok(own)
 }
 
-/// The other way round.
+/// Translates a worker's `CUDA_RESOURCE_DESC` into the program's names.
 pub fn told_resource(client: &Client, answer: &[u8]) -> Result<Vec<u8>> {
     let mut told = answer.to_vec();
     if (word(answer, 0)? as u32) < FIRST_ADDRESS {

@@ -1,6 +1,8 @@
-//! Private tables of functions that NVIDIA's runtime and libraries ask the driver for (`cuGetExportTable`). Everything in
-//! them is local to the process; what they mean is public knowledge of several open-source drivers. Which tables there are, and
-//! which function of this module is behind which slot, says `proto/calls/tables.txt`.
+//! Private tables of functions that NVIDIA's runtime and libraries request (`cuGetExportTable`).
+//!
+//! All of their functions work inside the process; their meaning is known from several open-source
+//! drivers. `proto/calls/tables.txt` lists the tables, and the function of this module behind each
+//! slot.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -17,16 +19,16 @@ use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
 use crate::{thread, trace};
 
-/// A slot of a table.
+/// Address of a function, or a table's size in bytes in slot 0.
 type Slot = *const ();
 
-/// A table.
+/// Table of `N` slots.
 struct Slots<const N: usize>([Slot; N]);
 
-// SAFETY: addresses of functions and a size, never written.
+// SAFETY: the slots hold addresses of functions and a size, and no code writes them.
 unsafe impl<const N: usize> Sync for Slots<N> {}
 
-/// A slot that is not filled: answers NOT_SUPPORTED and is counted under its name.
+/// Makes a slot without implementation: it returns NOT_SUPPORTED and is counted under its name.
 macro_rules! unknown {
     ($slot:literal, $table:literal) => {{
         extern "C" fn slot() -> i32 {
@@ -42,7 +44,7 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/private_tables.rs"));
 }
 
-/// A table by its id. What is refused is counted.
+/// Finds a table by its id, and counts a refused or unknown one.
 pub fn find(id: &[u8; 16]) -> Option<*const c_void> {
     let id = u128::from_be_bytes(*id);
     let table = generated::find(id);
@@ -58,10 +60,11 @@ extern "C" fn nothing() -> i32 {
     0
 }
 
-// --- What runtimes before CUDA 12 load modules with, and the primary context's handle before it is retained.
+// --- Loading of modules by runtimes before CUDA 12, and the primary context before its first
+// retain.
 
 extern "C" fn cudart_load(module: *mut *mut c_void, image: *const c_void) -> i32 {
-    // SAFETY: the same contract as the public call.
+    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for the same two arguments.
     unsafe { crate::api::module::cuModuleLoadData(module, image) }
 }
 
@@ -72,7 +75,7 @@ extern "C" fn cudart_load_wrapper(
     _: *mut c_void,
     _: u32,
 ) -> i32 {
-    // SAFETY: as above.
+    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for `module` and `image`.
     unsafe { crate::api::module::cuModuleLoadData(module, image) }
 }
 
@@ -83,7 +86,7 @@ extern "C" fn cudart_load_header(
     _: *mut c_void,
     _: u32,
 ) -> i32 {
-    // SAFETY: as above.
+    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for `module` and `image`.
     unsafe { crate::api::module::cuModuleLoadData(module, image) }
 }
 
@@ -94,9 +97,9 @@ extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
     })
 }
 
-// --- The functions of a module, one by one: how cuFFT finds those of its callbacks.
+// --- The functions of a module, one by one: cuFFT finds its callbacks with them.
 
-/// Calls `visit(data, function, module)` for each function; returns how many there are.
+/// Calls `visit(data, function, module)` for each function; returns their number.
 extern "C" fn tools_functions(
     _ctx: *mut c_void,
     module: *mut c_void,
@@ -114,7 +117,7 @@ extern "C" fn tools_functions(
     functions.len() as u64
 }
 
-// --- Flags of tools that subscribed to the runtime: nobody ever does.
+// --- Flags of tools that subscribed to the runtime: always zero, because no tool subscribes.
 
 static HOOKS: [[u8; 8192]; 2] = [[0; 8192]; 2];
 
@@ -137,7 +140,8 @@ extern "C" fn tls_context(ctx: *mut *mut c_void) -> i32 {
     guard("tls_context", || give(ctx, thread::current() as *mut c_void))
 }
 
-// --- Values that libraries keep per context. Looked up at nearly every runtime call: answers are remembered per thread.
+// --- Values that libraries keep per context. Nearly every runtime call reads one, so each thread
+// remembers recent answers.
 
 type Destructor = Option<unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void)>;
 
@@ -148,19 +152,19 @@ struct Stored {
 }
 
 static STORAGE: Mutex<Option<HashMap<(u64, usize), Stored>>> = Mutex::new(None);
-/// Changes whenever something is stored or deleted: what threads remember is then asked for again.
+/// Changes with each stored or deleted value, which invalidates the threads' remembered answers.
 static EPOCH: AtomicU64 = AtomicU64::new(1);
 
 const REMEMBERED: usize = 16;
 
-/// The epoch, then context, key and value of what was found lately.
+/// Epoch of a thread's remembered answers, then context, key and value of each.
 type Recent = (u64, [(u64, usize, usize); REMEMBERED]);
 
 thread_local! {
     static RECENT: RefCell<Recent> = const { RefCell::new((0, [(0, 0, 0); REMEMBERED])) };
 }
 
-/// Null and -1 mean the current context.
+/// Returns the context that a library names; null and -1 mean the current one.
 fn storage_context(ctx: *mut c_void) -> Result<u64, i32> {
     match ctx as u64 {
         0 | u64::MAX => thread::context(),
@@ -230,7 +234,7 @@ extern "C" fn storage_get(value: *mut *mut c_void, ctx: *mut c_void, key: *mut c
     })
 }
 
-/// A context is gone: libraries' destructors for what they kept in it are called.
+/// Removes a destroyed context's values, and calls their libraries' destructors.
 pub fn forget_context(ctx: u64) {
     let mut gone = Vec::new();
     {
@@ -245,19 +249,20 @@ pub fn forget_context(ctx: u64) {
     }
     for (key, stored) in gone {
         if let Some(destructor) = stored.destructor {
-            // SAFETY: the library gave this function for this value, to be called once when the context goes.
+            // SAFETY: the library passed this function together with this value, to be called once
+            // when the context ends; the value is already out of the table.
             unsafe { destructor(ctx as *mut c_void, key as *mut c_void, stored.value as *mut c_void) };
         }
     }
 }
 
-// --- Small questions about a context.
+// --- Properties of a context.
 
 extern "C" fn checks_flags(_ctx: *mut c_void, flags: *mut u32, _: *mut *mut c_void) -> i32 {
     guard("checks_flags", || give(flags, 0))
 }
 
-/// A small number for a context, 1 for the first.
+/// Returns a unique number for a context, 1 for the first one.
 pub fn context_id(ctx: u64) -> u64 {
     (u64::from(handle::server(ctx)) << 32 | u64::from(handle::slot(ctx))) + 1
 }
@@ -266,9 +271,11 @@ extern "C" fn tools_context_id(ctx: *mut c_void, out: *mut u64) -> i32 {
     guard("tools_context_id", || give(out, if ctx.is_null() { 0 } else { context_id(ctx as u64) }))
 }
 
-// --- What the driver itself calls a stream, and a number for that: cuBLAS asks for its triangular solver, and so cuSOLVER.
+// --- The driver's own handle and number of a stream: cuBLAS needs them for its triangular solver,
+// hence cuSOLVER, too.
 
-/// The default streams have no handle of their own in the public interface, and here their reserved ones.
+/// Returns the driver's own handle of a stream; for the default streams that is their reserved
+/// handle.
 extern "C" fn tools_stream(
     _ctx: *mut c_void,
     stream: *mut c_void,
@@ -294,7 +301,7 @@ extern "C" fn tools_stream_id(_ctx: *mut c_void, stream: *mut c_void, out: *mut 
     })
 }
 
-// --- Where the multiprocessors are: cublasLt asks on Hopper.
+// --- Positions of the multiprocessors, which cublasLt requests on Hopper.
 
 extern "C" fn tpc_get(in_gpc: *mut *mut u8, gpc: *mut *mut u8) -> i32 {
     guard("tpc_get", || {
@@ -309,9 +316,9 @@ extern "C" fn tpc_get(in_gpc: *mut *mut u8, gpc: *mut *mut u8) -> i32 {
     })
 }
 
-/// A copy that the caller frees with `tpc_free`.
+/// Returns a copy that the caller frees with `tpc_free`.
 fn copy_out(bytes: &[u8]) -> Result<*mut u8, i32> {
-    // SAFETY: plain allocation; the bytes are copied into it whole.
+    // SAFETY: `malloc` has returned at least `bytes.len()` bytes, which nothing else uses.
     unsafe {
         let target = libc::malloc(bytes.len()).cast::<u8>();
         if target.is_null() {
@@ -323,7 +330,7 @@ fn copy_out(bytes: &[u8]) -> Result<*mut u8, i32> {
 }
 
 extern "C" fn tpc_free(in_gpc: *mut u8, gpc: *mut u8) -> i32 {
-    // SAFETY: both came from `copy_out`.
+    // SAFETY: both pointers come from `malloc` in `copy_out`, and the caller frees them once.
     unsafe {
         libc::free(in_gpc.cast());
         libc::free(gpc.cast());
@@ -331,7 +338,8 @@ extern "C" fn tpc_free(in_gpc: *mut u8, gpc: *mut u8) -> i32 {
     0
 }
 
-// --- The handshake between NVIDIA's runtime and its driver: each side computes the same digest of what they agree on.
+// --- The handshake between NVIDIA's runtime and its driver: both compute the same digest of shared
+// facts.
 
 const KEY: [u8; 16] = 0x146addae_53a9a752_aa084136_0bf55a9f_u128.to_be_bytes();
 
@@ -355,7 +363,8 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
     const PCI_DEVICE: usize = 34;
     const PCI_DOMAIN: usize = 50;
     let devices = clients::devices()?;
-    // SAFETY: both only read what the kernel and libc know of the calling thread.
+    // SAFETY: both functions have no preconditions; they only read facts about the process and the
+    // calling thread.
     let (pid, this) = unsafe { (libc::getpid(), libc::pthread_self()) };
     let mut message = Vec::with_capacity(48 + 28 * devices.len());
     message.extend_from_slice(&(clients::driver_version() as u32).to_ne_bytes());

@@ -1,34 +1,34 @@
-//! `cuGetProcAddress`: the newest variant of a call whose prototype the program's CUDA version knows.
+//! `cuGetProcAddress`: finds the newest variant of a call whose prototype the program's CUDA
+//! version knows.
 
 use crate::client::NEWEST;
 
 /// One variant of a call.
 pub struct ProcAddress {
-    /// The name that is asked for.
+    /// Name without version suffix, as programs request it.
     pub base: &'static str,
-    /// First CUDA version of this prototype.
+    /// First CUDA version with this prototype, as 1000 * major + 10 * minor.
     pub version: u32,
-    /// For per-thread default streams.
+    /// Whether it is the variant for per-thread default streams.
     pub per_thread: bool,
-    /// The exported function.
     pub function: unsafe extern "C" fn(),
 }
 
 include!(concat!(env!("OUT_DIR"), "/proc_addresses.rs"));
 
-/// Why there is no answer.
+/// Reason why no variant fits.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// No call of that name.
+    /// No call has this name.
     Symbol,
-    /// The call is younger than the program's version.
+    /// Only newer CUDA versions than the program's have the call.
     Version,
 }
 
 /// Finds a call for a program of CUDA version `version` (1000 * major + 10 * minor).
 pub fn find(name: &[u8], version: i32, per_thread: bool) -> Result<unsafe extern "C" fn(), Missing> {
     let start = PROC_ADDRESSES.partition_point(|row| row.base.as_bytes() < name);
-    // As a driver of the version that programs are told: it knows of nothing younger.
+    // Rows above NEWEST stay hidden, because a driver of the reported version would not have them.
     let rows = PROC_ADDRESSES[start..]
         .iter()
         .take_while(|row| row.base.as_bytes() == name)
@@ -40,7 +40,8 @@ pub fn find(name: &[u8], version: i32, per_thread: bool) -> Result<unsafe extern
         if i64::from(row.version) > i64::from(version) || (row.per_thread && !per_thread) {
             continue;
         }
-        // Rows come by version; of one version the variant for per-thread streams is last and wins where it is wanted.
+        // Rows are sorted by version. Within a version the per-thread variant is last and wins if
+        // requested.
         if best.is_none_or(|b: &ProcAddress| row.version > b.version || row.per_thread || !b.per_thread) {
             best = Some(row);
         }
@@ -72,7 +73,7 @@ mod tests {
         assert_eq!(find(b"cuGraphAddNode", 11000, false).unwrap_err(), Missing::Version);
         assert!(is(find(b"cuStreamSynchronize", 2000, false), "cuStreamSynchronize"));
         assert!(is(find(b"cuStreamSynchronize", 7000, true), "cuStreamSynchronize_ptsz"));
-        // A version in which the per-thread variant did not exist yet gets the ordinary one.
+        // A version before the per-thread variant's first gets the ordinary one.
         assert!(find(b"cuStreamSynchronize", 2000, true).is_ok());
         let one = find(b"cuCtxSynchronize", 2000, false).unwrap();
         let two = find(b"cuCtxSynchronize", 13000, false).unwrap();

@@ -1,4 +1,4 @@
-//! What the program's pointers are: device memory and pinned host memory by address.
+//! The program's allocations by address: device memory and pinned host memory.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -9,18 +9,18 @@ use gpusession_proto::handle;
 use crate::client::Client;
 use crate::clients;
 
-/// What an address range is.
+/// Origin of an address range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// `cuMemAlloc` and its like, out of the window.
+    /// `cuMemAlloc` and similar calls, out of the window.
     Device,
-    /// The program's own mapping (`cuMemMap`), of its device's primary context.
+    /// The program's own mapping (`cuMemMap`), under its device's primary context.
     Mapped,
     /// A pool's memory (`cuMemAllocAsync`).
     Pool,
     /// A module's variable.
     Global,
-    /// Pinned host memory of ours (`cuMemHostAlloc`), with its flags.
+    /// Pinned host memory in the arena (`cuMemHostAlloc`), with its flags.
     Host(u32),
     /// The program's host memory, registered with these flags.
     Registered(u32),
@@ -31,23 +31,25 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Whether the program may touch it.
+    /// Returns `true` if the program may touch it.
     pub fn on_host(self) -> bool {
         matches!(self, Self::Host(_) | Self::Registered(_)) || self.managed()
     }
 
-    /// Whether it is managed memory.
+    /// Returns `true` for managed memory.
     pub fn managed(self) -> bool {
         matches!(self, Self::Managed | Self::ManagedVariable)
     }
 
-    /// Whether it matters that a kernel's parameter points there: pinned memory of ours, and managed memory, which only one of
-    /// several leases has.
+    /// Returns `true` if launches must look for such memory among the kernel's parameters.
+    ///
+    /// These are pinned memory of the arena, and with several leases managed memory, which only one
+    /// of them has.
     fn named(self) -> bool {
         matches!(self, Self::Host(_)) || self.managed() && clients::several()
     }
 
-    /// Whether kernels and copies take it as device memory.
+    /// Returns `true` if kernels and copies use it as device memory.
     pub fn on_device(self) -> bool {
         !matches!(self, Self::Host(_) | Self::Registered(_))
     }
@@ -56,20 +58,18 @@ impl Kind {
 /// One allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range {
-    /// First address.
     pub base: u64,
-    /// Bytes that the program asked for.
+    /// Bytes that the program requested.
     pub size: u64,
-    /// What it is.
     pub kind: Kind,
-    /// Context that made it.
+    /// Context that allocated it.
     pub ctx: u64,
-    /// Number of the allocation, as `CU_POINTER_ATTRIBUTE_BUFFER_ID` gives it.
+    /// Number of the allocation, for `CU_POINTER_ATTRIBUTE_BUFFER_ID`.
     pub id: u64,
 }
 
 impl Range {
-    /// The client that it belongs to, by number.
+    /// Number of the client that it belongs to.
     pub fn server(&self) -> u8 {
         handle::server(self.ctx)
     }
@@ -77,10 +77,10 @@ impl Range {
 
 static RANGES: RwLock<BTreeMap<u64, Range>> = RwLock::new(BTreeMap::new());
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
-/// Allocations that a kernel's parameters are looked through for.
+/// Number of allocations that launches look for among the kernel's parameters.
 static NAMED: AtomicUsize = AtomicUsize::new(0);
 
-/// Remembers an allocation.
+/// Adds an allocation to the table.
 pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
     if kind.named() {
@@ -89,21 +89,24 @@ pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     RANGES.write().unwrap_or_else(PoisonError::into_inner).insert(base, Range { base, size, kind, ctx, id });
 }
 
-/// Whether the program has memory that it matters to find among a kernel's parameters.
+/// Returns `true` if launches must look through the kernel's parameters.
 #[inline]
 pub fn any_named() -> bool {
     NAMED.load(Ordering::Relaxed) != 0
 }
 
-/// The allocation that an address lies in.
+/// Returns the allocation that contains an address.
 pub fn find(address: u64) -> Option<Range> {
     let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
     let (_, range) = ranges.range(..=address).next_back()?;
     (address - range.base < range.size.max(1)).then_some(*range)
 }
 
-/// Whether `len` bytes from `address` are device memory of one allocation of the client that is known here. Whether the program has
-/// given access to what it has mapped is not.
+/// Returns `true` if `len` bytes from `address` are the client's device memory within one
+/// allocation.
+///
+/// The program's own mappings do not count: the library does not know whether the program has given
+/// access to them.
 pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
     find(address).is_some_and(|r| {
         r.kind.on_device()
@@ -113,7 +116,7 @@ pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
     })
 }
 
-/// Whether `len` bytes from `address` are pinned host memory of the client.
+/// Returns `true` if `len` bytes from `address` are pinned host memory of the client.
 pub fn is_pinned(client: &Client, address: u64, len: u64) -> bool {
     find(address).is_some_and(|r| {
         matches!(r.kind, Kind::Host(_) | Kind::Registered(_))
@@ -122,13 +125,13 @@ pub fn is_pinned(client: &Client, address: u64, len: u64) -> bool {
     })
 }
 
-/// Whether an allocation overlaps.
+/// Returns `true` if an allocation overlaps the range.
 pub fn overlaps(base: u64, size: u64) -> bool {
     let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
     ranges.range(..base.saturating_add(size)).next_back().is_some_and(|(_, r)| r.base + r.size > base)
 }
 
-/// Forgets the allocation that starts at `base`, if it is of the kind that `fits` wants.
+/// Removes the allocation that starts at `base`, if `fits` accepts its kind, and returns it.
 pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
     let range = *ranges.get(&base)?;
@@ -141,7 +144,7 @@ pub fn take(base: u64, fits: impl FnOnce(Kind) -> bool) -> Option<Range> {
     ranges.remove(&base)
 }
 
-/// Forgets the mappings that lie in a range.
+/// Removes the program's own mappings that start in a range.
 pub fn unmapped(base: u64, size: u64) {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
     let inside = ranges.range(base..base.saturating_add(size));
@@ -151,7 +154,7 @@ pub fn unmapped(base: u64, size: u64) {
     }
 }
 
-/// Forgets all of a context's memory, on the host only if that is to go, too; returns it.
+/// Removes a context's memory and returns it; its pinned host memory only with `with_host`.
 pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
     let goes = |r: &Range| {
@@ -159,7 +162,7 @@ pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
             && match r.kind {
                 Kind::Device | Kind::Pool | Kind::Global | Kind::Managed => true,
                 Kind::Host(_) | Kind::Registered(_) => with_host,
-                // These outlive it.
+                // These outlive their context.
                 Kind::Mapped | Kind::ManagedVariable => false,
             }
     };

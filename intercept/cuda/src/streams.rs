@@ -1,4 +1,4 @@
-//! Streams as the program sees them: handles, what is known to be complete, capture.
+//! Streams as the program sees them: handles, completed work, capture.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,7 +16,7 @@ use crate::entry::{
 use crate::mapped::Region;
 use crate::{clients, handles, host_functions, thread};
 
-/// What a null stream means to the variant of a call.
+/// Meaning of a null stream to a variant of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Default {
     /// The context's one default stream.
@@ -32,24 +32,24 @@ pub const PER_THREAD: u64 = 2;
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
 
-/// Capture states (`CUstreamCaptureStatus`).
+/// `CUstreamCaptureStatus`: the capture is in progress.
 pub const ACTIVE: i32 = 1;
-/// See above.
+/// `CUstreamCaptureStatus`: the capture has been invalidated, but not ended.
 pub const INVALIDATED: i32 = 2;
 
-/// Positions in one worker's log.
+/// Positions of work in one worker's log.
 #[derive(Default)]
 pub struct Positions {
-    /// Latest of work on a default stream or a stream that is ordered with it.
+    /// Latest work on a default stream, or on a stream that is ordered with it.
     last_blocking: AtomicU64,
-    /// The same without copies to the device.
+    /// Latest such work, except copies to the device.
     last_seen_blocking: AtomicU64,
-    /// Everything up to this one is complete (a context was synchronised).
+    /// All work up to this position is complete, because a context was synchronized.
     ctx_done: AtomicU64,
 }
 
 impl Positions {
-    /// A context was synchronised by the frame at this position.
+    /// Notes that the frame at this position has synchronized a context.
     pub fn context_synced(&self, seq: u64) {
         self.ctx_done.fetch_max(seq, Ordering::Relaxed);
     }
@@ -57,38 +57,38 @@ impl Positions {
 
 /// One stream.
 pub struct Stream {
-    /// Whose it is.
     pub client: &'static Client,
-    /// Its handle; 0 for a legacy default stream.
+    /// 0 for a legacy default stream.
     pub handle: u64,
-    /// Its context.
     pub ctx: u64,
     /// `CUstream_flags`
     pub flags: u32,
-    /// Its priority.
+    /// Within the device's range; a smaller number is a higher priority.
     pub priority: i32,
-    /// As `cuStreamGetId` tells it.
+    /// Number for `cuStreamGetId`.
     pub id: u64,
     last: AtomicU64,
-    /// The same without copies to the device: nothing on the host tells whether those are complete.
+    /// Position of the latest work except copies to the device, whose completion the host cannot
+    /// observe.
     last_seen: AtomicU64,
     done: AtomicU64,
-    /// Streams whose work up to a position this one has waited for while data of theirs was on its way.
+    /// Streams, each up to a position, that this one has waited for while their data was in
+    /// transit.
     covers: Mutex<Vec<(On, u64)>>,
     capture: RwLock<Option<Arc<Capture>>>,
 }
 
-/// A capture under way.
+/// A capture in progress.
 pub struct Capture {
-    /// As the program is told.
+    /// Number for `cuStreamGetCaptureInfo`.
     pub id: u64,
-    /// Its mode: 0 global, 1 thread-local, 2 relaxed.
+    /// `CUstreamCaptureMode`: 0 global, 1 thread-local, 2 relaxed.
     pub mode: i32,
-    /// Thread that began it.
+    /// Number of the thread that began it.
     pub thread: u32,
-    /// Stream that began it.
+    /// Handle of the stream that began it.
     pub origin: u64,
-    /// That stream's context.
+    /// Context of that stream.
     pub ctx: u64,
     /// Whether it was invalidated.
     pub invalid: AtomicBool,
@@ -99,12 +99,12 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// Something happened that it cannot contain.
+    /// Invalidates the capture after an event that it cannot contain.
     pub fn spoil(&self) {
         self.invalid.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it has not ended.
+    /// Returns `true` until the capture ends.
     pub fn open(self: &Arc<Self>) -> bool {
         OPEN.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|c| Arc::ptr_eq(c, self))
     }
@@ -113,12 +113,12 @@ impl Capture {
 static STREAMS: RwLock<Vec<Option<Arc<Stream>>>> = RwLock::new(Vec::new());
 static DEFAULTS: RwLock<Option<HashMap<u64, Arc<Stream>>>> = RwLock::new(None);
 static NEXT_ID: AtomicU64 = AtomicU64::new(8);
-/// Captures under way: while there is none, every question about capture is answered by this number alone.
+/// Number of captures in progress: at zero, each question about capture is a single load.
 static CAPTURES: AtomicU32 = AtomicU32::new(0);
 static UNSAFE_CAPTURES: AtomicI32 = AtomicI32::new(0);
 static OPEN: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
-/// Makes a stream.
+/// Creates a stream and returns its handle.
 pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> Result<u64> {
     let (least, greatest) = client.device_of(ctx)?.priorities;
     let priority = priority.clamp(greatest, least);
@@ -154,14 +154,15 @@ pub fn create(client: &'static Client, ctx: u64, flags: u32, priority: i32) -> R
 pub fn destroy(stream: u64) -> Result {
     clients::get()?;
     let known = by_handle(stream)?;
-    // A capture ends with the stream that it began on; at the end of another one the driver finds whether the work of this stream
-    // was joined. (H100, driver 580)
+    // A capture ends with the stream that it began on. For another stream, the driver checks at the
+    // capture's end that this stream's work was joined (H100, driver 580).
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
         end(&capture);
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
     if known.blocking() {
-        // Whoever synchronises the default stream still waits for what it has waited for.
+        // A synchronization of the default stream still covers the work that this stream has waited
+        // for.
         let waited_for = known.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if !waited_for.is_empty() {
             legacy(known.client, known.ctx)?.covers_also(&waited_for);
@@ -183,13 +184,13 @@ fn by_handle(stream: u64) -> Result<Arc<Stream>> {
     }
 }
 
-/// The stream that a program's handle means here and now, and whose it is.
+/// Returns the stream that a program's handle means in the current context, and its client.
 #[inline]
 pub fn find(stream: *mut c_void, default: Default) -> Result<(&'static Client, Arc<Stream>)> {
     meant(clients::get()?, stream, default)
 }
 
-/// The same for the few calls that host functions of streams may make.
+/// Finds a stream as [`find`] does, for the few calls that a host function may make.
 pub fn find_even_in_host_function(
     stream: *mut c_void,
     default: Default,
@@ -206,7 +207,7 @@ fn meant(
     let stream = match (stream as u64, default) {
         (PER_THREAD, _) | (0, Default::PerThread) => {
             let ctx = thread::context()?;
-            // One of a context that was reset since is gone.
+            // The stream of a context that was reset no longer exists.
             match thread::default_stream(ctx).and_then(|known| by_handle(known).ok()) {
                 Some(stream) => stream,
                 None => {
@@ -222,12 +223,12 @@ fn meant(
     Ok((stream.client, stream))
 }
 
-/// The default stream of a context, if it was ever used.
+/// Returns the default stream of a context, if the program has used it.
 fn known_legacy(ctx: u64) -> Option<Arc<Stream>> {
     DEFAULTS.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|d| d.get(&ctx).cloned())
 }
 
-/// The default stream of a client's context.
+/// Returns the default stream of a client's context.
 pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
     if let Some(stream) = known_legacy(ctx) {
         return Ok(stream);
@@ -251,7 +252,7 @@ pub fn legacy(client: &'static Client, ctx: u64) -> Result<Arc<Stream>> {
     Ok(stream.clone())
 }
 
-/// Forgets what belongs to a context that is gone.
+/// Removes the streams of a destroyed context.
 pub fn forget_context(ctx: u64) {
     host_functions::forget_launches(|on, _| on.ctx == ctx);
     if let Some(defaults) = DEFAULTS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
@@ -266,7 +267,7 @@ pub fn forget_context(ctx: u64) {
 }
 
 impl Stream {
-    /// The frame at this position put work on the stream.
+    /// Notes that the frame at this position put work on the stream.
     #[inline]
     pub fn worked(&self, seq: u64) {
         self.copied_in(seq);
@@ -276,7 +277,8 @@ impl Stream {
         }
     }
 
-    /// The frame at this position copies bytes that the program has handed over already to memory that is surely there.
+    /// Notes a frame that copies bytes, which the program has handed over, to memory that surely
+    /// exists.
     pub fn copied_in(&self, seq: u64) {
         self.last.fetch_max(seq, Ordering::Relaxed);
         if self.blocking() {
@@ -284,8 +286,10 @@ impl Stream {
         }
     }
 
-    /// Whether nothing but such copies may be incomplete: then a program cannot tell when they are, as long as what it does
-    /// next stays behind them. Not for streams that also wait for the default stream's work.
+    /// Returns `true` if only copies noted by `copied_in` may be incomplete.
+    ///
+    /// The program cannot tell when these are complete, as long as its next work stays behind them.
+    /// Always `false` for streams that also wait for the default stream's work.
     pub fn only_copies_in(&self) -> bool {
         let last = match (self.handle, self.blocking()) {
             (0, _) => self.client.positions.last_seen_blocking.load(Ordering::Relaxed),
@@ -295,9 +299,9 @@ impl Stream {
         self.done.load(Ordering::Relaxed) >= last
     }
 
-    /// Whether everything that was put on it is known to be complete.
+    /// Returns `true` if all work on the stream is known to be complete.
     pub fn idle(&self) -> bool {
-        // The default stream is ordered with all the blocking ones.
+        // The default stream is ordered with all blocking ones.
         let last = if self.handle == 0 {
             self.client.positions.last_blocking.load(Ordering::Relaxed)
         } else {
@@ -306,7 +310,7 @@ impl Stream {
         self.done.load(Ordering::Relaxed) >= last
     }
 
-    /// The same, and whatever else the next work on it would wait for is complete, too.
+    /// Returns `true` if the stream is idle, and so is all work that its next work would wait for.
     pub fn quiet(&self) -> bool {
         self.idle()
             && (self.handle == 0
@@ -315,33 +319,36 @@ impl Stream {
                     >= self.client.positions.last_blocking.load(Ordering::Relaxed))
     }
 
-    /// Whether what was put on it up to a position is known to be complete.
+    /// Returns `true` if the stream's work up to a position is known to be complete.
     pub fn done(&self, seq: u64) -> bool {
         self.done.load(Ordering::Relaxed) >= seq
             || self.client.positions.ctx_done.load(Ordering::Relaxed) >= seq
     }
 
-    /// Everything up to this position is complete.
+    /// Notes that the stream's work up to this position is complete.
     pub fn synced(&self, seq: u64) {
         self.done.fetch_max(seq, Ordering::Relaxed);
     }
 
-    /// Whether it is ordered with the default stream.
+    /// Returns `true` if the stream is ordered with the default stream.
     fn blocking(&self) -> bool {
         self.handle == 0 || self.flags & NON_BLOCKING == 0
     }
 
-    /// How transfers name it.
+    /// Returns the stream's name in transfers.
     pub fn on(&self) -> On {
         On { ctx: self.ctx, stream: self.handle, blocking: self.blocking() }
     }
 
-    /// What is complete once what the frame `seq` puts on it is reached: each stream up to a position.
+    /// Returns the streams, each up to a position, whose work precedes the work of frame `seq`.
     pub fn covers(&self, seq: u64) -> Vec<(On, u64)> {
         self.covers_behind(seq, seq)
     }
 
-    /// The same; of the default stream's order only what is before `own`, the last position of its own work that counts.
+    /// Returns the covered streams as [`Self::covers`] does.
+    ///
+    /// `own` is the last position of the stream's own work that counts: of the default stream's
+    /// work only that before `own` is covered.
     fn covers_behind(&self, seq: u64, own: u64) -> Vec<(On, u64)> {
         let waited_for =
             |stream: &Stream| stream.covers.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -350,8 +357,8 @@ impl Stream {
         if !self.blocking() {
             return covers;
         }
-        // By the default stream's order: what is on a blocking stream comes after what the default stream was given last, and
-        // that after what the blocking streams were given before it.
+        // Order of the default stream: work on a blocking stream follows the default stream's last
+        // work. That in turn follows all earlier work of the blocking streams.
         let before = if self.handle == 0 {
             seq
         } else {
@@ -364,18 +371,21 @@ impl Stream {
         for other in blocking_streams(self.ctx).iter().filter(|other| other.handle != self.handle) {
             covers.extend(waited_for(other));
         }
-        // Also those that are destroyed.
+        // Includes destroyed streams.
         covers.push((On { ctx: self.ctx, stream: ANY_BLOCKING, blocking: true }, before));
         covers
     }
 
-    /// The same for whatever is put on it next, where it matters: data is on its way, or a host function may be due.
+    /// Returns the streams that the next work on this one covers.
+    ///
+    /// Empty unless data is in transit or a host function may be due, because the result matters
+    /// only then.
     pub fn covers_so_far(&self) -> Vec<(On, u64)> {
         let client = self.client;
         if tracking(client) { self.covers(client.link.position() + 1) } else { Vec::new() }
     }
 
-    /// It waits for an event that covers these.
+    /// Notes that the stream waits for an event that covers these.
     pub fn covers_also(&self, more: &[(On, u64)]) {
         let mut covers = self.covers.lock().unwrap_or_else(PoisonError::into_inner);
         for (on, seq) in more.iter().filter(|(on, _)| *on != self.on()) {
@@ -386,21 +396,23 @@ impl Stream {
         }
     }
 
-    /// Waits until the data of every copy that a synchronisation of this stream covers has landed, when the server has said that
-    /// everything before `seq` is complete.
+    /// Waits until the data of every copy that a synchronization of this stream covers has landed.
+    ///
+    /// The caller knows from the server that the stream's work before `seq` is complete.
     pub fn settle(&self, seq: u64) {
         let waited_for = || self.covers.lock().unwrap_or_else(PoisonError::into_inner);
         let before = waited_for().clone();
         if tracking(self.client) {
-            // It may have been given nothing since the default stream was.
+            // The stream's last work may be older than that of the default stream.
             let own = self.last.load(Ordering::Relaxed).min(seq);
             settle_covered(self.client, &self.covers_behind(seq, own));
         }
-        // Another thread may have added something meanwhile.
+        // Another thread may have added streams meanwhile.
         waited_for().retain(|covered| !before.contains(covered));
     }
 
-    /// Waits until everything that was put on it is complete, or for as long as the program can tell.
+    /// Waits until all work on the stream is complete, or until the program cannot tell the
+    /// difference.
     pub fn synchronize(&self) -> Result {
         let client = self.client;
         self.not_captured()?;
@@ -408,14 +420,15 @@ impl Stream {
             return client.late();
         }
         if self.only_copies_in() && !client.link.down.any() {
-            // Nobody waits for the answer, but the worker replays nothing of what follows before they are complete.
+            // No thread waits for the reply, but the worker replays no later frame before the
+            // copies are complete.
             client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
             return client.late();
         }
         self.ask(op::STREAM_SYNC)
     }
 
-    /// Waits for it (`STREAM_SYNC`) or asks whether it has anything to do (`STREAM_QUERY`).
+    /// Waits for the stream (`STREAM_SYNC`) or queries it (`STREAM_QUERY`).
     pub fn ask(&self, operation: u16) -> Result {
         let client = self.client;
         let begun = client
@@ -431,7 +444,7 @@ impl Stream {
         client.told(reply.status)
     }
 
-    /// The capture that it takes part in.
+    /// Returns the capture that the stream takes part in.
     #[inline]
     pub fn capture(&self) -> Option<Arc<Capture>> {
         if CAPTURES.load(Ordering::Relaxed) == 0 {
@@ -440,12 +453,12 @@ impl Stream {
         self.capture.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Joins a capture (an event of it was waited for).
+    /// Joins a capture, after a wait for one of its events.
     pub fn join(&self, capture: &Arc<Capture>) {
         *self.capture.write().unwrap_or_else(PoisonError::into_inner) = Some(capture.clone());
     }
 
-    /// For a call that makes the program wait for the stream: not during a capture.
+    /// Checks a call that makes the program wait for the stream, which a capture forbids.
     pub fn not_captured(&self) -> Result {
         if let Some(capture) = self.capture() {
             capture.spoil();
@@ -457,7 +470,7 @@ impl Stream {
         allowed()
     }
 
-    /// For a copy or fill whose call is a synchronous one.
+    /// Checks a synchronous copy or fill.
     pub fn usable_synchronously(&self) -> Result {
         if CAPTURES.load(Ordering::Relaxed) == 0 {
             return Ok(());
@@ -468,7 +481,7 @@ impl Stream {
         allowed()
     }
 
-    /// For a call that puts work on the stream.
+    /// Checks a call that puts work on the stream.
     pub fn usable(&self) -> Result {
         if CAPTURES.load(Ordering::Relaxed) == 0 {
             return Ok(());
@@ -482,15 +495,15 @@ impl Stream {
     }
 }
 
-/// Whether what streams cover matters to anyone.
+/// Returns `true` if data is in transit or a host function may run, so that covered streams matter.
 pub fn tracking(client: &Client) -> bool {
     client.link.down.any() || host_functions::any()
 }
 
-/// Stands for every stream of a context that is ordered with its default stream.
+/// Handle that stands for every stream of a context that is ordered with its default stream.
 const ANY_BLOCKING: u64 = u64::MAX;
 
-/// Whether these cover what is on a stream at a position.
+/// Returns `true` if these cover a stream's work at a position.
 pub fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
     covers.iter().any(|(covered, position)| {
         let any = covered.stream == ANY_BLOCKING && covered.ctx == on.ctx && on.blocking;
@@ -498,36 +511,36 @@ pub fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
     })
 }
 
-/// Everything that these cover is complete, as the server has said: waits until its data has landed.
+/// Waits until the data of all covered copies has landed; the server has reported them complete.
 pub fn settle_covered(client: &Client, covers: &[(On, u64)]) {
     client.link.settle(|t| is_covered(covers, t.on, t.seq));
     host_functions::forget_launches(|on, seq| is_covered(covers, on, seq));
 }
 
-/// Streams of a context that are ordered with its default stream.
+/// Returns the streams of a context that are ordered with its default stream.
 fn blocking_streams(ctx: u64) -> Vec<Arc<Stream>> {
     let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
     streams.iter().flatten().filter(|s| s.ctx == ctx && s.blocking()).cloned().collect()
 }
 
-/// Captures that the default stream of a context would become a part of if it were used.
+/// Returns the captures that a use of a context's default stream would involve.
 fn captures_of_legacy(ctx: u64) -> Vec<Arc<Capture>> {
     blocking_streams(ctx).iter().filter_map(|s| s.capture()).collect()
 }
 
-/// Whether the default stream of a context must not be used; asking spoils nothing.
+/// Returns `true` if a use of a context's default stream would be refused; invalidates no capture.
 pub fn legacy_involved(ctx: u64) -> bool {
     capturing() && !captures_of_legacy(ctx).is_empty()
 }
 
-/// Refuses to use the default stream where that would make it a part of captures, and spoils those.
+/// Refuses a use of the default stream that would involve captures, and invalidates those.
 fn legacy_use(ctx: u64) -> Result {
     let captures = captures_of_legacy(ctx);
     captures.iter().for_each(|capture| capture.spoil());
     if captures.is_empty() { Ok(()) } else { Err(STREAM_CAPTURE_IMPLICIT) }
 }
 
-/// Refuses to synchronise a context in which something is being captured, and spoils that.
+/// Refuses to synchronize a context with captures, and invalidates those.
 pub fn context_sync_allowed(ctx: u64) -> Result {
     if capturing() {
         let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -540,8 +553,10 @@ pub fn context_sync_allowed(ctx: u64) -> Result {
     allowed()
 }
 
-/// Waits for the device before host memory goes away that copies may still use. While something is captured the device as a
-/// whole must not be waited for: then each stream that takes no part is.
+/// Waits for the current context before host memory that copies may use goes away.
+///
+/// A capture forbids to wait for the device as a whole. The function then waits for each stream
+/// that takes no part in one.
 pub fn wait_for_all(client: &'static Client) -> Result {
     if !capturing() {
         return client.call(op::CTX_SYNC, |_| {}).map(|_| ());
@@ -558,14 +573,16 @@ pub fn wait_for_all(client: &'static Client) -> Result {
     Ok(())
 }
 
-/// Whether any stream captures.
+/// Returns `true` if any stream captures.
 #[inline]
 pub fn capturing() -> bool {
     CAPTURES.load(Ordering::Relaxed) != 0
 }
 
-/// For a call that CUDA calls unsafe during a capture (allocating, synchronising the device): whether the calling thread may
-/// make it. It spoils the captures that forbid it.
+/// Checks a call that CUDA calls unsafe during a capture, such as an allocation.
+///
+/// Returns an error if a capture forbids the calling thread to make it, and invalidates that
+/// capture.
 pub fn allowed() -> Result {
     if UNSAFE_CAPTURES.load(Ordering::Relaxed) == 0 {
         return Ok(());
@@ -593,7 +610,7 @@ pub fn allowed() -> Result {
     Err(STREAM_CAPTURE_UNSUPPORTED)
 }
 
-/// A capture begins on a stream.
+/// Begins a capture on a stream.
 pub fn begin(stream: &Stream, mode: i32, graph: u64) {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let capture = Arc::new(Capture {
@@ -614,7 +631,7 @@ pub fn begin(stream: &Stream, mode: i32, graph: u64) {
     stream.join(&capture);
 }
 
-/// A capture ends: no stream takes part in it any more.
+/// Ends a capture, so that no stream takes part in it.
 pub fn end(capture: &Arc<Capture>) {
     for stream in STREAMS.read().unwrap_or_else(PoisonError::into_inner).iter().flatten() {
         let mut mine = stream.capture.write().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,5 @@
-//! What the driver keeps per thread: the stack of current contexts, the capture mode, default streams.
+//! State that the driver keeps per thread: stack of current contexts, capture mode, default
+//! streams.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -8,7 +9,7 @@ use crate::entry::{INVALID_CONTEXT, Result};
 
 static NEXT_THREAD: AtomicU32 = AtomicU32::new(1);
 
-// Cells without destructors stay usable while a thread ends, when libraries still make calls.
+// Cells without destructors stay usable while a thread exits; libraries still make calls then.
 thread_local! {
     static ID: Cell<u32> = const { Cell::new(0) };
     static CURRENT: Cell<u64> = const { Cell::new(0) };
@@ -21,7 +22,7 @@ thread_local! {
 
 const RECENT_LEN: usize = 128;
 
-/// Number of the calling thread within the process, from 1.
+/// Returns the number of the calling thread within the process, from 1.
 #[inline]
 pub fn id() -> u32 {
     ID.with(|id| {
@@ -32,13 +33,13 @@ pub fn id() -> u32 {
     })
 }
 
-/// Handle of the current context, 0 for none.
+/// Returns the handle of the current context, 0 for none.
 #[inline]
 pub fn current() -> u64 {
     CURRENT.with(Cell::get)
 }
 
-/// The current context; an error if there is none.
+/// Returns the current context; an error without one.
 #[inline]
 pub fn context() -> Result<u64> {
     match current() {
@@ -56,12 +57,12 @@ pub fn set_current(ctx: u64) {
 pub fn push(ctx: u64) {
     let before = CURRENT.with(|c| c.replace(ctx));
     if before != 0 {
-        // The stack is gone only while the thread ends: then there is nothing to come back to.
+        // The stack is missing only while the thread exits, and no call returns to `before` then.
         let _ = BELOW.try_with(|below| below.borrow_mut().push(before));
     }
 }
 
-/// Pops a context.
+/// Pops and returns the current context; an error without one.
 pub fn pop() -> Result<u64> {
     let ctx = context()?;
     let below = BELOW.try_with(|below| below.borrow_mut().pop()).ok().flatten();
@@ -69,7 +70,7 @@ pub fn pop() -> Result<u64> {
     Ok(ctx)
 }
 
-/// A context is gone: it is current nowhere in this thread.
+/// Removes a destroyed context from the calling thread's stack.
 pub fn forget(ctx: u64) {
     let _ = BELOW.try_with(|below| below.borrow_mut().retain(|c| *c != ctx));
     if current() == ctx {
@@ -78,7 +79,7 @@ pub fn forget(ctx: u64) {
     }
 }
 
-/// Runs something with another context current.
+/// Runs `work` with another context current.
 pub fn within<T>(ctx: u64, work: impl FnOnce() -> T) -> T {
     struct Before(u64);
     impl Drop for Before {
@@ -90,7 +91,7 @@ pub fn within<T>(ctx: u64, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Whether the thread is running a host function of a stream, which must not call the driver.
+/// Returns `true` inside a host function of a stream, which must not call the driver.
 #[inline]
 pub fn in_host_function() -> bool {
     IN_HOST_FUNCTION.with(Cell::get)
@@ -103,22 +104,23 @@ pub fn host_function(run: impl FnOnce()) {
     IN_HOST_FUNCTION.with(|inside| inside.set(false));
 }
 
-/// The thread's capture mode (`CUstreamCaptureMode`): 0 global, 1 thread-local, 2 relaxed.
+/// Returns the thread's capture mode (`CUstreamCaptureMode`): 0 global, 1 thread-local, 2 relaxed.
 #[inline]
 pub fn capture_mode() -> i32 {
     CAPTURE_MODE.with(Cell::get)
 }
 
-/// Sets it and returns the one before.
+/// Sets the capture mode and returns the previous one.
 pub fn exchange_capture_mode(mode: i32) -> i32 {
     CAPTURE_MODE.with(|m| m.replace(mode))
 }
 
-/// Whether this thread has seen `key` lately; remembers it if `add`.
+/// Returns `true` if this thread has seen `key` recently; remembers it if `add` is set.
 #[inline]
 pub fn seen(key: u64, add: bool) -> bool {
     RECENT.with(|recent| {
-        // SAFETY: the cell is this thread's own and no reference to it outlives this expression.
+        // SAFETY: the cell belongs to this thread, and no reference into it outlives this closure,
+        // which does not call out.
         let slot = unsafe { &mut (*recent.as_ptr())[key as usize % RECENT_LEN] };
         let known = *slot == key;
         if add {
@@ -128,12 +130,12 @@ pub fn seen(key: u64, add: bool) -> bool {
     })
 }
 
-/// The thread's own default stream in a context, if it has been given one.
+/// Returns the thread's own default stream in a context, if it has one.
 pub fn default_stream(ctx: u64) -> Option<u64> {
     DEFAULT_STREAMS.try_with(|streams| streams.borrow().get(&ctx).copied()).ok().flatten()
 }
 
-/// Gives it one.
+/// Sets the thread's own default stream in a context; an error while the thread exits.
 pub fn set_default_stream(ctx: u64, stream: u64) -> Result {
     DEFAULT_STREAMS
         .try_with(|streams| streams.borrow_mut().insert(ctx, stream))

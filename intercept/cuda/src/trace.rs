@@ -1,4 +1,6 @@
-//! `GPUSESSION_TRACE=why,missing,errors,summary`: the only thing this library ever prints, to stderr or `GPUSESSION_TRACE_FILE`.
+//! Output of `GPUSESSION_TRACE=why,missing,errors,summary`, to stderr or `GPUSESSION_TRACE_FILE`.
+//!
+//! The library prints nothing else of its own.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -23,28 +25,30 @@ fn wanted() -> &'static Wanted {
     })
 }
 
-/// By name, how often each was wanted.
+/// Number of uses of each unsupported call, by name.
 static MISSING: Mutex<BTreeMap<Cow<'static, str>, u64>> = Mutex::new(BTreeMap::new());
 
-/// Whether the numbers of the link are wanted at the end.
+/// Returns `true` if the program's end prints the link's numbers.
 pub fn summary() -> bool {
     wanted().summary
 }
 
-/// Why there is no GPU, or not any more.
+/// Prints why the program has no GPU, lost it, or may not do something with it.
 pub fn why(reason: &str) {
     if wanted().why {
         print(&format!("gpusession: {reason}"));
     }
 }
 
-/// A call that is not supported. The first of each is printed, and at the program's end how many there were.
+/// Counts a use of a call that is not supported.
+///
+/// The first use of each name prints a line; the program's end prints the counts.
 pub fn missing(name: impl Into<Cow<'static, str>>) {
     static AT_END: Once = Once::new();
     if !wanted().missing {
         return;
     }
-    // SAFETY: the handler reads statics that are never dropped.
+    // SAFETY: the handler takes no arguments and reads only statics, which are never dropped.
     AT_END.call_once(|| _ = unsafe { libc::atexit(print_missing) });
     let name = name.into();
     let line = format!("gpusession: {name} is not supported (see docs/coverage.md)");
@@ -62,7 +66,7 @@ extern "C" fn print_missing() {
     }
 }
 
-/// A call that did not succeed.
+/// Prints a call that failed, with its error.
 #[cold]
 pub fn failed(name: &'static str, status: i32) {
     if wanted().errors {
@@ -72,7 +76,7 @@ pub fn failed(name: &'static str, status: i32) {
     }
 }
 
-/// Prints one line.
+/// Prints one line; a line that cannot be written is lost.
 pub fn print(line: &str) {
     static FILE: OnceLock<Option<Mutex<std::fs::File>>> = OnceLock::new();
     let file = FILE.get_or_init(|| {
@@ -80,7 +84,7 @@ pub fn print(line: &str) {
         let path = std::env::var_os("GPUSESSION_TRACE_FILE").filter(|_| !privileged())?;
         std::fs::OpenOptions::new().append(true).create(true).open(path).ok().map(Mutex::new)
     });
-    // Nobody to tell if even this cannot be written.
+    // No place remains to report a failed write.
     let _ = match file {
         Some(file) => writeln!(file.lock().unwrap_or_else(PoisonError::into_inner), "{line}"),
         None => writeln!(std::io::stderr(), "{line}"),

@@ -1,6 +1,9 @@
-//! Device addresses. The process reserves a window of its own address space, the worker reserves the same one on the device,
-//! and allocations are made at addresses chosen here: a device pointer means the same on both sides and is never also a
-//! host pointer. Small allocations share 2 MiB slabs, large ones are whole granules.
+//! Device addresses.
+//!
+//! The process reserves a window of its own address space, and the worker reserves the same
+//! addresses on the device. The process chooses the address of each allocation. So a device pointer
+//! means the same on both sides and is never also a host pointer. Small allocations share slabs of
+//! 2 MiB; large ones are whole granules.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -11,60 +14,61 @@ use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result};
 
 /// Bytes of the window for device memory.
 pub const DEVICE_WINDOW: u64 = 8 << 40;
-/// Bytes of the arena for pinned host memory, right behind it.
+/// Bytes of the arena for pinned host memory, right behind the window.
 const HOST_ARENA: u64 = 1 << 40;
-/// Granularity of host memory.
+/// Granularity of host memory, in bytes.
 pub const PAGE: u64 = 4096;
-/// Granularity of device memory.
+/// Granularity of device memory, in bytes.
 pub const GRANULE: u64 = 2 << 20;
 /// Largest allocation that goes into a slab, in bytes.
 const SMALL: u64 = 1 << 20;
-/// Alignment that cuMemAlloc gives.
+/// Alignment of `cuMemAlloc`, in bytes.
 const ALIGN: u64 = 512;
 
-/// Where a window may lie: addresses that Linux gives to programs only on request.
+/// Returns the possible bases of a window: addresses that Linux gives to programs only on request.
 fn candidates() -> impl Iterator<Item = u64> {
     (0..8u64).map(|i| 0x2000_0000_0000 + i * 0x0a00_0000_0000)
 }
 
-/// Reserves addresses of this process, without memory behind them; false if it has anything there.
+/// Reserves addresses of this process without memory; `false` if the range has a mapping already.
 pub fn reserve(base: u64, len: u64) -> bool {
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED_NOREPLACE;
     let (Some(hint), Some(len)) = (NonZeroUsize::new(base as usize), NonZeroUsize::new(len as usize)) else {
         return false;
     };
-    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program; PROT_NONE uses no memory.
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping of the program, and no pointer into the
+    // new mapping exists.
     let Ok(mapped) = (unsafe { mmap_anonymous(Some(hint), len, ProtFlags::PROT_NONE, flags) }) else {
         return false;
     };
     let there = mapped.as_ptr() as u64 == base;
     if !there {
-        // An old kernel took the address as a hint only.
-        // SAFETY: just mapped, used by nobody.
+        // A kernel before 4.17 takes the address only as a hint.
+        // SAFETY: the mapping is the one made above, and no pointer into it exists.
         let _ = unsafe { munmap(mapped, len.get()) };
     }
     there
 }
 
-/// Reserves what is free of the candidates: at most `count` bases.
+/// Reserves free windows and returns their bases, at most `count`.
 pub fn offer(count: usize) -> Vec<u64> {
     candidates().filter(|base| reserve(*base, DEVICE_WINDOW + HOST_ARENA)).take(count).collect()
 }
 
-/// Gives a window back that the worker did not take.
+/// Releases a window, such as one that the worker did not take.
 pub fn withdraw(base: u64) {
     if let Some(pointer) = std::ptr::NonNull::new(base as *mut _) {
-        // SAFETY: reserved by `offer`, used by nobody.
+        // SAFETY: `offer` reserved this range; the window is unused, or its client is closed.
         let _ = unsafe { munmap(pointer, (DEVICE_WINDOW + HOST_ARENA) as usize) };
     }
 }
 
-/// Addresses of the arena for pinned memory that belongs to the window at `base`.
+/// Returns the arena for pinned memory that belongs to the window at `base`.
 pub fn host_arena(base: u64) -> std::ops::Range<u64> {
     base + DEVICE_WINDOW..base + DEVICE_WINDOW + HOST_ARENA
 }
 
-/// Replaces a part of our own reservation: with memory that the program may use, or with an unused reservation again.
+/// Replaces a part of a reserved window by accessible memory, or again by an empty reservation.
 fn remap(address: u64, len: u64, usable: bool) -> Result {
     let fixed = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
     let (prot, flags) = match usable {
@@ -75,22 +79,22 @@ fn remap(address: u64, len: u64, usable: bool) -> Result {
     else {
         return Err(OUT_OF_MEMORY);
     };
-    // SAFETY: a part of our own reservation: nobody uses it yet, or its owner has freed it.
+    // SAFETY: the range is part of our own reservation; it is unused, or its owner has freed it.
     unsafe { mmap_anonymous(Some(hint), length, prot, flags) }.map(|_| ()).map_err(|_| OUT_OF_MEMORY)
 }
 
-/// Gives managed memory a face that the program may touch.
+/// Maps ordinary memory at managed memory's address, so that the program can access it.
 pub fn open(address: u64, size: u64) -> Result {
     remap(address, size.next_multiple_of(GRANULE), true)
 }
 
-/// Takes it back.
+/// Replaces the memory of [`open`] by an empty reservation.
 pub fn close(address: u64, size: u64) {
-    // What cannot be unmapped is replaced when it is used again.
+    // On failure the memory stays until `open` replaces it.
     let _ = remap(address, size.next_multiple_of(GRANULE), false);
 }
 
-/// Free ranges of an address range, first fit.
+/// Free parts of an address range, first fit.
 struct Free {
     ranges: BTreeMap<u64, u64>,
 }
@@ -133,39 +137,39 @@ impl Free {
     }
 }
 
-/// A slab of small allocations of one context.
+/// A granule for small allocations of one context.
 struct Slab {
     owner: u64,
     free: Free,
 }
 
-/// What to ask of the worker for an allocation.
+/// Next step of an allocation.
 pub enum Step {
-    /// The address is in a slab that exists.
+    /// The address is in an existing slab: no request to the worker.
     Ready(u64),
-    /// These bytes must be mapped first; then ask again (a slab) or use the address (a large allocation).
+    /// The worker must map this range. Then a large allocation is at the address; for a slab the
+    /// caller allocates again.
     Map {
-        /// Where.
         address: u64,
-        /// How many, in granules.
+        /// In bytes, whole granules.
         size: u64,
-        /// Whether it will be a slab.
+        /// Whether the range becomes a slab.
         slab: bool,
     },
 }
 
-/// See the module.
+/// Allocator of the addresses of one window.
 pub struct Window {
     device: Free,
     host: Free,
     slabs: BTreeMap<u64, Slab>,
     sizes: BTreeMap<u64, u64>,
-    /// With their sizes.
+    /// Sizes of the program's own reservations, by address.
     reserved: BTreeMap<u64, u64>,
 }
 
 impl Window {
-    /// The window at `base`, which both sides have reserved.
+    /// Creates the allocator of the window at `base`, which both sides have reserved.
     pub fn new(base: u64) -> Self {
         Self {
             device: Free::new(base, DEVICE_WINDOW),
@@ -176,7 +180,7 @@ impl Window {
         }
     }
 
-    /// First step of an allocation for `owner` (a context).
+    /// Returns the next step of an allocation for `owner` (a context).
     pub fn allocate(&mut self, owner: u64, size: u64) -> Result<Step> {
         if size == 0 {
             return Err(INVALID_VALUE);
@@ -199,14 +203,14 @@ impl Window {
         Ok(Step::Map { address, size, slab: false })
     }
 
-    /// An allocation of whole granules, which the worker must map: address and size.
+    /// Takes whole granules, which the worker must map; returns address and size.
     pub fn allocate_whole(&mut self, size: u64) -> Result<(u64, u64)> {
         let len = size.checked_next_multiple_of(GRANULE).filter(|len| *len > 0).ok_or(OUT_OF_MEMORY)?;
         let address = self.device.take(len, GRANULE).ok_or(OUT_OF_MEMORY)?;
         Ok((address, len))
     }
 
-    /// The worker has mapped what `allocate` asked for.
+    /// Notes that the worker has mapped the range that `allocate` requested.
     pub fn mapped(&mut self, owner: u64, address: u64, size: u64, slab: bool) {
         if slab {
             self.slabs.insert(address, Slab { owner, free: Free::new(address, size) });
@@ -215,13 +219,14 @@ impl Window {
         }
     }
 
-    /// The worker has refused.
+    /// Frees a range that the worker could not map.
     pub fn refused(&mut self, address: u64, size: u64) {
         self.device.give(address, size);
     }
 
-    /// Frees an allocation; returns a range that the worker must unmap before `unmapped` is called, if there is one.
-    /// Otherwise the address can be given out again at once: the caller has synchronised.
+    /// Frees an allocation; returns the range that the worker must unmap before `unmapped`, if any.
+    ///
+    /// Without such a range the address is free at once, so the caller must have synchronized.
     pub fn free(&mut self, address: u64) -> Result<Option<(u64, u64)>> {
         let len = self.sizes.remove(&address).ok_or(INVALID_VALUE)?;
         if let Some((&base, slab)) = self.slabs.range_mut(..=address).next_back()
@@ -237,7 +242,7 @@ impl Window {
         Ok(Some((address, len)))
     }
 
-    /// A range is unmapped on the worker.
+    /// Frees a range after the worker has unmapped it.
     pub fn unmapped(&mut self, address: u64, size: u64) {
         self.device.give(address, size);
     }
@@ -252,7 +257,7 @@ impl Window {
         Ok(address)
     }
 
-    /// Gives such a reservation back.
+    /// Releases a reservation of `reserve`.
     pub fn unreserve(&mut self, address: u64, size: u64) -> Result {
         if self.reserved.get(&address) != Some(&size) {
             return Err(INVALID_VALUE);
@@ -262,25 +267,25 @@ impl Window {
         Ok(())
     }
 
-    /// Addresses of the arena for host memory, whole pages.
+    /// Takes whole pages of the arena, without memory.
     pub fn reserve_host(&mut self, size: u64) -> Result<u64> {
         let len = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
         self.host.take(len, PAGE).ok_or(OUT_OF_MEMORY)
     }
 
-    /// Gives them back.
+    /// Releases pages of `reserve_host`.
     pub fn unreserve_host(&mut self, address: u64, size: u64) {
         self.host.give(address, size.next_multiple_of(PAGE));
     }
 
-    /// Host memory in the arena.
+    /// Allocates host memory in the arena.
     pub fn allocate_host(&mut self, size: u64) -> Result<u64> {
         let address = self.reserve_host(size)?;
         let usable = remap(address, size.next_multiple_of(PAGE), true);
         usable.inspect_err(|_| self.unreserve_host(address, size)).map(|()| address)
     }
 
-    /// Gives host memory back.
+    /// Frees host memory of `allocate_host`.
     pub fn free_host(&mut self, address: u64, size: u64) {
         let _ = remap(address, size.next_multiple_of(PAGE), false);
         self.unreserve_host(address, size);

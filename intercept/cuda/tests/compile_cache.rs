@@ -1,4 +1,4 @@
-//! The private table that NVRTC looks for compiled code in, used as NVRTC uses it.
+//! NVRTC's private table for compiled code, used as NVRTC uses it.
 
 mod common;
 
@@ -25,9 +25,11 @@ type Find = unsafe extern "C" fn(*mut c_void, u64, *mut *mut c_void, *mut u32) -
 type Store = unsafe extern "C" fn(*mut c_void, u64, *const c_void, usize) -> i32;
 type Free = unsafe extern "C" fn(*mut c_void) -> i32;
 
-/// The compiler's side of one compilation: whether it was found.
+/// Plays the compiler's side of one compilation; returns whether the cache had the code, or `None`
+/// without a cache.
 fn compiled(table: *const usize, input: &[u8], options: &CStr) -> Option<bool> {
-    // SAFETY: the table has seven slots, whose types are these.
+    // SAFETY: the assertion proves seven slots, and the casts use the types that NVRTC gives these
+    // slots.
     unsafe {
         assert_eq!(*table, 7 * size_of::<usize>());
         let open: Open = std::mem::transmute(*table.add(1));
@@ -57,14 +59,15 @@ fn compiled(table: *const usize, input: &[u8], options: &CStr) -> Option<bool> {
     }
 }
 
-/// Only in a process of its own, where the environment may be set.
+/// A program of its own, because it depends on the environment.
 #[test]
 #[ignore = "started by the test below"]
 fn compiles() {
     type GetExportTable = unsafe extern "C" fn(*mut *const c_void, *const [u8; 16]) -> i32;
     let library = library();
     let mut table = std::ptr::null();
-    // SAFETY: the type is CUDA's.
+    // SAFETY: the type is that of CUDA's `cuGetExportTable`, and both pointers are valid for the
+    // call.
     let status = unsafe {
         library.get::<GetExportTable>(b"cuGetExportTable").unwrap()(&mut table, &TABLE.to_be_bytes())
     };
@@ -99,6 +102,6 @@ fn compiled_once() {
     assert_eq!(hits(folder.path(), "1"), "[None, None, None, None]");
     let files = std::fs::read_dir(folder.path().join("gpusession/compiled")).unwrap();
     assert_eq!(files.count(), 3);
-    // A folder that cannot be written is no reason to fail.
+    // With a folder that cannot be written, the cache still works in memory.
     assert_eq!(hits(Path::new("/proc/nowhere"), "0"), "[Some(false), Some(false), Some(false), Some(true)]");
 }

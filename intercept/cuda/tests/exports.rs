@@ -1,4 +1,4 @@
-//! What programs find in the library.
+//! Symbols that programs find in the library.
 
 mod common;
 
@@ -13,7 +13,7 @@ fn every_symbol_of_the_driver_is_exported_and_nothing_of_ours_but_the_marker() {
         Command::new("nm").args(["-D", "--defined-only"]).arg(library_file()).output().expect("binutils");
     assert!(output.status.success(), "{output:?}");
     let listed = String::from_utf8(output.stdout).unwrap();
-    // An address, a letter, a name.
+    // A line of `nm` holds an address, a letter and a name.
     let exported: BTreeSet<&str> = listed.lines().filter_map(|line| line.split(' ').nth(2)).collect();
     let mut wanted = gpusession_calls::exported();
     wanted.insert("gpusession_marker");

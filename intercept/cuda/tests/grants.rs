@@ -1,4 +1,4 @@
-//! What `cuInit` does with what the daemon answers.
+//! Results of `cuInit` for each answer of the daemon.
 
 mod common;
 
@@ -7,7 +7,7 @@ use std::process::Output;
 use common::{call, library, run};
 use gpusession_proto::grant::{Denial, Endpoint, Reply};
 
-/// Only in a process of its own: `cuInit` has one outcome.
+/// A program of its own, because `cuInit` has one outcome per process.
 #[test]
 #[ignore = "started by the tests below"]
 fn init() {
@@ -21,7 +21,7 @@ fn after(answers: Vec<Reply>) -> (Output, usize) {
     run("init", answers, &[])
 }
 
-/// Every call has this outcome, and this is said of it.
+/// Checks that every call returned `status`, and that the trace output contains each text of `why`.
 fn all_say(output: &Output, status: i32, why: &[&str]) {
     let said = String::from_utf8_lossy(&output.stdout);
     for call in ["cuInit", "cuInit again", "cuDeviceGetCount"] {
@@ -31,7 +31,7 @@ fn all_say(output: &Output, status: i32, why: &[&str]) {
     assert!(why.iter().all(|why| said.contains(why)), "{said}");
 }
 
-/// A worker whose port nobody listens at any more.
+/// Grants a worker at a port without a listener.
 fn gone() -> Reply {
     Reply::Granted(vec![Endpoint {
         server: "gpu1".into(),
@@ -66,7 +66,7 @@ fn each_denial_has_its_code() {
 #[test]
 fn a_daemon_that_answers_something_else_is_a_mismatch() {
     let (output, _) = after(vec![Reply::Version(13000)]);
-    all_say(&output, 803, &["something else"]);
+    all_say(&output, 803, &["does not fit the request"]);
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! `GPUSESSION_TRACE=missing`: what a program wanted that is not there, and how often.
+//! `GPUSESSION_TRACE=missing`: prints each call and table that is not supported, and how often a
+//! program used it.
 
 mod common;
 
@@ -20,14 +21,14 @@ fn wants_much() {
         assert_eq!(table.is_null(), status != 0);
         if status == 0 { Ok(table) } else { Err(status) }
     };
-    // One that is refused, one that nobody knows, one that is there: with a slot that is not filled.
+    // A refused table, two unknown ones, and a present one with an empty slot.
     for _ in 0..2 {
         assert_eq!(table(0xf8cff951_21468b4e_b9e2fb46_9e7c0dd9), Err(INVALID_VALUE));
     }
     assert_eq!(table(0xdd9e98a4_f4104844_99b0e2ae_b7b432b5), Err(INVALID_VALUE));
     assert_eq!(table(7), Err(INVALID_VALUE));
     let tools = table(0x42d85a81_23f6cb47_8298f6e7_8a3aecdc).expect("TOOLS_TLS");
-    // SAFETY: a table of three slots; the second takes nothing.
+    // SAFETY: the table has three slots; the second is a function without parameters.
     unsafe {
         assert_eq!(tools.read(), 3 * size_of::<usize>());
         let slot: extern "C" fn() -> i32 = std::mem::transmute(tools.add(1).read());

@@ -1,5 +1,7 @@
-//! What it costs a program's thread to put a kernel launch into the log: encoding, the lock, waking the sender. The other
-//! end reads and discards, as a worker does whose GPU keeps up. Then the same in bursts, and which system calls the thread makes.
+//! Cost of a kernel launch for a program's thread: encoding, the log's lock, waking the sender.
+//!
+//! The peer reads and discards all frames, as a worker does whose GPU keeps up. The second part
+//! measures bursts, and counts the thread's system calls.
 
 #[path = "../tests/peer/mod.rs"]
 mod peer;
@@ -31,7 +33,7 @@ fn enqueue(c: &mut Criterion) {
     c.bench_function("enqueue a launch with 64 bytes of parameters", |b| b.iter(|| launch(&link)));
 }
 
-/// As a program does it that computes, launches, computes: nanoseconds of each launch.
+/// Launches in bursts with pauses, as programs do; returns the nanoseconds of each launch.
 fn bursts() -> Vec<u64> {
     let link = link(None);
     let mut times = Vec::with_capacity(100 * 1000);

@@ -1,4 +1,4 @@
-//! Asking the client daemon for a worker, or about the GPUs.
+//! Requests to the client daemon: for workers, for readings of the GPUs, for a version.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
@@ -15,23 +15,27 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
-/// Where the daemon listens unless `GPUSESSION_SOCKET` says otherwise.
+/// The daemon's socket unless `GPUSESSION_SOCKET` names another one.
 pub const SOCKET: &str = "/run/gpusession/grant.sock";
 
-/// The daemon waits for a pending lease up to its `wait_ms`; this is only a bound on a daemon that hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// The daemon asks a server, and waits for nothing else.
-const READINGS_PATIENCE: Duration = Duration::from_secs(15);
-/// The daemon asks nobody for a version.
-const VERSION_PATIENCE: Duration = Duration::from_secs(1);
+/// Timeout for a daemon that hangs.
+///
+/// The daemon itself waits for a pending lease up to its `wait_ms`.
+const GRANT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Timeout for readings: the daemon asks a server and waits for no lease.
+const READINGS_TIMEOUT: Duration = Duration::from_secs(15);
+/// Timeout for a version, which the daemon knows without asking a server.
+const VERSION_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A grant: the workers that serve this process, and the connection whose end tells the daemon that the process ended. Whoever
-/// uses the workers keeps it for as long as the process lives.
+/// Workers that serve this process, and the connection to the daemon.
+///
+/// The connection's end tells the daemon that the process has exited, so the user of the workers
+/// keeps the grant until then.
 pub struct Grant {
-    /// One for each lease, in device order.
+    /// Worker of each lease, in device order.
     pub endpoints: Vec<Endpoint>,
     connection: UnixStream,
-    /// Where the daemon has bound its end.
+    /// Address of the connection's other end, to recognize the connection later.
     peer: Option<PathBuf>,
 }
 
@@ -41,18 +45,20 @@ impl Grant {
         Self { endpoints, connection, peer }
     }
 
-    /// All workers serve the program.
+    /// Reports that all workers serve the program.
     pub fn served(&self) {
         self.tell(&Outcome::Served);
     }
 
-    /// The worker of this number could not be had: none of the grant is used. `again`: another one is asked for.
+    /// Reports that the worker with this number does not serve, and returns the whole grant.
+    ///
+    /// `again`: the program will ask for another grant.
     pub fn unserved(self, endpoint: usize, reason: &str, again: bool) {
         let (lease, reason) = self.about(endpoint, reason);
         self.tell(&Outcome::Unserved { lease, reason, again });
     }
 
-    /// The worker of this number is gone.
+    /// Reports that the worker with this number is lost.
     pub fn lost(&self, endpoint: usize, reason: &str) {
         let (lease, reason) = self.about(endpoint, reason);
         self.tell(&Outcome::Lost { lease, reason });
@@ -63,9 +69,9 @@ impl Grant {
         (lease, reason.chars().take(MAX_REASON).collect())
     }
 
-    /// For people who ask the daemon later: the program waits for nothing here, and goes on without.
+    /// Sends a report without waiting; people see it in the daemon's status.
     fn tell(&self, outcome: &Outcome) {
-        // A program may have closed all its descriptors, and this one's number may be something of its own by now.
+        // The program may have closed this descriptor and reused its number.
         if self.peer.is_some() && peer(&self.connection) == self.peer {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             let _ = send(self.connection.as_raw_fd(), &message::encode(outcome), flags);
@@ -73,17 +79,17 @@ impl Grant {
     }
 }
 
-/// What a connection is to; none where it is no connection to a named socket.
+/// Returns the path of a connection's other end; `None` unless that is a named socket.
 fn peer(connection: &UnixStream) -> Option<PathBuf> {
     connection.peer_addr().ok()?.as_pathname().map(Path::to_owned)
 }
 
-/// No GPU for this process.
+/// Reason why this process gets no answer or no GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Decides the `CUresult`.
+    /// Kind of refusal, which determines the `CUresult`.
     pub denial: Denial,
-    /// One line for a person.
+    /// One line of text for people.
     pub reason: String,
 }
 
@@ -93,7 +99,8 @@ impl Refused {
     }
 }
 
-/// Whether the program runs with more rights than its user: then nothing in the environment is believed.
+/// Returns `true` if the program has more rights than its user, so that it must not trust the
+/// environment.
 pub fn privileged() -> bool {
     // SAFETY: getauxval reads the process's auxiliary vector and has no preconditions.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
@@ -106,9 +113,11 @@ fn socket_path() -> PathBuf {
     }
 }
 
-/// Asks the daemon for workers. Connecting never blocks on a full backlog for longer than a second.
+/// Asks the daemon for workers.
+///
+/// Connecting waits at most a second, even if the daemon's backlog is full.
 pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
-    match exchange(environment, Want::Workers, PATIENCE)? {
+    match exchange(environment, Want::Workers, GRANT_TIMEOUT)? {
         (Reply::Granted(endpoints), _) if endpoints.is_empty() => {
             Err(Refused::new(Denial::NoDevice, "the grant names no worker"))
         }
@@ -117,17 +126,18 @@ pub fn ask(environment: Vec<(String, String)>) -> Result<Grant, Refused> {
     }
 }
 
-/// Asks the daemon about the GPUs that a worker would have; none is used for it.
+/// Asks the daemon about the GPUs of the process's leases, without using a worker.
 pub fn readings(queries: Vec<Query>) -> Result<View, Refused> {
-    match exchange(Vec::new(), Want::Readings(queries), READINGS_PATIENCE)? {
+    match exchange(Vec::new(), Want::Readings(queries), READINGS_TIMEOUT)? {
         (Reply::Readings(view), _) => Ok(view),
         (reply, _) => Err(refused(reply)),
     }
 }
 
-/// Asks the daemon for the CUDA version of the driver that a worker would load; no worker is used for it.
+/// Asks the daemon for the CUDA version of the driver that a worker would load, without using a
+/// worker.
 pub fn cuda_version() -> Result<u32, Refused> {
-    match exchange(Vec::new(), Want::Version, VERSION_PATIENCE)? {
+    match exchange(Vec::new(), Want::Version, VERSION_TIMEOUT)? {
         (Reply::Version(version), _) => Ok(version),
         (reply, _) => Err(refused(reply)),
     }
@@ -136,7 +146,10 @@ pub fn cuda_version() -> Result<u32, Refused> {
 fn refused(reply: Reply) -> Refused {
     match reply {
         Reply::Denied { denial, reason } => Refused { denial, reason },
-        _ => Refused::new(Denial::ProtocolMismatch, "the daemon answered something else than it was asked"),
+        _ => Refused::new(
+            Denial::ProtocolMismatch,
+            "the daemon's answer does not fit the request; after an update restart this program",
+        ),
     }
 }
 
@@ -159,11 +172,11 @@ fn exchange(
         Refused::new(denial, format!("{what} {}: {e}", path.display()))
     };
     let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
-        .map_err(|e| failed("socket for", e.into()))?;
-    // SO_SNDTIMEO bounds connect() too: on a full backlog it would wait for ever.
+        .map_err(|e| failed("cannot create a socket for", e.into()))?;
+    // SO_SNDTIMEO bounds connect(), too, which otherwise waits for ever on a full backlog.
     setsockopt(&fd, sockopt::SendTimeout, &TimeVal::seconds(1))
-        .map_err(|e| failed("socket for", e.into()))?;
-    let address = UnixAddr::new(&path).map_err(|e| failed("address", e.into()))?;
+        .map_err(|e| failed("cannot create a socket for", e.into()))?;
+    let address = UnixAddr::new(&path).map_err(|e| failed("unusable socket path", e.into()))?;
     connect(fd.as_raw_fd(), &address).map_err(|e| failed("no daemon at", e.into()))?;
     let mut stream = UnixStream::from(fd);
     let request = Request {
@@ -178,7 +191,7 @@ fn exchange(
     let exchange = (|| {
         stream.set_read_timeout(Some(patience))?;
         match stream.write_all(&message::encode(&request)) {
-            // A daemon without a place for this user answers before it is asked, and closes.
+            // A daemon without a free slot for this user answers before the request, then closes.
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
             written => written?,
         }
@@ -188,17 +201,17 @@ fn exchange(
         stream.read_exact(&mut body)?;
         message::decode::<Reply>(&body).map_err(io::Error::other)
     })();
-    let reply = exchange.map_err(|e| failed("exchange with the daemon at", e))?;
+    let reply = exchange.map_err(|e| failed("no valid answer from the daemon at", e))?;
     Ok((reply, stream))
 }
 
-/// The program's name, as listings show it.
+/// Returns the program's name for listings, at most 64 characters.
 fn program() -> String {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     name.trim().chars().take(64).collect()
 }
 
-/// The file that it runs.
+/// Returns the path of the program's executable, shortened for the ticket.
 fn executable() -> String {
     let path = std::fs::read_link("/proc/self/exe").unwrap_or_default();
     ticket::shortened(&path.to_string_lossy()).to_owned()

@@ -1,5 +1,7 @@
-//! Bulk data: chunks of up to [`CHUNK`] bytes on parallel connections, beside the log. A frame in the log says where a
-//! transfer belongs in the order; its position is the transfer's name.
+//! Bulk data: chunks of up to [`CHUNK`] bytes on connections parallel to the log's.
+//!
+//! A frame in the log fixes a transfer's place in the order; the frame's position names the
+//! transfer.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -27,13 +29,14 @@ pub struct HostRange {
 
 impl HostRange {
     /// # Safety
-    /// The range stays mapped (and readable, for a transfer that fills it also writable) until the transfer has ended.
+    /// The range stays mapped until the transfer has ended: readable for a transfer to the device,
+    /// writable for one from the device.
     pub unsafe fn new(address: usize, len: usize) -> Self {
         Self { address, len }
     }
 }
 
-/// Header of a chunk: the transfer, the offset in it, and the bytes without padding.
+/// Returns a chunk's header: the transfer, the offset in it, and the bytes without padding.
 pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Header {
     Header {
         len: (len.next_multiple_of(8) as u32).into(),
@@ -47,13 +50,15 @@ pub fn chunk_header(transfer: u64, offset: u64, len: usize, status: i32) -> Head
     }
 }
 
-/// Both directions' lanes of one link.
+/// Lanes of one link, in both directions.
 pub struct Lanes {
     up: Arc<UpQueue>,
 }
 
-/// Pieces that wait for a lane to the device. Whichever lane is free takes the oldest one, so that none is waited for while
-/// another has nothing to do, and a transfer's pieces are never behind a later one's.
+/// Pieces that wait for a lane to the device.
+///
+/// A free lane takes the oldest piece. So no lane idles while pieces wait, and a transfer's pieces
+/// never wait behind those of a later one.
 #[derive(Default)]
 struct UpQueue {
     pieces: Mutex<VecDeque<Piece>>,
@@ -67,7 +72,7 @@ struct Piece {
     sent: Arc<Sent>,
 }
 
-/// Counts the chunks of a transfer to the device that are still to be written out.
+/// Progress of a transfer to the device: the number of chunks that are not sent yet.
 pub struct Sent {
     left: Mutex<Option<usize>>,
     changed: Condvar,
@@ -82,7 +87,7 @@ impl Sent {
         }
     }
 
-    /// Waits until the program may change the source again; false if the link was lost before.
+    /// Waits until the program may change the source again; `false` if the link was lost before.
     pub fn wait(&self) -> bool {
         let mut left = lock(&self.left);
         loop {
@@ -97,7 +102,7 @@ impl Sent {
 
 impl Lanes {
     pub(crate) fn open(link: &Arc<Link>) -> Result<Self, Lost> {
-        let threads_error = |e| Lost(format!("no thread for a lane: {e}"));
+        let threads_error = |e| Lost(format!("cannot start a thread for a lane: {e}"));
         let up = Arc::<UpQueue>::default();
         for i in 0..UP_LANES {
             let transport = link.open_lane(FIRST_UP_LANE + i)?;
@@ -143,7 +148,8 @@ impl UpQueue {
             };
             if !failed {
                 let header = chunk_header(piece.transfer, piece.offset, piece.range.len, 0);
-                // SAFETY: whoever made the range promised that it stays mapped until `sent` says so below.
+                // SAFETY: the range's creator promised that it stays mapped until `sent` reports
+                // the piece below.
                 let bytes =
                     unsafe { std::slice::from_raw_parts(piece.range.address as *const u8, piece.range.len) };
                 let padding = [0; 8];
@@ -174,29 +180,27 @@ struct Open {
     lost: bool,
 }
 
-/// The stream that a transfer is on. A default stream's handle is the same in every context.
+/// Stream of a transfer; a default stream's handle is the same in every context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct On {
-    /// Context of the stream.
     pub ctx: u64,
-    /// Handle of the stream.
+    /// Handle of the stream, 0 for the legacy default stream.
     pub stream: u64,
     /// Whether it is ordered with its context's default stream.
     pub blocking: bool,
 }
 
-/// A transfer from the device for which nobody waits yet.
+/// Transfer from the device without a waiting thread.
 #[derive(Clone, Copy)]
 pub struct Detached {
-    /// Its position in the log.
+    /// Position of its frame in the log.
     pub seq: u64,
-    /// Its stream.
     pub on: On,
     range: HostRange,
 }
 
 impl Detached {
-    /// Whether it writes to any of these bytes.
+    /// Returns `true` if it writes to any of these bytes.
     pub fn fills(&self, address: usize, len: usize) -> bool {
         self.range.address < address.saturating_add(len) && address < self.range.address + self.range.len
     }
@@ -207,9 +211,9 @@ struct Down {
     left: usize,
     status: i32,
     on: On,
-    /// Nobody asks for the result: forget it when it has landed.
+    /// Whether no thread asks for the result, so that the entry goes when the data has landed.
     detached: bool,
-    /// Threads that write into the range right now.
+    /// Number of threads that write into the range right now.
     writing: usize,
 }
 
@@ -217,7 +221,9 @@ struct Down {
 const UNAVAILABLE: i32 = 46;
 
 impl DownTransfers {
-    /// Announces a transfer before its frame can be answered. `detached`: a later [`DownTransfers::settle`] waits for it.
+    /// Announces a transfer before its frame can be answered.
+    ///
+    /// For a `detached` one a later [`DownTransfers::settle`] waits.
     pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool) {
         let mut open = lock(&self.open);
         let (left, lost) = (range.len, open.lost);
@@ -225,7 +231,7 @@ impl DownTransfers {
         open.transfers.insert(transfer, down);
     }
 
-    /// Waits for a transfer that was not detached; its `CUresult`.
+    /// Waits for a transfer that is not detached, and returns its `CUresult`.
     pub fn wait(&self, transfer: u64) -> i32 {
         let mut open = lock(&self.open);
         loop {
@@ -241,7 +247,8 @@ impl DownTransfers {
         }
     }
 
-    /// Forgets a transfer whose frame the driver refused; nothing is written to its range any more when this returns.
+    /// Removes a transfer whose frame the driver refused; after the return no thread writes to its
+    /// range.
     pub fn cancel(&self, transfer: u64) {
         let mut open = lock(&self.open);
         while let Some(t) = open.transfers.get_mut(&transfer) {
@@ -254,8 +261,9 @@ impl DownTransfers {
         }
     }
 
-    /// Waits a while for those detached transfers that `wanted` says to land. False: some have not; small ones come with the frames
-    /// that the caller must read meanwhile.
+    /// Waits at most `patience` until the detached transfers that `wanted` selects have landed.
+    ///
+    /// `false`: some have not. Small ones come with frames, which the caller must read meanwhile.
     pub fn settle(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
         let mut open = lock(&self.open);
         let unsettled = |open: &Open| {
@@ -272,25 +280,25 @@ impl DownTransfers {
         !unsettled(&open)
     }
 
-    /// Whether a detached transfer is under way.
+    /// Returns `true` if a detached transfer is in progress.
     pub fn any(&self) -> bool {
         lock(&self.open).transfers.values().any(|t| t.detached)
     }
 
-    /// All of a small transfer, in one piece.
+    /// Lands a small transfer, which comes in one piece.
     pub(crate) fn land(&self, transfer: u64, status: i32, bytes: &[u8]) {
-        // An empty piece would be counted as being written for ever.
+        // An empty piece would count as being written for ever.
         if status != 0 || bytes.is_empty() {
             self.piece_done(transfer, 0, status);
         } else if let Ok(Some(address)) = self.begin_piece(transfer, 0, bytes.len()) {
-            // SAFETY: `begin_piece` checked the bounds of a range that stays mapped until the transfer has ended, and
-            // marked it as being written.
+            // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
+            // stays mapped until `piece_done`.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
             self.piece_done(transfer, bytes.len(), 0);
         }
     }
 
-    /// Where a piece goes; `None` if its transfer has failed or was given up.
+    /// Returns the address for a piece; `None` if its transfer has failed or was canceled.
     fn begin_piece(&self, transfer: u64, offset: u64, len: usize) -> std::io::Result<Option<usize>> {
         let mut open = lock(&self.open);
         let Some(t) = open.transfers.get_mut(&transfer).filter(|t| t.status == 0) else { return Ok(None) };
@@ -333,7 +341,7 @@ impl DownTransfers {
     }
 }
 
-/// Receives chunks straight into the program's memory.
+/// Receives chunks directly into the program's memory.
 fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) {
     let result = (|| -> std::io::Result<()> {
         let mut unwanted = Vec::new();
@@ -351,7 +359,7 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
             let header = Header::parse(&head).map_err(std::io::Error::other)?;
             let len = header.ack.get() as usize;
             if header.op.get() != op::CHUNK || len.next_multiple_of(8) != header.body_len() || len > CHUNK {
-                return Err(std::io::Error::other("not a chunk"));
+                return Err(std::io::Error::other("a frame on a lane is not a chunk"));
             }
             let (transfer, status) = (header.seq.get(), header.thread.get() as i32);
             if status != 0 {
@@ -359,12 +367,13 @@ fn receive(transport: &Transport, transfers: &DownTransfers, link: &Weak<Link>) 
                 continue;
             }
             let Some(address) = transfers.begin_piece(transfer, header.ctx.get(), len)? else {
-                // A transfer of which another part has failed ends there.
+                // The transfer has failed or was canceled, so its remaining bytes are dropped.
                 unwanted.resize(CHUNK, 0);
                 transport.recv_exact(&mut unwanted[..header.body_len()], Wait::Spin(Duration::ZERO))?;
                 continue;
             };
-            // SAFETY: `begin_piece` checked the bounds and marked the range as being written; it stays mapped meanwhile.
+            // SAFETY: `begin_piece` checked the bounds and marked the range as being written, so it
+            // stays mapped until `piece_done`.
             let target = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) };
             let mut padding = [0; 8];
             let done = transport.recv_exact(target, Wait::Spin(std::time::Duration::ZERO)).and_then(|()| {

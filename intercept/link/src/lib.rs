@@ -1,5 +1,6 @@
-//! A process's connection to its worker: grant from the daemon, ordered log with pipelining, replies, bulk lanes.
-//! Knows no CUDA. [`transport`] serves the worker's end too.
+//! A process's connection to its worker: grant from the daemon, ordered log, replies, bulk lanes.
+//!
+//! The crate knows no CUDA. [`transport`] also serves the worker's end.
 
 pub mod grant;
 pub mod lanes;

@@ -1,8 +1,8 @@
 //! The ordered log of one process on one server.
 //!
-//! A post appends a frame to a buffer and returns; the sender thread writes it out. A call appends, writes the buffer out
-//! itself and waits. Whoever waits also reads: one waiting thread at a time is the reader and hands other threads their
-//! replies.
+//! A post appends a frame to a buffer and returns; the sender thread writes the buffer. A call
+//! appends a frame, writes the buffer itself and waits. One of the waiting threads is the reader,
+//! which hands the others their replies.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -23,17 +23,17 @@ use crate::lanes::{Detached, DownTransfers, Lanes};
 use crate::threads;
 use crate::transport::{Transport, Wait};
 
-/// A poster helps to send once this much waits to be sent, in bytes: it bounds memory and gives the program back-pressure.
+/// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
 const OUTBOX_LIMIT: usize = 4 << 20;
-/// How long the sender waits for more frames before it writes.
-const GATHER: Duration = Duration::from_micros(3);
+/// Time that the sender waits for more frames before it writes.
+const GATHER_WINDOW: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A worker answers the greeting at once, or when a program that ends has made room.
-const GREETING: Duration = Duration::from_secs(60);
-/// A hint of how many bytes one read takes from the socket.
+/// Timeout for the greeting: a worker replies at once, or when a program that ends has made room.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
+/// Usual number of bytes of one read from the socket.
 const READ: usize = 256 << 10;
 
-/// A call whose frame is on its way.
+/// Call whose frame is sent.
 #[derive(Debug, Clone, Copy)]
 pub struct Begun {
     /// Position of its frame in the log.
@@ -42,15 +42,15 @@ pub struct Begun {
     at: Instant,
 }
 
-/// What threads have waited for the worker, of one operation.
+/// Waits of all threads for one operation.
 #[derive(Debug, Default)]
 struct Waits {
     count: AtomicU32,
-    /// Microseconds from the frame to the end of the wait.
+    /// Microseconds from the frame to the end of the wait, summed.
     usec: AtomicU64,
 }
 
-/// The worker is gone, for this reason; every later call says the same.
+/// Reason why the link is lost; every later call returns the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lost(pub String);
 
@@ -62,7 +62,7 @@ impl fmt::Display for Lost {
 
 impl std::error::Error for Lost {}
 
-/// Answer to a call.
+/// Reply to a call.
 #[derive(Debug)]
 pub struct Reply {
     /// The `CUresult`.
@@ -71,21 +71,24 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// The values that came with it.
+    /// Returns a reader of the reply's values.
     pub fn reader(&self) -> Reader<'_> {
         Reader::new(&self.body)
     }
 }
 
-/// What the worker may say unasked. Called by whichever thread reads; must not wait for this link.
+/// Receiver of the worker's unsolicited frames.
+///
+/// The thread that reads the connection calls it, so it must not wait for this link.
 pub trait Events: Send + Sync {
-    /// Device code printed (`printf`, `assert`).
+    /// Takes output of device code (`printf`, `assert`).
     fn output(&self, stdout: &[u8], stderr: &[u8]);
-    /// A host function of a stream is due; `done` is sent by whoever has run it.
+    /// Takes the number of a host function that is due; the thread that has run it posts
+    /// `HOST_FUNC_DONE`.
     fn call_host(&self, link: &Arc<Link>, id: u64);
-    /// The device has changed host memory of the program that it can see.
+    /// Takes the device's changes of host memory that it can see.
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]);
-    /// The worker is gone.
+    /// Takes the reason when the link is lost.
     fn lost(&self, reason: &str);
 }
 
@@ -108,7 +111,7 @@ struct Incoming {
     end: usize,
 }
 
-/// See the module.
+/// A process's connection to its worker; see the module.
 pub struct Link {
     me: Weak<Self>,
     /// The server's name, for messages.
@@ -126,12 +129,12 @@ pub struct Link {
     incoming: Mutex<Incoming>,
     lost: OnceLock<Lost>,
     late_error: AtomicI32,
-    /// How often a thread has waited for the answer to each operation.
+    /// Number and duration of waits, by operation.
     waits: [Waits; op::COUNT],
     events: Box<dyn Events>,
     lane_secret: OnceLock<[u8; 32]>,
     lanes: OnceLock<Result<Lanes, Lost>>,
-    /// Data on its way from the device.
+    /// Transfers from the device that have not ended.
     pub down: Arc<DownTransfers>,
 }
 
@@ -139,7 +142,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a thread says of itself in every frame.
+/// Thread and context in every frame's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Caller {
     /// Number of the thread within the process.
@@ -149,7 +152,9 @@ pub struct Caller {
 }
 
 impl Link {
-    /// Connects to a worker and says hello; `hello` adds what the upper layer has to say, its answer is the reply.
+    /// Connects to a worker and sends the greeting; returns the link and the greeting's reply.
+    ///
+    /// `hello` adds the upper layer's part of the greeting.
     pub fn open(
         endpoint: &Endpoint,
         events: Box<dyn Events>,
@@ -191,17 +196,19 @@ impl Link {
             let link = link.clone();
             move || link.send_loop()
         })
-        .map_err(|e| Lost(format!("no thread to send with: {e}")))?;
+        .map_err(|e| Lost(format!("cannot start the sender thread: {e}")))?;
         link.sender.get_or_init(|| sender.thread().clone());
         Ok((link, reply))
     }
 
-    /// Whether the stream is encrypted.
+    /// Returns `true` if the stream is encrypted.
     pub fn encrypted(&self) -> bool {
         self.transport.encrypted()
     }
 
-    /// Appends a frame to the log and returns its position; never waits for the worker (but for back-pressure).
+    /// Appends a frame to the log and returns its position.
+    ///
+    /// Never waits for the worker, except that it helps to send a full buffer.
     pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, Lost> {
         self.check()?;
         let (seq, queued) = self.append(op, 0, caller, body);
@@ -219,7 +226,7 @@ impl Link {
         self.finish_call(begun)
     }
 
-    /// First half of a call: when it returns, the frame is on its way.
+    /// First half of a call: at the return the frame is sent.
     pub fn begin_call(
         &self,
         op: u16,
@@ -233,7 +240,7 @@ impl Link {
         Ok(Begun { seq, op, at })
     }
 
-    /// Second half of a call.
+    /// Second half of a call: waits for the reply.
     pub fn finish_call(&self, begun: Begun) -> Result<Reply, Lost> {
         let reply = self.wait_reply(begun.seq);
         if let Some(waits) = self.waits.get(usize::from(begun.op)) {
@@ -243,7 +250,7 @@ impl Link {
         reply
     }
 
-    /// Second half of a call that has probably been answered by now: counts as waiting only if it was not.
+    /// Second half of a call that is probably answered by now; counts as a wait only if it is not.
     pub fn finish_mark(&self, begun: Begun) -> Result<(), Lost> {
         self.check()?;
         let answered = || lock(&self.inbox).replies.remove(&begun.seq).is_some();
@@ -257,7 +264,7 @@ impl Link {
         self.finish_call(Begun { at: Instant::now(), ..begun }).map(drop)
     }
 
-    /// How often and how long threads have waited for the worker, by operation, the longest first.
+    /// Returns number and duration of waits for the worker by operation, the longest first.
     pub fn waits(&self) -> Vec<(&'static str, u32, Duration)> {
         let mut waits: Vec<_> = (0..)
             .zip(&self.waits)
@@ -271,12 +278,12 @@ impl Link {
         waits
     }
 
-    /// Position of the latest frame in the log.
+    /// Returns the position of the latest frame in the log.
     pub fn position(&self) -> u64 {
         lock(&self.outbox).next_seq - 1
     }
 
-    /// An error of a posted frame that was not told yet, or 0; telling takes it.
+    /// Returns and clears the late error, 0 if there is none.
     pub fn take_late_error(&self) -> i32 {
         if self.late_error.load(Ordering::Relaxed) == 0 {
             0
@@ -285,13 +292,14 @@ impl Link {
         }
     }
 
-    /// Bulk lanes, opened at first use.
+    /// Returns the bulk lanes; the first call opens them.
     pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, Lost> {
         let lanes = self.lanes.get_or_init(|| Lanes::open(self).map_err(|e| self.lose(&e.0)));
         lanes.as_ref().map_err(Clone::clone)
     }
 
-    /// A further connection to the same worker: proves knowledge of the secret that the first one was told.
+    /// Opens a further connection to the same worker, which proves knowledge of the greeting's
+    /// secret.
     pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, Lost> {
         let mut endpoint = self.endpoint.clone();
         endpoint.addresses = vec![self.address.to_string()];
@@ -326,7 +334,9 @@ impl Link {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
-    /// Writes out all that was appended before. Two threads never write at once and bytes keep their order.
+    /// Writes all frames that were appended before.
+    ///
+    /// Two threads never write at once, and the bytes keep their order.
     fn flush(&self) -> Result<(), Lost> {
         let mut sending = lock(&self.sending);
         {
@@ -340,7 +350,8 @@ impl Link {
     }
 
     fn wake_sender(&self) {
-        // SeqCst pairs with the sender's: either it sees `pending` before it sleeps or this sees it asleep.
+        // SeqCst pairs with the sender's: either the sender sees `pending` before it sleeps, or
+        // this thread sees the sender asleep.
         if !self.pending.swap(true, Ordering::SeqCst)
             && self.sender_asleep.load(Ordering::SeqCst)
             && let Some(sender) = self.sender.get()
@@ -367,13 +378,13 @@ impl Link {
                 continue;
             }
             if !spin.is_zero() {
-                // More is usually on its way, and one write for several frames costs as much as for one.
+                // More frames usually follow, and one write for several costs as much as for one.
                 let found = Instant::now();
-                while found.elapsed() < GATHER && self.pending.load(Ordering::Relaxed) {
+                while found.elapsed() < GATHER_WINDOW && self.pending.load(Ordering::Relaxed) {
                     std::hint::spin_loop();
                 }
             }
-            // A thread that waits may have sent everything meanwhile.
+            // A waiting thread may have sent everything meanwhile.
             if self.pending.load(Ordering::Acquire) && self.flush().is_err() {
                 return;
             }
@@ -406,17 +417,18 @@ impl Link {
         }
     }
 
-    /// Reads frames, as the only reader, until the reply to `seq` is there.
+    /// Reads frames, as the only reader, until the reply to `seq` comes.
     fn read_until(&self, seq: u64) -> io::Result<Reply> {
         let mut incoming = lock(&self.incoming);
         let spin = threads::spin_time();
         let greeted = self.lane_secret.get().is_some();
-        let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING) };
+        let wait = if greeted { Wait::Spin(spin) } else { Wait::AtMost(spin, GREETING_TIMEOUT) };
         loop {
             let (header, body) = self.next_frame(&mut incoming, wait).map_err(|e| match e.kind() {
-                io::ErrorKind::WouldBlock => {
-                    io::Error::other(format!("no answer to the greeting within {} s", GREETING.as_secs()))
-                }
+                io::ErrorKind::WouldBlock => io::Error::other(format!(
+                    "no answer to the greeting within {} s",
+                    GREETING_TIMEOUT.as_secs()
+                )),
                 _ => e,
             })?;
             if let Some((answered, reply)) = self.handle(&header, body)? {
@@ -432,7 +444,7 @@ impl Link {
         }
     }
 
-    /// Reads what has come in already, without waiting, unless another thread is reading.
+    /// Reads the frames that have arrived, without waiting, unless another thread is the reader.
     pub fn poll(&self) -> Result<(), Lost> {
         {
             let mut inbox = lock(&self.inbox);
@@ -451,17 +463,20 @@ impl Link {
         read.map_err(|e| self.lose(&format!("connection to {} lost: {e}", self.server)))
     }
 
-    /// Waits until the detached transfers that `wanted` says have landed, reading frames meanwhile.
+    /// Waits until the detached transfers that `wanted` selects have landed; reads frames
+    /// meanwhile.
     pub fn settle(&self, wanted: impl Fn(&Detached) -> bool) {
-        const PATIENCE: Duration = Duration::from_millis(1);
-        while !self.down.settle(&wanted, PATIENCE) {
+        const POLL_INTERVAL: Duration = Duration::from_millis(1);
+        while !self.down.settle(&wanted, POLL_INTERVAL) {
             if self.poll().is_err() {
                 return;
             }
         }
     }
 
-    /// Reads for as long as the link lives, whenever no other thread does. For a thread that serves host functions.
+    /// Reads whenever no other thread does, until the link is lost.
+    ///
+    /// Runs on a thread of its own, for unsolicited frames such as host functions.
     pub fn serve_events(&self) {
         while self.lost.get().is_none() {
             let readable = {
@@ -471,7 +486,8 @@ impl Link {
                 )];
                 nix::poll::poll(&mut fds, 100u16)
             };
-            // Also when nothing comes: a thread that waited for an answer may have read more than that.
+            // Runs even if no bytes came: a thread that waited may have received more than its
+            // reply.
             let _ = self.poll();
             if matches!(readable, Ok(n) if n > 0) {
                 std::thread::yield_now();
@@ -503,7 +519,7 @@ impl Link {
                 return Ok(Some((header.seq.get(), reply)));
             }
             op::LATE_ERROR => {
-                // Only the first one is told: the others are most likely its consequences.
+                // Keeps only the first one: the others are most likely its consequences.
                 let _ = self.late_error.compare_exchange(
                     0,
                     header.ctx.get() as i32,
@@ -572,7 +588,7 @@ impl Link {
         }
     }
 
-    /// Declares the worker gone; the first reason stays.
+    /// Marks the link as lost and wakes all waiting threads; the first reason stays.
     pub(crate) fn lose(&self, reason: &str) -> Lost {
         let mut first = false;
         let lost = self.lost.get_or_init(|| {
@@ -592,7 +608,7 @@ impl Link {
         lost.clone()
     }
 
-    /// Ends the connection: nobody wants the worker any more.
+    /// Closes the connection because the program does not use the worker.
     pub fn close(&self) {
         let _ = self.lost.set(Lost("the connection was closed".into()));
         self.transport.shutdown();
@@ -601,7 +617,7 @@ impl Link {
         }
     }
 
-    /// In a forked child: closes nothing that the parent uses, and answers every call with this reason.
+    /// Marks the link as unusable in a forked child, without closing the parent's connection.
     pub fn abandon(&self) {
         let _ = self.lost.set(Lost("the process was forked after cuInit".into()));
     }

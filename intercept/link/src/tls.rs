@@ -1,6 +1,8 @@
-//! TLS between a program and its worker. The worker's key is its own and lives as long as it does; the daemon was told its
-//! certificate's fingerprint by the server, over mutual TLS. So the verifier compares fingerprints, and still has the
-//! handshake's signature checked: a stolen certificate without its key is refused.
+//! TLS between a program and its worker.
+//!
+//! A worker creates its own key, which exists as long as the worker. The server reports the
+//! certificate's fingerprint to the daemon over mutual TLS. So the verifier compares fingerprints.
+//! It also checks the handshake's signature: a stolen certificate without its key is refused.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +18,7 @@ struct Pinned {
     provider: Arc<CryptoProvider>,
 }
 
-/// A configuration that accepts one certificate: the one with this SHA-256 fingerprint.
+/// Returns a configuration that accepts only the certificate with this SHA-256 fingerprint.
 pub fn pinned(fingerprint: [u8; 32]) -> io::Result<Arc<ClientConfig>> {
     let provider = Arc::new(ring::default_provider());
     let verifier = Arc::new(Pinned { fingerprint, provider: provider.clone() });
@@ -29,7 +31,7 @@ pub fn pinned(fingerprint: [u8; 32]) -> io::Result<Arc<ClientConfig>> {
     Ok(Arc::new(config))
 }
 
-/// SHA-256 of a certificate.
+/// Returns the SHA-256 hash of a certificate.
 pub fn fingerprint(certificate: &CertificateDer<'_>) -> [u8; 32] {
     let digest = ::ring::digest::digest(&::ring::digest::SHA256, certificate);
     let mut out = [0; 32];
@@ -37,11 +39,9 @@ pub fn fingerprint(certificate: &CertificateDer<'_>) -> [u8; 32] {
     out
 }
 
-/// What a user is told of somebody who is not the program's worker.
+/// Returns the error for a peer that is not the program's worker.
 fn impostor(does: &str) -> Error {
-    Error::General(format!(
-        "who answers for the GPU server {does}: is there something between this machine and the server?"
-    ))
+    Error::General(format!("the peer {does}; look for a proxy between this machine and the GPU server"))
 }
 
 impl ServerCertVerifier for Pinned {
@@ -56,7 +56,7 @@ impl ServerCertVerifier for Pinned {
         if fingerprint(end_entity) == self.fingerprint {
             Ok(ServerCertVerified::assertion())
         } else {
-            Err(impostor("shows another certificate than the server said"))
+            Err(impostor("shows another certificate than the server announced"))
         }
     }
 
@@ -83,7 +83,7 @@ impl ServerCertVerifier for Pinned {
         let algorithms = &self.provider.signature_verification_algorithms;
         verify_tls13_signature(message, certificate, signature, algorithms).map_err(|error| match error {
             Error::InvalidCertificate(CertificateError::BadSignature) => {
-                impostor("shows the certificate of this program's worker without having its key")
+                impostor("shows the certificate of this program's worker but does not have its key")
             }
             other => other,
         })

@@ -1,5 +1,6 @@
-//! Byte streams between a program and its worker, used by both ends. Sending and receiving may happen in two threads at
-//! once; each direction serves one thread at a time.
+//! Byte streams between a program and its worker, used by both ends.
+//!
+//! One thread may send while another one receives; each direction serves one thread at a time.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::TcpStream;
@@ -13,29 +14,31 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, sendmsg, setsockopt, sockopt};
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
-/// How long a receiver waits.
+/// Time that a receiver waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// Not at all: `WouldBlock` if there is nothing.
+    /// Does not wait: `WouldBlock` if no byte is there.
     No,
-    /// Spins for this long, then sleeps until something comes.
+    /// Spins for this time, then sleeps until bytes come.
     Spin(Duration),
-    /// Spins for the first, then sleeps for at most the second: `WouldBlock` if nothing came.
+    /// Spins for the first time, then sleeps for at most the second: `WouldBlock` if no byte came.
     AtMost(Duration, Duration),
 }
 
-/// A peer that acknowledges nothing for so long is gone: as long as a worker waits for a lost client, and a moment more.
-const SILENCE: Duration = Duration::from_secs(65);
-/// How often who waits for such a peer looks.
-const LOOK: Duration = Duration::from_secs(15);
-/// How long each step of a handshake may take.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+/// A watched peer without acknowledgement for this time is lost.
+///
+/// It is a little longer than a worker waits for a lost client.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(65);
+/// Time between two checks of a watched peer while a thread waits for it.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
+/// Timeout of each step of a handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connected stream.
+/// Connected stream, in clear or with TLS.
 pub struct Transport {
     socket: TcpStream,
     tls: Option<Tls>,
-    /// See [`Transport::watch`].
+    /// Whether [`Transport::watch`] has run.
     watched: bool,
 }
 
@@ -45,7 +48,7 @@ struct Tls {
     outgoing: Mutex<Vec<u8>>,
 }
 
-/// A socket without vectored writes, which would raise SIGPIPE (plain ones are sent with MSG_NOSIGNAL).
+/// Socket without vectored writes, which would raise SIGPIPE; plain ones use MSG_NOSIGNAL.
 struct Whole<'a>(&'a TcpStream);
 
 impl Read for Whole<'_> {
@@ -64,7 +67,9 @@ impl Write for Whole<'_> {
     }
 }
 
-/// A server that does not serve a connection says why in clear, in place of the first TLS record.
+/// Reads a server's refusal and returns it as an error.
+///
+/// A server that refuses a connection sends the reason in clear, in place of the first TLS record.
 fn refused(socket: &TcpStream) -> io::Result<()> {
     let mut first = [0; 4];
     let peeked = loop {
@@ -73,7 +78,7 @@ fn refused(socket: &TcpStream) -> io::Result<()> {
             other => break other?,
         }
     };
-    // The end of the stream is the handshake's to tell.
+    // The handshake reports the end of the stream.
     let Some(len) = refusal_len(first).filter(|_| peeked == first.len()) else { return Ok(()) };
     let mut reason = Vec::new();
     socket.take((first.len() + len) as u64).read_to_end(&mut reason)?;
@@ -93,33 +98,37 @@ impl Ciphertext {
     }
 }
 
-/// A poisoned lock means that a thread of ours panicked in the middle of a stream: the stream is lost, the data behind
-/// the lock is still bytes.
+/// Locks, ignoring poison.
+///
+/// Poison means that a thread of ours panicked within a stream. The stream is lost then, but the
+/// data behind the lock is still valid bytes.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Transport {
-    /// A stream in clear.
+    /// Returns a stream in clear.
     pub fn plain(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
         Ok(Self { socket, tls: None, watched: false })
     }
 
-    /// TLS as the client; the configuration's verifier pins the worker's certificate.
+    /// Makes a TLS stream as the client; the configuration's verifier pins the worker's
+    /// certificate.
     pub fn tls_client(socket: TcpStream, config: Arc<ClientConfig>) -> io::Result<Self> {
         let name = rustls::pki_types::ServerName::try_from("worker").map_err(io::Error::other)?;
         let mut connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
-        socket.set_read_timeout(Some(HANDSHAKE))?;
-        socket.set_write_timeout(Some(HANDSHAKE))?;
+        socket.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        socket.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
         while connection.wants_write() {
             connection.write_tls(&mut Whole(&socket))?;
         }
         let shaken = refused(&socket).and_then(|()| Self::handshake(socket, Connection::Client(connection)));
         let shaken = shaken.map_err(|e| match e.kind() {
-            io::ErrorKind::WouldBlock => {
-                io::Error::other(format!("no answer to the handshake within {} s", HANDSHAKE.as_secs()))
-            }
+            io::ErrorKind::WouldBlock => io::Error::other(format!(
+                "no answer to the handshake within {} s",
+                HANDSHAKE_TIMEOUT.as_secs()
+            )),
             _ => e,
         })?;
         shaken.socket.set_read_timeout(None)?;
@@ -127,7 +136,7 @@ impl Transport {
         Ok(shaken)
     }
 
-    /// TLS as the worker.
+    /// Makes a TLS stream as the worker.
     pub fn tls_server(socket: TcpStream, config: Arc<ServerConfig>) -> io::Result<Self> {
         let connection = ServerConnection::new(config).map_err(io::Error::other)?;
         Self::handshake(socket, Connection::Server(connection))
@@ -149,25 +158,27 @@ impl Transport {
         Ok(Self { socket, tls: Some(tls), watched: false })
     }
 
-    /// From now on a peer that is gone without a word ends the stream with an error: by the kernel's probes where nothing is under
-    /// way, else by its silence. One that only reads nothing does not: it acknowledges that it has no room, for hours if need be, so that
-    /// TCP_USER_TIMEOUT, which ends that as well, is no choice.
+    /// Lets a peer that vanishes end the stream with an error.
+    ///
+    /// The kernel's probes find it on an idle stream, missing acknowledgements on a busy one. A
+    /// peer that only does not read keeps the stream: it acknowledges, for hours if need be, that
+    /// it has no room. TCP_USER_TIMEOUT would end such a stream, too, so it is no alternative.
     pub fn watch(&mut self) -> io::Result<()> {
         setsockopt(&self.socket, sockopt::KeepAlive, &true)?;
         setsockopt(&self.socket, sockopt::TcpKeepIdle, &15)?;
         setsockopt(&self.socket, sockopt::TcpKeepInterval, &10)?;
         setsockopt(&self.socket, sockopt::TcpKeepCount, &5)?;
-        self.socket.set_write_timeout(Some(LOOK))?;
+        self.socket.set_write_timeout(Some(KEEPALIVE_INTERVAL))?;
         self.watched = true;
         Ok(())
     }
 
-    /// An error if the peer has left what was sent unacknowledged for too long.
+    /// Returns an error if sent bytes are unacknowledged for too long.
     fn heard(&self) -> io::Result<()> {
-        // SAFETY: plain numbers, for which zeros are values.
+        // SAFETY: the structure has only integers, for which zero bits are valid.
         let mut info: nix::libc::tcp_info = unsafe { std::mem::zeroed() };
         let mut len = size_of_val(&info) as nix::libc::socklen_t;
-        // SAFETY: the kernel writes at most `len` bytes to `info`.
+        // SAFETY: the kernel writes at most `len` bytes to `info`, which has that size.
         let got = unsafe {
             nix::libc::getsockopt(
                 self.socket.as_raw_fd(),
@@ -179,8 +190,8 @@ impl Transport {
         };
         Errno::result(got)?;
         let silence = Duration::from_millis(info.tcpi_last_ack_recv.into());
-        if info.tcpi_unacked > 0 && silence >= SILENCE {
-            return Err(io::Error::other(format!("no sign of life for {} s", silence.as_secs())));
+        if info.tcpi_unacked > 0 && silence >= SILENCE_TIMEOUT {
+            return Err(io::Error::other(format!("no acknowledgement for {} s", silence.as_secs())));
         }
         Ok(())
     }
@@ -198,12 +209,12 @@ impl Transport {
         Ok(())
     }
 
-    /// Whether bytes are encrypted.
+    /// Returns `true` if the stream is encrypted.
     pub fn encrypted(&self) -> bool {
         self.tls.is_some()
     }
 
-    /// Sends everything, waiting as long as it takes.
+    /// Sends all bytes, waiting as long as it takes.
     pub fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let Some(tls) = &self.tls else { return self.write_all(bytes) };
         let mut outgoing = lock(&tls.outgoing);
@@ -225,7 +236,7 @@ impl Transport {
         Ok(())
     }
 
-    /// Sends several pieces one after the other, in clear with one system call.
+    /// Sends several pieces one after the other; in clear it needs one system call.
     pub fn send_parts(&self, parts: &[&[u8]]) -> io::Result<()> {
         if self.tls.is_some() {
             return parts.iter().try_for_each(|part| self.send(part));
@@ -234,7 +245,8 @@ impl Transport {
         let mut rest = &mut slices[..];
         IoSlice::advance_slices(&mut rest, 0);
         while !rest.is_empty() {
-            // Not write_vectored: writev would raise SIGPIPE in the program when the worker is gone.
+            // Not write_vectored: writev would raise SIGPIPE in the program when the worker has
+            // exited.
             match sendmsg::<()>(self.socket.as_raw_fd(), rest, &[], MsgFlags::MSG_NOSIGNAL, None) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => IoSlice::advance_slices(&mut rest, n),
@@ -246,7 +258,7 @@ impl Transport {
         Ok(())
     }
 
-    /// Receives some bytes; 0 is the end of the stream.
+    /// Receives some bytes and returns their number; 0 means the end of the stream.
     pub fn recv(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize> {
         let Some(tls) = &self.tls else { return self.recv_raw(buf, wait) };
         let mut incoming = lock(&tls.incoming);
@@ -257,7 +269,8 @@ impl Transport {
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                     done => return done,
                 }
-                // rustls holds a bounded amount of plaintext: it is taken out before more ciphertext goes in.
+                // rustls holds a bounded amount of plaintext, so it is read before more ciphertext
+                // goes in.
                 if incoming.unread() > 0 {
                     let mut rest = &incoming.buf[incoming.start..incoming.end];
                     let n = connection.read_tls(&mut rest)?;
@@ -277,7 +290,7 @@ impl Transport {
     /// Receives exactly `buf.len()` bytes or fails.
     pub fn recv_exact(&self, mut buf: &mut [u8], wait: Wait) -> io::Result<()> {
         if self.tls.is_none() && wait == Wait::Spin(Duration::ZERO) {
-            // The kernel gathers the bytes: one system call instead of one for every packet.
+            // The kernel gathers the bytes: one system call instead of one per packet.
             while !buf.is_empty() {
                 match recv(self.socket.as_raw_fd(), buf, MsgFlags::MSG_WAITALL) {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -318,7 +331,7 @@ impl Transport {
                 std::hint::spin_loop();
                 continue;
             }
-            let most = sleep.or(self.watched.then_some(LOOK));
+            let most = sleep.or(self.watched.then_some(KEEPALIVE_INTERVAL));
             let timeout =
                 most.map_or(PollTimeout::NONE, |d| PollTimeout::try_from(d).unwrap_or(PollTimeout::MAX));
             match poll(&mut [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)], timeout) {
@@ -330,9 +343,9 @@ impl Transport {
         }
     }
 
-    /// Ends both directions at once; a thread that waits on the stream sees its end.
+    /// Ends both directions at once; a thread that waits on the stream then returns.
     pub fn shutdown(&self) {
-        // Already closed by the peer: nothing left to end.
+        // Fails only if the peer has closed the connection already.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 }

@@ -1,4 +1,4 @@
-//! What a worker that is broken, or somebody in its place, can do to a program: end its connection, and say why.
+//! A broken worker or an impostor can only end a program's connection, with a reason.
 
 mod peer;
 
@@ -15,10 +15,10 @@ use peer::link;
 use zerocopy::IntoBytes as _;
 
 const CALLER: Caller = Caller { thread: 1, ctx: 1 };
-/// More than any answer takes, less than somebody would wait.
+/// Longer than any correct answer takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a program's calls are told.
+/// Returns the reason that a program's calls get after the peer sent `garbage`.
 fn told(garbage: Vec<u8>) -> String {
     let link = link(Some(garbage));
     let begun = Instant::now();
@@ -45,9 +45,9 @@ fn a_worker_that_makes_no_sense_is_lost_with_a_reason() {
         (Vec::new(), "connection to gpu1 lost"),
         (reply[..HEADER - 1].to_vec(), "connection to gpu1 lost"),
         (reply[..HEADER + 8].to_vec(), "connection to gpu1 lost"),
-        // An answer that nobody waits for.
+        // A reply to no call.
         (frame(op::REPLY, 1 << 40, &[0; 64]), "connection to gpu1 lost"),
-        // What has landed belongs to no copy.
+        // Landed data of no copy.
         (
             frame(op::LANDED, 1 << 40, &[8, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]),
             "connection to gpu1 lost",
@@ -66,7 +66,7 @@ fn a_worker_that_makes_no_sense_is_lost_with_a_reason() {
     }
 }
 
-/// What is told of a server that answers a connection's first bytes with `answer`.
+/// Returns the reason for a server that replies `answer` to a connection's first bytes.
 fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = Endpoint {
@@ -96,7 +96,7 @@ fn a_refusal_is_told_with_and_without_encryption() {
     for fingerprint in [None, Some([1; 32])] {
         let reason = told_at_once(answer, fingerprint);
         assert!(reason.ends_with(": no such worker"), "{reason}");
-        // Cut short, and no answer at all.
+        // A refusal that is cut short, and no answer at all.
         for end in [0, 3, 9] {
             let reason = told_at_once(&answer[..end], fingerprint);
             assert!(reason.contains("gpu1"), "{reason}");
@@ -116,7 +116,7 @@ fn no_bytes_make_a_program_hang_or_fail() {
     for _ in 0..200 {
         let mut garbage: Vec<u8> = (0..next() % 600).map(|_| next() as u8).collect();
         if next() % 2 == 0 && garbage.len() > 4 {
-            // Lengths that could be true get further.
+            // Plausible lengths reach more of the parser.
             garbage[..4].copy_from_slice(&((next() % 64) as u32 * 8).to_le_bytes());
         }
         assert!(!told(garbage).is_empty());

@@ -1,4 +1,6 @@
-//! Sets of events: faults of the lease's devices, which their servers remember. A program that waits looks every half second.
+//! Sets of events: faults of the lease's devices, which their servers remember.
+//!
+//! A waiting program asks every half second.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -7,19 +9,19 @@ use crate::entry::{device, guard, handle, out};
 use crate::session::{Session, session};
 use crate::status::{self, Result};
 
-/// Events that there are: uncorrected ECC errors and Xids.
+/// Supported events: uncorrected ECC errors and Xids.
 const TYPES: u64 = 2 | 8;
-const INTERVAL: Duration = Duration::from_millis(500);
-/// Sets of one process.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Maximum number of sets of one process.
 const MAX_SETS: usize = 1024;
 
-/// What a program waits for: types by device, and the last fault of each that is known.
+/// Event types that a program waits for, by device, with the number of the last known fault.
 #[derive(Default)]
 pub struct Set {
     devices: HashMap<usize, (u64, u64)>,
 }
 
-/// What `nvmlEventSetWait` hands out.
+/// `nvmlEventData_t`
 #[repr(C)]
 struct EventData {
     device: usize,
@@ -52,27 +54,27 @@ fn next(session: &mut Session, set: usize) -> Result<Option<EventData>> {
 }
 
 /// # Safety
-/// `data` is null or good.
+/// `data` is null or valid for an `EventData`.
 unsafe fn wait(set: usize, data: *mut EventData, timeout_ms: u32) -> Result {
     let end = Instant::now() + Duration::from_millis(u64::from(timeout_ms));
     loop {
         let found = next(&mut session(), set)?;
         if let Some(event) = found {
-            // SAFETY: the caller vouches for it.
+            // SAFETY: by this function's contract `data` is null or valid.
             return unsafe { out(data, event) };
         }
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(status::TIMEOUT);
         }
-        std::thread::sleep(left.min(INTERVAL));
+        std::thread::sleep(left.min(POLL_INTERVAL));
     }
 }
 
 /// See NVIDIA's documentation of the NVML call of this name.
 ///
 /// # Safety
-/// As NVML demands.
+/// Pointers are as NVML requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlEventSetCreate(set: *mut usize) -> u32 {
     guard("nvmlEventSetCreate", || {
@@ -82,7 +84,7 @@ pub unsafe extern "C" fn nvmlEventSetCreate(set: *mut usize) -> u32 {
             return Err(status::MEMORY);
         }
         let fresh = session.events.keys().max().map_or(1, |last| last + 1);
-        // SAFETY: the program vouches for its pointer.
+        // SAFETY: by NVML's contract `set` is null or valid.
         unsafe { out(set, fresh) }?;
         session.events.insert(fresh, Set::default());
         Ok(())
@@ -102,13 +104,13 @@ pub extern "C" fn nvmlEventSetFree(set: usize) -> u32 {
 /// See NVIDIA's documentation of the NVML call of this name.
 ///
 /// # Safety
-/// As NVML demands.
+/// Pointers are as NVML requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetSupportedEventTypes(which: usize, types: *mut u64) -> u32 {
     guard("nvmlDeviceGetSupportedEventTypes", || {
         let session = session();
         device(&session, which)?;
-        // SAFETY: the program vouches for its pointer.
+        // SAFETY: by NVML's contract `types` is null or valid.
         unsafe { out(types, TYPES) }
     })
 }
@@ -133,23 +135,23 @@ pub extern "C" fn nvmlDeviceRegisterEvents(which: usize, types: u64, set: usize)
 /// See NVIDIA's documentation of the NVML call of this name.
 ///
 /// # Safety
-/// As NVML demands.
+/// Pointers are as NVML requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlEventSetWait(set: usize, data: *mut std::ffi::c_void, timeout_ms: u32) -> u32 {
-    // SAFETY: the program vouches for its pointer.
+    // SAFETY: by NVML's contract `data` is null or valid.
     guard("nvmlEventSetWait", || unsafe { wait(set, data.cast(), timeout_ms) })
 }
 
 /// See NVIDIA's documentation of the NVML call of this name.
 ///
 /// # Safety
-/// As NVML demands.
+/// Pointers are as NVML requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlEventSetWait_v2(
     set: usize,
     data: *mut std::ffi::c_void,
     timeout_ms: u32,
 ) -> u32 {
-    // SAFETY: the program vouches for its pointer.
+    // SAFETY: by NVML's contract `data` is null or valid.
     guard("nvmlEventSetWait_v2", || unsafe { wait(set, data.cast(), timeout_ms) })
 }

@@ -1,7 +1,10 @@
-//! `libnvidia-ml.so.1` for programs on a machine without a GPU: shows the GPUs of the process's leases. See the README of this folder.
+//! `libnvidia-ml.so.1` for programs on a machine without a GPU: shows the GPUs of the process's
+//! leases.
 //!
-//! Rules of code that lives inside other people's programs: no threads, nothing unwinds into C, no signal handlers, nothing is printed
-//! but what `GPUSESSION_TRACE` asks for.
+//! See the README of this folder.
+//!
+//! Rules for code inside other people's programs: it starts no threads, lets no panic unwind into
+//! C, handles no signals, and prints only the output that `GPUSESSION_TRACE` requests.
 #![allow(non_snake_case)]
 
 mod entry;
@@ -13,6 +16,6 @@ mod smi;
 mod status;
 mod trace;
 
-/// Tells the server that this is not a GPU's NVML.
+/// Marks this library, so that a server does not load it as its GPU's NVML.
 #[unsafe(no_mangle)]
 pub static gpusession_marker: u32 = 1;

@@ -1,4 +1,4 @@
-//! Calls that are answered from what the process knows, and those whose questions differ from their prototypes.
+//! Calls that the library answers itself, and calls whose questions differ from their prototypes.
 
 use std::ffi::c_char;
 
@@ -9,7 +9,8 @@ use crate::entry::{device, guard, handle, list, out, string, text};
 use crate::session::{Session, session};
 use crate::status::{self, Result};
 
-/// `nvmlPciInfo_t`; the functions without a version know its first 52 bytes, the last 16 of which are reserved.
+/// `nvmlPciInfo_t`. The functions before `_v3` know its first 52 bytes, the last 16 of which are
+/// reserved.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct PciInfo {
@@ -23,7 +24,7 @@ pub struct PciInfo {
 }
 
 impl PciInfo {
-    /// The same in another domain.
+    /// Returns the information with another PCI domain.
     fn at(self, domain: u32) -> Self {
         let Self { bus, device, .. } = self;
         let (mut legacy, mut id) = ([0; 16], [0; 32]);
@@ -64,7 +65,7 @@ pub struct ProcessV1 {
     used: u64,
 }
 
-/// `nvmlProcessInfo_v2_t`, and what is called `nvmlProcessInfo_t` since.
+/// `nvmlProcessInfo_v2_t`, which is also the present `nvmlProcessInfo_t`.
 #[repr(C)]
 pub struct Process {
     pid: u32,
@@ -99,7 +100,7 @@ pub struct FieldValue {
 
 const _: () = assert!(size_of::<FieldValue>() == 40);
 
-/// Domain, bus and device of an address such as 0000:01:00.0 or 1:0.
+/// Returns domain, bus and device of an address such as 0000:01:00.0 or 1:0.
 fn pci(address: &str) -> Option<(u32, u32, u32)> {
     let hex = |text: &str| u32::from_str_radix(text, 16).ok();
     let (front, device) = address.rsplit_once(':')?;
@@ -113,12 +114,13 @@ fn pci_info(session: &mut Session, device: usize) -> Result<PciInfo> {
     if let Ok(Some(Ok(answer))) = session.answer(device, call, &[Vec::new()]).map(|mut a| a.pop())
         && answer.len() == size_of::<PciInfo>()
     {
-        // SAFETY: the structure has numbers and bytes only, any bits are good, and there are as many bytes.
+        // SAFETY: the structure has only integers and bytes, for which any bits are valid, and the
+        // answer has its length.
         let info = unsafe { answer.as_ptr().cast::<PciInfo>().read_unaligned() };
         let (_, more) = session.apart(device)?;
         return Ok(if more == 0 { info } else { info.at(info.domain.wrapping_add(more)) });
     }
-    // The server has no NVML; it knows where its cards are.
+    // A server without NVML still reports PCI addresses.
     let (domain, bus, number) = pci(&session.known(device)?.pci_address).ok_or(status::UNKNOWN)?;
     let (_, more) = session.apart(device)?;
     let info = PciInfo {
@@ -144,16 +146,18 @@ fn memory(session: &mut Session, device: usize) -> Result<Memory> {
 }
 
 /// # Safety
-/// As NVML demands.
+/// Pointers are as NVML requires.
 unsafe fn processes<T>(which: usize, count: *mut u32, to: *mut T, make: impl Fn(u32, u64) -> T) -> Result {
     let mut session = session();
     let device = device(&session, which)?;
     let items = session.device(device)?.processes.iter().map(|p| make(p.pid, p.used_bytes)).collect();
-    // SAFETY: the program vouches for its pointers.
+    // SAFETY: by this function's contract the pointers are as NVML requires.
     unsafe { list(count, to, items) }
 }
 
-/// What this machine's kernel calls a process; a container may not see it, the lease knows its name then.
+/// Returns a process's name from this host's kernel, or else from the lease.
+///
+/// A container may not see the process in `/proc`.
 pub fn process_name(session: &Session, pid: u32) -> Result<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let name = line.split(|b| *b == 0).next().unwrap_or_default();
@@ -195,7 +199,7 @@ fn by_serial(session: &mut Session, serial: &str) -> Result<usize> {
     Err(status::NOT_FOUND)
 }
 
-/// How far apart two devices are, as `nvmlGpuTopologyLevel_t`.
+/// Returns the distance of two devices as `nvmlGpuTopologyLevel_t`.
 pub fn level(session: &mut Session, one: usize, other: usize) -> Result<u32> {
     const SYSTEM: u32 = 50;
     if session.known(one)?.lease != session.known(other)?.lease {
@@ -212,20 +216,20 @@ macro_rules! nvml {
         /// See NVIDIA's documentation of the NVML call of this name.
         ///
         /// # Safety
-        /// Pointers are as that documentation demands.
+        /// Pointers are as that documentation requires.
         #[allow(clippy::macro_metavars_in_unsafe)]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($a: $t),*) -> u32 {
             guard(stringify!($name), || -> Result {
                 #[allow(unused_unsafe)]
-                // SAFETY: the program vouches for its arguments.
+                // SAFETY: by NVML's contract the program's arguments fit this call.
                 unsafe { $body }
             })
         }
     )*};
 }
 
-/// An empty list of things that a lease has none of.
+/// Writes an empty list, for objects that a lease never has.
 macro_rules! nothing {
     ($which:ident, $count:ident) => {{
         device(&session(), $which)?;
@@ -236,7 +240,7 @@ macro_rules! nothing {
 nvml! {
     fn nvmlInit() { session().init() }
     fn nvmlInit_v2() { session().init() }
-    // Its flags say what to do without GPUs, or with those of which the driver is not attached: a lease's are.
+    // The flags are for hosts without GPUs or with detached ones, which a lease's never are.
     fn nvmlInitWithFlags(_flags: u32) { session().init() }
     fn nvmlShutdown() { session().shutdown() }
 
@@ -332,7 +336,7 @@ nvml! {
         }
     }
 
-    // What NCCL asks for.
+    // NCCL uses this call.
     fn nvmlDeviceGetNvLinkRemotePciInfo(which: usize, link: u32, to: *mut [u8; PCI_INFO_BEFORE_V3]) {
         let mut session = session();
         let device = device(&session, which)?;
@@ -389,7 +393,7 @@ nvml! {
         Err(status::INVALID_ARGUMENT)
     }
 
-    // A lease's devices have no peer access, as cuDeviceCanAccessPeer says.
+    // Devices of different leases count as connected by the system only.
     fn nvmlDeviceGetTopologyNearestGpus(which: usize, wanted: u32, count: *mut u32, to: *mut usize) {
         let mut session = session();
         let one = device(&session, which)?;

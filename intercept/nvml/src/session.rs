@@ -1,5 +1,7 @@
-//! What this process knows of its GPUs: the devices that it found when it initialised NVML, how they were at the last look, and answers
-//! of the server to questions about them.
+//! The process's knowledge of its GPUs.
+//!
+//! It holds the devices that initialization found, their last readings, and the server's answers to
+//! questions about them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -14,38 +16,42 @@ use gpusession_proto::readings::{Device, MAX_BYTES, Query, View, tell_apart};
 use crate::status::{self, Result, Status};
 use crate::trace;
 
-/// How long a reading is good.
-const LIVE: Duration = Duration::from_millis(100);
-/// How long a fact is good: its server may be restarted with another driver.
-const ONCE: Duration = Duration::from_secs(60);
-/// Questions in a request, and bytes of their inputs: it stays below what the daemon takes from a stranger.
+/// Maximum age of a reading.
+const LIVE_TTL: Duration = Duration::from_millis(100);
+/// Maximum age of a fact, because the server may restart with another driver.
+const STATIC_TTL: Duration = Duration::from_secs(60);
+/// Maximum number of questions in a request, and of bytes of their inputs.
+///
+/// Both stay below the daemon's bounds for unknown callers.
 const BATCH: usize = 128;
 const BATCH_INPUT: usize = 4096;
 
-/// Asks the daemon; another function in tests.
+/// Function that asks the daemon; tests use another one.
 type Ask = fn(Vec<Query>) -> std::result::Result<View, Refused>;
 
-/// State of the library.
+/// State of the library in this process.
 pub struct Session {
     ask: Ask,
     users: u32,
-    /// The devices that initialisation found; a handle is a place in it.
+    /// Devices that initialization found; a handle's number is the index.
     found: Vec<Found>,
     view: Vec<Device>,
     seen: Option<Instant>,
     answers: HashMap<Query, (Instant, Result<Vec<u8>>)>,
-    /// Sets of events, by handle.
+    /// By handle.
     pub events: HashMap<usize, crate::events::Set>,
 }
 
-/// A device, as it was found.
+/// Identity of a device at initialization.
 #[derive(Clone)]
 struct Found {
-    /// The GPU's, which its server knows.
+    /// UUID of the GPU, as its server knows it.
     uuid: [u8; 16],
-    /// Two leases may be parts of one GPU.
+    /// Part of the identity, because two leases may be shares of one GPU.
     lease: String,
-    /// What tells it from the program's other devices, as with our `libcuda.so.1`: its UUID, and what is added to the PCI domain.
+    /// UUID for the program, and addition to the PCI domain.
+    ///
+    /// They distinguish the program's devices, and equal those of our `libcuda.so.1`.
     apart: ([u8; 16], u32),
 }
 
@@ -60,13 +66,16 @@ struct Shared {
     session: Mutex<Session>,
 }
 
-/// The state of this process. A child of `fork` goes on with its parent's, unless another thread of the parent was using it.
+/// Locks the state of this process.
+///
+/// A child of `fork` inherits its parent's state, unless another thread of the parent was using it.
 pub fn session() -> MutexGuard<'static, Session> {
     static SHARED: AtomicPtr<Shared> = AtomicPtr::new(std::ptr::null_mut());
     let process = std::process::id();
     loop {
         let current = SHARED.load(Ordering::Acquire);
-        // SAFETY: what the pointer ever points to is leaked, so that it stays valid.
+        // SAFETY: the pointer is null or comes from `Box::into_raw`; a published box is never
+        // freed.
         let shared = unsafe { current.as_ref() };
         if let Some(shared) = shared
             && shared.process == process
@@ -78,7 +87,7 @@ pub fn session() -> MutexGuard<'static, Session> {
         let session = Mutex::new(inherited.unwrap_or_else(|| Session::new(grant::readings)));
         let fresh = Box::into_raw(Box::new(Shared { process, session }));
         if SHARED.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: another thread was quicker, nobody has seen this one.
+            // SAFETY: another thread was quicker, so this box was never published.
             drop(unsafe { Box::from_raw(fresh) });
         }
     }
@@ -95,7 +104,7 @@ fn denied(refused: &Refused) -> Status {
 }
 
 impl Session {
-    /// Nothing known yet.
+    /// Returns the state before `nvmlInit`.
     pub fn new(ask: Ask) -> Self {
         Self {
             ask,
@@ -112,7 +121,7 @@ impl Session {
         Self { users: self.users, found: self.found.clone(), view: self.view.clone(), ..Self::new(self.ask) }
     }
 
-    /// `nvmlInit`: counted.
+    /// `nvmlInit`; the library counts the calls.
     pub fn init(&mut self) -> Result {
         if self.users == 0 {
             let view = (self.ask)(Vec::new()).map_err(|refused| denied(&refused))?;
@@ -142,7 +151,7 @@ impl Session {
         Ok(())
     }
 
-    /// How many devices there are; an error before `nvmlInit`.
+    /// Returns the number of devices; an error before `nvmlInit`.
     pub fn count(&self) -> Result<usize> {
         if self.users == 0 { Err(status::UNINITIALIZED) } else { Ok(self.found.len()) }
     }
@@ -157,34 +166,36 @@ impl Session {
         self.found.get(device).ok_or(status::INVALID_ARGUMENT)
     }
 
-    /// The UUID of a device, as its server knows it.
+    /// Returns the UUID of a device, as its server knows it.
     pub fn uuid(&self, device: usize) -> Result<[u8; 16]> {
         Ok(self.found(device)?.uuid)
     }
 
-    /// The UUID of a device that the program is told, and what is added to its PCI domain.
+    /// Returns the UUID of a device for the program, and the addition to its PCI domain.
     pub fn apart(&self, device: usize) -> Result<([u8; 16], u32)> {
         Ok(self.found(device)?.apart)
     }
 
-    /// A device as it is now; lost where the lease has it no more.
+    /// Returns a device's present readings; `GPU_IS_LOST` if the lease does not have it any more.
     pub fn device(&mut self, device: usize) -> Result<&Device> {
         let found = self.found(device)?.clone();
-        if self.seen.is_none_or(|seen| seen.elapsed() >= LIVE) {
+        if self.seen.is_none_or(|seen| seen.elapsed() >= LIVE_TTL) {
             let view = (self.ask)(Vec::new()).map_err(lost)?;
             self.take(view.devices);
         }
         self.view.iter().find(|d| found.is(d)).ok_or(status::GPU_IS_LOST)
     }
 
-    /// A device as it was at the last look, for what does not change.
+    /// Returns a device's last readings, for values that do not change.
     pub fn known(&self, device: usize) -> Result<&Device> {
         let found = self.found(device)?;
         self.view.iter().find(|d| found.is(d)).ok_or(status::GPU_IS_LOST)
     }
 
-    /// Answers that are asked for one after the other are asked for at once: with a question goes whatever else of its kind is asked
-    /// ahead.
+    /// Returns the answers to a call with each of these inputs.
+    ///
+    /// A request to the server also takes all questions of the same kind that programs usually ask
+    /// next.
     pub fn answer(
         &mut self,
         device: usize,
@@ -195,7 +206,7 @@ impl Session {
         let query =
             |call: &Call, input: &[u8]| Query { device: uuid, call: call.name.into(), input: input.to_vec() };
         let Class::Forward(refresh, _) = &call.class else { return Err(status::UNKNOWN) };
-        let life = if *refresh == Refresh::Once { ONCE } else { LIVE };
+        let life = if *refresh == Refresh::Once { STATIC_TTL } else { LIVE_TTL };
         let wanted: Vec<Query> = inputs.iter().map(|input| query(call, input)).collect();
         let fresh = |(at, _): &(Instant, Result<Vec<u8>>)| at.elapsed() < life;
         let mut missing: Vec<(&Call, Query)> = wanted
@@ -216,24 +227,25 @@ impl Session {
             }
         }
         if !missing.is_empty() {
-            // What a request has no room for waits until it is asked for; what was asked for goes first, in as many as it takes.
+            // The wanted questions go first, in as many requests as they need. Others that do not
+            // fit wait until a call asks them.
             let asked = missing.iter().take_while(|(_, q)| wanted.contains(q)).count();
             let mut done = 0;
             while done < asked {
                 done += self.fetch(&missing[done..])?;
             }
         }
-        // Scarcely older than the call: answers that took long are not asked for twice.
+        // Accepts answers of any age here, so that slow ones are not requested twice.
         let answers =
             wanted.iter().map(|q| self.answers.get(q).map_or(Err(status::UNKNOWN), |(_, a)| a.clone()));
         let answers = answers.collect();
         if self.answers.len() > 16 * BATCH {
-            self.answers.retain(|_, (at, _)| at.elapsed() < LIVE);
+            self.answers.retain(|_, (at, _)| at.elapsed() < LIVE_TTL);
         }
         Ok(answers)
     }
 
-    /// Asks the first of these, as many as one request has room for.
+    /// Asks as many of these questions as fit into a request; returns their number.
     fn fetch(&mut self, questions: &[(&Call, Query)]) -> Result<usize> {
         let (mut inputs, mut outputs) = (0, 0);
         let batch: Vec<Query> = questions
@@ -261,7 +273,7 @@ impl Session {
     }
 }
 
-/// A lease that was there and does not answer any more.
+/// Prints why a lease does not answer any more, and returns the status.
 fn lost(refused: Refused) -> Status {
     trace::why(&refused.reason);
     status::GPU_IS_LOST

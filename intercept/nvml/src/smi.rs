@@ -1,13 +1,16 @@
-//! `nvmlInternalGetExportTable`: an undocumented table of functions that `nvidia-smi` uses beside NVML. What is here was learned by
-//! watching what `nvidia-smi` (535, 550, 580) calls, and what it prints for which answer. It looks at a slot before it calls it, and
-//! does without the functions that are missing.
+//! `nvmlInternalGetExportTable`: an undocumented table of functions that `nvidia-smi` uses besides
+//! NVML.
+//!
+//! Its contents come from observation of `nvidia-smi` (535, 550, 580): the slots that it calls, and
+//! its output for each answer. It checks a slot before it calls it, and works without missing
+//! functions.
 
 use crate::entry::{device, guard, list, out, string};
 use crate::local::{by_address, level, process_name};
 use crate::session::session;
 use crate::status;
 
-/// The table that `nvidia-smi` asks for.
+/// Id of the table that `nvidia-smi` requests.
 const ID: [u8; 16] = 0xc4fe_3e6c_c98f_6c4e_a327_ee69_6e12_f7c4u128.to_be_bytes();
 const SLOTS: usize = 512;
 
@@ -21,7 +24,7 @@ union Slot {
     processes: unsafe extern "C" fn(usize, *mut u32, *mut Process) -> u32,
 }
 
-/// A process as `nvidia-smi` lists it.
+/// Process in the form that `nvidia-smi` expects.
 #[repr(C)]
 struct Process {
     pid: u32,
@@ -48,21 +51,24 @@ static TABLE: [Slot; SLOTS] = {
     table
 };
 
-/// A line for NVML's log: there is none.
+/// Accepts a line for NVML's log, and drops it.
 unsafe extern "C" fn log() -> u32 {
     status::SUCCESS
 }
 
-/// What 580 sets the persistence mode with: the card belongs to its server.
+/// Refuses to set the persistence mode (slots of 580), because the card belongs to its server.
 unsafe extern "C" fn refused() -> u32 {
     status::NO_PERMISSION
 }
 
-/// How two devices, named by their PCI addresses, are connected: 0 one PCIe switch, then several, a host bridge, a NUMA node, the system.
+/// Writes the connection between two devices, which the PCI addresses name.
+///
+/// 0 is a single PCIe switch; then follow several switches, a host bridge, a NUMA node, the system.
 unsafe extern "C" fn path(one: *const std::ffi::c_char, other: *const std::ffi::c_char, to: *mut u32) -> u32 {
     guard("nvmlInternalGetExportTable[23]", || {
         let mut session = session();
-        // SAFETY: `nvidia-smi` passes the addresses that it was given, and a place for the answer.
+        // SAFETY: `nvidia-smi` passes C strings that NVML gave it, and a valid pointer for the
+        // answer.
         unsafe {
             let (one, other) =
                 (by_address(&mut session, string(one)?)?, by_address(&mut session, string(other)?)?);
@@ -73,16 +79,16 @@ unsafe extern "C" fn path(one: *const std::ffi::c_char, other: *const std::ffi::
     })
 }
 
-/// Whether `dmon` and `pmon` can watch a device.
+/// Reports that `dmon` and `pmon` can watch a device.
 unsafe extern "C" fn watched(which: usize, to: *mut u32) -> u32 {
     guard("nvmlInternalGetExportTable[72]", || {
         device(&session(), which)?;
-        // SAFETY: `nvidia-smi` passes a place for the answer.
+        // SAFETY: `nvidia-smi` passes a valid pointer for the answer.
         unsafe { out(to, 1) }
     })
 }
 
-/// Compute processes of a device.
+/// Lists the compute processes of a device.
 unsafe extern "C" fn processes(which: usize, count: *mut u32, to: *mut Process) -> u32 {
     guard("nvmlInternalGetExportTable[213]", || {
         let mut session = session();
@@ -103,28 +109,29 @@ unsafe extern "C" fn processes(which: usize, count: *mut u32, to: *mut Process) 
             }
         };
         let items = found.iter().map(make).collect();
-        // SAFETY: `nvidia-smi` passes a list and how many it has room for.
+        // SAFETY: `nvidia-smi` passes a list, and in `count` the number of entries that fit.
         unsafe { list(count, to, items) }
     })
 }
 
-/// Processes of other kinds, of which a lease has none: MPS, graphics.
+/// Lists no processes: a lease has none of MPS or graphics.
 unsafe extern "C" fn none(which: usize, count: *mut u32, _to: *mut Process) -> u32 {
     guard("nvmlInternalGetExportTable[214]", || {
         device(&session(), which)?;
-        // SAFETY: `nvidia-smi` passes a place for the number.
+        // SAFETY: `nvidia-smi` passes a valid pointer for the number.
         unsafe { out(count, 0) }
     })
 }
 
-/// See the module.
+/// Returns the table that `nvidia-smi` requests; see the module.
 ///
 /// # Safety
-/// `to` is null or good for a pointer, `id` is null or good for 16 bytes.
+/// `to` is null or valid for a pointer, `id` is null or valid for 16 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlInternalGetExportTable(to: *mut usize, id: *const [u8; 16]) -> u32 {
     guard("nvmlInternalGetExportTable", || {
-        // SAFETY: the program vouches for its pointers.
+        // SAFETY: the caller keeps the contract above: each pointer is null or valid, and null is
+        // checked.
         unsafe {
             if id.is_null() || *id != ID {
                 return Err(status::NOT_FOUND);

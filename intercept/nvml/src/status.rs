@@ -1,10 +1,10 @@
-//! `nvmlReturn_t`.
+//! Values and texts of `nvmlReturn_t`.
 
 use std::ffi::{CStr, c_char};
 
 /// `nvmlReturn_t`; never success in an `Err`.
 pub type Status = u32;
-/// What a call comes to.
+/// Result of a call.
 pub type Result<T = ()> = std::result::Result<T, Status>;
 
 macro_rules! statuses {

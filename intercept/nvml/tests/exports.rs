@@ -6,7 +6,7 @@ use std::process::Command;
 use gpusession_nvml_calls::calls;
 use libloading::Library;
 
-/// The library that was built together with this test.
+/// Loads the library that cargo built together with this test.
 fn library() -> Library {
     let test = std::env::current_exe().unwrap();
     let path: PathBuf = test
@@ -16,28 +16,28 @@ fn library() -> Library {
         .map(|folder| folder.join("libgpusession_nvml.so"))
         .find(|path| path.exists())
         .expect("libgpusession_nvml.so beside the test");
-    // SAFETY: the library has no initialisers.
+    // SAFETY: the library has no initializers, so loading it runs no code.
     unsafe { Library::new(path) }.unwrap()
 }
 
 #[test]
 fn every_symbol_is_exported() {
     let library = library();
-    // SAFETY: only presence is asked for.
+    // SAFETY: the symbol is only looked up, never used.
     let has = |name: &str| unsafe { library.get::<*const ()>(name.as_bytes()) }.is_ok();
     let missing: Vec<&str> = calls().iter().map(|c| c.name).filter(|name| !has(name)).collect();
     assert!(missing.is_empty(), "{missing:?}");
     assert!(["nvmlErrorString", "nvmlInternalGetExportTable", "gpusession_marker"].into_iter().all(has));
 }
 
-/// Only in a process of its own, where the environment may be set.
+/// A program of its own, because it depends on the environment.
 #[test]
 #[ignore = "started by the test below"]
 fn without_a_daemon() {
     let library = library();
     type Init = unsafe extern "C" fn() -> u32;
     type Set = unsafe extern "C" fn(usize, u32) -> u32;
-    // SAFETY: the types are NVML's; handles are not followed.
+    // SAFETY: the types are those of NVML; the library does not dereference handles.
     unsafe {
         assert_eq!(library.get::<Init>(b"nvmlShutdown").unwrap()(), 1);
         assert_eq!(library.get::<Init>(b"nvmlInit_v2").unwrap()(), 9);

@@ -1,4 +1,4 @@
-//! Contexts: the stack of the calling thread and what a context is are known here.
+//! Contexts; the library knows the calling thread's stack and each context's properties.
 
 use std::ffi::c_void;
 use std::sync::PoisonError;
@@ -16,7 +16,7 @@ use crate::entry::{
 };
 use crate::{clients, handles, host_functions, private_tables, streams, thread};
 
-/// The context that a program names; null is the current one.
+/// Returns the context that a program names; null means the current one.
 pub fn named(ctx: *mut c_void) -> Result<u64> {
     if ctx.is_null() { thread::context() } else { Ok(ctx as u64) }
 }
@@ -26,7 +26,7 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     if ctx.is_null() {
         return Err(INVALID_VALUE);
     }
-    // After a fault nothing works any more, in no context of the process.
+    // After a fault no context of the process works.
     client.late()?;
     let new = client.mint(handle::CTX);
     client.call(op::CTX_CREATE, |w| {
@@ -40,7 +40,8 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
     give(ctx, new as *mut c_void)
 }
 
-/// `CUctxCreateParams`: execution affinities, their number, what a context for graphics takes. Zeros stand for none.
+/// `CUctxCreateParams`: execution affinities, their number, and parameters for graphics; zeros mean
+/// none.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct CreateParams {
@@ -49,7 +50,7 @@ pub struct CreateParams {
     graphics: *const c_void,
 }
 
-/// Refuses execution affinities, as a driver does whose device supports none.
+/// Refuses execution affinities, as a driver does for a device without them.
 fn no_affinity(affinity: *const c_void, count: i32) -> Result {
     match count {
         0 => Ok(()),
@@ -58,7 +59,7 @@ fn no_affinity(affinity: *const c_void, count: i32) -> Result {
     }
 }
 
-/// The current context's client and device.
+/// Returns the current context's client and device.
 fn current() -> Result<(&'static Client, &'static Device)> {
     clients::get()?;
     clients::of_context(thread::context()?)
@@ -117,7 +118,7 @@ driver! {
         give(device, current()?.1.ordinal)
     }
 
-    /// Of a given context (CUDA 13).
+    /// Returns the device of a given context (CUDA 13).
     fn cuCtxGetDevice_v2(device: *mut i32, ctx: *mut c_void) {
         clients::get()?;
         give(device, clients::of_context(named(ctx)?)?.1.ordinal)
@@ -140,7 +141,7 @@ driver! {
         if !params.is_null() {
             let CreateParams { affinity, count, graphics } = take(params)?;
             no_affinity(affinity, count)?;
-            // CUDA in graphics needs a display driver on the program's own machine.
+            // CUDA in graphics needs a display driver on the program's own host.
             if !graphics.is_null() {
                 return Err(crate::entry::NOT_SUPPORTED);
             }
@@ -175,7 +176,7 @@ driver! {
         synchronize(thread::context()?)
     }
 
-    /// Of a given context (CUDA 13).
+    /// Synchronizes a given context (CUDA 13).
     fn cuCtxSynchronize_v2(ctx: *mut c_void) {
         clients::get()?;
         synchronize(named(ctx)?)
@@ -221,7 +222,7 @@ driver! {
     fn cuCtxGetLimit(value: *mut usize, limit: i32) {
         let (_, device) = current()?;
         match usize::try_from(limit).ok().and_then(|i| device.limits.get(i)).map(|l| l.load(Ordering::Relaxed)) {
-            // A refusal of the driver is kept as its negative.
+            // A negative value is the driver's error.
             Some(known) if (known as i64) < 0 => Err(-(known as i64) as i32),
             Some(known) => give(value, known as usize),
             None => Err(INVALID_VALUE),
@@ -255,7 +256,7 @@ driver! {
         Ok(())
     }
 
-    /// A preference without effect on present GPUs: accepted, and told as it was by default.
+    /// Returns the default: the preference has no effect on present GPUs.
     fn cuCtxGetCacheConfig(config: *mut i32) {
         thread::context()?;
         give(config, 0)

@@ -14,13 +14,16 @@ use crate::streams::{self, Default, Stream, find};
 use crate::{copies, mapped, ranges, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
-/// Bytes of a copy between leases that are on their way through the program at once.
+/// Maximum bytes of a copy between leases that are in the program at once.
 const RELAYED: usize = 4 << 20;
-/// Bytes of a box that both sides hold packed at once; a larger one travels in parts.
+/// Maximum bytes of a box that both sides hold packed at once; a larger box travels in parts.
 const PACKED: usize = 256 << 20;
 
-/// Does something on the default stream of another lease's context, behind what `stream` has so far; it is complete before this
-/// returns. The two servers know nothing of each other: what one waits for the other waits for here.
+/// Runs `work` on the default stream of another lease's context, behind the present work of
+/// `stream`.
+///
+/// The work is complete at the return. The two servers cannot wait for each other, so the program
+/// waits for both.
 fn beside(stream: &Stream, ctx: u64, work: impl FnOnce(&Stream) -> Result) -> Result {
     stream.synchronize()?;
     on_default(ctx, |there| {
@@ -29,7 +32,7 @@ fn beside(stream: &Stream, ctx: u64, work: impl FnOnce(&Stream) -> Result) -> Re
     })
 }
 
-/// Does something on a context's default stream.
+/// Runs `work` on a context's default stream.
 fn on_default<T>(ctx: u64, work: impl FnOnce(&Stream) -> Result<T>) -> Result<T> {
     let (client, _) = clients::of_context(ctx)?;
     thread::within(ctx, || work(&*streams::legacy(client, ctx)?))
@@ -73,7 +76,7 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     }
 }
 
-/// Between memory of one lease's devices.
+/// Copies between memory of one lease's devices.
 pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
     let client = stream.client;
     if len == 0 {
@@ -94,7 +97,7 @@ pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     client.late()
 }
 
-/// The default stream, for a call that CUDA calls synchronous.
+/// Returns the default stream, for a call that CUDA calls synchronous.
 fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
     let (_, stream) = find(NULL, default)?;
     stream.usable_synchronously()?;
@@ -105,7 +108,7 @@ fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
     find(stream, default).map(|(_, stream)| stream)
 }
 
-/// Which side of a copy an address is on.
+/// Returns `true` if a unified address is copied as device memory.
 fn on_device(address: u64) -> bool {
     match ranges::find(address) {
         Some(range) => range.kind.on_device() && !range.kind.managed(),
@@ -113,7 +116,7 @@ fn on_device(address: u64) -> bool {
     }
 }
 
-/// A copy between addresses that say themselves what they are.
+/// Copies between unified addresses, each of which determines its kind of memory.
 fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
     match (on_device(target), on_device(source)) {
         (true, true) => device_to_device(target, source, len, stream),
@@ -123,10 +126,11 @@ fn unified(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) ->
             if !wait && stream.capture().is_some() {
                 return copies::in_order(Cuboid::row((HOST, target), (HOST, source), len), stream);
             }
-            // In order with the stream's work, then by the program's own CPU.
+            // The program's own CPU copies, after the stream's work.
             stream.not_captured()?;
             stream.ask(op::STREAM_SYNC)?;
-            // SAFETY: the program vouches for both ranges.
+            // SAFETY: by the call's contract both ranges have `len` bytes; `copy` allows an
+            // overlap.
             unsafe { std::ptr::copy(source as *const u8, target as *mut u8, len) };
             Ok(())
         }
@@ -205,7 +209,7 @@ driver! {
     }
 }
 
-/// Fills: the synchronous ones are asynchronous in the driver too, where the target is device memory.
+/// Defines fills. In the driver, too, the synchronous ones are asynchronous for device memory.
 macro_rules! fills {
     ($($name:ident / $twin:ident, $ordered:ident / $ordered_twin:ident
         ($target:ident: u64 $(, $arg:ident: $ty:ty)*) covers $len:expr;)*) => { driver! { $(
@@ -267,15 +271,14 @@ fills! {
         (target: u64, pitch: usize, value: u32, width: usize, height: usize) covers plane(pitch, width, height, 4);
 }
 
-/// Bytes from the first to the last element of a plane.
+/// Returns the bytes from the first to the last element of a plane.
 fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<usize> {
     pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width.checked_mul(element)?)
 }
 
 /// `CUmemorytype`
-/// See above.
 pub const HOST: u32 = 1;
-/// See above.
+/// `CUmemorytype`
 pub const DEVICE: u32 = 2;
 const ARRAY: u32 = 3;
 const UNIFIED: u32 = 4;
@@ -359,7 +362,7 @@ impl From<Plane> for Cuboid {
 }
 
 impl Cuboid {
-    /// The structure's words, as the client's worker reads them.
+    /// Returns the structure's words, as the client's worker reads them.
     pub fn words(&self, client: &Client) -> [u64; 25] {
         let side = |s: &Side| {
             [
@@ -383,7 +386,8 @@ impl Cuboid {
         words
     }
 
-    /// Says of each side whether it is host memory, with unified addresses resolved.
+    /// Replaces unified addresses by their kind of memory, and fills in default pitches and
+    /// heights.
     pub fn resolve(&mut self) -> Result {
         for side in [&mut self.source, &mut self.target] {
             if side.kind == UNIFIED {
@@ -406,13 +410,14 @@ impl Cuboid {
         Ok(())
     }
 
-    /// A copy of one row between two places, each a kind of memory and an address: target, source.
+    /// Makes a copy of one row between two places, each a kind of memory and an address: target,
+    /// source.
     pub fn row(target: (u32, u64), source: (u32, u64), len: usize) -> Self {
         let side = |(kind, address): (u32, u64)| Side::memory(kind, address, len, 1);
         Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
     }
 
-    /// The same copy in parts of some rows each.
+    /// Splits the copy into parts of a few rows, at most [`RELAYED`] bytes or one row each.
     fn parts(self) -> impl Iterator<Item = Self> {
         let rows = (RELAYED / self.width.max(1)).max(1);
         let starts = move |z| (0..self.height).step_by(rows).map(move |y| (y, z));
@@ -428,8 +433,9 @@ impl Cuboid {
         })
     }
 
-    /// Names host memory by region and offset, as a worker takes it in graphs. Returns the regions of source and target; 0 is
-    /// not host memory.
+    /// Replaces host memory by region and offset, as a worker takes it in graphs.
+    ///
+    /// Returns the regions' numbers for source and target, 0 for other memory, and the regions.
     pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
         let (width, height, depth) = (self.width, self.height, self.depth);
         if width == 0 || height == 0 || depth == 0 {
@@ -441,7 +447,7 @@ impl Cuboid {
                 (side.kind, side.device) = (DEVICE, side.host);
             }
             if side.elsewhere(client).is_some() {
-                return Err(clients::apart("a copy of a graph"));
+                return Err(clients::apart("memory of a copy in a graph"));
             }
             if side.kind != HOST {
                 continue;
@@ -456,21 +462,23 @@ impl Cuboid {
         Ok((ids, regions))
     }
 
-    /// First byte of the host memory of a side (0: source, 1: target), in its region once that is named, and how many bytes it covers.
+    /// Returns first byte and length of the host memory of a side (0: source, 1: target).
+    ///
+    /// After `name_regions` the first byte is an offset in the region.
     pub fn span(&self, side: usize) -> (usize, usize) {
         let side = if side == 0 { &self.source } else { &self.target };
         let first = side.row(0, 0);
         (first, side.row(self.height - 1, self.depth - 1) + self.width - first)
     }
 
-    /// Whether a side is host memory: source, target.
+    /// Returns for source and target whether they are host memory.
     pub fn host_sides(&self) -> (bool, bool) {
         (self.source.kind == HOST, self.target.kind == HOST)
     }
 }
 
 impl Side {
-    /// Rows of `pitch` bytes from an address.
+    /// Makes a side of rows of `pitch` bytes from an address.
     fn memory(kind: u32, address: u64, pitch: usize, height: usize) -> Self {
         Self {
             x: 0,
@@ -487,7 +495,7 @@ impl Side {
         }
     }
 
-    /// The context to work in, if it is memory of another client's device.
+    /// Returns the context to use, if the memory belongs to another client's device.
     fn elsewhere(&self, client: &Client) -> Option<u64> {
         match self.kind {
             DEVICE => elsewhere(client, self.device),
@@ -499,12 +507,12 @@ impl Side {
         }
     }
 
-    /// Address of a row of the box.
+    /// Returns the address of a row of the box.
     fn row(&self, y: usize, z: usize) -> usize {
         self.host as usize + ((self.z + z) * self.height + self.y + y) * self.pitch + self.x
     }
 
-    /// The same side, packed: rows one after the other from the start.
+    /// Returns the side in packed form: rows one after the other from the start.
     fn packed(&self, width: usize, height: usize) -> Self {
         Self { x: 0, y: 0, z: 0, lod: 0, pitch: width, height, host: 0, ..*self }
     }
@@ -536,7 +544,7 @@ fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     }
 }
 
-/// The same within one lease.
+/// Runs a copy whose device memory belongs to the stream's lease.
 fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     let client = stream.client;
     let (width, height, depth) = (cuboid.width, cuboid.height, cuboid.depth);
@@ -554,7 +562,8 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
             stream.not_captured()?;
             stream.ask(op::STREAM_SYNC)?;
             for (y, z) in rows() {
-                // SAFETY: the program vouches for both boxes.
+                // SAFETY: by the call's contract both boxes lie in the program's memory; `copy`
+                // allows an overlap.
                 unsafe {
                     std::ptr::copy(
                         cuboid.source.row(y, z) as *const u8,
@@ -603,7 +612,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
         1 => {
             let mut packed = Vec::with_capacity(len);
             for (y, z) in rows() {
-                // SAFETY: the program vouches for the box.
+                // SAFETY: by the call's contract the box lies in the program's memory.
                 packed.extend_from_slice(unsafe {
                     std::slice::from_raw_parts(host.source.row(y, z) as *const u8, width)
                 });
@@ -632,7 +641,8 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 .begin_call(op::COPY_BOX, client.caller(), |w| {
                     body(w);
                     if bulk {
-                        // SAFETY: `packed` lives until the transfer has ended below.
+                        // SAFETY: `packed` lives until `cancel` or `wait` below has ended the
+                        // transfer.
                         down.expect(
                             w.seq(),
                             unsafe { gpusession_link::lanes::HostRange::new(target, len) },
@@ -665,12 +675,13 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 packed.copy_from_slice(bytes);
             }
             for ((y, z), row) in rows().zip(packed.chunks_exact(width)) {
-                // SAFETY: the program vouches for the box.
+                // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
+                // ours.
                 unsafe {
                     std::ptr::copy_nonoverlapping(row.as_ptr(), host.target.row(y, z) as *mut u8, width)
                 };
             }
-            // Copies before it, too, are there when the call returns.
+            // Data of earlier copies must have landed, too.
             stream.settle(seq);
             stream.synced(seq);
         }

@@ -1,4 +1,4 @@
-//! Devices and primary contexts: answered from what the worker told at the start.
+//! Devices and primary contexts, answered from the worker's greeting.
 
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::Ordering;
@@ -63,7 +63,7 @@ driver! {
     }
 
     fn cuDeviceGetByPCIBusId(device: *mut i32, text: *const c_char) {
-        // With or without the domain, in either case.
+        // The text may omit the domain and use either case.
         let wanted = name(text)?.to_bytes().to_ascii_lowercase();
         let found = clients::devices()?.position(|d| {
             let pci = d.pci.to_ascii_lowercase();
@@ -79,13 +79,13 @@ driver! {
         give(minor, device.attribute(76))
     }
 
-    /// `CUdevprop`: eleven integers that are attributes too.
+    /// `CUdevprop`: fourteen integers that are attributes, too.
     fn cuDeviceGetProperties(properties: *mut [i32; 14], device: i32) {
         const ATTRIBUTES: [usize; 14] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
         let (_, device) = clients::device(device)?;
         let mut out = [0; 14];
-        // maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], sharedMemPerBlock, totalConstantMemory, SIMDWidth,
-        // memPitch, regsPerBlock, clockRate, textureAlign
+        // maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], sharedMemPerBlock,
+        // totalConstantMemory, SIMDWidth, memPitch, regsPerBlock, clockRate, textureAlign
         for (slot, attribute) in out.iter_mut().zip(ATTRIBUTES) {
             *slot = device.attribute(attribute);
         }
@@ -104,7 +104,7 @@ driver! {
         if device == peer {
             return Err(INVALID_DEVICE);
         }
-        // Devices of two leases know nothing of each other.
+        // Devices of two leases cannot reach each other.
         if client.number != other.number {
             return give(value, 0);
         }
@@ -129,7 +129,8 @@ driver! {
         let before = device.retained
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
             .map_err(|_| INVALID_CONTEXT)?;
-        // The last release destroys what the context holds. Programs do so on their way out: nobody waits for it.
+        // The last release destroys the context's objects. Programs call it as they exit, so it
+        // does not wait.
         if before == 1 { reset(client, device, false) } else { Ok(()) }
     }
 
@@ -145,7 +146,7 @@ driver! {
     }
 
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) {
-        // Blocking, spinning or yielding is about waiting for a card in this machine.
+        // These flags select how to wait for a local card; the library only stores them.
         clients::device(device)?.1.primary_flags.store(flags, Ordering::Relaxed);
         Ok(())
     }

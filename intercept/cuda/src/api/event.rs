@@ -36,13 +36,13 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
     client.late()
 }
 
-/// Asks whether an event has happened (`EVENT_QUERY`) or waits for it (`EVENT_SYNC`).
+/// Queries an event (`EVENT_QUERY`) or waits for it (`EVENT_SYNC`).
 fn ask(operation: u16, event: *mut c_void) -> Result {
     clients::get()?;
     ask_of(operation, &*events::find(event as u64)?)
 }
 
-/// Waits for an event of another lease than the one that is to wait for it.
+/// Waits in the call for another lease's event, because the other server cannot.
 pub fn wait_here(event: &Event) -> Result {
     ask_of(op::EVENT_SYNC, event)
 }
@@ -55,7 +55,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
     }
     streams::allowed()?;
     let Some((stream, recorded)) = event.pending() else {
-        // What is known to have happened needs no answer; its data has landed.
+        // The event is known to have happened, so its data has landed, too.
         return client.late();
     };
     let begun =

@@ -1,4 +1,5 @@
-//! The calls that the table describes completely, and those that are not supported (see `build.rs`).
+//! Calls that the table describes completely, and calls that are not supported; `build.rs` writes
+//! both.
 
 use std::ffi::c_void;
 
@@ -17,7 +18,8 @@ fn give_bytes(target: *mut c_void, answer: &[u8], len: usize) -> Result {
     if answer.len() != len {
         return Err(UNKNOWN);
     }
-    // SAFETY: by the call's contract the program's structure has `len` bytes.
+    // SAFETY: the pointer is not null, and by the call's contract the program's structure has `len`
+    // bytes, as many as `answer`.
     unsafe { std::ptr::copy_nonoverlapping(answer.as_ptr(), target.cast(), len) };
     Ok(())
 }

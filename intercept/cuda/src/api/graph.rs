@@ -17,7 +17,7 @@ use crate::mapped::Region;
 use crate::streams::{self, find};
 use crate::{clients, events, handles, mapped, objects, thread};
 
-/// Kinds of a node in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
+/// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
     pub const KERNEL: u64 = 0;
     pub const COPY: u64 = 1;
@@ -27,7 +27,7 @@ mod node {
     pub const WAIT: u64 = 5;
     pub const CHILD: u64 = 6;
     pub const HOST: u64 = 7;
-    /// A child graph that the program gives away instead of a copy of it.
+    /// A child graph that moves into the node, instead of a copy.
     pub const MOVED_CHILD: u64 = 8;
 }
 
@@ -45,7 +45,7 @@ pub struct KernelNode {
     ctx: *mut c_void,
 }
 
-/// `CUDA_KERNEL_NODE_PARAMS` (before CUDA 12): the same without the last two.
+/// `CUDA_KERNEL_NODE_PARAMS` (before CUDA 12), without the last two fields.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct OldKernelNode {
@@ -117,7 +117,7 @@ pub struct UpdateInfo {
 const _: () = assert!(size_of::<SetNode>() == 40 && size_of::<UpdateInfo>() == 24);
 const _: () = assert!(size_of::<NodeParams>() == 256 && size_of::<KernelNode>() <= 232);
 
-/// What a node does, ready to be written.
+/// Checked parameters of a node.
 enum Content {
     Kernel(KernelNode),
     Copy { cuboid: Box<Cuboid>, ctx: u64, ids: [u64; 2], regions: Vec<Arc<Region>> },
@@ -167,7 +167,7 @@ impl Content {
         Ok(Self::Child { graph, moved })
     }
 
-    /// The parameters of a node of any type (`CUgraphNodeType`).
+    /// Reads the parameters of a node of any type (`CUgraphNodeType`).
     fn any(client: &'static Client, params: *const NodeParams) -> Result<Self> {
         let NodeParams { kind, reserved, body, reserved_too } = take(params)?;
         if reserved != [0; 3] || reserved_too != 0 {
@@ -176,7 +176,7 @@ impl Content {
         let pointer = |at: usize| body[at] as *mut c_void;
         match kind {
             0 => Ok(Self::Kernel(take(body.as_ptr().cast())?)),
-            // Flags, then the context, then what `cuGraphAddMemcpyNode` takes.
+            // Flags, the context, then the copy of `cuGraphAddMemcpyNode`.
             1 => Self::copy(client, body[2..].as_ptr().cast(), pointer(1)),
             2 => Ok(Self::Set(take(body.as_ptr().cast())?, super::context::named(pointer(5))?)),
             3 => Self::host(client, body.as_ptr().cast()),
@@ -193,7 +193,7 @@ impl Content {
         }
     }
 
-    /// Host memory that a graph with this node exchanges at its launches.
+    /// Returns the host memory that launches of a graph with this node exchange.
     fn regions(&self) -> Vec<Arc<Region>> {
         match self {
             Self::Copy { regions, .. } => regions.clone(),
@@ -202,7 +202,7 @@ impl Content {
         }
     }
 
-    /// Whether all of it is the client's.
+    /// Returns an error if the node names objects or memory of another client.
     fn check(&self, client: &Client) -> Result {
         let other = match self {
             Self::Set(set, ctx) => match clients::elsewhere(client, set.address) {
@@ -267,7 +267,8 @@ fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, c
     add_with_edges(node, graph, after, std::ptr::null(), count, content)
 }
 
-/// `edges`: a `CUgraphEdgeData` (8 bytes) for each dependency, or null for plain ones.
+/// Adds a node; `edges` has a `CUgraphEdgeData` (8 bytes) per dependency, or is null for plain
+/// ones.
 fn add_with_edges(
     node: *mut u64,
     graph: *mut c_void,
@@ -283,7 +284,7 @@ fn add_with_edges(
     let len = count.checked_mul(8).ok_or(INVALID_VALUE)?;
     let after = objects::own(client, bytes(after, len)?)?;
     let edges = if edges.is_null() { &[] } else { bytes(edges, len)? };
-    // Anything that the content's own check refuses must not leave half a frame in the log.
+    // Goes into a buffer of its own first, so that a refusal leaves no half frame in the log.
     let mut frame = Vec::new();
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
     content.write(client, &mut w)?;
@@ -292,7 +293,7 @@ fn add_with_edges(
         w.word(graph as u64);
         w.bytes(&after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
-        // Zeros are plain dependencies.
+        // Zeros are plain edges, which need no data.
         if edges.iter().any(|byte| *byte != 0) {
             w.bytes(edges);
         }
@@ -306,13 +307,13 @@ fn add_with_edges(
     give(node, new)
 }
 
-/// Graphs inside nodes of other graphs whose handles the program has.
+/// Locks the table of child graphs whose handles the program has.
 fn child_graphs() -> MutexGuard<'static, ChildGraphs> {
     static CHILD_GRAPHS: LazyLock<Mutex<ChildGraphs>> = LazyLock::new(Mutex::default);
     CHILD_GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Host memory that copies of a graph name, and those of the graphs inside it.
+/// Returns the host memory that copies of a graph and of its child graphs name.
 fn regions_of(graph: u64) -> Vec<Arc<Region>> {
     let below = child_graphs().below(graph);
     let mut regions = mapped::graph_regions(graph);
@@ -365,7 +366,9 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     }
 }
 
-/// Nodes of a graph: `which` 0 all, 1 roots, 2 edges. A null array asks for the count.
+/// Writes nodes of a graph to the program's array: `which` 0 all, 1 roots, 2 edges.
+///
+/// A null array requests the count.
 fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *mut usize) -> Result {
     let client = clients::of(graph as u64)?;
     let most = if from.is_null() { 0 } else { take(count)? };
@@ -378,13 +381,13 @@ fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *m
     let (all, given) = (word(&mut r)?, word(&mut r)? as usize);
     for i in 0..given.min(most) {
         let node = client.name(word(&mut r)?);
-        // SAFETY: the program says that the arrays have `count` elements.
+        // SAFETY: by the call's contract both arrays have `most` elements, which bounds `i`.
         unsafe { from.add(i).write(node) };
         mapped::node_of(node, graph as u64);
         if which == 2 {
             let node = client.name(word(&mut r)?);
             if !to.is_null() {
-                // SAFETY: as above.
+                // SAFETY: the array is not null and has `most` elements, too.
                 unsafe { to.add(i).write(node) };
             }
         }
@@ -406,7 +409,7 @@ fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
     Ok(())
 }
 
-/// These graphs are gone on the worker.
+/// Removes graphs that the worker has destroyed.
 fn forget(graphs: impl IntoIterator<Item = u64>) {
     for graph in graphs {
         mapped::forget_graph(graph);
@@ -455,7 +458,7 @@ driver! {
         let mut known = take(params)?;
         let done = instantiate(exec, graph, known[0]);
         known[2] = 0;
-        // CUDA_GRAPH_INSTANTIATE_SUCCESS or _ERROR
+        // CUDA_GRAPH_INSTANTIATE_SUCCESS or CUDA_GRAPH_INSTANTIATE_ERROR
         known[3] = u64::from(done.is_err());
         give(params, known)?;
         done
@@ -594,7 +597,7 @@ driver! {
         if graph.is_null() {
             return Err(INVALID_VALUE);
         }
-        // Held so that two threads do not name one graph twice.
+        // Held until the end, so that two threads do not name one graph twice.
         let mut known = child_graphs();
         if let Some(child) = known.of_node(node) {
             return give(graph, child as *mut c_void);

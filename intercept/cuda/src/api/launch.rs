@@ -1,4 +1,6 @@
-//! Launches: the hot path. A launch of a shape that the driver has accepted before is one frame and no waiting.
+//! Launches: the hot path.
+//!
+//! A launch of a shape that the driver has accepted before is one frame, without a wait.
 
 use std::ffi::c_void;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -25,14 +27,14 @@ const PARAM_SIZE: usize = 2;
 const MAX_GRID_YZ: u32 = 65_535;
 const MAX_GRID_X: u32 = i32::MAX as u32;
 
-/// Grid, block, dynamic shared memory.
+/// Grid, block and dynamic shared memory of a launch.
 #[derive(Clone, Copy, Hash)]
 pub struct Shape {
-    /// Blocks.
+    /// In blocks.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// In threads.
     pub block: [u32; 3],
-    /// Bytes.
+    /// Dynamic shared memory, in bytes.
     pub shared: u32,
 }
 
@@ -54,12 +56,12 @@ impl Shape {
     }
 }
 
-/// Where a program has put the parameters.
+/// Location of a kernel's parameters in the program; one of both is set.
 #[derive(Clone, Copy)]
 pub struct Params {
-    /// One pointer a parameter.
+    /// Array with a pointer for each parameter.
     pub each: *const *mut c_void,
-    /// Or a list that names a buffer.
+    /// List that names a buffer with all parameters.
     pub extra: *const *mut c_void,
 }
 
@@ -70,8 +72,9 @@ impl Params {
         if !self.each.is_null() {
             w.bytes_with(function.param_bytes, |buffer| {
                 for (i, param) in function.params.iter().enumerate() {
-                    // SAFETY: by the API's contract the array has one pointer for each parameter, to as many bytes as the
-                    // kernel's own layout says; that layout is inside the buffer.
+                    // SAFETY: by the API's contract the array has a pointer for each parameter, to
+                    // as many bytes as the kernel's layout says. That layout lies inside the
+                    // buffer.
                     unsafe {
                         let source = self.each.add(i).read();
                         let target = buffer.as_mut_ptr().add(param.offset as usize);
@@ -82,7 +85,7 @@ impl Params {
             return Ok(());
         }
         let buffer = self.buffer()?;
-        // The program's buffer may be shorter by the padding at its end.
+        // The program's buffer may lack the padding at its end.
         w.bytes_with(function.param_bytes.max(buffer.len()), |target| {
             target[..buffer.len()].copy_from_slice(buffer)
         });
@@ -96,7 +99,8 @@ impl Params {
         let (mut pointer, mut size) = (std::ptr::null::<c_void>(), 0usize);
         let mut at = self.extra;
         loop {
-            // SAFETY: by the API's contract the list ends in CU_LAUNCH_PARAM_END, and each key is followed by its value.
+            // SAFETY: by the API's contract the list ends in CU_LAUNCH_PARAM_END, and a value
+            // follows each key.
             unsafe {
                 match at.read() as usize {
                     PARAM_END => break,
@@ -113,7 +117,7 @@ impl Params {
         bytes(pointer, size)
     }
 
-    /// Pinned memory that a parameter points into counts as mapped from now on.
+    /// Maps pinned memory that a parameter points into; refuses another lease's managed memory.
     #[inline]
     pub fn name_memory(self, client: &'static Client, function: &Function) -> Result {
         if !ranges::any_named() {
@@ -128,7 +132,8 @@ impl Params {
             return words(self.buffer()?);
         }
         for (i, param) in function.params.iter().enumerate() {
-            // SAFETY: as in `write`.
+            // SAFETY: by the API's contract each pointer leads to as many bytes as the kernel's
+            // layout says.
             words(unsafe {
                 std::slice::from_raw_parts(self.each.add(i).read().cast::<u8>(), param.size as usize)
             })?;
@@ -136,7 +141,10 @@ impl Params {
         Ok(())
     }
 
-    /// Whether a list and pointers are both absent although the kernel has parameters, or both given.
+    /// Refuses parameters that contradict themselves or the kernel.
+    ///
+    /// That is a list together with pointers, neither for a kernel with parameters, or a buffer
+    /// that is too long.
     pub fn check(self, function: &Function) -> Result {
         let absent = self.each.is_null() && self.extra.is_null();
         if self.each.is_null() && self.buffer()?.len() > function.param_bytes.next_multiple_of(8) {
@@ -166,10 +174,11 @@ fn launch(
     let mut hasher = DefaultHasher::new();
     (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);
     if !attributes.is_empty() {
-        // Clusters and cooperative launches depend on the grid too.
+        // The verdict on clusters and cooperative launches depends on the grid, too.
         shape.grid.hash(&mut hasher);
     }
-    // A kernel is on every client's worker. Zero marks an empty place.
+    // The key contains the client, because a kernel is on several workers. It is never zero, which
+    // marks an empty place.
     let key = hasher.finish() ^ u64::from(client.number) << 32 | 1;
     let mut failed = Ok(());
     let body = |w: &mut Writer<'_>| {
@@ -308,7 +317,7 @@ fn with_config(function: *mut c_void, question: u64, config: *const Config) -> R
     for word in [question, 0, u64::from(config.shared), 0] {
         body.extend_from_slice(&word.to_le_bytes());
     }
-    // Written as a frame would be, so that the same bytes serve as question and as key.
+    // Written as a frame, so that the same bytes serve as question and as key.
     let mut frame = Vec::new();
     let header = gpusession_proto::frame::Header::empty();
     let mut w = Writer::new(&mut frame, &header);
@@ -320,7 +329,8 @@ fn with_config(function: *mut c_void, question: u64, config: *const Config) -> R
     function.occupancy(client, body)
 }
 
-/// The block size with the highest occupancy: what the driver's own search does, by asking for each multiple of a warp.
+/// Finds the block size with the highest occupancy as the driver does: it asks for each multiple of
+/// a warp.
 fn best_block(
     grid: *mut i32,
     block: *mut i32,

@@ -15,7 +15,7 @@ use crate::streams::{self, find};
 use crate::window::{self, Step};
 use crate::{clients, mapped, private_tables, thread};
 
-/// Allocates device memory in the current context; the caller records what it is.
+/// Allocates device memory in the current context; the caller adds it to `ranges`.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
     streams::allowed()?;
     client.late()?;
@@ -44,8 +44,10 @@ fn allocate(client: &Client, size: usize) -> Result<u64> {
     }
 }
 
-/// Addresses that were freed while a stream captured: waiting for the device would spoil the capture, so the memory goes
-/// back with the first call after it.
+/// Addresses that the program freed during a capture.
+///
+/// A wait for the device would invalidate the capture, so the first allocation or free after it
+/// frees them.
 static POSTPONED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 fn free_postponed() -> Result {
@@ -56,14 +58,15 @@ fn free_postponed() -> Result {
     postponed.into_iter().try_for_each(free)
 }
 
-/// Does something in the context of device memory. As with the driver, none need be current.
+/// Runs `work` in the context of device memory; as with the driver, no context need be current.
 fn with_owner<T>(range: &Range, work: impl FnOnce(&'static Client) -> Result<T>) -> Result<T> {
     let owner = clients::of(range.ctx)?;
     thread::within(range.ctx, || work(owner))
 }
 
-/// Waits until no device uses host memory of this client any more, whichever copies read or write it; the first trouble is told when
-/// all have ended.
+/// Waits until no device uses host memory of this client, by copies in either direction.
+///
+/// Returns the first error, after all waits.
 fn host_memory_unused(owner: &'static Client) -> Result {
     let created: Vec<u64> =
         owner.created.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect();
@@ -77,7 +80,7 @@ fn host_memory_unused(owner: &'static Client) -> Result {
     synced
 }
 
-/// Frees device memory. Like the driver's, this waits until the device does not use it any more.
+/// Frees device memory; like the driver, waits until the device does not use it.
 fn free(address: u64) -> Result {
     if streams::capturing() {
         ranges::find(address).filter(|r| r.base == address && r.kind.on_device()).ok_or(INVALID_VALUE)?;
@@ -107,7 +110,7 @@ fn free_of(client: &Client, range: &Range) -> Result {
         }
         _ => {}
     }
-    // Before the address can be given out again: another thread may allocate it at once.
+    // Waits before the address becomes free, because another thread may allocate it at once.
     let synced = client.call(op::CTX_SYNC, |_| {}).map(|_| ());
     let unmap = client.window().free(address)?;
     if let Some((base, size)) = unmap {
@@ -118,10 +121,12 @@ fn free_of(client: &Client, range: &Range) -> Result {
     synced
 }
 
-/// A context goes, by what `end` asks of the server, and what belongs to it with it. `wait`: until its memory can be allocated again.
-/// Who does not wait, as programs on their way out, may still look at their host memory.
+/// Ends a context with all that belongs to it; `end` ends it on the server.
+///
+/// With `wait`, returns when its memory can be allocated again. Without `wait`, host memory stays,
+/// because programs that exit may still read it.
 pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
-    // The runtime unloads what it has loaded.
+    // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
     super::module::forget_context(ctx);
     streams::forget_context(ctx);
@@ -132,7 +137,7 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
         .retain(|address| !gone.iter().any(|range| range.base == *address));
     let ended = end();
     if wait {
-        // What was under way when it ended must not come into memory that is gone.
+        // Data in transit must not land in memory that is freed below.
         let into = |r: &Range| (r.base as usize, r.size as usize);
         let hosts: Vec<_> = gone.iter().filter(|r| r.kind.on_host()).map(into).collect();
         client.link.settle(|t| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len)));
@@ -140,7 +145,7 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     let mut unmapped = Vec::new();
     for range in &gone {
         if range.kind.on_host() {
-            // Fails where the connection is gone.
+            // Fails if the link is lost, and then the mirror is, too.
             let _ = mapped::unmap(range.base);
         }
         match range.kind {
@@ -152,7 +157,7 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
             unmapped.extend(client.window().free(range.base)?);
         }
     }
-    // Nothing of the context uses it any more: the server need not wait for other contexts.
+    // The context has ended, so the server need not wait before it frees the memory.
     let body = |base: u64| {
         move |w: &mut Writer<'_>| {
             w.word(base);
@@ -165,7 +170,8 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
     }
     if let Some((base, size)) = last {
         client.ask(op::FREE, body(base))?;
-        // Without it nobody knows when the server is through with the addresses: they are not used again.
+        // Only this reply proves that the server has freed the addresses; without `wait` they stay
+        // unused.
         unmapped.push((base, size));
         unmapped.iter().for_each(|(base, size)| client.window().unmapped(*base, *size));
     }
@@ -185,8 +191,8 @@ fn host_allocate(client: &'static Client, size: usize, flags: u32) -> Result<u64
     let address = client.window().allocate_host(size as u64)?;
     ranges::add(address, size as u64, Kind::Host(flags), ctx);
     if flags & DEVICE_MAP != 0 {
-        // Kernels may find its address where nobody looks for it, in device memory. What there is no room for is seen by those that are
-        // given it in a parameter, if there is room then.
+        // Kernels may read its address from device memory, which launches do not search, so it is
+        // mapped now. Without room in the worker, it is mapped when a kernel's parameter names it.
         match mapped::map(client, address, size as u64) {
             Ok(_) | Err(OUT_OF_MEMORY) => {}
             Err(status) => {
@@ -199,7 +205,8 @@ fn host_allocate(client: &'static Client, size: usize, flags: u32) -> Result<u64
     Ok(address)
 }
 
-/// Bytes of an attribute of a pool: `CU_MEMPOOL_ATTR_REUSE_*` are of type `int`, the others are `cuuint64_t`.
+/// Returns the size of a pool's attribute: `CU_MEMPOOL_ATTR_REUSE_*` are `int`, others
+/// `cuuint64_t`.
 fn pool_attribute_size(attribute: i32) -> usize {
     if matches!(attribute, 1..=3) { 4 } else { 8 }
 }
@@ -261,7 +268,7 @@ driver! {
         if pointer.is_null() {
             return Err(INVALID_VALUE);
         }
-        // Nothing is given for nothing.
+        // As the driver, returns a null pointer for a size of 0.
         if size == 0 {
             clients::get()?;
             return give(pointer, std::ptr::null_mut());
@@ -295,7 +302,8 @@ driver! {
         })?;
         let mut reader = reply.reader();
         let told = string(&mut reader)?.get(..size).ok_or(UNKNOWN)?;
-        // SAFETY: by the call's contract the program's variable is as large as the attribute.
+        // SAFETY: the pointer is not null, and by the call's contract the variable is as large as
+        // the attribute.
         unsafe { std::ptr::copy_nonoverlapping(told.as_ptr(), value.cast(), size) };
         Ok(())
     }
@@ -350,7 +358,9 @@ driver! {
         }
     }
 
-    /// One address on both sides; the device reads and writes the server's copy, exchanged at launches and synchronisation.
+    /// Allocates memory with one address on both sides.
+    ///
+    /// The device uses the server's copy, exchanged at launches and synchronizations.
     fn cuMemAllocManaged(address: *mut u64, size: usize, flags: u32) {
         let client = clients::get()?;
         let ctx = thread::context()?;
@@ -413,7 +423,8 @@ driver! {
             return Err(INVALID_VALUE);
         }
         for i in 0..count {
-            // SAFETY: the program says that the arrays have `count` elements.
+            // SAFETY: the pointers are not null, and by the call's contract the arrays have `count`
+            // elements.
             let (data, size, attribute) =
                 unsafe { (data.add(i).read(), sizes.add(i).read(), attributes.add(i).read()) };
             range_attribute(data, size, attribute, address, len)?;
@@ -437,18 +448,20 @@ driver! {
         if stream.capture().is_none() {
             streams::allowed()?;
         }
-        // As the driver answers (H100, driver 580): cuSPARSE frees what it never allocated.
+        // As the driver answers (H100, driver 580): cuSPARSE frees pointers that it never
+        // allocated.
         if address == 0 {
             return Ok(());
         }
         let range = ranges::find(address).filter(|r| r.base == address).ok_or(INVALID_VALUE)?;
         if range.kind == Kind::Device {
-            // Memory of cuMemAlloc may be freed in a stream's order too; it is freed when the stream got there.
+            // Memory of `cuMemAlloc` may be freed in a stream's order, too: after a wait for the
+            // stream.
             client.call(op::STREAM_SYNC, |w| w.word(stream.handle))?;
             return free(address);
         }
         if range.server() != client.number {
-            // Behind what this stream has so far; the other lease's server cannot wait for it.
+            // The other lease's server cannot wait for this stream, so the call does.
             stream.synchronize()?;
             return free(address);
         }
@@ -480,12 +493,13 @@ driver! {
             return Err(INVALID_VALUE);
         }
         for i in 0..count as usize {
-            // SAFETY: the program says that both arrays have `count` elements.
+            // SAFETY: the pointers are not null, and by the call's contract both arrays have
+            // `count` elements.
             let (attribute, target) = unsafe { (attributes.add(i).read(), data.add(i).read()) };
             if target.is_null() {
                 return Err(INVALID_VALUE);
             }
-            // What does not apply to the pointer is left zero, as the driver does.
+            // As the driver, gives attributes that do not apply to the pointer their null value.
             match pointer_attribute(target, attribute, address) {
                 Ok(()) => {}
                 Err(_) => zero_attribute(target, attribute),
@@ -503,29 +517,31 @@ driver! {
         Ok(())
     }
 
-    /// Writes of network cards to the GPU: there are none.
+    /// Not supported: no network card writes to the GPU's memory.
     fn cuFlushGPUDirectRDMAWrites(_target: i32, _scope: i32) {
         Err(NOT_SUPPORTED)
     }
 }
 
-/// `CU_DEVICE_CPU`, and what `cuMemRangeGetAttribute` says where there is no device to name.
+/// `CU_DEVICE_CPU`
 const CPU: i32 = -1;
+/// `CU_DEVICE_INVALID`: the answer of `cuMemRangeGetAttribute` if no device applies.
 const NO_DEVICE: i32 = -2;
 
-/// The device that a `CUmemLocation` names: type in the low word (1: a device), id in the high one.
+/// Returns the device that a `CUmemLocation` names: type in the low word (1: a device), id in the
+/// high one.
 fn device_at(location: u64) -> i32 {
     const DEVICE: u32 = 1;
     if location as u32 == DEVICE { (location >> 32) as i32 } else { CPU }
 }
 
-/// The managed allocation that all of a range lies in.
+/// Returns an error unless a whole range lies in one managed allocation.
 fn managed(address: u64, len: usize) -> Result {
     let range = ranges::find(address).filter(|r| r.kind.managed()).ok_or(INVALID_VALUE)?;
     if len == 0 || len as u64 > range.size - (address - range.base) { Err(INVALID_VALUE) } else { Ok(()) }
 }
 
-/// Where managed memory should rather be: it is where it has to be for each launch, whatever a program advises.
+/// Checks advice about managed memory, which has no effect.
 fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
     const ADVICE: std::ops::RangeInclusive<i32> = 1..=6;
     clients::get()?;
@@ -540,7 +556,9 @@ fn advise(address: u64, len: usize, advice: i32, device: i32) -> Result {
     Ok(())
 }
 
-/// Needs a device that the host shares managed memory with while kernels run (`CONCURRENT_MANAGED_ACCESS`), which ours are not.
+/// Refuses a prefetch of managed memory, as the driver does without `CONCURRENT_MANAGED_ACCESS`.
+///
+/// Our devices never share managed memory with the host while kernels run.
 fn prefetch(address: u64, len: usize, device: i32, ctx: u64) -> Result {
     const CONCURRENT_MANAGED_ACCESS: usize = 89;
     managed(address, len)?;
@@ -643,17 +661,17 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
     const TYPE_DEVICE: u32 = 2;
     const ACCESS_READ_WRITE: u32 = 3;
     let range = ranges::find(address);
-    // Runtimes read the boolean ones as 32-bit words.
+    // Runtimes read booleans as 32-bit words.
     if which == IS_MANAGED {
         return give(target.cast(), u32::from(range.is_some_and(|r| r.kind.managed())));
     }
     let range = range.ok_or(INVALID_VALUE)?;
     match which {
-        // What the program has mapped belongs to no context.
+        // The program's own mappings belong to no context.
         CONTEXT if range.kind == Kind::Mapped => give(target.cast(), 0u64),
         CONTEXT => give(target.cast(), range.ctx),
         MEMORY_TYPE => give(target.cast(), if range.kind.on_device() { TYPE_DEVICE } else { TYPE_HOST }),
-        // Pinned memory of ours has its own address there; it is mapped once something uses it.
+        // Pinned memory of the arena has one address on both sides; its first use maps it.
         DEVICE_POINTER if range.kind.on_device() || matches!(range.kind, Kind::Host(_)) => {
             give(target.cast(), address)
         }
@@ -677,7 +695,7 @@ fn pointer_attribute(target: *mut c_void, which: i32, address: u64) -> Result {
 
 fn zero_attribute(target: *mut c_void, which: i32) {
     use attribute::*;
-    // The out pointer was checked; each attribute has the width that cuda.h gives it.
+    // The caller has checked the pointer; each attribute has the width that cuda.h gives it.
     match which {
         SYNC_MEMOPS | IS_MANAGED | IS_LEGACY_IPC | MAPPED | IS_GDR | MEMORY_TYPE | ACCESS => {
             give_optional(target.cast(), 0u32)

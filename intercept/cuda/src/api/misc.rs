@@ -1,4 +1,4 @@
-//! Entry points, error texts, tensor maps, what only tools ask for.
+//! Entry points, error texts, tensor maps, and calls that only tools make.
 
 use std::ffi::{c_char, c_void};
 
@@ -37,13 +37,16 @@ fn proc_address(
                 status,
                 if missing == Missing::Symbol { SYMBOL_NOT_FOUND } else { VERSION_NOT_SUFFICIENT },
             );
-            // Without a place for the status the code itself says that there is no such call.
+            // Without a place for the status, the code alone reports that no such call exists.
             Err(NOT_FOUND)
         }
     }
 }
 
-/// Answers of `cuTensorMapEncode*` are a pure function of the arguments, in a layout that only NVIDIA knows.
+/// Forwards a `cuTensorMapEncode*` call, because only NVIDIA's driver knows the layout of its
+/// answer.
+///
+/// The answer depends on the arguments alone.
 fn tensor_map(map: *mut [u64; 16], im2col: bool, rank: u32, scalars: &[u64], arrays: &[&[u8]]) -> Result {
     let client = clients::get()?;
     if map.is_null() || rank == 0 || rank > 5 {
@@ -142,7 +145,7 @@ driver! {
         ])
     }
 
-    /// Profilers attach to the GPU's own machine.
+    /// Accepted without effect: profilers attach on the GPU's host.
     fn cuProfilerStart() {
         clients::get().map(|_| ())
     }
@@ -155,7 +158,7 @@ driver! {
         clients::get().map(|_| ())
     }
 
-    /// The driver's log messages stay on the server; a program that registers for them hears nothing.
+    /// Accepted without effect: the driver's log messages stay on the server.
     fn cuLogsRegisterCallback(_function: *const c_void, _data: *mut c_void, handle: *mut u64) {
         give_optional(handle, 1);
         Ok(())

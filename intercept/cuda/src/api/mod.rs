@@ -1,4 +1,4 @@
-//! The exported functions, by the chapters of the driver API's manual.
+//! Exported functions, by the chapters of the driver API's manual.
 
 pub mod context;
 pub mod copy;

@@ -15,7 +15,9 @@ use crate::functions::{self, How, OWN_DEVICE};
 use crate::ranges::{self, Kind};
 use crate::{clients, handles, images, mapped, streams, thread};
 
-/// `CU_JIT_*` options whose value is a pointer; log buffers are filled from the answer, the others are left out.
+/// `CU_JIT_*` options whose value is a pointer.
+///
+/// The reply fills the log buffers; the worker does not get these options.
 const WALL_TIME: i32 = 2;
 const INFO_LOG: i32 = 3;
 const INFO_SIZE: i32 = 4;
@@ -44,7 +46,8 @@ impl Options {
             return Err(INVALID_VALUE);
         }
         for i in 0..count as usize {
-            // SAFETY: the program says that the arrays have `count` elements; the values' array may be null.
+            // SAFETY: by the call's contract both arrays have `count` elements; `keys` is not null,
+            // and null `values` are not read.
             let (key, value) = unsafe {
                 (
                     keys.add(i).read(),
@@ -103,19 +106,20 @@ fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Op
     client.told(reply.status)
 }
 
-/// What a library is on single clients, where it is not on all alike.
+/// Exceptions of a library that differs between clients.
 #[derive(Default)]
 struct Apart {
-    /// Clients whose workers could not load it, by number, and the errors.
+    /// Numbers of clients whose workers could not load the library, with the errors.
     failed: Vec<(u8, i32)>,
-    /// The client that has its managed variables.
+    /// Number of the client that has the library's managed variables.
     managed: Option<u8>,
 }
 
 static APART: Mutex<BTreeMap<u64, Apart>> = Mutex::new(BTreeMap::new());
 
-/// Loads a library, which belongs to no context, on every client. It is loaded if it is on one: the others' GPUs may be of a kind that it
-/// has nothing for.
+/// Loads a library, which belongs to no context, on every client.
+///
+/// One success suffices, because the library may have no code for another client's kind of GPU.
 fn load_library(image: &[u8], options: &Options) -> Result<u64> {
     let current = clients::get()?;
     let new = handles::mint(handle::LIBRARY, 0);
@@ -142,7 +146,8 @@ fn apart() -> MutexGuard<'static, BTreeMap<u64, Apart>> {
     APART.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether a library can be used on a client: it was loaded there, and its managed variables are not another's.
+/// Returns an error if a library is not loaded on a client, or if another client has its managed
+/// variables.
 pub fn usable_on(library: u64, client: &Client) -> Result {
     let apart = apart();
     let Some(known) = apart.get(&library) else { return Ok(()) };
@@ -155,7 +160,7 @@ pub fn usable_on(library: u64, client: &Client) -> Result {
     }
 }
 
-/// The client to ask about a module, or about a library in the current context.
+/// Returns the client to ask about a module, or about a library in the current context.
 fn client_of(parent: u64) -> Result<&'static Client> {
     if handle::kind(parent) == handle::MODULE {
         return clients::of(parent);
@@ -167,20 +172,22 @@ fn client_of(parent: u64) -> Result<&'static Client> {
 
 fn load_file(path: *const c_char) -> Result<Vec<u8>> {
     let path = name(path)?.to_str().map_err(|_| INVALID_VALUE)?;
-    // A terminator, in case it is PTX text.
+    // PTX text needs a terminator.
     let mut image = std::fs::read(path).map_err(|_| FILE_NOT_FOUND)?;
     image.push(0);
     Ok(image)
 }
 
-/// Variables by parent, context (of a library's), how they are asked for and name: their addresses do not change.
+/// Address and size of variables, which do not change.
+///
+/// The key is parent, context (of a library's variable), kind of lookup, and name.
 type Globals = HashMap<(u64, u64, u64, CString), (u64, usize)>;
 static GLOBALS: Mutex<Option<Globals>> = Mutex::new(None);
 
 fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *const c_char) -> Result {
     const OF_LIBRARY: u64 = 1;
     let client = client_of(parent)?;
-    // A library has its variables in each context anew, but for the managed ones.
+    // Each context has its own copy of a library's variables, except managed ones.
     let ctx = if how == OF_LIBRARY { thread::current() } else { 0 };
     let key = (parent, ctx, how, name(symbol)?.to_owned());
     let known =
@@ -226,7 +233,7 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
             && let Some(range) = ranges::take(*base, |k| matches!(k, Kind::Global | Kind::ManagedVariable))
             && range.kind == Kind::ManagedVariable
         {
-            // A worker that is gone has forgotten it already.
+            // A lost worker has freed it already.
             let _ = mapped::unmap(*base);
         }
         *p != parent
@@ -240,7 +247,7 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
     }
     let failed = apart().remove(&parent).unwrap_or_default().failed;
     for client in clients::all()?.filter(|c| !failed.iter().any(|(number, _)| *number == c.number)) {
-        // A worker that is gone has forgotten it already.
+        // A lost worker has unloaded it already.
         let _ = client.post(operation, |w| w.word(parent));
     }
     handles::retire(parent);
@@ -258,7 +265,7 @@ fn names(parent: u64, how: u64) -> Result<Vec<CString>> {
     (0..count).map(|_| string(&mut r).and_then(|s| CString::new(s).map_err(|_| NOT_FOUND))).collect()
 }
 
-/// Every function of a module.
+/// Returns the handles of all functions of a module.
 pub fn functions_of(module: u64) -> Result<Vec<u64>> {
     if handle::kind(module) != handle::MODULE {
         return Err(INVALID_HANDLE);
@@ -275,16 +282,17 @@ fn enumerate(out: *mut *mut c_void, most: u32, parent: u64, how: How) -> Result 
     }
     for (i, name) in names(parent, how as u64)?.into_iter().take(most as usize).enumerate() {
         let function = functions::get(client, parent, how, name)?;
-        // SAFETY: the program says that the array has `most` elements.
+        // SAFETY: by the call's contract the array has `most` elements, and `take` bounds the
+        // index.
         unsafe { out.add(i).write(function as *mut c_void) };
     }
     Ok(())
 }
 
-/// Modules of libraries, so that one is made once.
+/// Modules of libraries, by library and context, so that each has one handle.
 static LIBRARY_MODULES: Mutex<Option<HashMap<(u64, u64), u64>>> = Mutex::new(None);
 
-/// What libraries have in a context that is gone is looked up anew.
+/// Removes the modules, variables and functions that libraries had in a destroyed context.
 pub fn forget_context(ctx: u64) {
     functions::forget_context(ctx);
     let mut modules = LIBRARY_MODULES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -371,7 +379,8 @@ driver! {
         library: *mut *mut c_void, image: *const c_void, keys: *const i32, values: *const *mut c_void, count: u32,
         _library_keys: *const i32, _library_values: *const *mut c_void, _library_count: u32,
     ) {
-        // Library options only say whether the program keeps the image: the worker has its own.
+        // Library options only state whether the program keeps the image; the worker has a copy of
+        // its own.
         if library.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -493,7 +502,8 @@ driver! {
     fn cuKernelGetAttribute(value: *mut i32, attribute: i32, kernel: *mut c_void, device: i32) {
         let (client, device) = clients::device(device)?;
         let kernel = functions::find(kernel as u64)?;
-        // The attributes that came along are those of the device that was current then; with one device there is no other.
+        // The attributes of the first lookup belong to the device that was current then; with one
+        // device there is no other.
         let device = if client.devices.len() == 1 { OWN_DEVICE } else { device.local as i32 };
         give(value, kernel.attribute(client, attribute, device)?)
     }
@@ -537,7 +547,8 @@ fn param(function: *mut c_void, index: usize, offset: *mut usize, size: *mut usi
     Ok(())
 }
 
-/// A name that stays valid although its function may be forgotten: the driver lends names for good.
+/// Returns a copy of a name that stays valid after its function, because the driver lends names for
+/// good.
 fn lasting(name: &CStr) -> *const c_char {
     static NAMES: Mutex<Option<HashMap<CString, &'static CStr>>> = Mutex::new(None);
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);

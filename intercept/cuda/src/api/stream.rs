@@ -18,21 +18,21 @@ use crate::streams::{self, find, find_even_in_host_function};
 use crate::{clients, events, handles, mapped, objects, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
-/// Words of a `CUstreamBatchMemOpParams`.
+/// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
 const BATCH_WORDS: usize = 6;
 const WAIT_32: u64 = 1;
 const WRITE_32: u64 = 2;
 const WAIT_64: u64 = 4;
 const WRITE_64: u64 = 5;
 
-/// Puts waits or writes of values on a stream.
+/// Puts waits for values, or writes of values, on a stream.
 fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8]) -> Result {
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     for item in items.chunks_exact(BATCH_WORDS * 8) {
         let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
         if clients::elsewhere(client, address).is_some() {
-            return Err(clients::apart("memory to wait for or write to"));
+            return Err(clients::apart("memory of a wait or write on a stream"));
         }
     }
     mapped::upload(client)?;
@@ -128,7 +128,9 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
     Ok(Info { status: streams::ACTIVE, id: capture.id, graph: capture.graph, nodes })
 }
 
-/// The driver owns the array of dependencies that it tells; it is valid until the thread asks again.
+/// Returns a capture's dependencies in an array that belongs to the library.
+///
+/// As with the driver, it is valid until the thread's next query.
 fn lend_nodes(nodes: Vec<u64>) -> *const u64 {
     thread_local! {
         static LENT: std::cell::RefCell<Vec<u64>> = const { std::cell::RefCell::new(Vec::new()) };
@@ -177,13 +179,13 @@ driver! {
         let (client, stream) = find(stream, default)?;
         let event = events::find(event as u64)?;
         if event.client.number != client.number {
-            // What another server does this one cannot wait for.
+            // A server cannot wait for another one, so the call itself waits.
             stream.not_captured()?;
             return super::event::wait_here(&event);
         }
         let captured = if streams::capturing() { event.capture() } else { None };
         if let Some(capture) = &captured {
-            // The default stream cannot take part, and a capture that has ended holds nobody up any more.
+            // The default stream cannot take part; a capture that has ended is an error.
             if stream.handle == 0 {
                 capture.spoil();
                 return Err(STREAM_CAPTURE_IMPLICIT);
@@ -199,7 +201,7 @@ driver! {
                 own.spoil();
                 return Err(STREAM_CAPTURE_ISOLATION);
             }
-            // Nothing to wait for.
+            // The event has happened already.
             if event.pending().is_none() && stream.capture().is_none() {
                 return client.late();
             }
@@ -242,7 +244,7 @@ driver! {
         give(device, client.device_of(stream.ctx)?.ordinal)
     }
 
-    /// Managed memory is exchanged whole: which stream uses it makes no difference.
+    /// Accepted without effect: managed memory is exchanged whole, whichever stream uses it.
     fn cuStreamAttachMemAsync / cuStreamAttachMemAsync_ptsz [default] (
         stream: *mut c_void, _address: u64, _len: usize, flags: u32,
     ) {
@@ -263,7 +265,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let function = function.ok_or(INVALID_VALUE)?;
-        // Unlike a host function it cannot become a node.
+        // Unlike a host function, a callback cannot become a node.
         if let Some(capture) = find(stream, default)?.1.capture() {
             capture.spoil();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
@@ -359,7 +361,7 @@ driver! {
             capture.spoil();
             return Err(STREAM_CAPTURE_UNMATCHED);
         }
-        // It ends all the same.
+        // The capture ends even on the wrong thread.
         let wrong_thread = capture.mode != 2 && capture.thread != thread::id();
         let new = if capture.graph == 0 { client.mint(handle::GRAPH) } else { capture.graph };
         let reply = client.ask(op::CAPTURE_END, |w| {

@@ -1,4 +1,4 @@
-//! Virtual memory: ranges of addresses, and physical memory that the program maps there itself.
+//! Virtual memory: reserved addresses, and physical memory that the program maps there itself.
 
 use std::ffi::c_void;
 
@@ -16,7 +16,8 @@ driver! {
         if address.is_null() || flags != 0 {
             return Err(INVALID_VALUE);
         }
-        // An address is a hint only: ours come out of the window that both sides have reserved.
+        // The program's address is only a hint: reservations come from the window that both sides
+        // hold.
         give(address, client.window().reserve(size as u64, alignment as u64)?)
     }
 
@@ -56,14 +57,14 @@ driver! {
     }
 }
 
-/// The device of physical memory; asked for where there is a choice.
+/// Returns the worker's number of the device that holds physical memory.
 fn device_of(client: &Client, handle: u64) -> Result<u32> {
     if client.devices.len() == 1 {
         return Ok(0);
     }
     let reply = client.call(op::cuMemGetAllocationPropertiesFromHandle, |w| w.word(handle))?;
     let mut reader = reply.reader();
-    // `CUmemAllocationProp`: type, handle types, and of the location type and number.
+    // `CUmemAllocationProp`: type, handle types, then the location's type and id.
     let device = string(&mut reader)?.get(12..16).and_then(|id| id.try_into().ok()).map(u32::from_ne_bytes);
     device.filter(|d| (*d as usize) < client.devices.len()).ok_or(UNKNOWN)
 }

@@ -1,4 +1,4 @@
-//! The library as programs load it: each program is a test that is marked `#[ignore]`, in a process of its own.
+//! The library as programs load it; each program is a test marked `#[ignore]`, in its own process.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::ffi::CStr;
@@ -13,7 +13,7 @@ use gpusession_proto::grant::{Reply, Request, Want};
 use gpusession_proto::message;
 use libloading::Library;
 
-/// The file of the library that was built together with this test.
+/// Returns the path of the library that cargo built together with this test.
 pub fn library_file() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     test.ancestors()
@@ -25,16 +25,17 @@ pub fn library_file() -> PathBuf {
 }
 
 pub fn library() -> Library {
-    // SAFETY: the library has no initialisers.
+    // SAFETY: the library has no initializers, so loading it runs no code.
     unsafe { Library::new(library_file()) }.unwrap()
 }
 
-/// Any driver call, by its exported name. Integers and addresses are passed as words.
+/// Calls any driver function by its exported name, with integers and addresses as words.
 pub fn call(library: &Library, name: &str, arguments: &[u64]) -> i32 {
     type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64) -> i32;
     let mut a = [0; 12];
     a[..arguments.len()].copy_from_slice(arguments);
-    // SAFETY: driver calls take integers and addresses only; the C ABI lets a function ignore words that it does not take.
+    // SAFETY: driver calls take only integers and addresses, which the caller chooses to fit. The C
+    // ABI lets a function ignore words that it does not take.
     unsafe {
         library.get::<Call>(name.as_bytes()).unwrap()(
             a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
@@ -42,7 +43,7 @@ pub fn call(library: &Library, name: &str, arguments: &[u64]) -> i32 {
     }
 }
 
-/// A kernel that adds one to the word that it is given the address of, and a variable.
+/// An image with a variable, and a kernel that adds one to the word at its parameter's address.
 pub const KERNEL: &CStr = c"
     .version 6.5
     .target sm_75
@@ -59,12 +60,12 @@ pub const KERNEL: &CStr = c"
         ret;
     }";
 
-/// The address of a value, for a call that reads or writes it.
+/// Returns a value's address, for a call that reads or writes it.
 pub fn at<T>(value: &mut T) -> u64 {
     std::ptr::from_mut(value) as u64
 }
 
-/// The library after `cuInit`, without a context.
+/// The library after `cuInit`, without a current context.
 pub struct Cuda(Library);
 
 impl Cuda {
@@ -83,7 +84,7 @@ impl Cuda {
         assert_eq!(self.call(name, arguments), 0, "{name}");
     }
 
-    /// A call whose first argument receives a word.
+    /// Makes a call whose first argument receives a word, and returns the word.
     #[track_caller]
     pub fn get(&self, name: &str, arguments: &[u64]) -> u64 {
         self.try_get(name, arguments).unwrap_or_else(|status| panic!("{name}: {status}"))
@@ -97,7 +98,7 @@ impl Cuda {
         }
     }
 
-    /// Makes a device's primary context current, and returns it.
+    /// Makes a device's primary context current and returns it.
     pub fn on(&self, device: u64) -> u64 {
         let ctx = self.get("cuDevicePrimaryCtxRetain", &[device]);
         self.ok("cuCtxSetCurrent", &[ctx]);
@@ -112,7 +113,7 @@ impl Cuda {
         self.get("cuModuleLoadData", &[image.as_ptr() as u64])
     }
 
-    /// The kernel in such a module.
+    /// Returns the kernel of a module loaded from [`KERNEL`].
     pub fn increment(&self, module: u64) -> u64 {
         self.get("cuModuleGetFunction", &[module, c"increment".as_ptr() as u64])
     }
@@ -137,7 +138,7 @@ impl Cuda {
         u32::from_le_bytes(self.read(address, 4).try_into().expect("four bytes"))
     }
 
-    /// Free and all bytes of the current device.
+    /// Returns the free and the total bytes of the current device.
     pub fn memory(&self) -> (u64, u64) {
         let (mut free, mut total) = (0u64, 0u64);
         self.ok("cuMemGetInfo_v2", &[at(&mut free), at(&mut total)]);
@@ -161,8 +162,10 @@ fn answer(mut stream: UnixStream, replies: &[Reply], asked: &mut usize) -> UnixS
     stream
 }
 
-/// Does something beside a daemon that gives these answers, the last one again and again; `body` is told its socket. Returns what came
-/// of it and how often a worker was asked for.
+/// Runs `body`, with a socket's path, while a daemon serves that socket with these answers.
+///
+/// The daemon repeats the last answer. Returns the result of `body` and the number of requests for
+/// workers.
 pub fn beside_daemon<T>(replies: Vec<Reply>, body: impl FnOnce(&Path) -> T) -> (T, usize) {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("grant.sock");
@@ -183,12 +186,12 @@ pub fn beside_daemon<T>(replies: Vec<Reply>, body: impl FnOnce(&Path) -> T) -> (
     });
     let came = body(&socket);
     ended.store(true, Ordering::Relaxed);
-    // Wakes it.
+    // Wakes the daemon's thread, which then exits.
     UnixStream::connect(&socket).unwrap();
     (came, daemon.join().unwrap())
 }
 
-/// Runs a program beside such a daemon; returns what it printed.
+/// Runs a program beside such a daemon; returns its output and the number of requests for workers.
 pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> (Output, usize) {
     beside_daemon(replies, |socket| {
         Command::new(std::env::current_exe().unwrap())

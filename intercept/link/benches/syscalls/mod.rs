@@ -1,4 +1,6 @@
-//! Which system calls one thread makes while it does something: another process of the same program, whose main thread is traced.
+//! Counts the system calls of one thread.
+//!
+//! The thread is the main thread of a second process of the same program, which is traced.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt;
@@ -8,9 +10,10 @@ use nix::sys::ptrace;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-/// The traced thread calls this before and after what is to be counted.
+/// Starts or ends the count; the traced thread calls it before and after the measured work.
 pub fn mark() {
-    // SAFETY: has no preconditions. Nothing else in these programs asks for a session.
+    // SAFETY: `getsid` has no preconditions. It can serve as the mark, since no other code here
+    // calls it.
     unsafe { libc::getsid(0) };
 }
 
@@ -36,7 +39,7 @@ fn name(number: u64) -> String {
 
 /// Runs a program and counts the system calls of its main thread between each two marks.
 pub fn count(command: &mut Command) -> nix::Result<BTreeMap<String, u64>> {
-    // SAFETY: between fork and exec the closure makes one system call.
+    // SAFETY: between fork and exec the closure makes one system call and allocates no memory.
     unsafe { command.pre_exec(|| Ok(ptrace::traceme()?)) };
     let child = command
         .stdout(Stdio::null())
@@ -54,7 +57,8 @@ pub fn count(command: &mut Command) -> nix::Result<BTreeMap<String, u64>> {
                 if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY {
                     continue;
                 }
-                // SAFETY: of an entry, as `op` says.
+                // SAFETY: `op` says that this is a system call's entry, for which the kernel fills
+                // `entry`.
                 let number = unsafe { info.u.entry.nr };
                 if number == libc::SYS_getsid as u64 {
                     counting = !counting;
@@ -69,7 +73,7 @@ pub fn count(command: &mut Command) -> nix::Result<BTreeMap<String, u64>> {
     }
 }
 
-/// Prints what enqueuing something `n` times came to: the times that each took, and the calls of a second run that was traced.
+/// Prints the times of a measured operation, and the system calls of a second, traced run.
 pub fn report(what: &str, times: &mut [u64], calls: nix::Result<BTreeMap<String, u64>>) {
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64 / 1000.0;

@@ -1,4 +1,4 @@
-//! A link to a peer that answers the greeting and understands nothing else, for tests and the bench.
+//! A link to a peer that answers the greeting and no other frame, for tests and the benchmark.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
@@ -35,7 +35,7 @@ fn peer(says: Option<Vec<u8>>) -> String {
         w.finish();
         socket.write_all(&reply).expect("a client");
         if let Some(bytes) = says {
-            // The client may have given up by then.
+            // The write fails if the client has closed the link by then.
             let _ = socket.write_all(&bytes);
             let _ = socket.shutdown(Shutdown::Write);
         }
@@ -45,7 +45,8 @@ fn peer(says: Option<Vec<u8>>) -> String {
     address
 }
 
-/// The link; after the greeting its peer `says` these bytes and no more for ever, or only reads all that comes.
+/// Returns the link; after the greeting its peer sends these bytes and ends the stream, or only
+/// reads.
 pub fn link(says: Option<Vec<u8>>) -> Arc<Link> {
     let endpoint = Endpoint {
         server: "gpu1".into(),
