@@ -280,8 +280,8 @@ async fn command(cli: Cli) -> Result<i32> {
 }
 
 /// Interval at which `status --wait` polls, and how long the daemon may be unreachable meanwhile.
-const LOOK: Duration = Duration::from_millis(500);
-const AWAY: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const DAEMON_GRACE: Duration = Duration::from_secs(30);
 
 fn tell(outcome: Outcome, json: bool) -> Result<i32> {
     print(&if json { outcome.json.to_string() } else { outcome.text });
@@ -299,10 +299,10 @@ async fn ready() -> Result<Daemon> {
         match asked.await {
             Ok((true, daemon)) => return Ok(daemon),
             Ok((false, _)) => away = Duration::ZERO,
-            Err(failure) if away >= AWAY => return Err(failure),
-            Err(_) => away += LOOK,
+            Err(failure) if away >= DAEMON_GRACE => return Err(failure),
+            Err(_) => away += POLL_INTERVAL,
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

@@ -26,7 +26,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::exit::{Failure, Result};
 
 /// Time to wait, after a program exits, for its libraries' final messages.
-const LAST_WORDS: Duration = Duration::from_millis(250);
+const OUTPUT_GRACE: Duration = Duration::from_millis(250);
 /// Signals that a person or a batch system sends to `gpusession run` and intends for the program.
 const PASSED_ON: [Signal; 6] =
     [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
@@ -177,7 +177,7 @@ pub async fn direct(
 async fn complain(engine: &dyn Leases, slot: Slot) {
     let mut snapshot = engine.snapshot();
     let over = |s: &Arc<Snapshot>| s.leases.iter().all(|l| l.slot != slot || l.processes == 0);
-    let _ = tokio::time::timeout(LAST_WORDS, snapshot.wait_for(over)).await;
+    let _ = tokio::time::timeout(OUTPUT_GRACE, snapshot.wait_for(over)).await;
     let last = snapshot.borrow().clone();
     for (failure, _) in last.leases.iter().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
         let what = if failure.running { "lost its GPUs" } else { "could not be served" };

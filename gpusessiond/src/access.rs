@@ -10,7 +10,7 @@ use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 use crate::config::Access;
 
 /// Time for which an answer of the user database is cached.
-const FRESH: Duration = Duration::from_secs(60);
+const MAX_AGE: Duration = Duration::from_secs(60);
 /// Most cached answers.
 const KEPT: usize = 1024;
 
@@ -51,7 +51,7 @@ impl Gate {
 
     /// Looks a uid up; queries the user database on another thread.
     pub async fn person(self: &std::sync::Arc<Self>, uid: u32) -> Person {
-        if let Some((_, person)) = self.known().get(&uid).filter(|(at, _)| at.elapsed() < FRESH).cloned() {
+        if let Some((_, person)) = self.known().get(&uid).filter(|(at, _)| at.elapsed() < MAX_AGE).cloned() {
             return person;
         }
         let gate = self.clone();

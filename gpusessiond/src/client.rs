@@ -21,20 +21,20 @@ use crate::identity::{self, Identity};
 use crate::pool::{PoolError, PoolServer, Trouble};
 
 /// Time to establish a connection, including TLS.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for sent data to be acknowledged; the kernel closes the connection after it, without
 /// wake-ups.
-const ARRIVAL: Duration = Duration::from_secs(15);
+const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(15);
 /// Silence after which a connection is probed; each probe costs wake-ups, also between heartbeats.
-const SILENCE: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// Time for an ordinary call.
-const CALL: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for an allocation or a cold worker: the server starts workers for it.
-const SLOW_CALL: Duration = Duration::from_secs(60);
+const SLOW_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time to move a lease's device memory: all of a server's GPUs at the driver's 2.7 GB/s.
 ///
 /// The connection's keep-alive detects an unreachable server sooner.
-const MOVE: Duration = Duration::from_secs(600);
+const MOVE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Longest details of a refusal in bytes.
 const MAX_DETAILS: usize = 4096;
 /// Largest message that is accepted, in bytes.
@@ -81,8 +81,8 @@ async fn answered<T>(
 fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> {
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .map_err(|e| PoolError::new(Trouble::Invalid, format!("{address}: {e}")))?
-        .connect_timeout(CONNECT)
-        .http2_keep_alive_interval(SILENCE)
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true)
         .user_agent(concat!("gpusession/", env!("CARGO_PKG_VERSION")))
@@ -90,14 +90,14 @@ fn channel(address: &str, tls: Arc<ClientConfig>) -> Result<Channel, PoolError> 
     let target = address.to_owned();
     Ok(endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
         let (target, tls) = (target.clone(), tls.clone());
-        async move { tokio::time::timeout(CONNECT, connect(&target, tls)).await?.map(TokioIo::new) }
+        async move { tokio::time::timeout(CONNECT_TIMEOUT, connect(&target, tls)).await?.map(TokioIo::new) }
     })))
 }
 
 async fn connect(address: &str, tls: Arc<ClientConfig>) -> std::io::Result<TlsStream<TcpStream>> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
-    setsockopt(&stream, TcpUserTimeout, &(ARRIVAL.as_millis() as u32))?;
+    setsockopt(&stream, TcpUserTimeout, &(ARRIVAL_TIMEOUT.as_millis() as u32))?;
     TlsConnector::from(tls).connect(identity::server_name(), stream).await
 }
 
@@ -162,22 +162,22 @@ impl PoolServer for Remote {
     }
 
     async fn allocate(&self, request: control::AllocateRequest) -> Result<control::Lease, PoolError> {
-        self.call(SLOW_CALL, async |mut c| c.allocate(request).await).await
+        self.call(SLOW_CALL_TIMEOUT, async |mut c| c.allocate(request).await).await
     }
 
     async fn renew(&self, leases: Vec<String>, boot_id: String) -> Result<control::RenewReply, PoolError> {
         let request = control::RenewRequest { leases, boot_id };
-        self.call(CALL, async |mut c| c.renew(request).await).await
+        self.call(CALL_TIMEOUT, async |mut c| c.renew(request).await).await
     }
 
     async fn release(&self, lease: String) -> Result<(), PoolError> {
         let request = control::ReleaseRequest { lease, ..Default::default() };
-        self.call(CALL, async |mut c| c.release(request).await).await.map(|_| ())
+        self.call(CALL_TIMEOUT, async |mut c| c.release(request).await).await.map(|_| ())
     }
 
     async fn withdraw(&self, request_id: String) -> Result<(), PoolError> {
         let request = control::ReleaseRequest { request_id, ..Default::default() };
-        self.call(CALL, async |mut c| c.release(request).await).await.map(|_| ())
+        self.call(CALL_TIMEOUT, async |mut c| c.release(request).await).await.map(|_| ())
     }
 
     async fn take_workers(
@@ -188,7 +188,7 @@ impl PoolServer for Remote {
         environment: HashMap<String, String>,
     ) -> Result<Vec<control::Worker>, PoolError> {
         let request = control::TakeWorkersRequest { lease, count, environment, waiting };
-        match self.call(SLOW_CALL, async |mut c| c.take_workers(request).await).await {
+        match self.call(SLOW_CALL_TIMEOUT, async |mut c| c.take_workers(request).await).await {
             Ok(reply) => Ok(reply.workers),
             // Too many processes: that is a limit, not a lack of GPUs.
             Err(e) if e.trouble == Trouble::NoCapacity => Err(PoolError { trouble: Trouble::Quota, ..e }),
@@ -198,11 +198,11 @@ impl PoolServer for Remote {
 
     async fn process_ended(&self, lease: String, worker: Vec<u8>) -> Result<(), PoolError> {
         let request = control::ProcessEndedRequest { lease, worker };
-        self.call(CALL, async |mut c| c.process_ended(request).await).await.map(|_| ())
+        self.call(CALL_TIMEOUT, async |mut c| c.process_ended(request).await).await.map(|_| ())
     }
 
     async fn park(&self, lease: String, park: bool) -> Result<(), PoolError> {
-        let reply = self.call(MOVE, async |mut c| match park {
+        let reply = self.call(MOVE_TIMEOUT, async |mut c| match park {
             true => c.park(control::ParkRequest { lease }).await,
             false => c.unpark(control::UnparkRequest { lease }).await,
         });
@@ -211,15 +211,15 @@ impl PoolServer for Remote {
 
     async fn idle_hint(&self, lease: String, idle: bool) -> Result<(), PoolError> {
         let request = control::IdleHintRequest { lease, idle };
-        self.call(CALL, async |mut c| c.idle_hint(request).await).await.map(|_| ())
+        self.call(CALL_TIMEOUT, async |mut c| c.idle_hint(request).await).await.map(|_| ())
     }
 
     async fn readings(&self, request: control::ReadingsRequest) -> Result<control::ReadingsReply, PoolError> {
-        self.call(CALL, async |mut c| c.readings(request).await).await
+        self.call(CALL_TIMEOUT, async |mut c| c.readings(request).await).await
     }
 
     async fn describe(&self) -> Result<control::ServerDescription, PoolError> {
-        self.call(CALL, async |mut c| c.describe(control::DescribeRequest {}).await).await
+        self.call(CALL_TIMEOUT, async |mut c| c.describe(control::DescribeRequest {}).await).await
     }
 
     async fn watch(
@@ -228,7 +228,7 @@ impl PoolServer for Remote {
         events: mpsc::Sender<control::PoolEvent>,
     ) -> Result<(), PoolError> {
         let request = control::WatchRequest { boot_id };
-        let mut stream = self.call(CALL, async |mut c| c.watch(request).await).await?;
+        let mut stream = self.call(CALL_TIMEOUT, async |mut c| c.watch(request).await).await?;
         loop {
             match stream.message().await {
                 Ok(Some(event)) => {
@@ -250,5 +250,5 @@ pub(crate) async fn join(
     request: control::JoinRequest,
 ) -> Result<control::JoinReply, PoolError> {
     let mut client = EnrolmentClient::new(channel(address, tls)?).max_decoding_message_size(MAX_ANSWER);
-    answered(address, SLOW_CALL, client.join(request)).await
+    answered(address, SLOW_CALL_TIMEOUT, client.join(request)).await
 }

@@ -56,11 +56,11 @@ impl Default for Limits {
 const MAX_VARIABLES: usize = 32;
 const MAX_VARIABLE: usize = 4096;
 /// Time that a program refused by a limit waits for another program to exit.
-const ENDING: Duration = Duration::from_secs(5);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between tries of a request for a cold worker: each is a call to the server.
-const AGAIN: Duration = Duration::from_millis(500);
+const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Time to read a process's final outcome messages after it exits.
-const LAST_WORDS: Duration = Duration::from_millis(100);
+const REPLY_GRACE: Duration = Duration::from_millis(100);
 /// Longest program name in tickets, in characters.
 const MAX_PROGRAM: usize = 64;
 
@@ -354,8 +354,8 @@ impl Server {
                 Answer::Wait(..) => {
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     // Each try asks the server for a worker that starts for this program.
-                    let pause = (!wish.environment.is_empty()).then_some(AGAIN);
-                    (deadline.min(since + ENDING), pause)
+                    let pause = (!wish.environment.is_empty()).then_some(ACCEPT_RETRY_INTERVAL);
+                    (deadline.min(since + DRAIN_TIMEOUT), pause)
                 }
                 _ => return answer,
             };
@@ -412,7 +412,7 @@ impl Server {
                 self.became(outcome, &mut granted, caller, program);
             }
         };
-        let _ = tokio::time::timeout(LAST_WORDS, rest).await;
+        let _ = tokio::time::timeout(REPLY_GRACE, rest).await;
     }
 
     /// Records an outcome that a process reports, one failure per worker; returns whether it

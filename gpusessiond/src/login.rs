@@ -37,9 +37,9 @@ use crate::grant::{self, Peer, SocketFile};
 use crate::leases::Leases;
 
 /// Time to send a request.
-const PATIENCE: Duration = Duration::from_secs(1);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that the user database may take; the login waits meanwhile.
-const LOOK_UP: Duration = Duration::from_millis(100);
+const LOOKUP_TIMEOUT: Duration = Duration::from_millis(100);
 /// Most logins that are served at the same time; others wait in the socket's backlog.
 const CONNECTIONS: usize = 32;
 /// Most leaders of sessions.
@@ -353,7 +353,7 @@ impl Server {
                 }
                 Err(error) => {
                     warn!("login socket: cannot accept a connection: {error}; retrying");
-                    tokio::time::sleep(PATIENCE).await;
+                    tokio::time::sleep(REQUEST_TIMEOUT).await;
                 }
             }
         }
@@ -369,7 +369,7 @@ impl Server {
         }
         // One byte more than the longest request, to detect longer packets.
         let mut packet = [0; MAX_REQUEST + 1];
-        let length = tokio::time::timeout(PATIENCE, stream.read(&mut packet)).await??;
+        let length = tokio::time::timeout(REQUEST_TIMEOUT, stream.read(&mut packet)).await??;
         match Request::parse(&packet[..length]).map_err(io::Error::other)? {
             Request::Close => self.sessions.close(pid),
             Request::Open(open) => {
@@ -397,7 +397,7 @@ impl Server {
     /// give no rights.
     async fn environment(&self, open: &Open) -> Option<BTreeMap<String, String>> {
         let (gate, environment) = self.given.read().unwrap_or_else(|e| e.into_inner()).clone();
-        let person = tokio::time::timeout(LOOK_UP, gate.person(open.uid)).await;
+        let person = tokio::time::timeout(LOOKUP_TIMEOUT, gate.person(open.uid)).await;
         environment.of_user(Some(&open.user), person.map_or(true, |p| p.access)).cloned()
     }
 }

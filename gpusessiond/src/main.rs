@@ -42,7 +42,7 @@ const INTERNAL: u8 = 3;
 /// Time that programs have to exit when the daemon stops.
 const STOP_GRACE: Duration = Duration::from_secs(10);
 /// Time to release the leases after that.
-const STOP_LIMIT: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Grace period of the leases of a server that was removed from servers.toml.
 const LEAVE_GRACE: Duration = Duration::from_secs(60);
 
@@ -392,7 +392,7 @@ async fn stop(engine: &Engine) {
         }
     }
     info!("stopping: giving leases back");
-    engine.shutdown(STOP_LIMIT).await;
+    engine.shutdown(STOP_TIMEOUT).await;
 }
 
 async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherited) -> Result<u8> {

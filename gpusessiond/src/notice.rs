@@ -26,7 +26,7 @@ use crate::values::human_duration;
 const NAME_MAX: usize = 255;
 
 /// Time that the notice of a lost lease stays after its replacement.
-const REPLACED: Duration = Duration::from_secs(600);
+const NOTICE_TTL: Duration = Duration::from_secs(600);
 
 /// Writes notices while the lease manager runs.
 pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
@@ -122,7 +122,7 @@ impl News {
                     if state.is_none_or(|state| state == LeaseState::Active) {
                         self.said.remove(slot);
                         if let Some((_, end)) = self.replaced.get_mut(slot) {
-                            end.get_or_insert(now + REPLACED);
+                            end.get_or_insert(now + NOTICE_TTL);
                         }
                     }
                 }
@@ -373,18 +373,18 @@ mod tests {
 
     #[test]
     fn a_lost_lease_is_spoken_of_when_there_is_another_one() {
-        let (mut news, begin) = (News::default(), Instant::now() + 2 * REPLACED);
+        let (mut news, begin) = (News::default(), Instant::now() + 2 * NOTICE_TTL);
         let held = lease(1, u32::MAX, LeaseState::Active);
         let wanted = LeaseView { state: LeaseState::Pending, ..held.clone() };
         let lost = [Change::Lost { slot: 1, id: "id1".into(), reason: "gone".into() }];
-        let lines = news.after(&lost, &seen_by(vec![wanted]), begin - 2 * REPLACED);
+        let lines = news.after(&lost, &seen_by(vec![wanted]), begin - 2 * NOTICE_TTL);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; the daemon asks for another one"]);
         let was = "gpusession: GPU lease l1 was lost: gone; programs that are started now have another one";
         for changes in [vec![Change::Granted { slot: 1 }], vec![Change::Changed { slot: 1 }]] {
             assert_eq!(news.after(&changes, &seen_by(vec![held.clone()]), begin)[&1000], [was]);
         }
         let end = news.next_end().unwrap();
-        assert_eq!(end, begin + REPLACED);
+        assert_eq!(end, begin + NOTICE_TTL);
         assert!(news.after(&[], &seen_by(vec![held]), end).is_empty() && news.next_end().is_none());
     }
 

@@ -29,9 +29,9 @@ pub struct Settings {
 }
 
 /// Time that the user database may take; the daemon's start waits meanwhile.
-const LOOK_UP: Duration = Duration::from_secs(1);
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause before unknown users are looked up again.
-const ASK_AGAIN: Duration = Duration::from_secs(30);
+const RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Settings {
     /// Creates settings read from `path`; they take effect with [`Settings::apply`].
@@ -92,7 +92,7 @@ impl Settings {
     pub async fn follow_users(&self) {
         let mut unknown = self.unknown_users.subscribe();
         while unknown.wait_for(|unknown| !unknown.is_empty()).await.is_ok() {
-            tokio::time::sleep(ASK_AGAIN).await;
+            tokio::time::sleep(RETRY_INTERVAL).await;
             let _one = self.changing.lock().await;
             let config = self.get();
             let uids = self.users.lock().await.of(&config).await;
@@ -161,7 +161,7 @@ impl Users {
         }
         let ask = || names.into_iter().map(|name| (name.clone(), User::from_name(&name))).collect();
         let asking = self.asking.get_or_insert_with(|| tokio::task::spawn_blocking(ask));
-        if let Ok(answers) = tokio::time::timeout(LOOK_UP, asking).await {
+        if let Ok(answers) = tokio::time::timeout(LOOKUP_TIMEOUT, asking).await {
             self.asking = None;
             for (name, answer) in answers.unwrap_or_default() {
                 match answer {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Shortest time between two lines of a kind.
-const PAUSE: Duration = Duration::from_secs(5);
+const QUIET_WINDOW: Duration = Duration::from_secs(5);
 
 /// Limiter for one kind of line.
 #[derive(Debug, Default)]
@@ -28,7 +28,7 @@ impl Quiet {
     /// Returns `Some` if a line may be written now; otherwise counts it as left out.
     pub fn may(&self) -> Option<LeftOut> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0.is_some_and(|at| at.elapsed() < PAUSE) {
+        if state.0.is_some_and(|at| at.elapsed() < QUIET_WINDOW) {
             state.1 += 1;
             return None;
         }

@@ -24,7 +24,7 @@ use tokio::task::JoinSet;
 use tonic::transport::Identity;
 
 /// Interval in which a daemon renews its leases.
-const HEARTBEAT: Duration = Duration::from_secs(2);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// Clients that join at the same time.
 const AT_ONCE: usize = 16;
 
@@ -71,7 +71,7 @@ async fn hold(
         while let Ok(Some(_)) = events.message().await {}
     });
     let _ = all_joined.wait_for(|all| *all).await;
-    tokio::time::sleep(HEARTBEAT.mul_f64((i % 1000) as f64 / 1000.0)).await;
+    tokio::time::sleep(HEARTBEAT_INTERVAL.mul_f64((i % 1000) as f64 / 1000.0)).await;
     loop {
         let begun = Instant::now();
         let request = RenewRequest { leases: vec![lease.clone()], boot_id: "b1".into() };
@@ -79,7 +79,7 @@ async fn hold(
         assert!(!renewed.leases[0].lost, "{renewed:?}");
         late.fetch_max(begun.elapsed().as_micros() as u64, std::sync::atomic::Ordering::Relaxed);
         assert!(!events.is_finished(), "the stream of events ended");
-        tokio::time::sleep(HEARTBEAT.saturating_sub(begun.elapsed())).await;
+        tokio::time::sleep(HEARTBEAT_INTERVAL.saturating_sub(begun.elapsed())).await;
     }
 }
 
@@ -153,7 +153,7 @@ fn main() {
         }
         let joined = begun.elapsed();
         all_joined.send_replace(true);
-        tokio::time::sleep(HEARTBEAT * 2).await;
+        tokio::time::sleep(HEARTBEAT_INTERVAL * 2).await;
         late.store(0, std::sync::atomic::Ordering::Relaxed);
         let ((before, _), begun) = (used(pid), Instant::now());
         tokio::select! {
@@ -167,7 +167,7 @@ fn main() {
              {:.0} us for a renewal, the slowest {} ms; they joined in {:.0} s",
             resident / 1_000_000,
             empty / 1_000_000,
-            percent / 100.0 * 1e6 / (count as f64 / HEARTBEAT.as_secs_f64()),
+            percent / 100.0 * 1e6 / (count as f64 / HEARTBEAT_INTERVAL.as_secs_f64()),
             late.load(std::sync::atomic::Ordering::Relaxed) / 1000,
             joined.as_secs_f64(),
         );

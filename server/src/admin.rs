@@ -36,7 +36,7 @@ const MAX_REQUEST: usize = 64 << 10;
 /// Longest answer that a caller accepts, in bytes.
 pub const MAX_ANSWER: usize = 64 << 20;
 /// Bound on each read and write of the socket.
-const LIMIT: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A request of an administrator.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -674,13 +674,13 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
     // A process of another PID namespace has the number 0 here; it is no worker of this server.
     let peer = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
     let mut prefix = [0; 4];
-    timeout(LIMIT, socket.read_exact(&mut prefix)).await??;
+    timeout(REQUEST_TIMEOUT, socket.read_exact(&mut prefix)).await??;
     let len = u32::from_le_bytes(prefix) as usize;
     let ask = if len > MAX_REQUEST {
         Err(Refusal::new("bad-request", format!("the request is longer than {MAX_REQUEST} bytes")))
     } else {
         let mut body = vec![0; len];
-        timeout(LIMIT, socket.read_exact(&mut body)).await??;
+        timeout(REQUEST_TIMEOUT, socket.read_exact(&mut body)).await??;
         parse(&body)
     };
     // Workers run as the server's user, and a client may have taken one over. The check comes
@@ -697,7 +697,7 @@ async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
         Ok(ask) => written(answer(ask, pool).await),
         Err(refusal) => written(Err(refusal)),
     };
-    let told = timeout(LIMIT, async {
+    let told = timeout(REQUEST_TIMEOUT, async {
         socket.write_all(&(bytes.len() as u32).to_le_bytes()).await?;
         socket.write_all(&bytes).await
     })
@@ -1166,7 +1166,7 @@ pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
 pub fn ask(path: &Path, ask: &Ask) -> io::Result<Result<serde_json::Value, Refusal>> {
     let mut socket = StdUnixStream::connect(path)?;
     socket.set_read_timeout(Some(ask.patience()))?;
-    socket.set_write_timeout(Some(LIMIT))?;
+    socket.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let body = serde_json::to_vec(ask)?;
     socket.write_all(&(body.len() as u32).to_le_bytes())?;
     socket.write_all(&body)?;

@@ -19,9 +19,9 @@ const IMAGES: &str = "modules";
 /// Divisor of the cache's limit for one client's images, so that other clients' images stay.
 const CLIENT_SHARE: u64 = 4;
 /// Interval of [`Cache::trim`].
-pub const TRIM_EVERY: Duration = Duration::from_secs(60);
+pub const TRIM_INTERVAL: Duration = Duration::from_secs(60);
 /// Age up to which an unused file or folder stays: a worker may be writing it.
-const FRESH: Duration = Duration::from_secs(60);
+const FRESH_GRACE: Duration = Duration::from_secs(60);
 
 /// Folder of the cache, and its limit in bytes.
 #[derive(Debug, Clone)]
@@ -95,7 +95,7 @@ impl Cache {
         let mut total: u64 = kept.iter().map(|entry| entry.bytes).sum();
         let now = SystemTime::now();
         for entry in kept {
-            if total <= self.max || now.duration_since(entry.used).is_ok_and(|age| age < FRESH) {
+            if total <= self.max || now.duration_since(entry.used).is_ok_and(|age| age < FRESH_GRACE) {
                 return;
             }
             let gone = match entry.path.is_dir() {

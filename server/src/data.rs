@@ -21,13 +21,13 @@ use crate::quiet::Quiet;
 use crate::supervise::{AdoptError, Supervisor};
 
 /// Time in which a connection has to send its preface.
-const PREFACE_LIMIT: Duration = Duration::from_secs(5);
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most connections that have not sent their preface.
 const MAX_PENDING: usize = 512;
 /// Time for which a full table's slots are safe from new connections.
 ///
 /// It can be short, since clients send the preface at once.
-const PATIENCE: Duration = Duration::from_secs(1);
+const QUEUE_GRACE: Duration = Duration::from_secs(1);
 
 /// Returns `true` for addresses that may connect without encryption.
 pub type MayBeClear = Arc<dyn Fn(IpAddr) -> bool + Send + Sync>;
@@ -54,7 +54,7 @@ pub async fn serve(
     may_be_clear: MayBeClear,
     mut closed: watch::Receiver<bool>,
 ) {
-    let pending = Crowd::new(MAX_PENDING, PATIENCE);
+    let pending = Crowd::new(MAX_PENDING, QUEUE_GRACE);
     let quiet = Arc::new(Quiet::default());
     let mut handed = JoinSet::new();
     loop {
@@ -118,7 +118,7 @@ async fn hand_over(
     may_be_clear: &MayBeClear,
 ) -> Result<(), Refused> {
     let mut bytes = [0; preface::LEN];
-    match timeout(PREFACE_LIMIT, socket.read_exact(&mut bytes)).await {
+    match timeout(PREFACE_TIMEOUT, socket.read_exact(&mut bytes)).await {
         Ok(Ok(_)) => {}
         Ok(Err(e)) => return Err(format!("it ended inside the preface: {e}").into()),
         Err(_) => return Err("no preface within 5 s".to_owned().into()),

@@ -19,7 +19,7 @@ use crate::supervise::spawn::clean_environment;
 
 /// Symbol of gpusession's own libcuda, which must never be a server's driver.
 pub const MARKER: &str = "gpusession_marker";
-const PROBE_LIMIT: Duration = Duration::from_secs(120);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Folders that are searched for a driver after the loader's cache.
 const FOLDERS: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu",
@@ -158,10 +158,10 @@ pub async fn probe(worker: &Path, driver: &Path) -> Result<Probe, DiscoveryError
     let failed = |what: String| {
         DiscoveryError::Probe(format!("{} --probe {}: {what}", worker.display(), driver.display()))
     };
-    let output = match timeout(PROBE_LIMIT, command.output()).await {
+    let output = match timeout(PROBE_TIMEOUT, command.output()).await {
         Ok(Ok(output)) => output,
         Ok(Err(e)) => return Err(failed(format!("cannot be started: {e}"))),
-        Err(_) => return Err(failed(format!("no answer within {} s", PROBE_LIMIT.as_secs()))),
+        Err(_) => return Err(failed(format!("no answer within {} s", PROBE_TIMEOUT.as_secs()))),
     };
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -364,7 +364,8 @@ mod tests {
         let said = wrong(&[(index(3), Mps)]);
         assert!(said.starts_with("gpu_sharing.mps: GPU 3 not found; this host has 0 = GPU-"), "{said}");
         let said = wrong(&[(index(0), Exclusive)]);
-        let not_served = format!("gpu_sharing.exclusive: 0 names {}, which is not among", gpu(1).uuid);
+        let not_served =
+            format!("gpu_sharing.exclusive: 0 names {}, which `gpus` does not list", gpu(1).uuid);
         assert!(said.starts_with(&not_served), "{said}");
         let said = wrong(&[(index(1), TimeSlice), (uuid(2), Mps)]);
         let twice =

@@ -24,7 +24,7 @@ use crate::pool::authority::{Holder, fingerprint, holder};
 /// A daemon has one; each `gpusession run --server` has one while its program runs.
 const MAX_OF_ONE: usize = 256;
 /// Time that a connection without a certificate may take, enough to join.
-const STRANGER_LIMIT: Duration = Duration::from_secs(30);
+const STRANGER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The peer of a connection, determined once and attached to each of its requests.
 #[derive(Debug, Clone)]
@@ -76,14 +76,14 @@ impl Peer {
 pub enum Place {
     /// A peer with a certificate, without a bound on its time.
     Known(OwnedSemaphorePermit, Holding),
-    /// A peer without a certificate, for at most [`STRANGER_LIMIT`]; others may take its slot.
+    /// A peer without a certificate, for at most [`STRANGER_TIMEOUT`]; others may take its slot.
     Stranger(crowd::Place, Pin<Box<Sleep>>),
 }
 
 impl Place {
     /// Starts the time of a peer without a certificate.
     pub fn stranger(place: crowd::Place) -> Self {
-        Self::Stranger(place, Box::pin(sleep(STRANGER_LIMIT)))
+        Self::Stranger(place, Box::pin(sleep(STRANGER_TIMEOUT)))
     }
 }
 

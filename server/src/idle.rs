@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::Moment;
 
-/// First pause before a failed measure is repeated; it doubles up to [`LONGEST_RETRY`].
-const RETRY: Duration = Duration::from_secs(30);
-const LONGEST_RETRY: Duration = Duration::from_secs(600);
+/// First pause before a failed measure is repeated; it doubles up to [`BACKOFF_MAX`].
+const BACKOFF_MIN: Duration = Duration::from_secs(30);
+const BACKOFF_MAX: Duration = Duration::from_secs(600);
 
 /// Idle times after which measures apply, counted from the last GPU work of any process; zero:
 /// never.
@@ -208,7 +208,7 @@ impl Clock {
 
     /// Records that parking failed for now.
     pub fn failed(&mut self, now: Moment) {
-        let pause = RETRY.saturating_mul(1 << self.failures.min(8)).min(LONGEST_RETRY);
+        let pause = BACKOFF_MIN.saturating_mul(1 << self.failures.min(8)).min(BACKOFF_MAX);
         self.failures += 1;
         self.not_before = now + pause;
     }
@@ -246,8 +246,8 @@ mod tests {
         assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 27 * MIN), None, "once");
         assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN), Some(Act::Park));
         clock.failed(31 * MIN);
-        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY / 2), None);
-        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + RETRY), Some(Act::Park));
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + BACKOFF_MIN / 2), None);
+        assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 31 * MIN + BACKOFF_MIN), Some(Act::Park));
         // Work starts again.
         assert_eq!(clock.tick(seen(1, 32 * MIN), &LIMITS, 33 * MIN), None);
         assert!(matches!(clock.tick(seen(1, 32 * MIN), &LIMITS, 57 * MIN), Some(Act::Warn { .. })));

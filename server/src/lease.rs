@@ -23,7 +23,7 @@ const MAX_LEASES_PER_CLIENT: usize = 64;
 const MAX_WAITING_PER_CLIENT: usize = 16;
 /// Time after which a request that was not repeated leaves the queue. Clients repeat theirs at
 /// least every 30 s.
-pub const PATIENCE: Duration = Duration::from_secs(90);
+pub const QUEUE_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// How leases share a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -641,7 +641,7 @@ impl Table {
         unix: u64,
         random: &dyn Random,
     ) -> Result<(Lease, bool), AllocateError> {
-        self.waiting.retain(|w| now.saturating_sub(w.asked) < PATIENCE);
+        self.waiting.retain(|w| now.saturating_sub(w.asked) < QUEUE_TIMEOUT);
         let mine = self.held.values_mut().filter(|h| h.lease.client == request.client);
         let mut count = 0;
         for held in mine {
@@ -783,7 +783,7 @@ impl Table {
     pub fn waiting(&self, now: Moment) -> Vec<WaitingView> {
         self.queue()
             .into_iter()
-            .filter(|w| now.saturating_sub(w.asked) < PATIENCE)
+            .filter(|w| now.saturating_sub(w.asked) < QUEUE_TIMEOUT)
             .zip(1..)
             .map(|(w, position)| WaitingView {
                 client: w.request.client.clone(),
@@ -1559,8 +1559,8 @@ pub(crate) mod tests {
         // A request that is not repeated loses its place.
         t.remove(None, &leases[8].id);
         assert_eq!(t.waiting(Duration::from_secs(33)).len(), 1);
-        allocate(&mut t, &named("vm-83", 1, 100.0), 33 + PATIENCE.as_secs(), &r).unwrap();
-        assert!(t.waiting(Duration::from_secs(33) + PATIENCE).is_empty());
+        allocate(&mut t, &named("vm-83", 1, 100.0), 33 + QUEUE_TIMEOUT.as_secs(), &r).unwrap();
+        assert!(t.waiting(Duration::from_secs(33) + QUEUE_TIMEOUT).is_empty());
     }
 
     #[test]

@@ -26,9 +26,9 @@ use crate::pool::service::Pool;
 /// Most connections at a time; the listener's queue holds further ones.
 const MAX_CONNECTIONS: usize = 16;
 /// Longest time of a connection.
-const LIMIT: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest time that a request's header may take.
-const HEADER_LIMIT: Duration = Duration::from_secs(5);
+const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A metric: name, type and help text.
 struct Metric(&'static str, &'static str, &'static str);
@@ -192,7 +192,7 @@ pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
             let _slot = slot;
             let serves = http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_LIMIT)
+                .header_read_timeout(HEADER_TIMEOUT)
                 .max_buf_size(16 << 10)
                 .serve_connection(
                     TokioIo::new(socket),
@@ -201,7 +201,7 @@ pub async fn serve(listener: TcpListener, pool: Arc<Pool>) {
                         async move { answer(request, &pool).await }
                     }),
                 );
-            if let Ok(Err(e)) = timeout(LIMIT, serves).await {
+            if let Ok(Err(e)) = timeout(REQUEST_TIMEOUT, serves).await {
                 debug!("metrics: connection closed: {e}");
             }
         });

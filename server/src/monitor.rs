@@ -23,14 +23,14 @@ use tracing::{info, warn};
 use crate::supervise::spawn::clean_environment;
 
 /// Interval of the server's own readings.
-const INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Time after which NVML counts as hung, so that the monitor is restarted.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time until NVML must be ready: drivers without persistence take tens of seconds.
-const START_LIMIT: Duration = Duration::from_secs(120);
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// First and longest pause before the monitor is restarted.
-const PAUSE_MIN: Duration = Duration::from_secs(1);
-const PAUSE_MAX: Duration = Duration::from_secs(60);
+const BACKOFF_MIN: Duration = Duration::from_secs(1);
+const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// Faults that are kept, of all GPUs together.
 const MAX_FAULTS: usize = 64;
 
@@ -143,7 +143,7 @@ impl Monitor {
 
 /// Runs the monitor, and restarts it when it exits.
 async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut asked: mpsc::Receiver<Asked>) {
-    let mut pause = PAUSE_MIN;
+    let mut pause = BACKOFF_MIN;
     let mut told = String::new();
     loop {
         let begun = Instant::now();
@@ -159,11 +159,11 @@ async fn supervise(worker: PathBuf, driver: PathBuf, shared: Arc<Shared>, mut as
             warn!("GPU monitor: no readings: {why}; retrying");
             told = why;
         }
-        if begun.elapsed() > PAUSE_MAX {
-            pause = PAUSE_MIN;
+        if begun.elapsed() > BACKOFF_MAX {
+            pause = BACKOFF_MIN;
         }
         sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        pause = (pause * 2).min(BACKOFF_MAX);
         if asked.is_closed() {
             return;
         }
@@ -185,7 +185,7 @@ async fn serve(
     let receiving = receive(from, shared, answers_in);
     tokio::pin!(receiving);
     let talking = async {
-        match answer(&mut answers, START_LIMIT).await? {
+        match answer(&mut answers, START_TIMEOUT).await? {
             FromMonitor::Ready { driver_version, nvml_version } => {
                 info!("driver {driver_version}, NVML {nvml_version}");
                 shared.versions.send_replace(Some(Versions { driver: driver_version, nvml: nvml_version }));
@@ -204,14 +204,14 @@ async fn serve(
                 question = asked.recv() => {
                     let Some((queries, reply)) = question else { return Ok(()) };
                     send(&mut to, &ToMonitor::Ask(queries)).await?;
-                    if let FromMonitor::Answers(answers) = answer(&mut answers, ANSWER_LIMIT).await? {
+                    if let FromMonitor::Answers(answers) = answer(&mut answers, ANSWER_TIMEOUT).await? {
                         let _ = reply.send(answers);
                     }
                 }
                 () = tokio::time::sleep_until(next) => {
-                    next = Instant::now() + INTERVAL;
+                    next = Instant::now() + POLL_INTERVAL;
                     send(&mut to, &ToMonitor::Read).await?;
-                    if let FromMonitor::Gpus(gpus) = answer(&mut answers, ANSWER_LIMIT).await? {
+                    if let FromMonitor::Gpus(gpus) = answer(&mut answers, ANSWER_TIMEOUT).await? {
                         shared.readings.send_replace(Some(Arc::new(Readings { at: Instant::now(), gpus })));
                     }
                 }
@@ -221,7 +221,7 @@ async fn serve(
     tokio::select! {
         ended = talking => ended,
         ended = &mut receiving => match ended {
-            Ok(()) => Err(io::Error::other(match timeout(ANSWER_LIMIT, child.wait()).await {
+            Ok(()) => Err(io::Error::other(match timeout(ANSWER_TIMEOUT, child.wait()).await {
                 Ok(Ok(status)) => format!("the monitor exited: {status}"),
                 _ => "the monitor exited".into(),
             })),

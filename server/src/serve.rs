@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tracing::{error, info, warn};
 
 use crate::accounting::Accounting;
-use crate::cache::{Cache, TRIM_EVERY};
+use crate::cache::{Cache, TRIM_INTERVAL};
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::crowd::Crowd;
@@ -37,9 +37,9 @@ use crate::{admin, data, gpu_lock, health, metrics, store};
 /// Most TLS handshakes at a time.
 const MAX_HANDSHAKES: usize = 1024;
 /// Longest time of a handshake.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which a full table's slots are safe from new connections.
-const PATIENCE: Duration = Duration::from_secs(2);
+const QUEUE_GRACE: Duration = Duration::from_secs(2);
 /// Most connections with a certificate at a time.
 const MAX_CLIENTS: usize = 16384;
 /// Most connections without a certificate at a time.
@@ -47,7 +47,7 @@ const MAX_STRANGERS: usize = 64;
 /// Time that a worker waits for a lost client.
 const RESUME_GRACE: Duration = Duration::from_secs(60);
 /// Time that a handover waits for device memory in transit.
-const MOVING_LIMIT: Duration = Duration::from_secs(15);
+const MOVE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Name of the control port's socket in the descriptor store.
 const CONTROL: &str = "control";
 /// Name of the data port's socket in the descriptor store.
@@ -242,7 +242,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     // After an error systemd starts the unit again, so that the server hands over, too.
     if matches!(end, Ok(End::HandedOver)) || end.is_err() && store.exists() {
         notify(&[sd_notify::NotifyState::Status("handing programs over to the next server")]);
-        pool.settled(MOVING_LIMIT).await;
+        pool.settled(MOVE_TIMEOUT).await;
         // The kernel queues later connections for the next server.
         control_task.abort();
         let _ = closing.send(true);
@@ -375,7 +375,7 @@ async fn keep_small(cache: Cache) {
     loop {
         let cache = cache.clone();
         let _ = tokio::task::spawn_blocking(move || cache.trim()).await;
-        tokio::time::sleep(TRIM_EVERY).await;
+        tokio::time::sleep(TRIM_INTERVAL).await;
     }
 }
 
@@ -413,9 +413,9 @@ async fn accept_control(
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
-    let handshakes = Crowd::new(MAX_HANDSHAKES, PATIENCE);
+    let handshakes = Crowd::new(MAX_HANDSHAKES, QUEUE_GRACE);
     let (clients, holders) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Holders::default());
-    let strangers = Crowd::new(MAX_STRANGERS, PATIENCE);
+    let strangers = Crowd::new(MAX_STRANGERS, QUEUE_GRACE);
     let quiet = Arc::new(Quiet::default());
     loop {
         let (socket, peer) = match listener.accept().await {
@@ -440,7 +440,7 @@ async fn accept_control(
         tokio::spawn(async move {
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
-                shaken = timeout(HANDSHAKE_LIMIT, acceptor.accept(socket)) => shaken,
+                shaken = timeout(HANDSHAKE_TIMEOUT, acceptor.accept(socket)) => shaken,
                 () = &mut handshake => Ok(Err(std::io::Error::other("another connection needed its slot"))),
             };
             let why = match shaken {

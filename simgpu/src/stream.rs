@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 pub static STREAMS: Registry<Stream> = Registry::new();
 
 /// Time without work after which a stream's thread exits; the next entry starts another.
-const IDLE: Duration = Duration::from_secs(2);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
@@ -148,7 +148,7 @@ impl Stream {
                         self.room.notify_one();
                         break entry;
                     }
-                    if self.work.wait_for(&mut q, IDLE).timed_out() && q.entries.is_empty() {
+                    if self.work.wait_for(&mut q, IDLE_TIMEOUT).timed_out() && q.entries.is_empty() {
                         q.serving = false;
                         return;
                     }

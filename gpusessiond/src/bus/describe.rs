@@ -10,7 +10,7 @@ use crate::config::Class;
 use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
 
 /// Time that a lease's failed program is shown, unless the lease serves another one first.
-const FAILURE_SHOWN: Duration = Duration::from_secs(600);
+const FAILURE_TTL: Duration = Duration::from_secs(600);
 
 /// Describes the daemon's state as this user may see it; within one schema it only gains keys.
 pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
@@ -45,7 +45,7 @@ fn lease(l: &LeaseView, uid: u32) -> Value {
     // Programs write the reasons themselves: other users' text is not shown, except to root.
     let readable = |(failure, usec): &&(Failure, u64)| {
         let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
-        (uid == 0 || uid == failure.uid) && since < FAILURE_SHOWN
+        (uid == 0 || uid == failure.uid) && since < FAILURE_TTL
     };
     let place = l.waits().and_then(|t| t.place);
     json!({

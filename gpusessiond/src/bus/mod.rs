@@ -166,4 +166,4 @@ fn path(kind: &str, id: &str) -> OwnedObjectPath {
 }
 
 /// Longest time that a reply waits for the export of the objects that it names.
-pub(crate) const PUBLISH_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const PUBLISH_TIMEOUT: Duration = Duration::from_secs(2);

@@ -14,7 +14,7 @@ use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 use super::authority::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::publisher::DeviceEntry;
-use super::{PUBLISH_WAIT, Shared, device_path, lease_path, request, server_path};
+use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
 use crate::keep::Kept;
 use crate::leases::{Caller, DeviceView, LeaseState, LeaseView, Owner, ServerView, Slot, Snapshot, Spec};
 use crate::login::Session;
@@ -26,7 +26,7 @@ const PERSISTENT: u64 = 1;
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
 /// Time that `CanCreateLease` waits for a server's description.
-const ASK_WAIT: Duration = Duration::from_secs(2);
+const ASK_TIMEOUT: Duration = Duration::from_secs(2);
 /// Grace period before `Server.Drain` releases a server's leases.
 const DRAIN_GRACE: Duration = Duration::from_secs(60);
 
@@ -143,7 +143,7 @@ impl Manager {
             if server.state == "online" && (spec.servers.is_empty() || spec.servers.iter().any(named)) {
                 let (leases, spec) = (self.shared.leases.clone(), spec.clone());
                 asked.spawn(async move {
-                    let answer = tokio::time::timeout(ASK_WAIT, leases.ask(index)).await;
+                    let answer = tokio::time::timeout(ASK_TIMEOUT, leases.ask(index)).await;
                     matches!(answer, Ok(Ok((_, said))) if said.state == "online" && spec.fits(&said.devices))
                 });
             }
@@ -159,7 +159,7 @@ impl Manager {
     /// Waits until the publisher has exported or removed the objects that a reply names.
     async fn published(&self, test: impl FnMut(&Arc<Snapshot>) -> bool) {
         let mut published = self.shared.published.subscribe();
-        let _ = tokio::time::timeout(PUBLISH_WAIT, published.wait_for(test)).await;
+        let _ = tokio::time::timeout(PUBLISH_TIMEOUT, published.wait_for(test)).await;
     }
 }
 

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::alarm::Alarm;
-use super::machine::{Action, Held, Machine, OFFLINE, Phase, SUSPECT, Saved, Time, Wanted};
+use super::machine::{Action, Held, Machine, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT, Saved, Time, Wanted};
 use super::readings::{self, Place};
 use super::{
     Answer, Caller, Change, DeviceView, Failure, Granted, LeaseState, LeaseView, Leases, Owner, ServerView,
@@ -31,8 +31,8 @@ use crate::values::human_duration;
 /// Uid shown for an owner whom the user database does not know; differs from "everyone".
 const UNKNOWN_USER: u32 = u32::MAX - 1;
 /// Pause before a watch reconnects, at first and at most.
-const WATCH_PAUSE_MIN: Duration = Duration::from_millis(100);
-const WATCH_PAUSE_MAX: Duration = Duration::from_secs(2);
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// Most users of whose programs a lease's failures are kept.
 const MAX_FAILURES: usize = 16;
 /// Tries to report a process's exit to its server.
@@ -332,12 +332,12 @@ async fn follow(
 ) {
     let mut said = false;
     let mut first = true;
-    let mut pause = WATCH_PAUSE_MIN;
+    let mut pause = BACKOFF_MIN;
     loop {
         let begun = Instant::now();
         match server.describe().await {
             Ok(description) => {
-                pause = WATCH_PAUSE_MIN;
+                pause = BACKOFF_MIN;
                 let Some(messages) = messages.upgrade() else { return };
                 // The first success after failures matters to leases that wait.
                 if !std::mem::take(&mut first) || said {
@@ -355,7 +355,7 @@ async fn follow(
                     return;
                 }
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(WATCH_PAUSE_MAX);
+                pause = (pause * 2).min(BACKOFF_MAX);
                 continue;
             }
         }
@@ -985,8 +985,8 @@ impl Actor {
                     (Some(e), ..) if e.trouble == Trouble::Refused => "unauthorized",
                     (None, Some(_), _) if draining => "draining",
                     (None, Some(_), _) => "online",
-                    (_, _, Some(silent)) if silent >= OFFLINE => "offline",
-                    (Some(_), Some(_), Some(silent)) if silent >= SUSPECT => "suspect",
+                    (_, _, Some(silent)) if silent >= OFFLINE_TIMEOUT => "offline",
+                    (Some(_), Some(_), Some(silent)) if silent >= SUSPECT_TIMEOUT => "suspect",
                     (Some(_), Some(_), _) => "online",
                     (Some(_), None, _) => "offline",
                     (None, None, _) => "connecting",

@@ -20,27 +20,27 @@ use crate::values::Memory;
 pub type Time = Duration;
 
 /// Interval between heartbeats to a server that holds leases of this client.
-pub const HEARTBEAT: Duration = Duration::from_secs(2);
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// A heartbeat due within this window is sent on the current wake-up.
-const TOGETHER: Duration = Duration::from_millis(250);
+const COALESCE_WINDOW: Duration = Duration::from_millis(250);
 /// Interval between heartbeats to a server that holds no lease of this client.
-pub const HEARTBEAT_IDLE: Duration = Duration::from_secs(30);
+pub const IDLE_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
 /// Silence after which a server is suspect.
-pub const SUSPECT: Duration = Duration::from_secs(10);
+pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which a server is offline.
-pub const OFFLINE: Duration = Duration::from_secs(60);
+pub const OFFLINE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause after the first failure.
-const RETRY_MIN: Duration = Duration::from_secs(1);
+const BACKOFF_MIN: Duration = Duration::from_secs(1);
 /// Longest pause between tries.
-const RETRY_MAX: Duration = Duration::from_secs(30);
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// Longest pause between tries to fill a lease's stock: programs wait for its workers.
-const TAKE_RETRY_MAX: Duration = Duration::from_secs(2);
+const BACKOFF_TAKE_MAX: Duration = Duration::from_secs(2);
 /// Time that a lease of class `user` outlives its user's last session and process.
-pub const USER_LINGER: Duration = Duration::from_secs(30);
+pub const USER_LINGER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time that a boot lease defers to boot leases listed before it.
-const TURN: Duration = Duration::from_secs(1);
+const BOOT_ORDER_DELAY: Duration = Duration::from_secs(1);
 /// Time after a restart during which only the server that held a lease is asked for it.
-const RECOVERY: Duration = OFFLINE;
+const RECOVERY_TIMEOUT: Duration = OFFLINE_TIMEOUT;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
 const SPARE: usize = 1;
 /// Most workers that one call asks for.
@@ -127,7 +127,7 @@ impl Held {
     /// Processes that came after the call began do not wait for the backoff.
     fn tried(&mut self, now: Time, rng: &mut fastrand::Rng) {
         self.take_attempt += 1;
-        let pause = backoff(rng, self.take_attempt).min(TAKE_RETRY_MAX);
+        let pause = backoff(rng, self.take_attempt).min(BACKOFF_TAKE_MAX);
         self.take_again = if self.missed > 0 && self.asked_for == 0 { now } else { now + pause };
     }
 
@@ -382,7 +382,7 @@ impl Machine {
             names.push(name.to_owned());
             self.retry_waiting(now);
             for (_, lease) in self.unplaced.extract_if(.., |(server, _)| server == name).collect::<Vec<_>>() {
-                self.give_back(now, server, lease, now + RECOVERY * 10);
+                self.give_back(now, server, lease, now + RECOVERY_TIMEOUT * 10);
             }
         }
     }
@@ -445,7 +445,7 @@ impl Machine {
                 self.give_back(now, held.server, id, held.expires);
             }
             (_, Some(old)) => match self.names.iter().position(|names| names.contains(&old.server)) {
-                Some(server) => self.give_back(now, server, old.id, now + RECOVERY * 10),
+                Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
                 // Released when its server is known; otherwise it expires, since this client does
                 // not renew it.
                 None => self.unplaced.push((old.server, old.id)),
@@ -476,7 +476,7 @@ impl Machine {
     }
 
     fn give_back(&mut self, now: Time, server: usize, id: String, give_up: Time) {
-        let give_up = give_up.max(now + RETRY_MIN);
+        let give_up = give_up.max(now + BACKOFF_MIN);
         let releasing = Releasing {
             server,
             id,
@@ -559,7 +559,7 @@ impl Machine {
                 let health = &mut self.servers[server];
                 health.answered = Some(now);
                 health.trouble = None;
-                health.next = health.next.min(now + HEARTBEAT);
+                health.next = health.next.min(now + HEARTBEAT_INTERVAL);
                 self.tell(Change::Granted { slot });
                 self.fill(now, slot);
             }
@@ -575,7 +575,7 @@ impl Machine {
                         let (id, server) = (old.id.clone(), old.server.clone());
                         if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
                             // A server that returns with the lease must not keep it unused.
-                            self.give_back(now, server, id.clone(), now + RECOVERY * 10);
+                            self.give_back(now, server, id.clone(), now + RECOVERY_TIMEOUT * 10);
                         }
                         let Some(wanted) = self.slots.get_mut(&slot) else { return };
                         if wanted.spec.once {
@@ -594,7 +594,7 @@ impl Machine {
                     }
                 } else if wanted.spec.once && yields {
                     // Retried when the background lease is released.
-                    wanted.phase = Phase::Waiting { retry: now + RETRY_MAX };
+                    wanted.phase = Phase::Waiting { retry: now + BACKOFF_MAX };
                     return;
                 } else if wanted.spec.once {
                     self.slots.remove(&slot);
@@ -627,7 +627,7 @@ impl Machine {
             Ok(leases) => {
                 health.answered = Some(now);
                 health.trouble = None;
-                health.next = now + if busy { HEARTBEAT } else { HEARTBEAT_IDLE };
+                health.next = now + if busy { HEARTBEAT_INTERVAL } else { IDLE_HEARTBEAT_INTERVAL };
                 if before {
                     self.tell(Change::Server { server });
                 }
@@ -639,7 +639,7 @@ impl Machine {
                 health.trouble = Some(error);
                 // A server that holds leases is asked at the heartbeat's pace; jitter spreads a
                 // fleet.
-                let pace = if busy { HEARTBEAT } else { HEARTBEAT_IDLE };
+                let pace = if busy { HEARTBEAT_INTERVAL } else { IDLE_HEARTBEAT_INTERVAL };
                 health.next = now + pace + pace.mul_f64(self.rng.f64() / 4.0);
                 self.tell(Change::Server { server });
             }
@@ -785,7 +785,7 @@ impl Machine {
             wanted.trouble = None;
             // Jitter: clients that lose their leases at the same time do not all ask at the same
             // time.
-            wanted.phase = Phase::Waiting { retry: now + RETRY_MIN.mul_f64(self.rng.f64()) };
+            wanted.phase = Phase::Waiting { retry: now + BACKOFF_MIN.mul_f64(self.rng.f64()) };
         }
         self.tell(Change::Lost { slot, id, reason: reason.to_owned() });
         if !self.slots.contains_key(&slot) {
@@ -1005,8 +1005,8 @@ impl Machine {
             // The server's clock may lag a little; and a server that returns with the lease must
             // not keep it unused.
             let (until, reason) = match wanted.spec.renewed_by_itself() {
-                false => (RETRY_MAX, "its time to live is over"),
-                true => (RECOVERY * 10, "not renewed in time: its server did not answer"),
+                false => (BACKOFF_MAX, "its time to live is over"),
+                true => (RECOVERY_TIMEOUT * 10, "not renewed in time: its server did not answer"),
             };
             let (server, id) = (held.server, held.lease.id.clone());
             self.give_back(now, server, id, now + until);
@@ -1028,7 +1028,7 @@ impl Machine {
         }
         for server in 0..self.servers.len() {
             let health = &mut self.servers[server];
-            if health.in_flight || health.next > now + TOGETHER {
+            if health.in_flight || health.next > now + COALESCE_WINDOW {
                 continue;
             }
             health.in_flight = true;
@@ -1057,7 +1057,7 @@ impl Machine {
             return;
         }
         // Bounded, so that a server that hangs does not hold up later leases for long.
-        let until = wanted.turn.take().unwrap_or(now + TURN);
+        let until = wanted.turn.take().unwrap_or(now + BOOT_ORDER_DELAY);
         if now < until && self.others_first(slot) {
             if let Some(wanted) = self.slots.get_mut(&slot) {
                 wanted.turn = Some(until);
@@ -1073,7 +1073,7 @@ impl Machine {
             if named && wanted.attempt == 0 && !wanted.spec.once {
                 if let Some(wanted) = self.slots.get_mut(&slot) {
                     wanted.attempt = 1;
-                    wanted.phase = Phase::Waiting { retry: now + RETRY_MIN };
+                    wanted.phase = Phase::Waiting { retry: now + BACKOFF_MIN };
                 }
                 return;
             }
@@ -1213,7 +1213,7 @@ impl Machine {
 
     /// Returns when [`Machine::tick`] next has something to do.
     pub fn deadline(&self) -> Option<Time> {
-        let lingering = self.slots.values().filter_map(|w| Some(w.unused? + USER_LINGER));
+        let lingering = self.slots.values().filter_map(|w| Some(w.unused? + USER_LINGER_TIMEOUT));
         let drains = self.slots.values().filter_map(|w| self.servers[w.held()?.server].drained);
         let slots = self.slots.values().filter_map(|wanted| match &wanted.phase {
             Phase::Waiting { retry } => Some(*retry),
@@ -1389,7 +1389,7 @@ impl Machine {
                 || self.sessions.values().any(|s| wanted.spec.owner == Owner::Uid(s.uid));
             if here {
                 wanted.unused = None;
-            } else if now.saturating_sub(*wanted.unused.get_or_insert(now)) >= USER_LINGER {
+            } else if now.saturating_sub(*wanted.unused.get_or_insert(now)) >= USER_LINGER_TIMEOUT {
                 gone.push(*slot);
             }
         }
@@ -1552,8 +1552,14 @@ impl Machine {
         self.preallocated = saved.preallocated;
         for lease in saved.leases {
             let SavedLease { spec, id, server, expires } = lease;
-            let recovery =
-                Recovery { id, server, until: now + RECOVERY, expires, ended: Vec::new(), used: Vec::new() };
+            let recovery = Recovery {
+                id,
+                server,
+                until: now + RECOVERY_TIMEOUT,
+                expires,
+                ended: Vec::new(),
+                used: Vec::new(),
+            };
             self.insert(now, spec, Some(recovery));
         }
         self.tick(now);
@@ -1562,7 +1568,7 @@ impl Machine {
 
 /// Returns a pause that doubles with each failed try; its upper half is random.
 fn backoff(rng: &mut fastrand::Rng, attempt: u32) -> Duration {
-    let full = RETRY_MIN.saturating_mul(1 << attempt.saturating_sub(1).min(8)).min(RETRY_MAX);
+    let full = BACKOFF_MIN.saturating_mul(1 << attempt.saturating_sub(1).min(8)).min(BACKOFF_MAX);
     full.mul_f64(0.5 + rng.f64() / 2.0)
 }
 
@@ -1718,7 +1724,7 @@ mod tests {
             m.allocated(last, slot, Err(unreachable()));
             let Phase::Waiting { retry } = m.slot(slot).unwrap().phase else { panic!("waits") };
             let pause = retry - last;
-            assert!(pause >= s(1) / 2 && pause <= RETRY_MAX, "attempt {attempt}: {pause:?}");
+            assert!(pause >= s(1) / 2 && pause <= BACKOFF_MAX, "attempt {attempt}: {pause:?}");
             m.tick(retry - Duration::from_micros(1));
             assert!(matches!(m.slot(slot).unwrap().phase, Phase::Waiting { .. }));
             m.tick(retry);
@@ -1830,7 +1836,7 @@ mod tests {
         m.renewed(Duration::from_millis(200), 1, &[], Ok(vec![]));
         let due = m.deadline().unwrap();
         assert_eq!(due, Duration::from_millis(2001));
-        m.tick(due - TOGETHER - Duration::from_millis(1));
+        m.tick(due - COALESCE_WINDOW - Duration::from_millis(1));
         assert_eq!(asked(&mut m), Vec::<usize>::new());
         m.tick(due);
         assert_eq!(asked(&mut m), [0, 1]);
@@ -1842,7 +1848,7 @@ mod tests {
         m.tick(s(0));
         assert!(actions(&mut m).contains(&Action::Renew { server: 0, leases: vec![] }));
         m.renewed(s(0), 0, &[], Ok(vec![]));
-        assert_eq!(m.deadline(), Some(HEARTBEAT_IDLE));
+        assert_eq!(m.deadline(), Some(IDLE_HEARTBEAT_INTERVAL));
         let slot = m.want(s(1), configured("a", 1));
         m.allocated(s(1), slot, Ok((0, lease("l1", 1))));
         actions(&mut m);
@@ -2045,10 +2051,10 @@ mod tests {
         m.configure(s(0), file(&[("a", &["s0:7601"]), ("b", &["s1:7601"]), ("c", &["s0:7601"])]));
         assert_eq!(asked(&mut m), [("a".into(), 1), ("b".into(), 2)]);
         // A server that hangs holds up later leases for a bounded time.
-        m.tick(TURN / 2);
+        m.tick(BOOT_ORDER_DELAY / 2);
         assert!(asked(&mut m).is_empty());
-        assert_eq!(m.deadline(), Some(TURN));
-        m.tick(TURN);
+        assert_eq!(m.deadline(), Some(BOOT_ORDER_DELAY));
+        m.tick(BOOT_ORDER_DELAY);
         assert_eq!(asked(&mut m), [("c".into(), 3)]);
     }
 
@@ -2393,7 +2399,7 @@ mod tests {
         assert!(m.slot(slot).is_some(), "a process still runs");
         m.renewed(s(500), 0, &[], Ok(vec![]));
         m.process_ended(s(500), slot, "l1", vec![1]);
-        assert!(m.deadline().unwrap() <= s(500) + USER_LINGER);
+        assert!(m.deadline().unwrap() <= s(500) + USER_LINGER_TIMEOUT);
         m.tick(s(529));
         assert!(m.slot(slot).is_some());
         m.tick(s(530));
@@ -2602,9 +2608,9 @@ mod tests {
         let slot = m.slots().next().unwrap().0;
         m.tick(s(10));
         actions(&mut m);
-        m.allocated(s(10) + RECOVERY, slot, Err(unreachable()));
+        m.allocated(s(10) + RECOVERY_TIMEOUT, slot, Err(unreachable()));
         actions(&mut m);
-        m.tick(s(15) + RECOVERY);
+        m.tick(s(15) + RECOVERY_TIMEOUT);
         let (servers, asked) = request(&actions(&mut m));
         assert_eq!((servers.len(), asked.request_id.as_str()), (2, "boot/configured/a/1"));
     }

@@ -901,16 +901,16 @@ fn must_run(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
 
 /// Stops the server, prints the programs that it waits for, and returns when it has exited.
 fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow::Result<()> {
-    const LOOK: Duration = Duration::from_millis(100);
+    const POLL_INTERVAL: Duration = Duration::from_millis(100);
     /// Time for stopping workers, after the server has waited for programs.
-    const ENDING: Duration = Duration::from_secs(30);
+    const STOP_TIMEOUT: Duration = Duration::from_secs(30);
     let begun: admin::StopView = serde_json::from_value(must_run(server, &Ask::Stop { force })?)?;
     // A zombie counts as exited.
     let runs = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", begun.pid)).unwrap_or_default();
         stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
     };
-    let end = std::time::Instant::now() + Duration::from_micros(begun.wait_usec) + ENDING;
+    let end = std::time::Instant::now() + Duration::from_micros(begun.wait_usec) + STOP_TIMEOUT;
     let mut told = Vec::new();
     while runs() {
         let left = end.saturating_duration_since(std::time::Instant::now());
@@ -928,12 +928,12 @@ fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow
             _ => Vec::new(),
         };
         if programs != told && !programs.is_empty() && !json {
-            let left = left.saturating_sub(ENDING).as_secs();
+            let left = left.saturating_sub(STOP_TIMEOUT).as_secs();
             writeln!(out, "waiting up to {left} s for {}", programs.join(", "))?;
             out.flush()?;
         }
         told = programs;
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     if json {
         return show::json(out, "stopped", serde_json::to_value(begun)?);

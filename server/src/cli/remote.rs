@@ -16,7 +16,7 @@ use crate::config;
 use crate::net::host_port;
 
 /// Time that a connection may take, TLS included.
-const CONNECT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const PORT: u16 = 7601;
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 
@@ -72,7 +72,7 @@ impl Remote {
         let reply = runtime.block_on(async {
             let endpoint = Endpoint::from_shared(format!("https://{}", self.address))?
                 .tls_config(tls)?
-                .connect_timeout(CONNECT)
+                .connect_timeout(CONNECT_TIMEOUT)
                 .timeout(ask.patience());
             let channel = endpoint.connect().await.map_err(|e| self.unreachable(root_cause(&e)))?;
             let mut client = AdministrationClient::new(channel).max_decoding_message_size(MAX_ANSWER);

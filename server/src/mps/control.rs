@@ -16,7 +16,7 @@ use tokio::time::timeout;
 /// Longest answer that is read, in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 /// Time in which most questions must be answered.
-pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Name of the control program.
 pub const PROGRAM: &str = "nvidia-cuda-mps-control";
 /// Folders that are searched after the driver's folder and `$PATH`.
@@ -150,17 +150,17 @@ impl Control {
 
     /// Lists the process ids of the daemon's servers.
     pub async fn servers(&self) -> Result<Vec<u32>, String> {
-        pids(&self.ask("get_server_list", ANSWER_LIMIT).await?)
+        pids(&self.ask("get_server_list", ANSWER_TIMEOUT).await?)
     }
 
     /// Returns the state of a server.
     pub async fn state(&self, server: u32) -> Result<ServerState, String> {
-        ServerState::parse(&self.ask(&format!("get_server_status {server}"), ANSWER_LIMIT).await?)
+        ServerState::parse(&self.ask(&format!("get_server_status {server}"), ANSWER_TIMEOUT).await?)
     }
 
     /// Lists the process ids of a server's clients.
     pub async fn clients(&self, server: u32) -> Result<Vec<u32>, String> {
-        pids(&self.ask(&format!("get_client_list {server}"), ANSWER_LIMIT).await?)
+        pids(&self.ask(&format!("get_client_list {server}"), ANSWER_TIMEOUT).await?)
     }
 }
 
@@ -201,7 +201,7 @@ mod tests {
     async fn a_daemon_that_does_not_answer_is_left() {
         let environment = vec![("PATH".into(), "/usr/bin:/bin".into())];
         let of = |program: &str| Control::new(program.into(), environment.clone());
-        assert_eq!(of("/bin/cat").ask("ps", ANSWER_LIMIT).await.unwrap(), "ps\n");
+        assert_eq!(of("/bin/cat").ask("ps", ANSWER_TIMEOUT).await.unwrap(), "ps\n");
         let folder = tempfile::tempdir().unwrap();
         let hangs = folder.path().join("hangs");
         std::fs::write(&hangs, "#!/bin/sh\nexec sleep 1000\n").unwrap();
@@ -210,6 +210,6 @@ mod tests {
         let hangs = Control::new(hangs, environment.clone());
         let e = hangs.ask("ps", Duration::from_millis(50)).await.unwrap_err();
         assert!(e.contains("no answer within 50 ms"), "{e}");
-        assert!(of("/bin/false").ask("ps", ANSWER_LIMIT).await.is_err());
+        assert!(of("/bin/false").ask("ps", ANSWER_TIMEOUT).await.is_err());
     }
 }

@@ -25,7 +25,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tracing::{debug, info, warn};
 
-use self::control::{ANSWER_LIMIT, Control, ServerState};
+use self::control::{ANSWER_TIMEOUT, Control, ServerState};
 use self::log::{Said, Tail};
 use crate::clock::Clock;
 use crate::lease::{Lease, Priority};
@@ -37,23 +37,23 @@ mod log;
 /// Contexts that one MPS server serves, with drivers up to 580 (measured: the 49th gets error 808).
 pub const MAX_CLIENTS: usize = 48;
 /// Time in which a started daemon must answer.
-const START_LIMIT: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time that a worker waits for its domain's daemon.
-const SEAT_LIMIT: Duration = Duration::from_secs(45);
+const SEAT_TIMEOUT: Duration = Duration::from_secs(45);
 /// Interval at which logs are read.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Intervals of state queries for a domain with workers.
 ///
 /// The second one applies after a failed query or the crash of a worker.
-const CHECK: Duration = Duration::from_secs(5);
-const CHECK_SUSPECT: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+const SUSPECT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time that workers may take to exit after a fault.
-const FAULT_LIMIT: Duration = Duration::from_secs(10);
+const FAULT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that a daemon may take to quit.
-const QUIT_LIMIT: Duration = Duration::from_secs(5);
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// First and longest pause before a daemon is started again.
-const PAUSE_MIN: Duration = Duration::from_millis(250);
-const PAUSE_MAX: Duration = Duration::from_secs(30);
+const BACKOFF_MIN: Duration = Duration::from_millis(250);
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// Faults that a domain remembers.
 const MAX_FAULTS: usize = 16;
 /// Lines of one log that go to the journal at a time.
@@ -476,9 +476,9 @@ impl Mps {
                 changed.await;
             }
         };
-        timeout(SEAT_LIMIT, seated)
+        timeout(SEAT_TIMEOUT, seated)
             .await
-            .map_err(|_| format!("MPS was not ready within {} s", SEAT_LIMIT.as_secs()))?
+            .map_err(|_| format!("MPS was not ready within {} s", SEAT_TIMEOUT.as_secs()))?
     }
 
     /// Lists the leases of the same domain, `lease` included.
@@ -511,14 +511,14 @@ impl Mps {
                 closed.await;
             }
         };
-        if timeout(QUIT_LIMIT + Duration::from_secs(1), empty).await.is_err() {
+        if timeout(QUIT_TIMEOUT + Duration::from_secs(1), empty).await.is_err() {
             warn!("MPS: some daemons did not quit in time; they exit with this server");
         }
     }
 
     /// Runs a domain from its first lease to its end.
     async fn run(self, domain: Arc<Domain>) {
-        let mut pause = PAUSE_MIN;
+        let mut pause = BACKOFF_MIN;
         loop {
             let begun = Instant::now();
             let generation = match self.start(&domain).await {
@@ -541,7 +541,7 @@ impl Mps {
                     tokio::spawn(async move {
                         let pipe = generation.pipe();
                         while domain.seated(number) > 0 {
-                            sleep(LOOK).await;
+                            sleep(POLL_INTERVAL).await;
                             if left_behind(&pipe).is_empty() {
                                 let gone = Happened::Gone { generation: number, server: true };
                                 let _ = this.0.happened.send(gone);
@@ -556,11 +556,11 @@ impl Mps {
                     domain.set(Phase::Failed(why));
                 }
             }
-            if begun.elapsed() > PAUSE_MAX {
-                pause = PAUSE_MIN;
+            if begun.elapsed() > BACKOFF_MAX {
+                pause = BACKOFF_MIN;
             }
             sleep(pause).await;
-            pause = (pause * 2).min(PAUSE_MAX);
+            pause = (pause * 2).min(BACKOFF_MAX);
             until(&domain, || {
                 let inner = domain.inner();
                 !inner.leases.is_empty() || inner.seats.is_empty()
@@ -621,7 +621,7 @@ impl Mps {
         apply(domain, &generation).await;
         // Saves the first program the wait for a server.
         let uid = nix::unistd::geteuid();
-        if let Err(e) = generation.control.ask(&format!("start_server -uid {uid}"), START_LIMIT).await {
+        if let Err(e) = generation.control.ask(&format!("start_server -uid {uid}"), START_TIMEOUT).await {
             warn!(
                 "MPS domain {}: cannot start its server in advance: {e}; its first worker starts it",
                 domain.name()
@@ -662,7 +662,7 @@ impl Mps {
             .process_group(0)
             .kill_on_drop(true);
         let daemon = child.insert(self.0.spawner.start_bound(command).await.map_err(|e| failed(program, e))?);
-        let end = Instant::now() + START_LIMIT;
+        let end = Instant::now() + START_TIMEOUT;
         loop {
             if let Ok(Some(status)) = daemon.try_wait() {
                 let said = std::fs::read_to_string(&said).unwrap_or_default();
@@ -674,7 +674,7 @@ impl Mps {
                 Err(e) if Instant::now() > end => {
                     return Err(format!(
                         "the control daemon was not ready within {} s: {e}",
-                        START_LIMIT.as_secs()
+                        START_TIMEOUT.as_secs()
                     ));
                 }
                 Err(_) => sleep(Duration::from_millis(50)).await,
@@ -687,13 +687,13 @@ impl Mps {
         let end = self.watch(domain, generation, &mut child).await;
         match &end {
             End::Unneeded => {
-                let asked = generation.control.ask("quit -t 2", QUIT_LIMIT).await;
+                let asked = generation.control.ask("quit -t 2", QUIT_TIMEOUT).await;
                 if let Err(e) = asked.or_else(|e| {
                     if child.try_wait().is_ok_and(|s| s.is_some()) { Ok(String::new()) } else { Err(e) }
                 }) {
                     warn!("MPS domain {}: its control daemon did not quit: {e}; killed", domain.name());
                 }
-                let _ = timeout(QUIT_LIMIT, child.wait()).await;
+                let _ = timeout(QUIT_TIMEOUT, child.wait()).await;
                 info!("MPS domain {}: its last lease has ended; its control daemon has quit", domain.name());
             }
             End::Died(_) => generation.alive.store(false, Ordering::Relaxed),
@@ -719,18 +719,18 @@ impl Mps {
                     Happened::Fault { generation: number, culprits: culprits.clone(), why: why.clone() };
                 let _ = self.0.happened.send(told);
                 let ended = until(domain, || domain.seated(number) == 0);
-                if timeout(FAULT_LIMIT, ended).await.is_err() {
+                if timeout(FAULT_TIMEOUT, ended).await.is_err() {
                     warn!(
                         "MPS domain {}: programs still running {} s after a fault; restarting its control daemon",
                         domain.name(),
-                        FAULT_LIMIT.as_secs()
+                        FAULT_TIMEOUT.as_secs()
                     );
                 }
             }
         }
         generation.alive.store(false, Ordering::Relaxed);
         let _ = child.start_kill();
-        let _ = timeout(QUIT_LIMIT, child.wait()).await;
+        let _ = timeout(QUIT_TIMEOUT, child.wait()).await;
         if !matches!(end, End::Died(_)) {
             self.clear(domain, &generation.folder).await;
         }
@@ -742,7 +742,7 @@ impl Mps {
     async fn clear(&self, domain: &Domain, folder: &Path) {
         let pipe = folder.join("p");
         clean(folder);
-        let end = Instant::now() + QUIT_LIMIT;
+        let end = Instant::now() + QUIT_TIMEOUT;
         loop {
             match left_behind(&pipe).first() {
                 None => return,
@@ -761,7 +761,7 @@ impl Mps {
         let mut logs =
             ["control.log", "server.log", "daemon.out"].map(|f| Tail::new(generation.logs().join(f)));
         let mut percent = domain.percent();
-        let (mut check_at, mut missed) = (Instant::now() + CHECK, 0);
+        let (mut check_at, mut missed) = (Instant::now() + CHECK_INTERVAL, 0);
         loop {
             let mut suspected = false;
             tokio::select! {
@@ -771,7 +771,7 @@ impl Mps {
                 }
                 () = domain.suspect.notified() => suspected = true,
                 () = domain.changed.notified() => {}
-                () = sleep(LOOK) => {}
+                () = sleep(POLL_INTERVAL) => {}
             }
             if let Some(fault) = fault(domain, &mut logs).await {
                 return fault;
@@ -787,7 +787,7 @@ impl Mps {
                 }
             }
             if suspected || Instant::now() >= check_at && domain.seated(generation.number) > 0 {
-                check_at = Instant::now() + if suspected { CHECK_SUSPECT } else { CHECK };
+                check_at = Instant::now() + if suspected { SUSPECT_CHECK_INTERVAL } else { CHECK_INTERVAL };
                 match unless_fault(domain, &mut logs, state(&generation.control)).await {
                     Err(fault) => return fault,
                     Ok(Ok(ServerState::Fault)) => {
@@ -796,7 +796,7 @@ impl Mps {
                             if let Some(fault) = fault(domain, &mut logs).await {
                                 return fault;
                             }
-                            sleep(LOOK).await;
+                            sleep(POLL_INTERVAL).await;
                         }
                         let why = "its server is in the state FAULT".into();
                         return End::Fault { culprits: Vec::new(), why };
@@ -804,7 +804,7 @@ impl Mps {
                     Ok(Ok(_)) => missed = 0,
                     Ok(Err(e)) => {
                         missed += 1;
-                        check_at = Instant::now() + CHECK_SUSPECT;
+                        check_at = Instant::now() + SUSPECT_CHECK_INTERVAL;
                         warn!("MPS domain {}: cannot query its state: {e}", domain.name());
                         if missed == 4 {
                             let _ = child.start_kill();
@@ -822,7 +822,7 @@ async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
     let (mut culprits, why) = read_logs(domain, logs)?;
     if culprits.is_empty() {
         // The next line may name the culprit.
-        sleep(LOOK).await;
+        sleep(POLL_INTERVAL).await;
         culprits.extend(read_logs(domain, logs).into_iter().flat_map(|(c, _)| c));
     }
     Some(End::Fault { culprits, why })
@@ -838,7 +838,7 @@ async fn unless_fault<T>(
     loop {
         tokio::select! {
             answer = &mut asked => return Ok(answer),
-            () = sleep(LOOK) => {
+            () = sleep(POLL_INTERVAL) => {
                 if let Some(fault) = fault(domain, logs).await {
                     return Err(fault);
                 }
@@ -870,9 +870,9 @@ async fn apply(domain: &Domain, generation: &Generation) {
     let percent = domain.percent();
     let control = &generation.control;
     let applied = async {
-        control.ask(&format!("set_default_active_thread_percentage {percent}"), ANSWER_LIMIT).await?;
+        control.ask(&format!("set_default_active_thread_percentage {percent}"), ANSWER_TIMEOUT).await?;
         for server in control.servers().await? {
-            control.ask(&format!("set_active_thread_percentage {server} {percent}"), ANSWER_LIMIT).await?;
+            control.ask(&format!("set_active_thread_percentage {server} {percent}"), ANSWER_TIMEOUT).await?;
         }
         Ok::<(), String>(())
     };

@@ -19,12 +19,13 @@ use time::OffsetDateTime;
 use crate::clock::{self, Random};
 use crate::store::{self, StoreError};
 
+// prose: ok: a unit of time
 const DAY: Duration = Duration::from_secs(24 * 3600);
 const AUTHORITY_YEARS: u32 = 20;
 const MEMBER_YEARS: u32 = 5;
 const ADMINISTRATOR_YEARS: u32 = 1;
 /// Tolerated difference between the clocks of client and server.
-const SKEW: Duration = DAY;
+const CLOCK_SKEW_GRACE: Duration = DAY;
 
 /// Error of the authority.
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +80,7 @@ pub fn holder(der: &[u8]) -> Option<Holder> {
     })?;
     let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
     let key = fingerprint(certificate.public_key().raw);
-    Some(Holder { role, name: name.into(), issued_unix: begins + SKEW.as_secs(), key })
+    Some(Holder { role, name: name.into(), issued_unix: begins + CLOCK_SKEW_GRACE.as_secs(), key })
 }
 
 /// Role of a certificate's holder, other than a server.
@@ -133,7 +134,7 @@ fn folder(state_dir: &Path) -> PathBuf {
 
 fn validity(params: &mut CertificateParams, years: u32) {
     let now = OffsetDateTime::now_utc();
-    params.not_before = now - SKEW;
+    params.not_before = now - CLOCK_SKEW_GRACE;
     params.not_after = now + DAY * 365 * years;
 }
 

@@ -14,14 +14,16 @@ use crate::clock::Moment;
 
 /// Silence after which a client without an open [`Watch`](gpusession_proto::control) counts as
 /// gone.
-pub const SUSPECT: Duration = Duration::from_secs(10);
+pub const SUSPECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A client as stored on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientRecord {
     /// SHA-256 of the client's certificate, in hex.
     pub certificate: String,
-    /// SHA-256 of the client's public key, in hex: its identity. Empty in records of earlier versions.
+    /// SHA-256 of the client's public key, in hex: its identity.
+    ///
+    /// Empty in records of earlier versions.
     #[serde(default)]
     pub key: String,
     /// Machine id, hashed by the machine that joined; empty if it joined through another server.
@@ -71,7 +73,7 @@ pub enum Refusal {
     #[error(
         "another machine uses the identity of client {0:?} right now. Is this one a copy of it? Then give it an identity \
          of its own: `gpusession leave`, then `gpusession join` with a new token. If it is the same machine, restarted a \
-         moment ago, it is accepted within {wait} s", wait = SUSPECT.as_secs()
+         moment ago, it is accepted within {wait} s", wait = SUSPECT_TIMEOUT.as_secs()
     )]
     SecondMachine(String),
     /// Another key has the name; no token takes it over.
@@ -120,7 +122,8 @@ pub enum Seen {
 
 impl Presence {
     fn alive(&self, now: Moment) -> bool {
-        self.watches > 0 || !self.left && self.last_seen.is_some_and(|at| now.saturating_sub(at) < SUSPECT)
+        self.watches > 0
+            || !self.left && self.last_seen.is_some_and(|at| now.saturating_sub(at) < SUSPECT_TIMEOUT)
     }
 }
 
@@ -416,21 +419,21 @@ mod tests {
         assert_eq!(clients.seen("vm-1", "", "m1", T), Err(Refusal::NoBoot));
         // Its watch keeps it alive even in silence.
         clients.watch_began("vm-1");
-        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), second);
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT * 9), second);
         // An orderly stop closes the watch: the next boot is welcome at once, the old one never
         // again.
         clients.watch_ended("vm-1");
-        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT * 9), Ok(Seen::NewBoot));
-        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT * 99), second);
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT * 9), Ok(Seen::NewBoot));
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT_TIMEOUT * 99), second);
     }
 
     #[test]
     fn after_a_restart_of_the_server_the_holder_comes_first() {
         let mut clients = joined();
         clients.assume("vm-1", "b1", T);
-        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT / 2).is_err());
-        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT / 2), Ok(Seen::Known));
-        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT).is_err());
+        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT_TIMEOUT / 2).is_err());
+        assert_eq!(clients.seen("vm-1", "b1", "m1", T + SUSPECT_TIMEOUT / 2), Ok(Seen::Known));
+        assert!(clients.seen("vm-1", "b2", "m2", T + SUSPECT_TIMEOUT).is_err());
         assert!(clients.allows("vm-1") && !clients.allows("vm-2"));
     }
 
@@ -438,8 +441,8 @@ mod tests {
     fn after_a_power_cut_the_same_machine_waits_a_moment() {
         let mut clients = joined();
         clients.seen("vm-1", "b1", "m1", T).unwrap();
-        assert!(clients.seen("vm-1", "b2", "m1", T + SUSPECT / 2).is_err());
-        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT), Ok(Seen::NewBoot));
-        assert_eq!(clients.list(T + SUSPECT)[0].silent, Some(Duration::ZERO));
+        assert!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT / 2).is_err());
+        assert_eq!(clients.seen("vm-1", "b2", "m1", T + SUSPECT_TIMEOUT), Ok(Seen::NewBoot));
+        assert_eq!(clients.list(T + SUSPECT_TIMEOUT)[0].silent, Some(Duration::ZERO));
     }
 }

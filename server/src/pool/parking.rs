@@ -21,7 +21,7 @@ use crate::supervise::WorkerId;
 use crate::supervise::park::{NotParked, Parker, Serving};
 
 /// Interval at which a lease that waits for its GPUs checks for room.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Bytes of host memory that stay free, in addition to parked device memory.
 const HOST_MARGIN: u64 = 1 << 30;
 
@@ -280,7 +280,7 @@ impl Pool {
     /// Asks for a lease's GPUs back; returns its state and place after a moment.
     pub async fn unpark(&self, lease: &str) -> (&'static str, Place) {
         self.wants_back(lease);
-        let _ = timeout(LOOK, self.parking().changed.notified()).await;
+        let _ = timeout(POLL_INTERVAL, self.parking().changed.notified()).await;
         self.parking().state(lease).unwrap_or(("active", Place::default()))
     }
 
@@ -301,7 +301,7 @@ impl Pool {
                 if self.parking().state(lease).is_none() {
                     return;
                 }
-                let _ = timeout(LOOK, changed).await;
+                let _ = timeout(POLL_INTERVAL, changed).await;
             }
         };
         timeout(limit, back).await.map_err(|_| self.parking().state(lease).unwrap_or_default().1)
@@ -314,7 +314,7 @@ impl Pool {
                 let away = self.parking().away();
                 away.values().any(|a| matches!(a.stage, Stage::Waiting { .. }))
             };
-            let pause = if waiting { LOOK } else { Duration::from_secs(1) };
+            let pause = if waiting { POLL_INTERVAL } else { Duration::from_secs(1) };
             tokio::select! {
                 () = self.supervisor().wants() => {}
                 () = self.parking().due.notified() => {}
@@ -401,7 +401,7 @@ impl Pool {
                 match parker.back().await {
                     Ok(true) => break self.supervisor().resume(&id),
                     // Another lease exceeds its share, or the driver is still busy: both pass.
-                    Ok(false) if self.supervisor().exists(&id) => tokio::time::sleep(LOOK).await,
+                    Ok(false) if self.supervisor().exists(&id) => tokio::time::sleep(POLL_INTERVAL).await,
                     Ok(false) => break,
                     Err(e) => {
                         if self.supervisor().exists(&id) {
@@ -541,7 +541,7 @@ impl Pool {
             || self.parking().away().values().any(|a| matches!(a.stage, Stage::Parking | Stage::Returning));
         let settled = async {
             while moving() {
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         };
         if timeout(limit, settled).await.is_err() {

@@ -50,7 +50,7 @@ const RELEASED: &str = "released by its client";
 /// Longest text, in bytes, and longest list in a request.
 const MAX_TEXT: usize = 256;
 /// Time that a call for workers waits for the GPUs of its lease.
-const RETURN_LIMIT: Duration = Duration::from_secs(50);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(50);
 const MAX_LIST: usize = 256;
 
 /// Facts about this server, fixed at its start.
@@ -1293,7 +1293,7 @@ impl PoolService for Service {
             if wish.waiting == 0 || !mine {
                 return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
             }
-            pool.bring_back(&wish.lease, RETURN_LIMIT).await.map_err(|Place { position, waiting }| {
+            pool.bring_back(&wish.lease, RETURN_TIMEOUT).await.map_err(|Place { position, waiting }| {
                 Status::unavailable(match position {
                     0 => "the device memory of the lease's other programs is still on its way back".to_owned(),
                     _ => format!(

@@ -14,10 +14,10 @@ use super::{Command, Phase, State, Supervisor, Worker, WorkerId, exceeds, hex, p
 use crate::limits::Exceeded;
 
 /// Time that a program above a limit waits for another to exit, and the pause between checks.
-const LIMIT: Duration = Duration::from_secs(2);
-const PAUSE: Duration = Duration::from_millis(50);
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(2);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time that a worker with a refused program has to exit by itself.
-const GRACE: Duration = Duration::from_secs(1);
+const REPLY_GRACE: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     /// Answers a worker whose process has shown its ticket.
@@ -43,9 +43,9 @@ impl Supervisor {
     }
 
     async fn wait_for_room(self, id: WorkerId, process: ClientProcess) {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + ADMISSION_TIMEOUT;
         let why = loop {
-            sleep(PAUSE).await;
+            sleep(RETRY_INTERVAL).await;
             let mut state = self.state();
             let Err(exceeded) = self.admit(&mut state, &id, &process) else {
                 return state.remember(&id);
@@ -62,7 +62,7 @@ impl Supervisor {
             break why;
         };
         // It exits by itself once it has passed on the refusal.
-        sleep(GRACE).await;
+        sleep(REPLY_GRACE).await;
         if let Some(worker) = self.state().workers.get_mut(&id) {
             stop(&id, worker, &why);
         }

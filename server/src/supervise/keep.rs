@@ -36,7 +36,7 @@ const MAX_RECORD: usize = 64 << 10;
 /// Length of a record's header: the length of the JSON text and its BLAKE3 hash.
 const HEAD: usize = 4 + blake3::OUT_LEN;
 /// Time that systemd may take to read all messages.
-const BARRIER_LIMIT: Duration = Duration::from_secs(5);
+const BARRIER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// systemd's descriptor store. Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -140,7 +140,7 @@ impl Store {
             let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
             sd_notify::notify_with_fds(&[NotifyState::Custom("BARRIER=1")], &[theirs.as_fd()])?;
             drop(theirs);
-            let limit = PollTimeout::try_from(BARRIER_LIMIT).unwrap_or(PollTimeout::MAX);
+            let limit = PollTimeout::try_from(BARRIER_TIMEOUT).unwrap_or(PollTimeout::MAX);
             // The pipe hangs up as soon as systemd has closed its copy.
             match poll(&mut [PollFd::new(ours.as_fd(), PollFlags::empty())], limit)? {
                 0 => Err(io::Error::from(io::ErrorKind::TimedOut)),

@@ -59,27 +59,27 @@ mod unadmitted;
 /// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
 /// its resources are free again soon.
 const STOP_GRACE: Duration = Duration::from_secs(1);
-/// As [`STOP_GRACE`], for a worker under MPS. MPS gets the rest of the time, see `mps::END_LIMIT`.
-const STOP_GRACE_MPS: Duration = Duration::from_millis(750);
+/// As [`STOP_GRACE`], for a worker under MPS; MPS gets the rest of the time (`mps::END_TIMEOUT`).
+const MPS_STOP_GRACE: Duration = Duration::from_millis(750);
 /// Time until a started worker must be ready. Drivers of many GPUs without persistence take tens of
 /// seconds.
-const START_LIMIT: Duration = Duration::from_secs(120);
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time that a call waits for a ready worker.
-const TAKE_LIMIT: Duration = Duration::from_secs(60);
+const TAKE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a waiting program gives other programs of its lease to make room.
-const ROOM_LIMIT: Duration = Duration::from_secs(1);
+const ROOM_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time after which a worker that does not read its channel counts as stuck.
-const SEND_LIMIT: Duration = Duration::from_secs(2);
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time that a server that is forced to quit waits for the workers that it killed.
-const KILL_LIMIT: Duration = Duration::from_millis(500);
+const KILL_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time after which a killed process that still exists counts as stuck in the driver.
-const REAP_LIMIT: Duration = Duration::from_secs(10);
+const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time to read a worker's final messages after it exits.
 ///
 /// Bounded, since another process of its group may keep sending.
-const LAST_WORDS: Duration = Duration::from_millis(100);
+const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
 /// Interval of a worker's usage reports while its client has GPU work.
-const REPORT: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which accounting notes the running programs, in seconds.
 const NOTED_EVERY: u64 = 60;
 /// Most workers of one lease.
@@ -95,7 +95,7 @@ const MAX_LACKING_BYTES: usize = 512;
 /// Isolation of a worker that has not reported it yet.
 const LATER: &str = "later";
 /// Time that queued messages may take to reach their workers before this server leaves them.
-const LEAVE_LIMIT: Duration = Duration::from_secs(5);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Handed-over sockets that wait for one worker, at most.
 const MAX_QUEUED: usize = 64;
 
@@ -244,7 +244,7 @@ pub enum TakeError {
     #[error("{0}")]
     Mps(String),
     /// No worker became ready in time.
-    #[error("no worker got ready within {} s; see the server's journal", TAKE_LIMIT.as_secs())]
+    #[error("no worker got ready within {} s; see the server's journal", TAKE_TIMEOUT.as_secs())]
     TooSlow,
 }
 
@@ -831,7 +831,7 @@ impl Supervisor {
         }) {
             return Err(TakeError::Environment(bad.clone()));
         }
-        let deadline = Instant::now() + TAKE_LIMIT;
+        let deadline = Instant::now() + TAKE_TIMEOUT;
         if !environment.is_empty() {
             return self.take_cold(client, lease, environment, deadline).await;
         }
@@ -892,7 +892,7 @@ impl Supervisor {
         count: usize,
         environment: Vec<(String, String)>,
     ) -> Result<Vec<Taken>, TakeError> {
-        let deadline = Instant::now() + ROOM_LIMIT;
+        let deadline = Instant::now() + ROOM_TIMEOUT;
         loop {
             // Registered before the state is checked, so that no change is missed.
             let changed =
@@ -909,13 +909,13 @@ impl Supervisor {
         }
     }
 
-    /// Asks a lease's programs to return unused memory, at most once per `ROOM_LIMIT`.
+    /// Asks a lease's programs to return unused memory, at most once per `ROOM_TIMEOUT`.
     fn recall(&self, lease: &str) {
         let now = self.0.clock.now();
         let mut state = self.state();
         let State { workers, leases, .. } = &mut *state;
         if let Some(lease) = leases.get_mut(lease)
-            && lease.recalled.is_none_or(|at| now >= at + ROOM_LIMIT)
+            && lease.recalled.is_none_or(|at| now >= at + ROOM_TIMEOUT)
         {
             lease.recalled = Some(now);
             say(workers, Some(&lease.ledger), lease.ledger.recall());
@@ -1226,12 +1226,12 @@ impl Supervisor {
             let passed = now.saturating_sub(*at);
             let listed = readings.iter().any(|(p, _, bytes)| p == pid && *bytes > 0);
             // Another worker may have the process id by now.
-            let left = passed >= REAP_LIMIT && listed && !workers.values().any(|w| w.pid == Some(*pid));
+            let left = passed >= REAP_TIMEOUT && listed && !workers.values().any(|w| w.pid == Some(*pid));
             if left {
                 let why = format!("memory of process {pid}, which has exited, is still in use");
                 let _ = self.0.events.send(Event::Stuck { gpus: gpus.clone(), why });
             }
-            !left && passed < REAP_LIMIT * 3
+            !left && passed < REAP_TIMEOUT * 3
         });
         let State { workers, leases, .. } = &mut *state;
         // The driver lets a compromised worker use any GPU of the host.
@@ -1331,7 +1331,7 @@ impl Supervisor {
                 worker.pid.into_iter().for_each(end_group);
             }
         };
-        let _ = timeout(KILL_LIMIT, self.until_none(kill)).await;
+        let _ = timeout(KILL_TIMEOUT, self.until_none(kill)).await;
     }
 
     /// Leaves every worker to the next server and starts no more.
@@ -1350,7 +1350,7 @@ impl Supervisor {
                 }
             }
         });
-        if timeout(LEAVE_LIMIT, left).await.is_err() {
+        if timeout(LEAVE_TIMEOUT, left).await.is_err() {
             debug!("handover: some workers did not read their queued messages in time; leaving them");
         }
         if let Some(mps) = self.mps() {
@@ -1496,7 +1496,7 @@ impl Supervisor {
             Ok(End::Left) => return None,
             Ok(End::Ended(status)) => describe(status),
             Err(reason) => {
-                let by = ending.begins(mps::END_LIMIT);
+                let by = ending.begins(mps::END_TIMEOUT);
                 if !ending.work_ended {
                     self.end_gpu_work(id, false, by).await;
                 }
@@ -1556,7 +1556,7 @@ impl Supervisor {
 
     /// Waits for a killed process to exit. If it does not, the driver holds it: its GPUs are stuck.
     async fn reaped(&self, id: &WorkerId, process: &mut Process) {
-        if timeout(REAP_LIMIT, process.wait()).await.is_ok() {
+        if timeout(REAP_TIMEOUT, process.wait()).await.is_ok() {
             return;
         }
         self.stuck(id);
@@ -1596,7 +1596,7 @@ impl Supervisor {
         ) -> Result<(), String> {
             tokio::select! {
                 biased;
-                sent = timeout(SEND_LIMIT, channel.send(message, beside)) => match sent {
+                sent = timeout(SEND_TIMEOUT, channel.send(message, beside)) => match sent {
                     // It exited; its final messages or its exit status tell more.
                     Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
                     Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
@@ -1611,13 +1611,13 @@ impl Supervisor {
         // A worker under MPS does not outlive its server, so an earlier server left none.
         let mps = start.as_ref().is_some_and(|start| start.mps);
         if let Some(start) = start {
-            let by = Instant::now() + START_LIMIT;
+            let by = Instant::now() + START_TIMEOUT;
             let _ = send(channel, &ToWorker::Start(start), None, ends, false, by).await;
             limit = Some((by, "it was not ready in time"));
         }
         let (mut channel_open, mut killed, mut told, mut said_end) = (true, false, false, false);
         // Time that it has to exit by itself.
-        let (grace, in_all) = if mps { (STOP_GRACE_MPS, mps::END_LIMIT) } else { (STOP_GRACE, STOP_GRACE) };
+        let (grace, in_all) = if mps { (MPS_STOP_GRACE, mps::END_TIMEOUT) } else { (STOP_GRACE, STOP_GRACE) };
         let sooner =
             |limit: Option<(Instant, &str)>, at| Some((limit.map_or(at, |(before, _)| before.min(at)), ""));
         let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
@@ -1629,7 +1629,7 @@ impl Supervisor {
                 biased;
                 status = process.wait() => {
                     // A final message tells more than the exit status.
-                    let by = Instant::now() + LAST_WORDS;
+                    let by = Instant::now() + FINAL_MESSAGES_GRACE;
                     while channel_open
                         && Instant::now() < by
                         && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
@@ -1656,7 +1656,7 @@ impl Supervisor {
                             self.end_gpu_work(id, false, by).await;
                         }
                         process.kill();
-                        limit = Some((Instant::now() + REAP_LIMIT, ""));
+                        limit = Some((Instant::now() + REAP_TIMEOUT, ""));
                     }
                 }
                 reason = told_to_end(ends), if !told => {
@@ -2104,7 +2104,7 @@ fn describe(status: Option<ExitStatus>) -> String {
 fn worked(passed: Duration, idle: Duration) -> Duration {
     // An idle worker sends no reports, so that only the end of a longer interval was work. A slow
     // host may delay reports by some seconds.
-    let seen = if passed < REPORT * 5 { passed } else { REPORT };
+    let seen = if passed < REPORT_INTERVAL * 5 { passed } else { REPORT_INTERVAL };
     seen.saturating_sub(idle)
 }
 

@@ -15,11 +15,11 @@ use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
 /// Time for the GPU to let go of a client's work after MPS ended it (driver 580: 0.2 s).
 ///
 /// A process that exits earlier takes other processes of its domain with it.
-const SETTLE: Duration = Duration::from_millis(500);
+const SETTLE_GRACE: Duration = Duration::from_millis(500);
 /// Time from a stop request until a worker is killed, whatever it and MPS do.
 ///
 /// The driver needs the rest of 2 s to free its memory.
-pub(super) const END_LIMIT: Duration = Duration::from_millis(1750);
+pub(super) const END_TIMEOUT: Duration = Duration::from_millis(1750);
 /// Time in which programs may learn of a fault from the driver before their workers are stopped.
 const FAULT_GRACE: Duration = Duration::from_secs(1);
 
@@ -54,7 +54,7 @@ impl Supervisor {
             worker.and_then(|w| Some((w.seat.clone()?, w.pid?)))
         };
         if let Some((seat, pid)) = seat {
-            let settle = if quiet { Duration::ZERO } else { SETTLE };
+            let settle = if quiet { Duration::ZERO } else { SETTLE_GRACE };
             if seat.terminate(pid, by - settle).await {
                 sleep(settle).await;
             }

@@ -18,12 +18,12 @@ use crate::clock::Moment;
 use crate::lease::Lease;
 
 /// Time that a worker may take to report whether it is quiet.
-const PAUSE_LIMIT: Duration = Duration::from_secs(5);
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that the driver may take to lock a process. A process with longer work is not parked.
-const LOCK_LIMIT: Duration = Duration::from_secs(5);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that device memory may be on its way: 64 GiB took half a minute. A helper that is silent
 /// for longer hangs in the driver.
-const MOVE_LIMIT: Duration = Duration::from_secs(600);
+const MOVE_TIMEOUT: Duration = Duration::from_secs(600);
 /// `CUDA_ERROR_NOT_READY`: the driver could not lock the process in time.
 const NOT_READY: i32 = 600;
 /// `CUDA_ERROR_NOT_SUPPORTED`, `CUDA_ERROR_NOT_FOUND`
@@ -58,19 +58,19 @@ fn refusal(line: &str) -> Option<(i32, String)> {
 }
 
 fn hangs() -> String {
-    format!("the helper that moves device memory sent nothing for {} s", MOVE_LIMIT.as_secs())
+    format!("the helper that moves device memory sent nothing for {} s", MOVE_TIMEOUT.as_secs())
 }
 
 impl Parker {
     /// Moves the device memory of process `pid` to host memory.
     pub async fn park(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
-        let limit = LOCK_LIMIT.as_millis().to_string();
-        Self::start(program, driver, "--park", &[&pid.to_string(), &limit], MOVE_LIMIT).await
+        let limit = LOCK_TIMEOUT.as_millis().to_string();
+        Self::start(program, driver, "--park", &[&pid.to_string(), &limit], MOVE_TIMEOUT).await
     }
 
     /// Takes over the memory of a process that an earlier server parked.
     pub async fn parked(program: &Path, driver: &Path, pid: u32) -> Result<Self, NotParked> {
-        Self::start(program, driver, "--parked", &[&pid.to_string()], MOVE_LIMIT).await
+        Self::start(program, driver, "--parked", &[&pid.to_string()], MOVE_TIMEOUT).await
     }
 
     async fn start(
@@ -116,7 +116,7 @@ impl Parker {
     /// Moves the memory back to the GPU; `false`: the GPU has no room now.
     pub async fn back(&mut self) -> Result<bool, String> {
         self.input.write_all(b"back\n").await.map_err(|e| e.to_string())?;
-        let said = timeout(MOVE_LIMIT, self.lines.next_line()).await.map_err(|_| hangs())?;
+        let said = timeout(MOVE_TIMEOUT, self.lines.next_line()).await.map_err(|_| hangs())?;
         match said.map_err(|e| e.to_string())?.as_deref() {
             Some("back") => Ok(true),
             Some("full") => Ok(false),
@@ -195,7 +195,7 @@ impl Supervisor {
             worker.pausing = Some(sender);
             let _ = worker.orders.tells.send(ToTask::Tell(ToWorker::Pause));
         }
-        matches!(timeout(PAUSE_LIMIT, answer).await, Ok(Ok(true)))
+        matches!(timeout(PAUSE_TIMEOUT, answer).await, Ok(Ok(true)))
     }
 
     /// Lets a paused or parked worker continue.
@@ -318,7 +318,7 @@ mod tests {
         let parked = Parker::start(shell, Path::new("exec sleep 3600"), "-c", &[], limit).await;
         assert!(matches!(parked, Err(NotParked::Hangs(_))), "{parked:?}");
         let script = Path::new("echo parked; exec sleep 3600");
-        let parked = Parker::start(shell, script, "-c", &[], MOVE_LIMIT).await;
+        let parked = Parker::start(shell, script, "-c", &[], MOVE_TIMEOUT).await;
         assert!(parked.is_ok(), "{parked:?}");
     }
 }

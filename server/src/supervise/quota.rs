@@ -17,11 +17,11 @@ use crate::clock::Moment;
 /// Unit of grants, in bytes: larger than most requests, so that small allocations seldom ask.
 const CHUNK: u64 = 64 << 20;
 /// Time to answer a recall; a worker without an answer keeps what it holds.
-const RECALL_LIMIT: Duration = Duration::from_secs(1);
+const RECALL_TIMEOUT: Duration = Duration::from_secs(1);
 /// Readings until returned memory counts as gone: the first may be older than the return.
 const SETTLED: u8 = 2;
 /// Time without a reading after which only grants count. Readings come each second.
-const SETTLE_LIMIT: Duration = Duration::from_secs(4);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Bytes by which unrequested memory may exceed a lease's limit on a device.
 ///
 /// Workers never request the memory for code of modules, stacks of kernels and the driver itself.
@@ -259,7 +259,7 @@ impl Ledger {
             serial,
             bytes,
             awaiting: others.clone(),
-            until: now + RECALL_LIMIT,
+            until: now + RECALL_TIMEOUT,
             readings: SETTLED,
         };
         if fits || others.is_empty() && !self.may_come_to_fit(&asking) {
@@ -347,7 +347,7 @@ impl Ledger {
 
     /// Answers requests that have waited too long for other workers or for readings.
     pub fn tick(&mut self, now: Moment) -> Vec<Say> {
-        if self.read_at.is_some_and(|at| at + SETTLE_LIMIT <= now) {
+        if self.read_at.is_some_and(|at| at + SETTLE_TIMEOUT <= now) {
             self.read_at = None;
             for held in self.held.values_mut() {
                 for (limit, held) in self.devices.iter().zip(held) {
@@ -358,7 +358,7 @@ impl Ledger {
         }
         for asking in self.asking.iter_mut().filter(|a| a.until <= now) {
             asking.awaiting.clear();
-            if asking.until + SETTLE_LIMIT <= now {
+            if asking.until + SETTLE_TIMEOUT <= now {
                 asking.readings = 0;
             }
         }
@@ -563,8 +563,8 @@ mod tests {
         l.admit([2; 16]);
         assert_eq!(granted(&l.ask([1; 16], 0, 1, 90 * MIB, T)), 90 * MIB, "a whole chunk does not fit");
         assert_eq!(l.ask([2; 16], 0, 1, 20 * MIB, T), [Say::Recall { worker: [1; 16] }]);
-        assert!(l.tick(T + RECALL_LIMIT / 2).is_empty());
-        assert_eq!(granted(&l.tick(T + RECALL_LIMIT)), 0);
+        assert!(l.tick(T + RECALL_TIMEOUT / 2).is_empty());
+        assert_eq!(granted(&l.tick(T + RECALL_TIMEOUT)), 0);
         assert_eq!(
             granted(&l.ask([1; 16], 0, 2, 10 * MIB, T)),
             10 * MIB,
@@ -691,7 +691,7 @@ mod tests {
         l.ask([2; 16], 0, 1, 800 * MIB, T);
         assert!(l.returned(&[1; 16], 0, 960 * MIB).is_empty());
         // The monitor has exited: the workers' reports count.
-        assert_eq!(granted(&l.tick(T + SETTLE_LIMIT)), 800 * MIB);
+        assert_eq!(granted(&l.tick(T + SETTLE_TIMEOUT)), 800 * MIB);
     }
 
     #[test]
@@ -798,7 +798,7 @@ mod tests {
                 }
                 prop_assert!(l.used(0) <= 1024 * MIB);
             }
-            now += RECALL_LIMIT;
+            now += RECALL_TIMEOUT;
             l.tick(now);
             prop_assert!(l.asking.is_empty(), "everybody is answered");
         }

@@ -10,8 +10,8 @@ pub type WorkerId = [u8; 16];
 
 /// Workers of one lease that start at the same time, at most.
 const MAX_STARTING: u32 = 4;
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const BACKOFF_MIN: Duration = Duration::from_millis(500);
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
 
 /// The warm stock of one lease.
 #[derive(Debug)]
@@ -84,7 +84,7 @@ impl Stock {
             Some(at) => drop(self.ready.remove(at)),
             None => self.starting = self.starting.saturating_sub(1),
         }
-        let pause = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
+        let pause = BACKOFF_MIN.saturating_mul(1 << self.failures.min(16)).min(BACKOFF_MAX);
         self.failures += 1;
         self.not_before = now + pause;
         self.last_failure = Some(reason);
@@ -187,7 +187,7 @@ mod tests {
             assert_eq!(stock.start(now), 1, "one at a time while it fails");
             pauses.push(stock.failed(&[9; 16], now, "died".into()));
         }
-        assert!(pauses.is_sorted() && pauses.last() == Some(&LONGEST_PAUSE), "{pauses:?}");
+        assert!(pauses.is_sorted() && pauses.last() == Some(&BACKOFF_MAX), "{pauses:?}");
     }
 
     #[test]

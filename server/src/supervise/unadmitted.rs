@@ -1,5 +1,7 @@
-//! Data connections that a worker has not admitted yet. The worker's id travels in clear, so that anyone who has seen a packet
-//! can name it: such connections count against no limit of the client, and are bounded for each worker instead.
+//! Data connections that a worker has not admitted yet.
+//!
+//! The worker's id travels in clear, so that anyone who has seen a packet can name it. Such
+//! connections count against no limit of the client; each worker has bounds for them instead.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -10,10 +12,11 @@ use crate::crowd::machine;
 
 /// Connections that may wait at a time: of the program's machine, and of all other machines.
 const MAX_WAITING: usize = 32;
-/// A worker decides sooner; an older connection is closed or belongs to a worker that lies, which then gains its own
-/// descriptors only.
+/// A worker decides sooner. An older connection is closed, or its worker lies and gains descriptors
+/// of its own process only.
 const WAITING_TTL: Duration = Duration::from_secs(30);
-/// New connections in one second: of the program's machine, and of all others. Each costs the worker a thread and a message.
+/// New connections in one second: of the program's machine, and of all others. Each costs the worker
+/// a thread and a message.
 const MAX_PER_SECOND: u32 = 64;
 
 /// See the module.

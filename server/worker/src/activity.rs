@@ -12,9 +12,9 @@ use crate::execute::Executor;
 use crate::session::Session;
 
 /// Shortest time between two reports to the supervisor.
-const REPORT: Duration = Duration::from_secs(1);
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two queries whether the GPU still works, while the client sends nothing.
-pub const LOOK: Duration = Duration::from_millis(500);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
@@ -100,7 +100,7 @@ impl Activity {
                     usage.idle_usec = u64::try_from(idle.as_micros()).unwrap_or(u64::MAX);
                     session.supervisor().tell(&FromWorker::Usage(usage));
                 }
-                std::thread::sleep(REPORT);
+                std::thread::sleep(REPORT_INTERVAL);
             }
         };
         std::thread::Builder::new().name("report".into()).spawn(tell).map(drop)

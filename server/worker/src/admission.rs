@@ -10,7 +10,7 @@ use gpusession_proto::supervise::{ClientProcess, FromWorker};
 use crate::supervise::Supervisor;
 
 /// Longest wait for the supervisor's answer, a change of the supervisor included.
-const PATIENCE: Duration = Duration::from_secs(30);
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A question to the supervisor, asked once per worker.
 #[derive(Default)]
@@ -32,7 +32,7 @@ impl Admission {
         supervisor.tell(&FromWorker::Presented(process.clone()));
         state.asked = Some(process);
         let unanswered = |state: &mut State| state.answer.is_none();
-        let waited = self.changed.wait_timeout_while(state, PATIENCE, unanswered);
+        let waited = self.changed.wait_timeout_while(state, ADMISSION_TIMEOUT, unanswered);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.asked = None;
         match state.answer.take() {

@@ -30,7 +30,7 @@ use crate::session::Session;
 use crate::supervise::Supervisor;
 
 /// Longest silence of a peer during the handshake and the greeting.
-const PATIENCE: Duration = Duration::from_secs(10);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of windows that a client may offer.
 const MAX_WINDOWS: u64 = 64;
 /// `CUDA_ERROR_DEVICE_UNAVAILABLE`: a limit refuses the program.
@@ -222,7 +222,7 @@ impl Worker {
         let socket = TcpStream::from(socket);
         socket.set_nonblocking(false)?;
         // Bounds the handshake and the greeting; lifted once the greeting has arrived.
-        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(GREETING_TIMEOUT))?;
         let control = socket.try_clone()?;
         if !preface.tls() && self.start.require_tls {
             let transport = Transport::plain(socket)?;
@@ -365,7 +365,7 @@ fn refuse(transport: &Transport, reason: String) -> io::Error {
 
 /// Receives the first frame; the buffer for what follows it is empty.
 fn greeting(transport: &Transport) -> io::Result<(Header, Vec<u8>, BytesMut)> {
-    let wait = Wait::AtMost(Duration::ZERO, PATIENCE);
+    let wait = Wait::AtMost(Duration::ZERO, GREETING_TIMEOUT);
     let mut head = [0; HEADER];
     transport.recv_exact(&mut head, wait)?;
     let header = Header::parse(&head).map_err(io::Error::other)?;

@@ -33,14 +33,14 @@ pub fn check(status: Status) -> Result<(), Status> {
 }
 
 /// Longest wait for an MPS server that starts or ends another client's work.
-const MPS_PATIENCE: Duration = Duration::from_secs(8);
+const MPS_START_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Repeats a call that connects to an MPS server while that server is not ready.
 pub fn check_connected(mut call: impl FnMut() -> Status) -> Result<(), Status> {
     let begun = Instant::now();
     loop {
         match call() {
-            status::MPS_SERVER_NOT_READY if begun.elapsed() < MPS_PATIENCE => {
+            status::MPS_SERVER_NOT_READY if begun.elapsed() < MPS_START_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(50));
             }
             status => return check(status),

@@ -20,12 +20,12 @@ use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, Reader, op};
 use gpusession_proto::supervise::FromWorker;
 
-use crate::activity::LOOK;
+use crate::activity::POLL_INTERVAL;
 use crate::ops;
 use crate::session::Session;
 
 /// Time after which a call counts as blocked while other frames wait.
-const BLOCKED: Duration = Duration::from_millis(1);
+const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
 /// Bound on the memory of frames read but not yet replayed; the reader stops reading beyond it.
 ///
 /// A client's thread has at most 4 MiB of frames under way without news of their replay. That
@@ -229,7 +229,11 @@ impl Replay {
         }
         let spin = threads::spin_time();
         let received = loop {
-            let wait = if self.watching() { Wait::AtMost(Duration::ZERO, BLOCKED) } else { Wait::Spin(spin) };
+            let wait = if self.watching() {
+                Wait::AtMost(Duration::ZERO, BLOCKED_TIMEOUT)
+            } else {
+                Wait::Spin(spin)
+            };
             match transport.recv(scratch, wait) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.relieve(session, &mut self.lock())?,
                 other => break other?,
@@ -247,7 +251,8 @@ impl Replay {
     fn enqueue(&self, session: &Arc<Session>, frames: Vec<Frame>) -> io::Result<()> {
         let mut state = self.lock();
         while state.queued_bytes > QUEUE_BYTES {
-            state = self.changed.wait_timeout(state, BLOCKED).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, BLOCKED_TIMEOUT).unwrap_or_else(PoisonError::into_inner).0;
             self.relieve(session, &mut state)?;
         }
         for frame in frames {
@@ -275,7 +280,7 @@ impl Replay {
     /// Makes another executor the main one if the present one is blocked.
     fn relieve(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         match &state.busy {
-            Some((since, _)) if since.elapsed() > BLOCKED && !state.queue.is_empty() => {
+            Some((since, _)) if since.elapsed() > BLOCKED_TIMEOUT && !state.queue.is_empty() => {
                 self.hand_over(session, state)
             }
             _ => Ok(()),
@@ -427,7 +432,7 @@ impl Replay {
             if state.main == executor.id && session.activity.outstanding() {
                 // The GPU may work for a long time while the client is silent: it is not idle then.
                 let (next, late) =
-                    self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
+                    self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner);
                 state = next;
                 if late.timed_out() && state.idle() && state.pause == Pause::No {
                     drop(state);

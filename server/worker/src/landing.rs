@@ -17,7 +17,7 @@ use crate::staging::{Slot, Slots};
 
 const SLOTS: usize = 64;
 /// Time between two polls of the thread.
-const LOOK: Duration = Duration::from_micros(200);
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 /// Polls without a pending copy before the thread sleeps; a wake-up costs more than a copy.
 const LINGER: u32 = 5000;
 
@@ -97,7 +97,7 @@ impl Landing {
                 self.asleep.store(false, Ordering::SeqCst);
                 idle = 0;
             } else {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
     }

@@ -3,7 +3,7 @@
 //! So `gpuserver` itself loads no NVML, and facts about a card need no program's worker. The
 //! monitor reads [`ToMonitor`] from its standard input until EOF.
 //!
-//! However many clients ask, it asks the card the same question at most once every [`FRESH`].
+//! However many clients ask, it asks the card the same question at most once every [`MAX_AGE`].
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -18,13 +18,13 @@ use gpusession_proto::readings::{Answer, FromMonitor, GpuReading, Query, ToMonit
 use crate::nvml::Nvml;
 
 /// Age up to which an answer is reused.
-const FRESH: Duration = Duration::from_millis(100);
+const MAX_AGE: Duration = Duration::from_millis(100);
 /// Number of kept answers above which outdated ones are dropped.
 const KEPT: usize = 8192;
 /// Events to watch: uncorrected ECC errors and Xids.
 const EVENTS: u64 = 2 | 8;
 /// Time before the next wait for events, after an error of NVML.
-const PAUSE: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Serves until standard input ends.
 pub fn run(driver: &str) -> ExitCode {
@@ -54,7 +54,7 @@ pub fn run(driver: &str) -> ExitCode {
             )),
             ToMonitor::Ask(queries) => {
                 let now = Instant::now();
-                let fresh = |asked: &Instant| now.duration_since(*asked) < FRESH;
+                let fresh = |asked: &Instant| now.duration_since(*asked) < MAX_AGE;
                 if kept.len() > KEPT {
                     kept.retain(|_, (asked, _)| fresh(asked));
                 }
@@ -133,7 +133,7 @@ fn watch(nvml: &Nvml) {
                 }
             }
             TIMEOUT => {}
-            _ => std::thread::sleep(PAUSE),
+            _ => std::thread::sleep(RETRY_INTERVAL),
         }
     }
 }

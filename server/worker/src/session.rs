@@ -80,11 +80,11 @@ pub struct Session {
 }
 
 /// Time for the client to receive the reason for the end.
-const HEAR: Duration = Duration::from_secs(1);
+const FINAL_MESSAGE_GRACE: Duration = Duration::from_secs(1);
 /// Time for the GPU to finish its work before the end, under MPS.
-const DRAIN: Duration = Duration::from_millis(500);
+const DRAIN_GRACE: Duration = Duration::from_millis(500);
 /// Time for the supervisor to stop the worker's GPU work, under MPS.
-const EXIT_LIMIT: Duration = Duration::from_secs(2);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Session {
     /// Creates the state of a process that the worker is about to admit.
@@ -224,8 +224,8 @@ impl Session {
         let may_exit = self.may_exit.clone();
         let patience = move || {
             let since = Instant::now();
-            std::thread::sleep(HEAR);
-            while !may_exit.load(Ordering::Relaxed) && since.elapsed() < DRAIN + EXIT_LIMIT {
+            std::thread::sleep(FINAL_MESSAGE_GRACE);
+            while !may_exit.load(Ordering::Relaxed) && since.elapsed() < DRAIN_GRACE + EXIT_TIMEOUT {
                 std::thread::sleep(Duration::from_millis(2));
             }
             // SAFETY: as below.
@@ -244,7 +244,7 @@ impl Session {
             told
         });
         let since = Instant::now();
-        while told && !exits() && since.elapsed() < EXIT_LIMIT {
+        while told && !exits() && since.elapsed() < EXIT_TIMEOUT {
             std::thread::sleep(Duration::from_millis(2));
         }
         // SAFETY: exits the process without running the driver's exit handlers, which may wait for
@@ -254,7 +254,7 @@ impl Session {
 
     /// Stops feeding the GPU and waits briefly; returns `true` if all its work is done.
     fn drain(&self) -> bool {
-        let deadline = Instant::now() + DRAIN;
+        let deadline = Instant::now() + DRAIN_GRACE;
         let halted = self.replay.halt(deadline) && self.lanes.idle();
         // In a thread of its own: a kernel may never end.
         let (tell, told) = std::sync::mpsc::channel();
