@@ -168,8 +168,8 @@ impl Folder {
 /// Returns `true` if the file system has room for `bytes` and the reserve for others.
 fn leaves_room(folder: &Path, bytes: u64) -> bool {
     nix::sys::statvfs::statvfs(folder).is_ok_and(|facts| {
-        let (all, free) = (facts.blocks() as u64, facts.blocks_available() as u64);
-        let unit = facts.fragment_size() as u64;
+        let (all, free) = (facts.blocks(), facts.blocks_available());
+        let unit = facts.fragment_size();
         let keep = KEEP_FREE.min(all.saturating_mul(unit) / 10);
         free.saturating_mul(unit) >= bytes.saturating_add(keep)
     })
