@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
@@ -17,6 +17,7 @@ use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
 
 use common::{Helper, PATIENCE, PrivateBus};
+use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
@@ -36,71 +37,21 @@ fn fault_process() {
     }
 }
 
-/// Modification time of the newest source below a folder.
-fn newest(folder: &Path) -> SystemTime {
-    let mut last = SystemTime::UNIX_EPOCH;
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let path = entry.path();
-        let time = match entry.file_type() {
-            Ok(kind) if kind.is_dir() => newest(&path),
-            _ if path
-                .extension()
-                .is_some_and(|e| ["rs", "proto", "toml"].iter().any(|known| e == *known)) =>
-            {
-                entry.metadata().and_then(|m| m.modified()).unwrap_or(SystemTime::now())
-            }
-            _ => continue,
-        };
-        last = last.max(time);
-    }
-    last
-}
-
-/// Folder of other packages' files; builds them unless they are newer than the sources in
-/// `folders`.
-fn built(files: &[&str], folders: &[&str], arguments: &[&str]) -> PathBuf {
-    let folder = Path::new(env!("CARGO_BIN_EXE_gpusession")).parent().unwrap().to_owned();
-    let profile = match folder.file_name().and_then(|n| n.to_str()) {
-        Some("debug") => "dev".to_owned(),
-        name => name.unwrap_or_default().to_owned(),
-    };
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let sources = folders.iter().map(|package| newest(&root.join(package)));
-    let there = files.iter().map(|name| std::fs::metadata(folder.join(name)).and_then(|m| m.modified()).ok());
-    if there.min().flatten() > sources.max() {
-        return folder;
-    }
-    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
-    let status = Command::new(cargo)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["build", "--quiet", "--profile", &profile])
-        .args(arguments)
-        .env("CARGO_TARGET_DIR", folder.parent().unwrap())
-        .status()
-        .unwrap();
-    assert!(status.success(), "the programs of the site do not build");
-    folder
-}
-
-/// Folder of the other packages' programs.
+/// Returns the folder of the other packages' programs.
 fn programs() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        built(
-            &["gpuserver", "gpusessiond", "examples/fake-worker"],
-            &["server", "gpusessiond", "proto"],
-            &["-p", "gpuserver", "-p", "gpusessiond", "--bins", "--example", "fake-worker"],
-        )
+        artefact("gpuserver", Artefact::Example("fake-worker"));
+        artefact("gpuserver", Artefact::Program("gpuserver"));
+        let daemon = artefact("gpusessiond", Artefact::Program("gpusessiond"));
+        daemon.parent().unwrap().to_owned()
     })
 }
 
-/// Folder of the worker and the simulated driver.
+/// Returns the folder of the worker and the simulated driver.
 fn simulated() -> PathBuf {
-    built(
-        &["gpuserver-worker", "libsimgpu.so"],
-        &["server/worker", "simgpu", "proto"],
-        &["-p", "gpuserver-worker", "-p", "simgpu", "--bins", "--lib"],
-    )
+    artefact("gpuserver-worker", Artefact::Program("gpuserver-worker"));
+    artefact("simgpu", Artefact::Library("libsimgpu.so")).parent().unwrap().to_owned()
 }
 
 /// A child that does not outlive its test.

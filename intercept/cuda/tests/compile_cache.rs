@@ -4,7 +4,6 @@ mod common;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
-use std::process::Command;
 
 use common::library;
 
@@ -59,9 +58,9 @@ fn compiled(table: *const usize, input: &[u8], options: &CStr) -> Option<bool> {
     }
 }
 
+gpusession_test_support::programs!(compiles);
+
 /// A program of its own, because it depends on the environment.
-#[test]
-#[ignore = "started by the test below"]
 fn compiles() {
     type GetExportTable = unsafe extern "C" fn(*mut *const c_void, *const [u8; 16]) -> i32;
     let library = library();
@@ -83,8 +82,7 @@ fn compiles() {
 }
 
 fn hits(folder: &Path, disable: &str) -> String {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", "compiles"])
+    let output = gpusession_test_support::program("compiles")
         .env("CUDA_CACHE_PATH", folder)
         .env("CUDA_CACHE_DISABLE", disable)
         .output()

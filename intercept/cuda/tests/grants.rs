@@ -7,9 +7,9 @@ use std::process::Output;
 use common::{call, library, run};
 use gpusession_proto::grant::{Denial, Endpoint, Reply};
 
+gpusession_test_support::programs!(init);
+
 /// A program of its own, because `cuInit` has one outcome per process.
-#[test]
-#[ignore = "started by the tests below"]
 fn init() {
     let library = library();
     println!("cuInit: {}", call(&library, "cuInit", &[0]));

@@ -5,8 +5,8 @@ mod common;
 
 use common::{call, library, run};
 
-#[test]
-#[ignore = "a program"]
+gpusession_test_support::programs!(wants_much);
+
 fn wants_much() {
     const NOT_SUPPORTED: i32 = 801;
     const INVALID_VALUE: i32 = 1;

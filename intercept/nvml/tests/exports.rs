@@ -1,7 +1,6 @@
 //! The library as programs load it.
 
 use std::path::PathBuf;
-use std::process::Command;
 
 use gpusession_nvml_calls::calls;
 use libloading::Library;
@@ -30,9 +29,9 @@ fn every_symbol_is_exported() {
     assert!(["nvmlErrorString", "nvmlInternalGetExportTable", "gpusession_marker"].into_iter().all(has));
 }
 
+gpusession_test_support::programs!(without_a_daemon);
+
 /// A program of its own, because it depends on the environment.
-#[test]
-#[ignore = "started by the test below"]
 fn without_a_daemon() {
     let library = library();
     type Init = unsafe extern "C" fn() -> u32;
@@ -48,8 +47,7 @@ fn without_a_daemon() {
 
 #[test]
 fn without_a_daemon_the_driver_is_not_loaded_and_the_reason_is_told() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", "without_a_daemon"])
+    let output = gpusession_test_support::program("without_a_daemon")
         .env("GPUSESSION_SOCKET", "/nonexistent/grant.sock")
         .env("GPUSESSION_TRACE", "why")
         .env_remove("GPUSESSION_TRACE_FILE")

@@ -13,6 +13,7 @@ use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::{AllocateRequest, JoinRequest, Lease, TakeWorkersRequest, Worker};
 use gpusession_proto::join;
 use gpusession_proto::preface::Preface;
+use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rcgen::{CertificateParams, KeyPair};
@@ -34,10 +35,7 @@ pub struct Server {
 
 /// Returns the path of a program that stands in for another one.
 pub fn example(name: &str) -> PathBuf {
-    let exe = std::env::current_exe().expect("the test has a path");
-    let path = exe.ancestors().nth(2).expect("it is below the target folder").join("examples").join(name);
-    assert!(path.exists(), "{} is missing: `cargo build -p gpuserver --examples` makes it", path.display());
-    path
+    artefact("gpuserver", Artefact::Example(name))
 }
 
 /// Runs `check` until it is true.

@@ -14,6 +14,7 @@ use gpusession_proto::preface::Preface;
 use gpusession_proto::readings::{FromMonitor, GpuReading, ToMonitor};
 use gpusession_proto::ticket::Ticket;
 use gpusession_proto::{handle, message};
+use gpusession_test_support::{Artefact, artefact};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use zerocopy::IntoBytes;
@@ -26,14 +27,6 @@ const CLIENTS: u64 = 4;
 const LEASES: u64 = 5;
 /// Number of programs on each lease.
 const PROGRAMS: u64 = 25;
-
-/// Returns the path of another package's file that cargo built for this test.
-fn built(name: &str) -> PathBuf {
-    let exe = std::env::current_exe().expect("the test has a path");
-    let path = exe.ancestors().nth(2).expect("it is below the target folder").join(name);
-    assert!(path.exists(), "{} is missing: `cargo build --workspace --bins --lib` makes it", path.display());
-    path
-}
 
 /// A server with two simulated GPUs.
 struct Site {
@@ -81,10 +74,14 @@ impl Site {
                 .await;
         std::fs::remove_file(server.path("libcuda.so.1")).unwrap();
         for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-            std::os::unix::fs::symlink(built("libsimgpu.so"), server.path(name)).unwrap();
+            std::os::unix::fs::symlink(
+                artefact("simgpu", Artefact::Library("libsimgpu.so")),
+                server.path(name),
+            )
+            .unwrap();
         }
         server.variables = vec![
-            ("GPUSERVER_WORKER", built("gpuserver-worker").into()),
+            ("GPUSERVER_WORKER", artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")).into()),
             ("SIMGPU_MACHINE", machine.clone().into()),
             ("SIMGPU_DEVICES", "2".into()),
         ];
@@ -127,7 +124,7 @@ impl Site {
 
     /// Reads the driver's report about the GPUs.
     fn gpus(&self) -> Vec<GpuReading> {
-        let mut monitor = Command::new(built("gpuserver-worker"))
+        let mut monitor = Command::new(artefact("gpuserver-worker", Artefact::Program("gpuserver-worker")))
             .arg("--monitor")
             .arg(self.server.path("libcuda.so.1"))
             .envs(self.server.variables.iter().map(|(name, value)| (name, value)))

@@ -46,8 +46,17 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|_| random.next() as u8).collect()
 }
 
-#[test]
-#[ignore = "a program"]
+gpusession_test_support::programs!(
+    sees_both,
+    works_on_both,
+    copies_across,
+    waits_across,
+    uses_libraries_and_objects_of_both,
+    loses_one,
+    sees_what_is_visible,
+    finds_one_gone
+);
+
 fn sees_both() {
     let cuda = Cuda::begin();
     assert_eq!(cuda.get("cuDeviceGetCount", &[]) as u32, 2);
@@ -94,8 +103,6 @@ fn sees_both() {
     assert_eq!(cuda.get("cuCtxGetCurrent", &[]), contexts[1]);
 }
 
-#[test]
-#[ignore = "a program"]
 fn works_on_both() {
     let cuda = Cuda::begin();
     let prepared: Vec<_> = [0, 1]
@@ -145,8 +152,6 @@ fn works_on_both() {
     }
 }
 
-#[test]
-#[ignore = "a program"]
 fn copies_across() {
     // More than travels through the program at once, and no multiple of any block.
     const LEN: usize = (9 << 20) + 4099;
@@ -229,8 +234,6 @@ fn copies_across() {
     cuda.ok("cuMemFreeAsync", &[there, stream]);
 }
 
-#[test]
-#[ignore = "a program"]
 fn waits_across() {
     let cuda = Cuda::begin();
     let (first, second) = (cuda.on(0), cuda.on(1));
@@ -272,8 +275,6 @@ extern "C" fn called(count: u64) {
         .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
 }
 
-#[test]
-#[ignore = "a program"]
 fn uses_libraries_and_objects_of_both() {
     let cuda = Cuda::begin();
     let contexts = [cuda.on(0), cuda.on(1)];
@@ -376,8 +377,6 @@ fn uses_libraries_and_objects_of_both() {
     cuda.ok("cuLibraryUnload", &[library]);
 }
 
-#[test]
-#[ignore = "a program"]
 fn loses_one() {
     let cuda = Cuda::begin();
     let (first, second) = (cuda.on(0), cuda.on(1));
@@ -413,8 +412,6 @@ fn loses_one() {
     assert_eq!(cuda.launch(kernel, lost, 0), DEVICE_UNAVAILABLE);
 }
 
-#[test]
-#[ignore = "a program"]
 fn sees_what_is_visible() {
     let wanted = std::env::var("SEEN").expect("set by the test");
     let wanted: Vec<usize> = wanted.split(',').filter_map(|n| n.parse().ok()).collect();
@@ -437,8 +434,6 @@ fn sees_what_is_visible() {
     }
 }
 
-#[test]
-#[ignore = "a program"]
 fn finds_one_gone() {
     let library = program::library();
     assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);

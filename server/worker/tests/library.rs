@@ -95,8 +95,23 @@ fn begin_beside_memory() -> (Cuda, bool) {
     (begin(), taken)
 }
 
-#[test]
-#[ignore = "a program"]
+gpusession_test_support::programs!(
+    allocates_from_a_pool,
+    asks_for_a_variable,
+    copies_mapped_memory,
+    copies_registered_memory,
+    finds_no_window,
+    allocates_where_each_third_fails,
+    copies_much_behind_a_host_function,
+    copies_much_behind_large_copies,
+    faults_at_its_fourth_launch,
+    loads_an_unknown_instruction,
+    loses_its_worker,
+    works_with_a_long_image,
+    loads_one_long_image_in_two_threads,
+    just_works
+);
+
 fn allocates_from_a_pool() {
     let (cuda, taken) = begin_beside_memory();
     let module = cuda.load(KERNEL);
@@ -121,8 +136,6 @@ fn allocates_from_a_pool() {
     works(&cuda);
 }
 
-#[test]
-#[ignore = "a program"]
 fn asks_for_a_variable() {
     let (cuda, taken) = begin_beside_memory();
     let module = cuda.load(KERNEL);
@@ -143,8 +156,6 @@ fn asks_for_a_variable() {
     works(&cuda);
 }
 
-#[test]
-#[ignore = "a program"]
 fn copies_mapped_memory() {
     let cuda = begin();
     let module = cuda.load(KERNEL);
@@ -160,8 +171,6 @@ fn copies_mapped_memory() {
 }
 
 /// Copies registered memory, whose address on the device is not the program's.
-#[test]
-#[ignore = "a program"]
 fn copies_registered_memory() {
     let cuda = begin();
     let module = cuda.load(KERNEL);
@@ -193,16 +202,12 @@ fn copies_registered_memory() {
     works(&cuda);
 }
 
-#[test]
-#[ignore = "a program"]
 fn finds_no_window() {
     let library = program::library();
     assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY);
     assert_eq!(program::call(&library, "cuInit", &[0]), SYSTEM_NOT_READY, "the same each time");
 }
 
-#[test]
-#[ignore = "a program"]
 fn allocates_where_each_third_fails() {
     let cuda = begin();
     let before = cuda.memory().0;
@@ -219,8 +224,6 @@ fn allocates_where_each_third_fails() {
     assert!(works_at(&cuda, module, address));
 }
 
-#[test]
-#[ignore = "a program"]
 fn copies_much_behind_a_host_function() {
     extern "C" fn sleeps(_: u64) {
         std::thread::sleep(Duration::from_millis(500));
@@ -244,8 +247,6 @@ fn copies_much_behind_a_host_function() {
 /// Copies much behind large copies, which the replay waits for and the program does not.
 ///
 /// Another thread's work lets the stream continue.
-#[test]
-#[ignore = "a program"]
 fn copies_much_behind_large_copies() {
     const COPIES: u64 = 8000;
     let cuda = begin();
@@ -293,8 +294,6 @@ fn copies_much_behind_large_copies() {
     assert!(bytes[..small.len()] == small && bytes[small.len()..] == large[small.len()..]);
 }
 
-#[test]
-#[ignore = "a program"]
 fn faults_at_its_fourth_launch() {
     let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
@@ -319,8 +318,6 @@ fn faults_at_its_fourth_launch() {
     assert_eq!(value, 3);
 }
 
-#[test]
-#[ignore = "a program"]
 fn loads_an_unknown_instruction() {
     let cuda = begin();
     let text = KERNEL.to_str().expect("text").replace("add.u32", "frobnicate.u32");
@@ -338,8 +335,6 @@ fn loads_an_unknown_instruction() {
     works(&cuda);
 }
 
-#[test]
-#[ignore = "a program"]
 fn loses_its_worker() {
     let cuda = begin();
     let function = cuda.increment(cuda.load(KERNEL));
@@ -362,8 +357,6 @@ fn loses_its_worker() {
     }
 }
 
-#[test]
-#[ignore = "a program"]
 fn works_with_a_long_image() {
     let cuda = begin();
     let text = format!("{}\n//{}", KERNEL.to_str().expect("text"), "x".repeat(3 << 20));
@@ -372,8 +365,6 @@ fn works_with_a_long_image() {
     assert!(works_at(&cuda, module, address));
 }
 
-#[test]
-#[ignore = "a program"]
 fn loads_one_long_image_in_two_threads() {
     let cuda = begin();
     let ctx = cuda.get("cuCtxGetCurrent", &[]);
@@ -392,8 +383,6 @@ fn loads_one_long_image_in_two_threads() {
     });
 }
 
-#[test]
-#[ignore = "a program"]
 fn just_works() {
     works(&begin());
 }

@@ -1,11 +1,11 @@
-//! The library as programs load it; each program is a test marked `#[ignore]`, in its own process.
+//! The library as programs load it; each program runs in its own process (`programs!`).
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::ffi::CStr;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -194,8 +194,7 @@ pub fn beside_daemon<T>(replies: Vec<Reply>, body: impl FnOnce(&Path) -> T) -> (
 /// Runs a program beside such a daemon; returns its output and the number of requests for workers.
 pub fn run(program: &str, replies: Vec<Reply>, variables: &[(&str, String)]) -> (Output, usize) {
     beside_daemon(replies, |socket| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "--nocapture", program])
+        gpusession_test_support::program(program)
             .env("GPUSESSION_SOCKET", socket)
             .env("GPUSESSION_TRACE", "why,missing,summary")
             .env_remove("GPUSESSION_TRACE_FILE")
