@@ -14,7 +14,9 @@ unitdir ?= $(prefix)/lib/systemd/system
 dbusdir ?= $(prefix)/share/dbus-1
 
 OUT := $(or $(CARGO_TARGET_DIR),target)
-RELEASE := $(OUT)/release
+# The cargo profile of programs: release as shipped, trial for demo and tests.
+PROFILE ?= release
+RELEASE = $(OUT)/$(PROFILE)
 TOOLS := $(OUT)/tools
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY := $(TOOLS)/bin/cargo-deny
@@ -24,7 +26,7 @@ CRATES := gpuserver gpuserver-worker gpusessiond gpusession gpusession-cuda gpus
 SHELL_SCRIPTS := .ci/run .ci/setup pam-module/check units/check $(wildcard units/libexec/*) units/user-environment-generators/60-gpusession profile.d/gpusession.sh $(wildcard packaging/scripts/*.p*) tests/conformance/simgpu tests/demo/demo tests/gpu/bundle tests/programs/verify
 SHELL_SCRIPTS += packaging/check $(wildcard docs/examples/*/*)
 
-.PHONY: help build programs demo quick test test-unit test-conformance test-system check style docs deny deb rpm bench gpu-bundle install clean
+.PHONY: help build programs demo quick test test-unit test-conformance test-system release-check check style docs deny deb rpm bench gpu-bundle install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +40,7 @@ help:
 	@echo 'make docs         writes generated pages anew (docs/coverage.md)'
 	@echo 'make bench        what can be measured without a GPU'
 	@echo 'make deb rpm      packages for distributions, into target/dist'
+	@echo 'make release-check  builds and checks everything as it is shipped'
 	@echo 'make install      into DESTDIR, after make build'
 	@echo 'make test-system  installed packages on hosts with a booted systemd (root, systemd-nspawn)'
 
@@ -45,7 +48,8 @@ help:
 
 build:
 	@.ci/setup build
-	$(CARGO) build --locked --release $(addprefix -p ,$(CRATES))
+	@echo 'build: programs and libraries (profile $(PROFILE)); minutes on a machine that builds them for the first time'
+	$(CARGO) build --locked --profile $(PROFILE) $(addprefix -p ,$(CRATES))
 	@$(MAKE) --no-print-directory $(RELEASE)/libpam_gpusession.so
 
 # With a profile of its own, for its size.
@@ -65,6 +69,8 @@ docs:
 	mv docs/coverage-nvml.md.new docs/coverage-nvml.md
 
 # ---- trying
+
+demo test-conformance test-system: export PROFILE := trial
 
 demo: build
 	@.ci/setup programs
@@ -96,15 +102,14 @@ quick:
 test-unit:
 	@.ci/setup build programs test
 	@profile.d/check
-	$(CARGO) build --locked --workspace --bins --lib
-	@if $(CARGO) nextest --version >/dev/null 2>&1; then \
+	$(CARGO) build --locked --workspace --bins --lib --examples
+	@export GPUSESSION_ARTEFACTS=built; if $(CARGO) nextest --version >/dev/null 2>&1; then \
 		echo '$(CARGO) nextest run --locked --workspace'; $(CARGO) nextest run --locked --workspace; \
 	else \
 		echo '$(CARGO) test --locked --workspace'; $(CARGO) test --locked --workspace --lib --bins --tests; \
 	fi
 
-# The bundle builds the programs, and fails where it would be larger than it may be.
-test-conformance: gpu-bundle
+test-conformance: build programs
 	@$(MAKE) --no-print-directory -s -C tests/programs verify
 	@tests/conformance/simgpu
 
@@ -115,9 +120,15 @@ test-system:
 		echo "test-system: skipped: $$reason"; [ -z '$(REQUIRE_SYSTEM)' ]; \
 	else $(MAKE) --no-print-directory build programs $(TOOLS)/bin/cargo-deb $(TOOLS)/bin/cargo-generate-rpm && \
 		$(CARGO) build --locked --profile pam -p pam_gpusession --example pam_panicking && rm -rf target/system && \
-		packaging/build deb --fast --out target/system/dist && packaging/build rpm --fast --out target/system/rpms && \
+		packaging/build deb --fast --profile $(PROFILE) --out target/system/dist && \
+		packaging/build rpm --fast --profile $(PROFILE) --out target/system/rpms && \
 		packaging/check target/system/dist/*.deb target/system/rpms/*.rpm && \
-		tests/system/run --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
+		tests/system/run --profile $(PROFILE) --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
+
+# The builds that are shipped, as they are shipped: before a release, and now and then. gpu-bundle fails
+# where the bundle would be larger than it may be.
+release-check: gpu-bundle deb rpm
+	@echo 'release-check: all right'
 
 # ---- checking
 
@@ -213,8 +224,6 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession README.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs $(addprefix docs/,$(PAGES) coverage.md coverage-nvml.md)
 	install -D -m 755 -t $(DESTDIR)$(prefix)/share/doc/gpusession/docs/examples/slurm docs/examples/slurm/*
-	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver server/README.md
-	sed -i 's,(\.\./docs/,(docs/,' $(DESTDIR)$(prefix)/share/doc/gpuserver/README.md
 	install -D -m 644 -t $(DESTDIR)$(prefix)/share/doc/gpuserver/docs $(addprefix docs/,$(PAGES))
 	install -D -m 644 packaging/etc/gpusession.toml -t $(DESTDIR)$(sysconfdir)/gpusession
 	install -D -m 644 packaging/etc/gpuserver.toml -t $(DESTDIR)$(sysconfdir)/gpusession
