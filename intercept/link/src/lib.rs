@@ -1,6 +1,17 @@
 //! A process's connection to its worker: grant from the daemon, ordered log, replies, bulk lanes.
 //!
 //! The crate knows no CUDA. [`transport`] also serves the worker's end.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::print_stdout,
+        clippy::print_stderr
+    )
+)]
 
 pub mod grant;
 pub mod lanes;
