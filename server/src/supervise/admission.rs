@@ -10,7 +10,10 @@ use gpusession_proto::ticket;
 use tokio::time::{Instant, sleep};
 use tracing::info;
 
-use super::{Command, Phase, State, Supervisor, Worker, WorkerId, exceeds, hex, printable, stop};
+use super::exit::stop;
+use super::messages::printable;
+use super::worker::{Command, Phase, Worker, exceeds, hex};
+use super::{State, Supervisor, WorkerId};
 use crate::limits::Exceeded;
 
 /// Time that a program above a limit waits for another to exit, and the pause between checks.

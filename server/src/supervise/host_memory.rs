@@ -4,7 +4,9 @@
 //! machine has memory. The supervisor therefore reads the memory of each worker about once a
 //! second.
 
-use super::{Phase, State, Supervisor, Worker, exceeds, stop};
+use super::exit::stop;
+use super::worker::{Phase, Worker, exceeds};
+use super::{State, Supervisor};
 
 /// Returns the anonymous and shared memory of a process in bytes, swapped out or not.
 ///

@@ -22,8 +22,8 @@ use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
-use super::Book;
 use super::process::end_group;
+use super::worker::Book;
 
 /// Version of the records; a server kills workers whose record has another version.
 const SCHEMA: u32 = 1;

@@ -9,7 +9,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
-use super::{Phase, State, Supervisor, TakeError, Worker, WorkerId, hex, stop};
+use super::exit::stop;
+use super::worker::{Phase, Worker, hex};
+use super::{State, Supervisor, TakeError, WorkerId};
 use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
 
 /// Time for the GPU to let go of a client's work after MPS ended it (driver 580: 0.2 s).

@@ -13,7 +13,9 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::{Command as ToTask, Phase, Supervisor, WorkerId, ledger, spawn, stop};
+use super::exit::stop;
+use super::worker::{Command as ToTask, Phase, Worker};
+use super::{Supervisor, WorkerId, ledger, spawn};
 use crate::clock::Moment;
 use crate::lease::Lease;
 
@@ -148,8 +150,7 @@ impl Supervisor {
                 (0..l.devices().len()).map(|device| l.of(id, device)).fold(0, u64::saturating_add)
             })
         };
-        let of =
-            |(id, w): (&WorkerId, &super::Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });
+        let of = |(id, w): (&WorkerId, &Worker)| Some(Serving { id: *id, pid: w.pid?, bytes: bytes(id) });
         mine.filter_map(of).collect()
     }
 
@@ -278,7 +279,7 @@ impl Supervisor {
     /// `false`: a process has started that is not in `parked`, and the lease keeps its GPUs.
     pub fn give_away(&self, lease: &str, parked: &[Serving]) -> bool {
         let mut state = self.state();
-        let serves = |w: &super::Worker| w.lease == lease && w.process.is_some();
+        let serves = |w: &Worker| w.lease == lease && w.process.is_some();
         if state.workers.iter().any(|(id, w)| serves(w) && !parked.iter().any(|p| p.id == *id)) {
             return false;
         }
@@ -300,7 +301,7 @@ impl super::State {
         let Some(entry) = self.leases.get_mut(lease) else { return };
         entry.away = away;
         entry.changed.notify_waiters();
-        let unused = |w: &super::Worker| away && w.lease == lease && w.process.is_none();
+        let unused = |w: &Worker| away && w.lease == lease && w.process.is_none();
         for (id, worker) in self.workers.iter_mut().filter(|(_, w)| unused(w)) {
             entry.stock.leave(id, worker.starts());
             stop(id, worker, "the lease's GPUs are given to others while it is idle");

@@ -1,0 +1,196 @@
+//! Messages of workers and their effects, and the ledgers' messages to workers.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use gpusession_proto::supervise::{FromWorker, ToWorker};
+use tracing::{debug, warn};
+
+use super::quota::{Ledger, Say};
+use super::worker::{Command, Phase, Worker, exceeds, hex};
+use super::{Event, State, Supervisor, WorkerId};
+
+/// Interval of a worker's usage reports while its client has GPU work.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+impl Supervisor {
+    pub(super) fn heard(&self, id: &WorkerId, message: FromWorker) {
+        let mut state = self.state();
+        self.hear(&mut state, id, message);
+        state.remember(id);
+    }
+
+    fn hear(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
+        let State { workers, leases, trial, .. } = state;
+        let Some(worker) = workers.get_mut(id) else { return };
+        let mut lease = leases.get_mut(&worker.lease);
+        let now = self.0.clock.now();
+        match message {
+            FromWorker::MemoryWanted { device, serial, bytes } => {
+                let says = match lease {
+                    Some(ref mut lease) => lease.ledger.ask(*id, device, serial, bytes, now),
+                    None => vec![Say::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
+                };
+                say(workers, lease.map(|l| &l.ledger), says);
+            }
+            FromWorker::StagingFull { bytes } => {
+                let limit = lease.as_ref().and_then(|l| l.limits.smallest("staging"));
+                if let Some((limit, _)) = limit
+                    && let Some(more) = self.0.refusals.may()
+                {
+                    let why =
+                        format!("a program asked for {} MiB of mapped host memory", bytes.div_ceil(1 << 20));
+                    let exceeded = limit.exceeded(why, "the program got an out-of-memory error");
+                    exceeds(id, worker, &exceeded, more);
+                }
+            }
+            FromWorker::MemoryReturned { device, bytes } => {
+                if let Some(lease) = lease {
+                    let before = lease.ledger.contexts_left();
+                    let says = lease.ledger.returned(id, device, bytes);
+                    say(workers, Some(&lease.ledger), says);
+                    if lease.ledger.contexts_left() > before {
+                        lease.changed.notify_waiters();
+                    }
+                }
+            }
+            FromWorker::Ready { fingerprint, cuda_version } => {
+                if worker.phase != Phase::Starting {
+                    return;
+                }
+                worker.phase = Phase::Warm;
+                worker.fingerprint = Some(fingerprint);
+                if let Some(isolated) = worker.trial
+                    && let Some(reason) = trial.ready(isolated)
+                {
+                    warn!(
+                        "isolation: workers cannot start isolated on this host: {reason}; continuing without, because isolation = \"try\""
+                    );
+                }
+                debug!(
+                    gpusession_worker = hex(id),
+                    gpusession_lease = worker.lease,
+                    cuda_version,
+                    "worker {}: ready",
+                    hex(id)
+                );
+                if let Some(lease) = lease {
+                    if worker.stocked {
+                        lease.stock.started(*id);
+                    }
+                    lease.changed.notify_waiters();
+                    let event = Event::Workers {
+                        client: worker.client.clone(),
+                        lease: worker.lease.clone(),
+                        stock: lease.stock.ready() as u32,
+                        ended: None,
+                    };
+                    let _ = self.0.events.send(event);
+                }
+            }
+            FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
+                // It waits until MPS has ended its GPU work.
+                worker.phase = Phase::Ending;
+                worker.ended_because.get_or_insert(printable(&reason));
+            }
+            FromWorker::Failed { reason } | FromWorker::Ended { reason, .. } => {
+                worker.ended_because.get_or_insert(printable(&reason));
+            }
+            FromWorker::Presented(process) => self.presented(state, *id, process),
+            FromWorker::Admitted { number, lane } => {
+                worker.unadmitted.admitted(number);
+                worker.lanes |= 1u64.checked_shl(lane.into()).unwrap_or(0);
+            }
+            FromWorker::Refused { number, reason } => {
+                worker.unadmitted.refused(number);
+                if let Some(more) = self.0.refusals.may() {
+                    warn!(
+                        gpusession_worker = hex(id),
+                        gpusession_lease = worker.lease,
+                        gpusession_client = worker.client,
+                        "worker {}: refused a connection: {}{more}",
+                        hex(id),
+                        printable(&reason)
+                    );
+                }
+            }
+            FromWorker::Usage(usage) => {
+                let passed = now.saturating_sub(worker.used_at);
+                worker.busy += worked(passed, Duration::from_micros(usage.idle_usec));
+                worker.used_at = now;
+                worker.usage = usage;
+                let active = self.0.clock.now().saturating_sub(Duration::from_micros(usage.idle_usec));
+                worker.active = worker.active.max(active);
+            }
+            FromWorker::Paused { quiet } => {
+                if let Some(asked) = worker.pausing.take() {
+                    let _ = asked.send(quiet);
+                }
+            }
+            FromWorker::Contained { lacking } if worker.may_be_contained(&lacking) => {
+                let lacking: Vec<_> = lacking.iter().map(|l| printable(l)).collect();
+                if !lacking.is_empty() && !state.isolation_told {
+                    state.isolation_told = true;
+                    warn!(
+                        "isolation: incomplete on this host: {}; workers run without these measures",
+                        lacking.join("; ")
+                    );
+                }
+                if let Some(worker) = state.workers.get_mut(id) {
+                    worker.isolation = if lacking.is_empty() { "full".into() } else { lacking.join("; ") };
+                }
+            }
+            // A late report, sent while the worker exits.
+            FromWorker::Contained { .. } => {}
+            FromWorker::Wanted => {
+                worker.wanted = true;
+                self.0.wants.notify_one();
+            }
+        }
+    }
+}
+
+/// Sends a ledger's messages to workers. A grant is written to the store before it is sent.
+pub(super) fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: Vec<Say>) {
+    for say in says {
+        let (worker, message) = match say {
+            Say::Granted { worker, device, serial, bytes, left } => {
+                (worker, ToWorker::MemoryGranted { device, serial, bytes, left })
+            }
+            Say::Recall { worker } => (worker, ToWorker::MemoryRecall),
+        };
+        if let Some(worker) = workers.get_mut(&worker) {
+            worker.remember(ledger);
+            let _ = worker.orders.tells.send(Command::Tell(message));
+        }
+    }
+}
+
+/// Returns the GPU time of a report. It came `passed` after the previous one, and work ended `idle`
+/// ago.
+fn worked(passed: Duration, idle: Duration) -> Duration {
+    // An idle worker sends no reports, so that only the end of a longer interval was work. A slow
+    // host may delay reports by some seconds.
+    let seen = if passed < REPORT_INTERVAL * 5 { passed } else { REPORT_INTERVAL };
+    seen.saturating_sub(idle)
+}
+
+/// Cuts and cleans text of a worker for a log or a terminal.
+pub(super) fn printable(text: &str) -> String {
+    text.chars().take(200).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rests_between_reports_are_not_gpu_work() {
+        let ms = Duration::from_millis;
+        assert_eq!(worked(ms(1010), ms(10)), ms(1000), "it goes on");
+        assert_eq!(worked(ms(1010), ms(700)), ms(310), "it has ended");
+        assert_eq!(worked(ms(2100), ms(100)), ms(2000), "two reports came together");
+        assert_eq!(worked(ms(3_600_000), ms(400)), ms(600), "one second of an hour");
+        assert_eq!(worked(ms(1010), ms(5000)), ms(0), "the rest goes on");
+    }
+}
