@@ -1,0 +1,73 @@
+//! Faults that the logs of a daemon report.
+
+use tokio::time::sleep;
+use tracing::{debug, info, warn};
+
+use super::domain::Domain;
+use super::log::{self, Said, Tail};
+use super::run::{End, POLL_INTERVAL};
+
+/// Lines of one log that go to the journal at a time.
+const MAX_LINES: usize = 50;
+
+/// Returns the fault that a daemon's logs report, if there was one.
+pub(super) async fn fault(domain: &Domain, logs: &mut [Tail]) -> Option<End> {
+    let (mut culprits, why) = read_logs(domain, logs)?;
+    if culprits.is_empty() {
+        // The next line may name the culprit.
+        sleep(POLL_INTERVAL).await;
+        culprits.extend(read_logs(domain, logs).into_iter().flat_map(|(c, _)| c));
+    }
+    Some(End::Fault { culprits, why })
+}
+
+/// Waits for an answer of the daemon, for any time, unless its logs report a fault meanwhile.
+pub(super) async fn unless_fault<T>(
+    domain: &Domain,
+    logs: &mut [Tail],
+    asked: impl Future<Output = T>,
+) -> Result<T, End> {
+    let mut asked = std::pin::pin!(asked);
+    loop {
+        tokio::select! {
+            answer = &mut asked => return Ok(answer),
+            () = sleep(POLL_INTERVAL) => {
+                if let Some(fault) = fault(domain, logs).await {
+                    return Err(fault);
+                }
+            }
+        }
+    }
+}
+
+/// Copies new log lines to the journal. Returns the culprits and the text of a fault, if there was
+/// one.
+fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
+    let mut fault: Option<(Vec<u32>, String)> = None;
+    for log in logs {
+        let mut left = MAX_LINES;
+        for line in log.lines() {
+            let said = log::read(&line);
+            let (name, text) = (domain.name(), line.split_once("] ").map_or(line.as_str(), |(_, text)| text));
+            if left > 0 {
+                left -= 1;
+                match &said {
+                    Said::Chatter => debug!("MPS domain {name}: {line}"),
+                    Said::Info => info!("MPS domain {name}: {line}"),
+                    Said::Fault(_) | Said::ServerDied => warn!("MPS domain {name}: {line}"),
+                }
+            }
+            let culprit = match said {
+                Said::Fault(culprit) => culprit,
+                Said::ServerDied => None,
+                Said::Info | Said::Chatter => continue,
+            };
+            let fault = fault.get_or_insert_with(|| (Vec::new(), text.trim().to_string()));
+            fault.0.extend(culprit.filter(|c| !fault.0.contains(c)));
+        }
+        if left == 0 {
+            info!("MPS domain {}: more lines in {}", domain.name(), log.path().display());
+        }
+    }
+    fault
+}
