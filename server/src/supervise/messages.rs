@@ -7,8 +7,9 @@ use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, warn};
 
 use super::quota::{Ledger, Say};
+use super::trial::Trial;
 use super::worker::{Command, Phase, Worker, exceeds, hex};
-use super::{Event, State, Supervisor, WorkerId};
+use super::{Event, LeaseState, State, Supervisor, WorkerId};
 
 /// Interval of a worker's usage reports while its client has GPU work.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
@@ -55,38 +56,7 @@ impl Supervisor {
                 }
             }
             FromWorker::Ready { fingerprint, cuda_version } => {
-                if worker.phase != Phase::Starting {
-                    return;
-                }
-                worker.phase = Phase::Warm;
-                worker.fingerprint = Some(fingerprint);
-                if let Some(isolated) = worker.trial
-                    && let Some(reason) = trial.ready(isolated)
-                {
-                    warn!(
-                        "isolation: workers cannot start isolated on this host: {reason}; continuing without, because isolation = \"try\""
-                    );
-                }
-                debug!(
-                    gpusession_worker = hex(id),
-                    gpusession_lease = worker.lease,
-                    cuda_version,
-                    "worker {}: ready",
-                    hex(id)
-                );
-                if let Some(lease) = lease {
-                    if worker.stocked {
-                        lease.stock.started(*id);
-                    }
-                    lease.changed.notify_waiters();
-                    let event = Event::Workers {
-                        client: worker.client.clone(),
-                        lease: worker.lease.clone(),
-                        stock: lease.stock.ready() as u32,
-                        ended: None,
-                    };
-                    let _ = self.0.events.send(event);
-                }
+                self.worker_ready(worker, lease, trial, fingerprint, cuda_version);
             }
             FromWorker::Ended { reason, .. } if worker.seat.is_some() && worker.presented => {
                 // It waits until MPS has ended its GPU work.
@@ -146,6 +116,49 @@ impl Supervisor {
                 worker.wanted = true;
                 self.0.wants.notify_one();
             }
+        }
+    }
+
+    /// Gives a started worker to its lease's stock, or to the program that waits for it.
+    fn worker_ready(
+        &self,
+        worker: &mut Worker,
+        lease: Option<&mut LeaseState>,
+        trial: &mut Trial,
+        fingerprint: [u8; 32],
+        cuda_version: u32,
+    ) {
+        if worker.phase != Phase::Starting {
+            return;
+        }
+        worker.phase = Phase::Warm;
+        worker.fingerprint = Some(fingerprint);
+        if let Some(isolated) = worker.trial
+            && let Some(reason) = trial.ready(isolated)
+        {
+            warn!(
+                "isolation: workers cannot start isolated on this host: {reason}; continuing without, because isolation = \"try\""
+            );
+        }
+        debug!(
+            gpusession_worker = hex(&worker.id),
+            gpusession_lease = worker.lease,
+            cuda_version,
+            "worker {}: ready",
+            hex(&worker.id)
+        );
+        if let Some(lease) = lease {
+            if worker.stocked {
+                lease.stock.started(worker.id);
+            }
+            lease.changed.notify_waiters();
+            let event = Event::Workers {
+                client: worker.client.clone(),
+                lease: worker.lease.clone(),
+                stock: lease.stock.ready() as u32,
+                ended: None,
+            };
+            let _ = self.0.events.send(event);
         }
     }
 }

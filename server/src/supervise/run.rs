@@ -300,27 +300,6 @@ impl Supervisor {
         ending: &mut Ending,
     ) -> Result<End, String> {
         let Queues { commands, tells, ends } = queues;
-        // Does not wait for a stopping worker to read its channel.
-        async fn send(
-            channel: &Channel,
-            message: &ToWorker,
-            beside: Option<BorrowedFd<'_>>,
-            ends: &mut watch::Receiver<Option<String>>,
-            told: bool,
-            deadline: Instant,
-        ) -> Result<(), String> {
-            tokio::select! {
-                biased;
-                sent = timeout(SEND_TIMEOUT, channel.send(message, beside)) => match sent {
-                    // It exited; its final messages or its exit status tell more.
-                    Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-                    Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
-                    Err(_) => Err("it does not read its channel".into()),
-                },
-                _ = told_to_end(ends), if !told => Ok(()),
-                () = sleep_until(deadline) => Ok(()),
-            }
-        }
         // If the worker has exited already, its exit status is reported, not its closed channel.
         let mut limit = None;
         // A worker under MPS does not outlive its server, so an earlier server left none.
@@ -461,5 +440,27 @@ impl Supervisor {
                 },
             }
         }
+    }
+}
+
+/// Sends a message. Does not wait for a stopping worker to read its channel.
+async fn send(
+    channel: &Channel,
+    message: &ToWorker,
+    beside: Option<BorrowedFd<'_>>,
+    ends: &mut watch::Receiver<Option<String>>,
+    told: bool,
+    deadline: Instant,
+) -> Result<(), String> {
+    tokio::select! {
+        biased;
+        sent = timeout(SEND_TIMEOUT, channel.send(message, beside)) => match sent {
+            // It exited; its final messages or its exit status tell more.
+            Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
+            Err(_) => Err("it does not read its channel".into()),
+        },
+        _ = told_to_end(ends), if !told => Ok(()),
+        () = sleep_until(deadline) => Ok(()),
     }
 }
