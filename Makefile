@@ -125,8 +125,7 @@ test-system:
 		packaging/check target/system/dist/*.deb target/system/rpms/*.rpm && \
 		tests/system/run --profile $(PROFILE) --debs target/system/dist $(SYSTEM_ARGUMENTS); fi
 
-# The builds that are shipped, as they are shipped: before a release, and now and then. gpu-bundle fails
-# where the bundle would be larger than it may be.
+# Builds and checks everything as it is shipped. gpu-bundle fails if the bundle is too large.
 release-check: gpu-bundle deb rpm
 	@echo 'release-check: all right'
 

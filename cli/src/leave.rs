@@ -44,7 +44,7 @@ pub async fn leave(system: bool, for_template: bool) -> Result<Outcome> {
     let text = if for_template {
         "ready to be copied: each copy joins when it starts, with the credential gpusession.token".into()
     } else {
-        "left the pool; `gpuserver clients forget NAME` on the pool's authority frees the name for another machine"
+        "left the pool; `gpuserver clients forget NAME` on the pool's authority frees the name, also for this machine"
             .to_owned()
     };
     Ok(Outcome { text, json: json!({ "schema": 1, "left": there, "template": for_template }) })
