@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::clock::testing::Counting;
+use crate::limits::{Bound, Entry};
 
 const GIB: u64 = 1 << 30;
 
