@@ -1,6 +1,7 @@
 //! Tests of the configuration, its errors, and the texts that document its keys.
 
 use super::*;
+use crate::limits::{self, Bound, IDLE_TIMES, LIMITS, Scope};
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     let env = |name: &str| match name {

@@ -1,0 +1,44 @@
+//! The drop-in that `gpuserver config set` writes.
+
+use std::path::{Path, PathBuf};
+
+/// Returns the drop-in of a configuration file that `gpuserver config set` writes.
+pub fn runtime_file(file: &Path) -> PathBuf {
+    file.with_extension("d").join("90-runtime.toml")
+}
+
+/// Returns the text of that file with `key` set to this value, or removed if there is none.
+pub fn edit_runtime(text: &str, key: &str, value: Option<&str>) -> Result<String, String> {
+    let mut document: toml::Table = toml::from_str(text).map_err(|e| e.message().to_string())?;
+    // TOML itself splits the dotted key, including quoted parts.
+    let probe: toml::Table =
+        toml::from_str(&format!("{key} = 0")).map_err(|_| format!("{key:?} is not a key"))?;
+    let mut path = Vec::new();
+    let mut at = &probe;
+    while let Some((name, inner)) = at.iter().next() {
+        path.push(name.clone());
+        match inner {
+            toml::Value::Table(inner) => at = inner,
+            _ => break,
+        }
+    }
+    let Some((last, folders)) = path.split_last() else { return Err(format!("{key:?} is not a key")) };
+    let mut table = &mut document;
+    for folder in folders {
+        let inner = table.entry(folder.clone()).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        table = inner.as_table_mut().ok_or_else(|| format!("{folder} is a value, not a table"))?;
+    }
+    match value {
+        // A TOML value, or else a string without quotes.
+        Some(text) => {
+            let value = toml::from_str::<toml::Table>(&format!("v = {text}"))
+                .ok()
+                .and_then(|mut t| t.remove("v"))
+                .unwrap_or_else(|| toml::Value::String(text.into()));
+            table.insert(last.clone(), value);
+        }
+        None => drop(table.remove(last)),
+    }
+    let body = toml::to_string(&document).map_err(|e| e.to_string())?;
+    Ok(format!("# Written by `gpuserver config set`.\n{body}"))
+}
