@@ -8,15 +8,16 @@ use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 use ipnet::IpNet;
 
-use super::cross::check_ports;
-use super::limit_tables::{check_limits, check_reserve};
+use super::cross::{check_mps_folder, check_ports, cross_warnings, mps_without_effect};
+use super::limit_tables::{check_limits, check_reserves};
 use super::read::{Raw, Value};
 use super::values::{
     absolute, advertised, duration, gpu_list, list, name_from_host, one_of, parse_duration, part_of_memory,
     ports, read_gpus, show_duration, show_gpus, size, socket_address, text, texts,
 };
 use super::{
-    Config, ConfigError, GpuChoice, Gpus, KEYS, Mps, Origin, Surroundings, gpu_sharing_key, instance,
+    Advertised, Config, ConfigError, GpuChoice, Gpus, KEYS, Mps, Origin, Surroundings, gpu_sharing_key,
+    instance,
 };
 use crate::lease::{Memory, Rules, Sharing};
 use crate::limits::{Bound, Entry, IDLE_TIMES, Layer, Scope};
@@ -52,6 +53,7 @@ impl Reader<'_> {
     }
 }
 
+/// Turns raw values into the configuration; reports each key, and warns of keys without effect.
 pub(super) fn check(
     raw: Raw,
     mut warnings: Vec<String>,
@@ -59,21 +61,90 @@ pub(super) fn check(
     around: &Surroundings<'_>,
 ) -> Result<Config, ConfigError> {
     let mut reader = Reader { raw: &raw, report: Vec::new() };
-    let plain = |s: &String| s.clone();
-    let default = |s: &str| (s.to_string(), Origin::Default);
-    // A directory that systemd created: the first of a colon-separated list. Without the variable,
-    // the directory that systemd would create for this instance, so that a verb outside the unit
-    // finds the server of its configuration.
-    let directory = |variable: &'static str, otherwise: &str| match (around.env)(variable) {
-        Some(v) if !v.is_empty() => {
-            (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
-        }
-        _ => (PathBuf::from(format!("{otherwise}{}", instance(file))), Origin::Default),
+    let name = read_name(&mut reader, &around.host_name)?;
+    let Addresses { listen, advertise, data_ports, metrics_listen } = read_addresses(&mut reader)?;
+    check_ports(&raw, listen, data_ports, metrics_listen)?;
+    let gpus = reader.key("gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
+    let driver = reader.key(
+        "driver",
+        || (None, Origin::Default),
+        |v| absolute(v).map(Some),
+        |d| d.as_ref().map_or_else(|| "NVIDIA's libcuda.so.1".into(), |p| p.display().to_string()),
+    )?;
+    reader.key("registry", || default("local"), |v| one_of(v, &["local"], &["etcd"]), String::clone)?;
+    let (encryption, trusted_networks) = read_encryption(&mut reader)?;
+    let GpuSharing { sharing, gpu_sharing, mps } = read_sharing(&mut reader)?;
+    warnings.extend(mps_without_effect(&raw, mps.as_ref()));
+    let Workers { warm_workers, isolation, worker_idle_exit } = read_workers(&mut reader)?;
+    let Idleness { idle, parked_max, return_limit } = read_idleness(&mut reader)?;
+    let (state_dir, runtime_dir) = read_folders(&mut reader, file, around)?;
+    let overcommit_percent = read_overcommit(&mut reader)?;
+    reader.key("compute_mode", || default("check"), |v| one_of(v, &["check"], &["manage"]), String::clone)?;
+    let Upkeep { drain_timeout, lock_dir, cache_max, accounting_keep } =
+        read_upkeep(&mut reader, around.nvidia_driver)?;
+    let scope = reader.key(
+        "users.scope",
+        || default("client"),
+        |v| one_of(v, &["client", "site"], &[]),
+        String::clone,
+    )?;
+    let scope = if scope == "site" { Scope::Site } else { Scope::Client };
+    let mut report = reader.report;
+    let mut limits = check_limits(&raw, scope, &mut report)?;
+    limits.entries.extend(idle);
+    warnings.extend(limits.without_effect());
+    let reserve = check_reserves(&raw, &mut report)?;
+    let rules = Rules { reserve, overcommit_percent };
+    let mut config = Config {
+        name,
+        listen,
+        advertise,
+        data_ports,
+        metrics_listen,
+        gpus,
+        driver,
+        encryption,
+        trusted_networks,
+        warm_workers,
+        worker_idle_exit,
+        isolation,
+        parked_max,
+        return_limit,
+        file: file.into(),
+        file_found: true,
+        state_dir,
+        runtime_dir,
+        sharing,
+        gpu_sharing,
+        mps,
+        rules,
+        drain_timeout,
+        lock_dir,
+        accounting_keep,
+        cache_max,
+        limits,
+        report,
+        waiting: Vec::new(),
+        warnings,
     };
+    if config.mps.is_some() {
+        check_mps_folder(&raw, &config.runtime_dir)?;
+    }
+    let more = cross_warnings(&config, around.ephemeral);
+    config.warnings.extend(more);
+    Ok(config)
+}
 
+/// Returns the default of a key whose value is text.
+fn default(s: &str) -> (String, Origin) {
+    (s.to_string(), Origin::Default)
+}
+
+/// Reads the server's name; the default comes from the host's name.
+fn read_name(reader: &mut Reader<'_>, host_name: &str) -> Result<String, ConfigError> {
     let name = reader.key(
         "name",
-        || default(&name_from_host(&around.host_name).unwrap_or_default()),
+        || default(&name_from_host(host_name).unwrap_or_default()),
         |v| {
             let name = text(v)?;
             if is_name(name) {
@@ -82,14 +153,26 @@ pub(super) fn check(
                 Err("a name has a-z, 0-9, `-` and `.`, 64 characters at most".into())
             }
         },
-        plain,
+        String::clone,
     )?;
     if name.is_empty() {
         return Err(ConfigError::new(
             Origin::Default,
-            format!("name: the host name {:?} cannot be this server's name; set `name`", around.host_name),
+            format!("name: the host name {host_name:?} cannot be this server's name; set `name`"),
         ));
     }
+    Ok(name)
+}
+
+/// Addresses and ports of the listeners.
+struct Addresses {
+    listen: SocketAddr,
+    advertise: Vec<Advertised>,
+    data_ports: (u16, u16),
+    metrics_listen: Option<SocketAddr>,
+}
+
+fn read_addresses(reader: &mut Reader<'_>) -> Result<Addresses, ConfigError> {
     let listen = reader.key(
         "listen",
         || (SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 7601), Origin::Default),
@@ -130,17 +213,14 @@ pub(super) fn check(
         },
         |a| a.map_or_else(|| "off".into(), |a: SocketAddr| a.to_string()),
     )?;
-    check_ports(&raw, listen, data_ports, metrics_listen)?;
-    let gpus = reader.key("gpus", || (Gpus::All, Origin::Default), read_gpus, show_gpus)?;
-    let driver = reader.key(
-        "driver",
-        || (None, Origin::Default),
-        |v| absolute(v).map(Some),
-        |d| d.as_ref().map_or_else(|| "NVIDIA's libcuda.so.1".into(), |p| p.display().to_string()),
-    )?;
-    reader.key("registry", || default("local"), |v| one_of(v, &["local"], &["etcd"]), plain)?;
+    Ok(Addresses { listen, advertise, data_ports, metrics_listen })
+}
+
+/// Reads `encryption` and `trusted_networks`.
+fn read_encryption(reader: &mut Reader<'_>) -> Result<(bool, Vec<IpNet>), ConfigError> {
     let encryption =
-        reader.key("encryption", || default("on"), |v| one_of(v, &["on", "off"], &[]), plain)? == "on";
+        reader.key("encryption", || default("on"), |v| one_of(v, &["on", "off"], &[]), String::clone)?
+            == "on";
     let trusted_networks = reader.key(
         "trusted_networks",
         || (Vec::new(), Origin::Default),
@@ -156,6 +236,17 @@ pub(super) fn check(
         },
         |l| list(l),
     )?;
+    Ok((encryption, trusted_networks))
+}
+
+/// Sharing of the GPUs.
+struct GpuSharing {
+    sharing: Sharing,
+    gpu_sharing: Vec<(GpuChoice, Sharing)>,
+    mps: Option<Mps>,
+}
+
+fn read_sharing(reader: &mut Reader<'_>) -> Result<GpuSharing, ConfigError> {
     let sharing = reader.key(
         "sharing",
         || (Sharing::default(), Origin::Default),
@@ -183,8 +274,12 @@ pub(super) fn check(
         )?;
         gpu_sharing.extend(these.into_iter().map(|gpu| (gpu, mode)));
     }
-    let mps_domain =
-        reader.key("mps_domain", || default("client"), |v| one_of(v, &["client", "server"], &[]), plain)?;
+    let mps_domain = reader.key(
+        "mps_domain",
+        || default("client"),
+        |v| one_of(v, &["client", "server"], &[]),
+        String::clone,
+    )?;
     let mps_control = reader.key(
         "mps_control",
         || (None, Origin::Default),
@@ -203,12 +298,17 @@ pub(super) fn check(
         shared: mps_domain == "server",
         control: mps_control,
     });
-    let written = |key: &str| raw.keys.contains_key(key);
-    if mps.is_none() && ["mps_domain", "mps_control"].iter().any(|key| written(key)) {
-        warnings.push(
-            "mps_domain and mps_control have no effect without sharing = \"mps\" or gpu_sharing.mps".into(),
-        );
-    }
+    Ok(GpuSharing { sharing, gpu_sharing, mps })
+}
+
+/// Number, isolation and idle time of the workers.
+struct Workers {
+    warm_workers: u32,
+    isolation: Isolation,
+    worker_idle_exit: Duration,
+}
+
+fn read_workers(reader: &mut Reader<'_>) -> Result<Workers, ConfigError> {
     let warm_workers = reader.key(
         "warm_workers",
         || (2, Origin::Default),
@@ -223,8 +323,12 @@ pub(super) fn check(
         },
         ToString::to_string,
     )?;
-    let isolation =
-        reader.key("isolation", || default("try"), |v| one_of(v, &["off", "try", "require"], &[]), plain)?;
+    let isolation = reader.key(
+        "isolation",
+        || default("try"),
+        |v| one_of(v, &["off", "try", "require"], &[]),
+        String::clone,
+    )?;
     let isolation = match isolation.as_str() {
         "try" => Isolation::Try,
         "require" => Isolation::Require,
@@ -236,6 +340,17 @@ pub(super) fn check(
         duration,
         |d| show_duration(*d),
     )?;
+    Ok(Workers { warm_workers, isolation, worker_idle_exit })
+}
+
+/// Idle times, as limits of every client, and the settings of parking.
+struct Idleness {
+    idle: Vec<Entry>,
+    parked_max: Memory,
+    return_limit: Duration,
+}
+
+fn read_idleness(reader: &mut Reader<'_>) -> Result<Idleness, ConfigError> {
     let mut idle = Vec::new();
     for name in IDLE_TIMES {
         let of_default = KEYS.iter().find(|k| k.name == name).and_then(|k| parse_duration(k.default));
@@ -260,26 +375,66 @@ pub(super) fn check(
         duration,
         |d| show_duration(*d),
     )?;
+    Ok(Idleness { idle, parked_max, return_limit })
+}
+
+/// Returns a directory that systemd created: the first of a colon-separated list.
+///
+/// Without the variable, returns the directory that systemd would create for this instance, so
+/// that a verb outside the unit finds the server of its configuration.
+fn directory(
+    file: &Path,
+    around: &Surroundings<'_>,
+    variable: &'static str,
+    otherwise: &str,
+) -> (PathBuf, Origin) {
+    match (around.env)(variable) {
+        Some(v) if !v.is_empty() => {
+            (PathBuf::from(v.split(':').next().unwrap_or_default()), Origin::Environment(variable))
+        }
+        _ => (PathBuf::from(format!("{otherwise}{}", instance(file))), Origin::Default),
+    }
+}
+
+/// Reads `state_dir` and `runtime_dir`.
+fn read_folders(
+    reader: &mut Reader<'_>,
+    file: &Path,
+    around: &Surroundings<'_>,
+) -> Result<(PathBuf, PathBuf), ConfigError> {
     let state_dir = reader.key(
         "state_dir",
-        || directory("STATE_DIRECTORY", "/var/lib/gpuserver"),
+        || directory(file, around, "STATE_DIRECTORY", "/var/lib/gpuserver"),
         absolute,
         |p| p.display().to_string(),
     )?;
     let runtime_dir = reader.key(
         "runtime_dir",
-        || directory("RUNTIME_DIRECTORY", "/run/gpuserver"),
+        || directory(file, around, "RUNTIME_DIRECTORY", "/run/gpuserver"),
         absolute,
         |p| p.display().to_string(),
     )?;
+    Ok((state_dir, runtime_dir))
+}
+
+fn read_overcommit(reader: &mut Reader<'_>) -> Result<u64, ConfigError> {
     let percent = |v: &Value| {
         let bad = || "a percentage from \"100%\" to \"1000%\" is wanted".to_string();
         let n = text(v)?.strip_suffix('%').and_then(|p| p.trim().parse::<u64>().ok()).ok_or_else(bad)?;
         if (100..=1000).contains(&n) { Ok(n) } else { Err(bad()) }
     };
-    let overcommit_percent =
-        reader.key("overcommit", || (100, Origin::Default), percent, |p| format!("{p}%"))?;
-    reader.key("compute_mode", || default("check"), |v| one_of(v, &["check"], &["manage"]), plain)?;
+    reader.key("overcommit", || (100, Origin::Default), percent, |p| format!("{p}%"))
+}
+
+/// Stop, locks, disk cache and records of the server.
+struct Upkeep {
+    drain_timeout: Duration,
+    lock_dir: Option<PathBuf>,
+    cache_max: u64,
+    accounting_keep: Duration,
+}
+
+fn read_upkeep(reader: &mut Reader<'_>, nvidia_driver: bool) -> Result<Upkeep, ConfigError> {
     let drain_timeout = reader.key(
         "drain_timeout",
         || (Duration::from_secs(60), Origin::Default),
@@ -287,7 +442,7 @@ pub(super) fn check(
         |d| show_duration(*d),
     )?;
     // Simulated machines on one host have GPUs with the same UUIDs, so these are not locked.
-    let real = around.nvidia_driver.then(|| PathBuf::from("/run/lock/gpusession"));
+    let real = nvidia_driver.then(|| PathBuf::from("/run/lock/gpusession"));
     let lock_dir = reader.key(
         "lock_dir",
         || (real, Origin::Default),
@@ -306,107 +461,5 @@ pub(super) fn check(
         duration,
         |d| show_duration(*d),
     )?;
-    let scope =
-        reader.key("users.scope", || default("client"), |v| one_of(v, &["client", "site"], &[]), plain)?;
-    let mut report = reader.report;
-    let scope = if scope == "site" { Scope::Site } else { Scope::Client };
-    let mut limits = check_limits(&raw, scope, &mut report)?;
-    limits.entries.extend(idle);
-    let idle = limits.of("", "").idle();
-    warnings.extend(limits.without_effect());
-    let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
-    for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
-        let memory = Bound::Memory(r.memory);
-        report.push((
-            "reserve".into(),
-            format!("{} GPU(s), {memory} of each, for {}", r.gpus, r.client),
-            origin.clone(),
-        ));
-    }
-    let rules = Rules { reserve, overcommit_percent };
-    if overcommit_percent > 100 {
-        warnings.push(format!(
-            "overcommit = \"{overcommit_percent}%\": programs may find less memory than their lease promises"
-        ));
-    }
-
-    if let Some(address) = metrics_listen.filter(|a| !a.ip().is_loopback()) {
-        warnings.push(format!(
-            "metrics_listen = {address}: any peer can read names of clients and servers; let only Prometheus reach it"
-        ));
-    }
-    if encryption && !trusted_networks.is_empty() {
-        warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
-    }
-    if !encryption && trusted_networks.is_empty() {
-        warnings.push(
-            "encryption = \"off\" has no effect without trusted_networks: all data is encrypted".into(),
-        );
-    }
-    if mps.is_some() {
-        if !idle.park.is_zero() {
-            warnings.push(
-                "park_after: the driver cannot park programs under MPS, whose users are only warned; programs of \
-                 leases with sharing = \"time-slice\" are parked"
-                    .into(),
-            );
-        }
-        let folder = runtime_dir.join("mps");
-        crate::mps::check_folder(&folder).map_err(|m| {
-            let origin = raw.keys.get("runtime_dir").map_or(Origin::Default, |(_, origin)| origin.clone());
-            ConfigError::new(origin, format!("runtime_dir: {m}"))
-        })?;
-    }
-    let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
-    match first {
-        Some(_) if idle.warn.is_zero() => warnings
-            .push("warn_after = 0: users are not warned before park_after and release_after".into()),
-        Some(first) if idle.warn >= first => warnings.push(
-            "warn_after is not below park_after and release_after: users are warned after five sixths of the shorter time"
-                .into(),
-        ),
-        _ => {}
-    }
-    if let Some((low, high)) = around.ephemeral {
-        for (key, port) in [("listen", listen.port()), ("data_ports", data_ports.0)] {
-            if (low..=high).contains(&port) {
-                warnings.push(format!(
-                    "{key}: port {port} is inside the kernel's ephemeral range {low}-{high}: another program may \
-                     take it before gpuserver starts"
-                ));
-            }
-        }
-    }
-    Ok(Config {
-        name,
-        listen,
-        advertise,
-        data_ports,
-        metrics_listen,
-        gpus,
-        driver,
-        encryption,
-        trusted_networks,
-        warm_workers,
-        worker_idle_exit,
-        isolation,
-        parked_max,
-        return_limit,
-        file: file.into(),
-        file_found: true,
-        state_dir,
-        runtime_dir,
-        sharing,
-        gpu_sharing,
-        mps,
-        rules,
-        drain_timeout,
-        lock_dir,
-        accounting_keep,
-        cache_max,
-        limits,
-        report,
-        waiting: Vec::new(),
-        warnings,
-    })
+    Ok(Upkeep { drain_timeout, lock_dir, cache_max, accounting_keep })
 }

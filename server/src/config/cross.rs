@@ -1,9 +1,10 @@
 //! Checks that concern several keys together.
 
 use std::net::SocketAddr;
+use std::path::Path;
 
-use super::ConfigError;
 use super::read::Raw;
+use super::{Config, ConfigError, Mps, Origin};
 
 /// Rejects a configuration with two listeners on one port.
 ///
@@ -41,4 +42,74 @@ pub(super) fn check_ports(
 fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
     let all = |all: SocketAddr, of: SocketAddr| all.ip().is_unspecified() && (all.is_ipv6() || of.is_ipv4());
     a.port() == b.port() && a.port() != 0 && (a.ip() == b.ip() || all(a, b) || all(b, a))
+}
+
+/// Warns of MPS keys that have no effect.
+pub(super) fn mps_without_effect(raw: &Raw, mps: Option<&Mps>) -> Option<String> {
+    let written = |key: &str| raw.keys.contains_key(key);
+    (mps.is_none() && ["mps_domain", "mps_control"].iter().any(|key| written(key))).then(|| {
+        "mps_domain and mps_control have no effect without sharing = \"mps\" or gpu_sharing.mps".into()
+    })
+}
+
+/// Checks that MPS can use its folder below `runtime_dir`.
+pub(super) fn check_mps_folder(raw: &Raw, runtime_dir: &Path) -> Result<(), ConfigError> {
+    let folder = runtime_dir.join("mps");
+    crate::mps::check_folder(&folder).map_err(|m| {
+        let origin = raw.keys.get("runtime_dir").map_or(Origin::Default, |(_, origin)| origin.clone());
+        ConfigError::new(origin, format!("runtime_dir: {m}"))
+    })
+}
+
+/// Returns texts about settings that work, but probably not as intended.
+pub(super) fn cross_warnings(config: &Config, ephemeral: Option<(u16, u16)>) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let overcommit_percent = config.rules.overcommit_percent;
+    let idle = config.limits.of("", "").idle();
+    if overcommit_percent > 100 {
+        warnings.push(format!(
+            "overcommit = \"{overcommit_percent}%\": programs may find less memory than their lease promises"
+        ));
+    }
+    if let Some(address) = config.metrics_listen.filter(|a| !a.ip().is_loopback()) {
+        warnings.push(format!(
+            "metrics_listen = {address}: any peer can read names of clients and servers; let only Prometheus reach it"
+        ));
+    }
+    if config.encryption && !config.trusted_networks.is_empty() {
+        warnings.push("trusted_networks has no effect while encryption = \"on\"".into());
+    }
+    if !config.encryption && config.trusted_networks.is_empty() {
+        warnings.push(
+            "encryption = \"off\" has no effect without trusted_networks: all data is encrypted".into(),
+        );
+    }
+    if config.mps.is_some() && !idle.park.is_zero() {
+        warnings.push(
+            "park_after: the driver cannot park programs under MPS, whose users are only warned; programs of \
+             leases with sharing = \"time-slice\" are parked"
+                .into(),
+        );
+    }
+    let first = [idle.park, idle.release].into_iter().filter(|d| !d.is_zero()).min();
+    match first {
+        Some(_) if idle.warn.is_zero() => warnings
+            .push("warn_after = 0: users are not warned before park_after and release_after".into()),
+        Some(first) if idle.warn >= first => warnings.push(
+            "warn_after is not below park_after and release_after: users are warned after five sixths of the shorter time"
+                .into(),
+        ),
+        _ => {}
+    }
+    if let Some((low, high)) = ephemeral {
+        for (key, port) in [("listen", config.listen.port()), ("data_ports", config.data_ports.0)] {
+            if (low..=high).contains(&port) {
+                warnings.push(format!(
+                    "{key}: port {port} is inside the kernel's ephemeral range {low}-{high}: another program may \
+                     take it before gpuserver starts"
+                ));
+            }
+        }
+    }
+    warnings
 }

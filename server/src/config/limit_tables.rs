@@ -77,7 +77,7 @@ pub(super) fn check_limits(
     Ok(out)
 }
 
-pub(super) fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, ConfigError> {
+fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, ConfigError> {
     let mut out = Reserve { client: String::new(), gpus: 1, memory: Memory::Percent(100.0) };
     for (name, value, origin) in fields {
         let bad = |m: String| ConfigError::new(origin.clone(), format!("reserve.{name} = {value}: {m}"));
@@ -101,4 +101,21 @@ pub(super) fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, Co
         return Err(ConfigError::new(origin.clone(), "reserve.client is missing: name the reserve's client"));
     }
     Ok(out)
+}
+
+/// Reads all reserves, and reports them.
+pub(super) fn check_reserves(
+    raw: &Raw,
+    report: &mut Vec<(String, String, Origin)>,
+) -> Result<Vec<Reserve>, ConfigError> {
+    let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
+    for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
+        let memory = Bound::Memory(r.memory);
+        report.push((
+            "reserve".into(),
+            format!("{} GPU(s), {memory} of each, for {}", r.gpus, r.client),
+            origin.clone(),
+        ));
+    }
+    Ok(reserve)
 }
