@@ -13,7 +13,7 @@ use tracing::warn;
 
 use crate::lease::Withdrawn;
 use crate::monitor::{Monitor, Readings};
-use crate::pool::service::Pool;
+use crate::pool::Pool;
 use crate::supervise::Event;
 
 /// `nvmlEventTypeDoubleBitEccError`, `nvmlEventTypeXidCriticalError`

@@ -21,7 +21,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
-use crate::pool::service::Pool;
+use crate::pool::Pool;
 
 /// Most connections at a time; the listener's queue holds further ones.
 const MAX_CONNECTIONS: usize = 16;

@@ -15,10 +15,10 @@ use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::{self, Config, ConfigError, Surroundings};
 use crate::discovery::find_driver;
 use crate::net::host_port;
+use crate::pool::Files;
 use crate::pool::administrators::Administrators;
 use crate::pool::authority::Authority;
 use crate::pool::clients::Clients;
-use crate::pool::service::Files;
 use crate::pool::tokens::Tokens;
 use crate::store::{self, StoreError};
 

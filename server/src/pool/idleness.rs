@@ -8,8 +8,8 @@ use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self as wire, PoolEvent};
 use tracing::info;
 
+use super::Pool;
 use super::parking::ParkError;
-use super::service::Pool;
 use crate::config::show_duration;
 use crate::idle::{self, Act, Next, OnIdle, Seen, Timeouts};
 use crate::lease::{AllocateError, Lease, Request};

@@ -1,11 +1,571 @@
 //! The pool: its authority, join tokens and clients, and the control service.
 
 pub mod administrators;
+mod authenticate;
 pub mod authority;
 pub mod clients;
+mod describe;
+pub mod grpc;
 pub mod idleness;
 pub mod parking;
 pub mod readings;
-pub mod service;
+mod reload;
+mod status;
 pub mod tokens;
 pub mod watch;
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use gpusession_proto::control::pool_event::Event as PoolEventKind;
+use gpusession_proto::control::{self as wire, PoolEvent};
+use gpusession_proto::join::JoinToken;
+use gpusession_proto::journal::Event as Said;
+use tokio::sync::broadcast;
+use tokio::sync::watch::{Receiver, Sender, channel};
+use tonic::Status;
+use tracing::{info, warn};
+
+use self::administrators::{Administrators, NotIssued};
+use self::authority::Authority;
+use self::clients::{ClientView, Clients};
+use self::describe::{limits, micros};
+use self::grpc::watch::workers_ready;
+use self::parking::Parking;
+use self::tokens::{TokenRecord, Tokens};
+use self::watch::Watches;
+use crate::accounting::{Accounting, Kind, Record};
+use crate::clock::{Clock, Moment, Random};
+use crate::config::Config;
+use crate::lease::{Lease, Withdrawn};
+use crate::limits::{Effective, Rates};
+use crate::monitor::Monitor;
+use crate::quiet::Quiet;
+use crate::registry::{Registry, Standing};
+use crate::store::{self, Shared, StoreError};
+use crate::supervise::{Event, Supervisor, WorkerId, hex};
+
+const RELEASED: &str = "released by its client";
+
+/// Facts about this server, fixed at its start.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// Configuration at the start; [`Pool::config`] returns the present one.
+    pub config: Config,
+    /// Address of the control service.
+    pub control: SocketAddr,
+    /// Address of the data plane.
+    pub data: SocketAddr,
+    /// Path of the driver library.
+    pub driver: PathBuf,
+    /// Version such as 580.159.04; empty for a simulated driver.
+    pub driver_version: String,
+    /// CUDA version: 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+}
+
+/// Paths of the pool's files in the state directory.
+#[derive(Debug, Clone)]
+pub struct Files {
+    /// File of the join tokens.
+    pub tokens: PathBuf,
+    /// File of the clients.
+    pub clients: PathBuf,
+    /// File of the administrators.
+    pub administrators: PathBuf,
+}
+
+impl Files {
+    /// Returns the paths in a state directory.
+    pub fn below(state_dir: &std::path::Path) -> Self {
+        let file = |name| state_dir.join(name);
+        Self {
+            tokens: file("tokens.json"),
+            clients: file("clients.json"),
+            administrators: file("administrators.json"),
+        }
+    }
+}
+
+/// State behind the control service; one per process.
+pub struct Pool {
+    facts: Facts,
+    registry: Arc<dyn Registry>,
+    supervisor: Supervisor,
+    monitor: Monitor,
+    accounting: Accounting,
+    authority: Authority,
+    tokens: Mutex<Tokens>,
+    token_file: Shared,
+    clients: Mutex<Clients>,
+    client_file: Shared,
+    administrators: Mutex<Administrators>,
+    administrator_file: Shared,
+    watches: Watches,
+    config: Mutex<Arc<Config>>,
+    rates: Mutex<Rates>,
+    clock: Arc<dyn Clock>,
+    random: Arc<dyn Random>,
+    quiet: Quiet,
+    /// Throttle for lines about programs that a limit refuses.
+    quiet_of_workers: Quiet,
+    parking: Parking,
+    /// Leases whose clients have been warned of an end by `lease_ttl`.
+    ending: Mutex<HashSet<String>>,
+    /// `Some` after a request to stop; `true`: at once.
+    stop: Sender<Option<bool>>,
+}
+
+/// Time before the end of a lease at which its holder is warned, in seconds.
+const END_WARNING: u64 = 600;
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs work to its end, even if the call that started it is cancelled.
+async fn whole<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, Status> {
+    tokio::spawn(work).await.map_err(|e| Status::internal(format!("internal error: {e}")))
+}
+
+impl Pool {
+    /// Opens the pool's files.
+    pub fn open(
+        facts: Facts,
+        registry: Arc<dyn Registry>,
+        supervisor: Supervisor,
+        monitor: Monitor,
+        authority: Authority,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+    ) -> Result<Self, StoreError> {
+        let files = Files::below(&facts.config.state_dir);
+        let tokens = store::read(&files.tokens)?;
+        let clients = Clients::new(store::read(&files.clients)?);
+        let config = Mutex::new(Arc::new(facts.config.clone()));
+        Ok(Self {
+            facts,
+            config,
+            registry,
+            accounting: supervisor.accounting().clone(),
+            supervisor,
+            monitor,
+            authority,
+            token_file: Shared::new(files.tokens),
+            client_file: Shared::new(files.clients),
+            administrators: Mutex::new(store::read(&files.administrators)?),
+            administrator_file: Shared::new(files.administrators),
+            rates: Mutex::default(),
+            tokens: Mutex::new(tokens),
+            clients: Mutex::new(clients),
+            watches: Watches::default(),
+            clock,
+            random,
+            quiet: Quiet::default(),
+            quiet_of_workers: Quiet::default(),
+            parking: Parking::default(),
+            ending: Mutex::default(),
+            stop: channel(None).0,
+        })
+    }
+
+    /// Returns the facts about this server.
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Returns the account of GPU use by programs and leases.
+    pub fn accounting(&self) -> &Accounting {
+        &self.accounting
+    }
+
+    /// Asks the server to stop, for an administrator; `force`: at once.
+    pub fn ask_to_stop(&self, force: bool) {
+        self.stop.send_if_modified(|asked| {
+            let more = *asked != Some(true) && *asked != Some(force);
+            if more {
+                *asked = Some(force);
+            }
+            more
+        });
+    }
+
+    /// Subscribes to requests of [`Pool::ask_to_stop`].
+    pub fn asked_to_stop(&self) -> Receiver<Option<bool>> {
+        self.stop.subscribe()
+    }
+
+    /// Returns the present configuration.
+    pub fn config(&self) -> Arc<Config> {
+        locked(&self.config).clone()
+    }
+
+    /// Returns the limits of a client on behalf of a user.
+    pub fn limits_of(&self, client: &str, user: &str) -> Effective {
+        self.config().limits.of(client, user)
+    }
+
+    /// Withdraws a GPU from leasing, or returns it to service.
+    pub async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
+        match &why {
+            Some(why) => warn!("GPU {uuid}: withdrawn: {}", why.reason()),
+            None => info!("GPU {uuid}: back in service"),
+        }
+        self.registry.withdraw(uuid, why).await
+    }
+
+    /// Warns every client with a lease that the lease will be lost.
+    pub async fn warn_all(&self, left: Duration, reason: &str) {
+        for standing in self.registry.leases().await {
+            self.warn(standing.lease, left, reason);
+        }
+    }
+
+    fn warn(&self, lease: Lease, left: Duration, reason: &str) {
+        let warning = wire::Warning { left_usec: micros(left), reason: reason.into(), idle: false };
+        self.tell(
+            &lease.client,
+            PoolEvent { lease: lease.id, event: Some(PoolEventKind::PrepareForLoss(warning)) },
+        );
+    }
+
+    /// Warns clients, once per lease, whose leases cannot be renewed for much longer.
+    async fn warn_of_ends(&self, unix: u64) {
+        let ending = self.registry.ending(unix + END_WARNING).await;
+        let new: Vec<Lease> = {
+            let mut known = locked(&self.ending);
+            known.retain(|id| ending.iter().any(|lease| lease.id == *id));
+            ending.into_iter().filter(|lease| known.insert(lease.id.clone())).collect()
+        };
+        for lease in new {
+            let left = Duration::from_secs(lease.until_unix.saturating_sub(unix));
+            let why = self.lived(&lease, "it was renewed for nearly as long as that allows");
+            self.warn(lease, left, &format!("the lease ends: {why}"));
+        }
+    }
+
+    /// Describes the effect of the limit `lease_ttl` on a lease.
+    fn lived(&self, lease: &Lease, why: &str) -> String {
+        match self.limits_of(&lease.client, &lease.user).smallest("lease_ttl") {
+            Some((limit, _)) => {
+                limit.exceeded(why, "the client's daemon requests a configured lease again").text
+            }
+            // The limit has changed since the lease began.
+            None => format!("limit lease_ttl: {why}"),
+        }
+    }
+
+    /// Returns the SHA-256 of the authority's certificate.
+    pub fn authority_fingerprint(&self) -> [u8; 32] {
+        self.authority.fingerprint()
+    }
+
+    /// Returns the leases of this server.
+    pub fn registry(&self) -> &dyn Registry {
+        self.registry.as_ref()
+    }
+
+    /// Returns the state of lent and parked leases.
+    pub fn parking(&self) -> &Parking {
+        &self.parking
+    }
+
+    /// Returns the time since the host started.
+    pub fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    /// Sends an event to a client's daemon, if it watches.
+    pub fn tell(&self, client: &str, event: PoolEvent) {
+        self.watches.tell(client, event);
+    }
+
+    /// Sends events about workers to their clients. Never returns.
+    pub async fn tell_of_workers(self: Arc<Self>) {
+        let mut events = self.supervisor.events();
+        loop {
+            match events.recv().await {
+                Ok(Event::Workers { client, lease, stock, ended }) => {
+                    self.tell(&client, workers_ready(lease, stock, ended));
+                }
+                Ok(Event::Stuck { .. }) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return,
+            }
+        }
+    }
+
+    /// Returns the supervisor of the workers.
+    pub fn supervisor(&self) -> &Supervisor {
+        &self.supervisor
+    }
+
+    /// Returns the monitor of the GPUs.
+    pub fn monitor(&self) -> &Monitor {
+        &self.monitor
+    }
+
+    /// Starts a stock for the leases of an earlier run, and takes over its workers.
+    pub async fn resume(self: &Arc<Self>) {
+        let gpus = self.registry.gpus().await;
+        for standing in self.registry.leases().await {
+            let Lease { id, client, boot_id, user, .. } = &standing.lease;
+            let allowed = {
+                let mut clients = locked(&self.clients);
+                clients.assume(client, boot_id, self.clock.now());
+                clients.allows(client)
+            };
+            if !allowed {
+                self.end_lease(id, "its client is no longer a client of the pool").await;
+                continue;
+            }
+            let allowed = self.limits_of(client, user);
+            self.supervisor.add_lease(&standing.lease, limits(&standing.lease, &gpus), allowed);
+            self.resume_aside(id).await;
+        }
+        self.supervisor.end_left();
+    }
+
+    /// Gives `look` access to the join tokens.
+    pub fn tokens<T>(&self, look: impl FnOnce(&Tokens) -> T) -> T {
+        look(&locked(&self.tokens))
+    }
+
+    /// Revokes the join token whose id begins with `id`; returns the whole id, if one token does.
+    pub async fn revoke_token(&self, id: &str) -> Result<Option<String>, StoreError> {
+        let revoked = {
+            let mut tokens = locked(&self.tokens);
+            let revoked = tokens.revoke(id);
+            self.token_file.changed();
+            revoked
+        };
+        self.store_tokens().await?;
+        Ok(revoked)
+    }
+
+    async fn store_tokens(&self) -> Result<(), StoreError> {
+        self.token_file.store(|| store::text(&*locked(&self.tokens))).await
+    }
+
+    async fn store_clients(&self) -> Result<(), StoreError> {
+        self.client_file.store(|| store::text(&locked(&self.clients).save())).await
+    }
+
+    /// Creates a join token.
+    pub async fn create_token(
+        &self,
+        pattern: &str,
+        uses: u32,
+        ttl: Duration,
+    ) -> Result<(JoinToken, TokenRecord), StoreError> {
+        let made = {
+            let mut tokens = locked(&self.tokens);
+            let (authority, now) = (self.authority.fingerprint(), self.clock.unix());
+            let made = tokens.create(authority, pattern, uses, ttl, now, self.random.as_ref());
+            self.token_file.changed();
+            made
+        };
+        self.store_tokens().await?;
+        Ok(made)
+    }
+
+    /// Gives `look` access to the administrators.
+    pub fn administrators<T>(&self, look: impl FnOnce(&Administrators) -> T) -> T {
+        look(&locked(&self.administrators))
+    }
+
+    async fn store_administrators(&self) -> Result<(), StoreError> {
+        self.administrator_file.store(|| store::text(&*locked(&self.administrators))).await
+    }
+
+    /// Signs an administrator's request; returns the certificate and the authority's.
+    pub async fn create_administrator(
+        &self,
+        name: &str,
+        csr_pem: &str,
+    ) -> Result<Result<(String, String), NotIssued>, StoreError> {
+        let issued = {
+            let mut all = locked(&self.administrators);
+            let (now, random) = (self.clock.unix(), self.random.as_ref());
+            let issued = all.issue(&self.authority, name, csr_pem, now, random);
+            self.administrator_file.changed();
+            issued
+        };
+        self.store_administrators().await?;
+        if issued.is_ok() {
+            info!("administrator {name}: certificate issued");
+        }
+        Ok(issued.map(|pem| (pem, self.authority.pem().into())))
+    }
+
+    /// Revokes an administrator. Returns `true` if this server knew the name.
+    pub async fn revoke_administrator(&self, name: &str) -> Result<bool, StoreError> {
+        let known = {
+            let mut all = locked(&self.administrators);
+            let known = all.revoke(name, self.clock.unix());
+            self.administrator_file.changed();
+            known
+        };
+        self.store_administrators().await?;
+        info!("administrator {name}: revoked");
+        Ok(known)
+    }
+
+    /// Lists all clients.
+    pub fn clients(&self) -> Vec<ClientView> {
+        locked(&self.clients).list(self.clock.now())
+    }
+
+    /// Revokes a client and ends its leases. Returns whether this server knew it, and how many
+    /// leases ended.
+    pub async fn revoke(&self, name: &str) -> Result<(bool, usize), StoreError> {
+        let known = {
+            let mut clients = locked(&self.clients);
+            let known = clients.revoke(name, self.clock.unix());
+            self.client_file.changed();
+            known
+        };
+        self.store_clients().await?;
+        info!(gpusession_client = name, "client {name}: revoked");
+        Ok((known, self.end_client(name, "the client was revoked").await))
+    }
+
+    /// Removes a client and ends its leases. Returns as [`Pool::revoke`] does.
+    pub async fn forget(&self, name: &str) -> Result<(bool, usize), StoreError> {
+        let known = {
+            let mut clients = locked(&self.clients);
+            let known = clients.forget(name, self.clock.unix());
+            self.client_file.changed();
+            known
+        };
+        self.store_clients().await?;
+        info!(gpusession_client = name, "client {name}: forgotten");
+        Ok((known, self.end_client(name, "the client was removed from the pool").await))
+    }
+
+    async fn end_client(&self, name: &str, reason: &str) -> usize {
+        let ended = self.registry.release_client(name, None).await;
+        self.ended(&ended, reason);
+        self.watches.refuse(name, reason);
+        ended.len()
+    }
+
+    /// Ends one lease with a reason. Returns `true` if it existed.
+    pub async fn end_lease(&self, id: &str, reason: &str) -> bool {
+        let ended = self.registry.release(None, id).await;
+        self.ended(ended.as_slice(), reason);
+        ended.is_some()
+    }
+
+    /// Does the periodic work: ends expired leases, warns of ends, and lets the supervisor tick.
+    pub async fn tick(&self) {
+        let expired = self.registry.expire().await;
+        let unix = self.clock.unix();
+        let (old, silent): (Vec<_>, Vec<_>) =
+            expired.into_iter().partition(|l| l.until_unix != 0 && l.until_unix <= unix);
+        self.ended(&silent, "the client was silent for too long");
+        for lease in &old {
+            let why = self.lived(lease, "it was renewed for as long as that allows");
+            self.ended(std::slice::from_ref(lease), &why);
+        }
+        self.warn_of_ends(unix).await;
+        // Leases that ended while their stock was being set up.
+        for lease in self.supervisor.leases() {
+            if !self.registry.holds(&lease).await {
+                self.supervisor.end_lease(&lease, "the lease ended");
+            }
+        }
+        self.supervisor.tick();
+    }
+
+    /// Deletes accounting records older than the configured time.
+    pub fn forget_records(&self) {
+        let keep = self.config().accounting_keep;
+        if !keep.is_zero() {
+            self.accounting.forget_before(self.clock.unix().saturating_sub(keep.as_secs()));
+        }
+    }
+
+    /// Accounts for ended leases, stops their workers, and notifies their clients.
+    ///
+    /// A client that released its lease knows already.
+    pub fn ended(&self, leases: &[Lease], reason: &str) {
+        for lease in leases {
+            info!(
+                message_id = Said::LeaseReclaimed.id(),
+                gpusession_lease = lease.id,
+                gpusession_client = lease.client,
+                gpusession_reason = reason,
+                "lease {} of {} ended: {reason}",
+                lease.id,
+                lease.client
+            );
+            let peak_memory_bytes = self.supervisor.peak(&lease.id);
+            self.supervisor.end_lease(&lease.id, reason);
+            self.accounting.add(Record {
+                kind: Kind::Lease,
+                lease: lease.id.clone(),
+                worker: String::new(),
+                client: lease.client.clone(),
+                user: lease.user.clone(),
+                uid: lease.uid,
+                pid: 0,
+                program: String::new(),
+                executable: String::new(),
+                gpus: lease.shares.iter().map(|s| s.gpu.clone()).collect(),
+                start_unix: lease.created_unix,
+                end_unix: self.clock.unix(),
+                gpu_busy_usec: 0,
+                peak_memory_bytes,
+                bytes_to_device: 0,
+                bytes_from_device: 0,
+                calls: 0,
+                reason: reason.into(),
+                uids: Vec::new(),
+                users: Vec::new(),
+            });
+            if reason == RELEASED {
+                continue;
+            }
+            let event = PoolEvent {
+                lease: lease.id.clone(),
+                event: Some(PoolEventKind::Lost(wire::Loss { reason: reason.into() })),
+            };
+            self.tell(&lease.client, event);
+        }
+    }
+
+    /// Gives the supervisor the new GPUs of a lease that came back elsewhere.
+    pub(super) async fn moved(&self, lease: &str) {
+        let Some(Standing { lease, .. }) = self.registry.get(lease).await else { return };
+        let shares: Vec<_> = lease.shares.iter().map(|s| s.gpu.as_str()).collect();
+        info!(
+            gpusession_lease = lease.id,
+            gpusession_client = lease.client,
+            "lease {} of {}: moved to other GPUs of the same kind: {}",
+            lease.id,
+            lease.client,
+            shares.join(", ")
+        );
+        let gpus = self.registry.gpus().await;
+        self.supervisor.set_devices(&lease, limits(&lease, &gpus));
+    }
+}
+
+/// Finds the one worker whose id starts with `prefix`; the error is for people.
+pub fn find_worker(pool: &Pool, prefix: &str) -> Result<WorkerId, String> {
+    let fits: Vec<_> = pool
+        .supervisor
+        .workers()
+        .into_iter()
+        .map(|w| w.id)
+        .filter(|id| hex(id).starts_with(prefix))
+        .collect();
+    match fits.as_slice() {
+        [one] if !prefix.is_empty() => Ok(*one),
+        [] => Err(format!("worker {prefix} not found; `gpuserver ps` lists workers")),
+        _ => Err(format!("{} workers start with {prefix:?}; write more of the id", fits.len())),
+    }
+}

@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tracing::{error, info, warn};
 
-use super::service::Pool;
+use super::Pool;
 use crate::clock::Moment;
 use crate::idle::Clock;
 use crate::lease::Place;

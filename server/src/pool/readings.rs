@@ -6,7 +6,8 @@ use gpusession_proto::control as wire;
 use gpusession_proto::readings::{MAX_BYTES, MAX_QUERIES, Query};
 use tonic::Status;
 
-use super::service::{Pool, device};
+use super::Pool;
+use super::describe::device;
 use crate::lease::Lease;
 use crate::registry::GpuUse;
 

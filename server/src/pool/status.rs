@@ -1,0 +1,71 @@
+//! The control service's errors: refusals, limits and malformed requests as gRPC statuses.
+
+use gpusession_proto::control as wire;
+use prost::Message as _;
+use tonic::Status;
+use tracing::error;
+
+use super::clients::Refusal;
+use crate::limits::Exceeded;
+use crate::store::StoreError;
+
+/// Longest text, in bytes, and longest list in a request.
+const MAX_TEXT: usize = 256;
+const MAX_LIST: usize = 256;
+
+pub(super) fn refused(refusal: Refusal) -> Status {
+    let text = refusal.to_string();
+    match refusal {
+        Refusal::Unknown => Status::unauthenticated(text),
+        Refusal::Revoked(_) => Status::permission_denied(text),
+        // The client may try again after a moment.
+        Refusal::SecondMachine(_) => Status::aborted(text),
+        Refusal::Taken(_) => Status::already_exists(text),
+        Refusal::NoBoot => Status::invalid_argument(text),
+    }
+}
+
+/// Builds the status of a refusal by a limit.
+pub(super) fn beyond(exceeded: Exceeded) -> Status {
+    let details = wire::Refusal {
+        kind: wire::refusal::Kind::Limit.into(),
+        limit: exceeded.name.into(),
+        ..Default::default()
+    };
+    let text = exceeded.to_string();
+    Status::with_details(tonic::Code::FailedPrecondition, text, details.encode_to_vec().into())
+}
+
+/// Builds the status of a request that does not fit now, or never does.
+pub(super) fn unfit(
+    code: tonic::Code,
+    text: String,
+    kind: wire::refusal::Kind,
+    position: u32,
+    waiting: u32,
+) -> Status {
+    let details = wire::Refusal { kind: kind.into(), position, waiting, ..Default::default() };
+    Status::with_details(code, text, details.encode_to_vec().into())
+}
+
+pub(super) fn stored(e: StoreError) -> Status {
+    error!("{e}");
+    Status::internal("the server could not store the change; see its journal")
+}
+
+pub(super) fn bounded<'a>(
+    texts: impl IntoIterator<Item = &'a String>,
+    lists: &[usize],
+) -> Result<(), Status> {
+    if texts.into_iter().any(|t| t.len() > MAX_TEXT || t.chars().any(char::is_control)) {
+        return Err(Status::invalid_argument(format!(
+            "a text of the request is longer than {MAX_TEXT} bytes, or has control characters"
+        )));
+    }
+    if lists.iter().any(|n| *n > MAX_LIST) {
+        return Err(Status::invalid_argument(format!(
+            "a list of the request has more than {MAX_LIST} entries"
+        )));
+    }
+    Ok(())
+}
