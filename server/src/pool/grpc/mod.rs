@@ -3,31 +3,20 @@
 
 mod administration;
 mod enrolment;
+mod leases;
+mod server;
 pub(in crate::pool) mod watch;
+mod workers;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use gpusession_proto::control as wire;
 use gpusession_proto::control::pool_server::Pool as PoolService;
-use gpusession_proto::journal::Event as Said;
-use gpusession_proto::preface;
 use tonic::{Request, Response, Status};
-use tracing::info;
 
-use self::watch::{Watching, workers_ready};
-use super::authenticate::{Peer, peer};
-use super::describe::{device, devices, limits, micros};
-use super::parking::ParkError;
-use super::status::{beyond, bounded, unfit};
+use self::watch::Watching;
+use super::Pool;
 use super::watch::Events;
-use super::{Pool, RELEASED, locked, readings, whole};
-use crate::idle::OnIdle;
-use crate::lease::{AllocateError, DEFAULT_TTL, Memory, Place, Priority, Request as LeaseRequest, Sharing};
-use crate::supervise::{TakeError, WorkerId};
-
-/// Time that a call for workers waits for the GPUs of its lease.
-const RETURN_TIMEOUT: Duration = Duration::from_secs(50);
 
 /// The services of the control port.
 #[derive(Clone)]
@@ -39,390 +28,67 @@ impl PoolService for Service {
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::Lease>, Status> {
-        let pool = &self.0;
-        let client = pool.client(&request).await?;
-        let from = peer(&request).and_then(Peer::remote);
-        let reached = peer(&request).and_then(Peer::local);
-        let wish = request.into_inner();
-        bounded(
-            [
-                &wish.request_id,
-                &wish.model,
-                &wish.sharing,
-                &wish.priority,
-                &wish.user,
-                &wish.who,
-                &wish.why,
-                &wish.boot_id,
-                &wish.machine_id,
-                &wish.on_idle,
-            ]
-            .into_iter()
-            .chain(&wish.devices)
-            .chain(&wish.sticky),
-            &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
-        )?;
-        pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
-        let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
-            ("", _) => None,
-            (_, Some(sharing)) => Some(sharing),
-            (other, None) => {
-                return Err(Status::invalid_argument(format!(
-                    "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
-                )));
-            }
-        };
-        let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
-        if shares.into_iter().filter(|given| *given).count() > 1 {
-            return Err(Status::invalid_argument(
-                "sm_percent, sm_count and sm_auto say the same: leave all but one out",
-            ));
-        }
-        let priority = match wish.priority.as_str() {
-            "" | "normal" => Priority::Normal,
-            "below-normal" => Priority::BelowNormal,
-            other => {
-                return Err(Status::invalid_argument(format!(
-                    "priority {other:?} is neither \"normal\" nor \"below-normal\""
-                )));
-            }
-        };
-        let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
-            Status::invalid_argument(format!(
-                "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
-                wish.on_idle
-            ))
-        })?;
-        let idle_timeout = match wish.idle_timeout_usec {
-            0 => Duration::ZERO,
-            _ if on_idle == OnIdle::Keep => {
-                return Err(Status::invalid_argument(
-                    "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
-                ));
-            }
-            usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
-        };
-        let allowed = pool.limits_of(&client, &wish.user);
-        pool.serves(&allowed)?;
-        let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
-        let memory = match (wish.memory_bytes, wish.memory_percent) {
-            (0, 0.0) => Memory::Percent(100.0),
-            (0, percent) => Memory::Percent(percent),
-            (bytes, _) => Memory::Bytes(bytes),
-        };
-        let wanted = LeaseRequest {
-            client: client.clone(),
-            request_id: wish.request_id,
-            gpus: wish.gpus,
-            memory,
-            model: wish.model,
-            devices: wish.devices,
-            sticky: wish.sticky,
-            user: wish.user,
-            uid: wish.uid,
-            ttl: Duration::from_micros(wish.ttl_usec),
-            who: wish.who,
-            why: wish.why,
-            boot_id: wish.boot_id,
-            encrypted,
-            sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
-            sm_count: wish.sm_count,
-            sm_auto: wish.sm_auto,
-            once: wish.once,
-            sharing,
-            priority,
-            persistent: wish.persistent,
-            on_idle,
-            hold: wish.hold,
-            idle_timeout,
-            order: wish.order,
-            limits: allowed.clone(),
-        };
-        let known = wish.again.then_some(wish.workers);
-        let allocated = {
-            let pool = pool.clone();
-            whole(async move { pool.allocate(&wanted).await }).await?
-        };
-        let (lease, fresh) = allocated.map_err(|e| {
-            let text = e.to_string();
-            if let Some(more) = pool.quiet.may() {
-                // The client itself sees malformed requests and ones that never fit.
-                let event = match &e {
-                    AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
-                    AllocateError::Limit(_) => Some(Said::LimitRefuses),
-                    _ => None,
-                };
-                info!(
-                    message_id = event.map(Said::id),
-                    gpusession_client = client,
-                    gpusession_reason = text,
-                    "client {client}: no lease: {text}{more}"
-                );
-            }
-            use tonic::Code::{FailedPrecondition, ResourceExhausted};
-            use wire::refusal::Kind;
-            match e {
-                AllocateError::Invalid(_) => Status::invalid_argument(text),
-                AllocateError::NeverFits(_) => unfit(FailedPrecondition, text, Kind::NeverFits, 0, 0),
-                AllocateError::NoCapacity { position, waiting, .. } => {
-                    unfit(ResourceExhausted, text, Kind::NoCapacity, position, waiting)
-                }
-                AllocateError::Limit(exceeded) => beyond(exceeded),
-                AllocateError::Storage(_) => Status::internal(text),
-            }
-        })?;
-        let gpus = pool.registry.gpus().await;
-        if fresh {
-            let what: Vec<_> =
-                lease.shares.iter().map(|s| format!("{} MiB of {}", s.limit_bytes >> 20, s.gpu)).collect();
-            info!(
-                message_id = Said::LeaseGranted.id(),
-                gpusession_lease = lease.id,
-                gpusession_client = client,
-                gpusession_server = pool.facts.config.name,
-                "lease {} granted to {client}: {}",
-                lease.id,
-                what.join(", ")
-            );
-        }
-        pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
-        if let Some(known) = known {
-            pool.supervisor.end_unclaimed(&lease.id, &known);
-        }
-        Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+        leases::allocate(&self.0, request).await
     }
 
     async fn renew(
         &self,
         request: Request<wire::RenewRequest>,
     ) -> Result<Response<wire::RenewReply>, Status> {
-        let pool = &self.0;
-        let client = pool.keeper(&request).await?;
-        let wish = request.into_inner();
-        bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
-        pool.present(&client, &wish.boot_id, "").await?;
-        let mut leases = Vec::with_capacity(wish.leases.len());
-        let gpus = pool.registry.gpus().await;
-        for id in wish.leases {
-            leases.push(match pool.registry.renew(&client, &id).await {
-                Some(ttl) => {
-                    let (state, place) = pool.lease_state(&id);
-                    let standing = pool.registry.get(&id).await;
-                    let lease = standing.map(|s| s.lease);
-                    let lease = lease.as_ref();
-                    wire::RenewedLease {
-                        devices: lease.map(|l| devices(l, &gpus)).unwrap_or_default(),
-                        fencing_token: lease.map_or(0, |l| l.fencing_token),
-                        idle_timeout_usec: lease.map_or(0, |l| micros(pool.timeouts(l).first())),
-                        id,
-                        ttl_usec: micros(ttl),
-                        state: state.into(),
-                        position: place.position,
-                        waiting: place.waiting,
-                        ..Default::default()
-                    }
-                }
-                None => wire::RenewedLease {
-                    id,
-                    lost: true,
-                    reason: "the server has no such lease: it was released, ended by an administrator, or its client was \
-                             silent for too long"
-                        .into(),
-                    ..Default::default()
-                },
-            });
-        }
-        Ok(Response::new(wire::RenewReply { leases, state: pool.state().await }))
+        leases::renew(&self.0, request).await
     }
 
     async fn release(
         &self,
         request: Request<wire::ReleaseRequest>,
     ) -> Result<Response<wire::ReleaseReply>, Status> {
-        let pool = &self.0;
-        let client = pool.keeper(&request).await?;
-        locked(&pool.clients).heard(&client, pool.clock.now());
-        let wish = request.into_inner();
-        let pool = pool.clone();
-        whole(async move {
-            if !wish.request_id.is_empty() {
-                pool.registry.leave_queue(&client, &wish.request_id).await;
-            }
-            let ended = pool.registry.release(Some(&client), &wish.lease).await;
-            pool.ended(ended.as_slice(), RELEASED);
-        })
-        .await?;
-        Ok(Response::new(wire::ReleaseReply {}))
+        leases::release(&self.0, request).await
     }
 
     async fn take_workers(
         &self,
         request: Request<wire::TakeWorkersRequest>,
     ) -> Result<Response<wire::TakeWorkersReply>, Status> {
-        let pool = &self.0;
-        let client = pool.client(&request).await?;
-        locked(&pool.clients).heard(&client, pool.clock.now());
-        let wish = request.into_inner();
-        bounded([&wish.lease], &[wish.environment.len()])?;
-        let environment = wish.environment.into_iter().collect();
-        let count = wish.count.clamp(1, 16) as usize;
-        if pool.parking.state(&wish.lease).is_some() {
-            let mine = pool.registry.get(&wish.lease).await.is_some_and(|s| s.lease.client == client);
-            if wish.waiting == 0 || !mine {
-                return Ok(Response::new(wire::TakeWorkersReply { workers: Vec::new() }));
-            }
-            pool.bring_back(&wish.lease, RETURN_TIMEOUT).await.map_err(|Place { position, waiting }| {
-                Status::unavailable(match position {
-                    0 => "the device memory of the lease's other programs is still on its way back".to_owned(),
-                    _ => format!(
-                        "the lease's GPUs were given to others while it was idle, and are not free yet: position {position} \
-                         of {waiting} that wait"
-                    ),
-                })
-            })?;
-        }
-        let taken = match wish.waiting {
-            0 => pool.supervisor.take(&client, &wish.lease, count, environment).await,
-            _ => pool.supervisor.take_for_waiting(&client, &wish.lease, count, environment).await,
-        };
-        let taken = taken.map_err(|e| {
-            let text = e.to_string();
-            let beyond_limit = matches!(
-                e,
-                TakeError::Limit(_) | TakeError::Memory | TakeError::Mps(_) | TakeError::TooMany(_)
-            );
-            // A stock that does not fill up is no news.
-            if beyond_limit
-                && wish.waiting > 0
-                && let Some(more) = pool.quiet_of_workers.may()
-            {
-                info!(
-                    message_id = Said::LimitRefuses.id(),
-                    gpusession_client = client,
-                    gpusession_lease = wish.lease,
-                    gpusession_reason = text,
-                    "client {client}: no worker: {text}{more}"
-                );
-            }
-            match e {
-                TakeError::Limit(exceeded) => beyond(exceeded),
-                TakeError::NoLease => Status::not_found(text),
-                TakeError::Away => Status::unavailable(text),
-                TakeError::Memory => {
-                    let kind = wire::refusal::Kind::OutOfMemory;
-                    unfit(tonic::Code::ResourceExhausted, text, kind, 0, 0)
-                }
-                TakeError::TooMany(_) | TakeError::Mps(_) => Status::resource_exhausted(text),
-                TakeError::Environment(_) => Status::invalid_argument(text),
-                TakeError::NotStarting(_) | TakeError::TooSlow => Status::unavailable(text),
-            }
-        })?;
-        let workers = taken
-            .into_iter()
-            .map(|t| wire::Worker { id: t.id.to_vec(), fingerprint: t.fingerprint.to_vec() })
-            .collect();
-        Ok(Response::new(wire::TakeWorkersReply { workers }))
+        workers::take_workers(&self.0, request).await
     }
 
     async fn process_ended(
         &self,
         request: Request<wire::ProcessEndedRequest>,
     ) -> Result<Response<wire::ProcessEndedReply>, Status> {
-        let pool = &self.0;
-        let client = pool.keeper(&request).await?;
-        locked(&pool.clients).heard(&client, pool.clock.now());
-        let wish = request.into_inner();
-        let id: WorkerId = wish
-            .worker
-            .as_slice()
-            .try_into()
-            .map_err(|_| Status::invalid_argument("a worker's id has 16 bytes"))?;
-        let mine = pool.registry.get(&wish.lease).await.is_some_and(|s| s.lease.client == client);
-        if mine {
-            pool.supervisor.end_worker(&id, Some(&wish.lease), "its client process ended");
-        }
-        Ok(Response::new(wire::ProcessEndedReply {}))
+        workers::process_ended(&self.0, request).await
     }
 
     async fn park(&self, request: Request<wire::ParkRequest>) -> Result<Response<wire::ParkReply>, Status> {
-        let pool = &self.0;
-        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
-        let parked = {
-            let (pool, lease) = (pool.clone(), lease.clone());
-            whole(async move { pool.park(&lease, "its client asked for it").await }).await?
-        };
-        parked.map_err(|e| {
-            let text = e.to_string();
-            match e {
-                ParkError::NoLease => Status::not_found(text),
-                ParkError::Never(_) | ParkError::Away(_) => Status::failed_precondition(text),
-                ParkError::NoRoom { .. } => Status::resource_exhausted(text),
-                ParkError::Busy => Status::unavailable(text),
-                ParkError::Failed(_) => Status::internal(text),
-            }
-        })?;
-        let (state, place) = pool.parking.state(&lease).unwrap_or(("active", Place::default()));
-        Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
+        leases::park(&self.0, request).await
     }
 
     async fn unpark(
         &self,
         request: Request<wire::UnparkRequest>,
     ) -> Result<Response<wire::ParkReply>, Status> {
-        let pool = &self.0;
-        let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
-        let (state, place) = pool.unpark(&lease).await;
-        Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
+        leases::unpark(&self.0, request).await
     }
 
     async fn idle_hint(
         &self,
         request: Request<wire::IdleHintRequest>,
     ) -> Result<Response<wire::IdleHintReply>, Status> {
-        let pool = &self.0;
-        let client = pool.client(&request).await?;
-        let wish = request.into_inner();
-        let lease = pool.own_lease(&wish.lease, client.clone()).await?;
-        let state = pool.hint_idle(&client, &lease, wish.idle).into();
-        Ok(Response::new(wire::IdleHintReply { state }))
+        leases::idle_hint(&self.0, request).await
     }
 
     async fn readings(
         &self,
         request: Request<wire::ReadingsRequest>,
     ) -> Result<Response<wire::ReadingsReply>, Status> {
-        let pool = &self.0;
-        let client = pool.client(&request).await?;
-        locked(&pool.clients).heard(&client, pool.clock.now());
-        let wish = request.into_inner();
-        bounded([&wish.lease], &[])?;
-        let standing = pool.registry.get(&wish.lease).await.filter(|s| s.lease.client == client);
-        let lease = standing.ok_or_else(|| Status::not_found("no such lease"))?.lease;
-        let gpus = pool.registry.gpus().await;
-        readings::answer(pool, &lease, &gpus, wish.queries).await.map(Response::new)
+        leases::readings(&self.0, request).await
     }
 
     async fn describe(
         &self,
         request: Request<wire::DescribeRequest>,
     ) -> Result<Response<wire::ServerDescription>, Status> {
-        let pool = &self.0;
-        let client = pool.client(&request).await?;
-        let reached = peer(&request).and_then(Peer::local);
-        let facts = &pool.facts;
-        let devices = pool.registry.gpus().await;
-        Ok(Response::new(wire::ServerDescription {
-            name: facts.config.name.clone(),
-            software: format!("gpuserver {}", env!("CARGO_PKG_VERSION")),
-            protocol: preface::VERSION.into(),
-            driver_version: pool.driver_version(),
-            cuda_version: facts.cuda_version,
-            devices: devices.iter().map(|g| device(&g.gpu, None, g.state(), g)).collect(),
-            state: pool.state().await,
-            data_addresses: pool.data_addresses(reached),
-            idle_timeout_usec: micros(pool.default_timeouts(&client).first()),
-            lease_ttl_usec: micros(DEFAULT_TTL),
-        }))
+        server::describe(&self.0, request).await
     }
 
     type WatchStream = Events<Watching>;
@@ -431,19 +97,6 @@ impl PoolService for Service {
         &self,
         request: Request<wire::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        let pool = self.0.clone();
-        let client = pool.client(&request).await?;
-        let boot_id = request.into_inner().boot_id;
-        bounded([&boot_id], &[])?;
-        // Opened before its presence takes effect, so that no event is missed.
-        let queue = pool.watches.begin(&client);
-        pool.present(&client, &boot_id, "").await?;
-        let watching = Watching::begin(pool.clone(), client.clone());
-        let leases = pool.registry.of_client(&client).await.into_iter().map(|s| s.lease.id);
-        let first = leases.filter_map(|lease| {
-            let stock = pool.supervisor.ready(&lease);
-            (stock > 0).then(|| workers_ready(lease, stock, None))
-        });
-        Ok(Response::new(Events::new(first.collect(), queue, watching)))
+        watch::watch(&self.0, request).await
     }
 }

@@ -4,9 +4,32 @@ use std::sync::Arc;
 
 use gpusession_proto::control::pool_event::Event as PoolEventKind;
 use gpusession_proto::control::{self as wire, PoolEvent};
+use tonic::{Request, Response, Status};
 
+use crate::pool::status::bounded;
+use crate::pool::watch::Events;
 use crate::pool::{Pool, locked};
 use crate::supervise::WorkerId;
+
+pub(super) async fn watch(
+    pool: &Arc<Pool>,
+    request: Request<wire::WatchRequest>,
+) -> Result<Response<Events<Watching>>, Status> {
+    let pool = pool.clone();
+    let client = pool.client(&request).await?;
+    let boot_id = request.into_inner().boot_id;
+    bounded([&boot_id], &[])?;
+    // Opened before its presence takes effect, so that no event is missed.
+    let queue = pool.watches.begin(&client);
+    pool.present(&client, &boot_id, "").await?;
+    let watching = Watching::begin(pool.clone(), client.clone());
+    let leases = pool.registry.of_client(&client).await.into_iter().map(|s| s.lease.id);
+    let first = leases.filter_map(|lease| {
+        let stock = pool.supervisor.ready(&lease);
+        (stock > 0).then(|| workers_ready(lease, stock, None))
+    });
+    Ok(Response::new(Events::new(first.collect(), queue, watching)))
+}
 
 pub(in crate::pool) fn workers_ready(lease: String, stock: u32, ended: Option<WorkerId>) -> PoolEvent {
     let ended = ended.iter().map(|id| id.to_vec()).collect();
@@ -17,7 +40,7 @@ pub(in crate::pool) fn workers_ready(lease: String, stock: u32, ended: Option<Wo
 pub struct Watching(Arc<Pool>, String);
 
 impl Watching {
-    pub(super) fn begin(pool: Arc<Pool>, client: String) -> Self {
+    fn begin(pool: Arc<Pool>, client: String) -> Self {
         locked(&pool.clients).watch_began(&client);
         Self(pool, client)
     }

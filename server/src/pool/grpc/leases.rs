@@ -1,0 +1,291 @@
+//! The calls about leases: allocate, renew, park, release and read.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::control as wire;
+use gpusession_proto::journal::Event as Said;
+use tonic::{Request, Response, Status};
+use tracing::info;
+
+use crate::idle::OnIdle;
+use crate::lease::{AllocateError, Memory, Place, Priority, Request as LeaseRequest, Sharing};
+use crate::pool::authenticate::{Peer, peer};
+use crate::pool::describe::{devices, limits, micros};
+use crate::pool::parking::ParkError;
+use crate::pool::status::{beyond, bounded, unfit};
+use crate::pool::{Pool, RELEASED, locked, readings, whole};
+
+pub(super) async fn allocate(
+    pool: &Arc<Pool>,
+    request: Request<wire::AllocateRequest>,
+) -> Result<Response<wire::Lease>, Status> {
+    let client = pool.client(&request).await?;
+    let from = peer(&request).and_then(Peer::remote);
+    let reached = peer(&request).and_then(Peer::local);
+    let wish = request.into_inner();
+    bounded(
+        [
+            &wish.request_id,
+            &wish.model,
+            &wish.sharing,
+            &wish.priority,
+            &wish.user,
+            &wish.who,
+            &wish.why,
+            &wish.boot_id,
+            &wish.machine_id,
+            &wish.on_idle,
+        ]
+        .into_iter()
+        .chain(&wish.devices)
+        .chain(&wish.sticky),
+        &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
+    )?;
+    pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
+    let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
+        ("", _) => None,
+        (_, Some(sharing)) => Some(sharing),
+        (other, None) => {
+            return Err(Status::invalid_argument(format!(
+                "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
+            )));
+        }
+    };
+    let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
+    if shares.into_iter().filter(|given| *given).count() > 1 {
+        return Err(Status::invalid_argument(
+            "sm_percent, sm_count and sm_auto say the same: leave all but one out",
+        ));
+    }
+    let priority = match wish.priority.as_str() {
+        "" | "normal" => Priority::Normal,
+        "below-normal" => Priority::BelowNormal,
+        other => {
+            return Err(Status::invalid_argument(format!(
+                "priority {other:?} is neither \"normal\" nor \"below-normal\""
+            )));
+        }
+    };
+    let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
+        Status::invalid_argument(format!(
+            "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
+            wish.on_idle
+        ))
+    })?;
+    let idle_timeout = match wish.idle_timeout_usec {
+        0 => Duration::ZERO,
+        _ if on_idle == OnIdle::Keep => {
+            return Err(Status::invalid_argument(
+                "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
+            ));
+        }
+        usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
+    };
+    let allowed = pool.limits_of(&client, &wish.user);
+    pool.serves(&allowed)?;
+    let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
+    let memory = match (wish.memory_bytes, wish.memory_percent) {
+        (0, 0.0) => Memory::Percent(100.0),
+        (0, percent) => Memory::Percent(percent),
+        (bytes, _) => Memory::Bytes(bytes),
+    };
+    let wanted = LeaseRequest {
+        client: client.clone(),
+        request_id: wish.request_id,
+        gpus: wish.gpus,
+        memory,
+        model: wish.model,
+        devices: wish.devices,
+        sticky: wish.sticky,
+        user: wish.user,
+        uid: wish.uid,
+        ttl: Duration::from_micros(wish.ttl_usec),
+        who: wish.who,
+        why: wish.why,
+        boot_id: wish.boot_id,
+        encrypted,
+        sm_percent: if wish.sm_percent == 0 { 100 } else { wish.sm_percent },
+        sm_count: wish.sm_count,
+        sm_auto: wish.sm_auto,
+        once: wish.once,
+        sharing,
+        priority,
+        persistent: wish.persistent,
+        on_idle,
+        hold: wish.hold,
+        idle_timeout,
+        order: wish.order,
+        limits: allowed.clone(),
+    };
+    let known = wish.again.then_some(wish.workers);
+    let allocated = {
+        let pool = pool.clone();
+        whole(async move { pool.allocate(&wanted).await }).await?
+    };
+    let (lease, fresh) = allocated.map_err(|e| {
+        let text = e.to_string();
+        if let Some(more) = pool.quiet.may() {
+            // The client itself sees malformed requests and ones that never fit.
+            let event = match &e {
+                AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
+                AllocateError::Limit(_) => Some(Said::LimitRefuses),
+                _ => None,
+            };
+            info!(
+                message_id = event.map(Said::id),
+                gpusession_client = client,
+                gpusession_reason = text,
+                "client {client}: no lease: {text}{more}"
+            );
+        }
+        use tonic::Code::{FailedPrecondition, ResourceExhausted};
+        use wire::refusal::Kind;
+        match e {
+            AllocateError::Invalid(_) => Status::invalid_argument(text),
+            AllocateError::NeverFits(_) => unfit(FailedPrecondition, text, Kind::NeverFits, 0, 0),
+            AllocateError::NoCapacity { position, waiting, .. } => {
+                unfit(ResourceExhausted, text, Kind::NoCapacity, position, waiting)
+            }
+            AllocateError::Limit(exceeded) => beyond(exceeded),
+            AllocateError::Storage(_) => Status::internal(text),
+        }
+    })?;
+    let gpus = pool.registry.gpus().await;
+    if fresh {
+        let what: Vec<_> =
+            lease.shares.iter().map(|s| format!("{} MiB of {}", s.limit_bytes >> 20, s.gpu)).collect();
+        info!(
+            message_id = Said::LeaseGranted.id(),
+            gpusession_lease = lease.id,
+            gpusession_client = client,
+            gpusession_server = pool.facts.config.name,
+            "lease {} granted to {client}: {}",
+            lease.id,
+            what.join(", ")
+        );
+    }
+    pool.supervisor.add_lease(&lease, limits(&lease, &gpus), allowed);
+    if let Some(known) = known {
+        pool.supervisor.end_unclaimed(&lease.id, &known);
+    }
+    Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+}
+
+pub(super) async fn renew(
+    pool: &Arc<Pool>,
+    request: Request<wire::RenewRequest>,
+) -> Result<Response<wire::RenewReply>, Status> {
+    let client = pool.keeper(&request).await?;
+    let wish = request.into_inner();
+    bounded(wish.leases.iter().chain([&wish.boot_id]), &[wish.leases.len()])?;
+    pool.present(&client, &wish.boot_id, "").await?;
+    let mut leases = Vec::with_capacity(wish.leases.len());
+    let gpus = pool.registry.gpus().await;
+    for id in wish.leases {
+        leases.push(match pool.registry.renew(&client, &id).await {
+            Some(ttl) => {
+                let (state, place) = pool.lease_state(&id);
+                let standing = pool.registry.get(&id).await;
+                let lease = standing.map(|s| s.lease);
+                let lease = lease.as_ref();
+                wire::RenewedLease {
+                    devices: lease.map(|l| devices(l, &gpus)).unwrap_or_default(),
+                    fencing_token: lease.map_or(0, |l| l.fencing_token),
+                    idle_timeout_usec: lease.map_or(0, |l| micros(pool.timeouts(l).first())),
+                    id,
+                    ttl_usec: micros(ttl),
+                    state: state.into(),
+                    position: place.position,
+                    waiting: place.waiting,
+                    ..Default::default()
+                }
+            }
+            None => wire::RenewedLease {
+                id,
+                lost: true,
+                reason: "the server has no such lease: it was released, ended by an administrator, or its client was \
+                         silent for too long"
+                    .into(),
+                ..Default::default()
+            },
+        });
+    }
+    Ok(Response::new(wire::RenewReply { leases, state: pool.state().await }))
+}
+
+pub(super) async fn release(
+    pool: &Arc<Pool>,
+    request: Request<wire::ReleaseRequest>,
+) -> Result<Response<wire::ReleaseReply>, Status> {
+    let client = pool.keeper(&request).await?;
+    locked(&pool.clients).heard(&client, pool.clock.now());
+    let wish = request.into_inner();
+    let pool = pool.clone();
+    whole(async move {
+        if !wish.request_id.is_empty() {
+            pool.registry.leave_queue(&client, &wish.request_id).await;
+        }
+        let ended = pool.registry.release(Some(&client), &wish.lease).await;
+        pool.ended(ended.as_slice(), RELEASED);
+    })
+    .await?;
+    Ok(Response::new(wire::ReleaseReply {}))
+}
+
+pub(super) async fn park(
+    pool: &Arc<Pool>,
+    request: Request<wire::ParkRequest>,
+) -> Result<Response<wire::ParkReply>, Status> {
+    let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
+    let parked = {
+        let (pool, lease) = (pool.clone(), lease.clone());
+        whole(async move { pool.park(&lease, "its client asked for it").await }).await?
+    };
+    parked.map_err(|e| {
+        let text = e.to_string();
+        match e {
+            ParkError::NoLease => Status::not_found(text),
+            ParkError::Never(_) | ParkError::Away(_) => Status::failed_precondition(text),
+            ParkError::NoRoom { .. } => Status::resource_exhausted(text),
+            ParkError::Busy => Status::unavailable(text),
+            ParkError::Failed(_) => Status::internal(text),
+        }
+    })?;
+    let (state, place) = pool.parking.state(&lease).unwrap_or(("active", Place::default()));
+    Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
+}
+
+pub(super) async fn unpark(
+    pool: &Arc<Pool>,
+    request: Request<wire::UnparkRequest>,
+) -> Result<Response<wire::ParkReply>, Status> {
+    let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
+    let (state, place) = pool.unpark(&lease).await;
+    Ok(Response::new(wire::ParkReply { state: state.into(), position: place.position }))
+}
+
+pub(super) async fn idle_hint(
+    pool: &Arc<Pool>,
+    request: Request<wire::IdleHintRequest>,
+) -> Result<Response<wire::IdleHintReply>, Status> {
+    let client = pool.client(&request).await?;
+    let wish = request.into_inner();
+    let lease = pool.own_lease(&wish.lease, client.clone()).await?;
+    let state = pool.hint_idle(&client, &lease, wish.idle).into();
+    Ok(Response::new(wire::IdleHintReply { state }))
+}
+
+pub(super) async fn readings(
+    pool: &Arc<Pool>,
+    request: Request<wire::ReadingsRequest>,
+) -> Result<Response<wire::ReadingsReply>, Status> {
+    let client = pool.client(&request).await?;
+    locked(&pool.clients).heard(&client, pool.clock.now());
+    let wish = request.into_inner();
+    bounded([&wish.lease], &[])?;
+    let standing = pool.registry.get(&wish.lease).await.filter(|s| s.lease.client == client);
+    let lease = standing.ok_or_else(|| Status::not_found("no such lease"))?.lease;
+    let gpus = pool.registry.gpus().await;
+    readings::answer(pool, &lease, &gpus, wish.queries).await.map(Response::new)
+}
