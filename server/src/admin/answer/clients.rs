@@ -1,0 +1,54 @@
+//! Answers about the pool's clients.
+
+use gpusession_proto::join;
+use serde_json::Value;
+
+use super::{internal, show};
+use crate::admin::ask::Refusal;
+use crate::admin::rows::{ClientRow, micros};
+use crate::pool::Pool;
+
+pub(super) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
+    let leases = pool.registry().leases().await;
+    let rows: Vec<_> = pool
+        .clients()
+        .into_iter()
+        .map(|c| ClientRow {
+            state: match (c.record.revoked, c.alive) {
+                (true, _) => "revoked",
+                (false, true) => "connected",
+                (false, false) => "away",
+            }
+            .into(),
+            leases: leases.iter().filter(|s| s.lease.client == c.name).count(),
+            name: c.name,
+            silent_usec: c.silent.map(micros),
+            joined_unix: c.record.joined_unix,
+            certificate_sha256: c.record.certificate,
+        })
+        .collect();
+    show(serde_json::to_value(rows))
+}
+
+pub(super) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
+    a_name(&name)?;
+    let (known, leases) = pool.revoke(&name).await.map_err(|e| internal(&e))?;
+    Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
+}
+
+pub(super) async fn forget(pool: &Pool, name: String) -> Result<Value, Refusal> {
+    a_name(&name)?;
+    let (known, leases) = pool.forget(&name).await.map_err(|e| internal(&e))?;
+    Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
+}
+
+/// Checks that a client or an administrator can have this name.
+pub fn a_name(name: &str) -> Result<(), Refusal> {
+    match join::is_name(name) {
+        true => Ok(()),
+        false => Err(Refusal::new(
+            "usage",
+            format!("{name:?} is not a valid name: use a-z, 0-9, `-` and `.`, 64 characters at most"),
+        )),
+    }
+}

@@ -1,0 +1,117 @@
+//! Answers about GPUs: their list, their service, and MPS.
+
+use gpusession_proto::readings::uuid_bytes;
+use serde_json::Value;
+
+use super::show;
+use crate::admin::ask::Refusal;
+use crate::admin::rows::GpuRow;
+use crate::lease::Withdrawn;
+use crate::pool::Pool;
+
+pub(super) async fn gpus(pool: &Pool) -> Result<Value, Refusal> {
+    let latest = pool.monitor().readings().borrow().clone();
+    let reading = |uuid| latest.as_ref()?.gpu(&uuid_bytes(uuid)?);
+    let rows: Vec<_> = pool
+        .registry()
+        .gpus()
+        .await
+        .iter()
+        .enumerate()
+        .map(|(index, g)| GpuRow {
+            index,
+            state: g.state().into(),
+            reason: g.withdrawn.as_ref().map(|w| w.reason().to_string()),
+            context_bytes: g.gpu.context_bytes,
+            uuid: g.gpu.uuid.clone(),
+            name: g.gpu.name.clone(),
+            pci_address: g.gpu.pci_address.clone(),
+            memory_bytes: g.gpu.memory_bytes,
+            leased_bytes: g.used_bytes,
+            used_bytes: reading(&g.gpu.uuid).and_then(|r| r.memory_used_bytes),
+            utilization_percent: reading(&g.gpu.uuid).and_then(|r| r.utilization_percent),
+            compute_capability: format!("{}.{}", g.gpu.compute_major, g.gpu.compute_minor),
+            sharing: g.gpu.sharing,
+            leases: g.leases.clone(),
+        })
+        .collect();
+    show(serde_json::to_value(rows))
+}
+
+pub(super) async fn off(pool: &Pool, gpu: String, reason: String) -> Result<Value, Refusal> {
+    let uuid = find_gpu(pool, &gpu).await?;
+    pool.withdraw(&uuid, Some(Withdrawn::Off(reason))).await;
+    gpu_state(pool, &uuid).await
+}
+
+pub(super) async fn on(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
+    let uuid = find_gpu(pool, &gpu).await?;
+    pool.withdraw(&uuid, None).await;
+    gpu_state(pool, &uuid).await
+}
+
+pub(super) async fn drop(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
+    let uuid = find_gpu(pool, &gpu).await?;
+    let leases = pool.registry().leases().await;
+    let holders: Vec<_> = leases
+        .iter()
+        .filter(|s| s.lease.shares.iter().any(|d| d.gpu == uuid))
+        .map(|s| format!("{} of {}", s.lease.id, s.lease.client))
+        .collect();
+    if !holders.is_empty() {
+        return Err(Refusal {
+            code: "leased".into(),
+            message: format!("GPU {uuid} is leased: {}", holders.join(", ")),
+            hint: format!(
+                "`gpuserver off {gpu}` stops new leases on it; drop it when these have ended, or end them with `gpuserver kill LEASE`"
+            ),
+        });
+    }
+    pool.withdraw(&uuid, Some(Withdrawn::Stopped("dropped by an administrator".into()))).await;
+    gpu_state(pool, &uuid).await
+}
+
+pub(super) async fn mps(pool: &Pool) -> Result<Value, Refusal> {
+    let Some(mps) = pool.supervisor().mps() else {
+        let mut refusal = Refusal::new("not-used", "this server does not share GPUs by MPS");
+        refusal.hint = "set sharing = \"mps\" or gpu_sharing.mps, and restart it".into();
+        return Err(refusal);
+    };
+    show(serde_json::to_value(mps.views().await))
+}
+
+/// Finds a GPU by index, or by at least five characters of its UUID's start.
+async fn find_gpu(pool: &Pool, text: &str) -> Result<String, Refusal> {
+    let gpus = pool.registry().gpus().await;
+    let lower = text.to_lowercase();
+    let fits: Vec<&str> = gpus
+        .iter()
+        .enumerate()
+        .filter(|(index, g)| {
+            index.to_string() == text || text.len() > 4 && g.gpu.uuid.to_lowercase().starts_with(&lower)
+        })
+        .map(|(_, g)| g.gpu.uuid.as_str())
+        .collect();
+    match fits.as_slice() {
+        [one] => Ok((*one).to_string()),
+        [] => Err(Refusal {
+            code: "no-such-gpu".into(),
+            message: format!("GPU {text:?} not found"),
+            hint: "`gpuserver gpus` lists indices and UUIDs".into(),
+        }),
+        _ => Err(Refusal::new(
+            "no-such-gpu",
+            format!("{} GPUs start with {text:?}; write more of it", fits.len()),
+        )),
+    }
+}
+
+async fn gpu_state(pool: &Pool, uuid: &str) -> Result<serde_json::Value, Refusal> {
+    let gpus = pool.registry().gpus().await;
+    let gpu = gpus.iter().find(|g| g.gpu.uuid == uuid);
+    Ok(serde_json::json!({
+        "uuid": uuid,
+        "state": gpu.map_or("stopped", |g| g.state()),
+        "leases": gpu.map(|g| g.leases.clone()).unwrap_or_default(),
+    }))
+}
