@@ -1,0 +1,103 @@
+//! `gpuserver admin`: creates, lists and revokes administrators.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Context;
+use serde_json::{Value, json};
+
+use super::show;
+use super::target::{Target, offline, running};
+use super::verbs::AdminVerb;
+use crate::admin::{self, Ask, Refusal};
+use crate::clock::{Clock, SystemClock, SystemRandom};
+use crate::pool::Files;
+use crate::pool::administrators::Administrators;
+use crate::pool::authority::Authority;
+use crate::store;
+
+pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
+    match verb {
+        AdminVerb::Create { name, out: file, json } => {
+            admin::a_name(name)?;
+            if std::fs::symlink_metadata(file).is_ok() {
+                let message = format!("{} exists already; choose another file with --out", file.display());
+                return Err(Refusal::new("exists", message).into());
+            }
+            let key = rcgen::KeyPair::generate()?;
+            let csr_pem = rcgen::CertificateParams::default().serialize_request(&key)?.pem()?;
+            let value =
+                ask_administrators(server, &Ask::AdministratorCreate { name: name.clone(), csr_pem })?;
+            let made: admin::AdministratorView = serde_json::from_value(value)?;
+            let bundle = format!("{}{}{}", made.certificate_pem, key.serialize_pem(), made.authority_pem);
+            write_new(file, &bundle).with_context(|| {
+                format!("{} not written; run `gpuserver admin revoke {name}` and try again", file.display())
+            })?;
+            if *json {
+                return show::json(out, "administrator", json!({ "name": name, "file": file }));
+            }
+            writeln!(out, "{}: its holder may do with --server what root may do here.", file.display())?;
+            writeln!(
+                out,
+                "Next: install it as ~/.config/gpusession/admin.pem, and run `gpuserver --server HOST status`."
+            )?;
+        }
+        AdminVerb::List { json } => {
+            let value = ask_administrators(server, &Ask::Administrators)?;
+            return match json {
+                true => show::json(out, "administrators", value),
+                false => show::administrators(out, serde_json::from_value(value)?),
+            };
+        }
+        AdminVerb::Revoke { name, json } => {
+            let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;
+            if *json {
+                return show::json(out, "administrator", value);
+            }
+            writeln!(out, "administrator {name} is revoked on this server")?;
+            if value["known"] == false {
+                writeln!(
+                    out,
+                    "note: this server has not seen this name; `gpuserver admin list` lists the names"
+                )?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes a secret into a new file that only its owner can read.
+fn write_new(path: &Path, text: &str) -> std::io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
+
+/// Performs a verb for administrators, on the files if no server runs.
+fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    if let Some(value) = running(server, ask)? {
+        return Ok(value);
+    }
+    let config = server.config()?;
+    let _lock = offline(config)?;
+    let path = Files::below(&config.state_dir).administrators;
+    let mut all: Administrators = store::read(&path)?;
+    let (now, random) = (SystemClock.unix(), SystemRandom);
+    let value = match ask {
+        Ask::AdministratorCreate { name, csr_pem } => {
+            let authority = Authority::open(&config.state_dir)?;
+            let made = all.issue(&authority, name, csr_pem, now, &random);
+            let certificate_pem = made.map_err(|e| admin::not_issued(&e))?;
+            let authority_pem = authority.pem().into();
+            serde_json::to_value(admin::AdministratorView { certificate_pem, authority_pem })?
+        }
+        Ask::AdministratorRevoke { name } => {
+            admin::a_name(name)?;
+            json!({ "name": name, "known": all.revoke(name, now) })
+        }
+        _ => return Ok(serde_json::to_value(admin::administrator_rows(&all))?),
+    };
+    store::write(&path, &all)?;
+    Ok(value)
+}

@@ -1,0 +1,82 @@
+//! `gpuserver clients`: lists, revokes and forgets clients.
+
+use std::io::Write;
+
+use serde_json::{Value, json};
+
+use super::show;
+use super::target::{Target, offline, running};
+use super::verbs::ClientsVerb;
+use crate::admin::{self, Ask};
+use crate::clock::{Clock, SystemClock};
+use crate::config::Config;
+use crate::pool::Files;
+use crate::pool::clients::Clients;
+use crate::store;
+
+pub(super) fn clients(
+    out: &mut dyn Write,
+    server: &Target,
+    verb: Option<&ClientsVerb>,
+    json: bool,
+) -> anyhow::Result<()> {
+    let ask = match verb {
+        None => Ask::Clients,
+        Some(ClientsVerb::Revoke { name }) => Ask::Revoke { name: name.clone() },
+        Some(ClientsVerb::Forget { name }) => Ask::Forget { name: name.clone() },
+    };
+    let value = match running(server, &ask)? {
+        Some(value) => value,
+        None => clients_offline(server.config()?, &ask)?,
+    };
+    let (name, done) = match verb {
+        None if json => return show::json(out, "clients", value),
+        None => return show::clients(out, serde_json::from_value(value)?),
+        Some(_) if json => return show::json(out, "client", value),
+        Some(ClientsVerb::Revoke { name }) => (name, "is revoked"),
+        Some(ClientsVerb::Forget { name }) => (name, "is forgotten"),
+    };
+    let ended = value["leases_ended"].as_u64().unwrap_or(0);
+    writeln!(out, "client {name} {done}; {ended} leases ended")?;
+    if value["known"] == false {
+        writeln!(out, "note: this server has not seen this name; `gpuserver clients` lists the names")?;
+    }
+    Ok(())
+}
+
+/// Performs a verb for clients on the files, without a server.
+///
+/// The client's leases expire after the next start, since the client cannot renew them.
+fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
+    let _lock = offline(config)?;
+    let path = Files::below(&config.state_dir).clients;
+    let mut clients = Clients::new(store::read(&path)?);
+    let now = SystemClock.unix();
+    let (name, known) = match ask {
+        Ask::Revoke { name } => {
+            admin::a_name(name)?;
+            (name, clients.revoke(name, now))
+        }
+        Ask::Forget { name } => {
+            admin::a_name(name)?;
+            (name, clients.forget(name, now))
+        }
+        _ => {
+            let rows: Vec<_> = clients
+                .list(SystemClock.now())
+                .into_iter()
+                .map(|c| admin::ClientRow {
+                    name: c.name,
+                    state: if c.record.revoked { "revoked" } else { "away" }.into(),
+                    leases: 0,
+                    silent_usec: None,
+                    joined_unix: c.record.joined_unix,
+                    certificate_sha256: c.record.certificate,
+                })
+                .collect();
+            return Ok(serde_json::to_value(rows)?);
+        }
+    };
+    store::write(&path, &clients.save())?;
+    Ok(json!({ "client": name, "known": known, "leases_ended": 0 }))
+}

@@ -1,0 +1,55 @@
+//! `gpuserver pool`: creates, exports and imports the pool's authority.
+
+use std::io::{Read, Write};
+
+use anyhow::Context;
+use serde_json::json;
+
+use super::show;
+use super::target::offline;
+use super::verbs::PoolVerb;
+use crate::clock::SystemRandom;
+use crate::config::Config;
+use crate::pool::authority::Authority;
+
+/// Longest output of `pool export` that is read, in bytes.
+const MAX_EXPORTED: u64 = 64 << 10;
+
+pub(super) fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
+    let (authority, json) = match verb {
+        PoolVerb::Export => {
+            write!(out, "{}", Authority::open(&config.state_dir)?.export())?;
+            return Ok(());
+        }
+        PoolVerb::Init { json } => {
+            let _lock = offline(config)?;
+            (Authority::init(&config.state_dir, &config.name, &SystemRandom)?, *json)
+        }
+        PoolVerb::Import { file, json } => {
+            let mut text = String::new();
+            let source: Box<dyn Read> = match file.as_os_str() == "-" {
+                true => Box::new(std::io::stdin()),
+                false => Box::new(std::fs::File::open(file).with_context(|| file.display().to_string())?),
+            };
+            source
+                .take(MAX_EXPORTED)
+                .read_to_string(&mut text)
+                .with_context(|| file.display().to_string())?;
+            let _lock = offline(config)?;
+            (Authority::import(&config.state_dir, &text)?, *json)
+        }
+    };
+    let fingerprint = data_encoding::HEXLOWER.encode(&authority.fingerprint());
+    let folder = config.state_dir.join("ca");
+    if json {
+        return show::json(out, "pool", json!({ "authority_sha256": fingerprint, "folder": folder }));
+    }
+    writeln!(out, "The pool's authority is in {}: keep a copy in a secret place.", folder.display())?;
+    writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
+    if matches!(verb, PoolVerb::Import { .. }) {
+        writeln!(out, "Next: start the server, and add it to servers.toml of the pool's clients.")?;
+    } else {
+        writeln!(out, "Next: start the server, and run `gpuserver token create` to let a client join.")?;
+    }
+    Ok(())
+}

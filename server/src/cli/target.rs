@@ -1,0 +1,152 @@
+//! The server that a verb addresses: its configuration, its socket, and requests to it.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use serde_json::Value;
+
+use super::remote::Remote;
+use super::verbs::Cli;
+use crate::admin::{self, Ask, Refusal};
+use crate::config::{self, Config, ConfigError, Surroundings};
+use crate::store::{self, StoreError};
+
+/// Returns the configuration file, and whether it must exist.
+pub fn config_file(cli: &Cli) -> (PathBuf, bool) {
+    match &cli.config {
+        Some(path) => (path.clone(), true),
+        None => (config::DEFAULT_FILE.into(), false),
+    }
+}
+
+/// Reads the configuration that the command line names.
+pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
+    let (file, required) = config_file(cli);
+    // Messages name the file, and a reader may be in another working directory.
+    let file = std::path::absolute(&file).unwrap_or(file);
+    read_config(&file, required)
+}
+
+/// Reads the configuration in `file`.
+pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
+    let host_name = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let ephemeral = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok().and_then(|text| {
+        let (low, high) = text.trim().split_once(char::is_whitespace)?;
+        Some((low.parse().ok()?, high.trim().parse().ok()?))
+    });
+    let env = |name: &str| std::env::var(name).ok();
+    let nvidia_driver = Path::new("/sys/module/nvidia").exists();
+    config::load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
+}
+
+/// The server that a verb addresses, and the configuration with which it would start.
+pub(super) struct Target {
+    pub(super) socket: PathBuf,
+    pub(super) config: Result<Config, ConfigError>,
+    pub(super) remote: Option<Remote>,
+}
+
+impl Target {
+    /// Finds the server that the command line names.
+    ///
+    /// A running server is found even if its configuration files are bad now.
+    pub(super) fn of(cli: &Cli) -> anyhow::Result<Self> {
+        let remote = cli.server.as_deref().map(|server| Remote::new(server, cli.identity.as_deref()));
+        let remote = remote.transpose()?;
+        let here = Self::here(&config_file(cli).0, load_config(cli));
+        Ok(Self { remote, ..here })
+    }
+
+    /// Finds the server of this host whose configuration is in `file`.
+    fn here(file: &Path, config: Result<Config, ConfigError>) -> Self {
+        let socket = match &config {
+            Ok(config) => config.admin_socket(),
+            Err(_) => config::admin_socket_beside(file, &|name| std::env::var(name).ok()),
+        };
+        Self { socket, config, remote: None }
+    }
+
+    /// Lists the servers whose configurations are in the same folder.
+    pub(super) fn beside(cli: &Cli) -> Vec<Self> {
+        let file = config_file(cli).0;
+        let file = std::path::absolute(&file).unwrap_or(file);
+        let folder = file.parent().and_then(|f| std::fs::read_dir(f).ok()).into_iter().flatten().flatten();
+        let is_one = |path: &Path| {
+            let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".toml"));
+            name.is_some_and(|n| n == "gpuserver" || n.starts_with("gpuserver-"))
+        };
+        // The server of the default instance may run without a file.
+        let unnamed = file.with_file_name("gpuserver.toml");
+        let files: BTreeSet<PathBuf> =
+            folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone(), unnamed]).collect();
+        files
+            .into_iter()
+            .map(|f| Self::here(&f, read_config(&f, f == file && cli.config.is_some())))
+            .collect()
+    }
+
+    pub(super) fn config(&self) -> Result<&Config, ConfigError> {
+        self.config.as_ref().map_err(Clone::clone)
+    }
+}
+
+/// Sends a request to the running server; `None` if none runs.
+pub(super) fn running(server: &Target, ask: &Ask) -> anyhow::Result<Option<Value>> {
+    if let Some(remote) = &server.remote {
+        return remote.ask(ask).map(Some);
+    }
+    let path = &server.socket;
+    match admin::ask(path, ask) {
+        Ok(answer) => {
+            if let Err(e) = &server.config {
+                static TOLD: std::sync::Once = std::sync::Once::new();
+                TOLD.call_once(|| {
+                    eprintln!("gpuserver: note: {e}; the server continues with its earlier configuration, and would not start again");
+                });
+            }
+            Ok(Some(answer?))
+        }
+        Err(e)
+            if matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
+        {
+            Ok(None)
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => Err(Refusal {
+            code: "not-allowed".into(),
+            message: format!("{}: {e}", path.display()),
+            hint: "run gpuserver as root or as a member of the group gpuserver".into(),
+        }
+        .into()),
+        Err(e) => Err(e).with_context(|| path.display().to_string()),
+    }
+}
+
+pub(super) fn must_run(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
+    if let Some(value) = running(server, ask)? {
+        return Ok(value);
+    }
+    server.config()?;
+    Err(Refusal {
+        code: "not-running".into(),
+        message: format!("no gpuserver answers at {}", server.socket.display()),
+        hint: "start it with `systemctl start gpuserver`, or name its configuration with -c".into(),
+    }
+    .into())
+}
+
+/// Locks the state directory, whose files a running server would overwrite.
+pub(super) fn offline(config: &Config) -> anyhow::Result<store::Lock> {
+    store::lock(&config.state_dir).map_err(|e| match e {
+        StoreError::Locked(_) => anyhow::Error::from(Refusal {
+            code: "not-reachable".into(),
+            message: format!(
+                "a gpuserver uses {}, but does not answer at {}",
+                config.state_dir.display(),
+                config.admin_socket().display()
+            ),
+            hint: "use the same runtime_dir as the server".into(),
+        }),
+        e => e.into(),
+    })
+}

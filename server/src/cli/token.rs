@@ -1,0 +1,78 @@
+//! `gpuserver token`: creates, lists and revokes join tokens.
+
+use std::io::Write;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::show;
+use super::target::{Target, offline, running};
+use super::verbs::TokenVerb;
+use crate::admin::{self, Ask};
+use crate::clock::{Clock, SystemClock, SystemRandom};
+use crate::config::Config;
+use crate::net::host_port;
+use crate::pool::Files;
+use crate::pool::authority::Authority;
+use crate::pool::tokens::Tokens;
+use crate::store;
+
+pub(super) fn token(out: &mut dyn Write, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
+    let (ask, json) = match verb {
+        TokenVerb::Create { name, uses, ttl, json } => {
+            (Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() }, *json)
+        }
+        TokenVerb::List { json } => (Ask::Tokens, *json),
+        TokenVerb::Revoke { id, json } => (Ask::TokenRevoke { id: id.clone() }, *json),
+    };
+    let value = match running(server, &ask)? {
+        Some(value) => value,
+        None => token_offline(server.config()?, &ask)?,
+    };
+    match verb {
+        TokenVerb::List { .. } if json => show::json(out, "tokens", value),
+        _ if json => show::json(out, "token", value),
+        TokenVerb::Create { .. } => {
+            let here = || server.config().map_or_else(|_| "HOST".into(), address);
+            let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
+            show::token(out, &serde_json::from_value(value)?, &address)
+        }
+        TokenVerb::List { .. } => show::tokens(out, serde_json::from_value(value)?),
+        TokenVerb::Revoke { .. } => {
+            writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?;
+            Ok(())
+        }
+    }
+}
+
+/// Performs a token verb on the files, without a server.
+fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
+    let _lock = offline(config)?;
+    let path = Files::below(&config.state_dir).tokens;
+    let mut tokens: Tokens = store::read(&path)?;
+    let made = match ask {
+        Ask::TokenCreate { pattern, uses, ttl } => {
+            let ttl: Duration = admin::token_ttl(ttl)?;
+            let authority = Authority::open(&config.state_dir)?.fingerprint();
+            let (token, record) =
+                tokens.create(authority, pattern, *uses, ttl, SystemClock.unix(), &SystemRandom);
+            serde_json::to_value(admin::TokenView::new(&token, record))?
+        }
+        Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| admin::no_token(id))? }),
+        _ => return Ok(serde_json::to_value(admin::token_rows(&tokens))?),
+    };
+    store::write(&path, &tokens)?;
+    Ok(made)
+}
+
+/// Returns the address at which clients reach this server.
+fn address(config: &Config) -> String {
+    match config.advertise.first() {
+        Some(a) => host_port(&a.host, a.port.unwrap_or(config.listen.port())),
+        None if config.listen.ip().is_unspecified() => {
+            let host = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned());
+            host_port(&host.unwrap_or_else(|_| "HOST".into()), config.listen.port())
+        }
+        None => config.listen.to_string(),
+    }
+}
