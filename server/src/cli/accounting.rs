@@ -1,6 +1,38 @@
 //! `gpuserver accounting`: shows records of ended leases and programs.
 
+use std::io::Write;
+
+use super::show;
+use super::target::{Target, offline, running};
+use crate::accounting::{self, Accounting, Wanted};
+use crate::admin::Ask;
 use crate::config;
+
+pub(super) fn accounting(
+    out: &mut dyn Write,
+    server: &Target,
+    wanted: &Wanted,
+    csv: bool,
+    json: bool,
+) -> anyhow::Result<()> {
+    let value = match running(server, &Ask::Accounting { wanted: wanted.clone() })? {
+        Some(value) => value,
+        None => {
+            let config = server.config()?;
+            let _lock = offline(config)?;
+            serde_json::to_value(Accounting::open(&config.state_dir)?.list(wanted)?)?
+        }
+    };
+    if json {
+        return show::json(out, "records", value);
+    }
+    let records: Vec<accounting::Record> = serde_json::from_value(value)?;
+    if csv {
+        write!(out, "{}", accounting::csv(&records))?;
+        return Ok(());
+    }
+    show::accounting(out, records)
+}
 
 /// Parses a time in the past, in seconds since 1970: a duration before `now`, or a day.
 pub(super) fn past(text: &str, now: u64) -> Option<u64> {

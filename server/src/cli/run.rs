@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::accounting::past;
+use super::accounting::{accounting, past};
 use super::admin::administrators;
 use super::clients::clients;
 use super::config::{check_config, configure};
 use super::pool::pool;
 use super::show;
-use super::target::{Target, must_run, offline, running};
+use super::target::{Target, must_run, running};
 use super::token::token;
 use super::verbs::{Cli, Verb};
-use crate::accounting::{self, Accounting, Kind, Wanted};
+use crate::accounting::{Kind, Wanted};
 use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
 use crate::config;
@@ -91,43 +91,9 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
             }
             Ok(())
         }
-        Verb::Drain { end, reason, json } => {
-            let value = must_run(&server, &Ask::Drain { end: *end, reason: reason.clone() })?;
-            if *json {
-                return show::json(out, "drain", value);
-            }
-            let programs: Vec<String> = serde_json::from_value(value["programs"].clone())?;
-            match *end {
-                true => writeln!(out, "new leases are allowed again")?,
-                false => writeln!(
-                    out,
-                    "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
-                    value["leases"]
-                )?,
-            }
-            for program in programs.iter().filter(|_| !*end) {
-                writeln!(out, "  still running: {program}")?;
-            }
-            Ok(())
-        }
+        Verb::Drain { end, reason, json } => drain(out, &server, *end, reason, *json),
         Verb::Stop { force, json } => stop(out, &server, *force, *json),
-        Verb::Limits { client, user, json } => {
-            let ask = Ask::Limits { client: client.clone(), user: user.clone() };
-            let value = must_run(&server, &ask)?;
-            if *json {
-                show::json(out, "limits", value)
-            } else {
-                show::limits(out, serde_json::from_value(value)?)?;
-                if !user.is_empty() {
-                    writeln!(
-                        out,
-                        "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections \
-                         and host_memory apply to {user}'s programs"
-                    )?;
-                }
-                Ok(())
-            }
-        }
+        Verb::Limits { client, user, json } => limits(out, &server, client, user, *json),
         Verb::Accounting { since, until, client, user, kind, csv, json } => {
             let time = |text: &str| {
                 past(text, SystemClock.unix()).ok_or_else(|| {
@@ -141,39 +107,10 @@ pub fn run(cli: &Cli) -> anyhow::Result<()> {
                 user: user.clone(),
                 kind: kind.as_deref().map(|k| if k == "lease" { Kind::Lease } else { Kind::Process }),
             };
-            let value = match running(&server, &Ask::Accounting { wanted: wanted.clone() })? {
-                Some(value) => value,
-                None => {
-                    let config = server.config()?;
-                    let _lock = offline(config)?;
-                    serde_json::to_value(Accounting::open(&config.state_dir)?.list(&wanted)?)?
-                }
-            };
-            if *json {
-                return show::json(out, "records", value);
-            }
-            let records: Vec<accounting::Record> = serde_json::from_value(value)?;
-            if *csv {
-                write!(out, "{}", accounting::csv(&records))?;
-                return Ok(());
-            }
-            show::accounting(out, records)
+            accounting(out, &server, &wanted, *csv, *json)
         }
         Verb::Config { verb, json } => configure(out, &server, verb, *json),
-        Verb::Kill { worker, json } => {
-            let value = must_run(&server, &Ask::Kill { worker: worker.clone() })?;
-            if *json {
-                return show::json(out, "killed", value);
-            }
-            match value["lease"].as_str() {
-                Some(lease) => writeln!(
-                    out,
-                    "lease {lease} ended; if its client has it configured, the client requests it again"
-                )?,
-                None => writeln!(out, "worker {} is stopping", value["worker"].as_str().unwrap_or_default())?,
-            }
-            Ok(())
-        }
+        Verb::Kill { worker, json } => kill(out, &server, worker, *json),
     }
 }
 
@@ -254,6 +191,59 @@ fn gpu_changed(out: &mut dyn Write, value: Value, json: bool) -> anyhow::Result<
     writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
     for lease in value["leases"].as_array().into_iter().flatten() {
         writeln!(out, "  lease {} stays on it until it ends", text(lease))?;
+    }
+    Ok(())
+}
+
+fn drain(out: &mut dyn Write, server: &Target, end: bool, reason: &str, json: bool) -> anyhow::Result<()> {
+    let value = must_run(server, &Ask::Drain { end, reason: reason.to_owned() })?;
+    if json {
+        return show::json(out, "drain", value);
+    }
+    let programs: Vec<String> = serde_json::from_value(value["programs"].clone())?;
+    match end {
+        true => writeln!(out, "new leases are allowed again")?,
+        false => writeln!(
+            out,
+            "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
+            value["leases"]
+        )?,
+    }
+    for program in programs.iter().filter(|_| !end) {
+        writeln!(out, "  still running: {program}")?;
+    }
+    Ok(())
+}
+
+fn limits(out: &mut dyn Write, server: &Target, client: &str, user: &str, json: bool) -> anyhow::Result<()> {
+    let ask = Ask::Limits { client: client.to_owned(), user: user.to_owned() };
+    let value = must_run(server, &ask)?;
+    if json {
+        show::json(out, "limits", value)
+    } else {
+        show::limits(out, serde_json::from_value(value)?)?;
+        if !user.is_empty() {
+            writeln!(
+                out,
+                "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections \
+                 and host_memory apply to {user}'s programs"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn kill(out: &mut dyn Write, server: &Target, worker: &str, json: bool) -> anyhow::Result<()> {
+    let value = must_run(server, &Ask::Kill { worker: worker.to_owned() })?;
+    if json {
+        return show::json(out, "killed", value);
+    }
+    match value["lease"].as_str() {
+        Some(lease) => writeln!(
+            out,
+            "lease {lease} ended; if its client has it configured, the client requests it again"
+        )?,
+        None => writeln!(out, "worker {} is stopping", value["worker"].as_str().unwrap_or_default())?,
     }
     Ok(())
 }
