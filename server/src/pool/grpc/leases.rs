@@ -43,45 +43,7 @@ pub(super) async fn allocate(
         &[wish.devices.len(), wish.sticky.len(), wish.gpus as usize],
     )?;
     pool.present(&client, &wish.boot_id, &wish.machine_id).await?;
-    let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
-        ("", _) => None,
-        (_, Some(sharing)) => Some(sharing),
-        (other, None) => {
-            return Err(Status::invalid_argument(format!(
-                "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
-            )));
-        }
-    };
-    let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
-    if shares.into_iter().filter(|given| *given).count() > 1 {
-        return Err(Status::invalid_argument(
-            "sm_percent, sm_count and sm_auto say the same: leave all but one out",
-        ));
-    }
-    let priority = match wish.priority.as_str() {
-        "" | "normal" => Priority::Normal,
-        "below-normal" => Priority::BelowNormal,
-        other => {
-            return Err(Status::invalid_argument(format!(
-                "priority {other:?} is neither \"normal\" nor \"below-normal\""
-            )));
-        }
-    };
-    let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
-        Status::invalid_argument(format!(
-            "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
-            wish.on_idle
-        ))
-    })?;
-    let idle_timeout = match wish.idle_timeout_usec {
-        0 => Duration::ZERO,
-        _ if on_idle == OnIdle::Keep => {
-            return Err(Status::invalid_argument(
-                "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
-            ));
-        }
-        usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
-    };
+    let (sharing, priority, on_idle, idle_timeout) = terms(&wish)?;
     let allowed = pool.limits_of(&client, &wish.user);
     pool.serves(&allowed)?;
     let encrypted = !from.is_some_and(|p| pool.facts.config.may_be_clear(p.ip()));
@@ -123,34 +85,7 @@ pub(super) async fn allocate(
         let pool = pool.clone();
         whole(async move { pool.allocate(&wanted).await }).await?
     };
-    let (lease, fresh) = allocated.map_err(|e| {
-        let text = e.to_string();
-        if let Some(more) = pool.quiet.may() {
-            // The client itself sees malformed requests and ones that never fit.
-            let event = match &e {
-                AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
-                AllocateError::Limit(_) => Some(Said::LimitRefuses),
-                _ => None,
-            };
-            info!(
-                message_id = event.map(Said::id),
-                gpusession_client = client,
-                gpusession_reason = text,
-                "client {client}: no lease: {text}{more}"
-            );
-        }
-        use tonic::Code::{FailedPrecondition, ResourceExhausted};
-        use wire::refusal::Kind;
-        match e {
-            AllocateError::Invalid(_) => Status::invalid_argument(text),
-            AllocateError::NeverFits(_) => unfit(FailedPrecondition, text, Kind::NeverFits, 0, 0),
-            AllocateError::NoCapacity { position, waiting, .. } => {
-                unfit(ResourceExhausted, text, Kind::NoCapacity, position, waiting)
-            }
-            AllocateError::Limit(exceeded) => beyond(exceeded),
-            AllocateError::Storage(_) => Status::internal(text),
-        }
-    })?;
+    let (lease, fresh) = allocated.map_err(|e| not_allocated(pool, &client, e))?;
     let gpus = pool.registry.gpus().await;
     if fresh {
         let what: Vec<_> =
@@ -170,6 +105,80 @@ pub(super) async fn allocate(
         pool.supervisor.end_unclaimed(&lease.id, &known);
     }
     Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
+}
+
+/// Reads how a requested lease shares its GPUs, its priority, and what happens when it is idle.
+fn terms(wish: &wire::AllocateRequest) -> Result<(Option<Sharing>, Priority, OnIdle, Duration), Status> {
+    let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
+        ("", _) => None,
+        (_, Some(sharing)) => Some(sharing),
+        (other, None) => {
+            return Err(Status::invalid_argument(format!(
+                "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
+            )));
+        }
+    };
+    let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
+    if shares.into_iter().filter(|given| *given).count() > 1 {
+        return Err(Status::invalid_argument(
+            "sm_percent, sm_count and sm_auto say the same: leave all but one out",
+        ));
+    }
+    let priority = match wish.priority.as_str() {
+        "" | "normal" => Priority::Normal,
+        "below-normal" => Priority::BelowNormal,
+        other => {
+            return Err(Status::invalid_argument(format!(
+                "priority {other:?} is neither \"normal\" nor \"below-normal\""
+            )));
+        }
+    };
+    let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
+        Status::invalid_argument(format!(
+            "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
+            wish.on_idle
+        ))
+    })?;
+    let idle_timeout = match wish.idle_timeout_usec {
+        0 => Duration::ZERO,
+        _ if on_idle == OnIdle::Keep => {
+            return Err(Status::invalid_argument(
+                "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
+            ));
+        }
+        usec => Duration::from_micros(usec).max(Duration::from_secs(1)),
+    };
+    Ok((sharing, priority, on_idle, idle_timeout))
+}
+
+/// Logs a refused request, and builds its status.
+fn not_allocated(pool: &Pool, client: &str, e: AllocateError) -> Status {
+    let text = e.to_string();
+    if let Some(more) = pool.quiet.may() {
+        // The client itself sees malformed requests and ones that never fit.
+        let event = match &e {
+            AllocateError::NoCapacity { .. } => Some(Said::PoolExhausted),
+            AllocateError::Limit(_) => Some(Said::LimitRefuses),
+            _ => None,
+        };
+        info!(
+            message_id = event.map(Said::id),
+            gpusession_client = client,
+            gpusession_reason = text,
+            "client {client}: no lease: {text}{more}"
+        );
+    }
+    use tonic::Code::{FailedPrecondition, ResourceExhausted};
+    use wire::refusal::Kind;
+    match e {
+        AllocateError::Invalid(_) => Status::invalid_argument(text),
+        AllocateError::NeverFits(_) => unfit(FailedPrecondition, text, Kind::NeverFits, 0, 0),
+        AllocateError::NoCapacity { position, waiting, .. } => {
+            unfit(ResourceExhausted, text, Kind::NoCapacity, position, waiting)
+        }
+        AllocateError::Limit(exceeded) => beyond(exceeded),
+        AllocateError::Storage(_) => Status::internal(text),
+    }
 }
 
 pub(super) async fn renew(
