@@ -105,7 +105,7 @@ def run(site, check):
         seen = client.ok(f"journalctl -b -x MESSAGE_ID={LOST} GPUSESSION_LEASE={before} -t gpusessiond --no-pager")
         expect(seen, f"lease {before}: lost: ")
         expect(seen, "Subject: A lease of GPUs was lost")
-        expect(seen, f"The lease {before} is gone without having been released: ")
+        expect(seen, f"The lease {before} was lost, not released: ")
         seen = server.until(f"journalctl -b MESSAGE_ID={OVER} GPUSESSION_LEASE={before} -t gpuserver -o json --no-pager | grep .", 10)
         assert json.loads(seen.splitlines()[-1])["GPUSESSION_CLIENT"] == "client", seen
     with check("status and D-Bus report that the lease is requested again"):

@@ -83,7 +83,7 @@ def run(site, check):
     with check("the journal names the refused user, and journalctl -x the remedy"):
         denied = "journalctl -b -t gpusessiond MESSAGE_ID=4195922267ea4a9eba8b2031c74f4446 GPUSESSION_USER=1001 --no-pager"
         client.until(f"{denied} -o cat | grep bob", 10)
-        expect(client.ok(f"{denied} -x"), "[access] and [[lease]] in gpusession.toml say who has GPUs")
+        expect(client.ok(f"{denied} -x"), "[access] and [[lease]] in gpusession.toml determine which users get GPUs")
     with check("alice has"):
         expect(client.ok("ssh alice@client vectorAdd"), "sums right")
     with check("a set-uid program writes no trace file that alice names; a program of her own does"):
@@ -209,7 +209,7 @@ def run(site, check):
     with check("a user has at most two persistent leases, even if extra_leases allows more"):
         policy("[access]\nextra_leases = 3\n")
         persistent = [client.ok(f"su -l alice -c '{create}'").split('"')[1] for _ in range(2)]
-        expect(client.fails(f"su -l alice -c '{create}'"), "at most 2 persistent leases")
+        expect(client.fails(f"su -l alice -c '{create}'"), "holds 2 persistent leases already")
         client.ok(f"su -l alice -c 'gpusession release {persistent[0]}'")
         persistent[0] = client.ok(f"su -l alice -c '{create}'").split('"')[1]
         for id in persistent:
