@@ -1,0 +1,59 @@
+//! Servers that this client leaves.
+
+use std::time::Duration;
+
+use super::{Machine, Phase, Slot, Time};
+use crate::leases::{Change, LeaseState};
+
+impl Machine {
+    /// Drains a server: releases its leases after `grace`, to get others elsewhere.
+    ///
+    /// With `None`, uses the server again.
+    pub fn drain(&mut self, now: Time, server: usize, grace: Option<Duration>) {
+        self.servers[server].drained = grace.map(|grace| now + grace);
+        let held: Vec<Slot> = self
+            .slots
+            .iter()
+            .filter(|(_, w)| w.held().is_some_and(|h| h.server == server))
+            .map(|(slot, _)| *slot)
+            .collect();
+        for slot in held {
+            let state = if grace.is_some() { LeaseState::Draining } else { LeaseState::Active };
+            self.set_state(now, slot, state, None);
+            if let Some(left) = grace {
+                let reason = "this client is leaving its server".to_owned();
+                self.tell(Change::PrepareForLoss { slot, left, reason, idle: false });
+            }
+        }
+        for wanted in self.slots.values_mut() {
+            if let Phase::Waiting { retry } = &mut wanted.phase
+                && grace.is_none()
+            {
+                *retry = now;
+            }
+        }
+        self.tell(Change::Server { server });
+        self.tick(now);
+    }
+
+    /// Returns `true` while a server is being drained.
+    pub fn drained(&self, server: usize) -> bool {
+        self.servers[server].drained.is_some()
+    }
+
+    pub(super) fn run_drains(&mut self, now: Time) {
+        let due: Vec<(Slot, usize, String, Time)> = self
+            .slots
+            .iter()
+            .filter_map(|(slot, w)| {
+                let held = w.held()?;
+                let due = self.servers[held.server].drained.is_some_and(|at| at <= now);
+                due.then(|| (*slot, held.server, held.lease.id.clone(), held.expires))
+            })
+            .collect();
+        for (slot, server, id, expires) in due {
+            self.give_back(now, server, id, expires);
+            self.lose(now, slot, "this client left its server");
+        }
+    }
+}

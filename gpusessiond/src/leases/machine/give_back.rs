@@ -1,0 +1,144 @@
+//! Releases of leases, and withdrawals of pending requests.
+
+use super::allocate::backoff;
+use super::{Action, BACKOFF_MIN, Machine, Phase, RECOVERY_TIMEOUT, Slot, Time};
+use crate::leases::Change;
+use crate::pool::{PoolError, Trouble};
+
+#[derive(Debug)]
+pub(super) struct Releasing {
+    pub(super) server: usize,
+    /// Id of a lease, or of a pending request.
+    pub(super) id: String,
+    pub(super) waits: bool,
+    pub(super) retry: Time,
+    pub(super) attempt: u32,
+    give_up: Time,
+    pub(super) in_flight: bool,
+    /// Slot that asks again once this lease is released.
+    pub(super) makes_room_for: Option<Slot>,
+}
+
+impl Machine {
+    /// Drops a wanted lease and releases it at its server.
+    pub fn release(&mut self, now: Time, slot: Slot, reason: &str) {
+        let Some(wanted) = self.slots.remove(&slot) else { return };
+        let request_id = self.request_id(&wanted.spec);
+        match &wanted.phase {
+            Phase::Allocating => drop(self.unwanted.insert(slot, (request_id, wanted.asked))),
+            Phase::Waiting { .. } if wanted.trouble.is_some_and(|e| e.trouble == Trouble::NoCapacity) => {
+                self.withdraw(now, &request_id, wanted.asked);
+            }
+            _ => {}
+        }
+        // A later lease of the same name must not find this one, whose release may be in flight.
+        self.next_generation(&wanted.spec);
+        match (wanted.phase, wanted.recovery) {
+            (Phase::Held(held), _) => {
+                let id = held.lease.id.clone();
+                self.give_back(now, held.server, id, held.expires);
+            }
+            (_, Some(old)) => match self.names.iter().position(|names| names.contains(&old.server)) {
+                Some(server) => self.give_back(now, server, old.id, now + RECOVERY_TIMEOUT * 10),
+                // Released when its server is known; otherwise it expires, since this client does
+                // not renew it.
+                None => self.unplaced.push((old.server, old.id)),
+            },
+            _ => {}
+        }
+        // The reply to a request in flight finds no slot: `allocated` releases that lease.
+        self.tell(Change::Removed { slot, reason: reason.to_owned(), lost: false });
+    }
+
+    /// Withdraws a request, so that requests queued behind it do not wait for it.
+    ///
+    /// A server that misses the withdrawal forgets a request that is not repeated.
+    pub(super) fn withdraw(&mut self, now: Time, request_id: &str, asked: Vec<usize>) {
+        for server in asked.into_iter().filter(|i| self.servers[*i].trouble.is_none()) {
+            self.releasing.push(Releasing {
+                server,
+                id: request_id.to_owned(),
+                waits: true,
+                retry: now,
+                attempt: 0,
+                give_up: now,
+                in_flight: false,
+                makes_room_for: None,
+            });
+        }
+        self.run_releases(now);
+    }
+
+    pub(super) fn give_back(&mut self, now: Time, server: usize, id: String, give_up: Time) {
+        let give_up = give_up.max(now + BACKOFF_MIN);
+        let releasing = Releasing {
+            server,
+            id,
+            waits: false,
+            retry: now,
+            attempt: 0,
+            give_up,
+            in_flight: false,
+            makes_room_for: None,
+        };
+        self.releasing.push(releasing);
+        self.run_releases(now);
+    }
+
+    /// Takes the answer to [`Action::Release`] and [`Action::Withdraw`].
+    pub fn released(&mut self, now: Time, server: usize, id: &str, result: Result<(), PoolError>) {
+        let Some(at) = self.releasing.iter().position(|r| r.server == server && r.id == id) else {
+            return;
+        };
+        match result {
+            // A server that refuses calls over its rate limit has not released the lease.
+            Err(error) if error.trouble.may_pass() || error.trouble == Trouble::Quota => {
+                let releasing = &mut self.releasing[at];
+                releasing.in_flight = false;
+                releasing.attempt += 1;
+                releasing.retry = now + backoff(&mut self.rng, releasing.attempt);
+                if releasing.retry >= releasing.give_up {
+                    self.releasing.swap_remove(at);
+                }
+            }
+            _ => {
+                let done = self.releasing.swap_remove(at);
+                let waiting = done.makes_room_for.and_then(|slot| self.slots.get_mut(&slot));
+                if let Some(Phase::Waiting { retry }) = waiting.map(|w| &mut w.phase) {
+                    *retry = now;
+                }
+                self.retry_refused(now, server);
+            }
+        }
+    }
+
+    /// Retries leases that were refused, once all releases in flight at a server are done.
+    ///
+    /// After a reload the new leases are asked for while the old ones are being released.
+    fn retry_refused(&mut self, now: Time, server: usize) {
+        if self.releasing.iter().any(|r| r.server == server && r.in_flight) {
+            return;
+        }
+        let refused = |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::Quota);
+        for wanted in self.slots.values_mut().filter(|w| w.turn.is_none() && !w.spec.once) {
+            if let Phase::Waiting { retry } = &mut wanted.phase
+                && wanted.trouble.as_ref().is_some_and(refused)
+            {
+                *retry = now;
+            }
+        }
+    }
+
+    pub(super) fn run_releases(&mut self, now: Time) {
+        for releasing in &mut self.releasing {
+            if !releasing.in_flight && releasing.retry <= now {
+                releasing.in_flight = true;
+                let (server, id) = (releasing.server, releasing.id.clone());
+                self.actions.push_back(match releasing.waits {
+                    true => Action::Withdraw { server, request_id: id },
+                    false => Action::Release { server, lease: id },
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! State that outlives the daemon.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::lease::Recovery;
+use super::{Machine, Phase, RECOVERY_TIMEOUT, Time, Wanted};
+use crate::leases::Spec;
+
+/// A lease that outlives the daemon.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedLease {
+    pub spec: Spec,
+    pub id: String,
+    /// Name of the server that holds it.
+    pub server: String,
+    /// When it expires; zero for a lease that the heartbeat renews.
+    pub expires: Time,
+}
+
+/// State that the next daemon of the same boot needs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Saved {
+    pub leases: Vec<SavedLease>,
+    /// How often each wanted lease was given up or lost; part of its request id, so that no request
+    /// is repeated by mistake.
+    pub generations: BTreeMap<String, u32>,
+    /// See [`Machine::preallocate`].
+    pub preallocated: u32,
+}
+
+impl Machine {
+    /// Returns the state that the next daemon of this boot needs.
+    pub fn saved(&self) -> Saved {
+        let lease = |wanted: &Wanted| {
+            let spec = wanted.spec.clone();
+            match (&wanted.phase, &wanted.recovery) {
+                (Phase::Held(held), _) => Some(SavedLease {
+                    spec,
+                    id: held.lease.id.clone(),
+                    server: held.lease.server.clone(),
+                    // Other leases are renewed every few seconds.
+                    expires: if wanted.spec.renewed_by_itself() { Time::ZERO } else { held.expires },
+                }),
+                (_, Some(old)) => Some(SavedLease {
+                    spec,
+                    id: old.id.clone(),
+                    server: old.server.clone(),
+                    expires: old.expires,
+                }),
+                _ => None,
+            }
+        };
+        Saved {
+            leases: self.slots.values().filter_map(lease).collect(),
+            generations: self.generations.clone(),
+            preallocated: self.preallocated,
+        }
+    }
+
+    /// Restores the state of an earlier daemon of this boot.
+    ///
+    /// Call it before [`Machine::session_opened`] for the open sessions, and before
+    /// [`Machine::configure`].
+    pub fn restore(&mut self, now: Time, saved: Saved) {
+        self.generations = saved.generations;
+        self.preallocated = saved.preallocated;
+        for lease in saved.leases {
+            let SavedLease { spec, id, server, expires } = lease;
+            let recovery = Recovery {
+                id,
+                server,
+                until: now + RECOVERY_TIMEOUT,
+                expires,
+                ended: Vec::new(),
+                used: Vec::new(),
+            };
+            self.insert(now, spec, Some(recovery));
+        }
+        self.tick(now);
+    }
+}

@@ -1,0 +1,83 @@
+//! Tests of releases and withdrawals.
+
+use super::*;
+
+#[test]
+fn a_server_that_comes_back_keeps_no_lease_that_was_had_elsewhere() {
+    let mut m = machine(2);
+    let slot = m.want(s(0), configured("a", 1));
+    m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+    actions(&mut m);
+    let released = |m: &mut Machine| {
+        let is = |a: &Action| matches!(a, Action::Release { server: 0, lease } if lease == "l1");
+        actions(m).iter().any(is)
+    };
+    m.tick(s(600));
+    assert!(m.slot(slot).unwrap().held().is_none() && released(&mut m));
+    m.released(s(600), 0, "l1", Err(unreachable()));
+    assert!(!released(&mut m));
+    m.reconnected(s(601), 0);
+    assert!(released(&mut m), "at once");
+}
+
+#[test]
+fn a_lease_that_comes_after_its_release_is_given_back() {
+    let mut m = machine(1);
+    let slot = m.want(s(0), configured("a", 1));
+    m.release(s(0), slot, "test");
+    actions(&mut m);
+    m.allocated(s(1), slot, Ok((0, lease("late", 1))));
+    assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "late".into() }));
+    m.released(s(1), 0, "late", Err(unreachable()));
+    assert_eq!(m.releases_pending(), 1);
+    let again = m.deadline().unwrap();
+    m.tick(again.max(s(3)));
+    assert!(actions(&mut m).contains(&Action::Release { server: 0, lease: "late".into() }));
+    m.released(s(3), 0, "late", Ok(()));
+    assert_eq!(m.releases_pending(), 0);
+}
+
+#[test]
+fn a_request_that_waits_and_is_not_wanted_any_more_leaves_the_queue() {
+    let full = || PoolError::new(Trouble::NoCapacity, "full");
+    let withdrawn = |m: &mut Machine| -> Vec<(usize, String)> {
+        let withdrawn = actions(m).into_iter().filter_map(|a| match a {
+            Action::Withdraw { server, request_id } => Some((server, request_id)),
+            _ => None,
+        });
+        withdrawn.collect()
+    };
+    let mut m = machine(1);
+    m.configure(s(0), vec![configured("a", 1), configured("b", 1), configured("c", 1)]);
+    let slots: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
+    // The first is queued, the second is asking again, the third has not been answered yet.
+    m.allocated(s(0), slots[0], Err(full()));
+    m.allocated(s(0), slots[1], Err(unreachable()));
+    actions(&mut m);
+    m.configure(s(1), vec![]);
+    assert_eq!(withdrawn(&mut m), [(0, "boot/configured/a/0".into())]);
+    m.allocated(s(1), slots[2], Err(full()));
+    assert_eq!(withdrawn(&mut m), [(0, "boot/configured/c/0".into())], "when its answer has come");
+    // A withdrawal that does not reach its server is not repeated: the server forgets the
+    // request.
+    m.released(s(1), 0, "boot/configured/c/0", Err(unreachable()));
+    m.released(s(1), 0, "boot/configured/a/0", Ok(()));
+    m.tick(s(100));
+    assert_eq!((withdrawn(&mut m), m.releases_pending()), (vec![], 0));
+}
+
+#[test]
+fn a_lease_that_a_stopping_server_denies_is_given_back() {
+    let mut m = machine(1);
+    let slot = m.want(s(0), configured("a", 1));
+    m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+    actions(&mut m);
+    m.workers(s(1), slot, "l1", Err(PoolError::new(Trouble::NoSuchLease, "no such lease")));
+    let release = Action::Release { server: 0, lease: "l1".into() };
+    let todo = actions(&mut m);
+    assert!(todo.contains(&release) && told(&todo).iter().any(|c| matches!(c, Change::Lost { .. })));
+    // The server is still unreachable.
+    m.released(s(2), 0, "l1", Err(unreachable()));
+    m.tick(s(10));
+    assert!(actions(&mut m).contains(&release));
+}

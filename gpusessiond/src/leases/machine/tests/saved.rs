@@ -1,0 +1,88 @@
+//! Tests of leases that an earlier daemon held.
+
+use super::*;
+
+#[test]
+fn a_lease_of_before_a_restart_is_found_again_by_its_request() {
+    let mut m = machine(2);
+    m.configure(s(0), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    let mut held = lease("l1", 1);
+    held.server = "gpu-b".into();
+    m.allocated(s(0), slot, Ok((1, held.clone())));
+    m.name_server(s(0), 1, "gpu-b");
+    let mut world = World::default();
+    let mut m = restart(&m, &mut world, s(10), 7);
+    m.configure(s(10), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    let (servers, asked) = request(&actions(&mut m));
+    assert_eq!((servers, asked.request_id.as_str()), (vec![1], "boot/configured/a/0"));
+    assert!(asked.again && asked.workers.is_empty(), "what the old daemon had in stock is not wanted");
+    assert_eq!(m.slot_of("l1"), Some(slot));
+    m.process_resumed(slot, [9; 16]);
+    // Its process exits while the server is restarting, too.
+    m.allocated(s(10), slot, Err(unreachable()));
+    m.process_ended(s(11), slot, "l1", vec![9; 16]);
+    m.tick(s(13));
+    let (servers, asked) = request(&actions(&mut m));
+    assert_eq!(servers, [1], "no other server is asked");
+    assert_eq!(asked.workers, [vec![9; 16]], "its worker is in use");
+    m.allocated(s(13), slot, Ok((1, held)));
+    let ended = Action::EndWorker { slot, server: 1, lease: "l1".into(), worker: vec![9; 16] };
+    assert!(actions(&mut m).contains(&ended));
+    assert_eq!(m.slot(slot).unwrap().processes, 0);
+}
+
+#[test]
+fn a_lease_that_its_server_has_forgotten_does_not_wait_behind_the_question_for_it() {
+    let mut m = machine(1);
+    m.configure(s(0), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    m.allocated(s(0), slot, Ok((0, control::Lease { server: "s0:7601".into(), ..lease("l1", 1) })));
+    let mut m = restart(&m, &mut World::default(), s(10), 7);
+    m.configure(s(10), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/0");
+    m.allocated(s(10), slot, Err(PoolError::new(Trouble::NoCapacity, "full")));
+    let withdrawn = Action::Withdraw { server: 0, request_id: "boot/configured/a/0".into() };
+    assert!(actions(&mut m).contains(&withdrawn));
+    m.tick(s(100));
+    assert_eq!(request(&actions(&mut m)).1.request_id, "boot/configured/a/1");
+}
+
+#[test]
+fn a_lease_whose_session_ended_while_no_daemon_ran_is_given_back_when_its_server_is_known() {
+    let mut m = machine(1);
+    m.configure(s(0), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    m.allocated(s(0), slot, Ok((0, control::Lease { server: "gpu-a".into(), ..lease("l1", 1) })));
+    let saved = m.saved();
+    let mut m = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(7));
+    m.restore(s(10), saved);
+    m.configure(s(10), vec![]);
+    m.add_server(s(10), "gpu-a.example:7601".into());
+    m.name_server(s(11), 0, "gpu-b");
+    assert!(!actions(&mut m).iter().any(|a| matches!(a, Action::Release { .. })));
+    m.name_server(s(12), 0, "gpu-a");
+    let given_back = Action::Release { server: 0, lease: "l1".into() };
+    assert!(actions(&mut m).contains(&given_back));
+    m.name_server(s(13), 0, "gpu-a");
+    assert!(!actions(&mut m).contains(&given_back), "once");
+}
+
+#[test]
+fn a_server_that_does_not_come_back_is_not_waited_for() {
+    let mut m = machine(2);
+    m.configure(s(0), vec![configured("a", 1)]);
+    let slot = m.slots().next().unwrap().0;
+    m.allocated(s(0), slot, Ok((0, control::Lease { server: "s0:7601".into(), ..lease("l1", 1) })));
+    let mut m = restart(&m, &mut World::default(), s(10), 7);
+    let slot = m.slots().next().unwrap().0;
+    m.tick(s(10));
+    actions(&mut m);
+    m.allocated(s(10) + RECOVERY_TIMEOUT, slot, Err(unreachable()));
+    actions(&mut m);
+    m.tick(s(15) + RECOVERY_TIMEOUT);
+    let (servers, asked) = request(&actions(&mut m));
+    assert_eq!((servers.len(), asked.request_id.as_str()), (2, "boot/configured/a/1"));
+}
