@@ -30,7 +30,7 @@ impl Machine {
     /// Takes the answer to [`Action::Allocate`].
     pub fn allocated(&mut self, now: Time, slot: Slot, result: Result<(usize, control::Lease), PoolError>) {
         self.next_turn(now);
-        let Some(wanted) = self.slots.get_mut(&slot).filter(|w| matches!(w.phase, Phase::Allocating)) else {
+        if !self.slots.get(&slot).is_some_and(|w| matches!(w.phase, Phase::Allocating)) {
             let unwanted = self.unwanted.remove(&slot);
             match (result, unwanted) {
                 (Ok((server, lease)), _) => {
@@ -43,108 +43,115 @@ impl Machine {
                 _ => {}
             }
             return;
-        };
-        match result {
-            Ok((server, mut lease)) => {
-                let recovery = wanted.recovery.take();
-                if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
-                    // The server has forgotten the lease, and its requester did not ask for another
-                    // one.
-                    let (id, expires) = (old.id.clone(), now + Duration::from_micros(lease.ttl_usec));
-                    self.give_back(now, server, lease.id, expires);
-                    self.lost(now, slot, id, "its server no longer knows it");
-                    return;
-                }
-                let stock = std::mem::take(&mut lease.workers).into();
-                wanted.attempt = 0;
-                wanted.trouble = None;
-                wanted.last_server = Some(server);
-                wanted.sticky = lease.devices.iter().map(|d| d.uuid.clone()).collect();
-                let mut expires = now + Duration::from_micros(lease.ttl_usec);
-                let mut ended = Vec::new();
-                if let Some(old) = recovery.filter(|old| old.id == lease.id) {
-                    if !wanted.spec.renewed_by_itself() {
-                        expires = expires.min(old.expires);
-                    }
-                    ended = old.ended;
-                } else {
-                    wanted.processes = 0;
-                }
-                let id = lease.id.clone();
-                wanted.phase = Phase::Held(Box::new(Held {
-                    expires,
-                    lease,
-                    server,
-                    state: LeaseState::Active,
-                    since: now,
-                    stock,
-                    idle_since: None,
-                    place: None,
-                    warned: false,
-                    taking: false,
-                    take_again: now,
-                    take_attempt: 0,
-                    missed: 0,
-                    asked_for: 0,
-                    spare_refused: false,
-                    ended: VecDeque::new(),
-                }));
-                for worker in ended {
-                    self.actions.push_back(Action::EndWorker { slot, server, lease: id.clone(), worker });
-                }
-                let health = &mut self.servers[server];
-                health.answered = Some(now);
-                health.trouble = None;
-                health.next = health.next.min(now + HEARTBEAT_INTERVAL);
-                self.tell(Change::Granted { slot });
-                self.fill(now, slot);
-            }
-            Err(error) => {
-                // A background lease occupies GPUs, and counts against this client's limits too.
-                let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::Quota);
-                let yields = refused && self.yield_background(now, slot);
-                let Some(wanted) = self.slots.get_mut(&slot) else { return };
-                if let Some(old) = &wanted.recovery {
-                    // The lease's server may be restarting too; after `until`, another server may
-                    // serve the slot.
-                    if error.trouble != Trouble::Unreachable || old.until <= now {
-                        let (id, server) = (old.id.clone(), old.server.clone());
-                        if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
-                            // A server that returns with the lease must not keep it unused.
-                            self.give_back(now, server, id.clone(), now + RECOVERY_TIMEOUT * 10);
-                        }
-                        let Some(wanted) = self.slots.get_mut(&slot) else { return };
-                        if wanted.spec.once {
-                            self.lost(now, slot, id, &error.message);
-                            return;
-                        }
-                        wanted.recovery = None;
-                        wanted.processes = 0;
-                        let (spec, asked) = (wanted.spec.clone(), wanted.asked.clone());
-                        if error.trouble == Trouble::NoCapacity {
-                            // The request is queued there now, and would precede the next one.
-                            let request_id = self.request_id(&spec);
-                            self.withdraw(now, &request_id, asked);
-                        }
-                        self.next_generation(&spec);
-                    }
-                } else if wanted.spec.once && yields {
-                    // Retried when the background lease is released.
-                    wanted.phase = Phase::Waiting { retry: now + BACKOFF_MAX };
-                    return;
-                } else if wanted.spec.once {
-                    self.slots.remove(&slot);
-                    self.tell(Change::Failed { slot, error });
-                    return;
-                }
-                let Some(wanted) = self.slots.get_mut(&slot) else { return };
-                wanted.attempt += 1;
-                let pause = backoff(&mut self.rng, wanted.attempt);
-                wanted.trouble = Some(error);
-                wanted.phase = Phase::Waiting { retry: now + pause };
-                self.tell(Change::Changed { slot });
-            }
         }
+        match result {
+            Ok((server, lease)) => self.granted(now, slot, server, lease),
+            Err(error) => self.refused(now, slot, error),
+        }
+    }
+
+    /// Takes a lease that a server has allocated.
+    fn granted(&mut self, now: Time, slot: Slot, server: usize, mut lease: control::Lease) {
+        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+        let recovery = wanted.recovery.take();
+        if let Some(old) = recovery.as_ref().filter(|old| wanted.spec.once && old.id != lease.id) {
+            // The server has forgotten the lease, and its requester did not ask for another
+            // one.
+            let (id, expires) = (old.id.clone(), now + Duration::from_micros(lease.ttl_usec));
+            self.give_back(now, server, lease.id, expires);
+            self.lost(now, slot, id, "its server no longer knows it");
+            return;
+        }
+        let stock = std::mem::take(&mut lease.workers).into();
+        wanted.attempt = 0;
+        wanted.trouble = None;
+        wanted.last_server = Some(server);
+        wanted.sticky = lease.devices.iter().map(|d| d.uuid.clone()).collect();
+        let mut expires = now + Duration::from_micros(lease.ttl_usec);
+        let mut ended = Vec::new();
+        if let Some(old) = recovery.filter(|old| old.id == lease.id) {
+            if !wanted.spec.renewed_by_itself() {
+                expires = expires.min(old.expires);
+            }
+            ended = old.ended;
+        } else {
+            wanted.processes = 0;
+        }
+        let id = lease.id.clone();
+        wanted.phase = Phase::Held(Box::new(Held {
+            expires,
+            lease,
+            server,
+            state: LeaseState::Active,
+            since: now,
+            stock,
+            idle_since: None,
+            place: None,
+            warned: false,
+            taking: false,
+            take_again: now,
+            take_attempt: 0,
+            missed: 0,
+            asked_for: 0,
+            spare_refused: false,
+            ended: VecDeque::new(),
+        }));
+        for worker in ended {
+            self.actions.push_back(Action::EndWorker { slot, server, lease: id.clone(), worker });
+        }
+        let health = &mut self.servers[server];
+        health.answered = Some(now);
+        health.trouble = None;
+        health.next = health.next.min(now + HEARTBEAT_INTERVAL);
+        self.tell(Change::Granted { slot });
+        self.fill(now, slot);
+    }
+
+    /// Takes the reason why no server has allocated a lease.
+    fn refused(&mut self, now: Time, slot: Slot, error: PoolError) {
+        // A background lease occupies GPUs, and counts against this client's limits too.
+        let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::Quota);
+        let yields = refused && self.yield_background(now, slot);
+        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+        if let Some(old) = &wanted.recovery {
+            // The lease's server may be restarting too; after `until`, another server may
+            // serve the slot.
+            if error.trouble != Trouble::Unreachable || old.until <= now {
+                let (id, server) = (old.id.clone(), old.server.clone());
+                if let Some(server) = self.names.iter().position(|n| n.contains(&server)) {
+                    // A server that returns with the lease must not keep it unused.
+                    self.give_back(now, server, id.clone(), now + RECOVERY_TIMEOUT * 10);
+                }
+                let Some(wanted) = self.slots.get_mut(&slot) else { return };
+                if wanted.spec.once {
+                    self.lost(now, slot, id, &error.message);
+                    return;
+                }
+                wanted.recovery = None;
+                wanted.processes = 0;
+                let (spec, asked) = (wanted.spec.clone(), wanted.asked.clone());
+                if error.trouble == Trouble::NoCapacity {
+                    // The request is queued there now, and would precede the next one.
+                    let request_id = self.request_id(&spec);
+                    self.withdraw(now, &request_id, asked);
+                }
+                self.next_generation(&spec);
+            }
+        } else if wanted.spec.once && yields {
+            // Retried when the background lease is released.
+            wanted.phase = Phase::Waiting { retry: now + BACKOFF_MAX };
+            return;
+        } else if wanted.spec.once {
+            self.slots.remove(&slot);
+            self.tell(Change::Failed { slot, error });
+            return;
+        }
+        let Some(wanted) = self.slots.get_mut(&slot) else { return };
+        wanted.attempt += 1;
+        let pause = backoff(&mut self.rng, wanted.attempt);
+        wanted.trouble = Some(error);
+        wanted.phase = Phase::Waiting { retry: now + pause };
+        self.tell(Change::Changed { slot });
     }
 
     pub(super) fn next_generation(&mut self, spec: &Spec) {
