@@ -1,0 +1,367 @@
+//! The task that owns the machine: it takes one message at a time.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::journal::Event;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::effects::{follow, tell_ended};
+use super::snapshot::wall_usec;
+use super::{Here, Message, Updates};
+use crate::access::Gate;
+use crate::leases::alarm::Alarm;
+use crate::leases::machine::{Machine, Saved, Time};
+use crate::leases::{Caller, Failure, Granted, LeaseView, ServerView, Slot, Snapshot, Wish};
+use crate::login::Session;
+use crate::pool::{PoolError, PoolServer, Trouble};
+use crate::values::human_duration;
+
+pub(super) struct Actor {
+    pub(super) machine: Machine,
+    pub(super) servers: Vec<Arc<dyn PoolServer>>,
+    pub(super) here: Here,
+    pub(super) boot: String,
+    pub(super) origin: Instant,
+    pub(super) messages: mpsc::WeakUnboundedSender<Message>,
+    pub(super) snapshot: watch::Sender<Arc<Snapshot>>,
+    pub(super) updates: Updates,
+    /// A server's description changed since the last snapshot.
+    pub(super) described: bool,
+    pub(super) saved: Saved,
+    pub(super) save: Box<dyn FnMut(&Saved) + Send>,
+    pub(super) gate: Option<Arc<Gate>>,
+    pub(super) alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
+    pub(super) said_alive: Instant,
+    pub(super) creating: HashMap<Slot, oneshot::Sender<Result<LeaseView, PoolError>>>,
+    pub(super) drained: Vec<oneshot::Sender<()>>,
+    /// The reason last logged for each waiting lease.
+    pub(super) said: HashMap<Slot, String>,
+    /// Why a lease's server gives no worker: each reason is logged once.
+    pub(super) refused: HashMap<Slot, String>,
+    /// The latest program of each user that a lease failed, and when; the newest last. An entry
+    /// lasts until the lease serves another program of that user.
+    pub(super) failures: HashMap<Slot, Vec<(Failure, Time)>>,
+    /// Servers and leases whose silence and parking have been logged.
+    pub(super) lost: HashSet<usize>,
+    pub(super) parked: HashSet<Slot>,
+    pub(super) about: Vec<ServerView>,
+}
+
+impl Actor {
+    pub(super) fn now(&self) -> Time {
+        self.here.uptime + self.origin.elapsed()
+    }
+
+    /// Reports that the manager's loop runs; returns when the next report is due.
+    fn alive(&mut self) -> Option<Instant> {
+        let (interval, say) = self.alive.as_mut()?;
+        // Heartbeats usually wake the loop more often than this, so no wake-up serves the report
+        // alone.
+        if self.said_alive.elapsed() * 4 >= *interval {
+            say();
+            self.said_alive = Instant::now();
+        }
+        Some(self.said_alive + *interval)
+    }
+
+    pub(super) async fn run(mut self, mut inbox: mpsc::UnboundedReceiver<Message>) {
+        let alarm = Alarm::new();
+        self.machine.tick(self.now());
+        self.work();
+        loop {
+            let alive = self.alive();
+            let deadline =
+                self.machine.deadline().map(|at| self.origin + at.saturating_sub(self.here.uptime));
+            let deadline = deadline.into_iter().chain(alive).min();
+            tokio::select! {
+                message = inbox.recv() => match message {
+                    Some(message) => self.handle(message),
+                    None => return,
+                },
+                () = alarm.at(deadline) => {}
+            }
+            // Messages that are already queued are handled before one update is published for all.
+            while let Ok(message) = inbox.try_recv() {
+                self.handle(message);
+            }
+            self.machine.tick(self.now());
+            self.work();
+        }
+    }
+
+    fn handle(&mut self, message: Message) {
+        let now = self.now();
+        match message {
+            Message::Create(spec, reply) => {
+                let slot = self.machine.want(now, *spec);
+                self.creating.insert(slot, reply);
+            }
+            Message::Want(spec, reply) => {
+                let _ = reply.send(self.machine.want(now, *spec));
+            }
+            Message::Release(slot, reason, reply) => {
+                let there = self.machine.slot(slot).is_some();
+                if let Some(held) = self.machine.slot(slot).and_then(|w| w.held()) {
+                    info!(gpusession_lease = held.lease.id, "lease {}: released: {reason}", held.lease.id);
+                }
+                self.machine.release(now, slot, &reason);
+                let _ = reply.send(there);
+            }
+            Message::Renew(id, ttl, reply) => self.renew(&id, ttl, reply),
+            Message::Grant(caller, wish, reply) => self.grant(caller, wish, reply),
+            Message::Places(caller, wish, reply) => {
+                let _ = reply.send(self.places(&caller, &wish));
+            }
+            Message::Of(caller, reply) => {
+                let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
+            }
+            Message::Ended(granted) => self.processes_ended(granted),
+            Message::Became(slot, uid, failure) => self.became(slot, uid, failure),
+            Message::Resume(lease, worker, reply) => {
+                let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
+                if let Some(granted) = &granted {
+                    self.machine.process_resumed(granted.slot, granted.worker);
+                }
+                let _ = reply.send(granted);
+            }
+            Message::Configure(leases, reply) => {
+                self.machine.configure(now, leases);
+                let sessions: Vec<_> = self.machine.sessions().values().cloned().collect();
+                for session in
+                    sessions.into_iter().filter(|s| !s.tty.is_empty() && self.machine.has_templates())
+                {
+                    self.demand_for(session);
+                }
+                let _ = reply.send(());
+            }
+            Message::Preallocate(count, reply) => {
+                self.machine.preallocate(now, count);
+                let _ = reply.send(());
+            }
+            Message::SessionOpened(session) => {
+                self.machine.session_opened(now, session.clone());
+                // A login without a terminal may only copy a file: its leases wait for its first
+                // CUDA call.
+                if !session.tty.is_empty() && self.machine.has_templates() {
+                    self.demand_for(session);
+                }
+            }
+            Message::Demand(Caller { uid, user, access, session, .. }) => {
+                self.machine.demand(now, uid, user.as_deref(), access, session.as_deref());
+            }
+            Message::SessionClosed(id) => self.machine.session_closed(now, &id),
+            Message::Drain(server, grace, reply) => {
+                let there = server < self.servers.len();
+                if there {
+                    self.machine.drain(now, server, grace);
+                }
+                let _ = reply.send(there);
+            }
+            Message::Warn(left, reason, reply) => {
+                let _ = reply.send(self.machine.warn(left, &reason));
+            }
+            Message::Freed(slot) => self.machine.worker_freed(now, slot),
+            Message::Drained(reply) => {
+                let slots: Vec<Slot> = self.machine.slots().map(|(slot, _)| slot).collect();
+                for slot in slots {
+                    self.machine.release(now, slot, "gpusessiond is stopping");
+                }
+                self.drained.push(reply);
+            }
+            Message::Allocated(slot, result) => {
+                if let Ok((server, lease)) = &result {
+                    self.machine.name_server(now, *server, &lease.server);
+                    if !lease.server.is_empty() {
+                        self.about[*server].name.clone_from(&lease.server);
+                    }
+                    info!(
+                        message_id = Event::LeaseGranted.id(),
+                        gpusession_lease = lease.id,
+                        gpusession_server = lease.server,
+                        "lease {}: granted by server {}: {} GPU(s)",
+                        lease.id,
+                        lease.server,
+                        lease.devices.len()
+                    );
+                    let asked = self.machine.slot(slot).and_then(|wanted| wanted.spec.ttl);
+                    let granted = Duration::from_micros(lease.ttl_usec);
+                    if let Some(asked) = asked.filter(|asked| granted < *asked) {
+                        warn!(
+                            gpusession_lease = lease.id,
+                            gpusession_server = lease.server,
+                            "lease {}: ends after {}, not after {} as requested: lease_ttl of server {} is smaller",
+                            lease.id,
+                            human_duration(granted),
+                            human_duration(asked),
+                            lease.server
+                        );
+                    }
+                }
+                if let Ok((server, _)) = &result {
+                    self.describe(*server);
+                }
+                self.machine.allocated(now, slot, result);
+            }
+            Message::Renewed(server, asked, rtt, result) => {
+                if let Ok(reply) = &result {
+                    let about = &mut self.about[server];
+                    about.last_seen_usec = wall_usec();
+                    about.rtt_usec = rtt.as_micros() as u64;
+                    if !reply.state.is_empty() && about.state != reply.state {
+                        about.state.clone_from(&reply.state);
+                        self.described = true;
+                    }
+                }
+                self.machine.renewed(now, server, &asked, result.map(|reply| reply.leases));
+            }
+            Message::Withdrawn(server, request, result) => {
+                if let Err(error) = &result {
+                    debug!("request {request}: not withdrawn: {error}; its server forgets it in time");
+                }
+                self.machine.released(now, server, &request, result);
+            }
+            Message::Released(server, lease, result) => {
+                if let Err(error) = &result {
+                    warn!(
+                        gpusession_lease = lease,
+                        "lease {lease}: not released yet: {error}; it expires at its server at the latest
+"
+                    );
+                }
+                self.machine.released(now, server, &lease, result);
+                self.describe(server);
+            }
+            Message::Workers(slot, lease, result) => {
+                let refused = result.as_ref().err().map(|error| error.message.clone());
+                if self.refused.get(&slot) != refused.as_ref() {
+                    if let Some(reason) = &refused {
+                        warn!(
+                            gpusession_lease = lease,
+                            "lease {lease}: its server gives no worker: {reason}"
+                        );
+                    }
+                    match refused {
+                        Some(reason) => drop(self.refused.insert(slot, reason)),
+                        None => drop(self.refused.remove(&slot)),
+                    }
+                }
+                self.machine.workers(now, slot, &lease, result);
+            }
+            Message::Connect(servers) => {
+                for server in servers {
+                    let address = server.address().to_owned();
+                    let index = self.machine.add_server(now, address.clone());
+                    tokio::spawn(follow(server.clone(), index, self.boot.clone(), self.messages.clone()));
+                    self.servers.push(server);
+                    self.about.push(ServerView { name: address.clone(), address, ..ServerView::default() });
+                }
+                self.described = true;
+            }
+            Message::Disconnected(server) => {
+                for (lease, worker) in self.machine.disconnected(server) {
+                    tokio::spawn(tell_ended(self.servers[server].clone(), lease, worker.id));
+                }
+            }
+            Message::Reconnected(server) => self.machine.reconnected(now, server),
+            Message::Notice(why) => self.machine.set_notice(now, why),
+            Message::Server(index, reply) => {
+                let _ = reply.send(self.servers.get(index).cloned());
+            }
+            Message::Holder(slot, reply) => {
+                let held = self.machine.slot(slot).and_then(|w| w.held());
+                let _ = reply.send(held.map(|h| (self.servers[h.server].clone(), h.lease.id.clone())));
+            }
+            Message::Event(server, event) => self.machine.event(now, server, event),
+            Message::Described(server, rtt, description) => {
+                self.machine.name_server(now, server, &description.name);
+                let about = &mut self.about[server];
+                if !description.name.is_empty() {
+                    about.name = description.name;
+                }
+                about.rtt_usec = rtt.as_micros() as u64;
+                about.last_seen_usec = wall_usec();
+                about.protocol = description.protocol;
+                about.software = description.software;
+                about.devices = description.devices.len() as u32;
+                about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
+                about.state = description.state;
+                about.idle_timeout_usec = description.idle_timeout_usec;
+                about.lease_ttl_usec = description.lease_ttl_usec;
+                let free = about.free;
+                self.machine.described(now, server, free);
+                self.described = true;
+            }
+        }
+    }
+
+    /// Wants the leases that the configuration has for a session, once its user is looked up.
+    fn demand_for(&self, session: Arc<Session>) {
+        let Some(gate) = self.gate.clone() else { return };
+        self.spawn(async move {
+            let person = gate.person(session.uid).await;
+            let (uid, session) = (session.uid, Some(session.id.clone()));
+            Message::Demand(Caller { uid, pid: 0, user: person.name, access: person.access, session })
+        });
+    }
+
+    /// Asks a server for its description after a change of its free GPUs.
+    pub(super) fn describe(&self, server: usize) {
+        let (pool, messages) = (self.servers[server].clone(), self.messages.clone());
+        tokio::spawn(async move {
+            let begun = Instant::now();
+            if let Ok(description) = pool.describe().await
+                && let Some(messages) = messages.upgrade()
+            {
+                let _ = messages.send(Message::Described(server, begun.elapsed(), description));
+            }
+        });
+    }
+
+    pub(super) fn spawn(&self, future: impl Future<Output = Message> + Send + 'static) {
+        let messages = self.messages.clone();
+        tokio::spawn(async move {
+            let message = future.await;
+            if let Some(messages) = messages.upgrade() {
+                let _ = messages.send(message);
+            }
+        });
+    }
+
+    pub(super) fn renew(
+        &mut self,
+        id: &str,
+        ttl: Option<Duration>,
+        reply: oneshot::Sender<Result<Duration, PoolError>>,
+    ) {
+        let found = self
+            .machine
+            .slots()
+            .find_map(|(slot, w)| w.held().filter(|h| h.lease.id == id).map(|h| (slot, h.server)));
+        let Some((slot, server)) = found else {
+            let _ = reply.send(Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id}: not found"))));
+            return;
+        };
+        if let Some(ttl) = ttl {
+            self.machine.set_ttl(slot, ttl);
+        }
+        let longest = self.machine.slot(slot).and_then(|w| w.spec.ttl).unwrap_or(Duration::MAX);
+        let (pool, boot, id) = (self.servers[server].clone(), self.boot.clone(), id.to_owned());
+        self.spawn(async move {
+            let begun = Instant::now();
+            let asked = vec![id.clone()];
+            let result = pool.renew(asked.clone(), boot).await;
+            let _ = reply.send(match &result {
+                Ok(renewed) => match renewed.leases.iter().find(|l| l.id == id) {
+                    Some(lease) if !lease.lost => Ok(Duration::from_micros(lease.ttl_usec).min(longest)),
+                    _ => Err(PoolError::new(Trouble::NoSuchLease, format!("lease {id}: lost"))),
+                },
+                Err(error) => Err(error.clone()),
+            });
+            Message::Renewed(server, asked, begun.elapsed(), result)
+        });
+    }
+}

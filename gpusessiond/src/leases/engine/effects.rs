@@ -1,0 +1,253 @@
+//! Performs the machine's actions: calls to servers, updates for subscribers.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_proto::control;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tracing::{debug, warn};
+
+use super::actor::Actor;
+use super::grants::valid;
+use super::snapshot::same;
+use super::{Message, ended};
+use crate::leases::machine::Action;
+use crate::leases::{Change, Update};
+use crate::pool::{PoolError, PoolServer, Trouble};
+
+/// Pause before a watch reconnects, at first and at most.
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+/// Tries to report a process's exit to its server.
+const ENDED_TRIES: u32 = 6;
+
+/// Follows one server's events while the manager lives.
+pub(super) async fn follow(
+    server: Arc<dyn PoolServer>,
+    index: usize,
+    boot: String,
+    messages: mpsc::WeakUnboundedSender<Message>,
+) {
+    let mut said = false;
+    let mut first = true;
+    let mut pause = BACKOFF_MIN;
+    loop {
+        let begun = Instant::now();
+        match server.describe().await {
+            Ok(description) => {
+                pause = BACKOFF_MIN;
+                let Some(messages) = messages.upgrade() else { return };
+                // The first success after failures matters to leases that wait.
+                if !std::mem::take(&mut first) || said {
+                    let _ = messages.send(Message::Reconnected(index));
+                }
+                said = false;
+                let _ = messages.send(Message::Described(index, begun.elapsed(), description));
+            }
+            Err(error) => {
+                if !said {
+                    warn!(gpusession_server = server.address(), "{error}");
+                    said = true;
+                }
+                if messages.upgrade().is_none() {
+                    return;
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(BACKOFF_MAX);
+                continue;
+            }
+        }
+        let (events, mut arriving) = mpsc::channel(64);
+        let watching = server.watch(boot.clone(), events);
+        tokio::pin!(watching);
+        let result = loop {
+            tokio::select! {
+                result = &mut watching => break result,
+                Some(event) = arriving.recv() => {
+                    let Some(messages) = messages.upgrade() else { return };
+                    let _ = messages.send(Message::Event(index, event));
+                }
+            }
+        };
+        while let Ok(event) = arriving.try_recv() {
+            let Some(messages) = messages.upgrade() else { return };
+            let _ = messages.send(Message::Event(index, event));
+        }
+        if let Err(error) = result {
+            debug!(
+                server = server.address(),
+                "server {}: watch ended: {error}; reconnecting",
+                server.address()
+            );
+        }
+        let Some(handle) = messages.upgrade() else { return };
+        let _ = handle.send(Message::Disconnected(index));
+        drop(handle);
+        tokio::time::sleep(pause).await;
+    }
+}
+
+impl Actor {
+    /// Performs the machine's actions, then publishes a snapshot.
+    pub(super) fn work(&mut self) {
+        self.work_once();
+        while self.machine.has_actions() {
+            self.work_once();
+        }
+    }
+
+    fn work_once(&mut self) {
+        let mut told = Vec::new();
+        while let Some(action) = self.machine.next_action() {
+            match action {
+                Action::Allocate { slot, servers, request } => {
+                    let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
+                    self.spawn(async move { Message::Allocated(slot, allocate(pools, *request).await) });
+                }
+                Action::Renew { server, leases } => {
+                    let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
+                    self.spawn(async move {
+                        let begun = Instant::now();
+                        let result = pool.renew(leases.clone(), boot).await;
+                        Message::Renewed(server, leases, begun.elapsed(), result)
+                    });
+                }
+                Action::Withdraw { server, request_id } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.withdraw(request_id.clone()).await;
+                        Message::Withdrawn(server, request_id, result)
+                    });
+                }
+                Action::Release { server, lease } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.release(lease.clone()).await;
+                        Message::Released(server, lease, result)
+                    });
+                }
+                Action::TakeWorkers { slot, server, lease, count, waiting } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.take_workers(lease.clone(), count, waiting, HashMap::new()).await;
+                        Message::Workers(slot, lease, result)
+                    });
+                }
+                Action::EndWorker { slot, server, lease, worker } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        tell_ended(pool, lease, worker).await;
+                        Message::Freed(slot)
+                    });
+                }
+                Action::Tell(change) => told.push(change),
+            }
+        }
+        let saved = self.machine.saved();
+        if saved != self.saved {
+            (self.save)(&saved);
+            self.saved = saved;
+        }
+        let snapshot = Arc::new(self.look());
+        // Waiting processes ask again at each notification, so only a real change notifies.
+        let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));
+        let mut changed = stock || std::mem::take(&mut self.described);
+        {
+            // Under the lock, so that a subscriber that starts now sees every update exactly once.
+            let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
+            self.snapshot.send_if_modified(|old| {
+                changed |= !same(old, &snapshot);
+                *old = snapshot.clone();
+                changed
+            });
+            if changed || !told.is_empty() {
+                let update = Update { changes: told.clone(), snapshot: snapshot.clone() };
+                updates.retain(|to| to.send(update.clone()).is_ok());
+            }
+        }
+        self.log_servers(&snapshot);
+        for change in told {
+            self.log(&change);
+            match &change {
+                Change::Granted { slot } => {
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let view = snapshot.leases.iter().find(|l| l.slot == *slot).cloned();
+                        let gone = reply.send(view.ok_or_else(ended)).is_err();
+                        if gone {
+                            // The requester dropped its reply channel.
+                            let now = self.now();
+                            self.machine.release(now, *slot, "its requester has left");
+                        }
+                    }
+                }
+                Change::Failed { slot, error } => {
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let _ = reply.send(Err(error.clone()));
+                    }
+                }
+                Change::Removed { slot, .. } => {
+                    self.refused.remove(slot);
+                    self.failures.remove(slot);
+                    if let Some(reply) = self.creating.remove(slot) {
+                        let _ = reply.send(Err(ended()));
+                    }
+                }
+                _ => {}
+            }
+        }
+        if !self.drained.is_empty()
+            && self.machine.releases_pending() == 0
+            && self.machine.slots().next().is_none()
+        {
+            for reply in self.drained.drain(..) {
+                let _ = reply.send(());
+            }
+        }
+    }
+}
+
+/// Reports to a server that a worker is no longer needed; retries transient failures.
+pub(super) async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker: Vec<u8>) {
+    for attempt in 0..ENDED_TRIES {
+        match pool.process_ended(lease.clone(), worker.clone()).await {
+            // A server that refuses calls over its rate limit has not recorded it either.
+            Err(error) if matches!(error.trouble, Trouble::Unreachable | Trouble::Quota) => {
+                debug!("lease {lease}: exit of a process not reported: {error}; retrying");
+                tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
+            }
+            _ => return,
+        }
+    }
+}
+
+/// Asks one server after the other; if all refuse, returns the most hopeful of their reasons.
+async fn allocate(
+    pools: Vec<(usize, Arc<dyn PoolServer>)>,
+    request: control::AllocateRequest,
+) -> Result<(usize, control::Lease), PoolError> {
+    let mut refusal: Option<PoolError> = None;
+    for (index, pool) in pools {
+        match pool.allocate(request.clone()).await {
+            Ok(lease) if valid(&lease) => return Ok((index, lease)),
+            Ok(_) => {
+                let message = format!("{}: sent an invalid lease", pool.address());
+                refusal = Some(PoolError::new(Trouble::Protocol, message));
+            }
+            Err(error) => {
+                let hope = |e: &PoolError| match e.trouble {
+                    Trouble::NoCapacity => 4,
+                    Trouble::Quota => 3,
+                    Trouble::Unreachable => 2,
+                    Trouble::NeverFits => 1,
+                    _ => 0,
+                };
+                if refusal.as_ref().is_none_or(|r| hope(&error) > hope(r)) {
+                    refusal = Some(error);
+                }
+            }
+        }
+    }
+    Err(refusal.unwrap_or_else(|| PoolError::new(Trouble::Unreachable, "no server to ask")))
+}

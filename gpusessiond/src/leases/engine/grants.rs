@@ -1,0 +1,344 @@
+//! Grants: which leases a process uses, and its workers and tickets.
+
+use gpusession_proto::grant::{Denial, Endpoint};
+use gpusession_proto::journal::Event;
+use gpusession_proto::ticket::{MAX_USER, Ticket};
+use gpusession_proto::{control, preface};
+use tokio::sync::oneshot;
+use tracing::{debug, warn};
+
+use super::Message;
+use super::actor::Actor;
+use crate::leases::machine::{Held, Wanted};
+use crate::leases::readings::Place;
+use crate::leases::{Answer, Caller, Failure, Granted, Owner, Slot, Spec, Wish};
+use crate::pool::{PoolError, Trouble};
+
+/// Most users of whose programs a lease's failures are kept.
+const MAX_FAILURES: usize = 16;
+
+impl Actor {
+    /// Selects a process's leases: the named one, else its session's, its user's, those for all.
+    pub(super) fn select(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Slot>, (Denial, String)> {
+        let mine = |owner: &Owner| match owner {
+            Owner::Uid(uid) => *uid == caller.uid,
+            Owner::User(name) => caller.user.as_deref() == Some(name),
+            Owner::Everyone => caller.access,
+        };
+        if let Some(id) = wish.lease.as_deref().filter(|id| !id.is_empty()) {
+            // A name may belong to leases of several sessions: that of the caller's session comes
+            // first.
+            let another = |w: &Wanted| w.spec.session.is_none() || w.spec.session != caller.session;
+            let named = self
+                .machine
+                .slots()
+                .filter(|(_, w)| w.held().is_some_and(|h| h.lease.id == id) || w.spec.name == id)
+                .filter(|(_, w)| mine(&w.spec.owner) || caller.uid == 0)
+                .min_by_key(|(_, w)| another(w));
+            return match named {
+                Some((slot, _)) => Ok(vec![slot]),
+                None => Err((Denial::NoDevice, format!("lease {id}: not found among this user's leases"))),
+            };
+        }
+        let configured = |test: &dyn Fn(&Spec) -> bool| {
+            let mut slots: Vec<_> = self
+                .machine
+                .slots()
+                .filter(|(_, w)| !w.spec.once && test(&w.spec))
+                .map(|(slot, w)| (w.spec.order, slot))
+                .collect();
+            slots.sort_unstable();
+            slots.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>()
+        };
+        let of_session = |spec: &Spec| spec.session.is_some() && spec.session == caller.session;
+        let own = configured(&|spec| of_session(spec) && mine(&spec.owner));
+        if !own.is_empty() {
+            return Ok(own);
+        }
+        let own =
+            configured(&|spec| spec.session.is_none() && spec.owner != Owner::Everyone && mine(&spec.owner));
+        if !own.is_empty() {
+            return Ok(own);
+        }
+        let boot = configured(&|spec| spec.owner == Owner::Everyone);
+        if boot.is_empty() {
+            return Err((Denial::NoDevice, "no lease is configured for this user".into()));
+        }
+        if !caller.access {
+            let who = caller.user.clone().unwrap_or_else(|| format!("uid {}", caller.uid));
+            return Err((Denial::NoDevice, format!("[access] does not let {who} use this machine's GPUs")));
+        }
+        Ok(boot)
+    }
+
+    /// Returns the held leases that a process would get, with their servers.
+    pub(super) fn places(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Place>, (Denial, String)> {
+        let slots = self.select(caller, wish)?;
+        let places: Vec<Place> = slots
+            .iter()
+            .filter_map(|slot| {
+                let held = self.machine.slot(*slot)?.held()?;
+                Some(Place { lease: held.lease.clone(), server: self.servers[held.server].clone() })
+            })
+            .collect();
+        if places.is_empty() {
+            let trouble = slots.iter().find_map(|s| self.machine.slot(*s)?.trouble.as_ref());
+            return Err((
+                Denial::NotReady,
+                trouble.map_or_else(|| "the lease is being allocated".into(), |e| e.message.clone()),
+            ));
+        }
+        Ok(places)
+    }
+
+    pub(super) fn grant(&mut self, caller: Caller, wish: Wish, reply: oneshot::Sender<Answer>) {
+        let now = self.now();
+        if wish.lease.is_none() {
+            let Caller { uid, user, access, session, .. } = &caller;
+            self.machine.demand(now, *uid, user.as_deref(), *access, session.as_deref());
+        }
+        let slots = match self.select(&caller, &wish) {
+            Ok(slots) => slots,
+            Err((denial, reason)) => {
+                let _ = reply.send(Answer::Denied(denial, reason));
+                return;
+            }
+        };
+        let held: Vec<Slot> = slots
+            .iter()
+            .copied()
+            .filter(|s| self.machine.slot(*s).is_some_and(|w| w.held().is_some()))
+            .collect();
+        if held.len() < slots.len() && wish.lease.is_none() && !held.is_empty() {
+            debug!(
+                "process {}: runs on {} of {} leases; the others are not held",
+                caller.pid,
+                held.len(),
+                slots.len()
+            );
+        }
+        if held.is_empty() {
+            let wanted = slots.first().and_then(|s| self.machine.slot(*s));
+            let _ =
+                reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is being allocated"));
+            return;
+        }
+        if let Some(reason) = held.iter().find_map(|slot| self.speaks_otherwise(*slot)) {
+            let _ = reply.send(Answer::Denied(Denial::ProtocolMismatch, reason));
+            return;
+        }
+        if !wish.environment.is_empty() {
+            self.grant_cold(caller, wish, held, reply);
+            return;
+        }
+        let Some(workers) = self.machine.take(now, &held) else {
+            let trouble = held.iter().find_map(|s| self.machine.slot(*s).and_then(|w| w.trouble.as_ref()));
+            let _ = reply.send(no_worker(trouble, "the server is starting a worker"));
+            return;
+        };
+        let answer = self.mint(&caller, &wish, &held, workers);
+        if let Err(Answer::Granted(_, granted)) = reply.send(answer) {
+            self.processes_ended(granted);
+        }
+    }
+
+    /// Returns why the lease's server would refuse a program's connection, if it would.
+    fn speaks_otherwise(&self, slot: Slot) -> Option<String> {
+        let about = &self.about[self.machine.slot(slot)?.held()?.server];
+        let ours = u32::from(preface::VERSION);
+        // 0 until the server has described itself.
+        (![0, ours].contains(&about.protocol)).then(|| {
+            format!(
+                "{} speaks version {} of the data plane, this machine version {ours}: update the older one",
+                about.name, about.protocol
+            )
+        })
+    }
+
+    /// Grants workers that start cold, for a process with a driver environment of its own.
+    fn grant_cold(&mut self, caller: Caller, wish: Wish, held: Vec<Slot>, reply: oneshot::Sender<Answer>) {
+        let asks: Vec<_> = held
+            .iter()
+            .filter_map(|slot| {
+                let held = self.machine.slot(*slot)?.held()?;
+                Some((*slot, held.clone(), self.servers[held.server].clone()))
+            })
+            .collect();
+        let boot_id = self.here.boot_id;
+        let issued = self.now().as_micros() as u64;
+        for (slot, ..) in &asks {
+            self.machine.process_started(*slot);
+        }
+        let messages = self.messages.clone();
+        tokio::spawn(async move {
+            let mut taken = Vec::new();
+            let mut failed = None;
+            for (slot, held, pool) in asks {
+                let worker = if failed.is_some() {
+                    None
+                } else {
+                    match pool.take_workers(held.lease.id.clone(), 1, 1, wish.environment.clone()).await {
+                        Ok(workers) if workers.is_empty() => {
+                            failed = Some(PoolError::new(Trouble::NoCapacity, "the server gives no worker"));
+                            None
+                        }
+                        Ok(workers) => workers.into_iter().next(),
+                        Err(error) => {
+                            failed = Some(error);
+                            None
+                        }
+                    }
+                };
+                // Each slot was counted above; `Message::Ended` uncounts one without a worker too.
+                taken.push((slot, held, worker.unwrap_or_default()));
+            }
+            let (endpoints, granted) = mint(&caller, &wish, boot_id, issued, &taken);
+            let answer = match failed {
+                None => Answer::Granted(endpoints, granted.clone()),
+                Some(e) => match no_worker(Some(&e), "") {
+                    Answer::Wait(denial @ Denial::NotReady, reason) => Answer::Denied(denial, reason),
+                    answer => answer,
+                },
+            };
+            let refused = !matches!(answer, Answer::Granted(..));
+            if (reply.send(answer).is_err() || refused)
+                && let Some(messages) = messages.upgrade()
+            {
+                let _ = messages.send(Message::Ended(granted));
+            }
+        });
+    }
+
+    fn mint(&mut self, caller: &Caller, wish: &Wish, held: &[Slot], workers: Vec<control::Worker>) -> Answer {
+        let taken: Vec<_> = held
+            .iter()
+            .zip(workers)
+            .filter_map(|(slot, worker)| Some((*slot, self.machine.slot(*slot)?.held()?.clone(), worker)))
+            .collect();
+        let (endpoints, granted) =
+            mint(caller, wish, self.here.boot_id, self.now().as_micros() as u64, &taken);
+        for (slot, ..) in &taken {
+            self.machine.process_started(*slot);
+        }
+        Answer::Granted(endpoints, granted)
+    }
+
+    /// Records the outcome of a user's program; a repeated failure of one process is logged once.
+    pub(super) fn became(&mut self, slot: Slot, uid: u32, failure: Option<Failure>) {
+        let now = self.now();
+        let Some(wanted) = self.machine.slot(slot) else { return };
+        let failures = self.failures.entry(slot).or_default();
+        let before = failures.iter().position(|(f, _)| f.uid == uid).map(|at| failures.remove(at).0);
+        let Some(failure) = failure else { return };
+        if !failure.again && before.as_ref() != Some(&failure) {
+            let lease = wanted.held().map_or(&wanted.spec.name, |held| &held.lease.id);
+            let (event, what) = match failure.running {
+                true => (Event::ProgramLost, "has lost its GPUs"),
+                false => (Event::ProgramUnserved, "could not be served"),
+            };
+            let Failure { pid, program, reason, .. } = &failure;
+            warn!(
+                message_id = event.id(),
+                gpusession_lease = lease,
+                gpusession_user = uid,
+                gpusession_reason = reason,
+                "process {pid} ({program}) of uid {uid}: {what}: {reason}"
+            );
+        }
+        if failures.len() == MAX_FAILURES {
+            failures.remove(0);
+        }
+        failures.push((failure, now));
+    }
+
+    pub(super) fn processes_ended(&mut self, granted: Vec<Granted>) {
+        let now = self.now();
+        for one in granted {
+            let worker = if one.worker == [0; 16] { Vec::new() } else { one.worker.to_vec() };
+            self.machine.process_ended(now, one.slot, &one.lease, worker);
+        }
+    }
+}
+
+/// Answers a process that gets no GPU: it waits, or is refused, depending on the trouble.
+fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
+    match trouble {
+        None => Answer::Wait(Denial::NotReady, otherwise.into()),
+        Some(e) => match e.trouble {
+            Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+            Trouble::OutOfMemory => Answer::Wait(Denial::OutOfMemory, e.message.clone()),
+            Trouble::Protocol => Answer::Denied(Denial::ProtocolMismatch, e.message.clone()),
+            _ => Answer::Wait(Denial::NotReady, e.waiting()),
+        },
+    }
+}
+
+/// Answers a process whose lease has no worker for it.
+///
+/// Unlike [`no_gpu`] it waits for a limit, which has room again when another program of the lease
+/// exits.
+fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
+    match no_gpu(trouble, otherwise) {
+        Answer::Denied(denial @ Denial::Quota, reason) => Answer::Wait(denial, reason),
+        answer => answer,
+    }
+}
+
+fn mint(
+    caller: &Caller,
+    wish: &Wish,
+    boot_id: [u8; 16],
+    issued_usec: u64,
+    taken: &[(Slot, Held, control::Worker)],
+) -> (Vec<Endpoint>, Vec<Granted>) {
+    let mut endpoints = Vec::new();
+    let mut granted = Vec::new();
+    for (slot, held, worker) in taken {
+        let id: [u8; 16] = worker.id.as_slice().try_into().unwrap_or_default();
+        granted.push(Granted { slot: *slot, lease: held.lease.id.clone(), worker: id });
+        let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
+        let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
+        if held.lease.encrypted && fingerprint.is_none() {
+            // A malformed field must not lead to an unencrypted connection.
+            continue;
+        }
+        let mut nonce = [0; 16];
+        if getrandom::fill(&mut nonce).is_err() {
+            warn!("ticket: no entropy for its nonce; the nonce is zero");
+        }
+        let ticket = Ticket {
+            lease: held.lease.id.clone(),
+            worker: id,
+            uid: caller.uid,
+            user: caller.user.clone().filter(|name| name.len() <= MAX_USER).unwrap_or_default(),
+            pid: caller.pid,
+            boot_id,
+            issued_usec,
+            nonce,
+            program: wish.program.clone(),
+            executable: wish.executable.clone(),
+        };
+        endpoints.push(Endpoint {
+            server: held.lease.server.clone(),
+            addresses: held.lease.data_addresses.clone(),
+            worker: id,
+            fingerprint: fingerprint.filter(|_| held.lease.encrypted),
+            ticket: ticket.seal(&key),
+            lease: held.lease.id.clone(),
+            devices: held.lease.devices.len() as u32,
+        });
+    }
+    (endpoints, granted)
+}
+
+/// Returns `true` if a server's lease is within the bounds that the daemon accepts.
+pub(super) fn valid(lease: &control::Lease) -> bool {
+    !lease.id.is_empty()
+        && lease.id.len() <= 64
+        && lease.id.bytes().all(|b| b.is_ascii_alphanumeric())
+        && lease.ticket_key.len() == 32
+        && lease.ttl_usec >= 1_000_000
+        && lease.devices.len() <= 1024
+        && lease.data_addresses.len() <= 64
+        && !lease.data_addresses.is_empty()
+}
