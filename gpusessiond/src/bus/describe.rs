@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use super::Shared;
-use super::objects::{cuda_version, state_of};
+use super::project::{cuda_version, state_of};
 use crate::config::Class;
 use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
 
@@ -60,7 +60,7 @@ fn lease(l: &LeaseView, uid: u32) -> Value {
         "gpus": l.spec.gpus,
         "server": l.server,
         "memory_limit_bytes": l.devices.iter().map(|d| d.device.limit_bytes).min(),
-        "sm_percent": super::objects::sm_percent(l),
+        "sm_percent": super::project::sm_percent(l),
         "created_usec": l.created_usec,
         "expires_usec": l.expires_usec,
         "idle_since_usec": l.idle_since_usec.0,

@@ -6,10 +6,16 @@
 
 mod authority;
 mod describe;
+mod device;
 mod error;
-mod objects;
+mod lease;
+mod lease_fd;
+mod manager;
+mod project;
 mod publisher;
 mod request;
+mod server;
+mod shown;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -19,8 +25,11 @@ use std::time::Duration;
 use tokio::sync::watch;
 use zbus::{Connection, OwnedObjectPath};
 
+pub use device::Device;
 pub use error::BusError;
-pub use objects::{Device, Lease, Manager, Server};
+pub use lease::Lease;
+pub use manager::Manager;
+pub use server::Server;
 
 use crate::keep::Store;
 use crate::leases::{LeaseState, Leases, Snapshot};
@@ -113,7 +122,7 @@ impl Bus {
             creating: Mutex::default(),
             polkit_trouble: Mutex::default(),
         });
-        objects::resume(&shared, lease_fds);
+        lease_fd::resume(&shared, lease_fds);
         let server = connection.object_server();
         server.at(PATH, zbus::fdo::ObjectManager).await?;
         server.at(PATH, Manager { shared: shared.clone() }).await?;

@@ -8,11 +8,11 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::objects::{
-    Device, Lease, Manager, Server, Shown, device_paths, health_of, memory_limit, shortest, sm_percent,
-    state_of, waits_at, waits_for,
+use super::project::{
+    device_paths, health_of, memory_limit, shortest, sm_percent, state_of, waits_at, waits_for,
 };
-use super::{PATH, Shared, device_path, lease_path, server_path};
+use super::shown::Shown;
+use super::{Device, Lease, Manager, PATH, Server, Shared, device_path, lease_path, server_path};
 use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
 
 /// Returns `true` if a lease has an object: a one-time request has none before its grant.

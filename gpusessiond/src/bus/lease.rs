@@ -1,0 +1,254 @@
+//! The object of a lease.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zbus::message::Header;
+use zbus::object_server::SignalEmitter;
+use zbus::{Connection, OwnedObjectPath, interface};
+
+use super::authority::{Call, Deed};
+use super::error::{BusError, Result};
+use super::project::{device_paths, memory_limit, sm_percent, usec, waits_at, waits_for};
+use super::shown::Shown;
+use super::{Shared, server_path};
+use crate::leases::LeaseView;
+use crate::pool::Trouble;
+use crate::values::path_element;
+
+/// Renews a lease; returns the time that it has left, in microseconds.
+pub(super) async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {
+    let ttl = (ttl_usec > 0).then(|| Duration::from_micros(ttl_usec));
+    match shared.leases.renew(id, ttl).await {
+        Ok(left) => Ok(usec(left)),
+        Err(e) if e.trouble == Trouble::NoSuchLease => Err(BusError::lease_lost(e.message)),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Object with the interface `org.gpusession1.Lease`.
+pub struct Lease {
+    pub(super) shared: Arc<Shared>,
+    pub(super) view: Shown<LeaseView>,
+}
+
+impl Lease {
+    /// Returns the lease as last shown, if the caller may change it.
+    async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<Arc<LeaseView>> {
+        let view = self.view.get();
+        let call = Call::begin(&self.shared, connection, header).await?;
+        call.may(Deed::Touch { owner: view.uid }).await?;
+        Ok(view)
+    }
+}
+
+#[interface(name = "org.gpusession1.Lease", introspection_docs = false)]
+impl Lease {
+    async fn release(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        self.shared.leases.release(view.slot, "released on request").await;
+        Ok(())
+    }
+
+    #[zbus(out_args("ttl_usec"))]
+    async fn renew(
+        &self,
+        ttl_usec: u64,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<u64> {
+        let view = self.touch(connection, &header).await?;
+        renew(&self.shared, &view.id, ttl_usec).await
+    }
+
+    async fn set_idle_hint(
+        &self,
+        idle: bool,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.idle_hint(view.slot, idle).await?)
+    }
+
+    #[zbus(out_args("environment"))]
+    async fn get_environment(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<HashMap<String, String>> {
+        let _call = Call::begin(&self.shared, connection, &header).await?;
+        let mut environment: HashMap<String, String> =
+            self.shared.settings.get().environment.clone().into_iter().collect();
+        let view = self.view.get();
+        if view.spec.once {
+            environment.insert("GPUSESSION_LEASE".into(), view.id.clone());
+        }
+        Ok(environment)
+    }
+
+    async fn park(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.park(view.slot, true).await?)
+    }
+
+    async fn unpark(
+        &self,
+        #[zbus(connection)] connection: &Connection,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<()> {
+        let view = self.touch(connection, &header).await?;
+        Ok(self.shared.leases.park(view.slot, false).await?)
+    }
+
+    #[zbus(signal)]
+    pub(super) async fn lost(emitter: &SignalEmitter<'_>, reason: &str) -> zbus::Result<()>;
+
+    #[zbus(signal)]
+    pub(super) async fn released(emitter: &SignalEmitter<'_>, reason: &str) -> zbus::Result<()>;
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn id(&self) -> String {
+        self.view.get().id.clone()
+    }
+
+    #[zbus(property, name = "UID")]
+    fn uid(&self) -> u32 {
+        self.view.get().uid
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn session(&self) -> (String, OwnedObjectPath) {
+        let view = self.view.get();
+        let Some(id) = &view.spec.session else { return (String::new(), OwnedObjectPath::default()) };
+        // Object path at logind, so that tools find the login; the root path if logind has no such
+        // session.
+        let leases = self.shared.leases.snapshot();
+        let logind = leases.borrow().sessions.iter().find(|s| s.id == *id).and_then(|s| s.logind.clone());
+        let path = logind.map(|id| format!("/org/freedesktop/login1/session/{}", path_element(&id)));
+        (id.clone(), path.and_then(|p| OwnedObjectPath::try_from(p).ok()).unwrap_or_default())
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn leader(&self) -> u32 {
+        self.view.get().leader
+    }
+
+    // A lease that was lent may come back on other GPUs.
+    #[zbus(property)]
+    fn devices(&self) -> Vec<OwnedObjectPath> {
+        device_paths(&self.view.get())
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn servers(&self) -> Vec<OwnedObjectPath> {
+        let view = self.view.get();
+        if view.server.is_empty() { vec![] } else { vec![server_path(&view.server)] }
+    }
+
+    #[zbus(property)]
+    fn state(&self) -> &str {
+        self.view.get().state.as_str()
+    }
+
+    // Place in the queue and the queue's length; 0 of 0 without a queue.
+    #[zbus(property)]
+    fn queue_position(&self) -> (u32, u32) {
+        waits_at(&self.view.get())
+    }
+
+    #[zbus(property)]
+    fn waits_for(&self) -> String {
+        waits_for(&self.view.get()).to_owned()
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn class(&self) -> &str {
+        self.view.get().spec.class.as_str()
+    }
+
+    #[zbus(property(emits_changed_signal = "const"), name = "CreatedUSec")]
+    fn created_usec(&self) -> u64 {
+        self.view.get().created_usec
+    }
+
+    // Every heartbeat changes it, so it has no change signal.
+    #[zbus(property(emits_changed_signal = "false"), name = "ExpiresAtUSec")]
+    fn expires_at_usec(&self) -> u64 {
+        let leases = self.shared.leases.snapshot();
+        let view = self.view.get();
+        let snapshot = leases.borrow();
+        snapshot.lease(&view.id).map_or(view.expires_usec, |l| l.expires_usec)
+    }
+
+    #[zbus(property)]
+    fn idle_since_hint(&self) -> u64 {
+        self.view.get().idle_since_usec.0
+    }
+
+    // On the clock that includes suspended time.
+    #[zbus(property)]
+    fn idle_since_hint_monotonic(&self) -> u64 {
+        self.view.get().idle_since_usec.1
+    }
+
+    // 0 for never or unknown.
+    #[zbus(property, name = "IdleTimeoutUSec")]
+    fn idle_timeout_usec(&self) -> u64 {
+        self.view.get().idle_timeout_usec
+    }
+
+    #[zbus(property)]
+    fn fencing_token(&self) -> u64 {
+        self.view.get().fencing_token
+    }
+
+    #[zbus(property)]
+    fn memory_limit_bytes(&self) -> u64 {
+        memory_limit(&self.view.get())
+    }
+
+    #[zbus(property, name = "SMPercent")]
+    fn sm_percent(&self) -> u32 {
+        sm_percent(&self.view.get())
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn priority(&self) -> &str {
+        self.view.get().spec.priority.as_str()
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn sharing(&self) -> &str {
+        self.view.get().spec.sharing.map_or("", |s| s.as_str())
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn transport(&self) -> &str {
+        self.view.get().transport().0
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn transport_reason(&self) -> &str {
+        self.view.get().transport().1
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn who(&self) -> String {
+        self.view.get().spec.who.clone()
+    }
+
+    #[zbus(property(emits_changed_signal = "const"))]
+    fn why(&self) -> String {
+        self.view.get().spec.why.clone()
+    }
+}
