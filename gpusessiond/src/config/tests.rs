@@ -1,0 +1,162 @@
+//! Tests of the configuration: defaults, merging, errors, and the manual.
+
+use super::*;
+
+fn load(texts: &[&str]) -> Result<Config, String> {
+    let texts: Vec<_> = texts
+        .iter()
+        .enumerate()
+        .map(|(i, t)| (PathBuf::from(format!("{i}.toml")), (*t).to_owned()))
+        .collect();
+    Config::from_texts(&texts).map_err(|e| e.to_string())
+}
+
+#[test]
+fn defaults_are_those_of_the_documentation() {
+    let config = load(&[]).unwrap();
+    assert_eq!(config.wait, Duration::from_secs(5));
+    assert_eq!(config.access.users, ["*"]);
+    assert!(config.access.root);
+    assert_eq!(config.access.extra_leases, 0);
+    let config = load(&["[[lease]]"]).unwrap();
+    assert_eq!(config.leases[0], LeaseConfig { name: "lease1".into(), ..LeaseConfig::default() });
+}
+
+#[test]
+fn later_files_win_and_leases_append() {
+    let config = load(&[
+        "wait_ms = 1\nlog_level = \"debug\"\n[access]\nusers = [\"alice\"]\n[[lease]]\nname = \"a\"\n",
+        "wait_ms = 2\n[access]\nroot = false\n[[lease]]\nname = \"b\"\nmemory = \"50%\"\n",
+    ])
+    .unwrap();
+    assert_eq!(config.wait, Duration::from_millis(2));
+    assert_eq!(config.log_level, "debug");
+    assert_eq!(config.access.users, ["alice"]);
+    assert!(!config.access.root);
+    let names: Vec<_> = config.leases.iter().map(|l| l.name.as_str()).collect();
+    assert_eq!(names, ["a", "b"]);
+    let error = load(&["[[lease]]\nname = \"lease2\"\n", "[[lease]]\n"]).unwrap_err();
+    let expected = "1.toml: [[lease]] number 2 has no name, and its default `lease2` is taken in 0.toml; \
+                    give it a name";
+    assert_eq!(error, expected);
+    let error = load(&["[[lease]]\n[[lease]]\nname = \"lease1\"\n"]).unwrap_err();
+    assert!(error.starts_with("0.toml: [[lease]] number 1 has no name"), "{error}");
+    assert_eq!(config.leases[1].memory, Memory::Percent(50.0));
+}
+
+#[test]
+fn errors_name_file_line_and_what_is_meant() {
+    let cases = [
+        ("wait_ms = 1\n\n[[lease]]\ngpuss = 2\n", "0.toml:4:1: unknown key `gpuss`, did you mean `gpus`?"),
+        ("[acess]\n", "0.toml:1:2: unknown key `acess`, did you mean `access`?"),
+        (
+            "wait_ms = 1\n[lease]\ngpus = 1\n",
+            "0.toml:2:1: [lease] is one table, and there can be several; write [[lease]]",
+        ),
+        ("[[lease]]\nmemory = \"4000MB\"\n", "0.toml:2:10: `4000MB` is not a size: write MiB"),
+        ("wait_ms = \"5s\"\n", "0.toml:1:11: invalid type: string \"5s\", expected u64"),
+        ("[[lease]]\ngpus = 0\n", "0.toml: [[lease]]: gpus = 0 is not between 1 and 64"),
+        (
+            "[environment]\nLD_PRELOAD = \"x\"\n",
+            "0.toml: environment: `LD_PRELOAD`: belongs to the loader, the shell or the login, and is never \
+             set at login; set it where the program is started",
+        ),
+        (
+            "[environment]\nGPUSESSION_ID = \"x\"\n",
+            "0.toml: environment: `GPUSESSION_ID`: each session gets its own; remove it",
+        ),
+        (
+            "[environment]\n\"A B\" = \"x\"\n",
+            "0.toml: environment: `A B`: not the name of a variable: at most 64 letters, digits and _, no digit in \
+             front",
+        ),
+        (
+            "[environment]\nA = \"$HOME\"\n",
+            "0.toml: environment: `A`: the value may have letters, digits and plain signs of ASCII only: no quote, \
+             backslash, dollar sign or control character",
+        ),
+        ("[environment]\nA = 1\n", "0.toml:2:5: invalid type: integer `1`, expected a string"),
+        ("[[lease]]\nname=\"x\"\n[[lease]]\nname=\"x\"\n", "0.toml: two [[lease]] are named `x`; rename one"),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(load(&[text]).unwrap_err(), expected);
+    }
+    let error = load(&["[[lease]]\npriority = \"high\"\n"]).unwrap_err();
+    assert!(error.contains("0.toml:2:12") && error.contains("below-normal"), "{error}");
+    let error = load(&["[client]\nzzzzzzzzzz = 1\n"]).unwrap_err();
+    assert!(error.contains("unknown key `zzzzzzzzzz`, known keys: name"), "{error}");
+    assert!(load(&["[[lease]\n"]).unwrap_err().starts_with("0.toml:1:"));
+}
+
+#[test]
+fn any_other_variable_may_be_set_at_login() {
+    let config = load(&[
+        "[environment]\nHF_HOME = \"/srv/models\"\nhttp_proxy = \"http://proxy:3128\"\nPYTHONPATH = \"\"\n",
+        "[environment]\nHF_HOME = \"/srv/others\"\n",
+    ]);
+    let environment: Vec<_> = config.unwrap().environment.into_iter().collect();
+    let expected = [("HF_HOME", "/srv/others"), ("PYTHONPATH", ""), ("http_proxy", "http://proxy:3128")];
+    assert_eq!(environment, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    // At most as many as the PAM module takes; the session's id is one of them.
+    let many = |n: usize, value: &str| {
+        let lines: String = (0..n).map(|i| format!("X{i} = \"{value}\"\n")).collect();
+        load(&[&format!("[environment]\n{lines}")])
+    };
+    assert!(many(63, "").is_ok());
+    let error = many(64, "").unwrap_err();
+    assert_eq!(error, "0.toml: environment: more than 64 variables, GPUSESSION_ID among them");
+    let error = many(16, &"x".repeat(1024)).unwrap_err();
+    assert_eq!(error, "0.toml: environment: the variables are longer than 16384 bytes together");
+}
+
+const MANUAL: &str = include_str!("../../../docs/man/gpusession.toml.5");
+
+#[test]
+fn the_manual_has_every_key() {
+    for table in ["", "[client]\n", "[access]\n", "[[lease]]\n", "[transport]\n"] {
+        let error = load(&[&format!("{table}zzzzzzzzzzzzzzzzzzzzzzzz = 1\n")]).unwrap_err();
+        let keys = error.rsplit(": ").next().unwrap();
+        for key in keys.split(", ") {
+            let headed = [format!("[{key}]"), format!("B {key}"), format!("BR {key}"), format!("\" {key}")];
+            assert!(headed.iter().any(|h| MANUAL.contains(h)), "{table}{key} is not in the manual");
+        }
+    }
+}
+
+#[test]
+fn what_the_manual_says_is_refused_is_refused() {
+    let (_, refused) = MANUAL.split_once("Refused are").unwrap();
+    let (refused, _) = refused.split_once("All others").unwrap();
+    let variable = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_' || c == '*';
+    let names: Vec<_> = refused.split(|c| !variable(c)).filter(|word| word.len() > 1).collect();
+    assert!(names.len() > 40);
+    for name in names {
+        assert!(login::check(&name.replace('*', "X"), "").is_err(), "{name}");
+    }
+}
+
+#[test]
+fn parts_of_the_multiprocessors() {
+    let read = |line: &str| toml::from_str::<LeaseConfig>(line);
+    let lease = |line: &str| read(line).unwrap();
+    assert_eq!(lease("").sm_percent, SmPercent::Percent(100));
+    assert_eq!(lease("sm_percent = 25").sm_percent, SmPercent::Percent(25));
+    assert_eq!(lease("sm_percent = \"auto\"").sm_percent, SmPercent::Auto);
+    assert_eq!(lease("sm_count = 32").sm_count, Some(32));
+    for (line, why) in [("sm_percent = 0", "between 1 and 100"), ("sm_percent = \"some\"", "\"auto\"")] {
+        let error = read(line).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+#[test]
+fn servers_file_round_trips() {
+    let servers = Servers { servers: vec![ServerEntry { address: "gpu1:7601".into() }] };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("servers.toml");
+    assert_eq!(Servers::load(&path).unwrap(), None);
+    std::fs::write(&path, servers.to_text()).unwrap();
+    assert_eq!(Servers::load(&path).unwrap(), Some(servers));
+    std::fs::write(&path, "[[server]]\naddress = \"gpu2\"\n").unwrap();
+    assert_eq!(Servers::load(&path).unwrap().unwrap().addresses(), ["gpu2:7601"]);
+}
