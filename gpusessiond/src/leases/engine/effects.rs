@@ -99,52 +99,7 @@ impl Actor {
     }
 
     fn work_once(&mut self) {
-        let mut told = Vec::new();
-        while let Some(action) = self.machine.next_action() {
-            match action {
-                Action::Allocate { slot, servers, request } => {
-                    let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
-                    self.spawn(async move { Message::Allocated(slot, allocate(pools, *request).await) });
-                }
-                Action::Renew { server, leases } => {
-                    let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
-                    self.spawn(async move {
-                        let begun = Instant::now();
-                        let result = pool.renew(leases.clone(), boot).await;
-                        Message::Renewed(server, leases, begun.elapsed(), result)
-                    });
-                }
-                Action::Withdraw { server, request_id } => {
-                    let pool = self.servers[server].clone();
-                    self.spawn(async move {
-                        let result = pool.withdraw(request_id.clone()).await;
-                        Message::Withdrawn(server, request_id, result)
-                    });
-                }
-                Action::Release { server, lease } => {
-                    let pool = self.servers[server].clone();
-                    self.spawn(async move {
-                        let result = pool.release(lease.clone()).await;
-                        Message::Released(server, lease, result)
-                    });
-                }
-                Action::TakeWorkers { slot, server, lease, count, waiting } => {
-                    let pool = self.servers[server].clone();
-                    self.spawn(async move {
-                        let result = pool.take_workers(lease.clone(), count, waiting, HashMap::new()).await;
-                        Message::Workers(slot, lease, result)
-                    });
-                }
-                Action::EndWorker { slot, server, lease, worker } => {
-                    let pool = self.servers[server].clone();
-                    self.spawn(async move {
-                        tell_ended(pool, lease, worker).await;
-                        Message::Freed(slot)
-                    });
-                }
-                Action::Tell(change) => told.push(change),
-            }
-        }
+        let told = self.perform();
         let saved = self.machine.saved();
         if saved != self.saved {
             (self.save)(&saved);
@@ -205,6 +160,57 @@ impl Actor {
                 let _ = reply.send(());
             }
         }
+    }
+
+    /// Performs the machine's actions; returns the changes that it announces.
+    fn perform(&mut self) -> Vec<Change> {
+        let mut told = Vec::new();
+        while let Some(action) = self.machine.next_action() {
+            match action {
+                Action::Allocate { slot, servers, request } => {
+                    let pools: Vec<_> = servers.iter().map(|i| (*i, self.servers[*i].clone())).collect();
+                    self.spawn(async move { Message::Allocated(slot, allocate(pools, *request).await) });
+                }
+                Action::Renew { server, leases } => {
+                    let (pool, boot) = (self.servers[server].clone(), self.boot.clone());
+                    self.spawn(async move {
+                        let begun = Instant::now();
+                        let result = pool.renew(leases.clone(), boot).await;
+                        Message::Renewed(server, leases, begun.elapsed(), result)
+                    });
+                }
+                Action::Withdraw { server, request_id } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.withdraw(request_id.clone()).await;
+                        Message::Withdrawn(server, request_id, result)
+                    });
+                }
+                Action::Release { server, lease } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.release(lease.clone()).await;
+                        Message::Released(server, lease, result)
+                    });
+                }
+                Action::TakeWorkers { slot, server, lease, count, waiting } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        let result = pool.take_workers(lease.clone(), count, waiting, HashMap::new()).await;
+                        Message::Workers(slot, lease, result)
+                    });
+                }
+                Action::EndWorker { slot, server, lease, worker } => {
+                    let pool = self.servers[server].clone();
+                    self.spawn(async move {
+                        tell_ended(pool, lease, worker).await;
+                        Message::Freed(slot)
+                    });
+                }
+                Action::Tell(change) => told.push(change),
+            }
+        }
+        told
     }
 }
 
