@@ -435,7 +435,6 @@ impl Default for Config {
 pub struct Servers {
     /// Servers of the pool. One-time requests ask them in this order, configured leases in a random
     /// one.
-
     #[serde(default, rename = "server")]
     pub servers: Vec<ServerEntry>,
 }

@@ -228,8 +228,7 @@ impl Actor {
                 if let Err(error) = &result {
                     warn!(
                         gpusession_lease = lease,
-                        "lease {lease}: not released yet: {error}; it expires at its server at the latest
-"
+                        "lease {lease}: not released yet: {error}; it expires at its server at the latest"
                     );
                 }
                 self.machine.released(now, server, &lease, result);

@@ -107,7 +107,6 @@ impl Actor {
 }
 
 /// Returns `true` if no observer needs to know of `b` after `a`: clocks move in every snapshot.
-
 pub(super) fn same(a: &Snapshot, b: &Snapshot) -> bool {
     let shown = |d: &DeviceView| (d.device.uuid.clone(), d.device.state.clone());
     a.leases.len() == b.leases.len()

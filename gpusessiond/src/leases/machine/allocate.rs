@@ -229,7 +229,6 @@ impl Machine {
     ///
     /// The id changes only when the lease was released or lost, so that a repetition finds the same
     /// lease.
-
     pub(super) fn request_id(&self, spec: &Spec) -> String {
         let generation = self.generations.get(&spec.key).copied().unwrap_or(0);
         match &spec.request_id {
