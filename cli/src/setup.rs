@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_authselect_owns_is_only_explained() {
+    fn pam_setup_under_authselect_only_prints_the_steps() {
         let (_root, system) = with_program("authselect", "sssd with-mkhomedir with-sudo");
         let outcome = system.pam(false).unwrap();
         assert_eq!(outcome.json["done"], false);

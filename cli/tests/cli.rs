@@ -428,7 +428,7 @@ async fn env_and_release_speak_json() {
 }
 
 #[tokio::test]
-async fn what_logins_are_given_is_known_without_the_daemon() {
+async fn login_environment_is_read_without_the_daemon() {
     let folder = folder();
     // The sockets of a bus and of a daemon, on which no process answers.
     let bus = std::os::unix::net::UnixListener::bind(folder.path().join("bus.sock")).unwrap();
@@ -510,7 +510,7 @@ async fn request_and_release_through_a_file() {
 }
 
 #[tokio::test]
-async fn other_users_have_the_machines_lease_and_nothing_else() {
+async fn other_users_have_only_the_machines_lease() {
     if !nix::unistd::getuid().is_root() {
         eprintln!("skipped: only root can become another user");
         return;

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn is_for_who_has_access_or_a_lease_of_their_own() {
+    async fn is_for_users_with_access_or_a_lease_of_their_own() {
         let environment = Environment::of(&config());
         assert!(environment.of_user(Some("alice"), true).is_some());
         assert!(environment.of_user(Some("bob"), false).is_some());
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_says_the_same_and_nothing_that_may_not_be_set() {
+    fn a_written_environment_reads_back_and_a_forbidden_one_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("login/environment.json");
         assert_eq!(Environment::read(&path).unwrap(), None);

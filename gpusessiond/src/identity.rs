@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joins_believes_only_the_pool_of_its_token() {
+    fn a_join_trusts_only_the_pool_of_its_token() {
         assert_eq!(believes(|own| own, true), Ok(()));
         let impostor = believes(|_| KeyPair::generate().unwrap(), true);
         assert_eq!(impostor, Err(rustls::CertificateError::BadSignature.into()));

@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_told_by_its_start() {
+    fn a_process_is_identified_by_its_start_time() {
         let me = std::process::id();
         assert_eq!(start_of(me), start_of(me));
         assert!(start_of(me) > start_of(1));

@@ -399,7 +399,7 @@ where
 }
 
 #[tokio::test]
-async fn other_gpus_and_their_health_are_told() {
+async fn other_gpus_and_their_health_are_reported() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 2));
     let engine = engine(&[&sim]);
     let mut config = Config::default();
@@ -460,7 +460,7 @@ async fn other_gpus_and_their_health_are_told() {
 }
 
 #[tokio::test]
-async fn idleness_is_asked_for_said_and_shown() {
+async fn idle_settings_are_requested_and_shown() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 4));
     let engine = engine(&[&sim]);
     let mut config = Config::default();
@@ -732,7 +732,7 @@ async fn the_shipped_interfaces_are_those_that_are_served() {
 }
 
 #[tokio::test]
-async fn a_slow_call_holds_up_nothing_and_nobody_has_too_many() {
+async fn slow_calls_delay_no_others_and_are_bounded_per_user() {
     let (bus, sim) = (PrivateBus::start(), SimServer::new("gpu-a", 4));
     let engine = engine(&[&sim]);
     let config = config(&[1]);

@@ -119,7 +119,7 @@ fn systemd_hears_that_it_is_ready_although_no_server_is_there() {
 }
 
 #[test]
-fn what_logins_are_given_is_written_down_while_the_daemon_runs() {
+fn the_login_environment_file_exists_while_the_daemon_runs() {
     use nix::sys::signal::{Signal, kill};
     let (bus, folder) = (PrivateBus::start(), tempfile::tempdir().unwrap());
     let file = folder.path().join("run/login/environment.json");

@@ -129,7 +129,7 @@ fn failures(snapshot: &gpusessiond::leases::Snapshot) -> Vec<(u32, bool, String)
 }
 
 #[tokio::test]
-async fn what_a_program_says_of_its_workers_is_known_until_another_one_is_served() {
+async fn reported_failures_last_until_a_process_is_served() {
     let sim = SimServer::new("gpu-a", 1);
     let engine = engine(&[&sim]);
     let config = config(&[1]);
@@ -343,7 +343,7 @@ async fn a_driver_environment_of_its_own_gets_a_worker_of_its_own() {
 }
 
 #[tokio::test]
-async fn garbage_harms_nobody() {
+async fn garbage_disturbs_no_other_caller() {
     let sim = SimServer::new("gpu-a", 1);
     let engine = engine(&[&sim]);
     let config = config(&[1]);
@@ -399,7 +399,7 @@ async fn garbage_harms_nobody() {
 }
 
 #[tokio::test]
-async fn slow_callers_hold_nobody_up_and_one_user_cannot_take_all_places() {
+async fn slow_callers_delay_no_others_and_one_user_cannot_take_all_slots() {
     let sim = SimServer::new("gpu-a", 1);
     let engine = engine(&[&sim]);
     let config = config(&[1]);

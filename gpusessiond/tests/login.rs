@@ -206,7 +206,7 @@ async fn sessions_survive_the_daemon() {
 }
 
 #[tokio::test]
-async fn who_has_nothing_here_gets_nothing() {
+async fn a_user_without_access_or_lease_gets_no_login_session() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = with_environment();
     config.access.users.clear();

@@ -132,7 +132,7 @@ fn a_session_gets_what_the_user_has_not_set() {
 }
 
 #[test]
-fn one_variable_that_is_not_set_at_login_makes_an_answer_worthless() {
+fn an_answer_with_one_forbidden_variable_is_rejected() {
     let good = answer(&[("GPUSESSION_ID", "inner"), ("ABCDEFGHIJ", "x")]);
     for name in [
         &b"LD_PRELOAD"[..],
@@ -152,7 +152,7 @@ fn one_variable_that_is_not_set_at_login_makes_an_answer_worthless() {
 }
 
 #[test]
-fn who_is_left_alone_costs_nothing() {
+fn system_logins_do_not_contact_the_daemon() {
     let options = at(Path::new("/nonexistent"));
     for mut login in [
         Login { uid: Some(999), ..alice() },
@@ -168,7 +168,7 @@ fn who_is_left_alone_costs_nothing() {
 }
 
 #[test]
-fn what_the_options_do_not_allow_is_left_out() {
+fn variables_that_the_options_do_not_allow_are_dropped() {
     let folder = tempfile::tempdir().unwrap();
     let environment = [("GPUSESSION_ID", "inner"), ("NCCL_DEBUG", "WARN"), ("PYTHONPATH", "x")];
     let daemon = daemon(folder.path(), answer(&environment));

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_differs_is_told_exactly() {
+    fn changes_hold_exactly_the_units_that_differ() {
         let old = [7u8; 30];
         let mut new = old;
         (new[0], new[9], new[12], new[29]) = (1, 2, 3, 4);

@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_frame_reads_as_it_was_written() {
         let mut buf = Vec::new();
         let mut w = Writer::new(&mut buf, &header(9));
         w.word(1);

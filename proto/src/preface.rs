@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(Preface::parse(&bytes), Err(BadPreface::Magic));
     }
     #[test]
-    fn refusals_are_told_from_tls_and_frames() {
+    fn refusals_differ_from_tls_and_frames() {
         let bytes = refusal("no such worker");
         assert_eq!(refusal_len(bytes[..4].try_into().unwrap()), Some(14));
         assert_eq!(&bytes[4..], b"no such worker");

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_of_a_gpu_are_told_apart() {
+    fn shares_of_a_gpu_get_distinct_uuids() {
         let first = [1; 16];
         let (mut second, mut third) = (first, first);
         (second[15], third[15]) = (2, 3);

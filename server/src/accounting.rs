@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ran_when_a_server_was_gone_is_on_record() {
+    fn open_records_of_ended_workers_are_closed_at_the_next_start() {
         let folder = tempfile::tempdir().unwrap();
         let of = |worker: &str, seen: u64| Record {
             worker: worker.into(),

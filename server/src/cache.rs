@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_used_for_longest_goes_first() {
+    fn trim_removes_the_least_recently_used_entries() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache::at(folder.path().into(), 250 * KIB).unwrap();
         let (images, bytes) = cache.images("vm-a").unwrap();

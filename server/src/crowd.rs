@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_most_gives_way() {
+    async fn the_machine_with_most_slots_loses_its_oldest() {
         let crowd = Crowd::new(6, LONG);
         let enter = async |host: &str| crowd.enter(ip(host)).await;
         let mut loud = Vec::new();

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_context_takes_is_measured_without_programs() {
+    fn context_sizes_are_measured_only_without_programs() {
         let folder = tempfile::tempdir().unwrap();
         let settled = |version: &str, measured: [u64; 2], in_use| {
             let devices = [gpu(1), gpu(2)].into_iter().zip(measured);
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_a_gpu_is_said_once() {
+    fn the_sharing_of_a_gpu_is_configured_once() {
         use Sharing::{Exclusive, Mps, TimeSlice};
         let index = GpuChoice::Index;
         let uuid = |n| GpuChoice::Uuid(gpu(n).uuid);

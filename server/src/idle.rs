@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn warns_then_parks_and_begins_anew_with_work() {
+    fn warns_then_parks_and_starts_over_after_work() {
         let mut clock = Clock::default();
         assert_eq!(clock.tick(seen(1, MIN), &LIMITS, 25 * MIN), None);
         let warning = Act::Warn { next: Some(Next::Park), left: 5 * MIN };
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_destroyed_unless_it_is_configured() {
+    fn idle_leases_are_released_only_if_configured() {
         let mut clock = Clock::default();
         let away = Seen { away: true, ..seen(2, Duration::ZERO) };
         assert!(matches!(clock.tick(away, &LIMITS, 100 * MIN), Some(Act::Warn { next: None, .. })));
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lease_asks_for() {
+    fn idle_timeouts_follow_the_policy_of_the_request() {
         let release = LIMITS.asked(OnIdle::Release, false);
         assert_eq!(
             (release.park, release.release),

@@ -124,7 +124,7 @@ fn the_manual_has_every_key() {
 }
 
 #[test]
-fn what_the_manual_says_is_refused_is_refused() {
+fn variables_that_the_manual_refuses_are_refused() {
     let (_, refused) = MANUAL.split_once("Refused are").unwrap();
     let (refused, _) = refused.split_once("All others").unwrap();
     let variable = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_' || c == '*';

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_that_has_rung_unheard_does_not_count_for_the_next() {
+    async fn a_cancelled_alarm_does_not_end_the_next_wait() {
         let alarm = Alarm::new();
         assert!(alarm.0.is_some());
         let unheard = tokio::time::timeout(Duration::ZERO, alarm.at(after(20)));

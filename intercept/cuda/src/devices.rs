@@ -183,7 +183,7 @@ mod tests {
     use super::visible;
 
     #[test]
-    fn what_the_program_sees() {
+    fn cuda_visible_devices_selects_and_orders_devices() {
         let uuids = [[0x11; 16], [0x22; 16], [0x33; 16]];
         let seen = |list| visible(Some(list), &uuids);
         assert_eq!(visible(None, &uuids), [0, 1, 2]);

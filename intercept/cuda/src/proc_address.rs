@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_younger_than_the_driver_is_found() {
+    fn functions_newer_than_the_driver_are_not_found() {
         let function = |row: &ProcAddress| row.function;
         let younger: Vec<_> = PROC_ADDRESSES.iter().filter(|row| row.version > NEWEST as u32).collect();
         assert!(younger.iter().any(|row| row.base == "cuLaunchHostFunc"));

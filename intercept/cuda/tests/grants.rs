@@ -70,7 +70,7 @@ fn a_daemon_that_answers_something_else_is_a_mismatch() {
 }
 
 #[test]
-fn a_grant_of_nothing_is_no_device() {
+fn a_grant_without_workers_is_no_device() {
     let (output, _) = after(vec![Reply::Granted(Vec::new())]);
     all_say(&output, 100, &["names no worker"]);
 }
@@ -94,14 +94,14 @@ fn a_user_can_do_without() {
 }
 
 #[test]
-fn a_worker_that_is_gone_is_not_the_end() {
+fn an_unreachable_worker_is_asked_for_again() {
     let (output, asked) = after(vec![gone(), gone(), denied(Denial::Quota, "no more than 2 programs")]);
     all_say(&output, 46, &["gpu1", "no more than 2 programs"]);
     assert_eq!(asked, 3);
 }
 
 #[test]
-fn workers_that_are_always_gone_are_an_error() {
+fn workers_that_stay_unreachable_are_an_error() {
     let (output, asked) = after(vec![gone()]);
     all_say(&output, 802, &["gpu1"]);
     assert_eq!(asked, 3);

@@ -37,7 +37,7 @@ fn wants_much() {
 }
 
 #[test]
-fn what_is_missing_is_counted() {
+fn unsupported_calls_are_counted() {
     let (output, _) = run("wants_much", Vec::new(), &[]);
     assert!(output.status.success(), "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr);

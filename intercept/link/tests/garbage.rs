@@ -91,7 +91,7 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
 }
 
 #[test]
-fn a_refusal_is_told_with_and_without_encryption() {
+fn a_refusal_arrives_with_and_without_encryption() {
     let answer: &'static [u8] = preface::refusal("no such worker").leak();
     for fingerprint in [None, Some([1; 32])] {
         let reason = told_at_once(answer, fingerprint);

@@ -46,7 +46,7 @@ fn without_a_daemon() {
 }
 
 #[test]
-fn without_a_daemon_the_driver_is_not_loaded_and_the_reason_is_told() {
+fn without_a_daemon_the_driver_is_not_loaded_and_the_reason_is_printed() {
     let output = gpusession_test_support::program("without_a_daemon")
         .env("GPUSESSION_SOCKET", "/nonexistent/grant.sock")
         .env("GPUSESSION_TRACE", "why")

@@ -348,7 +348,7 @@ fn a_daemon_that_goes_away_raises_no_signal() {
 }
 
 #[test]
-fn a_panic_in_the_module_harms_nobody() {
+fn a_panic_in_the_module_does_not_stop_the_login() {
     let folder = folder();
     login_with(folder.path(), &built("../examples/libpam_panicking.so"), &[]).harmless();
 }

@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn what_real_programs_call_is_implemented() {
+    fn calls_of_real_programs_are_implemented() {
         let calls = calls();
         let called: Vec<_> = used().filter(|entry| !entry.ends_with(']')).collect();
         assert!(called.len() > 100, "used.tsv is whole");

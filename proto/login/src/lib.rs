@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_steers_the_loader_a_shell_or_the_login_is_refused() {
+    fn variables_of_loader_shell_and_login_are_refused() {
         let long = "A".repeat(MAX_NAME + 1);
         let no_names = ["", "1A", "CUDA_ X", "CUDA_X=Y", "BASH_FUNC_ls%%", "É", "A\n", "A\0", long.as_str()];
         let of_the_user = ["CUDA_VISIBLE_DEVICES", "GPUSESSION_SOCKET", "GPUSESSION_DISABLE"];

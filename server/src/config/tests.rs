@@ -136,7 +136,7 @@ fn errors_name_file_line_key_and_remedy() {
 }
 
 #[test]
-fn a_value_that_no_key_has_is_told_what_is_wanted() {
+fn a_value_of_a_wrong_type_gets_an_error_with_the_right_one() {
     for (text, said) in [
         ("cache_max = 1.5", "t.toml:1: cache_max = 1.5: a size like"),
         ("park_after = 1979-05-27", "t.toml:1: park_after = 1979-05-27: a duration like"),

@@ -64,7 +64,7 @@ fn allocate(t: &mut Table, r: &Request, now: u64, random: &Counting) -> Result<L
 }
 
 #[test]
-fn who_asks_once_holds_nobody_up() {
+fn a_once_request_does_not_queue() {
     let (mut t, r) = (table(1), Counting::default());
     allocate(&mut t, &request("a", 1, 50.0), 0, &r).unwrap();
     let large = Request { once: true, ..named("b", 1, 100.0) };
@@ -104,7 +104,7 @@ fn packs_fractions_and_keeps_whole_gpus_whole() {
 }
 
 #[test]
-fn all_or_nothing_and_never() {
+fn a_request_gets_all_its_gpus_or_an_error() {
     let (mut t, r) = (table(2), Counting::default());
     allocate(&mut t, &request("a", 1, 100.0), 0, &r).unwrap();
     assert!(matches!(allocate(&mut t, &request("b", 2, 10.0), 0, &r), Err(AllocateError::NoCapacity { .. })));
@@ -138,7 +138,7 @@ fn model_devices_and_sticky() {
 }
 
 #[test]
-fn the_same_request_is_the_same_lease() {
+fn a_repeated_request_id_returns_its_lease() {
     let (mut t, r) = (table(2), Counting::default());
     let mut again = request("a", 1, 100.0);
     again.request_id = "boot-1".into();
@@ -309,7 +309,7 @@ fn each_gpu_is_shared_in_its_own_way() {
 }
 
 #[test]
-fn a_gpu_alone_is_rather_for_who_wants_it() {
+fn exclusive_gpus_go_to_exclusive_requests_first() {
     let ([sliced, mps, alone], r) = ([0, 2, 4].map(|n| gpu(n, 0).uuid), Counting::default());
     let mut t = mixed(&[Sharing::TimeSlice, Sharing::Mps, Sharing::Exclusive]);
     let mut get = |wish: Request| allocate(&mut t, &wish, 0, &r).unwrap();
@@ -331,7 +331,7 @@ fn a_gpu_alone_is_rather_for_who_wants_it() {
 }
 
 #[test]
-fn who_waits_for_a_gpu_alone_gets_it_whole() {
+fn exclusive_request_gets_a_whole_gpu() {
     let ([alone, shared], r) = ([0, 2].map(|n| gpu(n, 0).uuid), Counting::default());
     let mut t = mixed(&[Sharing::Exclusive, Sharing::TimeSlice]);
     let part = |client: &str, uuid: &str| Request { devices: vec![uuid.into()], ..named(client, 1, 10.0) };
@@ -396,7 +396,7 @@ fn a_gpu_alone_is_lent_and_comes_back_whole() {
 }
 
 #[test]
-fn what_is_reserved_is_kept() {
+fn reserved_memory_stays_free_for_its_clients() {
     let (mut t, r) = (table(2), Counting::default());
     let reserve = Reserve { client: "vm-*".into(), gpus: 1, memory: Memory::Percent(75.0) };
     t.set_rules(Rules { reserve: vec![reserve], overcommit_percent: 100 });
@@ -408,7 +408,7 @@ fn what_is_reserved_is_kept() {
 }
 
 #[test]
-fn overcommit_is_said_and_bounded() {
+fn overcommit_is_reported_and_bounded() {
     let (mut t, r) = (table(1), Counting::default());
     t.set_rules(Rules { reserve: vec![], overcommit_percent: 150 });
     for _ in 0..3 {
@@ -551,7 +551,7 @@ fn place(position: u32, waiting: u32) -> Result<bool, Place> {
 }
 
 #[test]
-fn what_is_set_aside_comes_back_in_turn() {
+fn lent_leases_reacquire_in_order() {
     let mut table = table(1);
     let random = Counting::default();
     let get = |table: &mut Table, client: &str, percent| {
@@ -578,7 +578,7 @@ fn what_is_set_aside_comes_back_in_turn() {
 }
 
 #[test]
-fn what_has_no_programs_comes_back_on_another_gpu_of_its_kind() {
+fn a_lent_lease_without_programs_may_move_to_a_gpu_of_its_kind() {
     // Even numbers are one kind, odd ones another.
     let mut table = table(6);
     let random = Counting::default();

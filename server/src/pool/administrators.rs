@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_admitted() {
+    fn administrator_certificates_are_admitted_until_revoked() {
         let mut all = Administrators::default();
         all.put("alice", &[1; 32], 10);
         let alice = |issued| holder(Role::Administrator, "alice", issued);

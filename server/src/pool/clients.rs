@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joined_with_another_server() {
+    fn clients_that_joined_with_another_server_are_introduced() {
         let of =
             |name: &str, issued_unix, key| Holder { role: Role::Client, name: name.into(), issued_unix, key };
         let vm = |name: &str, issued_unix| of(name, issued_unix, [11; 32]);

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_watch_is_told_and_one_that_does_not_listen_is_ended() {
+    async fn each_watch_gets_its_events_and_a_slow_one_is_closed() {
         let watches = Watches::default();
         let mut one = Events::new(vec![event("first")], watches.begin("vm-1"), ());
         let mut deaf = Events::new(Vec::new(), watches.begin("vm-1"), ());

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_swapped_out_counts() {
+    fn swapped_memory_counts() {
         let status =
             "RssAnon:\t     100 kB\nRssFile:\t    5000 kB\nRssShmem:\t      20 kB\nVmSwap:\t       3 kB\n";
         assert_eq!(super::counted(status), Some(123 << 10));

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn fills_refills_and_serves_those_who_wait() {
+    fn stock_fills_refills_and_serves_waiting_callers() {
         let mut stock = Stock::new(2, S);
         assert_eq!(stock.start(S), 2);
         assert_eq!(stock.start(S), 0, "they are starting");

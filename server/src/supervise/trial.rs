@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_worked_once_is_kept() {
+    fn isolation_that_worked_once_stays_on() {
         let mut trial = Trial::default();
         assert_eq!(trial.ready(true), None);
         trial.failed(true, "killed by SIGKILL");

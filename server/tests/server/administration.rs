@@ -101,7 +101,7 @@ async fn verbs_over_the_network() {
 }
 
 #[tokio::test]
-async fn whose_certificate_is_good() {
+async fn only_administrator_certificates_may_administer() {
     let server = Server::start().await;
     let alice = administrator(&server, "alice");
     let address = server.control.as_str();
@@ -209,7 +209,7 @@ async fn only_a_server_is_asked() {
 const ASKS: &str = "ADMINISTRATION_TEST_SOCKET";
 
 #[tokio::test]
-async fn who_has_ended_asks_nothing() {
+async fn a_request_of_an_exited_process_is_refused() {
     use std::io::{IoSlice, IoSliceMut, Read, Write};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
     use std::os::unix::net::UnixStream;
@@ -236,7 +236,7 @@ async fn who_has_ended_asks_nothing() {
     };
     let (ours, theirs) = UnixStream::pair().unwrap();
     let ended = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "administration::who_has_ended_asks_nothing"])
+        .args(["--exact", "administration::a_request_of_an_exited_process_is_refused"])
         .env(ASKS, server.path("run/admin.sock"))
         .stdin(OwnedFd::from(theirs))
         .output()

@@ -83,7 +83,7 @@ async fn goes_on(client: &mut Client, lease: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_on_the_control_port_harms_nobody() {
+async fn garbage_on_the_control_port_disturbs_no_client() {
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     const TLS_ALERT: u8 = 21;
     let server = Server::start().await;
@@ -180,7 +180,7 @@ async fn messages_that_are_none_are_answered() {
 }
 
 #[tokio::test]
-async fn garbage_on_the_administration_socket_harms_nobody() {
+async fn garbage_on_the_administration_socket_disturbs_no_caller() {
     let server = Server::start().await;
     let socket = || {
         let socket = UnixStream::connect(server.path("run/admin.sock")).unwrap();

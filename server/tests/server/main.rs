@@ -195,7 +195,7 @@ async fn ps_shows_all_servers_of_a_host() {
 }
 
 #[tokio::test]
-async fn what_a_daemon_had_in_stock_goes_with_it() {
+async fn the_stock_of_a_restarted_daemon_is_ended() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let wish = AllocateRequest { request_id: "boot/a".into(), memory_percent: 50.0, ..vm.request() };
@@ -441,7 +441,7 @@ async fn join_tokens() {
 }
 
 #[tokio::test]
-async fn bad_data_connections_harm_nobody() {
+async fn bad_data_connections_disturb_no_worker() {
     let server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
@@ -715,7 +715,7 @@ async fn a_worker_says_how_isolated_it_is_before_it_serves() {
 }
 
 #[tokio::test]
-async fn what_a_worker_leaves_behind_does_not_speak_for_it() {
+async fn children_of_an_exited_worker_do_not_keep_it_registered() {
     let server = Server::start_with("heirs-libcuda.so.1", "").await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
@@ -749,7 +749,7 @@ async fn driver_environment_gets_a_worker_of_its_own() {
 }
 
 #[tokio::test]
-async fn the_limit_of_workers_holds_for_those_who_ask_together() {
+async fn the_limit_of_workers_holds_for_concurrent_requests() {
     let server = Server::start_with("libcuda.so.1", "limits.workers = 2").await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
@@ -1001,7 +1001,7 @@ async fn many_workers_leave_nothing_behind() {
 
 /// Silent connections of one machine do not block other machines on the control port.
 #[tokio::test]
-async fn silent_connections_delay_nobody_else() {
+async fn silent_connections_do_not_delay_other_clients() {
     let server = Server::start().await;
     let silent: Vec<_> =
         (0..700).map(|_| TcpStream::connect(&server.control).expect("a connection")).collect();

@@ -576,7 +576,7 @@ async fn a_crash_makes_its_domain_suspect() {
 }
 
 #[tokio::test]
-async fn nothing_is_left_of_a_server_that_was_killed() {
+async fn mps_processes_of_a_killed_server_are_cleared() {
     let mut site = Site::start("warm_workers = 1").await;
     let mut vm = site.server.client("vm-1").await;
     let granted = lease(&mut vm, as_it_is).await;

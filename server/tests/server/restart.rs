@@ -224,7 +224,7 @@ async fn programs_outlive_the_server() {
 }
 
 #[tokio::test]
-async fn what_is_not_understood_is_ended() {
+async fn workers_with_unreadable_records_are_killed() {
     let mut server = Server::prepare("deaf-libcuda.so.1", "").await;
     let systemd = Systemd::new(&server);
     systemd.run(&mut server).await;
@@ -288,7 +288,7 @@ async fn without_a_store_nothing_outlives_the_server() {
 }
 
 #[tokio::test]
-async fn what_a_forced_end_ends_is_on_record() {
+async fn a_forced_quit_records_its_processes() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();
@@ -300,7 +300,7 @@ async fn what_a_forced_end_ends_is_on_record() {
 }
 
 #[tokio::test]
-async fn what_ran_when_the_server_was_killed_is_on_record() {
+async fn processes_of_a_killed_server_are_recorded() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let lease = vm.allocate(100.0).await.unwrap();

@@ -138,7 +138,7 @@ async fn every_limit_refuses_by_name() {
 }
 
 #[tokio::test]
-async fn who_wants_too_much_mapped_host_memory_is_named() {
+async fn a_request_above_the_mapped_memory_limit_is_logged() {
     let mut server = Server::prepare("greedy-libcuda.so.1", "limits.client.vm-1.staging = \"64MiB\"").await;
     server.run_into("journal").await;
     let mut vm = server.client("vm-1").await;
@@ -424,7 +424,7 @@ async fn a_lease_may_be_idle_sooner_and_by_its_owners_word() {
 }
 
 #[tokio::test]
-async fn who_comes_first_is_served_first() {
+async fn requests_are_served_in_fifo_order() {
     let server = Server::start().await;
     let (mut a, mut b, mut c) =
         (server.client("vm-a").await, server.client("vm-b").await, server.client("vm-c").await);
@@ -448,7 +448,7 @@ async fn who_comes_first_is_served_first() {
 }
 
 #[tokio::test]
-async fn who_does_not_want_it_any_more_is_waited_for_by_nobody() {
+async fn a_withdrawn_request_leaves_the_queue() {
     let server = Server::start().await;
     let (mut a, mut b, mut c) =
         (server.client("vm-a").await, server.client("vm-b").await, server.client("vm-c").await);
@@ -800,7 +800,7 @@ async fn an_administrator_stops_the_server_and_hears_what_it_waits_for() {
 }
 
 #[tokio::test]
-async fn what_was_used_is_on_record() {
+async fn usage_of_programs_and_leases_is_recorded() {
     let mut server = Server::start().await;
     let mut vm = server.client("vm-1").await;
     let wish = AllocateRequest { user: "alice".into(), ..vm.request() };

@@ -343,9 +343,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_up() {
+    fn containment_denies_files_sockets_and_signals() {
         if std::env::var_os(ALONE).is_none() {
-            return alone("what_is_given_up", &[]);
+            return alone("containment_denies_files_sockets_and_signals", &[]);
         }
         let files = before_driver(&start(false));
         let calls = before_client(false);

@@ -278,7 +278,7 @@ fn the_right_certificate_with_another_key_is_refused_by_the_client() {
 }
 
 #[test]
-fn bad_tickets_are_refused_and_disturb_nobody() {
+fn bad_tickets_are_refused_and_disturb_no_client() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
     let forged = "ticket was not made with this lease's key";
@@ -344,7 +344,7 @@ fn clear_text_is_refused_where_encryption_is_demanded() {
 }
 
 #[test]
-fn garbage_before_admission_disturbs_nobody() {
+fn garbage_before_admission_disturbs_no_client() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
     // A connection that stays silent all the time.
@@ -863,7 +863,7 @@ fn chunks_that_do_not_fit_are_errors() {
 }
 
 #[test]
-fn what_comes_for_a_copy_that_failed_is_in_nobodys_way() {
+fn chunks_of_a_failed_copy_are_discarded() {
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
     let mut guest = worker.guest();
@@ -1374,7 +1374,7 @@ fn the_limit_holds_for_memory_of_every_kind() {
 }
 
 #[test]
-fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
+fn a_free_waits_for_the_copies_of_a_blocked_thread() {
     const COPIES: u64 = 1200; // more than a stream's queue takes
     const BLOCKED: u32 = 1;
     const FREEING: u32 = 2;
@@ -1414,7 +1414,7 @@ fn what_takes_memory_away_stays_behind_what_a_blocked_thread_has_asked_for() {
 }
 
 #[test]
-fn everything_stays_behind_a_synchronisation_that_nobody_waits_for() {
+fn later_frames_stay_behind_a_synchronisation_without_waiter() {
     const LEN: usize = 200_000;
     let machine = Machine::new();
     let mut worker = Worker::start(&machine);
@@ -1516,7 +1516,7 @@ fn answers_stay_whole_when_the_client_reads_slowly() {
 }
 
 #[test]
-fn the_supervisor_is_told_why_whoever_ends_first() {
+fn the_supervisor_gets_the_reason_of_reader_or_executor() {
     let machine = Machine::new();
     for _ in 0..20 {
         let mut worker = Worker::start(&machine);

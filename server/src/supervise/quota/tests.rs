@@ -54,7 +54,7 @@ fn four_processes_share_one_limit() {
 }
 
 #[test]
-fn contexts_count_and_strangers_get_nothing() {
+fn contexts_count_and_unknown_workers_get_no_memory() {
     let mut l = ledger(1024 * MIB, 500 * MIB);
     assert_eq!(granted(&l.ask([1; 16], 0, 1, MIB, T)), 0);
     l.admit([1; 16]);
@@ -122,7 +122,7 @@ fn a_lease_of_a_whole_card_is_granted_what_the_card_has() {
 }
 
 #[test]
-fn one_that_does_not_answer_holds_up_nobody_for_long() {
+fn a_silent_worker_delays_a_request_until_the_recall_timeout() {
     let mut l = ledger(100 * MIB, 0);
     l.admit([1; 16]);
     l.admit([2; 16]);
@@ -148,7 +148,7 @@ fn another_server_counts_on() {
 }
 
 #[test]
-fn what_the_driver_says_counts() {
+fn a_reading_above_the_grants_counts() {
     let mut l = ledger(4096 * MIB, 500 * MIB);
     l.admit([1; 16]);
     l.admit([2; 16]);
@@ -172,7 +172,7 @@ fn what_the_driver_says_counts() {
 }
 
 #[test]
-fn what_is_given_back_is_granted_once_the_driver_has_it() {
+fn returned_memory_is_granted_once_a_reading_confirms_it() {
     let mut l = ledger(1024 * MIB, 100 * MIB);
     l.admit([1; 16]);
     l.admit([2; 16]);
@@ -196,7 +196,7 @@ fn what_is_given_back_is_granted_once_the_driver_has_it() {
 }
 
 #[test]
-fn a_reading_of_before_harms_nobody() {
+fn a_reading_older_than_a_return_makes_no_offender() {
     let mut l = ledger(48 * 1024 * MIB, 100 * MIB);
     for n in 1..=2 {
         l.admit([n; 16]);
@@ -220,7 +220,7 @@ fn a_reading_of_before_harms_nobody() {
 }
 
 #[test]
-fn those_who_wait_are_answered_one_by_one_and_without_readings_too() {
+fn waiting_requests_are_answered_in_turn_even_without_readings() {
     let mut l = ledger(1000 * MIB, 0);
     for n in 1..=4 {
         l.admit([n; 16]);
@@ -252,7 +252,7 @@ fn those_who_wait_are_answered_one_by_one_and_without_readings_too() {
 }
 
 #[test]
-fn a_lease_is_brought_back_to_its_limit_by_those_who_are_beyond_their_grants() {
+fn offenders_are_the_workers_furthest_beyond_their_grants() {
     let mut l = ledger(4096 * MIB, 0);
     for n in 1..=6 {
         l.admit([n; 16]);

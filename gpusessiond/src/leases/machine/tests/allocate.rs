@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_configured_of_idle_leases_is_asked_for() {
+fn the_configured_idle_policy_is_in_the_request() {
     use crate::config::OnIdle;
     let mut m = machine(1);
     let config = LeaseConfig { on_idle: Some(OnIdle::Keep), hold: true, ..LeaseConfig::default() };

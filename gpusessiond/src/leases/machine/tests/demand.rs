@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_has_not_changed_is_left_alone_by_a_reload() {
+fn a_reload_keeps_unchanged_leases() {
     let mut m = machine(1);
     m.configure(s(0), vec![configured("a", 1), configured("b", 1)]);
     let ids: Vec<Slot> = m.slots().map(|(slot, _)| slot).collect();
@@ -117,7 +117,7 @@ fn a_background_lease_yields_to_one_that_a_limit_refuses() {
 }
 
 #[test]
-fn what_a_reload_gives_back_is_had_by_what_it_asks_for() {
+fn a_refused_lease_of_a_reload_is_requested_again_after_the_releases() {
     let mut m = machine(1);
     m.configure(s(0), vec![configured("a", 1), configured("b", 1)]);
     let slots: Vec<_> = m.slots().map(|(slot, _)| slot).collect();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_server_that_comes_back_keeps_no_lease_that_was_had_elsewhere() {
+fn a_returning_server_keeps_no_lost_lease() {
     let mut m = machine(2);
     let slot = m.want(s(0), configured("a", 1));
     m.allocated(s(0), slot, Ok((0, lease("l1", 0))));

@@ -37,7 +37,7 @@ fn a_lease_that_was_lent_may_have_other_gpus() {
 }
 
 #[test]
-fn a_parked_lease_whose_programs_go_on_has_a_place_in_the_queue() {
+fn a_parked_lease_whose_programs_continue_has_a_place_in_the_queue() {
     let mut m = machine(1);
     m.configure(s(0), vec![configured("l", 1)]);
     let slot = *m.slots.keys().next().expect("one");
@@ -69,7 +69,7 @@ fn a_parked_lease_whose_programs_go_on_has_a_place_in_the_queue() {
 }
 
 #[test]
-fn a_lost_lease_is_acquired_anew_with_the_same_gpus_if_possible() {
+fn a_lost_lease_is_acquired_again_with_its_gpus_if_possible() {
     let mut m = machine(1);
     let slot = m.want(s(0), configured("a", 1));
     m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
@@ -86,7 +86,7 @@ fn a_lost_lease_is_acquired_anew_with_the_same_gpus_if_possible() {
 }
 
 #[test]
-fn a_lease_that_nobody_renewed_is_lost_when_its_time_is_over() {
+fn a_lease_is_lost_if_not_renewed_in_time() {
     let mut m = machine(1);
     let slot = m.want(s(0), configured("a", 1));
     m.allocated(s(0), slot, Ok((0, lease("l1", 1))));
@@ -99,7 +99,7 @@ fn a_lease_that_nobody_renewed_is_lost_when_its_time_is_over() {
 }
 
 #[test]
-fn a_lease_with_a_time_to_live_ends_unless_somebody_renews_it() {
+fn a_lease_with_a_time_to_live_ends_unless_renewed() {
     let mut m = machine(1);
     let mut spec = Spec::requested("r".into(), 1000);
     spec.ttl = Some(s(600));
