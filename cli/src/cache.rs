@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use gpusession_proto::user_cache;
-use gpusessiond::values::human_bytes;
+use gpusessiond::units::human_bytes;
 use serde_json::json;
 
 use crate::exit::{Failure, Result, code};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::{Priority, Sharing};
 use gpusessiond::leases::Spec;
-use gpusessiond::values::{Memory, path_element};
+use gpusessiond::units::{Memory, path_element};
 use serde::Deserialize;
 use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 
@@ -145,7 +145,7 @@ impl Daemon {
         })?;
         // A stop by root closes the sockets; they stay while the daemon restarts, or is started on
         // demand.
-        if gpusessiond::places::grant_socket().exists()
+        if gpusessiond::paths::grant_socket().exists()
             && let Ok(bus) = zbus::fdo::DBusProxy::new(&connection).await
             && let Ok(name) = zbus::names::WellKnownName::try_from(NAME)
         {

@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use gpusessiond::identity::Home;
-use gpusessiond::places;
+use gpusessiond::paths;
 use serde_json::json;
 
 use crate::daemon;
@@ -35,7 +35,7 @@ pub async fn leave(system: bool, for_template: bool) -> Result<Outcome> {
     }
     remove(&home.identity, |path| fs::remove_dir_all(path))?;
     if system {
-        remove(&places::state_directory().join("state.json"), |path| fs::remove_file(path))?;
+        remove(&paths::state_directory().join("state.json"), |path| fs::remove_file(path))?;
     }
     // The first entry of `Home::user()` is the user's file, the second the system's.
     for servers in home.servers.iter().take(if system { 2 } else { 1 }).filter(|_| !for_template) {

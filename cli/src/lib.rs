@@ -23,9 +23,9 @@ use gpusessiond::client::Remote;
 use gpusessiond::environment::Environment;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
-use gpusessiond::places;
+use gpusessiond::paths;
 use gpusessiond::pool::{PoolServer as _, Trouble};
-use gpusessiond::values::{control_address, human_duration, parse_duration};
+use gpusessiond::units::{control_address, human_duration, parse_duration};
 use serde_json::json;
 
 use crate::daemon::Daemon;
@@ -408,7 +408,7 @@ async fn env(json: bool, explain: bool) -> Result<i32> {
 ///
 /// A user's first login waits for this command, so it must not wait for a daemon that hangs.
 async fn generate(json: bool) -> Result<i32> {
-    let path = places::environment_file();
+    let path = paths::environment_file();
     let given = Environment::read(&path)
         .map_err(|e| Failure::new(code::FAILED, format!("{}: {e}", path.display())))?;
     let environment = match given {
@@ -545,7 +545,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         (LeaseFile { id, via: Via::Daemon, request: String::new(), gpus, servers: vec![] }, expires_usec)
     } else {
         let direct = run::Direct::new(&request.wanted.servers)?;
-        let wish = format!("{}/{}/0", places::hex(&places::boot_id()), spec.key);
+        let wish = format!("{}/{}/0", paths::hex(&paths::boot_id()), spec.key);
         spec.request_id = Some(wish.clone());
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
         // Only the server that holds the lease: another one would create a second lease for the

@@ -15,9 +15,9 @@ use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, Here};
 use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
-use gpusessiond::places;
+use gpusessiond::paths;
 use gpusessiond::pool::PoolServer;
-use gpusessiond::values::{Memory, SmPercent, control_address};
+use gpusessiond::units::{Memory, SmPercent, control_address};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::process::Command;
@@ -203,7 +203,7 @@ fn libraries() -> Result<PathBuf> {
         Failure::new(125, "libcuda.so.1 of gpusession is not installed")
             .hint("install gpusession-libs, or name its folder in GPUSESSION_LIBDIR")
     };
-    places::library_directory().filter(|folder| places::has_library(folder)).ok_or_else(missing)
+    paths::library_directory().filter(|folder| paths::has_library(folder)).ok_or_else(missing)
 }
 
 /// Runs the program with gpusession's libraries first in the loader's path.

@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use gpusessiond::places;
+use gpusessiond::paths;
 use serde_json::{Value, json};
 
 use crate::exit::{Failure, Result, code};
@@ -242,11 +242,11 @@ fn authselect(current: &str, remove: bool) -> String {
 /// # Errors
 /// If gpusession's libraries are not installed.
 pub fn cdi() -> Result<Value> {
-    let folder = places::library_directory().ok_or_else(|| {
+    let folder = paths::library_directory().ok_or_else(|| {
         Failure::new(code::CONFIGURATION, "libcuda.so.1 of gpusession is not installed")
             .hint("install the package gpusession-libs")
     })?;
-    let socket = places::grant_socket();
+    let socket = paths::grant_socket();
     let bind = |path: &Path| json!({ "hostPath": path, "containerPath": path, "options": ["ro", "nosuid", "nodev", "rbind"] });
     // Images for local GPUs expect libraries in these folders too; their order is kept.
     let search = format!(

@@ -10,7 +10,7 @@ use std::time::Duration;
 use gpusession_proto::login;
 use serde::{Deserialize, Serialize};
 
-use crate::values::{Memory, SmPercent, control_address};
+use crate::units::{Memory, SmPercent, control_address};
 
 /// The daemon's configuration, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
@@ -274,7 +274,7 @@ pub fn default_path() -> PathBuf {
     if let Some(path) = std::env::var_os("GPUSESSION_CONF").filter(|p| !p.is_empty()) {
         return path.into();
     }
-    crate::places::configuration_directory().join("gpusession.toml")
+    crate::paths::configuration_directory().join("gpusession.toml")
 }
 
 impl Config {

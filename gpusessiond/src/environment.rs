@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::access::Gate;
 use crate::config::{Access, Config};
-use crate::places;
+use crate::paths;
 
 /// Largest file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -53,7 +53,7 @@ impl Environment {
 
     /// Writes the file that [`Environment::read`] reads.
     pub fn write(&self, path: &Path) -> io::Result<()> {
-        places::publish(path, &serde_json::to_vec(self)?)
+        paths::publish(path, &serde_json::to_vec(self)?)
     }
 
     /// Reads the file; `None` if it does not exist.

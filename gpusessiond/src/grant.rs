@@ -18,8 +18,8 @@ use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, MAX_REASON, Outcome, Reply, Request, VERSION, Want,
 };
 use gpusession_proto::journal::Event;
+use gpusession_proto::log_throttle::Quiet;
 use gpusession_proto::message;
-use gpusession_proto::quiet::Quiet;
 use gpusession_proto::readings::MAX_QUERIES;
 use gpusession_proto::ticket;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use crate::access::Gate;
-use crate::keep::{Kept, Store};
+use crate::handover::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Leases, Wish};
 use crate::login::Sessions;
 

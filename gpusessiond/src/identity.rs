@@ -62,11 +62,11 @@ impl Home {
     /// Returns the daemon's paths: `servers.toml` in the configuration directory first, then in the
     /// state directory.
     pub fn system() -> Self {
-        let state = crate::places::state_directory();
+        let state = crate::paths::state_directory();
         Self {
             identity: state.join("identity"),
             servers: vec![
-                crate::places::configuration_directory().join("servers.toml"),
+                crate::paths::configuration_directory().join("servers.toml"),
                 state.join("servers.toml"),
             ],
         }
@@ -75,12 +75,12 @@ impl Home {
     /// Returns the user's paths below `~/.config/gpusession`; the list of servers may be the
     /// system's.
     pub fn user() -> Option<Self> {
-        let folder = crate::places::user_directory()?;
+        let folder = crate::paths::user_directory()?;
         Some(Self {
             identity: folder.join("identity"),
             servers: vec![
                 folder.join("servers.toml"),
-                crate::places::configuration_directory().join("servers.toml"),
+                crate::paths::configuration_directory().join("servers.toml"),
             ],
         })
     }
@@ -373,8 +373,8 @@ pub async fn join_pool(
             token: token.trim().to_owned(),
             csr_pem,
             client_name: name,
-            machine_id: crate::places::machine_id(),
-            boot_id: crate::places::hex(&crate::places::boot_id()),
+            machine_id: crate::paths::machine_id(),
+            boot_id: crate::paths::hex(&crate::paths::boot_id()),
         },
     )
     .await?;
@@ -388,7 +388,7 @@ pub async fn join_pool(
     }
     // A server that reports no address is used at the present one.
     let mut servers: Vec<String> =
-        reply.servers.iter().filter_map(|s| crate::values::control_address(s).ok()).collect();
+        reply.servers.iter().filter_map(|s| crate::units::control_address(s).ok()).collect();
     if servers.is_empty() {
         servers.push(address.to_owned());
     }

@@ -6,8 +6,8 @@
 //! * [`login`]: the socket on which PAM reports login sessions;
 //! * [`environment`]: variables that logins get;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
-//! * [`keep`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
-//! * [`config`], [`settings`], [`access`], [`places`], [`values`], [`arguments`]: configuration.
+//! * [`handover`]: state that outlives the daemon; [`notice`]: notices at the shells' next prompt;
+//! * [`config`], [`settings`], [`access`], [`paths`], [`units`], [`arguments`]: configuration.
 
 pub mod access;
 pub mod arguments;
@@ -16,12 +16,12 @@ pub mod client;
 pub mod config;
 pub mod environment;
 pub mod grant;
+pub mod handover;
 pub mod identity;
-pub mod keep;
 pub mod leases;
 pub mod login;
 pub mod notice;
-pub mod places;
+pub mod paths;
 pub mod pool;
 pub mod settings;
-pub mod values;
+pub mod units;

@@ -15,16 +15,16 @@ use gpusessiond::client::Remote;
 use gpusessiond::config::{self, Config};
 use gpusessiond::environment::Environment;
 use gpusessiond::grant::{self, Limits};
+use gpusessiond::handover::{Returned, State, Store};
 use gpusessiond::identity::{self, Home, IdentityError};
-use gpusessiond::keep::{Returned, State, Store};
 use gpusessiond::leases::Leases;
 use gpusessiond::leases::engine::{Engine, Here, Hooks};
 use gpusessiond::login::{self, Sessions};
 use gpusessiond::notice;
-use gpusessiond::places;
+use gpusessiond::paths;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
 use gpusessiond::settings::Settings;
-use gpusessiond::values::control_address;
+use gpusessiond::units::control_address;
 use nix::sys::socket::{SockType, getsockopt, sockopt};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
@@ -203,7 +203,7 @@ fn token() -> Option<(String, Vec<String>)> {
 /// socket.
 fn given(config: &Config) -> Arc<Environment> {
     let environment = Environment::of(config);
-    let path = places::environment_file();
+    let path = paths::environment_file();
     if let Err(error) = environment.write(&path) {
         warn!("{}: cannot write: {error}; user services do not get [environment]", path.display());
     }
@@ -397,7 +397,7 @@ async fn stop(engine: &Engine) {
 
 async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherited) -> Result<u8> {
     raise_limits();
-    let (grants_at, logins_at) = (places::grant_socket(), places::login_socket());
+    let (grants_at, logins_at) = (paths::grant_socket(), paths::login_socket());
     let (grant_listener, _grant_file) =
         listener(inherited.grant, &grants_at, |path| grant::bind(path, 0o666))?;
     let (login_listener, _login_file) = listener(inherited.login, &logins_at, login::bind_at)?;
@@ -407,7 +407,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let home = Home::system();
 
     let here = Here::this_machine();
-    let mut state = State::new(&places::state_directory(), places::hex(&here.boot_id));
+    let mut state = State::new(&paths::state_directory(), paths::hex(&here.boot_id));
     let gate = Arc::new(Gate::new(config.access.clone()));
     let hooks = Hooks {
         saved: state.load(),
@@ -418,9 +418,9 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let engine = Engine::start_with(here, hooks);
     let leases: Arc<dyn Leases> = Arc::new(engine.clone());
     let settings = Settings::new(path, config.clone(), gate.clone(), leases.clone());
-    let sessions = Sessions::restore(leases.clone(), &places::sessions_directory());
+    let sessions = Sessions::restore(leases.clone(), &paths::sessions_directory());
     settings.apply().await;
-    tokio::spawn(notice::follow(leases.clone(), places::notice_directory()));
+    tokio::spawn(notice::follow(leases.clone(), paths::notice_directory()));
     let grants = grant::Server::new(leases.clone(), gate.clone(), config.wait, Limits::default())
         .with_sessions(sessions.clone())
         .with_store(Store);
@@ -483,7 +483,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
         // Exits at once: an orderly end would remove the descriptors from systemd's store.
         std::process::exit(code.into());
     }
-    let _ = std::fs::remove_file(places::environment_file());
+    let _ = std::fs::remove_file(paths::environment_file());
     tokio::select! {
         () = stop(&engine) => {}
         _ = terminate.recv() => return Ok(FORCED),

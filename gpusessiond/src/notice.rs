@@ -19,8 +19,8 @@ use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
 use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot};
-use crate::places;
-use crate::values::human_duration;
+use crate::paths;
+use crate::units::human_duration;
 
 /// Longest file name in bytes.
 const NAME_MAX: usize = 255;
@@ -230,7 +230,7 @@ impl Files {
 fn write(folder: &Path, uid: u32, lines: &[String]) -> io::Result<()> {
     let lines: Vec<String> = lines.iter().map(|line| line.replace(char::is_control, " ")).collect();
     let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
-    places::publish(&folder.join(uid.to_string()), text.as_bytes())?;
+    paths::publish(&folder.join(uid.to_string()), text.as_bytes())?;
 
     let (names, new) = (folder.join(folder_of(uid)), folder.join(format!(".{uid}.lines.new")));
     let _ = fs::remove_dir_all(&new);

@@ -13,7 +13,7 @@ use gpusessiond::config::{Class, Config};
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Wish};
 use gpusessiond::pool::{PoolError, Trouble};
-use gpusessiond::values::path_element;
+use gpusessiond::units::path_element;
 use tokio_stream::StreamExt as _;
 use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
 

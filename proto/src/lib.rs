@@ -21,9 +21,9 @@ pub mod handle;
 #[cfg(feature = "control")]
 pub mod join;
 pub mod journal;
+pub mod log_throttle;
 pub mod message;
 pub mod preface;
-pub mod quiet;
 pub mod readings;
 pub mod status;
 pub mod supervise;

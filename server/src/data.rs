@@ -16,8 +16,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::crowd::Crowd;
-use crate::quiet::Quiet;
+use crate::log_throttle::Quiet;
+use crate::peer_slots::Crowd;
 use crate::supervise::{AdoptError, Supervisor};
 
 /// Time in which a connection has to send its preface.

@@ -8,14 +8,14 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedObjectPath, interface};
 
-use super::authority::{Call, Deed};
+use super::authorize::{Call, Deed};
 use super::error::{BusError, Result};
 use super::project::{device_paths, memory_limit, sm_percent, usec, waits_at, waits_for};
 use super::shown::Shown;
 use super::{Shared, server_path};
 use crate::leases::LeaseView;
 use crate::pool::Trouble;
-use crate::values::path_element;
+use crate::units::path_element;
 
 /// Renews a lease; returns the time that it has left, in microseconds.
 pub(super) async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {

@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe;
 
 use super::Shared;
-use crate::keep::Kept;
+use crate::handover::Kept;
 use crate::leases::Slot;
 
 /// Releases a lease when the last copy of its descriptor is closed.

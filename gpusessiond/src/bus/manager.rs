@@ -10,13 +10,13 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedFd, OwnedObjectPath, OwnedVariant, interface};
 
-use super::authority::{Call, Creating, Deed};
+use super::authorize::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::lease::renew;
 use super::lease_fd::release_at_close;
 use super::project::{shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
-use crate::keep::Kept;
+use crate::handover::Kept;
 use crate::leases::{Caller, LeaseState, LeaseView, Owner, Slot, Snapshot, Spec};
 use crate::login::Session;
 
@@ -268,7 +268,7 @@ impl Manager {
         let uid = call.uid;
         let mut key = [0; 12];
         getrandom::fill(&mut key).map_err(|e| BusError::failed(e.to_string()))?;
-        let mut request = request::read(request, format!("request/{}", crate::places::hex(&key)), uid)?;
+        let mut request = request::read(request, format!("request/{}", crate::paths::hex(&key)), uid)?;
         if flags & !PERSISTENT != 0 {
             return Err(BusError::invalid_args(format!("unknown flags {flags:#x}")));
         }

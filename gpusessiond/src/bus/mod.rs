@@ -4,7 +4,7 @@
 //! occurrence. An object exists before its `New` signal, and no signal of a lease follows
 //! `LeaseRemoved`.
 
-mod authority;
+mod authorize;
 mod describe;
 mod device;
 mod error;
@@ -31,11 +31,11 @@ pub use lease::Lease;
 pub use manager::Manager;
 pub use server::Server;
 
-use crate::keep::Store;
+use crate::handover::Store;
 use crate::leases::{LeaseState, Leases, Snapshot};
 use crate::login::Sessions;
 use crate::settings::Settings;
-use crate::values::path_element;
+use crate::units::path_element;
 
 /// Well-known name on the bus.
 pub const NAME: &str = "org.gpusession1";
@@ -57,7 +57,7 @@ pub struct Shared {
     /// Whether every lease of class boot was held at the same time since the start.
     pub(crate) boot_complete: Mutex<bool>,
     /// Leases being created, per owner's uid.
-    pub(crate) creating: Mutex<HashMap<u32, authority::UnderWay>>,
+    pub(crate) creating: Mutex<HashMap<u32, authorize::UnderWay>>,
     /// Why polkit failed to decide last; empty if it decided.
     pub(crate) polkit_trouble: Mutex<String>,
 }

@@ -9,7 +9,7 @@ use super::MAX_TEXT;
 use super::error::{BusError, Result};
 use crate::config::Class;
 use crate::leases::{Owner, Spec};
-use crate::values::Memory;
+use crate::units::Memory;
 
 /// A `CreateLease` request after parsing.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use zbus::message::Header;
 use zbus::{Connection, interface};
 
 use super::Shared;
-use super::authority::{Call, Deed};
+use super::authorize::{Call, Deed};
 use super::error::Result;
 use super::project::usec;
 use super::shown::Shown;

@@ -25,7 +25,7 @@ pub use machine::{Slot, Time};
 use crate::config::{Class, LeaseConfig, OnIdle, Priority, Sharing};
 use crate::login::Session;
 use crate::pool::PoolError;
-use crate::values::{Memory, SmPercent};
+use crate::units::{Memory, SmPercent};
 
 /// Owner of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,12 +14,12 @@ use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
-use crate::claims::Claims;
 use crate::devices::{Device, Peer};
 use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
+use crate::foreign_addresses::Claims;
 use crate::streams::Positions;
 use crate::window::{self, Window};
-use crate::{backlog, clients, errors, handles, thread, trace};
+use crate::{clients, errors, handles, run_ahead, thread, trace};
 
 /// Windows offered to the worker at once.
 const OFFERED: usize = 3;
@@ -293,7 +293,7 @@ impl Client {
     pub fn post(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64> {
         let counted = |w: &mut Writer<'_>| {
             body(w);
-            backlog::sent(self.number, w.written());
+            run_ahead::sent(self.number, w.written());
         };
         self.link.post(op, self.caller(), counted).map_err(unavailable)
     }

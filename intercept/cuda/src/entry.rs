@@ -44,7 +44,7 @@ pub use codes::*;
 #[inline]
 pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
     let body = || {
-        crate::backlog::wait();
+        crate::run_ahead::wait();
         body()
     };
     let status = match catch_unwind(AssertUnwindSafe(body)) {

@@ -19,8 +19,6 @@
 )]
 
 mod api;
-mod backlog;
-mod claims;
 mod client;
 mod clients;
 mod compile_cache;
@@ -29,6 +27,7 @@ mod devices;
 mod entry;
 mod errors;
 mod events;
+mod foreign_addresses;
 mod functions;
 mod handles;
 mod host_functions;
@@ -40,6 +39,7 @@ mod objects;
 mod private_tables;
 mod proc_address;
 mod ranges;
+mod run_ahead;
 mod streams;
 mod thread;
 mod trace;

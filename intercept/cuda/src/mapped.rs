@@ -25,7 +25,7 @@ use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind, Range};
 use crate::window::PAGE;
-use crate::{claims, clients, thread};
+use crate::{clients, foreign_addresses, thread};
 
 /// Way to read a region's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -304,7 +304,7 @@ pub fn map_variable(client: &'static Client, base: u64, size: u64) -> Result {
     if find(client, base as usize, size as usize).is_some() {
         return Ok(());
     }
-    claims::open(base, size)?;
+    foreign_addresses::open(base, size)?;
     // An unloaded variable may have left contents.
     // SAFETY: `open` made these pages of ours writable, and the program does not know the variable
     // yet.

@@ -13,7 +13,7 @@ use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
-use crate::pool::authority::Authority;
+use crate::pool::ca::Authority;
 use crate::store;
 
 pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {

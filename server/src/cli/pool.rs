@@ -10,7 +10,7 @@ use super::target::offline;
 use super::verbs::PoolVerb;
 use crate::clock::SystemRandom;
 use crate::config::Config;
-use crate::pool::authority::Authority;
+use crate::pool::ca::Authority;
 
 /// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;

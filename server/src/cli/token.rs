@@ -13,7 +13,7 @@ use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::Config;
 use crate::net::host_port;
 use crate::pool::Files;
-use crate::pool::authority::Authority;
+use crate::pool::ca::Authority;
 use crate::pool::tokens::Tokens;
 use crate::store;
 

@@ -6,12 +6,12 @@ use tonic::{Request, Status};
 use tracing::{error, info, warn};
 
 use super::administrators::NotAdmitted;
-use super::authority::Role;
+use super::ca::Role;
 use super::clients::{Refusal, Seen};
 use super::status::{beyond, refused, stored};
 use super::{Pool, locked, whole};
-use crate::guard::Certificate;
-pub(super) use crate::guard::Peer;
+use crate::connections::Certificate;
+pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
 
 impl Pool {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::authority::Holder;
+use super::ca::Holder;
 use crate::clock::Moment;
 
 /// Silence after which a client without an open [`Watch`](gpusession_proto::control) counts as
@@ -331,7 +331,7 @@ impl Clients {
 
 #[cfg(test)]
 mod tests {
-    use super::super::authority::Role;
+    use super::super::ca::Role;
     use super::*;
 
     const T: Moment = Duration::from_secs(1000);

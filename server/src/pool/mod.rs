@@ -2,11 +2,11 @@
 
 pub mod administrators;
 mod authenticate;
-pub mod authority;
+pub mod ca;
 pub mod clients;
 mod describe;
 pub mod grpc;
-pub mod idleness;
+pub mod idle_actions;
 pub mod parking;
 pub mod readings;
 mod reload;
@@ -30,7 +30,7 @@ use tonic::Status;
 use tracing::{info, warn};
 
 use self::administrators::{Administrators, NotIssued};
-use self::authority::Authority;
+use self::ca::Authority;
 use self::clients::{ClientView, Clients};
 use self::describe::{limits, micros};
 use self::grpc::watch::workers_ready;
@@ -42,8 +42,8 @@ use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{Lease, Withdrawn};
 use crate::limits::{Effective, Rates};
+use crate::log_throttle::Quiet;
 use crate::monitor::Monitor;
-use crate::quiet::Quiet;
 use crate::registry::{Registry, Standing};
 use crate::store::{self, Shared, StoreError};
 use crate::supervise::{Event, Supervisor, WorkerId, hex};

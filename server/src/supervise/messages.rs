@@ -6,8 +6,8 @@ use std::time::Duration;
 use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, warn};
 
+use super::isolation_probe::Trial;
 use super::quota::{Ledger, Say};
-use super::trial::Trial;
 use super::worker::{Command, Phase, Worker, exceeds, hex};
 use super::{Event, LeaseState, State, Supervisor, WorkerId};
 

@@ -3,7 +3,7 @@
 //!
 //! A worker is presumed controlled by its client. Its messages give it no rights. The supervisor
 //! kills the whole process group of a worker, and the kernel then frees its device memory. With a
-//! descriptor store ([`keep`]), workers outlive the server.
+//! descriptor store ([`handover`]), workers outlive the server.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,7 +19,8 @@ use tracing::info;
 
 pub use self::adopt::AdoptError;
 use self::exit::stop;
-use self::keep::{LeftWorker, Store};
+use self::handover::{LeftWorker, Store};
+use self::isolation_probe::Trial;
 use self::messages::say;
 use self::quota::Ledger;
 use self::run::Origin;
@@ -27,7 +28,6 @@ use self::spawn::Spawner;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
 pub use self::take::{DRIVER_ENVIRONMENT, TakeError, Taken};
-use self::trial::Trial;
 use self::unadmitted::Unadmitted;
 pub use self::worker::{Book, Phase, hex};
 use self::worker::{Command, Worker, orders};
@@ -36,15 +36,16 @@ use crate::cache::Cache;
 use crate::clock::{Clock, Moment, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded, Limits};
+use crate::log_throttle::Quiet;
 use crate::mps::Mps;
-use crate::quiet::Quiet;
 
 mod admission;
 mod adopt;
 pub mod channel;
 mod exit;
+pub mod handover;
 mod host_memory;
-pub mod keep;
+mod isolation_probe;
 mod messages;
 mod mps;
 pub mod park;
@@ -56,7 +57,6 @@ mod shutdown;
 pub mod spawn;
 pub mod stock;
 mod take;
-mod trial;
 mod unadmitted;
 mod worker;
 

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::crowd::machine;
+use crate::peer_slots::machine;
 
 /// Connections that may wait at a time: of the program's machine, and of all other machines.
 const MAX_WAITING: usize = 32;

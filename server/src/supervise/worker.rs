@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
-use super::keep::Kept;
+use super::handover::Kept;
 use super::quota::Ledger;
 use super::stock::WorkerId;
 use super::unadmitted::Unadmitted;

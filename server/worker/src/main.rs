@@ -4,7 +4,6 @@
 
 mod activity;
 mod admission;
-mod admit;
 mod containment;
 mod contexts;
 mod devices;
@@ -13,7 +12,6 @@ mod execute;
 mod generated;
 mod handles;
 mod host_calls;
-mod landing;
 mod lanes;
 mod modules;
 mod monitor;
@@ -23,7 +21,9 @@ mod output;
 mod park;
 mod probe;
 mod quota;
+mod serve;
 mod session;
+mod small_downloads;
 mod staging;
 mod supervise;
 
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
         [_, flag, driver, pid] if flag == "--parked" => park::run(driver, pid, None),
         [_, flag, driver] if flag == probe::HOLD => probe::hold(driver),
         [_, flag, driver] if flag == "--monitor" => monitor::run(driver),
-        [_] => admit::run(),
+        [_] => serve::run(),
         _ => {
             eprintln!(
                 "gpuserver-worker: wrong arguments: only gpuserver starts workers\n\

@@ -15,7 +15,6 @@ use crate::driver::{Driver, Status, status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
-use crate::landing::Landing;
 use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::ops::Answer;
@@ -24,6 +23,7 @@ use crate::ops::memory::Memory;
 use crate::ops::mirror::Mirrors;
 use crate::output::Output;
 use crate::quota::Quota;
+use crate::small_downloads::Landing;
 use crate::supervise::Supervisor;
 
 /// State that all executors and lanes of the worker share.

@@ -18,7 +18,7 @@ use crate::leases::machine::{Machine, Saved, Time};
 use crate::leases::{Caller, Failure, Granted, LeaseView, ServerView, Slot, Snapshot, Wish};
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
-use crate::values::human_duration;
+use crate::units::human_duration;
 
 pub(super) struct Actor {
     pub(super) machine: Machine,

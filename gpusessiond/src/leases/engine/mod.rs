@@ -108,10 +108,10 @@ impl Here {
         // Without entropy the jitter repeats after each start.
         let _ = getrandom::fill(&mut seed);
         Self {
-            boot_id: crate::places::boot_id(),
-            machine_id: crate::places::machine_id(),
+            boot_id: crate::paths::boot_id(),
+            machine_id: crate::paths::machine_id(),
             seed: u64::from_le_bytes(seed),
-            uptime: crate::places::uptime(),
+            uptime: crate::paths::uptime(),
         }
     }
 }
@@ -127,7 +127,7 @@ impl Engine {
         let (messages, inbox) = mpsc::unbounded_channel();
         let (snapshot_out, snapshot) = watch::channel(Arc::new(Snapshot::default()));
         let updates = Updates::default();
-        let boot = crate::places::hex(&here.boot_id);
+        let boot = crate::paths::hex(&here.boot_id);
         let rng = fastrand::Rng::with_seed(here.seed);
         let mut machine = Machine::new(boot.clone(), here.machine_id.clone(), rng);
         let Hooks { saved, save, gate, alive } = hooks;

@@ -12,7 +12,7 @@ use super::{
 use crate::config::{Class, Sharing};
 use crate::leases::{Change, LeaseState, Spec};
 use crate::pool::{PoolError, Trouble};
-use crate::values::Memory;
+use crate::units::Memory;
 
 /// Time that a boot lease defers to boot leases listed before it.
 pub(super) const BOOT_ORDER_DELAY: Duration = Duration::from_secs(1);

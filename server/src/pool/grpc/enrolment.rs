@@ -8,7 +8,7 @@ use tracing::{error, info, warn};
 
 use super::Service;
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::authority::{AuthorityError, Role, requested_key};
+use crate::pool::ca::{AuthorityError, Role, requested_key};
 use crate::pool::locked;
 use crate::pool::status::{bounded, refused, stored};
 

@@ -9,7 +9,7 @@ use gpuserver::accounting::Accounting;
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::lease::{Lease, Priority, Share};
 use gpuserver::limits::Effective;
-use gpuserver::supervise::keep::Store;
+use gpuserver::supervise::handover::Store;
 use gpuserver::supervise::{Options, Supervisor, Taken};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::LEN;

@@ -19,7 +19,7 @@ use super::*;
 use crate::config::{Class, LeaseConfig};
 use crate::leases::{LeaseState, Owner};
 use crate::pool::{PoolError, Trouble};
-use crate::values::Memory;
+use crate::units::Memory;
 
 fn machine(servers: usize) -> Machine {
     let mut machine = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(1));

@@ -146,7 +146,7 @@ impl Kept {
     /// Encodes the purpose as a name in the store.
     pub fn name(&self) -> String {
         match self {
-            Self::Process { lease, worker } => format!("process.{lease}.{}", crate::places::hex(worker)),
+            Self::Process { lease, worker } => format!("process.{lease}.{}", crate::paths::hex(worker)),
             Self::LeaseFd { key } => format!("lease.{key}"),
         }
     }

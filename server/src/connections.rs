@@ -16,8 +16,8 @@ use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use crate::crowd;
-use crate::pool::authority::{Holder, fingerprint, holder};
+use crate::peer_slots;
+use crate::pool::ca::{Holder, fingerprint, holder};
 
 /// Most connections with one certificate.
 ///
@@ -77,12 +77,12 @@ pub enum Place {
     /// A peer with a certificate, without a bound on its time.
     Known(OwnedSemaphorePermit, Holding),
     /// A peer without a certificate, for at most [`STRANGER_TIMEOUT`]; others may take its slot.
-    Stranger(crowd::Place, Pin<Box<Sleep>>),
+    Stranger(peer_slots::Place, Pin<Box<Sleep>>),
 }
 
 impl Place {
     /// Starts the time of a peer without a certificate.
-    pub fn stranger(place: crowd::Place) -> Self {
+    pub fn stranger(place: peer_slots::Place) -> Self {
         Self::Stranger(place, Box::pin(sleep(STRANGER_TIMEOUT)))
     }
 }
