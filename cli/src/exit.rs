@@ -71,7 +71,7 @@ impl Failure {
                 code::FAILED,
                 "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
             ),
-            Trouble::Quota | Trouble::OutOfMemory => {
+            Trouble::LimitExceeded | Trouble::OutOfMemory => {
                 (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
             }
             Trouble::NotReady | Trouble::Unreachable => {

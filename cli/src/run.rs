@@ -13,7 +13,7 @@ use gpusessiond::client::Remote;
 use gpusessiond::config::{Config, Sharing};
 use gpusessiond::grant::{self, Limits};
 use gpusessiond::identity::Home;
-use gpusessiond::leases::engine::{Engine, Here};
+use gpusessiond::leases::engine::{Engine, HostFacts};
 use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
 use gpusessiond::paths;
 use gpusessiond::pool::PoolServer;
@@ -105,7 +105,7 @@ impl Direct {
             .map(|address| Ok(Arc::new(Remote::new(address, &identity)?) as Arc<dyn PoolServer>))
             .collect::<std::result::Result<Vec<_>, gpusessiond::pool::PoolError>>()
             .map_err(|e| Failure::of_pool(&e))?;
-        let engine = Engine::start(Here::this_machine());
+        let engine = Engine::start(HostFacts::this_machine());
         engine.connect(remotes);
         Ok(Self { engine, servers })
     }

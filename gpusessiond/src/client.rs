@@ -121,7 +121,7 @@ fn refusal(status: &Status) -> Option<PoolError> {
     let trouble = match refusal.kind() {
         Kind::Unspecified => return None,
         Kind::NoCapacity => Trouble::NoCapacity,
-        Kind::Limit => Trouble::Quota,
+        Kind::Limit => Trouble::LimitExceeded,
         Kind::NeverFits => Trouble::NeverFits,
         Kind::NotAccepted => Trouble::Refused,
         Kind::OutOfMemory => Trouble::OutOfMemory,
@@ -191,7 +191,9 @@ impl PoolServer for Remote {
         match self.call(SLOW_CALL_TIMEOUT, async |mut c| c.take_workers(request).await).await {
             Ok(reply) => Ok(reply.workers),
             // Too many processes: that is a limit, not a lack of GPUs.
-            Err(e) if e.trouble == Trouble::NoCapacity => Err(PoolError { trouble: Trouble::Quota, ..e }),
+            Err(e) if e.trouble == Trouble::NoCapacity => {
+                Err(PoolError { trouble: Trouble::LimitExceeded, ..e })
+            }
             Err(e) => Err(e),
         }
     }

@@ -18,7 +18,7 @@ use gpusession_proto::grant::{
     Denial, MAX_OUTCOME, MAX_OUTCOMES, MAX_REASON, Outcome, Reply, Request, VERSION, Want,
 };
 use gpusession_proto::journal::Event;
-use gpusession_proto::log_throttle::Quiet;
+use gpusession_proto::log_throttle::LogThrottle;
 use gpusession_proto::message;
 use gpusession_proto::readings::MAX_QUERIES;
 use gpusession_proto::ticket;
@@ -31,7 +31,7 @@ use tracing::{debug, info, warn};
 
 use crate::access::Gate;
 use crate::handover::{Kept, Store};
-use crate::leases::{Answer, Caller, Failure, Granted, Leases, Wish};
+use crate::leases::{Answer, Caller, Failure, Granted, Leases, WorkerRequest};
 use crate::login::Sessions;
 
 /// Bounds on the resources that callers may use.
@@ -74,7 +74,7 @@ pub struct Server {
     sessions: Option<Arc<Sessions>>,
     store: Option<Store>,
     /// Throttles log lines about malformed requests.
-    quiet: Quiet,
+    quiet: LogThrottle,
 }
 
 /// A slot among the connections of a user; released when dropped.
@@ -138,7 +138,7 @@ impl Server {
             connections: Arc::default(),
             sessions: None,
             store: None,
-            quiet: Quiet::default(),
+            quiet: LogThrottle::default(),
         }
     }
 
@@ -277,7 +277,7 @@ impl Server {
         };
         let program = printable(&request.program, MAX_PROGRAM);
         let executable = printable(&request.executable, usize::MAX);
-        let wish = Wish {
+        let wish = WorkerRequest {
             lease: request.lease.filter(|l| !l.is_empty()),
             program,
             executable: ticket::shortened(&executable).to_owned(),
@@ -341,7 +341,7 @@ impl Server {
     }
 
     /// Asks until there is a final answer or the waiting time is over.
-    async fn ask(&self, caller: &Caller, wish: &Wish) -> Answer {
+    async fn ask(&self, caller: &Caller, wish: &WorkerRequest) -> Answer {
         let wait = *self.wait.read().unwrap_or_else(|e| e.into_inner());
         let deadline = Instant::now() + wait;
         let mut refused_since = None;

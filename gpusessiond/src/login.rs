@@ -70,7 +70,7 @@ pub struct Session {
 /// A process that opened a session: its pid and its start in clock ticks since boot.
 type Leader = (u32, u64);
 
-struct Known {
+struct OpenSession {
     session: Arc<Session>,
     /// Processes that still run, with their watches; the session ends with the last.
     leaders: BTreeMap<Leader, AbortHandle>,
@@ -78,7 +78,7 @@ struct Known {
 
 /// Stored form of a session.
 #[derive(Serialize, Deserialize)]
-struct Written {
+struct SessionRecord {
     #[serde(flatten)]
     session: Session,
     #[serde(default)]
@@ -89,7 +89,7 @@ struct Written {
 pub struct Sessions {
     leases: Arc<dyn Leases>,
     folder: PathBuf,
-    known: Mutex<BTreeMap<String, Known>>,
+    known: Mutex<BTreeMap<String, OpenSession>>,
 }
 
 impl Sessions {
@@ -103,13 +103,13 @@ impl Sessions {
             return sessions;
         }
         for path in std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())) {
-            let read = || serde_json::from_slice::<Written>(&std::fs::read(&path).ok()?).ok();
+            let read = || serde_json::from_slice::<SessionRecord>(&std::fs::read(&path).ok()?).ok();
             let there = |leader: Leader| {
                 let pidfd = grant::pidfd_open(leader.0).ok()?;
                 // In this order, the pidfd is known to belong to the process whose start is read.
                 (start_of(leader.0)? == leader.1).then_some((leader, pidfd))
             };
-            let written = read().map(|Written { session, mut leaders }| {
+            let written = read().map(|SessionRecord { session, mut leaders }| {
                 leaders.push((session.leader, session.leader_start));
                 leaders.sort_unstable();
                 leaders.dedup();
@@ -138,7 +138,7 @@ impl Sessions {
         self.known().values().map(|k| k.session.clone()).collect()
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Known>> {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, OpenSession>> {
         self.known.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -149,7 +149,7 @@ impl Sessions {
         let leader_start = start_of(pid)?;
         let leader = (pid, leader_start);
         let logind = logind_session(pid);
-        let same = |k: &Known| {
+        let same = |k: &OpenSession| {
             k.session.uid == open.uid
                 && (k.leaders.contains_key(&leader) || (logind.is_some() && k.session.logind == logind))
         };
@@ -199,7 +199,7 @@ impl Sessions {
         if leaders.is_empty() {
             return None;
         }
-        let new = Known { session: session.clone(), leaders };
+        let new = OpenSession { session: session.clone(), leaders };
         self.write(&new);
         known.insert(session.id.clone(), new);
         // Still under the lock, so that the session's end is reported after its begin.
@@ -260,11 +260,13 @@ impl Sessions {
     }
 
     /// Writes a new file and renames it, so that readers never see a partial one.
-    fn write(&self, known: &Known) {
+    fn write(&self, known: &OpenSession) {
         let id = &known.session.id;
         let new = self.folder.join(format!(".{id}.new"));
-        let written =
-            Written { session: (*known.session).clone(), leaders: known.leaders.keys().copied().collect() };
+        let written = SessionRecord {
+            session: (*known.session).clone(),
+            leaders: known.leaders.keys().copied().collect(),
+        };
         let done = serde_json::to_vec(&written)
             .map_err(io::Error::other)
             .and_then(|text| std::fs::write(&new, text))

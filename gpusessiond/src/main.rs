@@ -18,7 +18,7 @@ use gpusessiond::grant::{self, Limits};
 use gpusessiond::handover::{Returned, State, Store};
 use gpusessiond::identity::{self, Home, IdentityError};
 use gpusessiond::leases::Leases;
-use gpusessiond::leases::engine::{Engine, Here, Hooks};
+use gpusessiond::leases::engine::{Engine, EngineOptions, HostFacts};
 use gpusessiond::login::{self, Sessions};
 use gpusessiond::notice;
 use gpusessiond::paths;
@@ -406,10 +406,10 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     let mut hangup = signal(SignalKind::hangup())?;
     let home = Home::system();
 
-    let here = Here::this_machine();
+    let here = HostFacts::this_machine();
     let mut state = State::new(&paths::state_directory(), paths::hex(&here.boot_id));
     let gate = Arc::new(Gate::new(config.access.clone()));
-    let hooks = Hooks {
+    let hooks = EngineOptions {
         saved: state.load(),
         save: Box::new(move |saved| state.save(saved)),
         gate: Some(gate.clone()),

@@ -57,7 +57,7 @@ pub async fn follow(leases: Arc<dyn Leases>, folder: PathBuf) {
     }
 }
 
-struct Said {
+struct ShownNotice {
     text: String,
     /// A warning about idleness, which parking makes obsolete too.
     idle: bool,
@@ -66,7 +66,7 @@ struct Said {
 /// Notices that are valid now.
 #[derive(Default)]
 struct News {
-    said: BTreeMap<Slot, Said>,
+    said: BTreeMap<Slot, ShownNotice>,
     /// Notices of lost leases for the time after their replacement, and when they end once it
     /// exists.
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
@@ -95,7 +95,7 @@ impl News {
                     if let Some(lease) = find(*slot) {
                         let name = called(lease);
                         let text = format!("GPU lease {name}: {}", warning(*left, reason));
-                        self.said.insert(*slot, Said { text, idle: *idle });
+                        self.said.insert(*slot, ShownNotice { text, idle: *idle });
                     }
                 }
                 Change::Lost { slot, reason, .. } => {
@@ -103,7 +103,7 @@ impl News {
                         let name = called(lease);
                         let text =
                             format!("GPU lease {name} is lost: {reason}; the daemon asks for another one");
-                        self.said.insert(*slot, Said { text, idle: false });
+                        self.said.insert(*slot, ShownNotice { text, idle: false });
                         // The replacement often comes before the user looks and wonders why a
                         // program ended.
                         let text = format!(

@@ -15,7 +15,7 @@ pub enum Trouble {
     /// Every suitable GPU is taken.
     NoCapacity,
     /// A limit of this client or user is reached.
-    Quota,
+    LimitExceeded,
     /// Other programs of the lease use its memory.
     OutOfMemory,
     /// No GPU of the server is suitable, even when free.
@@ -39,7 +39,7 @@ impl Trouble {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::NoCapacity => "no-capacity",
-            Self::Quota => "limit",
+            Self::LimitExceeded => "limit",
             Self::OutOfMemory => "out-of-memory",
             Self::NeverFits => "never-fits",
             Self::NotReady => "not-ready",

@@ -11,7 +11,7 @@ use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, p
 use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::{Class, Config};
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
-use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, Wish};
+use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
 use gpusessiond::units::path_element;
 use tokio_stream::StreamExt as _;
@@ -513,7 +513,7 @@ async fn each_trouble_has_its_error() {
     for (trouble, name) in [
         (Trouble::NoCapacity, "org.gpusession1.Error.NoCapacity"),
         (Trouble::NeverFits, "org.freedesktop.DBus.Error.NotSupported"),
-        (Trouble::Quota, "org.gpusession1.Error.QuotaExceeded"),
+        (Trouble::LimitExceeded, "org.gpusession1.Error.QuotaExceeded"),
         (Trouble::Unreachable, "org.gpusession1.Error.ServerUnreachable"),
         (Trouble::Protocol, "org.gpusession1.Error.ProtocolMismatch"),
         (Trouble::Invalid, "org.freedesktop.DBus.Error.InvalidArgs"),
@@ -608,7 +608,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     let caller = Caller { uid, pid: 0, user: None, access: true, session: Some("abcdefghijkl".into()) };
     let path = async {
         // First CUDA call of the session.
-        while !matches!(engine.grant(caller.clone(), Wish::default()).await, Answer::Granted(..)) {
+        while !matches!(engine.grant(caller.clone(), WorkerRequest::default()).await, Answer::Granted(..)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         loop {

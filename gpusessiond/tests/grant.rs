@@ -225,7 +225,7 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
 async fn every_reason_for_no_gpu_has_its_own_error() {
     type Prepare = fn(&SimServer);
     const FULL: fn() -> PoolError = || PoolError::new(Trouble::OutOfMemory, "no room for another context");
-    const MANY: fn() -> PoolError = || PoolError::new(Trouble::Quota, "no more than 2 programs");
+    const MANY: fn() -> PoolError = || PoolError::new(Trouble::LimitExceeded, "no more than 2 programs");
     let cases: [(Prepare, Config, Denial, &str); 7] = [
         (|_| {}, Config { leases: vec![], ..quick() }, Denial::NoDevice, "no lease is configured"),
         (
@@ -435,7 +435,7 @@ async fn slow_callers_delay_no_others_and_one_user_cannot_take_all_slots() {
 #[tokio::test]
 async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
     for environment in [vec![], vec![("CUDA_DEVICE_MAX_CONNECTIONS".to_string(), "1".to_string())]] {
-        for trouble in [Trouble::Quota, Trouble::OutOfMemory] {
+        for trouble in [Trouble::LimitExceeded, Trouble::OutOfMemory] {
             let sim = SimServer::new("gpu-a", 1);
             sim.with(|s| s.refuses_workers = Some(PoolError::new(trouble, "one program at a time")));
             let engine = engine(&[&sim]);

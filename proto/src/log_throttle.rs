@@ -9,7 +9,7 @@ const QUIET_WINDOW: Duration = Duration::from_secs(5);
 
 /// Limiter for one kind of line.
 #[derive(Debug, Default)]
-pub struct Quiet(Mutex<(Option<Instant>, u64)>);
+pub struct LogThrottle(Mutex<(Option<Instant>, u64)>);
 
 /// Number of lines left out before this one; the caller writes it at the line's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl fmt::Display for LeftOut {
     }
 }
 
-impl Quiet {
+impl LogThrottle {
     /// Returns `Some` if a line may be written now; otherwise counts it as left out.
     pub fn may(&self) -> Option<LeftOut> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -16,8 +16,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-use crate::log_throttle::Quiet;
-use crate::peer_slots::Crowd;
+use crate::log_throttle::LogThrottle;
+use crate::peer_slots::PeerSlots;
 use crate::supervise::{AdoptError, Supervisor};
 
 /// Time in which a connection has to send its preface.
@@ -54,8 +54,8 @@ pub async fn serve(
     may_be_clear: MayBeClear,
     mut closed: watch::Receiver<bool>,
 ) {
-    let pending = Crowd::new(MAX_PENDING, QUEUE_GRACE);
-    let quiet = Arc::new(Quiet::default());
+    let pending = PeerSlots::new(MAX_PENDING, QUEUE_GRACE);
+    let quiet = Arc::new(LogThrottle::default());
     let mut handed = JoinSet::new();
     loop {
         let accepted = tokio::select! {

@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 /// that this one has more than the newcomer's would have. Otherwise it waits for a free slot, or
 /// until the oldest slot of all is old enough to be taken.
 #[derive(Clone)]
-pub struct Crowd(Arc<Inner>);
+pub struct PeerSlots(Arc<Inner>);
 
 struct Inner {
     most: usize,
@@ -48,7 +48,7 @@ struct Held {
 ///
 /// As a future, it is ready when another connection has taken the slot.
 pub struct Place {
-    crowd: Crowd,
+    crowd: PeerSlots,
     address: IpAddr,
     number: u64,
     /// `None` once the slot is lost.
@@ -63,7 +63,7 @@ pub fn machine(peer: IpAddr) -> IpAddr {
     }
 }
 
-impl Crowd {
+impl PeerSlots {
     /// Creates `most` slots, each of which is safe from its equals for `patience`.
     pub fn new(most: usize, patience: Duration) -> Self {
         Self(Arc::new(Inner { most, patience, places: Mutex::default(), freed: Notify::new() }))
@@ -205,7 +205,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_machine_with_most_slots_loses_its_oldest() {
-        let crowd = Crowd::new(6, LONG);
+        let crowd = PeerSlots::new(6, LONG);
         let enter = async |host: &str| crowd.enter(ip(host)).await;
         let mut loud = Vec::new();
         for host in ["2001:db8::1", "2001:db8::2", "2001:db8::3"] {
@@ -224,7 +224,7 @@ mod tests {
 
     #[tokio::test]
     async fn equals_wait_for_a_place_or_for_the_oldest() {
-        let crowd = Crowd::new(2, LONG);
+        let crowd = PeerSlots::new(2, LONG);
         let enter = async |host: &str| crowd.enter(ip(host)).await.unwrap();
         let (a, mut b) = (enter("10.0.0.1").await, enter("10.0.0.2").await);
         let mut third = Box::pin(enter("10.0.0.3"));
@@ -235,7 +235,7 @@ mod tests {
         drop((b, third));
         assert!(crowd.places().held.is_empty() && crowd.places().count == 0);
 
-        let hasty = Crowd::new(2, Duration::ZERO);
+        let hasty = PeerSlots::new(2, Duration::ZERO);
         let enter = async |host: &str| hasty.enter(ip(host)).await.unwrap();
         let (mut a, mut b) = (enter("10.0.0.1").await, enter("10.0.0.2").await);
         let mut c = enter("10.0.0.3").await;

@@ -24,9 +24,9 @@ use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
 use crate::discovery::{self, DiscoveryError};
-use crate::log_throttle::Quiet;
+use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
-use crate::peer_slots::Crowd;
+use crate::peer_slots::PeerSlots;
 use crate::pool::ca::{Authority, AuthorityError};
 use crate::pool::grpc::Service;
 use crate::pool::{Facts, Pool};
@@ -414,10 +414,10 @@ async fn accept_control(
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
-    let handshakes = Crowd::new(MAX_HANDSHAKES, QUEUE_GRACE);
+    let handshakes = PeerSlots::new(MAX_HANDSHAKES, QUEUE_GRACE);
     let (clients, holders) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Holders::default());
-    let strangers = Crowd::new(MAX_STRANGERS, QUEUE_GRACE);
-    let quiet = Arc::new(Quiet::default());
+    let strangers = PeerSlots::new(MAX_STRANGERS, QUEUE_GRACE);
+    let quiet = Arc::new(LogThrottle::default());
     loop {
         let (socket, peer) = match listener.accept().await {
             Ok(new) => new,

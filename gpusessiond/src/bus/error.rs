@@ -75,7 +75,7 @@ impl From<PoolError> for BusError {
             // A later call would not succeed either.
             Trouble::NeverFits => Self::not_supported,
             Trouble::NotReady => Self::not_ready,
-            Trouble::Quota | Trouble::OutOfMemory => Self::quota_exceeded,
+            Trouble::LimitExceeded | Trouble::OutOfMemory => Self::quota_exceeded,
             Trouble::Unreachable | Trouble::Refused => Self::server_unreachable,
             Trouble::Protocol => Self::protocol_mismatch,
             Trouble::Invalid => Self::invalid_args,

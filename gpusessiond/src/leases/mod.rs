@@ -522,7 +522,7 @@ pub struct Caller {
 
 /// A process's request for workers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Wish {
+pub struct WorkerRequest {
     /// Id or name of the lease that it asks for.
     pub lease: Option<String>,
     /// Program name.
@@ -589,20 +589,20 @@ pub trait Leases: Send + Sync {
     /// Renews a lease now, with a new time to live if given; returns the time it has left.
     async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<Duration, PoolError>;
     /// Grants workers to a process.
-    async fn grant(&self, caller: Caller, wish: Wish) -> Answer;
+    async fn grant(&self, caller: Caller, wish: WorkerRequest) -> Answer;
     /// Reads the GPUs that [`Leases::grant`] would grant, and answers queries about them.
     ///
     /// Waits for no lease.
     async fn readings(
         &self,
         caller: Caller,
-        wish: Wish,
+        wish: WorkerRequest,
         queries: Vec<Query>,
     ) -> Result<View, (Denial, String)>;
     /// Returns the oldest CUDA version among the servers whose GPUs [`Leases::grant`] would grant.
     ///
     /// Waits for no lease and asks no server.
-    async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)>;
+    async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)>;
     /// Returns the leases that a process of this user gets without naming one.
     async fn of(&self, caller: Caller) -> Vec<Slot>;
     /// Records that the process of these workers exited, or never got its answer.

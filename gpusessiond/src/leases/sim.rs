@@ -156,7 +156,7 @@ impl PoolServer for SimServer {
                 Some((id, ..)) => id.clone(),
                 None => {
                     if state.quota.is_some_and(|q| request.gpus > q) {
-                        return Err(PoolError::new(Trouble::Quota, "over the limit of this client"));
+                        return Err(PoolError::new(Trouble::LimitExceeded, "over the limit of this client"));
                     }
                     let used: u32 = state.leases.iter().map(|(_, n, _)| n).sum();
                     if used + request.gpus > state.gpus {

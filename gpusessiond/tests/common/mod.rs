@@ -14,7 +14,7 @@ use gpusessiond::access::Gate;
 use gpusessiond::bus::{Bus, Parts};
 use gpusessiond::config::{Config, LeaseConfig};
 use gpusessiond::grant::{self, Limits};
-use gpusessiond::leases::engine::{Engine, Here};
+use gpusessiond::leases::engine::{Engine, HostFacts};
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{Leases as _, Snapshot, Spec};
 use gpusessiond::pool::PoolServer;
@@ -26,7 +26,7 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Starts a lease manager with simulated servers.
 pub fn engine(servers: &[&SimServer]) -> Engine {
-    let engine = Engine::start(Here {
+    let engine = Engine::start(HostFacts {
         boot_id: [9; 16],
         machine_id: "machine".into(),
         seed: 1,

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use gpusession_link::link::Caller;
-use gpusession_link::{Link, Lost, Reply, threads};
+use gpusession_link::{Link, LinkLost, Reply, threads};
 use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
@@ -26,7 +26,7 @@ const OFFERED: usize = 3;
 
 /// A context that the program created.
 #[derive(Clone, Copy)]
-pub struct Created {
+pub struct ContextInfo {
     /// Ordinal of its device on the worker.
     pub device: u32,
     /// `CUctx_flags`
@@ -46,7 +46,7 @@ pub struct Client {
     /// The worker's devices, by ordinal there.
     pub devices: Vec<Device>,
     /// Contexts that the program created, by handle.
-    pub created: RwLock<HashMap<u64, Created>>,
+    pub created: RwLock<HashMap<u64, ContextInfo>>,
     /// Window and arena: memory that the device can reach at an address that this process chooses.
     pub whole_window: Range<u64>,
     /// Arena: pinned memory that the library allocates, and the device's addresses of registered
@@ -84,7 +84,7 @@ fn malformed(_: BadFrame) -> i32 {
 }
 
 /// Returns the status of a call whose link is lost; it is sticky.
-pub fn unavailable(_: Lost) -> i32 {
+pub fn unavailable(_: LinkLost) -> i32 {
     DEVICE_UNAVAILABLE
 }
 

@@ -12,7 +12,7 @@ use gpusession_proto::frame::{
 };
 use zerocopy::IntoBytes;
 
-use crate::link::{Link, Lost};
+use crate::link::{Link, LinkLost};
 use crate::threads;
 use crate::transport::{Transport, Wait};
 
@@ -101,8 +101,8 @@ impl Sent {
 }
 
 impl Lanes {
-    pub(crate) fn open(link: &Arc<Link>) -> Result<Self, Lost> {
-        let threads_error = |e| Lost(format!("cannot start a thread for a lane: {e}"));
+    pub(crate) fn open(link: &Arc<Link>) -> Result<Self, LinkLost> {
+        let threads_error = |e| LinkLost(format!("cannot start a thread for a lane: {e}"));
         let up = Arc::<UpQueue>::default();
         for i in 0..UP_LANES {
             let transport = link.open_lane(FIRST_UP_LANE + i)?;

@@ -20,4 +20,4 @@ pub mod threads;
 pub mod tls;
 pub mod transport;
 
-pub use link::{Events, Link, Lost, Reply};
+pub use link::{Events, Link, LinkLost, Reply};

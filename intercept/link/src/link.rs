@@ -52,15 +52,15 @@ struct Waits {
 
 /// Reason why the link is lost; every later call returns the same one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lost(pub String);
+pub struct LinkLost(pub String);
 
-impl fmt::Display for Lost {
+impl fmt::Display for LinkLost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Lost {}
+impl std::error::Error for LinkLost {}
 
 /// Reply to a call.
 #[derive(Debug)]
@@ -127,13 +127,13 @@ pub struct Link {
     inbox: Mutex<Inbox>,
     inbox_changed: Condvar,
     incoming: Mutex<Incoming>,
-    lost: OnceLock<Lost>,
+    lost: OnceLock<LinkLost>,
     late_error: AtomicI32,
     /// Number and duration of waits, by operation.
     waits: [Waits; op::COUNT],
     events: Box<dyn Events>,
     lane_secret: OnceLock<[u8; 32]>,
-    lanes: OnceLock<Result<Lanes, Lost>>,
+    lanes: OnceLock<Result<Lanes, LinkLost>>,
     /// Transfers from the device that have not ended.
     pub down: Arc<DownTransfers>,
 }
@@ -159,7 +159,7 @@ impl Link {
         endpoint: &Endpoint,
         events: Box<dyn Events>,
         hello: impl FnOnce(&mut Writer<'_>),
-    ) -> Result<(Arc<Self>, Reply), Lost> {
+    ) -> Result<(Arc<Self>, Reply), LinkLost> {
         let (transport, address) = connect(endpoint, 0)?;
         let link = Arc::new_cyclic(|me| Self {
             me: me.clone(),
@@ -189,14 +189,14 @@ impl Link {
         })?;
         if reply.status == 0 {
             let secret = reply.reader().bytes().ok().and_then(|b| <[u8; 32]>::try_from(b).ok());
-            let secret = secret.ok_or_else(|| Lost("the worker's greeting has no lane secret".into()))?;
+            let secret = secret.ok_or_else(|| LinkLost("the worker's greeting has no lane secret".into()))?;
             link.lane_secret.get_or_init(|| secret);
         }
         let sender = threads::spawn("gpusession-send", {
             let link = link.clone();
             move || link.send_loop()
         })
-        .map_err(|e| Lost(format!("cannot start the sender thread: {e}")))?;
+        .map_err(|e| LinkLost(format!("cannot start the sender thread: {e}")))?;
         link.sender.get_or_init(|| sender.thread().clone());
         Ok((link, reply))
     }
@@ -209,7 +209,7 @@ impl Link {
     /// Appends a frame to the log and returns its position.
     ///
     /// Never waits for the worker, except that it helps to send a full buffer.
-    pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, Lost> {
+    pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, LinkLost> {
         self.check()?;
         let (seq, queued) = self.append(op, 0, caller, body);
         if queued > OUTBOX_LIMIT {
@@ -221,7 +221,12 @@ impl Link {
     }
 
     /// Appends a frame and waits for its reply.
-    pub fn call(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply, Lost> {
+    pub fn call(
+        &self,
+        op: u16,
+        caller: Caller,
+        body: impl FnOnce(&mut Writer<'_>),
+    ) -> Result<Reply, LinkLost> {
         let begun = self.begin_call(op, caller, body)?;
         self.finish_call(begun)
     }
@@ -232,7 +237,7 @@ impl Link {
         op: u16,
         caller: Caller,
         body: impl FnOnce(&mut Writer<'_>),
-    ) -> Result<Begun, Lost> {
+    ) -> Result<Begun, LinkLost> {
         self.check()?;
         let at = Instant::now();
         let (seq, _) = self.append(op, WAIT, caller, body);
@@ -241,7 +246,7 @@ impl Link {
     }
 
     /// Second half of a call: waits for the reply.
-    pub fn finish_call(&self, begun: Begun) -> Result<Reply, Lost> {
+    pub fn finish_call(&self, begun: Begun) -> Result<Reply, LinkLost> {
         let reply = self.wait_reply(begun.seq);
         if let Some(waits) = self.waits.get(usize::from(begun.op)) {
             waits.count.fetch_add(1, Ordering::Relaxed);
@@ -251,7 +256,7 @@ impl Link {
     }
 
     /// Second half of a call that is probably answered by now; counts as a wait only if it is not.
-    pub fn finish_mark(&self, begun: Begun) -> Result<(), Lost> {
+    pub fn finish_mark(&self, begun: Begun) -> Result<(), LinkLost> {
         self.check()?;
         let answered = || lock(&self.inbox).replies.remove(&begun.seq).is_some();
         if answered() {
@@ -293,24 +298,24 @@ impl Link {
     }
 
     /// Returns the bulk lanes; the first call opens them.
-    pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, Lost> {
+    pub fn lanes(self: &Arc<Self>) -> Result<&Lanes, LinkLost> {
         let lanes = self.lanes.get_or_init(|| Lanes::open(self).map_err(|e| self.lose(&e.0)));
         lanes.as_ref().map_err(Clone::clone)
     }
 
     /// Opens a further connection to the same worker, which proves knowledge of the greeting's
     /// secret.
-    pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, Lost> {
+    pub(crate) fn open_lane(&self, lane: u16) -> Result<Transport, LinkLost> {
         let mut endpoint = self.endpoint.clone();
         endpoint.addresses = vec![self.address.to_string()];
         let (transport, _) = connect(&endpoint, lane)?;
-        let secret = self.lane_secret.get().ok_or_else(|| Lost("lane before the greeting".into()))?;
+        let secret = self.lane_secret.get().ok_or_else(|| LinkLost("lane before the greeting".into()))?;
         let mut buf = Vec::new();
         let mut w =
             Writer::new(&mut buf, &header(op::LANE, 0, Caller { thread: 0, ctx: 0 }, u64::from(lane)));
         w.bytes(blake3::keyed_hash(secret, &lane.to_le_bytes()).as_bytes());
         w.finish();
-        transport.send(&buf).map_err(|e| Lost(format!("lane {lane}: {e}")))?;
+        transport.send(&buf).map_err(|e| LinkLost(format!("lane {lane}: {e}")))?;
         Ok(transport)
     }
 
@@ -330,14 +335,14 @@ impl Link {
         (seq, outbox.buf.len())
     }
 
-    fn check(&self) -> Result<(), Lost> {
+    fn check(&self) -> Result<(), LinkLost> {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
     /// Writes all frames that were appended before.
     ///
     /// Two threads never write at once, and the bytes keep their order.
-    fn flush(&self) -> Result<(), Lost> {
+    fn flush(&self) -> Result<(), LinkLost> {
         let mut sending = lock(&self.sending);
         {
             let mut outbox = lock(&self.outbox);
@@ -391,7 +396,7 @@ impl Link {
         }
     }
 
-    fn wait_reply(&self, seq: u64) -> Result<Reply, Lost> {
+    fn wait_reply(&self, seq: u64) -> Result<Reply, LinkLost> {
         let mut inbox = lock(&self.inbox);
         loop {
             if let Some(reply) = inbox.replies.remove(&seq) {
@@ -445,7 +450,7 @@ impl Link {
     }
 
     /// Reads the frames that have arrived, without waiting, unless another thread is the reader.
-    pub fn poll(&self) -> Result<(), Lost> {
+    pub fn poll(&self) -> Result<(), LinkLost> {
         {
             let mut inbox = lock(&self.inbox);
             if inbox.reader {
@@ -589,11 +594,11 @@ impl Link {
     }
 
     /// Marks the link as lost and wakes all waiting threads; the first reason stays.
-    pub(crate) fn lose(&self, reason: &str) -> Lost {
+    pub(crate) fn lose(&self, reason: &str) -> LinkLost {
         let mut first = false;
         let lost = self.lost.get_or_init(|| {
             first = true;
-            Lost(reason.into())
+            LinkLost(reason.into())
         });
         if first {
             self.transport.shutdown();
@@ -610,7 +615,7 @@ impl Link {
 
     /// Closes the connection because the program does not use the worker.
     pub fn close(&self) {
-        let _ = self.lost.set(Lost("the connection was closed".into()));
+        let _ = self.lost.set(LinkLost("the connection was closed".into()));
         self.transport.shutdown();
         if let Some(sender) = self.sender.get() {
             sender.unpark();
@@ -619,7 +624,7 @@ impl Link {
 
     /// Marks the link as unusable in a forked child, without closing the parent's connection.
     pub fn abandon(&self) {
-        let _ = self.lost.set(Lost("the process was forked after cuInit".into()));
+        let _ = self.lost.set(LinkLost("the process was forked after cuInit".into()));
     }
 }
 
@@ -636,7 +641,7 @@ fn header(op: u16, flags: u16, caller: Caller, seq: u64) -> Header {
     }
 }
 
-fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::SocketAddr), Lost> {
+fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::SocketAddr), LinkLost> {
     let mut last = format!("server {} has no address", endpoint.server);
     for address in &endpoint.addresses {
         let candidates = match address.to_socket_addrs() {
@@ -663,7 +668,7 @@ fn connect(endpoint: &Endpoint, lane: u16) -> Result<(Transport, std::net::Socke
             }
         }
     }
-    Err(Lost(last))
+    Err(LinkLost(last))
 }
 
 const _: () = assert!(preface::LEN == 40);

@@ -7,7 +7,7 @@ use std::net::{Shutdown, TcpListener};
 use std::time::{Duration, Instant};
 
 use gpusession_link::Link;
-use gpusession_link::link::{Caller, Lost};
+use gpusession_link::link::{Caller, LinkLost};
 use gpusession_proto::frame::{HEADER, Header, MAX_BODY, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface;
@@ -23,9 +23,9 @@ fn told(garbage: Vec<u8>) -> String {
     let link = link(Some(garbage));
     let begun = Instant::now();
     let call = || link.call(op::STREAM_SYNC, CALLER, |w| w.word(0)).map(|reply| reply.status);
-    let Err(Lost(reason)) = call() else { panic!("an answer") };
+    let Err(LinkLost(reason)) = call() else { panic!("an answer") };
     assert!(begun.elapsed() < PATIENCE);
-    assert_eq!(call(), Err(Lost(reason.clone())), "the first reason stays");
+    assert_eq!(call(), Err(LinkLost(reason.clone())), "the first reason stays");
     reason
 }
 
@@ -86,7 +86,7 @@ fn told_at_once(answer: &'static [u8], fingerprint: Option<[u8; 32]>) -> String 
         while socket.read(&mut [0; 4096]).is_ok_and(|n| n > 0) {}
     });
     let opened = Link::open(&endpoint, Box::new(peer::Quiet), |_| {});
-    let Err(Lost(reason)) = opened else { panic!("a link") };
+    let Err(LinkLost(reason)) = opened else { panic!("a link") };
     reason
 }
 

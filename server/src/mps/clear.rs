@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
 use super::domain::Domain;
-use super::{Happened, Mps, QUIT_TIMEOUT};
+use super::{DomainEvent, Mps, QUIT_TIMEOUT};
 
 impl Mps {
     /// Kills what is left of a daemon. If a process does not exit, the driver holds it: its GPUs
@@ -24,7 +24,7 @@ impl Mps {
                 Some(pid) if Instant::now() > end => {
                     let why =
                         format!("process {pid} of MPS was killed and does not exit: it waits for the driver");
-                    let _ = self.0.happened.send(Happened::Stuck { gpus: domain.key.gpus.clone(), why });
+                    let _ = self.0.happened.send(DomainEvent::Stuck { gpus: domain.key.gpus.clone(), why });
                     return;
                 }
                 Some(_) => sleep(Duration::from_millis(50)).await,

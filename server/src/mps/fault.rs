@@ -4,7 +4,7 @@ use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use super::domain::Domain;
-use super::log::{self, Said, Tail};
+use super::log::{self, LogEvent, Tail};
 use super::run::{End, POLL_INTERVAL};
 
 /// Lines of one log that go to the journal at a time.
@@ -52,15 +52,15 @@ fn read_logs(domain: &Domain, logs: &mut [Tail]) -> Option<(Vec<u32>, String)> {
             if left > 0 {
                 left -= 1;
                 match &said {
-                    Said::Chatter => debug!("MPS domain {name}: {line}"),
-                    Said::Info => info!("MPS domain {name}: {line}"),
-                    Said::Fault(_) | Said::ServerDied => warn!("MPS domain {name}: {line}"),
+                    LogEvent::Chatter => debug!("MPS domain {name}: {line}"),
+                    LogEvent::Info => info!("MPS domain {name}: {line}"),
+                    LogEvent::Fault(_) | LogEvent::ServerDied => warn!("MPS domain {name}: {line}"),
                 }
             }
             let culprit = match said {
-                Said::Fault(culprit) => culprit,
-                Said::ServerDied => None,
-                Said::Info | Said::Chatter => continue,
+                LogEvent::Fault(culprit) => culprit,
+                LogEvent::ServerDied => None,
+                LogEvent::Info | LogEvent::Chatter => continue,
             };
             let fault = fault.get_or_insert_with(|| (Vec::new(), text.trim().to_string()));
             fault.0.extend(culprit.filter(|c| !fault.0.contains(c)));

@@ -13,7 +13,7 @@ const MAX_LOG: u64 = 4 << 20;
 
 /// Meaning of a log line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
+pub enum LogEvent {
     /// A client's GPU work failed fatally; its process, if the line names one.
     Fault(Option<u32>),
     /// A server exited with an error.
@@ -25,17 +25,17 @@ pub enum Said {
 }
 
 /// Returns the meaning of a line.
-pub fn read(line: &str) -> Said {
+pub fn read(line: &str) -> LogEvent {
     let text = line.split_once("] ").map_or(line, |(_, text)| text);
     let lower = text.to_ascii_lowercase();
     if lower.contains("fatal") && (lower.contains("gpu") || lower.contains("exception")) {
-        return Said::Fault(culprit(text));
+        return LogEvent::Fault(culprit(text));
     }
     if let Some((_, status)) = lower.split_once("exited with status ") {
-        return if status.trim() == "0" { Said::Info } else { Said::ServerDied };
+        return if status.trim() == "0" { LogEvent::Info } else { LogEvent::ServerDied };
     }
     const NEWS: &[&str] = &["starting", "new server", "has started", "sticky error", "torn down"];
-    if NEWS.iter().any(|n| lower.contains(n)) { Said::Info } else { Said::Chatter }
+    if NEWS.iter().any(|n| lower.contains(n)) { LogEvent::Info } else { LogEvent::Chatter }
 }
 
 /// Finds the client's process id.
@@ -114,25 +114,25 @@ mod tests {
     #[test]
     fn lines_that_have_consequences() {
         let at = |text: &str| read(&format!("[2026-11-21 14:50:00.123 Server  4700] {text}"));
-        assert_eq!(at("Client {4711, 1} encountered a fatal GPU error."), Said::Fault(Some(4711)));
-        assert_eq!(at("Server is handling a fatal GPU error."), Said::Fault(None));
+        assert_eq!(at("Client {4711, 1} encountered a fatal GPU error."), LogEvent::Fault(Some(4711)));
+        assert_eq!(at("Server is handling a fatal GPU error."), LogEvent::Fault(None));
         assert_eq!(
             at("Client {PID: 1120, Context: 1} encountered a fatal GPU error."),
-            Said::Fault(Some(1120)),
+            LogEvent::Fault(Some(1120)),
             "as driver 580 says it"
         );
-        assert_eq!(at("Server 4700 exited with status 0"), Said::Info);
-        assert_eq!(at("Server 4700 exited with status 139"), Said::ServerDied);
-        assert_eq!(at("Starting new server 4700 for user 998"), Said::Info);
-        assert_eq!(at("NEW CLIENT 4711 from user 998: Server already exists"), Said::Chatter);
-        assert_eq!(at("Cmd:get_server_list"), Said::Chatter);
+        assert_eq!(at("Server 4700 exited with status 0"), LogEvent::Info);
+        assert_eq!(at("Server 4700 exited with status 139"), LogEvent::ServerDied);
+        assert_eq!(at("Starting new server 4700 for user 998"), LogEvent::Info);
+        assert_eq!(at("NEW CLIENT 4711 from user 998: Server already exists"), LogEvent::Chatter);
+        assert_eq!(at("Cmd:get_server_list"), LogEvent::Chatter);
         assert_eq!(
             at(
                 "Server failed to recevie command with status 806, assuming client {PID: 9, Context ID: 1} exit"
             ),
-            Said::Chatter
+            LogEvent::Chatter
         );
-        assert_eq!(read("Status of client {4711, 1} is ACTIVE"), Said::Chatter);
+        assert_eq!(read("Status of client {4711, 1} is ACTIVE"), LogEvent::Chatter);
     }
 
     #[test]

@@ -60,7 +60,7 @@ pub struct Settings {
 
 /// Event of one generation of a domain's daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Happened {
+pub enum DomainEvent {
     /// A fatal fault: all workers with a seat there must exit.
     Fault {
         /// Generation of the seats.
@@ -95,7 +95,7 @@ struct Shared {
     clock: Arc<dyn Clock>,
     domains: Mutex<HashMap<Key, Arc<Domain>>>,
     numbers: AtomicU32,
-    happened: mpsc::UnboundedSender<Happened>,
+    happened: mpsc::UnboundedSender<DomainEvent>,
     closed: Notify,
 }
 
@@ -109,7 +109,7 @@ impl Mps {
         settings: Settings,
         spawner: Spawner,
         clock: Arc<dyn Clock>,
-    ) -> (Self, mpsc::UnboundedReceiver<Happened>) {
+    ) -> (Self, mpsc::UnboundedReceiver<DomainEvent>) {
         for entry in std::fs::read_dir(&settings.folder).into_iter().flatten().flatten() {
             clean(&entry.path());
         }

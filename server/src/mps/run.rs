@@ -17,7 +17,7 @@ use super::control::{ANSWER_TIMEOUT, Control, ServerState};
 use super::domain::{Domain, FaultView, Generation, Phase, until};
 use super::fault::{fault, unless_fault};
 use super::log::Tail;
-use super::{Happened, Mps, QUIT_TIMEOUT};
+use super::{DomainEvent, Mps, QUIT_TIMEOUT};
 use crate::supervise::spawn::clean_environment;
 
 /// Time in which a started daemon must answer.
@@ -62,7 +62,7 @@ impl Mps {
                     warn!("MPS domain {}: {why}; restarting it", domain.name());
                     domain.set(Phase::Starting);
                     let number = generation.number;
-                    let _ = self.0.happened.send(Happened::Gone { generation: number, server: false });
+                    let _ = self.0.happened.send(DomainEvent::Gone { generation: number, server: false });
                     // Programs continue with the old server; its rest is cleared after the last
                     // one.
                     let (this, domain) = (self.clone(), domain.clone());
@@ -71,7 +71,7 @@ impl Mps {
                         while domain.seated(number) > 0 {
                             sleep(POLL_INTERVAL).await;
                             if left_behind(&pipe).is_empty() {
-                                let gone = Happened::Gone { generation: number, server: true };
+                                let gone = DomainEvent::Gone { generation: number, server: true };
                                 let _ = this.0.happened.send(gone);
                                 until(&domain, || domain.seated(number) == 0).await;
                             }
@@ -244,7 +244,7 @@ impl Mps {
                 );
                 let number = generation.number;
                 let told =
-                    Happened::Fault { generation: number, culprits: culprits.clone(), why: why.clone() };
+                    DomainEvent::Fault { generation: number, culprits: culprits.clone(), why: why.clone() };
                 let _ = self.0.happened.send(told);
                 let ended = until(domain, || domain.seated(number) == 0);
                 if timeout(FAULT_TIMEOUT, ended).await.is_err() {

@@ -42,7 +42,7 @@ use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
 use crate::lease::{Lease, Withdrawn};
 use crate::limits::{Effective, Rates};
-use crate::log_throttle::Quiet;
+use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::registry::{Registry, Standing};
 use crate::store::{self, Shared, StoreError};
@@ -109,9 +109,9 @@ pub struct Pool {
     rates: Mutex<Rates>,
     clock: Arc<dyn Clock>,
     random: Arc<dyn Random>,
-    quiet: Quiet,
+    quiet: LogThrottle,
     /// Throttle for lines about programs that a limit refuses.
-    quiet_of_workers: Quiet,
+    quiet_of_workers: LogThrottle,
     parking: Parking,
     /// Leases whose clients have been warned of an end by `lease_ttl`.
     ending: Mutex<HashSet<String>>,
@@ -164,8 +164,8 @@ impl Pool {
             watches: Watches::default(),
             clock,
             random,
-            quiet: Quiet::default(),
-            quiet_of_workers: Quiet::default(),
+            quiet: LogThrottle::default(),
+            quiet_of_workers: LogThrottle::default(),
             parking: Parking::default(),
             ending: Mutex::default(),
             stop: channel(None).0,

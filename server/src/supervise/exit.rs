@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use tracing::{debug, info, warn};
 
 use super::messages::say;
-use super::worker::{Book, Phase, Worker, hex};
+use super::worker::{Phase, Worker, WorkerRecord, hex};
 use super::{Event, LeaseState, State, Supervisor, WorkerId};
 use crate::accounting::{Kind, Record};
 
@@ -21,7 +21,7 @@ impl Supervisor {
     }
 
     /// Returns the accounting record of a worker's program up to now.
-    fn record(&self, worker: &Book, peak_memory_bytes: u64) -> Option<Record> {
+    fn record(&self, worker: &WorkerRecord, peak_memory_bytes: u64) -> Option<Record> {
         let process = worker.process.as_ref()?;
         Some(Record {
             kind: Kind::Process,
@@ -48,7 +48,7 @@ impl Supervisor {
     }
 
     /// Notes a running program for accounting, in case this server does not see its end.
-    pub(super) fn note(&self, worker: &Book, lease: Option<&LeaseState>) {
+    pub(super) fn note(&self, worker: &WorkerRecord, lease: Option<&LeaseState>) {
         let peak = lease.map_or(worker.usage.memory_bytes, |lease| lease.ledger.peak(&worker.id));
         if let Some(record) = self.record(worker, peak) {
             self.0.accounting.note(record);

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{debug, warn};
 
 use super::process::end_group;
-use super::worker::Book;
+use super::worker::WorkerRecord;
 
 /// Version of the records; a server kills workers whose record has another version.
 const SCHEMA: u32 = 1;
@@ -184,7 +184,7 @@ impl Store {
             let read = match (&record, self.exists()) {
                 (_, false) => Err("this server has no descriptor store".into()),
                 (None, _) => Err("its record is missing".into()),
-                (Some(record), _) => Book::read(record),
+                (Some(record), _) => WorkerRecord::read(record),
             };
             match (read, channel, pidfd, record) {
                 (Ok(book), Some(channel), Some(pidfd), Some(record)) if pid == 0 || Some(pid) == book.pid => {
@@ -209,7 +209,7 @@ impl Store {
 
 impl Kept {
     /// Writes the current state of a worker into its record.
-    pub fn write(&self, book: &Book) {
+    pub fn write(&self, book: &WorkerRecord) {
         let Ok(json) = serde_json::to_vec(&Versioned { schema: SCHEMA, supervise: VERSION, book }) else {
             return;
         };
@@ -233,7 +233,7 @@ struct Versioned<T> {
     book: T,
 }
 
-impl Book {
+impl WorkerRecord {
     fn read(record: &File) -> Result<Self, String> {
         let mut bytes = vec![0; HEAD + MAX_RECORD];
         let mut len = 0;
@@ -299,7 +299,7 @@ impl Left {
 #[derive(Debug)]
 pub struct LeftWorker {
     /// State of the worker, from its record.
-    pub book: Book,
+    pub book: WorkerRecord,
     /// Supervisor's end of the worker's channel.
     pub channel: OwnedFd,
     /// Descriptor of the worker's process.

@@ -7,7 +7,7 @@ use gpusession_proto::supervise::{FromWorker, ToWorker};
 use tracing::{debug, warn};
 
 use super::isolation_probe::Trial;
-use super::quota::{Ledger, Say};
+use super::quota::{Ledger, LedgerMessage};
 use super::worker::{Command, Phase, Worker, exceeds, hex};
 use super::{Event, LeaseState, State, Supervisor, WorkerId};
 
@@ -30,7 +30,7 @@ impl Supervisor {
             FromWorker::MemoryWanted { device, serial, bytes } => {
                 let says = match lease {
                     Some(ref mut lease) => lease.ledger.ask(*id, device, serial, bytes, now),
-                    None => vec![Say::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
+                    None => vec![LedgerMessage::Granted { worker: *id, device, serial, bytes: 0, left: 0 }],
                 };
                 say(workers, lease.map(|l| &l.ledger), says);
             }
@@ -164,13 +164,17 @@ impl Supervisor {
 }
 
 /// Sends a ledger's messages to workers. A grant is written to the store before it is sent.
-pub(super) fn say(workers: &mut HashMap<WorkerId, Worker>, ledger: Option<&Ledger>, says: Vec<Say>) {
+pub(super) fn say(
+    workers: &mut HashMap<WorkerId, Worker>,
+    ledger: Option<&Ledger>,
+    says: Vec<LedgerMessage>,
+) {
     for say in says {
         let (worker, message) = match say {
-            Say::Granted { worker, device, serial, bytes, left } => {
+            LedgerMessage::Granted { worker, device, serial, bytes, left } => {
                 (worker, ToWorker::MemoryGranted { device, serial, bytes, left })
             }
-            Say::Recall { worker } => (worker, ToWorker::MemoryRecall),
+            LedgerMessage::Recall { worker } => (worker, ToWorker::MemoryRecall),
         };
         if let Some(worker) = workers.get_mut(&worker) {
             worker.remember(ledger);

@@ -27,16 +27,16 @@ use self::run::Origin;
 use self::spawn::Spawner;
 use self::stock::Stock;
 pub use self::stock::WorkerId;
-pub use self::take::{DRIVER_ENVIRONMENT, TakeError, Taken};
+pub use self::take::{AssignedWorker, DRIVER_ENVIRONMENT, TakeError};
 use self::unadmitted::Unadmitted;
-pub use self::worker::{Book, Phase, hex};
 use self::worker::{Command, Worker, orders};
+pub use self::worker::{Phase, WorkerRecord, hex};
 use crate::accounting::Accounting;
 use crate::cache::Cache;
 use crate::clock::{Clock, Moment, Random};
 use crate::lease::Lease;
 use crate::limits::{Effective, Exceeded, Limits};
-use crate::log_throttle::Quiet;
+use crate::log_throttle::LogThrottle;
 use crate::mps::Mps;
 
 mod admission;
@@ -226,7 +226,7 @@ struct Inner {
     empty: Notify,
     wants: Notify,
     events: broadcast::Sender<Event>,
-    refusals: Quiet,
+    refusals: LogThrottle,
 }
 
 /// All workers of this server. Cheap to clone.
@@ -262,7 +262,7 @@ impl Supervisor {
             empty: Notify::new(),
             wants: Notify::new(),
             events: broadcast::channel(1024).0,
-            refusals: Quiet::default(),
+            refusals: LogThrottle::default(),
         }));
         if let Some(happened) = happened {
             tokio::spawn(this.clone().serve_mps(happened));

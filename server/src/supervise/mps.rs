@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use super::exit::stop;
 use super::worker::{Phase, Worker, hex};
 use super::{State, Supervisor, TakeError, WorkerId};
-use crate::mps::{self, Happened, MAX_CLIENTS, Seat};
+use crate::mps::{self, DomainEvent, MAX_CLIENTS, Seat};
 
 /// Time for the GPU to let go of a client's work after MPS ended it (driver 580: 0.2 s).
 ///
@@ -102,19 +102,19 @@ impl Supervisor {
     }
 
     /// Applies events of the domains to their workers, until all domains are gone.
-    pub(super) async fn serve_mps(self, mut happened: mpsc::UnboundedReceiver<Happened>) {
+    pub(super) async fn serve_mps(self, mut happened: mpsc::UnboundedReceiver<DomainEvent>) {
         while let Some(happened) = happened.recv().await {
             match happened {
-                Happened::Stuck { gpus, why } => {
+                DomainEvent::Stuck { gpus, why } => {
                     let _ = self.0.events.send(super::Event::Stuck { gpus, why });
                 }
-                Happened::Gone { generation, server } => {
+                DomainEvent::Gone { generation, server } => {
                     self.end_seats(generation, |worker| {
                         let ends = server || worker.process.is_none();
                         ends.then(|| "its MPS daemon died, and its MPS server with it".to_string())
                     });
                 }
-                Happened::Fault { generation, culprits, why } => {
+                DomainEvent::Fault { generation, culprits, why } => {
                     self.attribute(generation, &culprits, &why);
                     // None of them could serve a program: a new request waits for the next daemon's
                     // workers.

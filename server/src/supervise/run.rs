@@ -16,7 +16,7 @@ use super::channel::Channel;
 use super::exit::describe;
 use super::process::{Process, end_group};
 use super::unadmitted::Unadmitted;
-use super::worker::{Book, Command, LATER, Phase, Queues, Worker, hex, orders, told_to_end};
+use super::worker::{Command, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders, told_to_end};
 use super::{Event, State, Supervisor, WorkerId, mps, spawn, staging};
 use crate::clock;
 
@@ -119,7 +119,7 @@ impl Supervisor {
             isolation: state.trial.next(options.isolation),
         };
         let (orders, queues) = orders();
-        let book = Book {
+        let book = WorkerRecord {
             id,
             lease: lease.into(),
             client: entry.lease.client.clone(),

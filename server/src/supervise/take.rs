@@ -37,7 +37,7 @@ pub const DRIVER_ENVIRONMENT: &[&str] = &[
 
 /// A worker that a client may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Taken {
+pub struct AssignedWorker {
     /// Random id; the preface of a data connection names it.
     pub id: WorkerId,
     /// SHA-256 of its certificate.
@@ -89,7 +89,7 @@ impl Supervisor {
         lease: &str,
         count: usize,
         environment: Vec<(String, String)>,
-    ) -> Result<Vec<Taken>, TakeError> {
+    ) -> Result<Vec<AssignedWorker>, TakeError> {
         let mut environment = environment;
         if !self.state().leases.get(lease).is_some_and(|l| l.lease.mps) {
             // Without MPS these variables have no effect, as on a local card.
@@ -162,7 +162,7 @@ impl Supervisor {
         lease: &str,
         count: usize,
         environment: Vec<(String, String)>,
-    ) -> Result<Vec<Taken>, TakeError> {
+    ) -> Result<Vec<AssignedWorker>, TakeError> {
         let deadline = Instant::now() + ROOM_TIMEOUT;
         loop {
             // Registered before the state is checked, so that no change is missed.
@@ -254,7 +254,7 @@ impl Supervisor {
         lease: &str,
         environment: Vec<(String, String)>,
         deadline: Instant,
-    ) -> Result<Vec<Taken>, TakeError> {
+    ) -> Result<Vec<AssignedWorker>, TakeError> {
         let id = {
             let mut state = self.state();
             self.room(&state, client, lease, 1, None)?;
@@ -330,12 +330,12 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-fn take_one(worker: &mut Worker) -> Option<Taken> {
+fn take_one(worker: &mut Worker) -> Option<AssignedWorker> {
     if worker.phase != Phase::Warm {
         return None;
     }
     worker.phase = Phase::Taken;
     worker.given = true;
     worker.remember(None);
-    worker.fingerprint.map(|fingerprint| Taken { id: worker.id, fingerprint })
+    worker.fingerprint.map(|fingerprint| AssignedWorker { id: worker.id, fingerprint })
 }

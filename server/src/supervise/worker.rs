@@ -73,7 +73,7 @@ pub(super) enum Command {
 
 /// State of a worker; the store keeps it for the next server.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Book {
+pub struct WorkerRecord {
     pub(super) id: WorkerId,
     pub(super) lease: String,
     pub(super) client: String,
@@ -108,7 +108,7 @@ pub struct Book {
 }
 
 pub(super) struct Worker {
-    pub(super) book: Book,
+    pub(super) book: WorkerRecord,
     /// Place in the store. `None`: the worker exits with this server.
     pub(super) kept: Option<Kept>,
     /// Seat in an MPS domain.
@@ -129,15 +129,15 @@ pub(super) struct Worker {
 
 /// Gives access to the worker's book.
 impl Deref for Worker {
-    type Target = Book;
+    type Target = WorkerRecord;
 
-    fn deref(&self) -> &Book {
+    fn deref(&self) -> &WorkerRecord {
         &self.book
     }
 }
 
 impl DerefMut for Worker {
-    fn deref_mut(&mut self) -> &mut Book {
+    fn deref_mut(&mut self) -> &mut WorkerRecord {
         &mut self.book
     }
 }
@@ -153,7 +153,7 @@ pub(super) fn exceeds(id: &WorkerId, worker: &Worker, exceeded: &Exceeded, more:
     );
 }
 
-impl Book {
+impl WorkerRecord {
     /// Returns the user whose program it serves; empty while unknown.
     ///
     /// A lease of a whole machine belongs to no user, so that its user is known from the first

@@ -11,11 +11,11 @@ use tracing::{debug, info, warn};
 
 use super::effects::{follow, tell_ended};
 use super::snapshot::wall_usec;
-use super::{Here, Message, Updates};
+use super::{HostFacts, Message, Updates};
 use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved, Time};
-use crate::leases::{Caller, Failure, Granted, LeaseView, ServerView, Slot, Snapshot, Wish};
+use crate::leases::{Caller, Failure, Granted, LeaseView, ServerView, Slot, Snapshot, WorkerRequest};
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 use crate::units::human_duration;
@@ -23,7 +23,7 @@ use crate::units::human_duration;
 pub(super) struct Actor {
     pub(super) machine: Machine,
     pub(super) servers: Vec<Arc<dyn PoolServer>>,
-    pub(super) here: Here,
+    pub(super) here: HostFacts,
     pub(super) boot: String,
     pub(super) origin: Instant,
     pub(super) messages: mpsc::WeakUnboundedSender<Message>,
@@ -117,7 +117,7 @@ impl Actor {
                 let _ = reply.send(self.places(&caller, &wish));
             }
             Message::Of(caller, reply) => {
-                let _ = reply.send(self.select(&caller, &Wish::default()).unwrap_or_default());
+                let _ = reply.send(self.select(&caller, &WorkerRequest::default()).unwrap_or_default());
             }
             Message::Ended(granted) => self.processes_ended(granted),
             Message::Became(slot, uid, failure) => self.became(slot, uid, failure),

@@ -219,7 +219,7 @@ pub(super) async fn tell_ended(pool: Arc<dyn PoolServer>, lease: String, worker:
     for attempt in 0..ENDED_TRIES {
         match pool.process_ended(lease.clone(), worker.clone()).await {
             // A server that refuses calls over its rate limit has not recorded it either.
-            Err(error) if matches!(error.trouble, Trouble::Unreachable | Trouble::Quota) => {
+            Err(error) if matches!(error.trouble, Trouble::Unreachable | Trouble::LimitExceeded) => {
                 debug!("lease {lease}: exit of a process not reported: {error}; retrying");
                 tokio::time::sleep(Duration::from_millis(250 << attempt)).await;
             }
@@ -244,7 +244,7 @@ async fn allocate(
             Err(error) => {
                 let hope = |e: &PoolError| match e.trouble {
                     Trouble::NoCapacity => 4,
-                    Trouble::Quota => 3,
+                    Trouble::LimitExceeded => 3,
                     Trouble::Unreachable => 2,
                     Trouble::NeverFits => 1,
                     _ => 0,

@@ -11,7 +11,7 @@ use super::Message;
 use super::actor::Actor;
 use crate::leases::machine::{Held, Wanted};
 use crate::leases::readings::Place;
-use crate::leases::{Answer, Caller, Failure, Granted, Owner, Slot, Spec, Wish};
+use crate::leases::{Answer, Caller, Failure, Granted, Owner, Slot, Spec, WorkerRequest};
 use crate::pool::{PoolError, Trouble};
 
 /// Most users of whose programs a lease's failures are kept.
@@ -19,7 +19,11 @@ const MAX_FAILURES: usize = 16;
 
 impl Actor {
     /// Selects a process's leases: the named one, else its session's, its user's, those for all.
-    pub(super) fn select(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Slot>, (Denial, String)> {
+    pub(super) fn select(
+        &self,
+        caller: &Caller,
+        wish: &WorkerRequest,
+    ) -> Result<Vec<Slot>, (Denial, String)> {
         let mine = |owner: &Owner| match owner {
             Owner::Uid(uid) => *uid == caller.uid,
             Owner::User(name) => caller.user.as_deref() == Some(name),
@@ -72,7 +76,11 @@ impl Actor {
     }
 
     /// Returns the held leases that a process would get, with their servers.
-    pub(super) fn places(&self, caller: &Caller, wish: &Wish) -> Result<Vec<Place>, (Denial, String)> {
+    pub(super) fn places(
+        &self,
+        caller: &Caller,
+        wish: &WorkerRequest,
+    ) -> Result<Vec<Place>, (Denial, String)> {
         let slots = self.select(caller, wish)?;
         let places: Vec<Place> = slots
             .iter()
@@ -91,7 +99,7 @@ impl Actor {
         Ok(places)
     }
 
-    pub(super) fn grant(&mut self, caller: Caller, wish: Wish, reply: oneshot::Sender<Answer>) {
+    pub(super) fn grant(&mut self, caller: Caller, wish: WorkerRequest, reply: oneshot::Sender<Answer>) {
         let now = self.now();
         if wish.lease.is_none() {
             let Caller { uid, user, access, session, .. } = &caller;
@@ -156,7 +164,13 @@ impl Actor {
     }
 
     /// Grants workers that start cold, for a process with a driver environment of its own.
-    fn grant_cold(&mut self, caller: Caller, wish: Wish, held: Vec<Slot>, reply: oneshot::Sender<Answer>) {
+    fn grant_cold(
+        &mut self,
+        caller: Caller,
+        wish: WorkerRequest,
+        held: Vec<Slot>,
+        reply: oneshot::Sender<Answer>,
+    ) {
         let asks: Vec<_> = held
             .iter()
             .filter_map(|slot| {
@@ -209,7 +223,13 @@ impl Actor {
         });
     }
 
-    fn mint(&mut self, caller: &Caller, wish: &Wish, held: &[Slot], workers: Vec<control::Worker>) -> Answer {
+    fn mint(
+        &mut self,
+        caller: &Caller,
+        wish: &WorkerRequest,
+        held: &[Slot],
+        workers: Vec<control::Worker>,
+    ) -> Answer {
         let taken: Vec<_> = held
             .iter()
             .zip(workers)
@@ -265,7 +285,7 @@ fn no_gpu(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     match trouble {
         None => Answer::Wait(Denial::NotReady, otherwise.into()),
         Some(e) => match e.trouble {
-            Trouble::Quota => Answer::Denied(Denial::Quota, e.message.clone()),
+            Trouble::LimitExceeded => Answer::Denied(Denial::Quota, e.message.clone()),
             Trouble::OutOfMemory => Answer::Wait(Denial::OutOfMemory, e.message.clone()),
             Trouble::Protocol => Answer::Denied(Denial::ProtocolMismatch, e.message.clone()),
             _ => Answer::Wait(Denial::NotReady, e.waiting()),
@@ -286,7 +306,7 @@ fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
 
 fn mint(
     caller: &Caller,
-    wish: &Wish,
+    wish: &WorkerRequest,
     boot_id: [u8; 16],
     issued_usec: u64,
     taken: &[(Slot, Held, control::Worker)],

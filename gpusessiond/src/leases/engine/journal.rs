@@ -61,7 +61,7 @@ impl Actor {
                     let waiting = error.waiting();
                     let event = match error.trouble {
                         Trouble::Protocol => Event::ProtocolMismatch,
-                        Trouble::Quota => Event::LimitRefuses,
+                        Trouble::LimitExceeded => Event::LimitRefuses,
                         _ => Event::LeaseWaits,
                     };
                     info!(

@@ -19,7 +19,9 @@ use tokio::time::Instant;
 
 use super::machine::{Machine, Saved};
 use super::readings::{self, Place};
-use super::{Answer, Caller, Failure, Granted, LeaseView, Leases, Slot, Snapshot, Spec, Update, Wish};
+use super::{
+    Answer, Caller, Failure, Granted, LeaseView, Leases, Slot, Snapshot, Spec, Update, WorkerRequest,
+};
 use crate::access::Gate;
 use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
@@ -31,8 +33,8 @@ enum Message {
     Want(Box<Spec>, oneshot::Sender<Slot>),
     Release(Slot, String, oneshot::Sender<bool>),
     Renew(String, Option<Duration>, oneshot::Sender<Result<Duration, PoolError>>),
-    Grant(Caller, Wish, oneshot::Sender<Answer>),
-    Places(Caller, Wish, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
+    Grant(Caller, WorkerRequest, oneshot::Sender<Answer>),
+    Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
     Became(Slot, u32, Option<Failure>),
@@ -73,7 +75,7 @@ pub struct Engine {
 
 /// Facts that the lease manager needs about this host.
 #[derive(Debug, Clone)]
-pub struct Here {
+pub struct HostFacts {
     /// The kernel's boot id.
     pub boot_id: [u8; 16],
     /// Hash of this host's machine id.
@@ -84,7 +86,7 @@ pub struct Here {
 }
 
 /// Options of the lease manager.
-pub struct Hooks {
+pub struct EngineOptions {
     /// State that an earlier daemon of this boot left.
     pub saved: Saved,
     /// Stores the state for the next daemon; called when it has changed.
@@ -95,13 +97,13 @@ pub struct Hooks {
     pub alive: Option<(Duration, Box<dyn FnMut() + Send>)>,
 }
 
-impl Default for Hooks {
+impl Default for EngineOptions {
     fn default() -> Self {
         Self { saved: Saved::default(), save: Box::new(|_| {}), gate: None, alive: None }
     }
 }
 
-impl Here {
+impl HostFacts {
     /// Collects the facts of this host.
     pub fn this_machine() -> Self {
         let mut seed = [0; 8];
@@ -118,19 +120,19 @@ impl Here {
 
 impl Engine {
     /// Starts a manager on the current runtime; it knows no server until [`Engine::connect`].
-    pub fn start(here: Here) -> Self {
-        Self::start_with(here, Hooks::default())
+    pub fn start(here: HostFacts) -> Self {
+        Self::start_with(here, EngineOptions::default())
     }
 
     /// Starts a manager that restores an earlier daemon's state.
-    pub fn start_with(here: Here, hooks: Hooks) -> Self {
+    pub fn start_with(here: HostFacts, hooks: EngineOptions) -> Self {
         let (messages, inbox) = mpsc::unbounded_channel();
         let (snapshot_out, snapshot) = watch::channel(Arc::new(Snapshot::default()));
         let updates = Updates::default();
         let boot = crate::paths::hex(&here.boot_id);
         let rng = fastrand::Rng::with_seed(here.seed);
         let mut machine = Machine::new(boot.clone(), here.machine_id.clone(), rng);
-        let Hooks { saved, save, gate, alive } = hooks;
+        let EngineOptions { saved, save, gate, alive } = hooks;
         machine.restore(here.uptime, saved.clone());
         let actor = Actor {
             machine,
@@ -245,7 +247,7 @@ impl Leases for Engine {
         self.call(|reply| Message::Warn(left, reason.to_owned(), reply)).await.unwrap_or(0)
     }
 
-    async fn grant(&self, caller: Caller, wish: Wish) -> Answer {
+    async fn grant(&self, caller: Caller, wish: WorkerRequest) -> Answer {
         self.call(|reply| Message::Grant(caller, wish, reply))
             .await
             .unwrap_or_else(|| Answer::Denied(Denial::NotReady, "gpusessiond is stopping".into()))
@@ -254,7 +256,7 @@ impl Leases for Engine {
     async fn readings(
         &self,
         caller: Caller,
-        wish: Wish,
+        wish: WorkerRequest,
         queries: Vec<Query>,
     ) -> Result<View, (Denial, String)> {
         let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
@@ -265,7 +267,7 @@ impl Leases for Engine {
         .await
     }
 
-    async fn cuda_version(&self, caller: Caller, wish: Wish) -> Result<u32, (Denial, String)> {
+    async fn cuda_version(&self, caller: Caller, wish: WorkerRequest) -> Result<u32, (Denial, String)> {
         let places = self.call(|reply| Message::Places(caller, wish, reply)).await;
         let places = places.unwrap_or_else(|| Err((Denial::NotReady, "gpusessiond is stopping".into())))?;
         let oldest = places.iter().map(|place| place.lease.cuda_version).filter(|version| *version > 0).min();

@@ -110,7 +110,7 @@ impl Machine {
     /// Takes the reason why no server has allocated a lease.
     fn refused(&mut self, now: Time, slot: Slot, error: PoolError) {
         // A background lease occupies GPUs, and counts against this client's limits too.
-        let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::Quota);
+        let refused = matches!(error.trouble, Trouble::NoCapacity | Trouble::LimitExceeded);
         let yields = refused && self.yield_background(now, slot);
         let Some(wanted) = self.slots.get_mut(&slot) else { return };
         if let Some(old) = &wanted.recovery {

@@ -92,7 +92,7 @@ impl Machine {
         };
         match result {
             // A server that refuses calls over its rate limit has not released the lease.
-            Err(error) if error.trouble.may_pass() || error.trouble == Trouble::Quota => {
+            Err(error) if error.trouble.may_pass() || error.trouble == Trouble::LimitExceeded => {
                 let releasing = &mut self.releasing[at];
                 releasing.in_flight = false;
                 releasing.attempt += 1;
@@ -119,7 +119,7 @@ impl Machine {
         if self.releasing.iter().any(|r| r.server == server && r.in_flight) {
             return;
         }
-        let refused = |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::Quota);
+        let refused = |e: &PoolError| matches!(e.trouble, Trouble::NoCapacity | Trouble::LimitExceeded);
         for wanted in self.slots.values_mut().filter(|w| w.turn.is_none() && !w.spec.once) {
             if let Phase::Waiting { retry } = &mut wanted.phase
                 && wanted.trouble.as_ref().is_some_and(refused)

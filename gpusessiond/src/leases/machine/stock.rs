@@ -121,7 +121,7 @@ impl Machine {
         if held.asked_for > 0 {
             held.missed = 0;
         }
-        let limit = |e: &PoolError| matches!(e.trouble, Trouble::Quota | Trouble::OutOfMemory);
+        let limit = |e: &PoolError| matches!(e.trouble, Trouble::LimitExceeded | Trouble::OutOfMemory);
         match result {
             Ok(workers) if !workers.is_empty() => {
                 held.missed = 0;

@@ -8,7 +8,7 @@ use gpusession_link::link::Caller;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{Client, Created, unavailable, word};
+use crate::client::{Client, ContextInfo, unavailable, word};
 use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_VALUE, PEER_ACCESS_UNSUPPORTED, Result, UNSUPPORTED_EXEC_AFFINITY, alias,
@@ -34,7 +34,7 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
         w.word(u64::from(flags));
         w.word(u64::from(device.local));
     })?;
-    let created = Created { device: device.local, flags, version };
+    let created = ContextInfo { device: device.local, flags, version };
     client.created.write().unwrap_or_else(PoisonError::into_inner).insert(new, created);
     thread::push(new);
     give(ctx, new as *mut c_void)
@@ -65,7 +65,7 @@ fn current() -> Result<(&'static Client, &'static Device)> {
     clients::of_context(thread::context()?)
 }
 
-fn created(client: &Client, ctx: u64) -> Option<Created> {
+fn created(client: &Client, ctx: u64) -> Option<ContextInfo> {
     client.created.read().unwrap_or_else(PoisonError::into_inner).get(&ctx).copied()
 }
 

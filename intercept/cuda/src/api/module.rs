@@ -108,14 +108,14 @@ fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Op
 
 /// Exceptions of a library that differs between clients.
 #[derive(Default)]
-struct Apart {
+struct ForeignModule {
     /// Numbers of clients whose workers could not load the library, with the errors.
     failed: Vec<(u8, i32)>,
     /// Number of the client that has the library's managed variables.
     managed: Option<u8>,
 }
 
-static APART: Mutex<BTreeMap<u64, Apart>> = Mutex::new(BTreeMap::new());
+static FOREIGN_MODULES: Mutex<BTreeMap<u64, ForeignModule>> = Mutex::new(BTreeMap::new());
 
 /// Loads a library, which belongs to no context, on every client.
 ///
@@ -136,20 +136,20 @@ fn load_library(image: &[u8], options: &Options) -> Result<u64> {
             handles::retire(new);
             return Err(*status);
         }
-        Some(_) => drop(apart().insert(new, Apart { failed, managed: None })),
+        Some(_) => drop(foreign_modules().insert(new, ForeignModule { failed, managed: None })),
         None => {}
     }
     Ok(new)
 }
 
-fn apart() -> MutexGuard<'static, BTreeMap<u64, Apart>> {
-    APART.lock().unwrap_or_else(PoisonError::into_inner)
+fn foreign_modules() -> MutexGuard<'static, BTreeMap<u64, ForeignModule>> {
+    FOREIGN_MODULES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns an error if a library is not loaded on a client, or if another client has its managed
 /// variables.
 pub fn usable_on(library: u64, client: &Client) -> Result {
-    let apart = apart();
+    let apart = foreign_modules();
     let Some(known) = apart.get(&library) else { return Ok(()) };
     if let Some((_, status)) = known.failed.iter().find(|(number, _)| *number == client.number) {
         return Err(*status);
@@ -207,7 +207,7 @@ fn global(address: *mut u64, size: *mut usize, parent: u64, how: u64, symbol: *c
             if managed {
                 mapped::map_variable(client, found.0, found.1 as u64)?;
                 if clients::several() && handle::kind(parent) == handle::LIBRARY {
-                    apart().entry(parent).or_default().managed.get_or_insert(client.number);
+                    foreign_modules().entry(parent).or_default().managed.get_or_insert(client.number);
                 }
             }
             let kind = if managed { Kind::ManagedVariable } else { Kind::Global };
@@ -245,7 +245,7 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
         handles::retire(parent);
         return client.late();
     }
-    let failed = apart().remove(&parent).unwrap_or_default().failed;
+    let failed = foreign_modules().remove(&parent).unwrap_or_default().failed;
     for client in clients::all()?.filter(|c| !failed.iter().any(|(number, _)| *number == c.number)) {
         // A lost worker has unloaded it already.
         let _ = client.post(operation, |w| w.word(parent));

@@ -32,7 +32,7 @@ pub const UNASKED_EACH: u64 = 256 << 20;
 
 /// Message of the ledger to a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Say {
+pub enum LedgerMessage {
     /// Answers a request for memory.
     Granted {
         /// Worker that sent the request.
@@ -214,10 +214,10 @@ impl Ledger {
     }
 
     /// Asks every worker with grants to return unused memory.
-    pub fn recall(&self) -> Vec<Say> {
+    pub fn recall(&self) -> Vec<LedgerMessage> {
         let has = |held: &Vec<Held>| held.iter().any(|h| h.granted > 0);
         let asked = self.held.iter().filter(|(_, held)| has(held));
-        asked.map(|(worker, _)| Say::Recall { worker: *worker }).collect()
+        asked.map(|(worker, _)| LedgerMessage::Recall { worker: *worker }).collect()
     }
 
     fn left(&self, device: usize) -> u64 {
@@ -233,10 +233,17 @@ impl Ledger {
     }
 
     /// Handles a worker's request for `bytes` more; 0 asks how much is left after a recall.
-    pub fn ask(&mut self, worker: WorkerId, device: u32, serial: u64, bytes: u64, now: Moment) -> Vec<Say> {
+    pub fn ask(
+        &mut self,
+        worker: WorkerId,
+        device: u32,
+        serial: u64,
+        bytes: u64,
+        now: Moment,
+    ) -> Vec<LedgerMessage> {
         let at = device as usize;
         if !self.held.contains_key(&worker) || at >= self.devices.len() {
-            return vec![Say::Granted { worker, device, serial, bytes: 0, left: 0 }];
+            return vec![LedgerMessage::Granted { worker, device, serial, bytes: 0, left: 0 }];
         }
         // A worker has one request at a time, so that their number bounds the waiting requests.
         // Only a worker of an earlier server repeats a request; the waiting one answers both.
@@ -244,7 +251,7 @@ impl Ledger {
             if waits.serial == serial {
                 return Vec::new();
             }
-            return vec![Say::Granted { worker, device, serial, bytes: 0, left: self.left(at) }];
+            return vec![LedgerMessage::Granted { worker, device, serial, bytes: 0, left: self.left(at) }];
         }
         let others: BTreeSet<WorkerId> = self
             .held
@@ -269,7 +276,7 @@ impl Ledger {
         // requests with it.
         let owes = |id: &WorkerId| self.asking.iter().any(|a| a.device == at && a.awaiting.contains(id));
         let recalled = others.iter().filter(|id| !owes(id));
-        let says = recalled.map(|id| Say::Recall { worker: *id }).collect();
+        let says = recalled.map(|id| LedgerMessage::Recall { worker: *id }).collect();
         self.asking.push(asking);
         says
     }
@@ -306,7 +313,14 @@ impl Ledger {
         sum <= limit.memory_bytes && self.card_has(device, bytes)
     }
 
-    fn answer(&mut self, worker: WorkerId, device: usize, serial: u64, bytes: u64, chunks: bool) -> Say {
+    fn answer(
+        &mut self,
+        worker: WorkerId,
+        device: usize,
+        serial: u64,
+        bytes: u64,
+        chunks: bool,
+    ) -> LedgerMessage {
         let chunk = bytes.checked_next_multiple_of(CHUNK).unwrap_or(bytes);
         let granted = if bytes == 0 {
             0
@@ -321,11 +335,17 @@ impl Ledger {
             held.grant(held.granted.saturating_add(granted));
         }
         self.marked(&worker, device);
-        Say::Granted { worker, device: device as u32, serial, bytes: granted, left: self.left(device) }
+        LedgerMessage::Granted {
+            worker,
+            device: device as u32,
+            serial,
+            bytes: granted,
+            left: self.left(device),
+        }
     }
 
     /// Handles the return of memory. An answer to a recall is a return, even of 0 bytes.
-    pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<Say> {
+    pub fn returned(&mut self, worker: &WorkerId, device: u32, bytes: u64) -> Vec<LedgerMessage> {
         if let Some(held) = self.held.get_mut(worker).and_then(|h| h.get_mut(device as usize)) {
             held.grant(held.granted.saturating_sub(bytes));
         }
@@ -336,7 +356,7 @@ impl Ledger {
     }
 
     /// Removes a worker whose process has exited, and its memory.
-    pub fn gone(&mut self, worker: &WorkerId) -> Vec<Say> {
+    pub fn gone(&mut self, worker: &WorkerId) -> Vec<LedgerMessage> {
         self.held.remove(worker);
         self.asking.retain(|a| a.worker != *worker);
         for asking in &mut self.asking {
@@ -346,7 +366,7 @@ impl Ledger {
     }
 
     /// Answers requests that have waited too long for other workers or for readings.
-    pub fn tick(&mut self, now: Moment) -> Vec<Say> {
+    pub fn tick(&mut self, now: Moment) -> Vec<LedgerMessage> {
         if self.read_at.is_some_and(|at| at + SETTLE_TIMEOUT <= now) {
             self.read_at = None;
             for held in self.held.values_mut() {
@@ -365,7 +385,7 @@ impl Ledger {
         self.settle()
     }
 
-    fn settle(&mut self) -> Vec<Say> {
+    fn settle(&mut self) -> Vec<LedgerMessage> {
         let mut says = Vec::new();
         for asking in std::mem::take(&mut self.asking) {
             let fits = self.fits(&asking.worker, asking.device, asking.bytes);
@@ -388,7 +408,7 @@ impl Ledger {
     }
 
     /// Records that a round of readings is complete.
-    pub fn all_read(&mut self, now: Moment) -> Vec<Say> {
+    pub fn all_read(&mut self, now: Moment) -> Vec<LedgerMessage> {
         self.read_at = Some(now);
         for held in self.held.values_mut().flatten() {
             held.high = [held.granted, held.high[0]];

@@ -16,9 +16,9 @@ fn ledger(limit: u64, context: u64) -> Ledger {
     }])
 }
 
-fn granted(says: &[Say]) -> u64 {
+fn granted(says: &[LedgerMessage]) -> u64 {
     match says {
-        [Say::Granted { bytes, .. }] => *bytes,
+        [LedgerMessage::Granted { bytes, .. }] => *bytes,
         other => panic!("{other:?}"),
     }
 }
@@ -44,7 +44,7 @@ fn four_processes_share_one_limit() {
     l.returned(&[3; 16], 0, 0);
     assert_eq!(
         l.returned(&[4; 16], 0, 0),
-        [Say::Granted { worker: [1; 16], device: 0, serial: 3, bytes: 0, left: 12 * MIB }]
+        [LedgerMessage::Granted { worker: [1; 16], device: 0, serial: 3, bytes: 0, left: 12 * MIB }]
     );
     // The exit of a process frees all of it, and answers the waiting request.
     assert_eq!(l.ask([1; 16], 0, 4, 200 * MIB, T).len(), 3);
@@ -74,7 +74,7 @@ fn a_program_more_is_worth_what_the_others_do_not_use() {
     assert!(l.recall().is_empty(), "nothing was granted");
     l.ask([1; 16], 0, 1, 10 * MIB, T);
     assert_eq!(l.contexts_left(), 0);
-    assert_eq!(l.recall(), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.recall(), [LedgerMessage::Recall { worker: [1; 16] }]);
     l.returned(&[1; 16], 0, 54 * MIB);
     assert_eq!(l.contexts_left(), 1);
 }
@@ -86,11 +86,11 @@ fn each_worker_waits_for_one_answer_and_owes_one() {
         l.admit([n; 16]);
     }
     assert_eq!(granted(&l.ask([1; 16], 0, 1, 1024 * MIB, T)), 1024 * MIB);
-    assert_eq!(l.ask([2; 16], 0, 1, 128 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.ask([2; 16], 0, 1, 128 * MIB, T), [LedgerMessage::Recall { worker: [1; 16] }]);
     for serial in 2..1000 {
         assert_eq!(
             l.ask([2; 16], 0, serial, MIB, T),
-            [Say::Granted { worker: [2; 16], device: 0, serial, bytes: 0, left: 0 }]
+            [LedgerMessage::Granted { worker: [2; 16], device: 0, serial, bytes: 0, left: 0 }]
         );
     }
     assert!(l.ask([2; 16], 0, 1, 128 * MIB, T).is_empty(), "said again after a change of servers");
@@ -112,12 +112,12 @@ fn a_lease_of_a_whole_card_is_granted_what_the_card_has() {
     assert_eq!(granted(&l.ask([1; 16], 0, 2, 1025 * MIB, T)), 0);
     // The driver's readings tell what contexts really take of it.
     assert_eq!(granted(&l.ask([1; 16], 0, 3, 1000 * MIB, T)), 1024 * MIB);
-    assert_eq!(l.ask([2; 16], 0, 1, MIB, T), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.ask([2; 16], 0, 1, MIB, T), [LedgerMessage::Recall { worker: [1; 16] }]);
     assert_eq!(granted(&l.returned(&[1; 16], 0, 24 * MIB)), MIB);
     l.reading(&[3; 16], 0, u64::MAX);
     l.reading(&[4; 16], 0, u64::MAX);
     assert_eq!((l.used(0), l.peak_of_all()), (u64::MAX, u64::MAX), "no sum wraps");
-    assert_eq!(l.ask([1; 16], 0, 4, u64::MAX, T), [Say::Recall { worker: [2; 16] }]);
+    assert_eq!(l.ask([1; 16], 0, 4, u64::MAX, T), [LedgerMessage::Recall { worker: [2; 16] }]);
     assert_eq!(granted(&l.returned(&[2; 16], 0, 0)), 0);
 }
 
@@ -127,7 +127,7 @@ fn a_silent_worker_delays_a_request_until_the_recall_timeout() {
     l.admit([1; 16]);
     l.admit([2; 16]);
     assert_eq!(granted(&l.ask([1; 16], 0, 1, 90 * MIB, T)), 90 * MIB, "a whole chunk does not fit");
-    assert_eq!(l.ask([2; 16], 0, 1, 20 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.ask([2; 16], 0, 1, 20 * MIB, T), [LedgerMessage::Recall { worker: [1; 16] }]);
     assert!(l.tick(T + RECALL_TIMEOUT / 2).is_empty());
     assert_eq!(granted(&l.tick(T + RECALL_TIMEOUT)), 0);
     assert_eq!(granted(&l.ask([1; 16], 0, 2, 10 * MIB, T)), 10 * MIB, "worker 2 has nothing to give back");
@@ -180,7 +180,7 @@ fn returned_memory_is_granted_once_a_reading_confirms_it() {
     // All of it in use, and the driver has taken some for itself.
     l.reading(&[1; 16], 0, 790 * MIB);
     assert!(l.all_read(T).is_empty());
-    assert_eq!(l.ask([2; 16], 0, 1, 512 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.ask([2; 16], 0, 1, 512 * MIB, T), [LedgerMessage::Recall { worker: [1; 16] }]);
     assert!(l.returned(&[1; 16], 0, 640 * MIB).is_empty(), "the driver says that it is in use");
     // This reading was taken before it was given back.
     l.reading(&[1; 16], 0, 790 * MIB);
@@ -191,7 +191,7 @@ fn returned_memory_is_granted_once_a_reading_confirms_it() {
     assert_eq!((l.peak(&[1; 16]), l.peak_of_all()), (790 * MIB, 890 * MIB), "the other one's context, too");
     // Once all is settled, a request that does not fit is refused at once.
     l.returned(&[1; 16], 0, 0);
-    assert_eq!(l.ask([1; 16], 0, 2, 400 * MIB, T), [Say::Recall { worker: [2; 16] }]);
+    assert_eq!(l.ask([1; 16], 0, 2, 400 * MIB, T), [LedgerMessage::Recall { worker: [2; 16] }]);
     assert_eq!(granted(&l.returned(&[2; 16], 0, 0)), 0);
 }
 
@@ -206,7 +206,7 @@ fn a_reading_older_than_a_return_makes_no_offender() {
     assert_eq!(granted(&l.ask([1; 16], 0, 1, 40 * 1024 * MIB, T)), 40 * 1024 * MIB);
     // The driver was read before the return and the grant to the other worker; the reading
     // comes after.
-    assert_eq!(l.ask([2; 16], 0, 1, 40 * 1024 * MIB, T), [Say::Recall { worker: [1; 16] }]);
+    assert_eq!(l.ask([2; 16], 0, 1, 40 * 1024 * MIB, T), [LedgerMessage::Recall { worker: [1; 16] }]);
     assert_eq!(granted(&l.returned(&[1; 16], 0, 40 * 1024 * MIB)), 40 * 1024 * MIB);
     l.reading(&[1; 16], 0, (40 * 1024 + 150) * MIB);
     l.reading(&[2; 16], 0, 150 * MIB);
@@ -323,8 +323,8 @@ proptest! {
             };
             while let Some(say) = says.pop() {
                 match say {
-                    Say::Granted { worker, bytes, .. } => used[usize::from(worker[0])] += bytes,
-                    Say::Recall { worker } => says.extend(l.returned(&worker, 0, 0)),
+                    LedgerMessage::Granted { worker, bytes, .. } => used[usize::from(worker[0])] += bytes,
+                    LedgerMessage::Recall { worker } => says.extend(l.returned(&worker, 0, 0)),
                 }
             }
             prop_assert_eq!(l.offenders(|_| true), []);

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use gpusession_link::{Events, Link, Lost, Reply};
+use gpusession_link::{Events, Link, LinkLost, Reply};
 use gpusession_proto::frame::{HEADER, Header, Reader, WAIT, Writer, op};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
@@ -507,7 +507,7 @@ pub struct Client {
 }
 
 impl Client {
-    pub fn open(endpoint: &Endpoint) -> Result<Self, Lost> {
+    pub fn open(endpoint: &Endpoint) -> Result<Self, LinkLost> {
         let heard = Heard::default();
         let (link, hello) = Link::open(endpoint, Box::new(heard.clone()), |w| {
             w.word(1);
@@ -517,7 +517,7 @@ impl Client {
         Ok(Self { link, heard, hello })
     }
 
-    pub fn try_call(&self, op: u16, words: &[u64]) -> Result<Reply, Lost> {
+    pub fn try_call(&self, op: u16, words: &[u64]) -> Result<Reply, LinkLost> {
         self.link.call(op, CALLER, |w| words.iter().for_each(|word| w.word(*word)))
     }
 

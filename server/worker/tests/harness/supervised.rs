@@ -10,7 +10,7 @@ use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
 use gpuserver::lease::{Lease, Priority, Share};
 use gpuserver::limits::Effective;
 use gpuserver::supervise::handover::Store;
-use gpuserver::supervise::{Options, Supervisor, Taken};
+use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::preface::LEN;
 use gpusession_proto::supervise::DeviceLimit;
@@ -94,7 +94,7 @@ impl Site {
     }
 
     /// Takes `count` workers.
-    pub fn take(&self, count: usize) -> Vec<Taken> {
+    pub fn take(&self, count: usize) -> Vec<AssignedWorker> {
         let mut taken = Vec::new();
         while taken.len() < count {
             let more = self.supervisor.take("vm", LEASE, count - taken.len(), Vec::new());
@@ -104,7 +104,7 @@ impl Site {
     }
 
     /// Opens a client of a worker that the supervisor assigned.
-    pub fn client(&self, taken: &Taken, pid: u32) -> Client {
+    pub fn client(&self, taken: &AssignedWorker, pid: u32) -> Client {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let ticket = Ticket {
             lease: LEASE.into(),

@@ -99,7 +99,7 @@ fn a_background_lease_yields_to_one_that_a_limit_refuses() {
     let spare = m.slots().next().unwrap().0;
     m.allocated(s(0), spare, Ok((0, lease("l1", 1))));
     actions(&mut m);
-    let limit = || PoolError::new(Trouble::Quota, "at most 1 GPU");
+    let limit = || PoolError::new(Trouble::LimitExceeded, "at most 1 GPU");
     let elsewhere = Spec { servers: vec!["s1:7601".into()], ..configured("a", 1) };
     let slot = m.want(s(1), elsewhere);
     m.allocated(s(1), slot, Err(limit()));
@@ -128,7 +128,7 @@ fn a_refused_lease_of_a_reload_is_requested_again_after_the_releases() {
     m.configure(s(1), vec![configured("c", 2)]);
     let slot = m.slots().next().unwrap().0;
     actions(&mut m);
-    m.allocated(s(1), slot, Err(PoolError::new(Trouble::Quota, "at most 2 leases")));
+    m.allocated(s(1), slot, Err(PoolError::new(Trouble::LimitExceeded, "at most 2 leases")));
     let asked = |m: &mut Machine| actions(m).iter().any(|a| matches!(a, Action::Allocate { .. }));
     m.released(s(1), 0, "l1", Ok(()));
     m.tick(s(1));
@@ -140,7 +140,7 @@ fn a_refused_lease_of_a_reload_is_requested_again_after_the_releases() {
 
 #[test]
 fn a_request_has_what_a_background_lease_held() {
-    for trouble in [Trouble::NoCapacity, Trouble::Quota] {
+    for trouble in [Trouble::NoCapacity, Trouble::LimitExceeded] {
         let mut m = machine(1);
         m.configure(s(0), vec![Spec { class: Class::Background, ..configured("spare", 1) }]);
         let spare = m.slots().next().unwrap().0;

@@ -98,7 +98,7 @@ impl World {
     fn fits(&self, server: usize, gpus: u32) -> Result<(), PoolError> {
         let used: u32 = self.leases.values().filter(|(s, _)| *s == server).map(|(_, gpus)| gpus).sum();
         if used + gpus > self.limits[server] {
-            Err(PoolError::new(Trouble::Quota, "a limit"))
+            Err(PoolError::new(Trouble::LimitExceeded, "a limit"))
         } else if self.free[server] < gpus {
             Err(PoolError::new(Trouble::NoCapacity, "full"))
         } else {
