@@ -390,7 +390,7 @@ impl Server {
             tokio::select! {
                 biased;
                 outcome = outcomes.next(&stream) => match outcome {
-                    Some(outcome) => if !self.became(outcome, &mut granted, caller, program) {
+                    Some(outcome) => if !self.report_outcome(outcome, &mut granted, caller, program) {
                         break;
                     },
                     None => {
@@ -409,7 +409,7 @@ impl Server {
         // awaited.
         let rest = async {
             while let Some(outcome) = outcomes.next(&stream).await {
-                self.became(outcome, &mut granted, caller, program);
+                self.report_outcome(outcome, &mut granted, caller, program);
             }
         };
         let _ = tokio::time::timeout(REPLY_GRACE, rest).await;
@@ -417,10 +417,16 @@ impl Server {
 
     /// Records an outcome that a process reports, one failure per worker; returns whether it
     /// continues.
-    fn became(&self, outcome: Outcome, granted: &mut Vec<Granted>, caller: &Caller, program: &str) -> bool {
+    fn report_outcome(
+        &self,
+        outcome: Outcome,
+        granted: &mut Vec<Granted>,
+        caller: &Caller,
+        program: &str,
+    ) -> bool {
         let (lease, reason, running, again) = match outcome {
             Outcome::Served => {
-                granted.iter().for_each(|one| self.leases.became(one.slot, caller.uid, None));
+                granted.iter().for_each(|one| self.leases.report_outcome(one.slot, caller.uid, None));
                 return true;
             }
             Outcome::Unserved { lease, reason, again } => (lease, reason, false, again),
@@ -432,7 +438,7 @@ impl Server {
             let user = caller.user.clone().unwrap_or_default();
             let reason = printable(&reason, MAX_REASON);
             let failure = Failure { uid, user, pid, program, reason, running, again };
-            self.leases.became(slot, uid, Some(failure));
+            self.leases.report_outcome(slot, uid, Some(failure));
         }
         running
     }

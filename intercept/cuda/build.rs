@@ -199,7 +199,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
         let worked = stream.map_or(String::new(), |s| format!("        r#{s}.worked(seq);\n"));
         let bind = if stream.is_some() { "let seq = " } else { "" };
         format!(
-            "        {bind}client.post(op::{name}, |w| {{\n{words}        }})?;\n{worked}        client.late()\n"
+            "        {bind}client.post(op::{name}, |w| {{\n{words}        }})?;\n{worked}        client.take_late_error()\n"
         )
     };
     let run = if params.is_empty() { run.replace("|w| {\n        }", "|_| {}") } else { run };

@@ -133,7 +133,7 @@ pub async fn check_compute_modes(pool: &Pool) {
 }
 
 /// Compares a GPU's reading with the one before, and withdraws the GPU if it shows a fault.
-async fn look(
+async fn withdraw_if_faulty(
     pool: &Pool,
     before: Option<&GpuReading>,
     now: &GpuReading,
@@ -211,7 +211,7 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                         mends_itself(&pool, &uuid_text(&uuid), SILENT, None).await;
                     }
                     for gpu in &latest.gpus {
-                        look(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu, &mut errors).await;
+                        withdraw_if_faulty(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu, &mut errors).await;
                     }
                     seen = Some(latest);
                 }

@@ -608,7 +608,7 @@ pub trait Leases: Send + Sync {
     /// Records that the process of these workers exited, or never got its answer.
     fn ended(&self, granted: Vec<Granted>);
     /// Records a process's report on its grant: served, or failed with a reason.
-    fn became(&self, slot: Slot, uid: u32, failure: Option<Failure>);
+    fn report_outcome(&self, slot: Slot, uid: u32, failure: Option<Failure>);
     /// Resumes a worker that an earlier daemon granted; `None` if its lease no longer exists.
     async fn resume(&self, lease: &str, worker: [u8; 16]) -> Option<Granted>;
     /// Records a login; the user's leases of class `session` are held until the session ends.

@@ -113,7 +113,7 @@ impl gpusession_link::Events for Events {
 
     fn lost(&self, reason: &str) {
         if let Some(client) = clients::by_number(self.0) {
-            client.spoil(DEVICE_UNAVAILABLE);
+            client.poison(DEVICE_UNAVAILABLE);
         }
         trace::why(reason);
         clients::lost(self.0, reason);
@@ -268,7 +268,7 @@ impl Client {
 
     /// Returns an error if `other`, the client of a further argument, is another one.
     pub fn same(&self, other: &Self) -> Result {
-        if self.number == other.number { Ok(()) } else { Err(clients::apart("an argument")) }
+        if self.number == other.number { Ok(()) } else { Err(clients::cross_lease_error("an argument")) }
     }
 
     /// Returns the thread and context that a frame of the calling thread names.
@@ -301,7 +301,7 @@ impl Client {
     /// Appends a frame and waits for the reply; a failure of the driver is an error.
     pub fn call(&self, op: u16, body: impl FnOnce(&mut Writer<'_>)) -> Result<Reply> {
         let reply = self.ask(op, body)?;
-        self.told(reply.status)?;
+        self.check_status(reply.status)?;
         Ok(reply)
     }
 
@@ -313,7 +313,7 @@ impl Client {
     /// Returns the result of a call that has waited.
     ///
     /// A failure of the call itself comes first, then a late error that no call has returned yet.
-    pub fn told(&self, status: i32) -> Result {
+    pub fn check_status(&self, status: i32) -> Result {
         let late = self.link.take_late_error();
         self.remember(late);
         self.remember(status);
@@ -328,7 +328,7 @@ impl Client {
     ///
     /// Returns a sticky error of an earlier call every time.
     #[inline]
-    pub fn late(&self) -> Result {
+    pub fn take_late_error(&self) -> Result {
         let late = self.link.take_late_error();
         if late != 0 {
             self.remember(late);
@@ -342,12 +342,12 @@ impl Client {
 
     fn remember(&self, status: i32) {
         if gpusession_proto::status::is_sticky(status) {
-            self.spoil(status);
+            self.poison(status);
         }
     }
 
     /// Makes an error sticky; the first one stays, because it is the cause of the others.
-    fn spoil(&self, status: i32) {
+    fn poison(&self, status: i32) {
         let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
     }
 
@@ -360,7 +360,7 @@ impl Client {
         let begun = self.link.begin_call(op, self.caller(), body).map_err(unavailable)?;
         let seq = begun.seq;
         let reply = self.link.finish_call(begun).map_err(unavailable)?;
-        self.told(reply.status)?;
+        self.check_status(reply.status)?;
         Ok(seq)
     }
 }

@@ -201,7 +201,7 @@ pub fn at(address: u64) -> Result<&'static Client> {
 /// Prints why a call with arguments of two leases fails, and returns its status.
 ///
 /// Calls that can be split per lease are served, or have an error of their own.
-pub fn apart(what: &str) -> i32 {
+pub fn cross_lease_error(what: &str) -> i32 {
     trace::why(&format!(
         "{what}: belongs to another lease than the call; use memory and objects of one lease"
     ));

@@ -58,7 +58,7 @@ pub fn done_there(
         due = false;
     }
     if !mapped::there(client, source, len) {
-        client.link.settle(|t| t.fills(source, len));
+        client.link.wait_detached(|t| t.fills(source, len));
         if !due {
             return Ok(false);
         }
@@ -89,7 +89,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
         return Ok(());
     }
     stream.usable()?;
-    client.late()?;
+    client.take_late_error()?;
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
@@ -160,7 +160,7 @@ fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: b
     } else if wait && ranges::is_pinned(client, source as u64, len as u64) {
         stream.synchronize()
     } else {
-        client.late()
+        client.take_late_error()
     }
 }
 
@@ -200,7 +200,7 @@ fn put(cuboid: &Cuboid, (ids, regions): ([u64; 2], Vec<Arc<Region>>), stream: &S
     }
     let seq = client.post(op::COPY_HOST, body)?;
     stream.worked(seq);
-    client.late()
+    client.take_late_error()
 }
 
 /// Copies from a device of the stream's lease to the host.
@@ -216,7 +216,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         return Ok(());
     }
     stream.usable()?;
-    client.late()?;
+    client.take_late_error()?;
     if target == 0 || source == 0 {
         return Err(INVALID_VALUE);
     }
@@ -274,7 +274,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if !wait {
         let seq = client.post(op::COPY_FROM_DEVICE, body)?;
         stream.worked(seq);
-        return client.late();
+        return client.take_late_error();
     }
     let begun = client.link.begin_call(op::COPY_FROM_DEVICE, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;
@@ -305,9 +305,9 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         // Earlier kernels' changes of the program's memory have not arrived yet.
         return stream.ask(op::STREAM_SYNC);
     }
-    stream.settle(seq);
+    stream.wait_landed(seq);
     stream.synced(seq);
-    client.told(0)
+    client.check_status(0)
 }
 
 /// Posts a frame whose bytes travel on the lanes; at the return the bytes are sent.

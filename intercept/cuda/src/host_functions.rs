@@ -226,7 +226,7 @@ fn run_host() {
         };
         drop(locked);
         // Data that was copied to the program before this function must have landed.
-        client.link.settle(|t| {
+        client.link.wait_detached(|t| {
             is_covered(&after, t.on, t.seq) && !later.iter().any(|(on, first)| *on == t.on && *first < t.seq)
         });
         thread::host_function(|| match function {

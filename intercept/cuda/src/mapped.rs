@@ -248,7 +248,7 @@ fn of_pinned(client: &'static Client, range: &Range) -> Result<Arc<Region>> {
     }
     let there = region.there;
     // From now on copies to this memory go to the mirror first, so earlier ones must have landed.
-    client.link.settle(|t| t.fills(base as usize, size as usize));
+    client.link.wait_detached(|t| t.fills(base as usize, size as usize));
     // The mirror belongs to the allocation's context, and so ends with it.
     thread::within(range.ctx, || create(region)).inspect_err(|_| give_back(client, base, there, size))
 }
@@ -264,7 +264,7 @@ fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
     let range = ranges::find(base).filter(|r| r.base == base && r.size == size).ok_or(INVALID_VALUE)?;
     if range.server() != client.number {
-        return Err(clients::apart("host memory that the device sees"));
+        return Err(clients::cross_lease_error("host memory that the device sees"));
     }
     if range.kind == Kind::Managed {
         return Ok(base);
@@ -284,7 +284,7 @@ pub fn named(client: &'static Client, address: u64) -> Result {
     match ranges::find(address) {
         Some(range) if matches!(range.kind, Kind::Host(_)) => map(client, range.base, range.size).map(|_| ()),
         Some(range) if range.kind.managed() && range.server() != client.number => {
-            Err(clients::apart("managed memory"))
+            Err(clients::cross_lease_error("managed memory"))
         }
         _ => Ok(()),
     }

@@ -70,7 +70,7 @@ pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
     let resource = word(description, RESOURCE)?;
     if word(description, 0)? as u32 >= FIRST_ADDRESS {
         if clients::elsewhere(client, resource).is_some() {
-            return Err(clients::apart("memory of a texture or surface"));
+            return Err(clients::cross_lease_error("memory of a texture or surface"));
         }
     } else {
         client.same(clients::of(resource)?)?;

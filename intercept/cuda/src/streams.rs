@@ -100,7 +100,7 @@ pub struct Capture {
 
 impl Capture {
     /// Invalidates the capture after an event that it cannot contain.
-    pub fn spoil(&self) {
+    pub fn invalidate(&self) {
         self.invalid.store(true, Ordering::Relaxed);
     }
 
@@ -399,7 +399,7 @@ impl Stream {
     /// Waits until the data of every copy that a synchronization of this stream covers has landed.
     ///
     /// The caller knows from the server that the stream's work before `seq` is complete.
-    pub fn settle(&self, seq: u64) {
+    pub fn wait_landed(&self, seq: u64) {
         let waited_for = || self.covers.lock().unwrap_or_else(PoisonError::into_inner);
         let before = waited_for().clone();
         if tracking(self.client) {
@@ -417,13 +417,13 @@ impl Stream {
         let client = self.client;
         self.not_captured()?;
         if self.idle() && !client.link.down.any() {
-            return client.late();
+            return client.take_late_error();
         }
         if self.only_copies_in() && !client.link.down.any() {
             // No thread waits for the reply, but the worker replays no later frame before the
             // copies are complete.
             client.post(op::STREAM_SYNC, |w| w.word(self.handle))?;
-            return client.late();
+            return client.take_late_error();
         }
         self.ask(op::STREAM_SYNC)
     }
@@ -438,10 +438,10 @@ impl Stream {
         let seq = begun.seq;
         let reply = client.link.finish_call(begun).map_err(unavailable)?;
         if reply.status == 0 {
-            self.settle(seq);
+            self.wait_landed(seq);
             self.synced(seq);
         }
-        client.told(reply.status)
+        client.check_status(reply.status)
     }
 
     /// Returns the capture that the stream takes part in.
@@ -461,7 +461,7 @@ impl Stream {
     /// Checks a call that makes the program wait for the stream, which a capture forbids.
     pub fn not_captured(&self) -> Result {
         if let Some(capture) = self.capture() {
-            capture.spoil();
+            capture.invalidate();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
         if self.handle == 0 {
@@ -513,7 +513,7 @@ pub fn is_covered(covers: &[(On, u64)], on: On, seq: u64) -> bool {
 
 /// Waits until the data of all covered copies has landed; the server has reported them complete.
 pub fn settle_covered(client: &Client, covers: &[(On, u64)]) {
-    client.link.settle(|t| is_covered(covers, t.on, t.seq));
+    client.link.wait_detached(|t| is_covered(covers, t.on, t.seq));
     host_functions::forget_launches(|on, seq| is_covered(covers, on, seq));
 }
 
@@ -536,7 +536,7 @@ pub fn legacy_involved(ctx: u64) -> bool {
 /// Refuses a use of the default stream that would involve captures, and invalidates those.
 fn legacy_use(ctx: u64) -> Result {
     let captures = captures_of_legacy(ctx);
-    captures.iter().for_each(|capture| capture.spoil());
+    captures.iter().for_each(|capture| capture.invalidate());
     if captures.is_empty() { Ok(()) } else { Err(STREAM_CAPTURE_IMPLICIT) }
 }
 
@@ -545,7 +545,7 @@ pub fn context_sync_allowed(ctx: u64) -> Result {
     if capturing() {
         let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         let mine: Vec<_> = open.iter().filter(|c| c.ctx == ctx).collect();
-        mine.iter().for_each(|capture| capture.spoil());
+        mine.iter().for_each(|capture| capture.invalidate());
         if !mine.is_empty() {
             return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
@@ -605,7 +605,7 @@ pub fn allowed() -> Result {
         return Ok(());
     }
     for capture in forbidding {
-        capture.spoil();
+        capture.invalidate();
     }
     Err(STREAM_CAPTURE_UNSUPPORTED)
 }

@@ -79,7 +79,7 @@ pub struct Sent {
 }
 
 impl Sent {
-    fn one(&self, ok: bool) {
+    fn piece_done(&self, ok: bool) {
         let mut left = lock(&self.left);
         *left = if ok { left.map(|n| n - 1) } else { None };
         if !matches!(*left, Some(n) if n > 0) {
@@ -162,7 +162,7 @@ impl UpQueue {
                     }
                 }
             }
-            piece.sent.one(!failed);
+            piece.sent.piece_done(!failed);
         }
     }
 }
@@ -223,7 +223,7 @@ const UNAVAILABLE: i32 = 46;
 impl DownTransfers {
     /// Announces a transfer before its frame can be answered.
     ///
-    /// For a `detached` one a later [`DownTransfers::settle`] waits.
+    /// For a `detached` one a later [`DownTransfers::wait_detached`] waits.
     pub fn expect(&self, transfer: u64, range: HostRange, on: On, detached: bool) {
         let mut open = lock(&self.open);
         let (left, lost) = (range.len, open.lost);
@@ -264,7 +264,7 @@ impl DownTransfers {
     /// Waits at most `patience` until the detached transfers that `wanted` selects have landed.
     ///
     /// `false`: some have not. Small ones come with frames, which the caller must read meanwhile.
-    pub fn settle(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
+    pub fn wait_detached(&self, wanted: &impl Fn(&Detached) -> bool, patience: Duration) -> bool {
         let mut open = lock(&self.open);
         let unsettled = |open: &Open| {
             open.transfers.iter().any(|(seq, t)| {

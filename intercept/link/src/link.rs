@@ -470,9 +470,9 @@ impl Link {
 
     /// Waits until the detached transfers that `wanted` selects have landed; reads frames
     /// meanwhile.
-    pub fn settle(&self, wanted: impl Fn(&Detached) -> bool) {
+    pub fn wait_detached(&self, wanted: impl Fn(&Detached) -> bool) {
         const POLL_INTERVAL: Duration = Duration::from_millis(1);
-        while !self.down.settle(&wanted, POLL_INTERVAL) {
+        while !self.down.wait_detached(&wanted, POLL_INTERVAL) {
             if self.poll().is_err() {
                 return;
             }

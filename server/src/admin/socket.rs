@@ -57,7 +57,7 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
             Ok((socket, _)) => {
                 let pool = pool.clone();
                 tokio::spawn(async move {
-                    if let Err(e) = one(socket, &pool).await {
+                    if let Err(e) = serve_connection(socket, &pool).await {
                         debug!("admin.sock: connection closed: {e}");
                     }
                 });
@@ -70,7 +70,7 @@ pub async fn serve(listener: UnixListener, pool: Arc<Pool>) {
     }
 }
 
-async fn one(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
+async fn serve_connection(mut socket: UnixStream, pool: &Pool) -> io::Result<()> {
     // A process of another PID namespace has the number 0 here; it is no worker of this server.
     let peer = socket.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid > 0);
     let mut prefix = [0; 4];

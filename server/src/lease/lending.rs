@@ -17,14 +17,14 @@ impl Table {
 
     /// As [`Table::lenders`], for a lease that wants its shares back.
     pub fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String> {
-        self.enough(candidates, |table| table.clone().take_back(id, may_move).is_ok())
+        self.enough(candidates, |table| table.clone().reacquire(id, may_move).is_ok())
     }
 
     fn enough(&self, candidates: &[String], fits: impl Fn(&Self) -> bool) -> Vec<String> {
         let mut trial = self.clone();
         let mut out = Vec::new();
-        for id in candidates.iter().filter(|id| !self.is_aside(id)) {
-            trial.set_aside(id);
+        for id in candidates.iter().filter(|id| !self.is_lent(id)) {
+            trial.lend(id);
             out.push(id.clone());
             if !fits(&trial) {
                 continue;
@@ -46,7 +46,7 @@ impl Table {
 
     /// Lends the lease's shares until the lease reacquires them. Returns `true` if the lease
     /// exists.
-    pub fn set_aside(&mut self, id: &str) -> bool {
+    pub fn lend(&mut self, id: &str) -> bool {
         let there = self.held.contains_key(id);
         if there {
             self.aside.insert(id.into(), None);
@@ -58,7 +58,7 @@ impl Table {
     ///
     /// No later lease is served before it. If `may_move`, it gets other GPUs of the same kind when
     /// its own are taken; the result is then `true`, and the lease has a new fencing token.
-    pub fn take_back(&mut self, id: &str, may_move: bool) -> Result<bool, Place> {
+    pub fn reacquire(&mut self, id: &str, may_move: bool) -> Result<bool, Place> {
         let (Some(held), Some(turn)) = (self.held.get(id), self.aside.get_mut(id)) else { return Ok(false) };
         let may_move = may_move && !held.lease.pinned;
         let turn = *turn.get_or_insert_with(|| {
@@ -129,14 +129,14 @@ impl Table {
     }
 
     /// Gives up a lent lease's place in the queue: none of its programs waits any more.
-    pub fn stay_aside(&mut self, id: &str) {
+    pub fn cancel_reacquire(&mut self, id: &str) {
         if let Some(turn) = self.aside.get_mut(id) {
             *turn = None;
         }
     }
 
     /// Returns `true` if a lease is lent or parked and holds no GPU.
-    pub fn is_aside(&self, id: &str) -> bool {
+    pub fn is_lent(&self, id: &str) -> bool {
         self.aside.contains_key(id)
     }
 

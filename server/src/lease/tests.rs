@@ -373,16 +373,16 @@ fn a_gpu_alone_is_lent_and_comes_back_whole() {
     let other = allocate(&mut t, &part("b", &shared), 0, &r).unwrap();
     let candidates = [other.id, lender.id.clone()];
     assert_eq!(t.lenders(&part("c", &alone), &candidates), candidates[1..], "the other does not help");
-    assert!(t.set_aside(&lender.id));
+    assert!(t.lend(&lender.id));
     let taker = allocate(&mut t, &part("c", &alone), 0, &r).unwrap();
     // It may move to any GPU, but could have no other one alone.
     t.held.get_mut(&lender.id).unwrap().lease.pinned = false;
-    assert_eq!(t.take_back(&lender.id, true), place(1, 1));
+    assert_eq!(t.reacquire(&lender.id, true), place(1, 1));
     let candidates = [candidates[0].clone(), taker.id.clone()];
     assert_eq!(t.lenders_back(&lender.id, true, &candidates), candidates[1..]);
-    assert!(t.set_aside(&taker.id));
-    assert_eq!(t.take_back(&lender.id, true), Ok(false));
-    assert_eq!(t.take_back(&taker.id, false), place(1, 1), "the same for it");
+    assert!(t.lend(&taker.id));
+    assert_eq!(t.reacquire(&lender.id, true), Ok(false));
+    assert_eq!(t.reacquire(&taker.id, false), place(1, 1), "the same for it");
     // Leases that shared a GPU before it became exclusive stay, and come back one by one.
     let late = allocate(&mut t, &part("d", &shared), 0, &r).unwrap();
     let mut gpus = t.gpus().to_vec();
@@ -391,8 +391,8 @@ fn a_gpu_alone_is_lent_and_comes_back_whole() {
     assert!(lost.is_empty());
     assert_eq!(t.holders(&shared).len(), 2);
     waits(allocate(&mut t, &part("e", &shared), 0, &r));
-    assert!(t.set_aside(&late.id));
-    assert_eq!(t.take_back(&late.id, false), place(1, 1));
+    assert!(t.lend(&late.id));
+    assert_eq!(t.reacquire(&late.id, false), place(1, 1));
 }
 
 #[test]
@@ -558,23 +558,23 @@ fn lent_leases_reacquire_in_order() {
         table.allocate(&request(client, 1, percent), Duration::ZERO, 0, &random).map(|(lease, _)| lease.id)
     };
     let a = get(&mut table, "a", 100.0).unwrap();
-    assert!(table.set_aside(&a) && !table.set_aside("none"));
+    assert!(table.lend(&a) && !table.lend("none"));
     let b = get(&mut table, "b", 50.0).unwrap();
     let c = get(&mut table, "c", 50.0).unwrap();
-    assert!(table.set_aside(&b));
-    assert_eq!(table.take_back(&a, false), place(1, 1), "c is in the way");
-    assert_eq!(table.take_back(&b, false), place(2, 2), "a asked first, though there is room for b");
-    assert_eq!(table.take_back(&a, false), place(1, 2), "and b is behind it");
+    assert!(table.lend(&b));
+    assert_eq!(table.reacquire(&a, false), place(1, 1), "c is in the way");
+    assert_eq!(table.reacquire(&b, false), place(2, 2), "a asked first, though there is room for b");
+    assert_eq!(table.reacquire(&a, false), place(1, 2), "and b is behind it");
     assert!(get(&mut table, "d", 50.0).is_err(), "nor is anybody served who comes later");
     // After a restart they are still lent, and none waits.
     let (mut again, lost) = Table::new(table.gpus().to_vec(), Rules::default(), table.save(), Duration::ZERO);
-    assert!(lost.is_empty() && again.is_aside(&a));
-    assert_eq!(again.take_back(&b, false), Ok(false));
-    table.stay_aside(&a);
-    assert_eq!(table.take_back(&b, false), Ok(false));
+    assert!(lost.is_empty() && again.is_lent(&a));
+    assert_eq!(again.reacquire(&b, false), Ok(false));
+    table.cancel_reacquire(&a);
+    assert_eq!(table.reacquire(&b, false), Ok(false));
     table.remove(None, &b);
     table.remove(None, &c);
-    assert_eq!((table.take_back(&a, false), table.is_aside(&a)), (Ok(false), false));
+    assert_eq!((table.reacquire(&a, false), table.is_lent(&a)), (Ok(false), false));
 }
 
 #[test]
@@ -592,30 +592,30 @@ fn a_lent_lease_without_programs_may_move_to_a_gpu_of_its_kind() {
         lease
     };
     let (a, b) = (get(&mut table, "a", 0, false), get(&mut table, "b", 2, true));
-    assert!(table.set_aside(&a.id) && table.set_aside(&b.id));
+    assert!(table.lend(&a.id) && table.lend(&b.id));
     let takers = [get(&mut table, "c", 0, false), get(&mut table, "d", 2, false)];
-    assert_eq!(table.take_back(&a.id, false), place(1, 1), "its programs' memory is bound to the GPU");
-    table.stay_aside(&a.id);
-    assert_eq!(table.take_back(&b.id, true), place(1, 1), "its client wants this one");
-    table.stay_aside(&b.id);
-    assert_eq!(table.take_back(&a.id, true), Ok(true));
+    assert_eq!(table.reacquire(&a.id, false), place(1, 1), "its programs' memory is bound to the GPU");
+    table.cancel_reacquire(&a.id);
+    assert_eq!(table.reacquire(&b.id, true), place(1, 1), "its client wants this one");
+    table.cancel_reacquire(&b.id);
+    assert_eq!(table.reacquire(&a.id, true), Ok(true));
     let (moved, _) = table.get(&a.id, Duration::ZERO).unwrap();
     assert_eq!((&moved.shares[0].gpu, moved.shares[0].limit_bytes), (&on(4), a.shares[0].limit_bytes));
     assert!(moved.fencing_token > takers[1].fencing_token);
     // Its own GPU comes before others, and never a withdrawn one.
-    assert!(table.set_aside(&a.id));
-    assert_eq!(table.take_back(&a.id, true), Ok(false));
-    assert!(table.set_aside(&a.id));
+    assert!(table.lend(&a.id));
+    assert_eq!(table.reacquire(&a.id, true), Ok(false));
+    assert!(table.lend(&a.id));
     table.withdraw(&on(4), Some(Withdrawn::Off("a fan is loud".into())));
-    assert_eq!(table.take_back(&a.id, true), place(1, 1));
+    assert_eq!(table.reacquire(&a.id, true), place(1, 1));
     table.remove(None, &takers[0].id);
-    assert_eq!(table.take_back(&a.id, true), Ok(true));
+    assert_eq!(table.reacquire(&a.id, true), Ok(true));
     assert_eq!(table.get(&a.id, Duration::ZERO).unwrap().0.shares[0].gpu, on(0));
     // The lender may be on any GPU of the kind.
     table.withdraw(&on(4), None);
     let e = get(&mut table, "e", 4, false);
     let t4 = get(&mut table, "f", 1, false);
-    table.set_aside(&a.id);
+    table.lend(&a.id);
     let g = get(&mut table, "g", 0, false);
     let candidates = [t4.id, e.id.clone(), g.id];
     assert_eq!(table.lenders_back(&a.id, true, &candidates), [e.id]);

@@ -9,7 +9,7 @@ use super::administrators::NotAdmitted;
 use super::ca::Role;
 use super::clients::{Refusal, Seen};
 use super::status::{beyond, refused, stored};
-use super::{Pool, locked, whole};
+use super::{Pool, locked, run_detached};
 use crate::connections::Certificate;
 pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
@@ -127,7 +127,7 @@ impl Pool {
             Ok(Seen::Known) => Ok(()),
             Ok(Seen::NewBoot) => {
                 let (pool, client, boot) = (self.clone(), client.to_owned(), boot_id.to_owned());
-                whole(async move {
+                run_detached(async move {
                     let old = pool.registry.release_client(&client, Some(&boot)).await;
                     pool.ended(&old, "the client was restarted");
                 })

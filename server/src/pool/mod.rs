@@ -127,7 +127,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Runs work to its end, even if the call that started it is cancelled.
-async fn whole<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, Status> {
+async fn run_detached<T: Send + 'static>(
+    work: impl Future<Output = T> + Send + 'static,
+) -> Result<T, Status> {
     tokio::spawn(work).await.map_err(|e| Status::internal(format!("internal error: {e}")))
 }
 

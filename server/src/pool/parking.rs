@@ -253,7 +253,7 @@ impl Pool {
                 }
             });
         }
-        self.registry().set_aside(lease).await;
+        self.registry().lend(lease).await;
         let state = if parkers.is_empty() { "lent" } else { "parked" };
         // Its next call counts as work again.
         parking.clock(lease, |clock| clock.set_hint(None));
@@ -353,7 +353,7 @@ impl Pool {
         if !matches!(parking.away().get(lease).map(|a| a.stage), Some(Stage::Waiting { .. })) {
             return;
         }
-        let taken = self.registry().take_back(lease, parking.may_move(lease)).await;
+        let taken = self.registry().reacquire(lease, parking.may_move(lease)).await;
         let waits = taken.err().unwrap_or_default();
         let (told, parkers) = {
             let mut away = parking.away();
@@ -448,7 +448,7 @@ impl Pool {
             entry.bytes = 0;
             entry.parkers.drain(..).map(|(id, _)| id).collect()
         };
-        self.registry().stay_aside(lease).await;
+        self.registry().cancel_reacquire(lease).await;
         if let Some(standing) = self.registry().get(lease).await {
             self.tell_state(&standing.lease.client, lease, "lent", "");
         }
@@ -495,7 +495,7 @@ impl Pool {
     /// The memory of parked programs stays in host memory. If the earlier server had reacquired the
     /// GPUs already, the programs come back.
     pub async fn resume_aside(self: &Arc<Self>, lease: &str) {
-        let aside = self.registry().is_aside(lease).await;
+        let aside = self.registry().is_lent(lease).await;
         let parked = self.supervisor().left_parked(lease);
         if !aside && parked.is_empty() {
             return;

@@ -128,8 +128,8 @@ impl Registry for LocalRegistry {
         self.table().lenders(request, candidates)
     }
 
-    async fn set_aside(&self, id: &str) -> bool {
-        let there = self.change(|table| table.set_aside(id), |there| *there);
+    async fn lend(&self, id: &str) -> bool {
+        let there = self.change(|table| table.lend(id), |there| *there);
         if there {
             self.store_change().await;
         }
@@ -140,9 +140,9 @@ impl Registry for LocalRegistry {
         self.table().lenders_back(id, may_move, candidates)
     }
 
-    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, Place> {
+    async fn reacquire(&self, id: &str, may_move: bool) -> Result<bool, Place> {
         let (was, taken) = self.change(
-            |table| (table.is_aside(id), table.take_back(id, may_move)),
+            |table| (table.is_lent(id), table.reacquire(id, may_move)),
             |(was, taken)| *was && taken.is_ok(),
         );
         if was && taken.is_ok() {
@@ -151,12 +151,12 @@ impl Registry for LocalRegistry {
         taken
     }
 
-    async fn stay_aside(&self, id: &str) {
-        self.change(|table| table.stay_aside(id), |()| false);
+    async fn cancel_reacquire(&self, id: &str) {
+        self.change(|table| table.cancel_reacquire(id), |()| false);
     }
 
-    async fn is_aside(&self, id: &str) -> bool {
-        self.table().is_aside(id)
+    async fn is_lent(&self, id: &str) -> bool {
+        self.table().is_lent(id)
     }
 
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease> {

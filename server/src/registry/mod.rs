@@ -69,17 +69,17 @@ pub trait Registry: Send + Sync {
     /// Returns the candidates that have to be lent for a request; empty if that does not help.
     async fn lenders(&self, request: &Request, candidates: &[String]) -> Vec<String>;
     /// Lends the lease's shares until it reacquires them; `false` if no such lease exists.
-    async fn set_aside(&self, id: &str) -> bool;
+    async fn lend(&self, id: &str) -> bool;
     /// Returns the candidates that have to be lent so that a lease can reacquire its shares.
     async fn lenders_back(&self, id: &str, may_move: bool, candidates: &[String]) -> Vec<String>;
     /// Reacquires the shares of a lent lease, or returns its place in the queue.
     ///
     /// `Ok(true)`: the shares are on other GPUs, which only happens if it `may_move`.
-    async fn take_back(&self, id: &str, may_move: bool) -> Result<bool, Place>;
+    async fn reacquire(&self, id: &str, may_move: bool) -> Result<bool, Place>;
     /// Gives up a lent lease's place in the queue.
-    async fn stay_aside(&self, id: &str);
+    async fn cancel_reacquire(&self, id: &str);
     /// Returns `true` if the lease is lent.
-    async fn is_aside(&self, id: &str) -> bool;
+    async fn is_lent(&self, id: &str) -> bool;
     /// Ends the leases of a client, except those of the boot `keep_boot`.
     async fn release_client(&self, client: &str, keep_boot: Option<&str>) -> Vec<Lease>;
     /// Ends the leases that have not been renewed in time.

@@ -55,7 +55,7 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn gone(&self, id: &WorkerId, end: String) {
+    pub(super) fn on_exit(&self, id: &WorkerId, end: String) {
         let mut state = self.state();
         let Some(Worker { book: worker, kept, trial, .. }) = state.workers.remove(id) else { return };
         if let Some(kept) = kept {
@@ -65,7 +65,7 @@ impl Supervisor {
             let State { workers, leases, .. } = &mut *state;
             leases.get_mut(&worker.lease).map_or(worker.usage.memory_bytes, |lease| {
                 let peak = lease.ledger.peak(id);
-                let says = lease.ledger.gone(id);
+                let says = lease.ledger.on_exit(id);
                 say(workers, Some(&lease.ledger), says);
                 peak
             })

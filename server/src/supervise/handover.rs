@@ -135,7 +135,7 @@ impl Store {
     }
 
     /// Returns when systemd has read all messages. systemd ignores messages of an exited process.
-    pub fn settle(&self) {
+    pub fn flush_store(&self) {
         let settled = || {
             let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
             sd_notify::notify_with_fds(&[NotifyState::Custom("BARRIER=1")], &[theirs.as_fd()])?;

@@ -17,11 +17,11 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 impl Supervisor {
     pub(super) fn heard(&self, id: &WorkerId, message: FromWorker) {
         let mut state = self.state();
-        self.hear(&mut state, id, message);
+        self.on_message(&mut state, id, message);
         state.remember(id);
     }
 
-    fn hear(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
+    fn on_message(&self, state: &mut State, id: &WorkerId, message: FromWorker) {
         let State { workers, leases, trial, .. } = state;
         let Some(worker) = workers.get_mut(id) else { return };
         let mut lease = leases.get_mut(&worker.lease);

@@ -174,13 +174,13 @@ impl Supervisor {
             };
             // A task of its own, so that the worker leaves the books even if the task panics.
             match tokio::spawn(attending).await {
-                Ok(Some(end)) => this.gone(&id, end),
+                Ok(Some(end)) => this.on_exit(&id, end),
                 Ok(None) => this.leave(&id),
                 Err(e) => {
                     let pid = this.state().workers.get(&id).and_then(|w| w.pid);
                     end_group(pid.unwrap_or_default());
                     this.suspect(&id);
-                    this.gone(&id, format!("internal error: {e}"));
+                    this.on_exit(&id, format!("internal error: {e}"));
                 }
             }
         });

@@ -89,6 +89,6 @@ impl Supervisor {
             mps.close().await;
         }
         self.0.accounting.flush();
-        self.0.store.settle();
+        self.0.store.flush_store();
     }
 }

@@ -63,7 +63,7 @@ impl Activity {
     }
 
     /// Queries the GPU, in an executor's thread; returns `true` if all work is done.
-    pub fn look(&self, session: &Session, executor: &mut Executor) -> bool {
+    pub fn query(&self, session: &Session, executor: &mut Executor) -> bool {
         // The threads of copies under way call the driver, too.
         let quiet = quiet(session, executor) && session.landing.idle() && session.lanes.idle();
         if quiet {

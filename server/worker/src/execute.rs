@@ -366,7 +366,7 @@ impl Replay {
             }
             if state.main == executor.id && state.pause == Pause::Asked {
                 drop(state);
-                let quiet = session.activity.look(session, executor);
+                let quiet = session.activity.query(session, executor);
                 state = self.lock();
                 // Frames that arrived meanwhile are work, too.
                 let quiet = quiet && state.idle();
@@ -436,7 +436,7 @@ impl Replay {
                 state = next;
                 if late.timed_out() && state.idle() && state.pause == Pause::No {
                     drop(state);
-                    session.activity.look(session, executor);
+                    session.activity.query(session, executor);
                     state = self.lock();
                 }
             } else {

@@ -62,7 +62,7 @@ impl Landing {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(pending);
         let thread = self.thread.get_or_init(|| {
             let session = session.clone();
-            let look = move || session.landing.look(&session);
+            let look = move || session.landing.poll(&session);
             match std::thread::Builder::new().name("landing".into()).spawn(look) {
                 Ok(thread) => thread.thread().clone(),
                 // Synchronizing calls still deliver.
@@ -74,7 +74,7 @@ impl Landing {
         }
     }
 
-    fn look(&self, session: &Session) {
+    fn poll(&self, session: &Session) {
         let mut idle = 0;
         loop {
             let left = {

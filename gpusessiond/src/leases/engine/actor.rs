@@ -120,7 +120,7 @@ impl Actor {
                 let _ = reply.send(self.select(&caller, &WorkerRequest::default()).unwrap_or_default());
             }
             Message::Ended(granted) => self.processes_ended(granted),
-            Message::Became(slot, uid, failure) => self.became(slot, uid, failure),
+            Message::Outcome(slot, uid, failure) => self.report_outcome(slot, uid, failure),
             Message::Resume(lease, worker, reply) => {
                 let granted = self.machine.slot_of(&lease).map(|slot| Granted { slot, lease, worker });
                 if let Some(granted) = &granted {

@@ -105,7 +105,7 @@ impl Actor {
             (self.save)(&saved);
             self.saved = saved;
         }
-        let snapshot = Arc::new(self.look());
+        let snapshot = Arc::new(self.snapshot());
         // Waiting processes ask again at each notification, so only a real change notifies.
         let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));
         let mut changed = stock || std::mem::take(&mut self.described);

@@ -131,7 +131,7 @@ impl Actor {
                 reply.send(no_gpu(wanted.and_then(|w| w.trouble.as_ref()), "the lease is being allocated"));
             return;
         }
-        if let Some(reason) = held.iter().find_map(|slot| self.speaks_otherwise(*slot)) {
+        if let Some(reason) = held.iter().find_map(|slot| self.protocol_mismatch(*slot)) {
             let _ = reply.send(Answer::Denied(Denial::ProtocolMismatch, reason));
             return;
         }
@@ -151,7 +151,7 @@ impl Actor {
     }
 
     /// Returns why the lease's server would refuse a program's connection, if it would.
-    fn speaks_otherwise(&self, slot: Slot) -> Option<String> {
+    fn protocol_mismatch(&self, slot: Slot) -> Option<String> {
         let about = &self.about[self.machine.slot(slot)?.held()?.server];
         let ours = u32::from(preface::VERSION);
         // 0 until the server has described itself.
@@ -244,7 +244,7 @@ impl Actor {
     }
 
     /// Records the outcome of a user's program; a repeated failure of one process is logged once.
-    pub(super) fn became(&mut self, slot: Slot, uid: u32, failure: Option<Failure>) {
+    pub(super) fn report_outcome(&mut self, slot: Slot, uid: u32, failure: Option<Failure>) {
         let now = self.now();
         let Some(wanted) = self.machine.slot(slot) else { return };
         let failures = self.failures.entry(slot).or_default();

@@ -37,7 +37,7 @@ enum Message {
     Places(Caller, WorkerRequest, oneshot::Sender<Result<Vec<Place>, (Denial, String)>>),
     Of(Caller, oneshot::Sender<Vec<Slot>>),
     Ended(Vec<Granted>),
-    Became(Slot, u32, Option<Failure>),
+    Outcome(Slot, u32, Option<Failure>),
     Resume(String, [u8; 16], oneshot::Sender<Option<Granted>>),
     Freed(Slot),
     Configure(Vec<Spec>, oneshot::Sender<()>),
@@ -282,8 +282,8 @@ impl Leases for Engine {
         let _ = self.messages.send(Message::Ended(granted));
     }
 
-    fn became(&self, slot: Slot, uid: u32, failure: Option<Failure>) {
-        let _ = self.messages.send(Message::Became(slot, uid, failure));
+    fn report_outcome(&self, slot: Slot, uid: u32, failure: Option<Failure>) {
+        let _ = self.messages.send(Message::Outcome(slot, uid, failure));
     }
 
     async fn park(&self, slot: Slot, park: bool) -> Result<(), PoolError> {

@@ -12,7 +12,7 @@ use crate::pool::Trouble;
 const UNKNOWN_USER: u32 = u32::MAX - 1;
 
 impl Actor {
-    pub(super) fn look(&self) -> Snapshot {
+    pub(super) fn snapshot(&self) -> Snapshot {
         let now = self.now();
         let wall = wall_usec();
         let at_wall = |time: Time| {

@@ -27,7 +27,7 @@ fn create(ctx: *mut *mut c_void, flags: u32, device: i32, version: u32) -> Resul
         return Err(INVALID_VALUE);
     }
     // After a fault no context of the process works.
-    client.late()?;
+    client.take_late_error()?;
     let new = client.mint(handle::CTX);
     client.call(op::CTX_CREATE, |w| {
         w.word(handle::local(new));
@@ -76,14 +76,14 @@ fn synchronize(ctx: u64) -> Result {
     let begun = client.link.begin_call(op::CTX_SYNC, caller, |_| {}).map_err(unavailable)?;
     let seq = begun.seq;
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    client.link.settle(|t| t.seq < seq && t.on.ctx == ctx);
+    client.link.wait_detached(|t| t.seq < seq && t.on.ctx == ctx);
     if reply.status == 0 && client.devices.len() == 1 && client.created.read().is_ok_and(|c| c.is_empty()) {
         client.positions.context_synced(seq);
     }
     if reply.status == 0 {
         host_functions::forget_launches(|on, launched| on.ctx == ctx && launched < seq);
     }
-    client.told(reply.status)
+    client.check_status(reply.status)
 }
 
 driver! {

@@ -94,7 +94,7 @@ pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Re
         w.word(stream.handle);
     })?;
     stream.worked(seq);
-    client.late()
+    client.take_late_error()
 }
 
 /// Returns the default stream, for a call that CUDA calls synchronous.
@@ -242,7 +242,7 @@ fn fill(
 fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arguments: &[u64]) -> Result {
     let client = stream.client;
     stream.usable()?;
-    client.late()?;
+    client.take_late_error()?;
     mapped::named(client, target)?;
     mapped::upload(client)?;
     let sure = len.is_some_and(|len| ranges::is_device(client, target, len as u64));
@@ -253,7 +253,7 @@ fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arg
         w.word(stream.handle);
     })?;
     stream.worked(seq);
-    client.late()
+    client.take_late_error()
 }
 
 fills! {
@@ -447,7 +447,7 @@ impl Cuboid {
                 (side.kind, side.device) = (DEVICE, side.host);
             }
             if side.elsewhere(client).is_some() {
-                return Err(clients::apart("memory of a copy in a graph"));
+                return Err(clients::cross_lease_error("memory of a copy in a graph"));
             }
             if side.kind != HOST {
                 continue;
@@ -682,9 +682,9 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 };
             }
             // Data of earlier copies must have landed, too.
-            stream.settle(seq);
+            stream.wait_landed(seq);
             stream.synced(seq);
         }
     }
-    client.late()
+    client.take_late_error()
 }

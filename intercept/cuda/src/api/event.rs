@@ -33,7 +33,7 @@ fn record(event: *mut c_void, stream: *mut c_void, default: streams::Default, fl
     if let Some(capture) = stream.capture() {
         event.captured_in(&capture);
     }
-    client.late()
+    client.take_late_error()
 }
 
 /// Queries an event (`EVENT_QUERY`) or waits for it (`EVENT_SYNC`).
@@ -50,13 +50,13 @@ pub fn wait_here(event: &Event) -> Result {
 fn ask_of(operation: u16, event: &Event) -> Result {
     let client = event.client;
     if let Some(capture) = event.capture() {
-        capture.spoil();
+        capture.invalidate();
         return Err(CAPTURED_EVENT);
     }
     streams::allowed()?;
     let Some((stream, recorded)) = event.pending() else {
         // The event is known to have happened, so its data has landed, too.
-        return client.late();
+        return client.take_late_error();
     };
     let begun =
         client.link.begin_call(operation, client.caller(), |w| w.word(event.handle)).map_err(unavailable)?;
@@ -65,7 +65,7 @@ fn ask_of(operation: u16, event: &Event) -> Result {
         streams::settle_covered(client, &event.covers());
         event.has_happened(&stream, recorded);
     }
-    client.told(reply.status)
+    client.check_status(reply.status)
 }
 
 fn elapsed(ms: *mut f32, start: *mut c_void, end: *mut c_void) -> Result {

@@ -481,7 +481,7 @@ driver! {
         })?;
         host_functions::appended(&stream, seq);
         stream.worked(seq);
-        client.late()
+        client.take_late_error()
     }
 
     fn cuGraphClone(clone: *mut *mut c_void, graph: *mut c_void) {
@@ -699,7 +699,7 @@ fn update(exec: *mut c_void, graph: *mut c_void) -> Result<(Result, i32, u64, u6
         w.word(graph as u64);
     })?;
     let mut r = reply.reader();
-    let told = client.told(reply.status);
+    let told = client.check_status(reply.status);
     if told.is_ok() {
         mapped::graph_names(exec as u64, &regions_of(graph as u64));
     }

@@ -193,7 +193,7 @@ fn launch(
         let seq = client.post(op::LAUNCH, body)?;
         failed?;
         stream.worked(seq);
-        return client.late();
+        return client.take_late_error();
     }
     function.reach(client)?;
     let begun = client.link.begin_call(op::LAUNCH, client.caller(), body).map_err(unavailable)?;
@@ -201,7 +201,7 @@ fn launch(
     let reply = client.link.finish_call(begun).map_err(unavailable)?;
     failed?;
     stream.worked(seq);
-    client.told(reply.status)?;
+    client.check_status(reply.status)?;
     functions::accept(key);
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::{clients, mapped, private_tables, thread};
 /// Allocates device memory in the current context; the caller adds it to `ranges`.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
     streams::allowed()?;
-    client.late()?;
+    client.take_late_error()?;
     free_postponed()?;
     let ctx = thread::context()?;
     let device = client.device_of(ctx)?.local;
@@ -76,7 +76,7 @@ fn host_memory_unused(owner: &'static Client) -> Result {
         .map(|ctx| thread::within(ctx, || streams::wait_for_all(owner)))
         .fold(Ok(()), Result::and);
     let before = owner.link.position() + 1;
-    owner.link.settle(|t| t.seq < before);
+    owner.link.wait_detached(|t| t.seq < before);
     synced
 }
 
@@ -140,7 +140,9 @@ pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> 
         // Data in transit must not land in memory that is freed below.
         let into = |r: &Range| (r.base as usize, r.size as usize);
         let hosts: Vec<_> = gone.iter().filter(|r| r.kind.on_host()).map(into).collect();
-        client.link.settle(|t| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len)));
+        client
+            .link
+            .wait_detached(|t| t.on.ctx == ctx || hosts.iter().any(|(base, len)| t.fills(*base, *len)));
     }
     let mut unmapped = Vec::new();
     for range in &gone {
@@ -183,7 +185,7 @@ const DEVICE_MAP: u32 = 2;
 
 fn host_allocate(client: &'static Client, size: usize, flags: u32) -> Result<u64> {
     streams::allowed()?;
-    client.late()?;
+    client.take_late_error()?;
     let ctx = thread::context()?;
     if size == 0 {
         return Err(INVALID_VALUE);
@@ -368,7 +370,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         streams::allowed()?;
-        client.late()?;
+        client.take_late_error()?;
         free_postponed()?;
         let (base, len) = client.window().allocate_whole(size as u64)?;
         let device = client.device_of(ctx)?.local;
@@ -467,7 +469,7 @@ driver! {
         }
         ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
         free_ordered(address, &stream)?;
-        client.late()
+        client.take_late_error()
     }
 
     fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {

@@ -103,7 +103,7 @@ fn load_on(client: &Client, operation: u16, new: u64, image: &[u8], options: &Op
         options.write(w);
     })?;
     options.logs(&reply)?;
-    client.told(reply.status)
+    client.check_status(reply.status)
 }
 
 /// Exceptions of a library that differs between clients.
@@ -155,7 +155,9 @@ pub fn usable_on(library: u64, client: &Client) -> Result {
         return Err(*status);
     }
     match known.managed {
-        Some(number) if number != client.number => Err(clients::apart("a library with managed variables")),
+        Some(number) if number != client.number => {
+            Err(clients::cross_lease_error("a library with managed variables"))
+        }
         _ => Ok(()),
     }
 }
@@ -243,7 +245,7 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
         let client = clients::of(parent)?;
         client.post(operation, |w| w.word(parent))?;
         handles::retire(parent);
-        return client.late();
+        return client.take_late_error();
     }
     let failed = foreign_modules().remove(&parent).unwrap_or_default().failed;
     for client in clients::all()?.filter(|c| !failed.iter().any(|(number, _)| *number == c.number)) {
@@ -251,7 +253,7 @@ fn unload(parent: u64, kind: u8, operation: u16) -> Result {
         let _ = client.post(operation, |w| w.word(parent));
     }
     handles::retire(parent);
-    current.late()
+    current.take_late_error()
 }
 
 fn names(parent: u64, how: u64) -> Result<Vec<CString>> {

@@ -32,7 +32,7 @@ fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8
     for item in items.chunks_exact(BATCH_WORDS * 8) {
         let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
         if clients::elsewhere(client, address).is_some() {
-            return Err(clients::apart("memory of a wait or write on a stream"));
+            return Err(clients::cross_lease_error("memory of a wait or write on a stream"));
         }
     }
     mapped::upload(client)?;
@@ -42,7 +42,7 @@ fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8
         w.bytes(items);
     })?;
     stream.worked(seq);
-    client.late()
+    client.take_late_error()
 }
 
 fn value(
@@ -71,7 +71,7 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     })?;
     host_functions::appended(&stream, seq);
     stream.worked(seq);
-    client.late()
+    client.take_late_error()
 }
 
 fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, nodes: &[u8]) -> Result {
@@ -170,7 +170,7 @@ driver! {
         let (client, stream) = find_even_in_host_function(stream, default)?;
         stream.not_captured()?;
         if stream.idle() {
-            return client.late();
+            return client.take_late_error();
         }
         stream.ask(op::STREAM_QUERY)
     }
@@ -187,7 +187,7 @@ driver! {
         if let Some(capture) = &captured {
             // The default stream cannot take part; a capture that has ended is an error.
             if stream.handle == 0 {
-                capture.spoil();
+                capture.invalidate();
                 return Err(STREAM_CAPTURE_IMPLICIT);
             }
             if !capture.open() || capture.invalid.load(Ordering::Relaxed) {
@@ -198,12 +198,12 @@ driver! {
             if let Some(own) = stream.capture()
                 && event.recorded()
             {
-                own.spoil();
+                own.invalidate();
                 return Err(STREAM_CAPTURE_ISOLATION);
             }
             // The event has happened already.
             if event.pending().is_none() && stream.capture().is_none() {
-                return client.late();
+                return client.take_late_error();
             }
         }
         let seq = client.post(op::STREAM_WAIT_EVENT, |w| {
@@ -220,7 +220,7 @@ driver! {
             }
         }
         stream.worked(seq);
-        client.late()
+        client.take_late_error()
     }
 
     fn cuStreamGetPriority / cuStreamGetPriority_ptsz [default] (stream: *mut c_void, priority: *mut i32) {
@@ -267,7 +267,7 @@ driver! {
         let function = function.ok_or(INVALID_VALUE)?;
         // Unlike a host function, a callback cannot become a node.
         if let Some(capture) = find(stream, default)?.1.capture() {
-            capture.spoil();
+            capture.invalidate();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
         host_function(stream, default, HostFunction::Callback(function, stream as usize, data as usize))
@@ -358,7 +358,7 @@ driver! {
             return Err(INVALID_VALUE);
         }
         if capture.origin != stream.handle {
-            capture.spoil();
+            capture.invalidate();
             return Err(STREAM_CAPTURE_UNMATCHED);
         }
         // The capture ends even on the wrong thread.
@@ -377,7 +377,7 @@ driver! {
             }
             return Err(if wrong_thread { STREAM_CAPTURE_WRONG_THREAD } else { STREAM_CAPTURE_INVALIDATED });
         }
-        if let Err(status) = client.told(reply.status) {
+        if let Err(status) = client.check_status(reply.status) {
             give(graph, NULL)?;
             return Err(status);
         }

@@ -14,7 +14,7 @@ use crate::pool::authenticate::{Peer, peer};
 use crate::pool::describe::{devices, limits, micros};
 use crate::pool::parking::ParkError;
 use crate::pool::status::{beyond, bounded, unfit};
-use crate::pool::{Pool, RELEASED, locked, readings, whole};
+use crate::pool::{Pool, RELEASED, locked, readings, run_detached};
 
 pub(super) async fn allocate(
     pool: &Arc<Pool>,
@@ -83,7 +83,7 @@ pub(super) async fn allocate(
     let known = wish.again.then_some(wish.workers);
     let allocated = {
         let pool = pool.clone();
-        whole(async move { pool.allocate(&wanted).await }).await?
+        run_detached(async move { pool.allocate(&wanted).await }).await?
     };
     let (lease, fresh) = allocated.map_err(|e| not_allocated(pool, &client, e))?;
     let gpus = pool.registry.gpus().await;
@@ -231,7 +231,7 @@ pub(super) async fn release(
     locked(&pool.clients).heard(&client, pool.clock.now());
     let wish = request.into_inner();
     let pool = pool.clone();
-    whole(async move {
+    run_detached(async move {
         if !wish.request_id.is_empty() {
             pool.registry.leave_queue(&client, &wish.request_id).await;
         }
@@ -249,7 +249,7 @@ pub(super) async fn park(
     let lease = pool.own_lease(&request.get_ref().lease, pool.client(&request).await?).await?;
     let parked = {
         let (pool, lease) = (pool.clone(), lease.clone());
-        whole(async move { pool.park(&lease, "its client asked for it").await }).await?
+        run_detached(async move { pool.park(&lease, "its client asked for it").await }).await?
     };
     parked.map_err(|e| {
         let text = e.to_string();

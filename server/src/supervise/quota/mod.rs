@@ -352,17 +352,17 @@ impl Ledger {
         for asking in self.asking.iter_mut().filter(|a| a.device == device as usize) {
             asking.awaiting.remove(worker);
         }
-        self.settle()
+        self.answer_requests()
     }
 
     /// Removes a worker whose process has exited, and its memory.
-    pub fn gone(&mut self, worker: &WorkerId) -> Vec<LedgerMessage> {
+    pub fn on_exit(&mut self, worker: &WorkerId) -> Vec<LedgerMessage> {
         self.held.remove(worker);
         self.asking.retain(|a| a.worker != *worker);
         for asking in &mut self.asking {
             asking.awaiting.remove(worker);
         }
-        self.settle()
+        self.answer_requests()
     }
 
     /// Answers requests that have waited too long for other workers or for readings.
@@ -382,10 +382,10 @@ impl Ledger {
                 asking.readings = 0;
             }
         }
-        self.settle()
+        self.answer_requests()
     }
 
-    fn settle(&mut self) -> Vec<LedgerMessage> {
+    fn answer_requests(&mut self) -> Vec<LedgerMessage> {
         let mut says = Vec::new();
         for asking in std::mem::take(&mut self.asking) {
             let fits = self.fits(&asking.worker, asking.device, asking.bytes);
@@ -416,7 +416,7 @@ impl Ledger {
         for asking in self.asking.iter_mut().filter(|a| a.awaiting.is_empty()) {
             asking.readings = asking.readings.saturating_sub(1);
         }
-        self.settle()
+        self.answer_requests()
     }
 
     /// Returns workers to stop, with their unrequested bytes, if the lease exceeds limit and

@@ -50,7 +50,7 @@ fn four_processes_share_one_limit() {
     assert_eq!(l.ask([1; 16], 0, 4, 200 * MIB, T).len(), 3);
     l.returned(&[2; 16], 0, 0);
     l.returned(&[3; 16], 0, 0);
-    assert_eq!(granted(&l.gone(&[4; 16])), 200 * MIB);
+    assert_eq!(granted(&l.on_exit(&[4; 16])), 200 * MIB);
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn offenders_are_the_workers_furthest_beyond_their_grants() {
     // The exit of one worker harms no other.
     l.reading(&[6; 16], 0, 460 * MIB);
     for n in 2..=6 {
-        l.gone(&[n; 16]);
+        l.on_exit(&[n; 16]);
         assert!(l.offenders(|_| true).is_empty());
     }
     for n in 2..=6 {
@@ -345,7 +345,7 @@ proptest! {
                 0 | 1 => drop(l.ask(id, 0, 0, mib * MIB, now)),
                 2 => drop(l.returned(&id, 0, mib * MIB)),
                 3 => {
-                    l.gone(&id);
+                    l.on_exit(&id);
                     l.admit(id);
                 }
                 _ => {

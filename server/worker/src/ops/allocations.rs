@@ -242,7 +242,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             let pool = body.word()?;
             replay(answer)?;
             session.allocations.lock().pools.remove(&pool);
-            Ok(settle(session)?)
+            Ok(recount_pools(session)?)
         }
         op::cuDeviceGetDefaultMemPool | op::cuDeviceGetMemPool => {
             let device = body.word()?;
@@ -261,7 +261,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
                 (known.ok_or(status::INVALID_VALUE)?, pool)
             };
             session.allocations.pooling.store(true, Ordering::Relaxed);
-            settle(session)?;
+            recount_pools(session)?;
             // Unused memory of the pool may suffice; otherwise the pool grows.
             let idle =
                 pool_value(session, pool, POOL_RESERVED).saturating_sub(pool_value(session, pool, POOL_USED));
@@ -270,7 +270,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
             let done = replay(answer);
             session.quota.give(device, expected);
             done?;
-            if let Err(error) = settle(session) {
+            if let Err(error) = recount_pools(session) {
                 undo(session, pool, last_word(answer));
                 return Err(error.into());
             }
@@ -278,7 +278,7 @@ pub fn generated(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &
         }
         op::cuMemPoolTrimTo | op::cuDeviceGraphMemTrim => {
             replay(answer)?;
-            Ok(settle(session)?)
+            Ok(recount_pools(session)?)
         }
         _ => replay(answer),
     }
@@ -294,13 +294,13 @@ fn undo(session: &Session, pool: u64, address: u64) {
         (session.driver.call.cuStreamSynchronize)(std::ptr::null_mut());
         (call.cuMemPoolTrimTo)(pool, 0);
     }
-    let _ = settle(session);
+    let _ = recount_pools(session);
 }
 
 /// Counts the memory that the pools hold now.
 ///
 /// An error means that the lease has no room for it; it counts all the same, because it exists.
-pub fn settle(session: &Session) -> Result<(), Status> {
+pub fn recount_pools(session: &Session) -> Result<(), Status> {
     let allocations = &session.allocations;
     if !allocations.pooling.load(Ordering::Relaxed) {
         return Ok(());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, Reader, op};
 
-use super::{Answer, Done, Failure, allocations, bounded, settle};
+use super::{Answer, Done, Failure, allocations, bounded, flush_results};
 use crate::driver::{Handle, Status, check, status};
 use crate::execute::{Executor, Frame};
 use crate::session::Session;
@@ -179,7 +179,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     if wait {
         // SAFETY: a stream of this worker.
         let synced = copied.and_then(|()| check(unsafe { (call.cuStreamSynchronize)(stream) }));
-        settle(session, answer);
+        flush_results(session, answer);
         // SAFETY: the device has filled `len` bytes of the slot.
         answer.bytes(unsafe { std::slice::from_raw_parts(slot.address, len) });
         slots.give(slot);
@@ -215,7 +215,7 @@ fn without_slot(
             error => error,
         }
     })?;
-    settle(session, answer);
+    flush_results(session, answer);
     if wait {
         answer.bytes(&bytes);
     } else {
@@ -268,7 +268,7 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
             run_box(session, &words, stream)?;
             // SAFETY: a stream of this worker.
             check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) })?;
-            settle(session, answer);
+            flush_results(session, answer);
             if len <= INLINE_MAX {
                 answer.bytes(&packed);
                 session.lanes.inline(0, len);

@@ -136,7 +136,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::CTX_SYNC => {
             // SAFETY: the frame's context is current.
             let synced = check(unsafe { (call.cuCtxSynchronize)() });
-            settle(session, answer);
+            flush_results(session, answer);
             Ok(synced?)
         }
         op::CTX_CREATE => {
@@ -206,7 +206,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::GRAPH_EXEC_DESTROY => graph::exec_destroy(session, &mut r),
         op::GRAPH_LAUNCH => {
             graph::launch(session, &mut r)?;
-            Ok(allocations::settle(session)?)
+            Ok(allocations::recount_pools(session)?)
         }
         op::GRAPH_NODES => graph::nodes(session, &mut r, answer),
         op::GRAPH_ADD => graph::add(session, &mut r, answer),
@@ -232,7 +232,7 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
         // The reset unpins memory that the data of all contexts passes through.
         let _ = session.contexts.synchronize(session.driver);
     }
-    settle(session, answer);
+    flush_results(session, answer);
     session.lanes.leave(ctx);
     session.streams.forget(|stream| stream.ctx == ctx);
     session.mirrors.forget_context(ctx);
@@ -240,12 +240,12 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
 }
 
 /// Sends output and arrived copies before the answer, after the driver has synchronised.
-pub fn settle(session: &Session, answer: &mut Answer) {
+pub fn flush_results(session: &Session, answer: &mut Answer) {
     session.landing.sweep(session, &mut answer.before);
     session.mirrors.write_back(session, false);
     session.output.collect(session, &mut answer.before);
     // A pool that has shrunk counts less from now on; the call that let it grow noticed the growth.
-    let _ = allocations::settle(session);
+    let _ = allocations::recount_pools(session);
 }
 
 /// Returns `true` if the replay waits for the GPU, or for bytes that are still on their way.

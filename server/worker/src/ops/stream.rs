@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{Reader, WAIT};
 
-use super::{Answer, Done, settle};
+use super::{Answer, Done, flush_results};
 use crate::driver::{check, status};
 use crate::execute::Frame;
 use crate::handles::Object;
@@ -54,7 +54,7 @@ pub fn sync(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &mut A
     let synced = check(unsafe { (session.driver.call.cuStreamSynchronize)(stream) });
     // A client that does not wait may not read either; every later frame stays behind this one.
     if frame.header.flags.get() & WAIT != 0 {
-        settle(session, answer);
+        flush_results(session, answer);
     }
     Ok(synced?)
 }
@@ -65,7 +65,7 @@ pub fn query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done
     // SAFETY: a stream of this worker.
     let done = check(unsafe { (session.driver.call.cuStreamQuery)(stream) });
     if done != Err(status::NOT_READY) {
-        settle(session, answer);
+        flush_results(session, answer);
     }
     Ok(done?)
 }
@@ -195,7 +195,7 @@ pub fn event_sync(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) ->
     let event = session.events.get(r.word()?)?.0;
     // SAFETY: an event of this worker.
     let synced = check(unsafe { (session.driver.call.cuEventSynchronize)(event) });
-    settle(session, answer);
+    flush_results(session, answer);
     Ok(synced?)
 }
 
@@ -205,7 +205,7 @@ pub fn event_query(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -
     // SAFETY: an event of this worker.
     let done = check(unsafe { (session.driver.call.cuEventQuery)(event) });
     if done != Err(status::NOT_READY) {
-        settle(session, answer);
+        flush_results(session, answer);
     }
     Ok(done?)
 }
