@@ -12,7 +12,7 @@ use crate::config::Access;
 /// Time for which an answer of the user database is cached.
 const MAX_AGE: Duration = Duration::from_secs(60);
 /// Most cached answers.
-const KEPT: usize = 1024;
+const MAX_CACHED_ANSWERS: usize = 1024;
 
 /// A uid in the user database.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Gate {
             .await
             .unwrap_or(Person { name: None, access: false });
         let mut known = self.known();
-        if known.len() >= KEPT {
+        if known.len() >= MAX_CACHED_ANSWERS {
             known.clear();
         }
         known.insert(uid, (Instant::now(), person.clone()));

@@ -41,9 +41,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that the user database may take; the login waits meanwhile.
 const LOOKUP_TIMEOUT: Duration = Duration::from_millis(100);
 /// Most logins that are served at the same time; others wait in the socket's backlog.
-const CONNECTIONS: usize = 32;
+const MAX_CONNECTIONS: usize = 32;
 /// Most leaders of sessions.
-const SESSIONS: usize = 4096;
+const MAX_SESSIONS: usize = 4096;
 /// Characters of session ids.
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
 
@@ -157,8 +157,8 @@ impl Sessions {
             let mut known = self.known();
             let leaders: usize = known.values().map(|k| k.leaders.len()).sum();
             let there = known.values_mut().find(|k| same(k));
-            if leaders >= SESSIONS && there.as_ref().is_none_or(|k| !k.leaders.contains_key(&leader)) {
-                warn!("login of pid {pid}: gets no session: {SESSIONS} session leaders are the most");
+            if leaders >= MAX_SESSIONS && there.as_ref().is_none_or(|k| !k.leaders.contains_key(&leader)) {
+                warn!("login of pid {pid}: gets no session: {MAX_SESSIONS} session leaders are the most");
                 return None;
             }
             if let Some(there) = there {
@@ -340,7 +340,7 @@ impl Server {
 
     /// Serves until the future is dropped.
     pub async fn serve(self: Arc<Self>, listener: UnixListener) {
-        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
             let Ok(place) = places.clone().acquire_owned().await else { return };
             match listener.accept().await {

@@ -12,7 +12,7 @@ use tonic_prost::{ProstDecoder, ProstEncoder};
 /// Initial size of a buffer, in bytes; most messages fit, longer ones enlarge it.
 const BUFFER: usize = 256;
 /// Bytes up to which messages that are ready at once are sent together.
-const TOGETHER: usize = 32 << 10;
+const MAX_COALESCED: usize = 32 << 10;
 
 /// Codec of protobuf messages with small buffers.
 #[derive(Debug)]
@@ -35,10 +35,10 @@ where
     type Decoder = ProstDecoder<U>;
 
     fn encoder(&mut self) -> Self::Encoder {
-        ProstEncoder::new(BufferSettings::new(BUFFER, TOGETHER))
+        ProstEncoder::new(BufferSettings::new(BUFFER, MAX_COALESCED))
     }
 
     fn decoder(&mut self) -> Self::Decoder {
-        ProstDecoder::new(BufferSettings::new(BUFFER, TOGETHER))
+        ProstDecoder::new(BufferSettings::new(BUFFER, MAX_COALESCED))
     }
 }

@@ -22,7 +22,7 @@ const BATCH: usize = 256;
 /// Most records that are kept, whatever their age.
 ///
 /// Without it, a client that starts programs without pause could fill the disk.
-const MOST: u64 = 2_000_000;
+const MAX_RECORDS: u64 = 2_000_000;
 
 /// Subject of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,7 +166,7 @@ impl std::fmt::Debug for Accounting {
 impl Accounting {
     /// Opens `accounting.redb` in the state directory, and creates it if absent.
     pub fn open(state_dir: &Path) -> Result<Self, AccountingError> {
-        Self::bounded(state_dir, MOST)
+        Self::bounded(state_dir, MAX_RECORDS)
     }
 
     fn bounded(state_dir: &Path, most: u64) -> Result<Self, AccountingError> {

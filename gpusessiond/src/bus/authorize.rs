@@ -23,8 +23,8 @@ use crate::leases::LeaseView;
 /// Most concurrent calls of one user; root has more, to diagnose problems.
 ///
 /// The bus has its own limit per connection, 128 in most configurations.
-const CALLS: usize = 16;
-const CALLS_OF_ROOT: usize = 64;
+const MAX_CALLS: usize = 16;
+const MAX_CALLS_OF_ROOT: usize = 64;
 
 /// Errors of the bus, and of systemd on its behalf, that mean that this host has no polkit.
 const NO_POLKIT: [&str; 5] = [
@@ -123,7 +123,7 @@ impl<'a> Call<'a> {
             .get_connection_unix_user(sender.to_owned().into())
             .await
             .map_err(|e| BusError::access_denied(format!("the bus does not know the caller: {e}")))?;
-        let most = if uid == 0 { CALLS_OF_ROOT } else { CALLS };
+        let most = if uid == 0 { MAX_CALLS_OF_ROOT } else { MAX_CALLS };
         {
             let mut calls = shared.calls.lock().unwrap_or_else(|e| e.into_inner());
             let count = calls.entry(uid).or_default();

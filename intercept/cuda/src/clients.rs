@@ -22,7 +22,7 @@ use crate::entry::{
 use crate::{ranges, thread, trace};
 
 /// Maximum number of workers; each needs a window of addresses.
-pub const MOST: usize = 8;
+pub const MAX_CLIENTS: usize = 8;
 
 struct Clients {
     /// Client number 0, nearly always the only one.
@@ -227,11 +227,14 @@ const GRANT_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 ///
 /// If one fails, closes those that are open, and returns the number of the failed one.
 fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)> {
-    if endpoints.len() > MOST {
-        trace::why(&format!("{} leases: a program can use {MOST}; the others stay unused", endpoints.len()));
+    if endpoints.len() > MAX_CLIENTS {
+        trace::why(&format!(
+            "{} leases: a program can use {MAX_CLIENTS}; the others stay unused",
+            endpoints.len()
+        ));
     }
     let one = |(number, endpoint)| Client::open(endpoint, number).map_err(|failed| (number, failed));
-    (0..).zip(endpoints.iter().take(MOST)).map(one).collect()
+    (0..).zip(endpoints.iter().take(MAX_CLIENTS)).map(one).collect()
 }
 
 impl Clients {

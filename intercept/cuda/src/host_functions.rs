@@ -48,7 +48,7 @@ struct Calling {
 }
 
 /// Number of launches on one stream that get entries of their own; later ones join the last entry.
-const MOST_LAUNCHES: usize = 64;
+const MAX_LAUNCHES: usize = 64;
 
 struct Host {
     functions: HashMap<u64, Registered>,
@@ -71,7 +71,7 @@ impl Host {
         let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
         let launches = self.calling.iter_mut().filter(same);
         match launches.enumerate().last() {
-            Some((MOST_LAUNCHES.., last)) if function.is_none() => (last.seq, last.after) = (NOT_YET, after),
+            Some((MAX_LAUNCHES.., last)) if function.is_none() => (last.seq, last.after) = (NOT_YET, after),
             _ => {
                 let on = stream.clone();
                 self.calling.push(Calling { function, on, first: NOT_YET, seq: NOT_YET, after });

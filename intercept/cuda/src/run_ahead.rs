@@ -9,7 +9,7 @@ use std::cell::Cell;
 use gpusession_link::link::Begun;
 use gpusession_proto::frame::op;
 
-use crate::clients::{self, MOST};
+use crate::clients::{self, MAX_CLIENTS};
 
 /// Bytes of frames after which a thread marks the log and waits for its previous mark.
 ///
@@ -19,8 +19,8 @@ const STEP: usize = 2 << 20;
 
 thread_local! {
     /// Bytes since the last mark, by client.
-    static SENT: [Cell<usize>; MOST] = const { [const { Cell::new(0) }; MOST] };
-    static MARKS: [Cell<Option<Begun>>; MOST] = const { [const { Cell::new(None) }; MOST] };
+    static SENT: [Cell<usize>; MAX_CLIENTS] = const { [const { Cell::new(0) }; MAX_CLIENTS] };
+    static MARKS: [Cell<Option<Begun>>; MAX_CLIENTS] = const { [const { Cell::new(None) }; MAX_CLIENTS] };
     static DUE: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -49,7 +49,7 @@ pub fn wait() {
 #[cold]
 fn mark() {
     DUE.set(false);
-    for number in 0..MOST {
+    for number in 0..MAX_CLIENTS {
         if SENT.with(|sent| sent[number].get()) < STEP {
             continue;
         }

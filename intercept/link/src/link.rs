@@ -24,7 +24,7 @@ use crate::threads;
 use crate::transport::{Transport, Wait};
 
 /// Unsent bytes at which a post also writes the buffer, which bounds memory and slows the program.
-const OUTBOX_LIMIT: usize = 4 << 20;
+const MAX_OUTBOX: usize = 4 << 20;
 /// Time that the sender waits for more frames before it writes.
 const GATHER_WINDOW: Duration = Duration::from_micros(3);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -212,7 +212,7 @@ impl Link {
     pub fn post(&self, op: u16, caller: Caller, body: impl FnOnce(&mut Writer<'_>)) -> Result<u64, LinkLost> {
         self.check()?;
         let (seq, queued) = self.append(op, 0, caller, body);
-        if queued > OUTBOX_LIMIT {
+        if queued > MAX_OUTBOX {
             self.flush()?;
         } else {
             self.wake_sender();

@@ -11,7 +11,7 @@ use tokio_stream::Stream;
 use tonic::Status;
 
 /// Events that may wait for a client; the queue grows as needed.
-const MOST: usize = 1024;
+const MAX_QUEUED_EVENTS: usize = 1024;
 
 /// Boxed, since each client's queue has room for some events from the start.
 type Said = Result<Box<PoolEvent>, Box<Status>>;
@@ -34,7 +34,7 @@ impl Watches {
 
     /// Opens a watch for a client's events from now on.
     pub fn begin(&self, client: &str) -> Queue {
-        let (sender, said) = mpsc::channel(MOST);
+        let (sender, said) = mpsc::channel(MAX_QUEUED_EVENTS);
         self.locked().entry(client.into()).or_default().push(sender);
         Queue { all: Self(self.0.clone()), client: client.into(), said }
     }
@@ -120,11 +120,11 @@ mod tests {
         let other = watches.begin("vm-2");
         let lease = |said: Option<Result<PoolEvent, Status>>| said.unwrap().unwrap().lease;
         assert_eq!(lease(one.next().await), "first");
-        for i in 0..=MOST {
+        for i in 0..=MAX_QUEUED_EVENTS {
             watches.tell("vm-1", event(&i.to_string()));
             assert_eq!(lease(one.next().await), i.to_string());
         }
-        for i in 0..MOST {
+        for i in 0..MAX_QUEUED_EVENTS {
             assert_eq!(lease(deaf.next().await), i.to_string());
         }
         assert_eq!(deaf.next().await.unwrap().unwrap_err().code(), tonic::Code::DataLoss);

@@ -30,7 +30,7 @@ const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
 ///
 /// A client's thread has at most 4 MiB of frames under way without news of their replay. That
 /// leaves room for some 60 threads whose streams are blocked.
-const QUEUE_BYTES: usize = 256 << 20;
+const MAX_QUEUE_BYTES: usize = 256 << 20;
 /// Bytes of a thread's kept frames above which the thread's mark stays behind them.
 ///
 /// A thread with fewer kept bytes is free to continue elsewhere.
@@ -250,7 +250,7 @@ impl Replay {
 
     fn enqueue(&self, session: &Arc<Session>, frames: Vec<Frame>) -> io::Result<()> {
         let mut state = self.lock();
-        while state.queued_bytes > QUEUE_BYTES {
+        while state.queued_bytes > MAX_QUEUE_BYTES {
             state =
                 self.changed.wait_timeout(state, BLOCKED_TIMEOUT).unwrap_or_else(PoisonError::into_inner).0;
             self.relieve(session, &mut state)?;

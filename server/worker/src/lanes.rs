@@ -21,7 +21,7 @@ use crate::staging::{Slot, Slots};
 /// Maximum number of remembered transfers whose frames failed.
 ///
 /// The bytes of older ones have arrived.
-const UNWANTED: usize = 1024;
+const MAX_UNWANTED: usize = 1024;
 /// Slots of one lane: one fills while the device reads the other.
 const SLOTS_PER_LANE: usize = 2;
 
@@ -219,7 +219,7 @@ impl Lanes {
     /// Drops the chunks of a transfer whose frame has failed, since they would block the lanes.
     pub fn discard(&self, transfer: u64) {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
-        if arrived.unwanted.len() == UNWANTED {
+        if arrived.unwanted.len() == MAX_UNWANTED {
             arrived.unwanted.pop_front();
         }
         arrived.unwanted.push_back(transfer);

@@ -52,7 +52,7 @@ pub const USER_LINGER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time after a restart during which only the server that held a lease is asked for it.
 const RECOVERY_TIMEOUT: Duration = OFFLINE_TIMEOUT;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
-const SPARE: usize = 1;
+const STOCK_TARGET: usize = 1;
 
 /// A wanted lease's number inside the daemon; never reused.
 pub type Slot = u64;
@@ -278,7 +278,7 @@ impl Machine {
             Phase::Waiting { retry } => Some(*retry),
             Phase::Allocating => None,
             Phase::Held(held) => {
-                let fill = held.missed + SPARE > held.stock.len() && !held.taking;
+                let fill = held.missed + STOCK_TARGET > held.stock.len() && !held.taking;
                 let ends = wanted.warns_at().unwrap_or(held.expires);
                 Some(if fill { ends.min(held.take_again) } else { ends })
             }

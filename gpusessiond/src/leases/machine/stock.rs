@@ -2,12 +2,12 @@
 
 use gpusession_proto::control;
 
-use super::{Action, Machine, Phase, SPARE, Slot, Time, Wanted};
+use super::{Action, Machine, Phase, STOCK_TARGET, Slot, Time, Wanted};
 use crate::leases::Change;
 use crate::pool::{PoolError, Trouble};
 
 /// Most workers that one call asks for.
-const TAKE_MAX: usize = 16;
+const MAX_TAKE: usize = 16;
 
 impl Machine {
     /// Takes one worker of each slot for one process, or none if any slot has none ready.
@@ -88,7 +88,7 @@ impl Machine {
 
     pub(super) fn fill(&mut self, now: Time, slot: Slot) {
         let Some(Phase::Held(held)) = self.slots.get_mut(&slot).map(|w| &mut w.phase) else { return };
-        let wanted = (held.missed + SPARE).saturating_sub(held.stock.len()).min(TAKE_MAX);
+        let wanted = (held.missed + STOCK_TARGET).saturating_sub(held.stock.len()).min(MAX_TAKE);
         if wanted == 0 || held.taking || now < held.take_again {
             return;
         }
