@@ -8,7 +8,7 @@ use gpusession_proto::frame::op;
 use gpusession_proto::supervise::{FromWorker, Usage};
 
 use crate::driver::{Handle, status};
-use crate::execute::Executor;
+use crate::executor::Executor;
 use crate::session::Session;
 
 /// Shortest time between two reports to the supervisor.

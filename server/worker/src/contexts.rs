@@ -8,7 +8,7 @@ use gpusession_proto::handle;
 use gpusession_proto::supervise::DeviceLimit;
 
 use crate::driver::{Driver, Handle, Status, check, check_connected, status};
-use crate::execute::Executor;
+use crate::executor::Executor;
 use crate::handles::{Object, Table, kind};
 
 /// Number of device attributes to query, from 1, with room for those of newer drivers.

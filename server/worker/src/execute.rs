@@ -14,13 +14,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use bytes::{Buf as _, Bytes, BytesMut};
+use bytes::{Buf as _, BytesMut};
 use gpusession_link::threads;
 use gpusession_link::transport::{Transport, Wait};
-use gpusession_proto::frame::{HEADER, Header, Reader, op};
+use gpusession_proto::frame::{HEADER, Header, op};
 use gpusession_proto::supervise::FromWorker;
 
 use crate::activity::POLL_INTERVAL;
+use crate::executor::Executor;
+use crate::frame::{Body, Frame};
 use crate::ops;
 use crate::session::Session;
 
@@ -35,79 +37,6 @@ const MAX_QUEUE_BYTES: usize = 256 << 20;
 ///
 /// A thread with fewer kept bytes is free to continue elsewhere.
 const KEPT_BYTES: usize = 256 << 10;
-
-/// Longest body that a frame carries itself; nearly all launches are shorter.
-///
-/// Two threads that count the users of one buffer for each frame slow each other down.
-const INLINE: usize = 192;
-
-/// One frame of the log.
-#[derive(Clone)]
-pub struct Frame {
-    pub header: Header,
-    pub body: Body,
-}
-
-/// A frame's body: a multiple of 8 bytes.
-#[derive(Clone)]
-pub enum Body {
-    /// Length and bytes.
-    Inline(u8, Aligned),
-    /// A part of the reader's buffer.
-    Shared(Bytes),
-}
-
-/// Bytes aligned as allocated memory is: the driver reads kernel parameters in them.
-#[derive(Clone)]
-#[repr(align(8))]
-pub struct Aligned([u8; INLINE]);
-
-impl Body {
-    /// Takes the body off the front of the reader's buffer.
-    fn take(buf: &mut BytesMut, len: usize) -> Self {
-        if len > INLINE {
-            return Self::Shared(buf.split_to(len).freeze());
-        }
-        let mut bytes = Aligned([0; INLINE]);
-        buf.copy_to_slice(&mut bytes.0[..len]);
-        Self::Inline(len as u8, bytes)
-    }
-}
-
-impl std::ops::Deref for Body {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Inline(len, bytes) => &bytes.0[..usize::from(*len)],
-            Self::Shared(bytes) => bytes,
-        }
-    }
-}
-
-impl Frame {
-    fn thread(&self) -> u32 {
-        self.header.thread.get()
-    }
-
-    /// Returns the bytes of memory that the frame takes while it waits.
-    fn held_bytes(&self) -> usize {
-        let shared = if let Body::Shared(bytes) = &self.body { bytes.len() } else { 0 };
-        size_of::<Self>() + shared
-    }
-
-    /// Reads the body from its start.
-    pub fn reader(&self) -> Reader<'_> {
-        Reader::new(&self.body)
-    }
-}
-
-/// State of one executor thread.
-pub struct Executor {
-    /// Handle of the context that is current in this OS thread.
-    pub current: u64,
-    id: usize,
-}
 
 #[derive(Default)]
 struct State {

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use gpusession_proto::frame::{BadFrame, Reader};
 use libloading::Library;
 
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, function, status};
-use crate::ops::{Answer, Done, Failure, bounded};
 use crate::session::Session;
 
 pub use source::*;

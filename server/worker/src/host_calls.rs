@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use gpusession_proto::frame::op;
 
 use crate::driver::{Handle, Status, check};
-use crate::execute::Frame;
+use crate::frame::Frame;
 use crate::handles::Object;
 use crate::session::Session;
 

@@ -4,11 +4,14 @@
 
 mod activity;
 mod admission;
+mod answer;
 mod containment;
 mod contexts;
 mod devices;
 mod driver;
 mod execute;
+mod executor;
+mod frame;
 mod generated;
 mod handles;
 mod host_calls;

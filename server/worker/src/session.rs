@@ -10,6 +10,7 @@ use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
 use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
+use crate::answer::Answer;
 use crate::contexts::{Contexts, synchronize};
 use crate::driver::{Driver, Status, status};
 use crate::execute::Replay;
@@ -17,7 +18,6 @@ use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
 use crate::lanes::Lanes;
 use crate::modules::Images;
-use crate::ops::Answer;
 use crate::ops::allocations::Allocations;
 use crate::ops::memory::Memory;
 use crate::ops::mirror::Mirrors;

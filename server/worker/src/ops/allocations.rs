@@ -10,9 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::{Reader, op};
 use gpusession_proto::supervise::DeviceLimit;
 
-use super::{Answer, Done};
+use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
-use crate::execute::Frame;
+use crate::frame::Frame;
 use crate::generated;
 use crate::session::Session;
 

@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, Reader, op};
 
-use super::{Answer, Done, Failure, allocations, bounded, flush_results};
+use super::{allocations, flush_results};
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
-use crate::execute::{Executor, Frame};
+use crate::executor::Executor;
+use crate::frame::Frame;
 use crate::session::Session;
 
 /// Longest copy, in bytes: more than any memory has.

@@ -7,7 +7,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Reader;
 
-use super::{Answer, Done, Failure, bounded};
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::handles::Object;
 use crate::host_calls::HostCalls;

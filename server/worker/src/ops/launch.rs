@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use gpusession_proto::frame::Reader;
 
-use super::{Answer, Done};
+use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
 use crate::session::Session;
 

@@ -8,9 +8,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::Reader;
 use gpusession_proto::supervise::DeviceLimit;
 
-use super::{Answer, Done};
+use crate::answer::{Answer, Done};
 use crate::driver::{Address, Driver, Status, check, status};
-use crate::execute::Frame;
+use crate::frame::Frame;
 use crate::session::Session;
 
 /// Granularity of physical allocations, in bytes.

@@ -15,9 +15,9 @@ use gpusession_proto::frame::{Reader, mirror, op};
 use gpusession_proto::supervise::FromWorker;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use super::{Answer, Done, Failure};
+use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Address, Handle, Status, check, status};
-use crate::execute::Frame;
+use crate::frame::Frame;
 use crate::handles::Object;
 use crate::session::Session;
 

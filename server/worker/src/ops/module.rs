@@ -5,9 +5,10 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use gpusession_proto::frame::Reader;
 use gpusession_proto::handle::{CTX, make};
 
-use super::{Answer, Done, Failure, bounded};
+use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
-use crate::execute::{Executor, Frame};
+use crate::executor::Executor;
+use crate::frame::Frame;
 use crate::handles::Object;
 use crate::session::Session;
 

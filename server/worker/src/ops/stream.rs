@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{Reader, WAIT};
 
-use super::{Answer, Done, flush_results};
+use super::flush_results;
+use crate::answer::{Answer, Done};
 use crate::driver::{check, status};
-use crate::execute::Frame;
+use crate::frame::Frame;
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
 use crate::session::Session;
