@@ -40,15 +40,19 @@ fn main() {
             takers.push(op.to_string());
         }
     }
-    let source = format!(
+    let functions = format!(
         "/// The driver's functions that generated code calls.\n#[allow(non_snake_case)]\npub struct Functions {{\n{types}}}\n\n\
          impl Functions {{\n    /// # Safety\n    /// `library` is a CUDA driver library.\n    \
          pub unsafe fn load(library: &Library) -> Self {{\n        \
-         // SAFETY: the caller vouches for the library; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n\n\
-         /// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\
+         // SAFETY: the caller vouches for the library; the types are those of cuda.h.\n        unsafe {{ Self {{\n{loads}        }} }}\n    }}\n}}\n"
+    );
+    let replay = format!(
+        "/// Replays one generated call.\n#[allow(unused_mut, unused_variables)]\n\
          pub fn dispatch(session: &Session, op: u16, r: &mut Reader<'_>, answer: &mut Answer) -> Done {{\n    \
-         match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n\n\
-         /// Reports the handles in a generated call's first words, and whether each is a stream.\n#[allow(unused_variables)]\n\
+         match op {{\n{arms}        _ => return Err(BadFrame(\"unknown operation\").into()),\n    }}\n    Ok(())\n}}\n"
+    );
+    let calls = format!(
+        "/// Reports the handles in a generated call's first words, and whether each is a stream.\n#[allow(unused_variables)]\n\
          pub fn touches(op: u16, words: &[u64; 6], touch: &mut dyn FnMut(u64, bool)) {{\n    match op {{\n{touched}        \
          _ => {{}}\n    }}\n}}\n\n\
          /// Returns `true` for generated calls that give the GPU work.\npub fn works(op: u16) -> bool {{\n    matches!(op, {})\n}}\n\n\
@@ -58,7 +62,9 @@ fn main() {
         takers.join(" | ")
     );
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    std::fs::write(out.join("generated.rs"), source).expect("the output folder can be written");
+    for (name, source) in [("functions.rs", functions), ("replay.rs", replay), ("calls.rs", calls)] {
+        std::fs::write(out.join(name), source).expect("the output folder can be written");
+    }
 }
 
 fn c_type(kind: Kind) -> String {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use gpusession_proto::frame::op;
 use gpusession_proto::supervise::{FromWorker, Usage};
 
+use crate::calls;
 use crate::driver::{Handle, status};
 use crate::executor::Executor;
 use crate::session::Session;
@@ -119,7 +120,7 @@ fn works(operation: u16) -> bool {
             | op::WRITE_HOST
             | op::STREAM_BATCH
             | op::HOST_FUNC
-    ) || crate::generated::works(operation)
+    ) || calls::works(operation)
 }
 
 /// Returns `true` if all streams have finished their work.

@@ -223,12 +223,19 @@ functions! {
     cuGraphMemsetNodeSetParams(Handle, *const c_void);
 }
 
+/// Functions that generated code calls (see `build.rs`).
+mod generated {
+    use super::{Handle, Library, Status, c_void, function};
+
+    include!(concat!(env!("OUT_DIR"), "/functions.rs"));
+}
+
 /// A loaded driver library.
 pub struct Driver {
     /// Functions that hand-written code calls.
     pub call: Functions,
     /// Functions that generated code calls.
-    pub generated: crate::generated::Functions,
+    pub generated: generated::Functions,
     _library: Library,
 }
 
@@ -250,7 +257,7 @@ impl Driver {
         // SAFETY: a CUDA driver library has cuda.h's functions.
         let call = unsafe { Functions::load(&library) };
         // SAFETY: as above.
-        let generated = unsafe { crate::generated::Functions::load(&library) };
+        let generated = unsafe { generated::Functions::load(&library) };
         // The driver's threads live as long as the process, so the library is never unloaded.
         Ok(Box::leak(Box::new(Self { call, generated, _library: library })))
     }

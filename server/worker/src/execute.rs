@@ -24,6 +24,7 @@ use crate::activity::POLL_INTERVAL;
 use crate::executor::Executor;
 use crate::frame::{Body, Frame};
 use crate::ops;
+use crate::order;
 use crate::session::Session;
 
 /// Time after which a call counts as blocked while other frames wait.
@@ -83,7 +84,7 @@ struct Kept {
 
 struct KeptFrame {
     frame: Frame,
-    touched: ops::Touched,
+    touched: order::Touched,
 }
 
 impl Kept {
@@ -223,10 +224,10 @@ impl Replay {
     fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
-        if !ops::nobody_waits(&current) {
+        if !order::nobody_waits(&current) {
             state.kept_by.insert(current.thread(), blocked);
         }
-        let touched = ops::touches(session, &current);
+        let touched = order::touches(&session.streams, &current);
         state.kept.insert(
             blocked,
             Kept { current: Some(KeptFrame { frame: current, touched }), later: VecDeque::new() },
@@ -255,8 +256,8 @@ impl Replay {
     fn execute(&self, session: &Arc<Session>, executor: &mut Executor) {
         loop {
             let Some((frame, kept)) = self.next(session, executor) else { return };
-            let bulk = ops::is_bulk(&frame);
-            if !kept && (bulk || ops::may_block(&frame)) {
+            let bulk = order::is_bulk(&frame);
+            if !kept && (bulk || order::may_block(&frame)) {
                 // The frame is known to wait: other threads, if any exist, continue at once.
                 let mut state = self.lock();
                 let others = (bulk || state.threads.len() > 1) && state.main == executor.id;
@@ -437,7 +438,7 @@ fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
     if state.kept.is_empty() || frame.header.op.get() == op::WRITE_HOST {
         return Some(frame);
     }
-    let touched = ops::touches(session, &frame);
+    let touched = order::touches(&session.streams, &frame);
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
         Some(keeper) => Some(*keeper),

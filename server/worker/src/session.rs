@@ -18,6 +18,7 @@ use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
 use crate::lanes::Lanes;
 use crate::modules::Images;
+use crate::objects::{Func, Stream};
 use crate::ops::allocations::Allocations;
 use crate::ops::memory::Memory;
 use crate::ops::mirror::Mirrors;
@@ -39,12 +40,12 @@ pub struct Session {
     pub consumed: AtomicU64,
     pub contexts: Contexts,
     /// Streams, by the client's handle.
-    pub streams: Table<crate::ops::stream::Stream>,
+    pub streams: Table<Stream>,
     pub events: Table<Object>,
     pub modules: Table<Object>,
     pub libraries: Table<Object>,
     /// Kernels and functions.
-    pub funcs: Table<crate::ops::module::Func>,
+    pub funcs: Table<Func>,
     pub graphs: Table<Object>,
     /// Graphs inside nodes of other graphs, as far as they have a handle.
     pub child_graphs: Mutex<ChildGraphs>,

@@ -10,10 +10,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::{Reader, op};
 use gpusession_proto::supervise::DeviceLimit;
 
+use super::generated;
 use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
 use crate::frame::Frame;
-use crate::generated;
 use crate::session::Session;
 
 /// Granularity of physical memory, and of arrays, in bytes.

@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{INLINE_MAX, Reader, op};
 
-use super::{allocations, flush_results};
+use super::allocations;
+use super::flush::flush_results;
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
+use crate::order::BOX;
 use crate::session::Session;
 
 /// Longest copy, in bytes: more than any memory has.
@@ -19,8 +21,6 @@ const MAX_COPY: usize = 1 << 47;
 ///
 /// This process holds the whole box; clients split larger ones.
 const MAX_BOX: usize = 8 << 30;
-/// Size of `CUDA_MEMCPY3D`, in bytes.
-const BOX: usize = 200;
 
 /// The default stream of the current context.
 const NULL: Handle = std::ptr::null_mut();
@@ -281,12 +281,6 @@ pub fn copy_box(session: &Session, frame: &Frame, r: &mut Reader<'_>, answer: &m
         _ => return Err(status::INVALID_VALUE.into()),
     }
     Ok(())
-}
-
-/// Returns the stream of a `COPY_BOX` before any other check; 0 if the frame is too short.
-pub fn box_stream(frame: &Frame) -> u64 {
-    let at = 8 + BOX;
-    frame.body.get(at..at + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
 /// Returns `true` if a box names no host memory but the packed bytes, and stays within them.

@@ -165,7 +165,7 @@ pub fn free(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done 
     let mut synced = Ok(());
     if !gone {
         synced = session.contexts.synchronize(session.driver);
-        super::flush_results(session, answer);
+        super::flush::flush_results(session, answer);
     }
     // SAFETY: `alloc` mapped the range, and no work that may use it runs any more.
     let unmapped = check(unsafe { (call.cuMemUnmap)(address, allocation.size as usize) });

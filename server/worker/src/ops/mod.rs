@@ -2,6 +2,8 @@
 
 pub mod allocations;
 pub mod copy;
+mod flush;
+mod generated;
 pub mod graph;
 pub mod launch;
 pub mod memory;
@@ -11,9 +13,10 @@ pub mod stream;
 
 use std::sync::Arc;
 
-use gpusession_proto::frame::{Reader, WAIT, op};
+use gpusession_proto::frame::{WAIT, op};
 use gpusession_proto::handle::{CTX, make};
 
+use self::flush::flush_results;
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::check;
 use crate::executor::Executor;
@@ -193,175 +196,4 @@ fn leave(session: &Session, ctx: u64, answer: &mut Answer) {
     session.streams.forget(|stream| stream.ctx == ctx);
     session.mirrors.forget_context(ctx);
     allocations::context_gone(session, ctx);
-}
-
-/// Sends output and arrived copies before the answer, after the driver has synchronised.
-pub fn flush_results(session: &Session, answer: &mut Answer) {
-    session.landing.sweep(session, &mut answer.before);
-    session.mirrors.write_back(session, false);
-    session.output.collect(session, &mut answer.before);
-    // A pool that has shrunk counts less from now on; the call that let it grow noticed the growth.
-    let _ = allocations::recount_pools(session);
-}
-
-/// Returns `true` if the replay waits for the GPU, or for bytes that are still on their way.
-pub fn may_block(frame: &Frame) -> bool {
-    match frame.header.op.get() {
-        // A client sends one without reply when little is left to wait for; it is a barrier.
-        op::STREAM_SYNC => frame.header.flags.get() & WAIT != 0,
-        op::CTX_SYNC | op::EVENT_SYNC | op::COPY_FROM_DEVICE | op::COPY_BOX | op::FREE => true,
-        _ => false,
-    }
-}
-
-/// Returns `true` for a copy to the device whose bytes arrive on the lanes.
-///
-/// Its replay waits for them.
-pub fn is_bulk(frame: &Frame) -> bool {
-    const INLINE: usize = 3;
-    frame.header.op.get() == op::COPY_TO_DEVICE
-        && frame.body.get(INLINE * 8).is_some_and(|inline| *inline == 0)
-}
-
-/// Returns `true` for a copy that the replay waits for and the program does not.
-///
-/// The other streams of its thread need not wait for it either.
-pub fn nobody_waits(frame: &Frame) -> bool {
-    is_bulk(frame) || frame.header.op.get() == op::COPY_FROM_DEVICE && frame.header.flags.get() & WAIT == 0
-}
-
-/// Objects of a frame, as far as the order between client threads depends on them.
-#[derive(Debug, Default)]
-pub struct Touched {
-    /// Handles, without generation: a frame that reuses a slot stays behind the one that freed it.
-    objects: Vec<u64>,
-    /// Destroys what others may use without naming it, or waits for all streams.
-    ///
-    /// It stays behind every frame.
-    everything: bool,
-    /// Works on a default stream, which is ordered with every other stream.
-    every_stream: bool,
-    some_stream: bool,
-    /// Only waits: it must stay behind earlier frames, but no later frame needs to stay behind it.
-    only_waits: bool,
-    /// Every later frame stays behind it.
-    barrier: bool,
-}
-
-impl Touched {
-    fn object(&mut self, handle: u64) {
-        const GENERATION: u64 = 0xffff << 32;
-        self.objects.push(handle & !GENERATION);
-    }
-
-    fn stream(&mut self, session: &Session, handle: u64) {
-        if handle <= 2 {
-            self.every_stream = true;
-            self.some_stream = true;
-        } else {
-            self.object(handle);
-            // A stream that does not synchronise with the default stream is ordered by its own
-            // frames only.
-            self.some_stream |= !session.streams.get(handle).is_ok_and(|s| s.non_blocking);
-        }
-    }
-
-    /// Returns `true` if a frame that touches these must stay behind one that touches `earlier`.
-    pub fn depends_on(&self, earlier: &Self) -> bool {
-        earlier.barrier
-            || !earlier.only_waits
-                && (self.everything
-                    || (self.every_stream && earlier.some_stream)
-                    || (self.some_stream && earlier.every_stream)
-                    || self.objects.iter().any(|h| earlier.objects.contains(h)))
-    }
-}
-
-/// Determines the objects of a frame that matter for the order between client threads.
-pub fn touches(session: &Session, frame: &Frame) -> Touched {
-    let mut touched = Touched::default();
-    let mut r = Reader::new(&frame.body);
-    let mut words = [0; 6];
-    for word in &mut words {
-        match r.word() {
-            Ok(value) => *word = value,
-            Err(_) => break,
-        }
-    }
-    match frame.header.op.get() {
-        op::LAUNCH => {
-            touched.object(words[0]);
-            touched.stream(session, words[5]);
-        }
-        op::COPY_TO_DEVICE | op::COPY_FROM_DEVICE => touched.stream(session, words[2]),
-        op::COPY_BOX => touched.stream(session, copy::box_stream(frame)),
-        op::STREAM_SYNC | op::STREAM_QUERY => {
-            touched.stream(session, words[0]);
-            touched.only_waits = true;
-            // The program did not wait for this frame, and assumes that the work before it is
-            // complete.
-            touched.barrier = frame.header.flags.get() & WAIT == 0;
-        }
-        op::EVENT_SYNC | op::EVENT_QUERY => {
-            touched.object(words[0]);
-            touched.only_waits = true;
-        }
-        op::EVENT_ELAPSED => {
-            touched.object(words[0]);
-            touched.object(words[1]);
-            touched.only_waits = true;
-        }
-        op::CTX_SYNC
-        | op::FREE
-        | op::UNMIRROR_HOST
-        | op::MODULE_UNLOAD
-        | op::LIBRARY_UNLOAD
-        | op::CTX_DESTROY
-        | op::PRIMARY_RESET => {
-            touched.everything = true;
-            touched.only_waits = true;
-        }
-        op::EVENT_RECORD => {
-            touched.object(words[0]);
-            touched.stream(session, words[1]);
-        }
-        op::STREAM_WAIT_EVENT => {
-            touched.stream(session, words[0]);
-            touched.object(words[1]);
-        }
-        op::STREAM_BATCH
-        | op::COPY_HOST
-        | op::STREAM_CREATE
-        | op::STREAM_DESTROY
-        | op::CAPTURE_BEGIN
-        | op::HOST_FUNC => touched.stream(session, words[0]),
-        op::CAPTURE_END => {
-            touched.stream(session, words[0]);
-            touched.object(words[1]);
-        }
-        op::GRAPH_LAUNCH => {
-            touched.object(words[0]);
-            touched.stream(session, words[1]);
-        }
-        op::GRAPH_INSTANTIATE | op::GRAPH_CLONE | op::GRAPH_UPDATE => {
-            touched.object(words[0]);
-            touched.object(words[1]);
-        }
-        op::EVENT_CREATE
-        | op::EVENT_DESTROY
-        | op::GRAPH_CREATE
-        | op::GRAPH_DESTROY
-        | op::GRAPH_NODES
-        | op::GRAPH_ADD
-        | op::GRAPH_EXEC_SET
-        | op::GRAPH_EXEC_DESTROY => touched.object(words[0]),
-        other if crate::generated::takes_away(other) => {
-            touched.everything = true;
-            touched.only_waits = true;
-        }
-        other => crate::generated::touches(other, &words, &mut |handle, stream| {
-            if stream { touched.stream(session, handle) } else { touched.object(handle) }
-        }),
-    }
-    touched
 }

@@ -10,6 +10,7 @@ use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::handles::Object;
+use crate::objects::Func;
 use crate::session::Session;
 
 /// Number of function attributes (`CU_FUNC_ATTRIBUTE_*`, from 0) sent with a function.
@@ -201,15 +202,6 @@ pub fn get_function(
     session.funcs.put(handle, func)?;
     describe(session, func, device, answer);
     Ok(())
-}
-
-/// A kernel or a function: launches take both, but their attributes have different calls.
-#[derive(Clone, Copy)]
-pub struct Func {
-    /// The driver's handle.
-    pub object: Object,
-    /// Whether the handle is of a kernel.
-    pub kernel: bool,
 }
 
 fn describe(session: &Session, func: Func, device: u32, answer: &mut Answer) {

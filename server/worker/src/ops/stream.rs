@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use gpusession_proto::frame::{Reader, WAIT};
 
-use super::flush_results;
+use super::flush::flush_results;
 use crate::answer::{Answer, Done};
 use crate::driver::{check, status};
 use crate::frame::Frame;
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
+use crate::objects::Stream;
 use crate::session::Session;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: the client enforces the program's own mode.
@@ -18,17 +19,6 @@ const CAPTURE_RELAXED: i32 = 2;
 const NON_BLOCKING: u32 = 1;
 /// `CUstreamBatchMemOpParams`
 const BATCH_ITEM: usize = 48;
-
-/// A stream of the client.
-#[derive(Clone, Copy)]
-pub struct Stream {
-    /// The driver's handle.
-    pub object: Object,
-    /// Whether the stream does not synchronise with the default stream.
-    pub non_blocking: bool,
-    /// The client's handle of its context.
-    pub ctx: u64,
-}
 
 /// `STREAM_CREATE`: new handle, flags, priority.
 pub fn create(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {

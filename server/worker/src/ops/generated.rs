@@ -1,21 +1,18 @@
 //! Replay of the calls whose form the table describes completely (see `build.rs`).
 
-use std::ffi::c_void;
-
 use gpusession_proto::frame::{BadFrame, Reader};
-use libloading::Library;
 
 use crate::answer::{Answer, Done, Failure, bounded};
-use crate::driver::{Handle, Status, check, function, status};
+use crate::driver::{check, status};
 use crate::session::Session;
 
-pub use source::*;
+pub use source::dispatch;
 
 /// The generated code uses one form of cast and of block for every type.
 #[allow(clippy::unnecessary_cast)]
 mod source {
     use super::*;
-    include!(concat!(env!("OUT_DIR"), "/generated.rs"));
+    include!(concat!(env!("OUT_DIR"), "/replay.rs"));
 }
 
 /// Copies a structure of `len` bytes into memory aligned for the driver.

@@ -1,0 +1,3 @@
+//! Properties of the calls whose form the table describes completely (see `build.rs`).
+
+include!(concat!(env!("OUT_DIR"), "/calls.rs"));
