@@ -271,7 +271,7 @@ impl Replay {
             if catch_unwind(AssertUnwindSafe(|| ops::perform(session, executor, &frame))).is_err() {
                 session.end("internal error in the worker");
             }
-            session.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
+            session.replies.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
         }
     }
 

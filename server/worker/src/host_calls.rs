@@ -53,11 +53,11 @@ extern "C" fn run(data: *mut c_void) {
     // Data copied before this point must reach the client before the function runs.
     let mut frames = Vec::new();
     if let Some((ctx, stream, seq)) = at {
-        session.landing.reached(&session, ctx, stream.0, seq, &mut frames);
+        session.landing.reached(&session.replies, ctx, stream.0, seq, &mut frames);
     }
     write_back(&session);
-    session.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
-    session.send_frames(&frames);
+    session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
+    session.replies.send_frames(&frames);
     let calls = &session.host_calls;
     let mut done = calls.done.lock().unwrap_or_else(PoisonError::into_inner);
     while !done.remove(&id) {

@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use gpusession_link::lanes::chunk_header;
@@ -14,8 +14,8 @@ use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{CHUNK, DOWN_LANES, FIRST_DOWN_LANE, HEADER, Header, UP_LANES, op};
 use zerocopy::IntoBytes;
 
+use crate::contexts::Contexts;
 use crate::driver::{Driver, Status, check, status};
-use crate::session::Session;
 use crate::staging::{Slot, Slots};
 
 /// Maximum number of remembered transfers whose frames failed.
@@ -99,35 +99,40 @@ impl Lanes {
     }
 
     /// Serves a claimed lane until its connection ends.
-    pub fn serve(session: &Arc<Session>, lane: u16, transport: &Transport) -> io::Result<()> {
+    pub fn serve(
+        &self,
+        driver: &Driver,
+        contexts: &Contexts,
+        lane: u16,
+        transport: &Transport,
+    ) -> io::Result<()> {
         let said = |s: Status| io::Error::other(format!("CUDA error {s}"));
-        let first = session.contexts.primary(0).map_err(said)?;
+        let first = contexts.primary(0).map_err(said)?;
         // SAFETY: a primary context of this worker.
-        check(unsafe { (session.driver.call.cuCtxSetCurrent)(first) }).map_err(said)?;
-        let lanes = &session.lanes;
+        check(unsafe { (driver.call.cuCtxSetCurrent)(first) }).map_err(said)?;
         if lane < FIRST_DOWN_LANE {
             let index = (lane - 1) as usize;
-            let slots = Slots::new(session.driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
-            let mine = lanes.up[index].get_or_init(|| UpLane {
+            let slots = Slots::new(driver, SLOTS_PER_LANE, CHUNK).map_err(said)?;
+            let mine = self.up[index].get_or_init(|| UpLane {
                 slots,
                 copying: Mutex::default(),
                 waits_in: AtomicU64::new(0),
             });
-            let result = lanes.receive(session.driver, index, mine, transport);
-            lanes.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
-            lanes.arrival.notify_all();
+            let result = self.receive(driver, index, mine, transport);
+            self.arrived.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+            self.arrival.notify_all();
             result
         } else {
             {
-                let _one_at_a_time = lanes.opening.lock();
-                if lanes.down.slots.get().is_none() {
+                let _one_at_a_time = self.opening.lock();
+                if self.down.slots.get().is_none() {
                     let count = SLOTS_PER_LANE * DOWN_LANES as usize;
-                    let slots = Slots::new(session.driver, count, CHUNK).map_err(said)?;
-                    let _ = lanes.down.slots.set(slots);
+                    let slots = Slots::new(driver, count, CHUNK).map_err(said)?;
+                    let _ = self.down.slots.set(slots);
                 }
             }
-            lanes.opened.notify_all();
-            lanes.down.serve(session.driver, transport)
+            self.opened.notify_all();
+            self.down.serve(driver, transport)
         }
     }
 

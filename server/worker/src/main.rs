@@ -26,6 +26,7 @@ mod output;
 mod park;
 mod probe;
 mod quota;
+mod replies;
 mod serve;
 mod session;
 mod small_downloads;

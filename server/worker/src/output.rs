@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use gpusession_proto::frame::{INLINE_MAX, op};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use crate::session::Session;
+use crate::replies::Replies;
 
 /// The memory files behind stdout and stderr.
 pub struct Output {
@@ -40,7 +40,7 @@ impl Output {
     /// Appends frames with the output since the last call.
     ///
     /// Call it after the driver has synchronised.
-    pub fn collect(&self, session: &Session, frames: &mut Vec<u8>) {
+    pub fn collect(&self, replies: &Replies, frames: &mut Vec<u8>) {
         // SAFETY: flushes C's streams, where the driver prints; null means all of them.
         unsafe { libc::fflush(std::ptr::null_mut()) };
         let Ok(mut files) = self.files.lock() else { return };
@@ -60,7 +60,7 @@ impl Output {
         let pieces = out.len().max(err.len()).div_ceil(INLINE_MAX);
         for i in 0..pieces {
             let piece = |text: &[u8]| text.chunks(INLINE_MAX).nth(i).unwrap_or_default().to_vec();
-            session.append(frames, op::OUTPUT, 0, 0, |w| {
+            replies.append(frames, op::OUTPUT, 0, 0, |w| {
                 w.bytes(&piece(&out));
                 w.bytes(&piece(&err));
             });

@@ -23,7 +23,6 @@ use crate::admission::Admission;
 use crate::containment;
 use crate::contexts::Contexts;
 use crate::driver::{Driver, check, check_connected};
-use crate::lanes::Lanes;
 use crate::output::Output;
 use crate::quota::Quota;
 use crate::session::Session;
@@ -263,7 +262,7 @@ impl Worker {
                     return Err(refuse(&transport, format!("lane {lane} does not exist or is open already")));
                 }
                 self.supervisor.tell(&FromWorker::Admitted { number, lane });
-                Lanes::serve(session, lane, &transport)
+                session.lanes.serve(session.driver, &session.contexts, lane, &transport)
             }
             _ => Err(io::Error::other("unexpected first frame")),
         }
@@ -331,13 +330,14 @@ impl Worker {
         if let Err(reason) = self.admission.ask(&self.supervisor, process) {
             self.supervisor.tell(&FromWorker::Refused { number, reason: reason.clone() });
             session
+                .replies
                 .send_with(op::REPLY, header.seq.get(), DEVICE_UNAVAILABLE, |w| w.bytes(reason.as_bytes()));
             session.end(&format!("the program was refused: {reason}"));
         }
         self.supervisor.tell(&FromWorker::Admitted { number, lane: 0 });
         let window = session.memory.reserve(self.driver, &windows, size).unwrap_or(0);
         let mut described = Ok(());
-        session.send_with(op::REPLY, header.seq.get(), 0, |w| {
+        session.replies.send_with(op::REPLY, header.seq.get(), 0, |w| {
             w.bytes(&session.lane_secret);
             w.word(window);
             described = session.contexts.describe(self.driver, w);
@@ -348,7 +348,7 @@ impl Worker {
         if let Err(e) = Activity::report(&session) {
             session.end(&format!("cannot start the thread for reports: {e}"));
         }
-        match session.replay.run(&session, &session.transport, rest) {
+        match session.replay.run(&session, &session.replies.transport, rest) {
             Ok(()) => session.end("the client's process exited"),
             Err(e) => session.end(&format!("connection to the client: {e}")),
         }

@@ -1,18 +1,17 @@
 //! State of the one client process that a worker has admitted.
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use gpusession_link::transport::Transport;
 use gpusession_proto::child_graphs::ChildGraphs;
-use gpusession_proto::frame::{HEADER, Header, MAX_BODY, Writer, op};
+use gpusession_proto::frame::op;
 use gpusession_proto::supervise::{FromWorker, Start};
 
 use crate::activity::Activity;
-use crate::answer::Answer;
 use crate::contexts::{Contexts, synchronize};
-use crate::driver::{Driver, Status, status};
+use crate::driver::{Driver, Status};
 use crate::execute::Replay;
 use crate::handles::{Object, Table, kind};
 use crate::host_calls::HostCalls;
@@ -24,6 +23,7 @@ use crate::ops::memory::Memory;
 use crate::ops::mirror::Mirrors;
 use crate::output::Output;
 use crate::quota::Quota;
+use crate::replies::Replies;
 use crate::small_downloads::Landing;
 use crate::supervise::Supervisor;
 
@@ -31,13 +31,11 @@ use crate::supervise::Supervisor;
 pub struct Session {
     /// Never unloaded, since its threads live as long as the process.
     pub driver: &'static Driver,
-    /// Lane 0, which carries the log.
-    pub transport: Transport,
+    /// Answers and reports to the client.
+    pub replies: Arc<Replies>,
     supervisor: Arc<Supervisor>,
     /// Executors that replay the log.
     pub replay: Replay,
-    /// Highest position of the log that was replayed.
-    pub consumed: AtomicU64,
     pub contexts: Contexts,
     /// Streams, by the client's handle.
     pub streams: Table<Stream>,
@@ -62,7 +60,7 @@ pub struct Session {
     /// Images by content.
     pub images: Images,
     /// Small copies from the device that are under way.
-    pub landing: Landing,
+    pub landing: Arc<Landing>,
     pub lanes: Lanes,
     /// Output of device code.
     pub output: Arc<Output>,
@@ -72,8 +70,6 @@ pub struct Session {
     pub activity: Activity,
     /// Secret that a further lane must prove to know.
     pub lane_secret: [u8; 32],
-    last_late: AtomicI32,
-    sending: Mutex<()>,
     /// Whether the supervisor received the reason for the end.
     ending: OnceLock<bool>,
     /// Whether the worker may exit; under MPS only after the supervisor has stopped its GPU work.
@@ -109,9 +105,8 @@ impl Session {
             allocations: Allocations::new(&start.devices),
             supervisor: quota.supervisor.clone(),
             quota,
-            transport,
+            replies: Arc::new(Replies::new(transport)),
             replay: Replay::new(),
-            consumed: AtomicU64::new(0),
             contexts,
             streams: Table::new(kind::STREAM),
             events: Table::new(kind::EVENT),
@@ -121,14 +116,12 @@ impl Session {
             graphs: Table::new(kind::GRAPH),
             child_graphs: Mutex::default(),
             execs: Table::new(kind::EXEC),
-            landing: Landing::default(),
+            landing: Arc::default(),
             lanes: Lanes::default(),
             output,
             host_calls: HostCalls::default(),
             activity: Activity::default(),
             lane_secret,
-            last_late: AtomicI32::new(0),
-            sending: Mutex::new(()),
             ending: OnceLock::new(),
             may_exit: Arc::new(AtomicBool::new(!start.mps)),
         }
@@ -146,68 +139,6 @@ impl Session {
         match handle {
             0..=2 => Ok(handle as usize as crate::driver::Handle),
             _ => Ok(self.streams.get(handle)?.object.0),
-        }
-    }
-
-    /// Answers a call, in one write with the frames that must precede the answer.
-    pub fn reply(&self, seq: u64, status: Status, answer: &Answer) {
-        let mut frames = Vec::with_capacity(answer.before.len() + answer.body.len() + HEADER);
-        frames.extend_from_slice(&answer.before);
-        // A client rejects a longer frame as malformed.
-        let (status, body) = match answer.body.len() {
-            len if len <= MAX_BODY => (status, &answer.body[..]),
-            _ => (status::NOT_SUPPORTED, &[][..]),
-        };
-        self.append(&mut frames, op::REPLY, seq, status, |w| w.words(body));
-        self.send_frames(&frames);
-    }
-
-    /// Reports the error of a frame without a reply, unless it repeats a sticky error.
-    pub fn late_error(&self, seq: u64, status: Status) {
-        if self.last_late.swap(status, Ordering::Relaxed) != status
-            || !gpusession_proto::status::is_sticky(status)
-        {
-            self.send_with(op::LATE_ERROR, seq, status, |_| {});
-        }
-    }
-
-    /// Appends a frame whose body `fill` writes.
-    pub fn append(
-        &self,
-        frames: &mut Vec<u8>,
-        op: u16,
-        seq: u64,
-        status: Status,
-        fill: impl FnOnce(&mut Writer<'_>),
-    ) {
-        let mut w = Writer::new(frames, &self.header(op, seq, status));
-        fill(&mut w);
-        w.finish();
-    }
-
-    /// Sends complete frames; the reader notices a lost connection.
-    pub fn send_frames(&self, frames: &[u8]) {
-        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = self.transport.send(frames);
-    }
-
-    /// Sends one frame whose body `fill` writes.
-    pub fn send_with(&self, op: u16, seq: u64, status: Status, fill: impl FnOnce(&mut Writer<'_>)) {
-        let mut frames = Vec::new();
-        self.append(&mut frames, op, seq, status, fill);
-        self.send_frames(&frames);
-    }
-
-    fn header(&self, op: u16, seq: u64, status: Status) -> Header {
-        Header {
-            len: 0.into(),
-            op: op.into(),
-            flags: 0.into(),
-            thread: 0.into(),
-            epoch: 0.into(),
-            seq: seq.into(),
-            ack: self.consumed.load(Ordering::Relaxed).into(),
-            ctx: (status as u32 as u64).into(),
         }
     }
 
@@ -241,7 +172,7 @@ impl Session {
             // The exit of an MPS client in the middle of its work is a fault for other clients.
             let quiet = !exits() && self.drain();
             let told = self.supervisor.tell(&FromWorker::Ended { reason: reason.into(), quiet });
-            self.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
+            self.replies.send_with(op::END, 0, 0, |w| w.bytes(reason.as_bytes()));
             told
         });
         let since = Instant::now();

@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use gpusession_proto::frame::{INLINE_MAX, op};
 
+use crate::contexts::Contexts;
 use crate::driver::{Driver, Handle, Status, check, status};
-use crate::session::Session;
+use crate::replies::Replies;
 use crate::staging::{Slot, Slots};
 
 const SLOTS: usize = 64;
@@ -40,13 +41,11 @@ pub struct Landing {
 
 impl Landing {
     /// Returns the pinned slots, which the first use allocates.
-    pub fn slots(&self, session: &Session) -> Result<&Slots, Status> {
+    pub fn slots(&self, driver: &Driver, contexts: &Contexts) -> Result<&Slots, Status> {
         if let Some(slots) = self.slots.get() {
             return Ok(slots);
         }
-        let slots = session
-            .contexts
-            .within_first(session.driver, || Slots::new(session.driver, SLOTS, INLINE_MAX))?;
+        let slots = contexts.within_first(driver, || Slots::new(driver, SLOTS, INLINE_MAX))?;
         Ok(self.slots.get_or_init(|| slots))
     }
 
@@ -57,12 +56,20 @@ impl Landing {
     }
 
     /// Queues a filled slot, to be sent once its event has happened.
-    pub fn push(&self, session: &Arc<Session>, seq: u64, stream: Handle, slot: Slot, len: usize) {
+    pub fn push(
+        self: &Arc<Self>,
+        driver: &'static Driver,
+        replies: &Arc<Replies>,
+        seq: u64,
+        stream: Handle,
+        slot: Slot,
+        len: usize,
+    ) {
         let pending = Pending { seq, stream: stream as usize, slot, len };
         self.pending.lock().unwrap_or_else(PoisonError::into_inner).push(pending);
         let thread = self.thread.get_or_init(|| {
-            let session = session.clone();
-            let look = move || session.landing.poll(&session);
+            let (landing, replies) = (self.clone(), replies.clone());
+            let look = move || landing.poll(driver, &replies);
             match std::thread::Builder::new().name("landing".into()).spawn(look) {
                 Ok(thread) => thread.thread().clone(),
                 // Synchronizing calls still deliver.
@@ -74,7 +81,7 @@ impl Landing {
         }
     }
 
-    fn poll(&self, session: &Session) {
+    fn poll(&self, driver: &Driver, replies: &Replies) {
         let mut idle = 0;
         loop {
             let left = {
@@ -82,9 +89,9 @@ impl Landing {
                 // it was sent.
                 let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
                 let mut frames = Vec::new();
-                self.sweep_locked(&mut pending, session, &mut frames);
+                self.sweep_locked(&mut pending, driver, replies, &mut frames);
                 if !frames.is_empty() {
-                    session.send_frames(&frames);
+                    replies.send_frames(&frames);
                 }
                 pending.len()
             };
@@ -108,45 +115,56 @@ impl Landing {
     }
 
     /// Appends frames with the copies that are ready.
-    pub fn sweep(&self, session: &Session, frames: &mut Vec<u8>) {
-        self.sweep_locked(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner), session, frames);
+    pub fn sweep(&self, driver: &Driver, replies: &Replies, frames: &mut Vec<u8>) {
+        self.sweep_locked(
+            &mut self.pending.lock().unwrap_or_else(PoisonError::into_inner),
+            driver,
+            replies,
+            frames,
+        );
     }
 
     /// Appends frames with the copies that a stream of a context got before frame `seq`.
     ///
     /// The stream has reached that frame: this serves host functions, which must not query the
     /// driver.
-    pub fn reached(&self, session: &Session, ctx: u64, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
+    pub fn reached(&self, replies: &Replies, ctx: u64, stream: Handle, seq: u64, frames: &mut Vec<u8>) {
         let Some(slots) = self.slots.get() else { return };
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         for done in
             pending.extract_if(.., |p| p.stream == stream as usize && p.slot.ctx == ctx && p.seq < seq)
         {
             // SAFETY: as in `sweep_locked`.
-            session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
+            replies.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                 w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
             });
             slots.give(done.slot);
         }
     }
 
-    fn sweep_locked(&self, pending: &mut Vec<Pending>, session: &Session, frames: &mut Vec<u8>) {
+    fn sweep_locked(
+        &self,
+        pending: &mut Vec<Pending>,
+        driver: &Driver,
+        replies: &Replies,
+        frames: &mut Vec<u8>,
+    ) {
         let Some(slots) = self.slots.get() else { return };
         let mut i = 0;
         while i < pending.len() {
             // SAFETY: the slot's event is valid, since `ops::leave` sweeps all slots before a
             // context goes.
-            match check(unsafe { (session.driver.call.cuEventQuery)(pending[i].slot.event) }) {
+            match check(unsafe { (driver.call.cuEventQuery)(pending[i].slot.event) }) {
                 Err(status::NOT_READY) => i += 1,
                 result => {
                     let done = pending.remove(i);
                     match result {
                         // SAFETY: the device has filled `len` bytes of the slot, which no other
                         // code uses.
-                        Ok(()) => session.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
+                        Ok(()) => replies.append(frames, op::LANDED, done.seq, 0, |w| unsafe {
                             w.bytes(std::slice::from_raw_parts(done.slot.address, done.len));
                         }),
-                        Err(error) => session.append(frames, op::LANDED, done.seq, error, |w| w.bytes(&[])),
+                        Err(error) => replies.append(frames, op::LANDED, done.seq, error, |w| w.bytes(&[])),
                     }
                     slots.give(done.slot);
                 }

@@ -168,7 +168,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
         return Ok(queued?);
     }
     session.lanes.inline(0, len);
-    let slots = session.landing.slots(session)?;
+    let slots = session.landing.slots(session.driver, &session.contexts)?;
     let Some(mut slot) = slots.try_take() else {
         return without_slot(session, frame, (source, len, stream, wait), answer);
     };
@@ -189,7 +189,7 @@ pub fn from_device(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>, an
     }
     // SAFETY: event and stream belong to this worker.
     match copied.and_then(|()| check(unsafe { (call.cuEventRecord)(slot.event, stream) })) {
-        Ok(()) => session.landing.push(session, seq, stream, slot, len),
+        Ok(()) => session.landing.push(session.driver, &session.replies, seq, stream, slot, len),
         Err(error) => {
             slots.give(slot);
             return Err(error.into());
@@ -221,7 +221,7 @@ fn without_slot(
     if wait {
         answer.bytes(&bytes);
     } else {
-        session.send_with(op::LANDED, frame.header.seq.get(), 0, |w| w.bytes(&bytes));
+        session.replies.send_with(op::LANDED, frame.header.seq.get(), 0, |w| w.bytes(&bytes));
     }
     Ok(())
 }

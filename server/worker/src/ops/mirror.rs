@@ -181,7 +181,7 @@ impl Mirrors {
         }
         // Sent under the lock: otherwise another thread could find no change, and answer first.
         if !out.is_empty() {
-            session.send_frames(&out);
+            session.replies.send_frames(&out);
         }
     }
 }
@@ -197,7 +197,7 @@ struct Changed<'a> {
 impl Changed<'_> {
     fn flush_beyond(&mut self, bytes: usize) {
         if self.body.len() > bytes {
-            self.session.append(self.out, op::HOST_CHANGED, 0, 0, |w| {
+            self.session.replies.append(self.out, op::HOST_CHANGED, 0, 0, |w| {
                 w.word(self.region);
                 w.words(&self.body);
             });

@@ -42,19 +42,19 @@ pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
         op::COPY_TO_DEVICE | op::COPY_BOX if code != 0 => session.lanes.discard(seq),
         // A program that does not wait for the answer waits for the bytes.
         op::COPY_FROM_DEVICE if code != 0 && !waits => {
-            session.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
+            session.replies.send_with(op::LANDED, seq, code, |w| w.bytes(&[]));
         }
         _ => {}
     }
     if waits {
-        session.reply(seq, code, &answer);
+        session.replies.reply(seq, code, &answer);
         return;
     }
     if !answer.before.is_empty() {
-        session.send_frames(&answer.before);
+        session.replies.send_frames(&answer.before);
     }
     if code != 0 {
-        session.late_error(seq, code);
+        session.replies.late_error(seq, code);
     }
 }
 
