@@ -27,6 +27,7 @@ mod park;
 mod probe;
 mod quota;
 mod replies;
+mod reports;
 mod serve;
 mod session;
 mod small_downloads;

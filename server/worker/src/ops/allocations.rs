@@ -3,17 +3,15 @@
 //! These are physical memory, pools, arrays, images with variables, contexts and heaps. Each is
 //! counted before its allocation if its size is known, else right after it.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
 
 use gpusession_proto::frame::{Reader, op};
-use gpusession_proto::supervise::DeviceLimit;
 
 use super::generated;
 use crate::answer::{Answer, Done};
 use crate::driver::{Status, check, status};
 use crate::frame::Frame;
+use crate::objects::allocations::{Allocations, Counted, Physical};
 use crate::session::Session;
 
 /// Granularity of physical memory, and of arrays, in bytes.
@@ -33,60 +31,7 @@ const GRAPH_RESERVED: i32 = 2;
 /// These are `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`.
 const HEAPS: [(i32, u64); 2] = [(1, 2 << 20), (2, 8 << 20)];
 
-/// Memory counted for one object.
-#[derive(Clone, Copy)]
-struct Counted {
-    device: u32,
-    bytes: u64,
-    /// Context whose end frees the object; 0 means none.
-    ctx: u64,
-}
-
-/// Memory of `cuMemCreate`: it exists until its handle is released and no mapping uses it.
-struct Physical {
-    device: u32,
-    bytes: u64,
-    handles: u32,
-    maps: u32,
-}
-
-#[derive(Default)]
-struct State {
-    physical: HashMap<u64, Physical>,
-    /// Address of each mapping, then its length and its handle of physical memory.
-    mapped: HashMap<u64, (u64, u64)>,
-    arrays: HashMap<u64, Counted>,
-    /// Images and contexts by the client's handles, heaps by context and limit.
-    objects: HashMap<u64, Counted>,
-    heaps: HashMap<(u64, i32), Counted>,
-    pools: HashMap<u64, u32>,
-    /// Bytes counted for all pools and graphs of a device.
-    pooled: Vec<u64>,
-}
-
-/// Account of this memory.
-pub struct Allocations {
-    contexts: Vec<u64>,
-    state: Mutex<State>,
-    /// Whether the program ever used stream-ordered memory; else pools need no query.
-    pooling: AtomicBool,
-}
-
 impl Allocations {
-    /// Starts with no allocation.
-    pub fn new(devices: &[DeviceLimit]) -> Self {
-        let state = State { pooled: vec![0; devices.len()], ..State::default() };
-        Self {
-            contexts: devices.iter().map(|d| d.context_bytes).collect(),
-            state: Mutex::new(state),
-            pooling: AtomicBool::new(false),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Counts an image on the device of the frame's context, as long as `handle` lives.
     pub fn image(&self, session: &Session, frame: &Frame, handle: u64, image: &[u8]) -> Result<(), Status> {
         let bytes = image_bytes(image);

@@ -2,15 +2,12 @@
 //!
 //! The module `allocations` counts what other calls allocate.
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use gpusession_proto::frame::Reader;
-use gpusession_proto::supervise::DeviceLimit;
 
 use crate::answer::{Answer, Done};
 use crate::driver::{Address, Driver, Status, check, status};
 use crate::frame::Frame;
+use crate::objects::memory::{Allocation, lock};
 use crate::session::Session;
 
 /// Granularity of physical allocations, in bytes.
@@ -38,70 +35,6 @@ struct Properties {
 struct Access {
     location: [i32; 2],
     flags: i32,
-}
-
-#[derive(Clone, Copy)]
-struct Allocation {
-    size: u64,
-    device: u32,
-}
-
-/// The window, and the allocations in it by address.
-pub struct Memory {
-    limits: Vec<u64>,
-    window: Mutex<Option<(Address, u64)>>,
-    allocations: Mutex<BTreeMap<Address, Allocation>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Memory {
-    /// Starts with no allocation; the limits are the lease's.
-    pub fn new(devices: &[DeviceLimit]) -> Self {
-        Self {
-            limits: devices.iter().map(|d| d.memory_bytes).collect(),
-            window: Mutex::default(),
-            allocations: Mutex::default(),
-        }
-    }
-
-    /// Reserves the first of the client's windows that the driver grants at exactly that address.
-    pub fn reserve(&self, driver: &Driver, windows: &[Address], size: u64) -> Option<Address> {
-        for &wanted in windows {
-            let mut got = 0;
-            // SAFETY: the out pointer is valid; an address is a hint.
-            let reserved =
-                unsafe { (driver.call.cuMemAddressReserve)(&mut got, size as usize, 0, wanted, 0) };
-            if reserved != 0 {
-                continue;
-            }
-            if got == wanted {
-                *lock(&self.window) = Some((got, size));
-                return Some(got);
-            }
-            // SAFETY: the range was just reserved, and no other code knows it.
-            unsafe { (driver.call.cuMemAddressFree)(got, size as usize) };
-        }
-        None
-    }
-
-    /// Returns the device of the allocation that contains an address.
-    pub fn device_of(&self, address: Address) -> Option<u32> {
-        let allocations = lock(&self.allocations);
-        let (base, allocation) = allocations.range(..=address).next_back()?;
-        (address - base < allocation.size).then_some(allocation.device)
-    }
-
-    /// Returns `true` if these bytes lie in one allocation.
-    pub fn contains(&self, address: Address, len: u64) -> bool {
-        let allocations = lock(&self.allocations);
-        allocations.range(..=address).next_back().is_some_and(|(base, allocation)| {
-            let offset = address - base;
-            len <= allocation.size && offset <= allocation.size - len
-        })
-    }
 }
 
 /// `ALLOC`: address, size (multiples of 2 MiB), device.

@@ -5,10 +5,8 @@
 //!
 //! Regions have the client's numbers, so that the addresses of client and worker may differ.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use gpusession_proto::changes::{self, BLOCK};
 use gpusession_proto::frame::{Reader, mirror, op};
@@ -19,6 +17,7 @@ use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Address, Handle, Status, check, status};
 use crate::frame::Frame;
 use crate::handles::Object;
+use crate::objects::mirrors::{Backing, Hash, Inner, Mirror, Mirrors, hash};
 use crate::session::Session;
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
@@ -29,103 +28,7 @@ const PAGE: usize = 4096;
 /// Bytes of device memory that are compared at a time.
 const PIECE: usize = 2 << 20;
 
-type Hash = [u8; 16];
-
-/// Place of a mirror's bytes.
-enum Backing {
-    /// A mapping of this process, registered with the driver, and the client's version of it.
-    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
-    /// Managed memory of the driver, which this process can access, and the client's version of it.
-    Managed { shadow: Vec<u8> },
-    /// Device memory of a context, and the hash of each block that the client knows.
-    Device { ctx: u64, blocks: Vec<Hash> },
-}
-
-struct Mirror {
-    /// First byte, as this process or (for device memory) the driver addresses it.
-    address: usize,
-    len: usize,
-    /// Bytes of host memory that count for the mirror.
-    charge: u64,
-    backing: Backing,
-}
-
-// SAFETY: the mirror owns its memory, and code reaches it only through the lock around all mirrors.
-unsafe impl Send for Mirror {}
-
-#[derive(Default)]
-struct Inner {
-    mirrors: BTreeMap<u64, Mirror>,
-    charged: u64,
-    /// Managed variables that the driver reported: size, and module or library.
-    managed: HashMap<Address, (u64, u64)>,
-    /// A stream of the worker in each context, ordered with none of the program's.
-    streams: HashMap<u64, Object>,
-}
-
-/// All mirrors, by the client's number of the region.
-pub struct Mirrors {
-    limit: u64,
-    inner: Mutex<Inner>,
-}
-
-fn hash(block: &[u8]) -> Hash {
-    let mut out = [0; 16];
-    out.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
-    out
-}
-
 impl Mirrors {
-    /// Starts with no mirror; all together may take `limit` bytes of host memory.
-    pub fn new(limit: u64) -> Self {
-        Self { limit, inner: Mutex::default() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets the worker's stream in a context that was destroyed or reset.
-    pub fn forget_context(&self, ctx: u64) {
-        self.lock().streams.remove(&ctx);
-    }
-
-    /// Records a managed variable of `parent`; no other memory of the driver is mirrored in place.
-    pub fn know_managed(&self, address: Address, len: u64, parent: u64) {
-        self.lock().managed.insert(address, (len, parent));
-    }
-
-    /// Forgets the managed variables of a module or library that is about to be unloaded.
-    pub fn forget_parent(&self, parent: u64) {
-        let inner = &mut *self.lock();
-        let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
-        mirrors.retain(|_, mirror| {
-            let gone = matches!(mirror.backing, Backing::Managed { .. })
-                && managed.get(&(mirror.address as Address)).is_none_or(|(_, p)| *p == parent);
-            if gone {
-                *charged -= mirror.charge;
-            }
-            !gone
-        });
-        inner.managed.retain(|_, (_, p)| *p != parent);
-    }
-
-    /// Returns this process's address of `len` bytes from `offset` of a region in host memory.
-    pub fn address(&self, region: u64, offset: u64, len: u64) -> Result<u64, Status> {
-        let inner = self.lock();
-        let mirror = inner.mirrors.get(&region).ok_or(status::INVALID_VALUE)?;
-        let inside = offset.checked_add(len).is_some_and(|end| end <= mirror.len as u64);
-        if !inside || !matches!(mirror.backing, Backing::Own { .. }) {
-            return Err(status::INVALID_VALUE);
-        }
-        Ok(mirror.address as u64 + offset)
-    }
-
-    /// Returns `true` if device memory is mirrored, which only the driver can read.
-    pub fn any_in_device_memory(&self) -> bool {
-        self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
-    }
-
     /// Sends the device's changes to the client; call it after the driver has synchronised.
     ///
     /// With `in_callback` the driver waits for the caller and must not be called.

@@ -5,6 +5,7 @@ pub mod copy;
 mod flush;
 mod generated;
 pub mod graph;
+mod host_function;
 pub mod launch;
 pub mod memory;
 pub mod mirror;

@@ -1,5 +1,9 @@
 //! Objects behind the client's handles that are more than a handle of the driver.
 
+pub mod allocations;
+pub mod memory;
+pub mod mirrors;
+
 use crate::handles::Object;
 
 /// A stream of the client.

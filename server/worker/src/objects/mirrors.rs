@@ -1,0 +1,111 @@
+//! Mirrors of the client's host memory, by region.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::driver::{Address, Status, status};
+use crate::handles::Object;
+
+/// Hash of a block of device memory.
+pub type Hash = [u8; 16];
+
+/// Place of a mirror's bytes.
+pub enum Backing {
+    /// A mapping of this process, registered with the driver, and the client's version of it.
+    Own { mapping: NonNull<std::ffi::c_void>, mapped: usize, shadow: Vec<u8> },
+    /// Managed memory of the driver, which this process can access, and the client's version of it.
+    Managed { shadow: Vec<u8> },
+    /// Device memory of a context, and the hash of each block that the client knows.
+    Device { ctx: u64, blocks: Vec<Hash> },
+}
+
+/// One region in the worker.
+pub struct Mirror {
+    /// First byte, as this process or (for device memory) the driver addresses it.
+    pub address: usize,
+    pub len: usize,
+    /// Bytes of host memory that count for the mirror.
+    pub charge: u64,
+    pub backing: Backing,
+}
+
+// SAFETY: the mirror owns its memory, and code reaches it only through the lock around all mirrors.
+unsafe impl Send for Mirror {}
+
+/// The mirrors, and what the worker knows about the memory behind them.
+#[derive(Default)]
+pub struct Inner {
+    pub mirrors: BTreeMap<u64, Mirror>,
+    pub charged: u64,
+    /// Managed variables that the driver reported: size, and module or library.
+    pub managed: HashMap<Address, (u64, u64)>,
+    /// A stream of the worker in each context, ordered with none of the program's.
+    pub streams: HashMap<u64, Object>,
+}
+
+/// All mirrors, by the client's number of the region.
+pub struct Mirrors {
+    pub limit: u64,
+    inner: Mutex<Inner>,
+}
+
+/// Returns the hash of a block.
+pub fn hash(block: &[u8]) -> Hash {
+    let mut out = [0; 16];
+    out.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
+    out
+}
+
+impl Mirrors {
+    /// Starts with no mirror; all together may take `limit` bytes of host memory.
+    pub fn new(limit: u64) -> Self {
+        Self { limit, inner: Mutex::default() }
+    }
+
+    /// Locks all mirrors.
+    pub fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets the worker's stream in a context that was destroyed or reset.
+    pub fn forget_context(&self, ctx: u64) {
+        self.lock().streams.remove(&ctx);
+    }
+
+    /// Records a managed variable of `parent`; no other memory of the driver is mirrored in place.
+    pub fn know_managed(&self, address: Address, len: u64, parent: u64) {
+        self.lock().managed.insert(address, (len, parent));
+    }
+
+    /// Forgets the managed variables of a module or library that is about to be unloaded.
+    pub fn forget_parent(&self, parent: u64) {
+        let inner = &mut *self.lock();
+        let (managed, mirrors, charged) = (&inner.managed, &mut inner.mirrors, &mut inner.charged);
+        mirrors.retain(|_, mirror| {
+            let gone = matches!(mirror.backing, Backing::Managed { .. })
+                && managed.get(&(mirror.address as Address)).is_none_or(|(_, p)| *p == parent);
+            if gone {
+                *charged -= mirror.charge;
+            }
+            !gone
+        });
+        inner.managed.retain(|_, (_, p)| *p != parent);
+    }
+
+    /// Returns this process's address of `len` bytes from `offset` of a region in host memory.
+    pub fn address(&self, region: u64, offset: u64, len: u64) -> Result<u64, Status> {
+        let inner = self.lock();
+        let mirror = inner.mirrors.get(&region).ok_or(status::INVALID_VALUE)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= mirror.len as u64);
+        if !inside || !matches!(mirror.backing, Backing::Own { .. }) {
+            return Err(status::INVALID_VALUE);
+        }
+        Ok(mirror.address as u64 + offset)
+    }
+
+    /// Returns `true` if device memory is mirrored, which only the driver can read.
+    pub fn any_in_device_memory(&self) -> bool {
+        self.lock().mirrors.values().any(|mirror| matches!(mirror.backing, Backing::Device { .. }))
+    }
+}
