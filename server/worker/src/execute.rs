@@ -20,12 +20,14 @@ use gpusession_link::transport::{Transport, Wait};
 use gpusession_proto::frame::{HEADER, Header, op};
 use gpusession_proto::supervise::FromWorker;
 
-use crate::activity::POLL_INTERVAL;
+use crate::activity::{Activity, POLL_INTERVAL};
 use crate::executor::Executor;
 use crate::frame::{Body, Frame};
-use crate::ops;
+use crate::handles::Table;
+use crate::objects::Stream;
 use crate::order;
-use crate::session::Session;
+use crate::replies::Replies;
+use crate::supervise::Supervisor;
 
 /// Time after which a call counts as blocked while other frames wait.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(1);
@@ -93,6 +95,33 @@ impl Kept {
     }
 }
 
+/// State of the client and the operations on it, as far as the replay needs them.
+pub trait Perform: Send + Sync + 'static {
+    /// Returns the replay of the client's log.
+    fn replay(&self) -> &Replay;
+
+    /// Returns the channel to the supervisor.
+    fn supervisor(&self) -> &Supervisor;
+
+    /// Returns the frames to the client.
+    fn replies(&self) -> &Replies;
+
+    /// Returns the time of the last GPU work.
+    fn activity(&self) -> &Activity;
+
+    /// Returns the client's streams.
+    fn streams(&self) -> &Table<Stream>;
+
+    /// Queries the GPU, in an executor's thread; returns `true` if all work is done.
+    fn query(&self, executor: &mut Executor) -> bool;
+
+    /// Replays one frame and answers it.
+    fn perform(self: &Arc<Self>, executor: &mut Executor, frame: &Frame);
+
+    /// Ends the worker, after it has sent the reason to the supervisor and the client.
+    fn end(&self, reason: &str) -> !;
+}
+
 /// Queue of frames, and the executors that replay them.
 pub struct Replay {
     state: Mutex<State>,
@@ -118,7 +147,12 @@ impl Replay {
     }
 
     /// Starts the first executor and reads frames until the connection ends.
-    pub fn run(&self, session: &Arc<Session>, transport: &Transport, first: BytesMut) -> io::Result<()> {
+    pub fn run<P: Perform>(
+        &self,
+        session: &Arc<P>,
+        transport: &Transport,
+        first: BytesMut,
+    ) -> io::Result<()> {
         self.start_executor(&mut self.lock(), session)?;
         let mut buf = first;
         let mut scratch = vec![0; 256 << 10];
@@ -134,9 +168,9 @@ impl Replay {
         result
     }
 
-    fn read_some(
+    fn read_some<P: Perform>(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<P>,
         transport: &Transport,
         buf: &mut BytesMut,
         scratch: &mut [u8],
@@ -178,7 +212,7 @@ impl Replay {
         !self.lock().queue.is_empty()
     }
 
-    fn enqueue(&self, session: &Arc<Session>, frames: Vec<Frame>) -> io::Result<()> {
+    fn enqueue<P: Perform>(&self, session: &Arc<P>, frames: Vec<Frame>) -> io::Result<()> {
         let mut state = self.lock();
         while state.queued_bytes > MAX_QUEUE_BYTES {
             state =
@@ -208,7 +242,7 @@ impl Replay {
     }
 
     /// Makes another executor the main one if the present one is blocked.
-    fn relieve(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
+    fn relieve<P: Perform>(&self, session: &Arc<P>, state: &mut State) -> io::Result<()> {
         match &state.busy {
             Some((since, _)) if since.elapsed() > BLOCKED_TIMEOUT && !state.queue.is_empty() => {
                 self.hand_over(session, state)
@@ -221,13 +255,13 @@ impl Replay {
     ///
     /// The present one keeps the frames that depend on its own. It also keeps the frames of the
     /// same client thread, unless its own is a copy that the thread does not wait for.
-    fn hand_over(&self, session: &Arc<Session>, state: &mut State) -> io::Result<()> {
+    fn hand_over<P: Perform>(&self, session: &Arc<P>, state: &mut State) -> io::Result<()> {
         let Some((_, current)) = state.busy.take() else { return Ok(()) };
         let blocked = state.main;
         if !order::nobody_waits(&current) {
             state.kept_by.insert(current.thread(), blocked);
         }
-        let touched = order::touches(&session.streams, &current);
+        let touched = order::touches(session.streams(), &current);
         state.kept.insert(
             blocked,
             Kept { current: Some(KeptFrame { frame: current, touched }), later: VecDeque::new() },
@@ -242,20 +276,20 @@ impl Replay {
         }
     }
 
-    fn start_executor(&self, state: &mut State, session: &Arc<Session>) -> io::Result<()> {
+    fn start_executor<P: Perform>(&self, state: &mut State, session: &Arc<P>) -> io::Result<()> {
         let id = state.executors;
         state.executors += 1;
         state.main = id;
         let session = session.clone();
         std::thread::Builder::new().name(format!("executor-{id}")).spawn(move || {
-            session.replay.execute(&session, &mut Executor { current: 0, id });
+            session.replay().execute(&session, &mut Executor { current: 0, id });
         })?;
         Ok(())
     }
 
-    fn execute(&self, session: &Arc<Session>, executor: &mut Executor) {
+    fn execute<P: Perform>(&self, session: &Arc<P>, executor: &mut Executor) {
         loop {
-            let Some((frame, kept)) = self.next(session, executor) else { return };
+            let Some((frame, kept)) = self.next(session.as_ref(), executor) else { return };
             let bulk = order::is_bulk(&frame);
             if !kept && (bulk || order::may_block(&frame)) {
                 // The frame is known to wait: other threads, if any exist, continue at once.
@@ -268,17 +302,17 @@ impl Replay {
                 }
             }
             // Without this, the client would wait forever for a thread that has panicked.
-            if catch_unwind(AssertUnwindSafe(|| ops::perform(session, executor, &frame))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| session.perform(executor, &frame))).is_err() {
                 session.end("internal error in the worker");
             }
-            session.replies.consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
+            session.replies().consumed.fetch_max(frame.header.seq.get(), Ordering::Relaxed);
         }
     }
 
     /// Returns the next frame for this executor, and whether it kept that frame while blocked.
     ///
     /// The executor has finished its previous frame.
-    fn next(&self, session: &Session, executor: &mut Executor) -> Option<(Frame, bool)> {
+    fn next<P: Perform>(&self, session: &P, executor: &mut Executor) -> Option<(Frame, bool)> {
         let spin = threads::spin_time();
         let mut spun = false;
         let mut state = self.lock();
@@ -296,7 +330,7 @@ impl Replay {
             }
             if state.main == executor.id && state.pause == Pause::Asked {
                 drop(state);
-                let quiet = session.activity.query(session, executor);
+                let quiet = session.query(executor);
                 state = self.lock();
                 // Frames that arrived meanwhile are work, too.
                 let quiet = quiet && state.idle();
@@ -320,7 +354,7 @@ impl Replay {
                     };
                     state.queued_bytes -= frame.held_bytes();
                     let now = Instant::now();
-                    session.activity.frame(frame.header.op.get(), now);
+                    session.activity().frame(frame.header.op.get(), now);
                     state.busy = Some((now, frame.clone()));
                     return Some((frame, false));
                 }
@@ -359,14 +393,14 @@ impl Replay {
                 state = self.lock();
                 continue;
             }
-            if state.main == executor.id && session.activity.outstanding() {
+            if state.main == executor.id && session.activity().outstanding() {
                 // The GPU may work for a long time while the client is silent: it is not idle then.
                 let (next, late) =
                     self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner);
                 state = next;
                 if late.timed_out() && state.idle() && state.pause == Pause::No {
                     drop(state);
-                    session.activity.query(session, executor);
+                    session.query(executor);
                     state = self.lock();
                 }
             } else {
@@ -377,14 +411,14 @@ impl Replay {
     }
 
     /// Stops calling the driver if no work is under way, and reports the result to the supervisor.
-    pub fn pause(&self, session: &Session) {
+    pub fn pause(&self, supervisor: &Supervisor) {
         let mut state = self.lock();
         if state.idle() && state.pause == Pause::No {
             state.pause = Pause::Asked;
             drop(state);
             self.changed.notify_all();
         } else {
-            session.supervisor().tell(&FromWorker::Paused { quiet: false });
+            supervisor.tell(&FromWorker::Paused { quiet: false });
         }
     }
 
@@ -431,14 +465,14 @@ impl State {
 /// Passes a frame to the blocked executor that must replay it, or returns the frame.
 ///
 /// That executor keeps the frames of the same thread, or a frame that this one depends on.
-fn keep(session: &Session, state: &mut State, frame: Frame) -> Option<Frame> {
+fn keep<P: Perform>(session: &P, state: &mut State, frame: Frame) -> Option<Frame> {
     // A program's change of shared memory is the device's at once, as on a local card.
     // Kept behind its own thread, it could arrive after another thread's launch, or overwrite what
     // that thread sent later.
     if state.kept.is_empty() || frame.header.op.get() == op::WRITE_HOST {
         return Some(frame);
     }
-    let touched = order::touches(&session.streams, &frame);
+    let touched = order::touches(session.streams(), &frame);
     let depends = |kept: &Kept| kept.frames().any(|earlier| touched.depends_on(&earlier.touched));
     let keeper = match state.kept_by.get(&frame.thread()) {
         Some(keeper) => Some(*keeper),

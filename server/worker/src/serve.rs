@@ -106,7 +106,7 @@ pub fn run() -> ExitCode {
                 }
             }
             Ok(Some((ToWorker::Pause, _))) => match worker.session.get() {
-                Some(session) => session.replay.pause(session),
+                Some(session) => session.replay.pause(session.supervisor()),
                 None => drop(supervisor.tell(&FromWorker::Paused { quiet: false })),
             },
             Ok(Some((ToWorker::Resume, _))) => {

@@ -18,14 +18,54 @@ use gpusession_proto::frame::{WAIT, op};
 use gpusession_proto::handle::{CTX, make};
 
 use self::flush::flush_results;
+use crate::activity::Activity;
 use crate::answer::{Answer, Done, Failure, bounded};
 use crate::driver::check;
+use crate::execute::{Perform, Replay};
 use crate::executor::Executor;
 use crate::frame::Frame;
+use crate::handles::Table;
+use crate::objects::Stream;
+use crate::replies::Replies;
 use crate::session::Session;
+use crate::supervise::Supervisor;
+
+impl Perform for Session {
+    fn replay(&self) -> &Replay {
+        &self.replay
+    }
+
+    fn supervisor(&self) -> &Supervisor {
+        self.supervisor()
+    }
+
+    fn replies(&self) -> &Replies {
+        &self.replies
+    }
+
+    fn activity(&self) -> &Activity {
+        &self.activity
+    }
+
+    fn streams(&self) -> &Table<Stream> {
+        &self.streams
+    }
+
+    fn query(&self, executor: &mut Executor) -> bool {
+        self.activity.query(self, executor)
+    }
+
+    fn perform(self: &Arc<Self>, executor: &mut Executor, frame: &Frame) {
+        perform(self, executor, frame);
+    }
+
+    fn end(&self, reason: &str) -> ! {
+        self.end(reason)
+    }
+}
 
 /// Replays one frame and answers it.
-pub fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
+fn perform(session: &Arc<Session>, executor: &mut Executor, frame: &Frame) {
     let seq = frame.header.seq.get();
     let mut answer = Answer::default();
     let result = session
