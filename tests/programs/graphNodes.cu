@@ -54,6 +54,12 @@ static cudaGraphNode_t add_kernel(cudaGraph_t graph, const cudaGraphNode_t *afte
     return node;
 }
 
+// The streams of this program do not wait for the default stream, which a fill only enqueues on.
+static void clear(void *memory, size_t bytes) {
+    CHECK(cudaMemset(memory, 0, bytes));
+    CHECK(cudaDeviceSynchronize());
+}
+
 static void launch(cudaGraph_t graph, cudaStream_t stream, int times) {
     cudaGraphExec_t executable;
     CHECK(cudaGraphInstantiate(&executable, graph, 0));
@@ -126,10 +132,10 @@ static void child_graphs(cudaStream_t stream, int *device) {
     auto first = [&] {
         CHECK(cudaMemcpy(values.data(), device, COUNT * sizeof(int), cudaMemcpyDeviceToHost));
         for (int value : values) EXPECT(value == values[0]);
-        CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+        clear(device, COUNT * sizeof(int));
         return values[0];
     };
-    CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+    clear(device, COUNT * sizeof(int));
     launch(parent, stream, 2);
     EXPECT(first() == 22);
     // The copy inside the parent does not change with the original.
@@ -263,14 +269,14 @@ static void destroyed_streams(int *device) {
 // Dependencies with data: a kernel that may begin before the one before has ended.
 static void edges(cudaStream_t stream, int *device) {
 #if CUDART_VERSION >= 13000
-    CHECK(cudaMemset(device, 0, COUNT * sizeof(int)));
+    clear(device, COUNT * sizeof(int));
     cudaGraph_t graph;
     CHECK(cudaGraphCreate(&graph, 0));
     cudaGraphNode_t first = add_kernel(graph, nullptr, 0, device, 1), second;
     // The second one may begin before the first one has ended: it works elsewhere.
     int *other;
     CHECK(cudaMalloc(&other, COUNT * sizeof *other));
-    CHECK(cudaMemset(other, 0, COUNT * sizeof *other));
+    clear(other, COUNT * sizeof *other);
     int n = COUNT, amount = 10;
     void *arguments[] = {&other, &n, &amount};
     cudaGraphNodeParams params = {};
