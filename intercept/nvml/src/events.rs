@@ -2,10 +2,10 @@
 //!
 //! A waiting program asks every half second.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::entry::{device, guard, handle, out};
+use crate::event_set::Set;
 use crate::session::{Session, session};
 use crate::status::{self, Result};
 
@@ -14,12 +14,6 @@ const TYPES: u64 = 2 | 8;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum number of sets of one process.
 const MAX_SETS: usize = 1024;
-
-/// Event types that a program waits for, by device, with the number of the last known fault.
-#[derive(Default)]
-pub struct Set {
-    devices: HashMap<usize, (u64, u64)>,
-}
 
 /// `nvmlEventData_t`
 #[repr(C)]

@@ -19,6 +19,7 @@
 )]
 
 mod entry;
+mod event_set;
 mod events;
 mod exports;
 mod local;

@@ -39,7 +39,7 @@ pub struct Session {
     seen: Option<Instant>,
     answers: HashMap<Query, (Instant, Result<Vec<u8>>)>,
     /// By handle.
-    pub events: HashMap<usize, crate::events::Set>,
+    pub events: HashMap<usize, crate::event_set::Set>,
 }
 
 /// Identity of a device at initialization.
