@@ -15,8 +15,8 @@ use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
 
 use crate::devices::{Device, Peer};
-use crate::entry::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
 use crate::foreign_addresses::Claims;
+use crate::status::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
 use crate::streams::Positions;
 use crate::window::{self, Window};
 use crate::{clients, errors, handles, run_ahead, thread, trace};

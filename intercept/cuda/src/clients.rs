@@ -15,7 +15,7 @@ use gpusession_proto::supervise::MPS_VARIABLES;
 
 use crate::client::{Client, Failed, NEWEST};
 use crate::devices::{self, Device};
-use crate::entry::{
+use crate::status::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED,
     NOT_SUPPORTED, Result, SYSTEM_NOT_READY,
 };

@@ -8,10 +8,10 @@ use gpusession_proto::frame::{INLINE_MAX, op};
 
 use crate::api::copy::{self, Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
-use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::host_functions::Due;
 use crate::mapped::Region;
 use crate::ranges::Range;
+use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
 use crate::{host_functions, mapped, ranges, thread};
 
@@ -143,7 +143,7 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     let sent = lanes.send(seq, unsafe { HostRange::new(source, len) });
     drop(order);
     if taken && !sent.wait() {
-        return Err(crate::entry::DEVICE_UNAVAILABLE);
+        return Err(crate::status::DEVICE_UNAVAILABLE);
     }
     upwards_done(source, len, stream, wait, shown)
 }
@@ -323,5 +323,5 @@ pub fn bulk_post(
     // SAFETY: the caller borrows the bytes to this function, which waits until they are sent.
     let sent = lanes.send(seq, unsafe { HostRange::new(bytes.as_ptr() as usize, bytes.len()) });
     drop(order);
-    if sent.wait() { Ok(seq) } else { Err(crate::entry::DEVICE_UNAVAILABLE) }
+    if sent.wait() { Ok(seq) } else { Err(crate::status::DEVICE_UNAVAILABLE) }
 }

@@ -7,7 +7,7 @@ use gpusession_link::lanes::On;
 use gpusession_proto::handle;
 
 use crate::client::Client;
-use crate::entry::{INVALID_HANDLE, Result};
+use crate::status::{INVALID_HANDLE, Result};
 use crate::streams::{self, Capture, Stream};
 
 /// One event.

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use nix::sys::mman::{ProtFlags, mprotect};
 
-use crate::entry::{NOT_SUPPORTED, Result};
+use crate::status::{NOT_SUPPORTED, Result};
 use crate::trace;
 use crate::window::{self, PAGE};
 

@@ -8,7 +8,7 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{Client, word};
-use crate::entry::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::{clients, handles};
 
 /// Position of a parameter within the parameter buffer.

@@ -11,7 +11,7 @@ use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 
 use crate::client::Client;
-use crate::entry::Result;
+use crate::status::Result;
 use crate::streams::{Stream, is_covered};
 use crate::{mapped, thread};
 
@@ -121,7 +121,7 @@ pub fn register(
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
     if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
-        return Err(crate::entry::OUT_OF_MEMORY);
+        return Err(crate::status::OUT_OF_MEMORY);
     }
     let mut host = host();
     let host = host.get_or_insert_with(|| Host {

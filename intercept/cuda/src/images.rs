@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use gpusession_proto::frame::op;
 
 use crate::client::{Client, word};
-use crate::entry::{INVALID_IMAGE, INVALID_VALUE, Result};
+use crate::status::{INVALID_IMAGE, INVALID_VALUE, Result};
 
 const WRAPPER: u32 = 0x4662_43b1;
 const FATBIN: u32 = 0xba55_ed50;

@@ -40,6 +40,7 @@ mod private_tables;
 mod proc_address;
 mod ranges;
 mod run_ahead;
+mod status;
 mod streams;
 mod thread;
 mod trace;
@@ -53,5 +54,5 @@ pub static gpusession_marker: u32 = 1;
 /// Counts a call that is not supported for `GPUSESSION_TRACE=missing`, and returns its status.
 pub(crate) fn unsupported(name: &'static str) -> i32 {
     trace::missing(name);
-    entry::NOT_SUPPORTED
+    status::NOT_SUPPORTED
 }

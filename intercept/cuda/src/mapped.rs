@@ -22,8 +22,8 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
 use crate::client::{Client, word};
-use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::ranges::{self, Kind, Range};
+use crate::status::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::window::PAGE;
 use crate::{clients, foreign_addresses, thread};
 

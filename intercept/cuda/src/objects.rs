@@ -4,7 +4,7 @@
 
 use crate::client::Client;
 use crate::clients;
-use crate::entry::{INVALID_VALUE, Result};
+use crate::status::{INVALID_VALUE, Result};
 
 fn word(structure: &[u8], at: usize) -> Result<u64> {
     let bytes = structure.get(at..at + 8).ok_or(INVALID_VALUE)?;

@@ -10,10 +10,10 @@ use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
 use crate::client::{Client, unavailable};
-use crate::entry::{
+use crate::mapped::Region;
+use crate::status::{
     INVALID_HANDLE, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNSUPPORTED,
 };
-use crate::mapped::Region;
 use crate::{clients, handles, host_functions, thread};
 
 /// Meaning of a null stream to a variant of a call.

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::entry::{INVALID_CONTEXT, Result};
+use crate::status::{INVALID_CONTEXT, Result};
 
 static NEXT_THREAD: AtomicU32 = AtomicU32::new(1);
 

@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::entry::{INVALID_VALUE, OUT_OF_MEMORY, Result};
+use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result};
 
 /// Bytes of the window for device memory.
 pub const DEVICE_WINDOW: u64 = 8 << 40;
