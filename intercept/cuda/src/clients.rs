@@ -15,14 +15,12 @@ use gpusession_proto::supervise::MPS_VARIABLES;
 
 use crate::client::{Client, Failed, NEWEST};
 use crate::devices::{self, Device};
+use crate::handles::MAX_CLIENTS;
 use crate::status::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED,
     NOT_SUPPORTED, Result, SYSTEM_NOT_READY,
 };
 use crate::{ranges, thread, trace};
-
-/// Maximum number of workers; each needs a window of addresses.
-pub const MAX_CLIENTS: usize = 8;
 
 struct Clients {
     /// Client number 0, nearly always the only one.

@@ -2,6 +2,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use gpusession_link::link::Begun;
+use gpusession_proto::frame::op;
+
+use crate::{clients, run_ahead, trace};
+
 /// Statuses, for the bodies of exported functions.
 pub use crate::status::*;
 
@@ -9,7 +14,9 @@ pub use crate::status::*;
 #[inline]
 pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
     let body = || {
-        crate::run_ahead::wait();
+        if run_ahead::due() {
+            run_ahead::mark(mark);
+        }
         body()
     };
     let status = match catch_unwind(AssertUnwindSafe(body)) {
@@ -17,8 +24,18 @@ pub fn guard(name: &'static str, body: impl FnOnce() -> Result) -> Status {
         Ok(Err(status)) => status,
         Err(_) => UNKNOWN,
     };
-    crate::trace::failed(name, status);
+    trace::failed(name, status);
     status
+}
+
+/// Waits for the calling thread's last mark in a client's log, and returns a new one.
+fn mark(client: u8, last: Option<Begun>) -> Option<Begun> {
+    let client = clients::by_number(client)?;
+    // An error needs no report: the call that follows finds the connection lost, too.
+    if let Some(last) = last {
+        let _ = client.link.finish_mark(last);
+    }
+    client.link.begin_call(op::MARK, client.caller(), |_| {}).ok()
 }
 
 /// Defines exported driver functions.

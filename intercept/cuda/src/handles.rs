@@ -10,6 +10,8 @@ use gpusession_proto::handle;
 
 /// Number of freed slots of one kind that stay unused.
 const RESTING: usize = 1 << 16;
+/// Maximum number of workers, whose numbers handles contain; each needs a window of addresses.
+pub const MAX_CLIENTS: usize = 8;
 /// First slot of contexts that programs create; the slots below hold the devices' primary contexts.
 pub const FIRST_CREATED: u32 = 256;
 

@@ -7,9 +7,8 @@
 use std::cell::Cell;
 
 use gpusession_link::link::Begun;
-use gpusession_proto::frame::op;
 
-use crate::clients::{self, MAX_CLIENTS};
+use crate::handles::MAX_CLIENTS;
 
 /// Bytes of frames after which a thread marks the log and waits for its previous mark.
 ///
@@ -36,30 +35,26 @@ pub fn sent(client: u8, bytes: usize) {
     });
 }
 
-/// Waits for the thread's last mark if the thread has posted [`STEP`] bytes since then.
-///
-/// Runs at the start of a call, where the thread holds no lock.
+/// Returns `true` if the calling thread has to wait for a mark before its next call.
 #[inline]
-pub fn wait() {
-    if DUE.get() {
-        mark();
-    }
+pub fn due() -> bool {
+    DUE.get()
 }
 
+/// Calls `mark` for each client to which the thread has posted [`STEP`] bytes since its last mark.
+///
+/// `mark` gets the client's number and the last mark. It waits for that one, marks the log again
+/// and returns the new mark. Runs at the start of a call, where the thread holds no lock.
 #[cold]
-fn mark() {
+pub fn mark(mut mark: impl FnMut(u8, Option<Begun>) -> Option<Begun>) {
     DUE.set(false);
     for number in 0..MAX_CLIENTS {
         if SENT.with(|sent| sent[number].get()) < STEP {
             continue;
         }
         SENT.with(|sent| sent[number].set(0));
-        let Some(client) = clients::by_number(number as u8) else { continue };
-        // An error needs no report: the call that follows finds the connection lost, too.
-        if let Some(begun) = MARKS.with(|marks| marks[number].take()) {
-            let _ = client.link.finish_mark(begun);
-        }
-        let begun = client.link.begin_call(op::MARK, client.caller(), |_| {});
-        MARKS.with(|marks| marks[number].set(begun.ok()));
+        let last = MARKS.with(|marks| marks[number].take());
+        let new = mark(number as u8, last);
+        MARKS.with(|marks| marks[number].set(new));
     }
 }
