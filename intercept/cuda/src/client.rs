@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use gpusession_link::link::Caller;
-use gpusession_link::{Link, LinkLost, Reply, threads};
+use gpusession_link::{Events, Link, LinkLost, Reply, threads};
 use gpusession_proto::frame::{BadFrame, Reader, Writer};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
@@ -88,58 +88,17 @@ pub fn unavailable(_: LinkLost) -> i32 {
     DEVICE_UNAVAILABLE
 }
 
-/// Receiver of a worker's unsolicited frames, with the number of its client.
-struct Events(u8);
-
-impl gpusession_link::Events for Events {
-    fn output(&self, out: &[u8], err: &[u8]) {
-        // Goes through the program's own stdio, to keep the order with the program's lines.
-        for (text, stream) in [(out, c_stdout()), (err, c_stderr())] {
-            if !text.is_empty() {
-                // SAFETY: `stream` is one of C's standard streams, and `text` has `text.len()`
-                // readable bytes.
-                unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), stream) };
-            }
-        }
-    }
-
-    fn call_host(&self, _link: &Arc<Link>, id: u64) {
-        crate::host_functions::call(id);
-    }
-
-    fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {
-        crate::mapped::changed(region, offset, bytes);
-    }
-
-    fn lost(&self, reason: &str) {
-        if let Some(client) = clients::by_number(self.0) {
-            client.poison(DEVICE_UNAVAILABLE);
-        }
-        trace::why(reason);
-        clients::lost(self.0, reason);
-    }
-}
-
-unsafe extern "C" {
-    static stdout: *mut libc::FILE;
-    static stderr: *mut libc::FILE;
-}
-
-fn c_stdout() -> *mut libc::FILE {
-    // SAFETY: libc sets this pointer before main; the library only reads it.
-    unsafe { stdout }
-}
-
-fn c_stderr() -> *mut libc::FILE {
-    // SAFETY: libc sets this pointer before main; the library only reads it.
-    unsafe { stderr }
-}
-
 impl Client {
     /// Connects to a worker and agrees with it on a window of addresses.
-    pub fn open(endpoint: &Endpoint, number: u8) -> std::result::Result<Self, Failed> {
+    ///
+    /// `events` takes the worker's unsolicited frames.
+    pub fn open(
+        endpoint: &Endpoint,
+        number: u8,
+        events: Box<dyn Events>,
+    ) -> std::result::Result<Self, Failed> {
         let windows = window::offer(OFFERED);
-        let opened = Link::open(endpoint, Box::new(Events(number)), |w: &mut Writer<'_>| {
+        let opened = Link::open(endpoint, events, |w: &mut Writer<'_>| {
             w.word(windows.len() as u64);
             w.word(window::DEVICE_WINDOW);
             for base in &windows {
@@ -347,7 +306,7 @@ impl Client {
     }
 
     /// Makes an error sticky; the first one stays, because it is the cause of the others.
-    fn poison(&self, status: i32) {
+    pub fn poison(&self, status: i32) {
         let _ = self.sticky.compare_exchange(0, status, Ordering::Relaxed, Ordering::Relaxed);
     }
 

@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use gpusession_link::Events;
 use gpusession_link::grant::{self, Grant};
 use gpusession_proto::grant::Endpoint;
 use gpusession_proto::handle;
@@ -42,13 +43,16 @@ extern "C" fn in_forked_child() {
     }
 }
 
+/// Makes the receiver of a client's unsolicited frames, from the client's number.
+pub type Receivers = fn(u8) -> Box<dyn Events>;
+
 /// `cuInit`
-pub fn init() -> Result {
+pub fn init(receivers: Receivers) -> Result {
     if FORKED.load(Ordering::Relaxed) {
         return Err(NOT_INITIALIZED);
     }
     let clients = CLIENTS.get_or_init(|| {
-        let clients = Clients::connect()?;
+        let clients = Clients::connect(receivers)?;
         // SAFETY: the handler takes no arguments and only stores flags, as a handler in a forked
         // child may.
         unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
@@ -224,19 +228,21 @@ const GRANT_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 /// Opens a client for each endpoint.
 ///
 /// If one fails, closes those that are open, and returns the number of the failed one.
-fn open(endpoints: &[Endpoint]) -> std::result::Result<Vec<Client>, (u8, Failed)> {
+fn open(endpoints: &[Endpoint], receivers: Receivers) -> std::result::Result<Vec<Client>, (u8, Failed)> {
     if endpoints.len() > MAX_CLIENTS {
         trace::why(&format!(
             "{} leases: a program can use {MAX_CLIENTS}; the others stay unused",
             endpoints.len()
         ));
     }
-    let one = |(number, endpoint)| Client::open(endpoint, number).map_err(|failed| (number, failed));
+    let one = |(number, endpoint)| {
+        Client::open(endpoint, number, receivers(number)).map_err(|failed| (number, failed))
+    };
     (0..).zip(endpoints.iter().take(MAX_CLIENTS)).map(one).collect()
 }
 
 impl Clients {
-    fn connect() -> Result<Self> {
+    fn connect(receivers: Receivers) -> Result<Self> {
         let begun = Instant::now();
         let mut attempt = 1;
         loop {
@@ -244,7 +250,7 @@ impl Clients {
                 trace::why(&refused.reason);
                 refused.denial.cuda_error()
             })?;
-            match open(&grant.endpoints) {
+            match open(&grant.endpoints, receivers) {
                 Ok(clients) => {
                     grant.served();
                     return Self::new(clients, grant);

@@ -44,6 +44,7 @@ mod status;
 mod streams;
 mod thread;
 mod trace;
+mod unsolicited;
 mod window;
 
 /// Marks this library, so that a server does not load it as its GPU driver (`gpuserver`'s key

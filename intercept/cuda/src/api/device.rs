@@ -6,15 +6,15 @@ use std::sync::atomic::Ordering;
 use gpusession_proto::frame::{Writer, op};
 
 use crate::client::Client;
-use crate::clients;
 use crate::devices::Device;
 use crate::entry::{
     INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, Result, alias, driver, give, give_text, name,
 };
+use crate::{clients, unsolicited};
 
 driver! {
     fn cuInit(flags: u32) {
-        if flags != 0 { Err(INVALID_VALUE) } else { clients::init() }
+        if flags != 0 { Err(INVALID_VALUE) } else { clients::init(unsolicited::receiver) }
     }
 
     fn cuDriverGetVersion(version: *mut i32) {
