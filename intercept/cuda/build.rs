@@ -106,7 +106,7 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             }
             Kind::Scalar(t) => {
                 if p.role == Role::Address {
-                    route.with("other", &format!("clients::at(r#{n})"));
+                    route.with("other", &format!("route::at(r#{n})"));
                 }
                 let word = match t {
                     "u64" | "usize" => format!("r#{n} as u64"),

@@ -16,10 +16,12 @@ use gpusession_proto::handle;
 
 use crate::devices::{Device, Peer};
 use crate::foreign_addresses::Claims;
-use crate::status::{DEVICE_UNAVAILABLE, INVALID_CONTEXT, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN};
+use crate::status::{
+    DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN,
+};
 use crate::streams::Positions;
 use crate::window::{self, Window};
-use crate::{clients, errors, handles, run_ahead, thread, trace};
+use crate::{errors, handles, run_ahead, thread, trace};
 
 /// Windows offered to the worker at once.
 const OFFERED: usize = 3;
@@ -227,7 +229,7 @@ impl Client {
 
     /// Returns an error if `other`, the client of a further argument, is another one.
     pub fn same(&self, other: &Self) -> Result {
-        if self.number == other.number { Ok(()) } else { Err(clients::cross_lease_error("an argument")) }
+        if self.number == other.number { Ok(()) } else { Err(cross_lease_error("an argument")) }
     }
 
     /// Returns the thread and context that a frame of the calling thread names.
@@ -322,6 +324,16 @@ impl Client {
         self.check_status(reply.status)?;
         Ok(seq)
     }
+}
+
+/// Prints why a call with arguments of two leases fails, and returns its status.
+///
+/// Calls that can be split per lease are served, or have an error of their own.
+pub fn cross_lease_error(what: &str) -> i32 {
+    trace::why(&format!(
+        "{what}: belongs to another lease than the call; use memory and objects of one lease"
+    ));
+    NOT_SUPPORTED
 }
 
 /// Reads a word of a reply.

@@ -18,10 +18,10 @@ use crate::client::{Client, Failed, NEWEST};
 use crate::devices::{self, Device};
 use crate::handles::MAX_CLIENTS;
 use crate::status::{
-    INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED,
-    NOT_SUPPORTED, Result, SYSTEM_NOT_READY,
+    INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE, NOT_INITIALIZED, NOT_PERMITTED, Result,
+    SYSTEM_NOT_READY,
 };
-use crate::{ranges, thread, trace};
+use crate::{thread, trace};
 
 struct Clients {
     /// Client number 0, nearly always the only one.
@@ -173,41 +173,6 @@ pub fn devices() -> Result<impl ExactSizeIterator<Item = &'static Device>> {
     let devices: Vec<_> =
         clients.visible.iter().map(|place| clients.at(*place).map(|(_, d)| d)).collect::<Result<_>>()?;
     Ok(devices.into_iter())
-}
-
-/// Returns the context to use for device memory at this address; `None` for other memory.
-pub fn home(address: u64) -> Option<u64> {
-    match ranges::find(address) {
-        Some(range) => range.kind.on_device().then_some(range.ctx),
-        // `ranges` has neither addresses that the program has only reserved, nor device addresses
-        // of registered memory.
-        None => usable().ok()?.all().find(|c| c.whole_window.contains(&address)).map(|c| c.primary(0)),
-    }
-}
-
-/// Returns the context as [`home`] does, if the memory belongs to another client.
-#[inline]
-pub fn elsewhere(client: &Client, address: u64) -> Option<u64> {
-    if !several() {
-        return None;
-    }
-    home(address).filter(|ctx| handle::server(*ctx) != client.number)
-}
-
-/// Returns the client whose device memory is at this address, or else the current one.
-pub fn at(address: u64) -> Result<&'static Client> {
-    let here = get()?;
-    elsewhere(here, address).map_or(Ok(here), of)
-}
-
-/// Prints why a call with arguments of two leases fails, and returns its status.
-///
-/// Calls that can be split per lease are served, or have an error of their own.
-pub fn cross_lease_error(what: &str) -> i32 {
-    trace::why(&format!(
-        "{what}: belongs to another lease than the call; use memory and objects of one lease"
-    ));
-    NOT_SUPPORTED
 }
 
 /// Returns the program's variables for MPS, which act on the GPU's host, within the lease's limits.

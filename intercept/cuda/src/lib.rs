@@ -39,6 +39,7 @@ mod objects;
 mod private_tables;
 mod proc_address;
 mod ranges;
+mod route;
 mod run_ahead;
 mod status;
 mod streams;

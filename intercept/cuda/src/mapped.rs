@@ -21,7 +21,7 @@ use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
-use crate::client::{Client, word};
+use crate::client::{Client, cross_lease_error, word};
 use crate::ranges::{self, Kind, Range};
 use crate::status::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::window::PAGE;
@@ -264,7 +264,7 @@ fn give_back(client: &Client, base: u64, there: u64, size: u64) {
 pub fn map(client: &'static Client, base: u64, size: u64) -> Result<u64> {
     let range = ranges::find(base).filter(|r| r.base == base && r.size == size).ok_or(INVALID_VALUE)?;
     if range.server() != client.number {
-        return Err(clients::cross_lease_error("host memory that the device sees"));
+        return Err(cross_lease_error("host memory that the device sees"));
     }
     if range.kind == Kind::Managed {
         return Ok(base);
@@ -284,7 +284,7 @@ pub fn named(client: &'static Client, address: u64) -> Result {
     match ranges::find(address) {
         Some(range) if matches!(range.kind, Kind::Host(_)) => map(client, range.base, range.size).map(|_| ()),
         Some(range) if range.kind.managed() && range.server() != client.number => {
-            Err(clients::cross_lease_error("managed memory"))
+            Err(cross_lease_error("managed memory"))
         }
         _ => Ok(()),
     }

@@ -2,9 +2,9 @@
 //!
 //! With a single worker the names are equal on both sides.
 
-use crate::client::Client;
-use crate::clients;
+use crate::client::{Client, cross_lease_error};
 use crate::status::{INVALID_VALUE, Result};
+use crate::{clients, route};
 
 fn word(structure: &[u8], at: usize) -> Result<u64> {
     let bytes = structure.get(at..at + 8).ok_or(INVALID_VALUE)?;
@@ -69,8 +69,8 @@ pub fn resource(client: &Client, description: &[u8]) -> Result<Vec<u8>> {
     let mut own = description.to_vec();
     let resource = word(description, RESOURCE)?;
     if word(description, 0)? as u32 >= FIRST_ADDRESS {
-        if clients::elsewhere(client, resource).is_some() {
-            return Err(clients::cross_lease_error("memory of a texture or surface"));
+        if route::elsewhere(client, resource).is_some() {
+            return Err(cross_lease_error("memory of a texture or surface"));
         }
     } else {
         client.same(clients::of(resource)?)?;

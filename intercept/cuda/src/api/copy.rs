@@ -6,12 +6,12 @@ use std::sync::Arc;
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::handle;
 
-use crate::client::{Client, string, unavailable};
-use crate::clients::{self, elsewhere, home};
+use crate::client::{Client, cross_lease_error, string, unavailable};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
 use crate::mapped::Region;
+use crate::route::{elsewhere, home};
 use crate::streams::{self, Default, Stream, find};
-use crate::{copies, mapped, ranges, thread};
+use crate::{clients, copies, mapped, ranges, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Maximum bytes of a copy between leases that are in the program at once.
@@ -447,7 +447,7 @@ impl Cuboid {
                 (side.kind, side.device) = (DEVICE, side.host);
             }
             if side.elsewhere(client).is_some() {
-                return Err(clients::cross_lease_error("memory of a copy in a graph"));
+                return Err(cross_lease_error("memory of a copy in a graph"));
             }
             if side.kind != HOST {
                 continue;

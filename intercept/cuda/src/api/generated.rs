@@ -8,7 +8,7 @@ use gpusession_proto::frame::op;
 use crate::client::{string, word};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, bytes, driver, give};
 use crate::streams::find;
-use crate::{clients, objects};
+use crate::{clients, objects, route};
 
 /// Copies a structure of the answer to the program.
 fn give_bytes(target: *mut c_void, answer: &[u8], len: usize) -> Result {

@@ -15,7 +15,7 @@ use crate::functions;
 use crate::host_functions::{self, HostFunction};
 use crate::mapped::Region;
 use crate::streams::{self, find};
-use crate::{clients, events, handles, mapped, objects, thread};
+use crate::{clients, events, handles, mapped, objects, route, thread};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -205,7 +205,7 @@ impl Content {
     /// Returns an error if the node names objects or memory of another client.
     fn check(&self, client: &Client) -> Result {
         let other = match self {
-            Self::Set(set, ctx) => match clients::elsewhere(client, set.address) {
+            Self::Set(set, ctx) => match route::elsewhere(client, set.address) {
                 Some(elsewhere) => clients::of(elsewhere)?,
                 None => clients::of(*ctx)?,
             },

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::{Client, string, word};
+use crate::client::{Client, cross_lease_error, string, word};
 use crate::entry::{
     FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result, driver, give, give_optional, name,
 };
@@ -155,9 +155,7 @@ pub fn usable_on(library: u64, client: &Client) -> Result {
         return Err(*status);
     }
     match known.managed {
-        Some(number) if number != client.number => {
-            Err(clients::cross_lease_error("a library with managed variables"))
-        }
+        Some(number) if number != client.number => Err(cross_lease_error("a library with managed variables")),
         _ => Ok(()),
     }
 }

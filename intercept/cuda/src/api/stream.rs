@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use crate::client::word;
+use crate::client::{cross_lease_error, word};
 use crate::entry::{
     ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
@@ -15,7 +15,7 @@ use crate::entry::{
 };
 use crate::host_functions::{self, HostFunction};
 use crate::streams::{self, find, find_even_in_host_function};
-use crate::{clients, events, handles, mapped, objects, thread};
+use crate::{clients, events, handles, mapped, objects, route, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
@@ -31,8 +31,8 @@ fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8
     stream.usable()?;
     for item in items.chunks_exact(BATCH_WORDS * 8) {
         let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
-        if clients::elsewhere(client, address).is_some() {
-            return Err(clients::cross_lease_error("memory of a wait or write on a stream"));
+        if route::elsewhere(client, address).is_some() {
+            return Err(cross_lease_error("memory of a wait or write on a stream"));
         }
     }
     mapped::upload(client)?;

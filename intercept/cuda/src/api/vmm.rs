@@ -5,10 +5,10 @@ use std::ffi::c_void;
 use gpusession_proto::frame::op;
 
 use crate::client::{Client, string};
-use crate::clients;
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, give};
 use crate::ranges::{self, Kind};
 use crate::window::GRANULE;
+use crate::{clients, route};
 
 driver! {
     fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, _hint: u64, flags: u64) {
@@ -22,7 +22,7 @@ driver! {
     }
 
     fn cuMemAddressFree(address: u64, size: usize) {
-        clients::at(address)?.window().unreserve(address, size as u64)
+        route::at(address)?.window().unreserve(address, size as u64)
     }
 
     fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: i32) {
@@ -31,7 +31,7 @@ driver! {
     }
 
     fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) {
-        let client = clients::at(address)?;
+        let client = route::at(address)?;
         client.same(clients::of(handle)?)?;
         let handle = client.own(handle);
         let device = device_of(client, handle)?;
@@ -47,7 +47,7 @@ driver! {
     }
 
     fn cuMemUnmap(address: u64, size: usize) {
-        let client = clients::at(address)?;
+        let client = route::at(address)?;
         client.call(op::cuMemUnmap, |w| {
             w.word(address);
             w.word(size as u64);
