@@ -16,8 +16,8 @@ use tokio::time::{Sleep, sleep};
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
+use crate::certificate::{Holder, fingerprint, holder};
 use crate::peer_slots;
-use crate::pool::ca::{Holder, fingerprint, holder};
 
 /// Most connections with one certificate.
 ///

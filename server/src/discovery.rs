@@ -14,8 +14,8 @@ use tokio::time::timeout;
 use crate::config::{Config, ConfigError, GpuChoice, Gpus, gpu_sharing_key};
 use crate::lease::{Gpu, Sharing};
 use crate::mps;
+use crate::spawn::clean_environment;
 use crate::store::{self, StoreError};
-use crate::supervise::spawn::clean_environment;
 
 /// Symbol of gpusession's own libcuda, which must never be a server's driver.
 pub const MARKER: &str = "gpusession_marker";

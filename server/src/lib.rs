@@ -5,8 +5,10 @@
 //! * [`limits`]: limits of clients and users.
 //! * [`pool`]: the pool's authority, join tokens, clients, and the control service on top of them.
 //! * [`supervise`]: worker processes: started warm, handed sockets, killed in time.
+//! * [`spawn`]: starts of worker processes, and of the daemons of MPS.
 //! * [`mps`]: NVIDIA's Multi-Process Service: one control daemon for each fault domain.
 //! * [`data`]: the acceptor that hands data connections to workers.
+//! * [`certificate`], [`connections`]: peers of the control port.
 //! * [`accounting`]: records of ended leases and programs.
 //! * [`gpu_lock`]: one server per GPU on a host.
 //! * [`health`]: faults that withdraw a GPU.
@@ -19,6 +21,7 @@
 pub mod accounting;
 pub mod admin;
 pub mod cache;
+pub mod certificate;
 pub mod cli;
 pub mod clock;
 pub mod config;
@@ -39,6 +42,7 @@ pub mod pool;
 pub use gpusession_proto::log_throttle;
 pub mod registry;
 pub mod serve;
+pub mod spawn;
 pub mod store;
 pub mod supervise;
 pub mod threads;

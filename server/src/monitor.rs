@@ -20,7 +20,7 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-use crate::supervise::spawn::clean_environment;
+use crate::spawn::clean_environment;
 
 /// Interval of the server's own readings.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);

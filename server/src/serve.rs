@@ -32,8 +32,8 @@ use crate::pool::grpc::Service;
 use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
 use crate::supervise::handover::Store;
-use crate::supervise::{Options, Supervisor, spawn};
-use crate::{admin, data, gpu_lock, health, metrics, store};
+use crate::supervise::{Options, Supervisor};
+use crate::{admin, data, gpu_lock, health, metrics, spawn, store};
 
 /// Most TLS handshakes at a time.
 const MAX_HANDSHAKES: usize = 1024;
@@ -390,7 +390,7 @@ async fn serve_control(
     // Dropping the set ends the task together with this function.
     let mut accepting = JoinSet::new();
     accepting.spawn(accept_control(listener, TlsAcceptor::from(Arc::new(tls)), accepted));
-    let service = Service(pool);
+    let (service, administration) = (Service(pool.clone()), admin::remote::Service(pool));
     let served = tonic::transport::Server::builder()
         // A client counts as watching while its connection exists; keepalive detects a lost one.
         .http2_keepalive_interval(Some(Duration::from_secs(3)))
@@ -398,7 +398,7 @@ async fn serve_control(
         .max_concurrent_streams(Some(256))
         .http2_max_header_list_size(Some(16 << 10))
         .add_service(EnrolmentServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
-        .add_service(AdministrationServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE))
+        .add_service(AdministrationServer::new(administration).max_decoding_message_size(MAX_MESSAGE))
         .add_service(PoolServer::new(service).max_decoding_message_size(MAX_MESSAGE))
         .serve_with_incoming_shutdown(ReceiverStream::new(connections), async move {
             let _ = closed.wait_for(|closed| *closed).await;

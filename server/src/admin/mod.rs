@@ -5,11 +5,12 @@
 //! control service carries the same JSON; the caller needs an administrator's certificate.
 
 mod answer;
-mod ask;
+pub mod ask;
+pub mod remote;
 mod rows;
 mod socket;
 
-pub use answer::{a_name, answer_remote, no_token, not_issued, token_ttl};
+pub use answer::{a_name, no_token, not_issued, token_ttl};
 pub use ask::{Answer, Ask, Refusal, local_only, read};
 pub use rows::{
     AdministratorRow, AdministratorView, ClientRow, ConfigRow, GpuRow, LeaseDevice, LeaseRow, LimitRow,

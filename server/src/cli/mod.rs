@@ -13,5 +13,5 @@ mod token;
 mod verbs;
 
 pub use self::run::run;
-pub use self::target::{config_file, load_config, read_config};
+pub use self::target::{config_file, load_config};
 pub use self::verbs::{AdminVerb, Cli, ClientsVerb, ConfigVerb, PoolVerb, TokenVerb, Verb, wants_json};

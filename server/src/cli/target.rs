@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::remote::Remote;
 use super::verbs::Cli;
 use crate::admin::{self, Ask, Refusal};
-use crate::config::{self, Config, ConfigError, Surroundings};
+use crate::config::{self, Config, ConfigError};
 use crate::store::{self, StoreError};
 
 /// Returns the configuration file, and whether it must exist.
@@ -25,19 +25,7 @@ pub fn load_config(cli: &Cli) -> Result<Config, ConfigError> {
     let (file, required) = config_file(cli);
     // Messages name the file, and a reader may be in another working directory.
     let file = std::path::absolute(&file).unwrap_or(file);
-    read_config(&file, required)
-}
-
-/// Reads the configuration in `file`.
-pub fn read_config(file: &Path, required: bool) -> Result<Config, ConfigError> {
-    let host_name = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let ephemeral = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok().and_then(|text| {
-        let (low, high) = text.trim().split_once(char::is_whitespace)?;
-        Some((low.parse().ok()?, high.trim().parse().ok()?))
-    });
-    let env = |name: &str| std::env::var(name).ok();
-    let nvidia_driver = Path::new("/sys/module/nvidia").exists();
-    config::load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
+    config::load_here(&file, required)
 }
 
 /// The server that a verb addresses, and the configuration with which it would start.
@@ -82,7 +70,7 @@ impl Target {
             folder.map(|e| e.path()).filter(|p| is_one(p)).chain([file.clone(), unnamed]).collect();
         files
             .into_iter()
-            .map(|f| Self::here(&f, read_config(&f, f == file && cli.config.is_some())))
+            .map(|f| Self::here(&f, config::load_here(&f, f == file && cli.config.is_some())))
             .collect()
     }
 

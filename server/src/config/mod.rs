@@ -257,6 +257,18 @@ pub fn load(file: &Path, required: bool, around: &Surroundings<'_>) -> Result<Co
     Ok(Config { file_found, ..check(raw, warnings, file, around)? })
 }
 
+/// As [`load`], with the facts of this host.
+pub fn load_here(file: &Path, required: bool) -> Result<Config, ConfigError> {
+    let host_name = nix::unistd::gethostname().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let ephemeral = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok().and_then(|text| {
+        let (low, high) = text.trim().split_once(char::is_whitespace)?;
+        Some((low.parse().ok()?, high.trim().parse().ok()?))
+    });
+    let env = |name: &str| std::env::var(name).ok();
+    let nvidia_driver = Path::new("/sys/module/nvidia").exists();
+    load(file, required, &Surroundings { env: &env, host_name, ephemeral, nvidia_driver })
+}
+
 /// Returns the administration socket of a server whose configuration files have errors.
 ///
 /// Takes the last legible `runtime_dir` in them, else the default.

@@ -26,7 +26,7 @@ use self::view::view;
 pub use self::view::{DomainView, ServerView};
 use crate::clock::Clock;
 use crate::lease::Lease;
-use crate::supervise::spawn::Spawner;
+use crate::spawn::Spawner;
 
 mod clear;
 pub mod control;

@@ -18,7 +18,7 @@ use super::domain::{Domain, FaultView, Generation, Phase, until};
 use super::fault::{fault, unless_fault};
 use super::log::Tail;
 use super::{DomainEvent, Mps, QUIT_TIMEOUT};
-use crate::supervise::spawn::clean_environment;
+use crate::spawn::clean_environment;
 
 /// Time in which a started daemon must answer.
 const START_TIMEOUT: Duration = Duration::from_secs(20);

@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use data_encoding::HEXLOWER;
 use serde::{Deserialize, Serialize};
 
-use super::ca::{Authority, AuthorityError, Holder, Role};
+use super::ca::{Authority, AuthorityError};
+use crate::certificate::{Holder, Role};
 use crate::clock::Random;
 
 /// An administrator as stored on disk.

@@ -6,17 +6,17 @@ use tonic::{Request, Status};
 use tracing::{error, info, warn};
 
 use super::administrators::NotAdmitted;
-use super::ca::Role;
 use super::clients::{Refusal, Seen};
 use super::status::{beyond, refused, stored};
 use super::{Pool, locked, run_detached};
+use crate::certificate::Role;
 use crate::connections::Certificate;
 pub(super) use crate::connections::Peer;
 use crate::limits::Effective;
 
 impl Pool {
     /// Returns the administrator behind a call over the network.
-    pub(super) async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
+    pub async fn administrator<T: Sync>(&self, request: &Request<T>) -> Result<String, Status> {
         let shown = peer(request).and_then(Peer::certificate);
         let admitted = {
             let mut all = locked(&self.administrators);

@@ -16,6 +16,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use time::OffsetDateTime;
 
+use crate::certificate::{CLOCK_SKEW_GRACE, Role, fingerprint};
 use crate::clock::{self, Random};
 use crate::store::{self, StoreError};
 
@@ -24,8 +25,6 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 const AUTHORITY_YEARS: u32 = 20;
 const MEMBER_YEARS: u32 = 5;
 const ADMINISTRATOR_YEARS: u32 = 1;
-/// Tolerated difference between the clocks of client and server.
-const CLOCK_SKEW_GRACE: Duration = DAY;
 
 /// Error of the authority.
 #[derive(Debug, thiserror::Error)]
@@ -59,50 +58,6 @@ pub enum AuthorityError {
     /// The certificate request of a client or administrator is malformed.
     #[error("the certificate request cannot be used: {0}")]
     Request(String),
-}
-
-/// Returns the SHA-256 of a certificate.
-pub fn fingerprint(der: &[u8]) -> [u8; 32] {
-    let digest = ring::digest::digest(&ring::digest::SHA256, der);
-    let mut out = [0; 32];
-    out.copy_from_slice(digest.as_ref());
-    out
-}
-
-/// Returns the holder of a certificate that TLS has verified; `None` for a server's certificate.
-pub fn holder(der: &[u8]) -> Option<Holder> {
-    let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
-    let names = certificate.subject_alternative_name().ok()??;
-    let (role, name) = names.value.general_names.iter().find_map(|name| {
-        let x509_parser::extensions::GeneralName::DNSName(name) = name else { return None };
-        let client = join::client_of(name).map(|name| (Role::Client, name));
-        client.or_else(|| Some((Role::Administrator, join::administrator_of(name)?)))
-    })?;
-    let begins = u64::try_from(certificate.validity().not_before.timestamp()).ok()?;
-    let key = fingerprint(certificate.public_key().raw);
-    Some(Holder { role, name: name.into(), issued_unix: begins + CLOCK_SKEW_GRACE.as_secs(), key })
-}
-
-/// Role of a certificate's holder, other than a server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// May hold leases.
-    Client,
-    /// May send the requests of `admin.sock`.
-    Administrator,
-}
-
-/// Holder of a certificate, see [`holder`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Holder {
-    /// Client or administrator.
-    pub role: Role,
-    /// Name of the holder in the pool.
-    pub name: String,
-    /// Issue time in seconds since 1970.
-    pub issued_unix: u64,
-    /// SHA-256 of its public key.
-    pub key: [u8; 32],
 }
 
 /// SHA-256 of the public key that a certificate is asked for.
@@ -294,6 +249,7 @@ impl Authority {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::certificate::holder;
     use crate::clock::SystemRandom;
 
     #[test]

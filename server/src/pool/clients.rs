@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::ca::Holder;
+use crate::certificate::Holder;
 use crate::clock::Moment;
 
 /// Silence after which a client without an open [`Watch`](gpusession_proto::control) counts as
@@ -331,8 +331,8 @@ impl Clients {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ca::Role;
     use super::*;
+    use crate::certificate::Role;
 
     const T: Moment = Duration::from_secs(1000);
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use tracing::{info, warn};
 
 use super::{Pool, locked};
-use crate::config::{Config, Origin, is_live};
+use crate::admin::ask::Refusal;
+use crate::config::{self, Config, Origin, is_live};
 use crate::lease::Lease;
 use crate::store;
 
@@ -57,8 +58,8 @@ impl Pool {
     }
 
     /// Reads the configuration files again. An error leaves the configuration as it is.
-    pub async fn read_again(&self) -> Result<(Vec<String>, Vec<String>), crate::admin::Refusal> {
-        let fresh = self.load().map_err(|e| crate::admin::Refusal {
+    pub async fn read_again(&self) -> Result<(Vec<String>, Vec<String>), Refusal> {
+        let fresh = self.load().map_err(|e| Refusal {
             code: "configuration".into(),
             message: e.to_string(),
             hint: "the running configuration stays as it was".into(),
@@ -77,10 +78,10 @@ impl Pool {
         Ok((holds, waits))
     }
 
-    fn load(&self) -> Result<Config, crate::config::ConfigError> {
+    fn load(&self) -> Result<Config, config::ConfigError> {
         let config = self.config();
         // A missing file that existed at the start would reset every key to its default.
-        crate::cli::read_config(&config.file, config.file_found)
+        config::load_here(&config.file, config.file_found)
     }
 
     /// Writes a key into the drop-in file for changes at run time, and applies it; both or neither.
@@ -88,24 +89,23 @@ impl Pool {
         &self,
         key: &str,
         value: Option<&str>,
-    ) -> Result<(Vec<String>, Vec<String>), crate::admin::Refusal> {
-        use crate::admin::Refusal as No;
-        let path = crate::config::runtime_file(&self.facts.config.file);
+    ) -> Result<(Vec<String>, Vec<String>), Refusal> {
+        let path = config::runtime_file(&self.facts.config.file);
         let before = match std::fs::read_to_string(&path) {
             Ok(text) => Some(text),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-            Err(e) => return Err(No::new("failed", format!("{}: {e}", path.display()))),
+            Err(e) => return Err(Refusal::new("failed", format!("{}: {e}", path.display()))),
         };
         if !is_live(key) {
-            return Err(No {
+            return Err(Refusal {
                 code: "needs-restart".into(),
                 message: format!("{key} cannot be changed while the server runs"),
                 hint: format!("write it into {} and restart", self.facts.config.file.display()),
             });
         }
-        let text = crate::config::edit_runtime(before.as_deref().unwrap_or_default(), key, value)
-            .map_err(|m| No::new("usage", m))?;
-        let failed = |e: &dyn std::fmt::Display| No::new("failed", e.to_string());
+        let text = config::edit_runtime(before.as_deref().unwrap_or_default(), key, value)
+            .map_err(|m| Refusal::new("usage", m))?;
+        let failed = |e: &dyn std::fmt::Display| Refusal::new("failed", e.to_string());
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(|e| failed(&format!("{}: {e}", folder.display())))?;
         }
@@ -115,7 +115,7 @@ impl Pool {
             self.load().ok().filter(|_| value.is_some()).and_then(|fresh| match fresh.origin(key) {
                 Origin::Default => None,
                 Origin::File(file, _) if file == path => None,
-                origin => Some(No {
+                origin => Some(Refusal {
                     code: "failed".into(),
                     message: format!("{origin} sets {key}, and is read after {}", path.display()),
                     hint: "change it there, and `systemctl reload gpuserver`".into(),

@@ -6,23 +6,13 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use gpusession_proto::supervise::{FromWorker, MAX_PACKET, ToWorker};
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
-};
+use nix::sys::socket::{ControlMessage, MsgFlags, recv, sendmsg};
 use tokio::io::unix::AsyncFd;
 
 /// The supervisor's end of the socket.
 #[derive(Debug)]
 pub struct Channel {
     fd: AsyncFd<OwnedFd>,
-}
-
-/// Creates a socket pair: the supervisor's end, nonblocking, and the worker's.
-pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-    let flags = nix::fcntl::OFlag::from_bits_retain(nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_GETFL)?);
-    nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETFL(flags | nix::fcntl::OFlag::O_NONBLOCK))?;
-    Ok((ours, theirs))
 }
 
 impl Channel {
@@ -84,17 +74,18 @@ impl Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spawn::socket_pair;
 
     #[tokio::test]
     async fn refuses_what_is_not_a_message() {
         use nix::sys::socket::send;
         for bad in [&[200u8; 10][..], &[99; 3], &vec![0; MAX_PACKET + 1]] {
-            let (ours, theirs) = pair().unwrap();
+            let (ours, theirs) = socket_pair().unwrap();
             let channel = Channel::new(ours).unwrap();
             send(theirs.as_raw_fd(), bad, MsgFlags::empty()).unwrap();
             assert!(channel.recv().await.is_err());
         }
-        let (ours, theirs) = pair().unwrap();
+        let (ours, theirs) = socket_pair().unwrap();
         drop(theirs);
         assert!(matches!(Channel::new(ours).unwrap().recv().await, Ok(None) | Err(_)));
     }

@@ -15,9 +15,10 @@ use tokio::time::timeout;
 
 use super::exit::stop;
 use super::worker::{Command as ToTask, Phase, Worker};
-use super::{Supervisor, WorkerId, ledger, spawn};
+use super::{Supervisor, WorkerId, ledger};
 use crate::clock::Moment;
 use crate::lease::Lease;
+use crate::spawn;
 
 /// Time that a worker may take to report whether it is quiet.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -17,8 +17,9 @@ use super::exit::describe;
 use super::process::{Process, end_group};
 use super::unadmitted::Unadmitted;
 use super::worker::{Command, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders, told_to_end};
-use super::{Event, State, Supervisor, WorkerId, mps, spawn, staging};
+use super::{Event, State, Supervisor, WorkerId, mps, staging};
 use crate::clock;
+use crate::spawn;
 
 /// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
 /// its resources are free again soon.

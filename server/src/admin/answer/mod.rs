@@ -8,28 +8,11 @@ mod leases;
 mod status;
 mod tokens;
 
-use tracing::info;
-
 pub use self::administrators::not_issued;
 pub use self::clients::a_name;
 pub use self::tokens::{no_token, token_ttl};
-use super::ask::{Ask, Refusal, parse, written};
+use super::ask::{Ask, Refusal};
 use crate::pool::Pool;
-
-/// Answers a request that an administrator sent over the network.
-pub async fn answer_remote(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec<u8> {
-    let ask = match parse(body) {
-        Ok(ask) => ask,
-        Err(refusal) => return written(Err(refusal)),
-    };
-    if let Some(refusal) = ask.local() {
-        return written(Err(refusal));
-    }
-    if ask.changes() {
-        info!("administrator {name}: request from {from}: {ask:?}");
-    }
-    written(answer(ask, pool).await)
-}
 
 pub(super) async fn answer(ask: Ask, pool: &Pool) -> Result<serde_json::Value, Refusal> {
     match ask {

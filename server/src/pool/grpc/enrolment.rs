@@ -7,8 +7,9 @@ use tonic::{Request, Response, Status};
 use tracing::{error, info, warn};
 
 use super::Service;
+use crate::certificate::Role;
 use crate::pool::authenticate::{Peer, peer};
-use crate::pool::ca::{AuthorityError, Role, requested_key};
+use crate::pool::ca::{AuthorityError, requested_key};
 use crate::pool::locked;
 use crate::pool::status::{bounded, refused, stored};
 

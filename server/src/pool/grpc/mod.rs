@@ -1,7 +1,6 @@
 //! The control service: requests of the pool's clients over mutual TLS. A machine without a
 //! certificate may only join.
 
-mod administration;
 mod enrolment;
 mod leases;
 mod server;

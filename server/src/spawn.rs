@@ -12,11 +12,11 @@ use std::sync::mpsc;
 use std::thread;
 
 use gpusession_proto::supervise::WORKER_FD;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
-
-use super::channel;
 
 /// Variables that the server passes on to every worker: full names, or prefixes that end with `_`.
 const PASSED_ON: &[&str] = &["GPUSESSION_LOG", "RUST_BACKTRACE", "SIMGPU_"];
@@ -128,7 +128,7 @@ fn start(
     environment: &[(OsString, OsString)],
     outlives: bool,
 ) -> io::Result<(Child, OwnedFd)> {
-    let (ours, theirs) = channel::pair()?;
+    let (ours, theirs) = socket_pair()?;
     let mut command = Command::new(program);
     command
         .env_clear()
@@ -158,6 +158,14 @@ fn start(
     let child = command.spawn()?;
     drop(theirs);
     Ok((child, ours))
+}
+
+/// Creates the socket of a worker: the supervisor's end, nonblocking, and the worker's.
+pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+    let flags = OFlag::from_bits_retain(fcntl(&ours, FcntlArg::F_GETFL)?);
+    fcntl(&ours, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    Ok((ours, theirs))
 }
 
 /// Makes the kernel kill this process with the thread that started it; runs between fork and exec.
