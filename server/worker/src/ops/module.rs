@@ -1,36 +1,27 @@
 //! Modules, libraries, kernels and their attributes.
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char};
 
 use gpusession_proto::frame::Reader;
 use gpusession_proto::handle::{CTX, make};
 
-use crate::answer::{Answer, Done, Failure, bounded};
+use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Handle, Status, check, status};
 use crate::executor::Executor;
 use crate::frame::Frame;
 use crate::handles::Object;
 use crate::objects::Func;
+use crate::objects::jit::Options;
 use crate::session::Session;
 
 /// Number of function attributes (`CU_FUNC_ATTRIBUTE_*`, from 0) sent with a function.
 const ATTRIBUTES: i32 = 16;
 const MAX_PARAMS: usize = 4096;
-const MAX_OPTIONS: usize = 64;
-/// `CU_JIT_*` options whose value is a number; others are addresses in the client.
-const NUMBERS: &[i32] = &[0, 1, 7, 8, 9, 10, 11, 12, 13, 14, 16, 20, 21, 22, 23, 24, 29, 30, 31, 32, 33, 34];
-/// `CU_JIT_*` options whose value is a buffer or its size.
-const INFO_LOG: i32 = 3;
-const INFO_SIZE: i32 = 4;
-const ERROR_LOG: i32 = 5;
-const ERROR_SIZE: i32 = 6;
-const MAX_LOG: u64 = 1 << 20;
-
-fn hash(r: &mut Reader<'_>) -> Result<[u8; 32], Failure> {
+pub fn hash(r: &mut Reader<'_>) -> Result<[u8; 32], Failure> {
     r.bytes()?.try_into().map_err(|_| Failure::Status(status::INVALID_VALUE))
 }
 
-fn name(r: &mut Reader<'_>) -> Result<CString, Failure> {
+pub fn name(r: &mut Reader<'_>) -> Result<CString, Failure> {
     CString::new(r.bytes()?).map_err(|_| Failure::Status(status::INVALID_VALUE))
 }
 
@@ -48,46 +39,6 @@ pub fn data(session: &Session, r: &mut Reader<'_>) -> Done {
         .add(hash, total, r.bytes()?)
         .map(|_| ())
         .map_err(|()| Failure::Status(status::INVALID_VALUE))
-}
-
-/// JIT options in the driver's form, with log buffers of the worker.
-struct Options {
-    keys: Vec<i32>,
-    values: Vec<*mut c_void>,
-    info: Vec<u8>,
-    error: Vec<u8>,
-}
-
-impl Options {
-    fn read(r: &mut Reader<'_>) -> Result<Self, Failure> {
-        let count = bounded(r.word()?, MAX_OPTIONS)?;
-        let mut options = Self { keys: Vec::new(), values: Vec::new(), info: Vec::new(), error: Vec::new() };
-        for _ in 0..count {
-            let (key, value) = (r.word()? as i32, r.word()?);
-            match key {
-                INFO_SIZE => options.info.resize(value.min(MAX_LOG) as usize, 0),
-                ERROR_SIZE => options.error.resize(value.min(MAX_LOG) as usize, 0),
-                _ if NUMBERS.contains(&key) => {}
-                _ => continue,
-            }
-            options.keys.push(key);
-            options.values.push(value as usize as *mut c_void);
-        }
-        for (key, log) in [(INFO_LOG, &mut options.info), (ERROR_LOG, &mut options.error)] {
-            if !log.is_empty() {
-                options.keys.push(key);
-                options.values.push(log.as_mut_ptr().cast());
-            }
-        }
-        Ok(options)
-    }
-
-    fn logs(&self, answer: &mut Answer) {
-        for log in [&self.info, &self.error] {
-            let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
-            answer.bytes(&log[..end]);
-        }
-    }
 }
 
 /// `MODULE_LOAD`: new handle, hash, JIT options; answers the logs.
