@@ -13,6 +13,8 @@ pub const LIBRARY: u8 = 0x15;
 pub const FUNC: u8 = 0x16;
 pub const GRAPH: u8 = 0x17;
 pub const EXEC: u8 = 0x18;
+/// Kind of states of the linker.
+pub const LINK: u8 = 0x19;
 
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {

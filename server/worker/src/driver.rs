@@ -165,6 +165,10 @@ functions! {
     cuLibraryGetManaged(*mut Address, *mut usize, Handle, *const c_char);
     cuLibraryGetKernelCount(*mut u32, Handle);
     cuLibraryEnumerateKernels(*mut Handle, u32, Handle);
+    cuLinkCreate_v2(u32, *const i32, *mut *mut c_void, *mut Handle);
+    cuLinkAddData_v2(Handle, i32, *mut c_void, usize, *const c_char, u32, *const i32, *mut *mut c_void);
+    cuLinkComplete(Handle, *mut *mut c_void, *mut usize);
+    cuLinkDestroy(Handle);
     cuModuleGetFunctionCount(*mut u32, Handle);
     cuModuleEnumerateFunctions(*mut Handle, u32, Handle);
     cuKernelGetFunction(*mut Handle, Handle);

@@ -160,7 +160,12 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::GRAPH_NODES
         | op::GRAPH_ADD
         | op::GRAPH_EXEC_SET
-        | op::GRAPH_EXEC_DESTROY => touched.object(words[0]),
+        | op::GRAPH_EXEC_DESTROY
+        | op::LINK_CREATE
+        | op::LINK_ADD
+        | op::LINK_COMPLETE
+        | op::LINK_IMAGE
+        | op::LINK_DESTROY => touched.object(words[0]),
         other if calls::takes_away(other) => {
             touched.everything = true;
             touched.only_waits = true;

@@ -18,6 +18,7 @@ use crate::host_calls::HostCalls;
 use crate::lanes::Lanes;
 use crate::modules::Images;
 use crate::objects::allocations::Allocations;
+use crate::objects::links::Links;
 use crate::objects::memory::Memory;
 use crate::objects::mirrors::Mirrors;
 use crate::objects::{Func, Stream};
@@ -42,6 +43,8 @@ pub struct Session {
     pub events: Table<Object>,
     pub modules: Table<Object>,
     pub libraries: Table<Object>,
+    /// States of the linker.
+    pub links: Links,
     /// Kernels and functions.
     pub funcs: Table<Func>,
     pub graphs: Table<Object>,
@@ -112,6 +115,7 @@ impl Session {
             events: Table::new(kind::EVENT),
             modules: Table::new(kind::MODULE),
             libraries: Table::new(kind::LIBRARY),
+            links: Links::default(),
             funcs: Table::new(kind::FUNC),
             graphs: Table::new(kind::GRAPH),
             child_graphs: Mutex::default(),

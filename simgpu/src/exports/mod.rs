@@ -6,6 +6,7 @@ pub mod copy;
 pub mod device;
 pub mod graph;
 pub mod launch;
+pub mod link;
 pub mod memory;
 pub mod misc;
 pub mod module;

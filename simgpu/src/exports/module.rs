@@ -11,7 +11,7 @@ use std::ffi::c_char;
 use std::sync::Arc;
 
 /// Writes a message to the log buffers of JIT options.
-unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) {
+pub(super) unsafe fn log(n: u32, options: *const u32, values: *const *mut u8, error: &str) {
     if options.is_null() || values.is_null() {
         return;
     }

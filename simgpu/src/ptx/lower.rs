@@ -53,7 +53,10 @@ pub fn lower(m: &Module) -> Res<Program> {
         shared_sizes: HashMap::new(),
         dynamic_shared: Vec::new(),
     };
-    for v in &m.vars {
+    // Linked inputs declare variables that another input defines.
+    let defined =
+        |v: &Var| !v.external || !m.vars.iter().any(|other| other.name == v.name && !other.external);
+    for v in m.vars.iter().filter(|v| defined(v)) {
         place(v, &v.name, &mut prog, &mut scope)?;
     }
     // Static variables of a body belong to the module, under a qualified name.
@@ -72,7 +75,7 @@ pub fn lower(m: &Module) -> Res<Program> {
     for name in std::mem::take(&mut scope.dynamic_shared) {
         scope.places.insert(name, Place::Shared(end));
     }
-    for v in &m.vars {
+    for v in m.vars.iter().filter(|v| defined(v)) {
         initialise(m, v, &v.name, &mut prog, &scope)?;
     }
     for f in &m.functions {

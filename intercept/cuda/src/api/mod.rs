@@ -7,6 +7,7 @@ pub mod event;
 pub mod generated;
 pub mod graph;
 pub mod launch;
+pub mod link;
 pub mod memory;
 pub mod misc;
 pub mod module;

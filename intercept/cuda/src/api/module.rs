@@ -25,7 +25,7 @@ const ERROR_LOG: i32 = 5;
 const ERROR_SIZE: i32 = 6;
 const LEFT_OUT: &[i32] = &[WALL_TIME, INFO_LOG, ERROR_LOG, 17, 18];
 
-struct Options {
+pub(super) struct Options {
     pairs: Vec<(i32, u64)>,
     info: *mut c_char,
     info_size: usize,
@@ -34,7 +34,7 @@ struct Options {
 }
 
 impl Options {
-    fn read(count: u32, keys: *const i32, values: *const *mut c_void) -> Result<Self> {
+    pub(super) fn read(count: u32, keys: *const i32, values: *const *mut c_void) -> Result<Self> {
         let mut options = Self {
             pairs: Vec::new(),
             info: std::ptr::null_mut(),
@@ -68,7 +68,7 @@ impl Options {
         Ok(options)
     }
 
-    fn write(&self, w: &mut gpusession_proto::frame::Writer<'_>) {
+    pub(super) fn write(&self, w: &mut gpusession_proto::frame::Writer<'_>) {
         w.word(self.pairs.len() as u64);
         for (key, value) in &self.pairs {
             w.word(*key as u32 as u64);
@@ -76,7 +76,7 @@ impl Options {
         }
     }
 
-    fn logs(&self, reply: &gpusession_link::Reply) -> Result {
+    pub(super) fn logs(&self, reply: &gpusession_link::Reply) -> Result {
         let mut r = reply.reader();
         for (buffer, size) in [(self.info, self.info_size), (self.error, self.error_size)] {
             let text = string(&mut r)?;

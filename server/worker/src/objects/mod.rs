@@ -2,6 +2,7 @@
 
 pub mod allocations;
 pub mod jit;
+pub mod links;
 pub mod memory;
 pub mod mirrors;
 

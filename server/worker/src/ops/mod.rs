@@ -7,6 +7,7 @@ mod generated;
 pub mod graph;
 mod host_function;
 pub mod launch;
+pub mod link;
 pub mod memory;
 pub mod mirror;
 pub mod module;
@@ -193,6 +194,11 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::MODULE_UNLOAD => module::unload_module(session, &mut r),
         op::LIBRARY_UNLOAD => module::unload_library(session, &mut r),
         op::LIBRARY_MODULE => module::library_module(session, &mut r),
+        op::LINK_CREATE => link::create(session, &mut r),
+        op::LINK_ADD => link::add(session, &mut r, answer),
+        op::LINK_COMPLETE => link::complete(session, &mut r, answer),
+        op::LINK_IMAGE => link::image(session, &mut r, answer),
+        op::LINK_DESTROY => link::destroy(session, &mut r),
         op::GET_FUNCTION => module::get_function(session, executor, &mut r, answer),
         op::GET_GLOBAL => module::get_global(session, &mut r, answer),
         op::ENUMERATE => module::enumerate(session, &mut r, answer),
