@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use zbus::{OwnedObjectPath, interface};
 
+use super::announce::DeviceEntry;
 use super::project::{cuda_version, health_of, state_of};
-use super::publisher::DeviceEntry;
 use super::shown::Shown;
 use super::{Shared, server_path};
 

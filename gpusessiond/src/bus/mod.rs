@@ -4,6 +4,7 @@
 //! occurrence. An object exists before its `New` signal, and no signal of a lease follows
 //! `LeaseRemoved`.
 
+mod announce;
 mod authorize;
 mod describe;
 mod device;

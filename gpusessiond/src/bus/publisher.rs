@@ -8,23 +8,15 @@ use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
 use zbus::{Connection, OwnedObjectPath};
 
-use super::project::{
-    device_paths, health_of, memory_limit, shortest, sm_percent, state_of, waits_at, waits_for,
-};
+use super::announce::{self, DeviceEntry, ManagerView};
+use super::project::shortest;
 use super::shown::Shown;
 use super::{Device, Lease, Manager, PATH, Server, Shared, device_path, lease_path, server_path};
-use crate::leases::{Change, DeviceView, LeaseState, LeaseView, Slot, Snapshot, Update};
+use crate::leases::{Change, LeaseState, LeaseView, Slot, Snapshot, Update};
 
 /// Returns `true` if a lease has an object: a one-time request has none before its grant.
 pub fn shown(view: &LeaseView) -> bool {
     !(view.spec.once && view.state == LeaseState::Pending)
-}
-
-/// A GPU and the leases that it belongs to.
-#[derive(Clone, PartialEq)]
-pub struct DeviceEntry {
-    pub view: DeviceView,
-    pub leases: Vec<OwnedObjectPath>,
 }
 
 /// Collects the GPUs of this client's leases by UUID.
@@ -50,31 +42,6 @@ pub struct Publisher {
     devices: BTreeMap<String, DeviceEntry>,
     servers: Vec<String>,
     manager: Option<ManagerView>,
-}
-
-/// Values of the manager's properties.
-#[derive(Clone)]
-struct ManagerView {
-    state: &'static str,
-    target: u32,
-    ready: u32,
-    held: usize,
-    boot_complete: bool,
-    extra: u32,
-    lease_ttl: u64,
-    idle_timeout: u64,
-}
-
-/// Sends PropertiesChanged for each listed property that differs between two views.
-macro_rules! announce {
-    ($object:expr, $emitter:expr, $before:expr, $now:expr; $($changed:ident: $of:expr),+ $(,)?) => {
-        $({
-            let of = $of;
-            if of($before) != of($now) {
-                $object.$changed($emitter).await?;
-            }
-        })+
-    };
 }
 
 impl Publisher {
@@ -199,9 +166,8 @@ impl Publisher {
                 Some(name) if name == view.name => {
                     let object = self.interface::<Server>(&path).await?;
                     let server = object.get().await;
-                    if server.view.set(view.clone()).state != view.state {
-                        server.state_changed(object.signal_emitter()).await?;
-                    }
+                    let before = server.view.set(view.clone());
+                    announce::server(&server, object.signal_emitter(), &before, view).await?;
                     continue;
                 }
                 Some(name) => {
@@ -236,22 +202,7 @@ impl Publisher {
             if self.leases.get(&view.id) == Some(&view.slot) {
                 let object = self.interface::<Lease>(&path).await?;
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
-                let before = &lease.view.set(view.clone());
-                announce!(lease, emitter, before, view;
-                    // The user database did not know the user before.
-                    u_i_d_changed: |l: &LeaseView| l.uid,
-                    state_changed: |l: &LeaseView| l.state,
-                    queue_position_changed: waits_at,
-                    waits_for_changed: |l: &LeaseView| waits_for(l).to_owned(),
-                    // Both show one point in time, and change only when another one begins.
-                    idle_since_hint_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
-                    idle_since_hint_monotonic_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
-                    idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
-                    devices_changed: device_paths,
-                    memory_limit_bytes_changed: memory_limit,
-                    s_m_percent_changed: sm_percent,
-                    fencing_token_changed: |l: &LeaseView| l.fencing_token,
-                );
+                announce::lease(&lease, emitter, &lease.view.set(view.clone()), view).await?;
             } else {
                 let object = Lease { shared: self.shared.clone(), view: Shown::new(view.clone()) };
                 server.at(path.as_ref(), object).await?;
@@ -285,12 +236,7 @@ impl Publisher {
             }
             let object = self.interface::<Device>(&device_path(&uuid)).await?;
             let (device, emitter) = (object.get().await, object.signal_emitter());
-            let before = &device.shown.set(entry.clone());
-            announce!(device, emitter, before, &entry;
-                leases_changed: |d: &DeviceEntry| d.leases.clone(),
-                state_changed: |d: &DeviceEntry| state_of(&d.view).to_owned(),
-                health_changed: |d: &DeviceEntry| health_of(&d.view),
-            );
+            announce::device(&device, emitter, &device.shown.set(entry.clone()), &entry).await?;
             self.devices.insert(uuid, entry);
         }
         Ok(())
@@ -325,16 +271,6 @@ impl Publisher {
         let Some(before) = self.manager.replace(now.clone()) else { return Ok(()) };
         let object = self.connection.object_server().interface::<_, Manager>(PATH).await?;
         let (manager, emitter) = (object.get().await, object.signal_emitter());
-        announce!(manager, emitter, &before, &now;
-            state_changed: |m: &ManagerView| m.state,
-            pool_target_changed: |m: &ManagerView| m.target,
-            pool_ready_changed: |m: &ManagerView| m.ready,
-            n_current_leases_changed: |m: &ManagerView| m.held,
-            boot_allocation_complete_changed: |m: &ManagerView| m.boot_complete,
-            leases_max_changed: |m: &ManagerView| m.extra,
-            lease_t_t_l_u_sec_changed: |m: &ManagerView| m.lease_ttl,
-            default_idle_timeout_u_sec_changed: |m: &ManagerView| m.idle_timeout,
-        );
-        Ok(())
+        announce::manager(&manager, emitter, &before, &now).await
     }
 }
