@@ -128,15 +128,13 @@ impl Home {
         let bad =
             |name: &str, message: String| IdentityError::Bad { path: self.identity.join(name), message };
         let certificates = |name: &str| {
-            CertificateDer::pem_slice_iter(&read(name)?)
+            let found = CertificateDer::pem_slice_iter(&read(name)?)
                 .collect::<Result<Vec<_>, _>>()
-                .map_err(|e| bad(name, e.to_string()))
+                .map_err(|e| bad(name, e.to_string()))?;
+            if found.is_empty() { Err(bad(name, "no certificate found".into())) } else { Ok(found) }
         };
         let chain = certificates(CERTIFICATE)?;
         let mut authorities = certificates(AUTHORITY)?;
-        if chain.is_empty() || authorities.is_empty() {
-            return Err(bad(CERTIFICATE, "no certificate found".into()));
-        }
         let key = PrivateKeyDer::from_pem_slice(&read(KEY)?).map_err(|e| bad(KEY, e.to_string()))?;
         let roots = roots(authorities.swap_remove(0))?;
         let mut config = builder()
@@ -463,6 +461,22 @@ mod tests {
             }
         }
         Ok(())
+    }
+
+    #[test]
+    fn a_file_without_a_certificate_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let home = Home { identity: folder.path().to_owned(), servers: Vec::new() };
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::new(vec![]).unwrap().self_signed(&key).unwrap();
+        let (pem, key) = (certificate.pem(), key.serialize_pem());
+        for (own, authority, named) in [("", pem.as_str(), CERTIFICATE), (pem.as_str(), "", AUTHORITY)] {
+            home.store(own, &key, authority, Vec::new()).unwrap();
+            let Err(IdentityError::Bad { path, message }) = home.load() else { panic!("loaded") };
+            assert_eq!((path, message.as_str()), (folder.path().join(named), "no certificate found"));
+        }
+        home.store(&pem, &key, &pem, Vec::new()).unwrap();
+        assert!(home.load().is_ok());
     }
 
     #[test]
