@@ -144,8 +144,9 @@ impl Actor {
             let _ = reply.send(no_worker(trouble, "the server is starting a worker"));
             return;
         };
-        let answer = self.mint(&caller, &wish, &held, workers);
-        if let Err(Answer::Granted(_, granted)) = reply.send(answer) {
+        let (answer, granted) = self.mint(&caller, &wish, &held, workers);
+        let refused = !matches!(answer, Answer::Granted(..));
+        if reply.send(answer).is_err() || refused {
             self.processes_ended(granted);
         }
     }
@@ -206,9 +207,9 @@ impl Actor {
                 // Each slot was counted above; `Message::Ended` uncounts one without a worker too.
                 taken.push((slot, held, worker.unwrap_or_default()));
             }
-            let (endpoints, granted) = mint(&caller, &wish, boot_id, issued, &taken);
+            let (answer, granted) = mint(&caller, &wish, boot_id, issued, &taken, entropy);
             let answer = match failed {
-                None => Answer::Granted(endpoints, granted.clone()),
+                None => answer,
                 Some(e) => match no_worker(Some(&e), "") {
                     Answer::Wait(denial @ Denial::NotReady, reason) => Answer::Denied(denial, reason),
                     answer => answer,
@@ -229,18 +230,16 @@ impl Actor {
         wish: &WorkerRequest,
         held: &[Slot],
         workers: Vec<control::Worker>,
-    ) -> Answer {
+    ) -> (Answer, Vec<Granted>) {
         let taken: Vec<_> = held
             .iter()
             .zip(workers)
             .filter_map(|(slot, worker)| Some((*slot, self.machine.slot(*slot)?.held()?.clone(), worker)))
             .collect();
-        let (endpoints, granted) =
-            mint(caller, wish, self.here.boot_id, self.now().as_micros() as u64, &taken);
         for (slot, ..) in &taken {
             self.machine.process_started(*slot);
         }
-        Answer::Granted(endpoints, granted)
+        mint(caller, wish, self.here.boot_id, self.now().as_micros() as u64, &taken, entropy)
     }
 
     /// Records the outcome of a user's program; a repeated failure of one process is logged once.
@@ -304,31 +303,48 @@ fn no_worker(trouble: Option<&PoolError>, otherwise: &str) -> Answer {
     }
 }
 
+/// Returns a nonce; `None` if the kernel gives no random bytes.
+fn entropy() -> Option<[u8; 16]> {
+    let mut nonce = [0; 16];
+    getrandom::fill(&mut nonce).ok().map(|()| nonce)
+}
+
+/// Seals a ticket for each worker; also returns the workers, for the caller to give back.
+///
+/// Without a nonce the process gets no ticket, since no two tickets may be equal.
 fn mint(
     caller: &Caller,
     wish: &WorkerRequest,
     boot_id: [u8; 16],
     issued_usec: u64,
     taken: &[(Slot, Held, control::Worker)],
-) -> (Vec<Endpoint>, Vec<Granted>) {
+    entropy: impl Fn() -> Option<[u8; 16]>,
+) -> (Answer, Vec<Granted>) {
+    let worker_id = |worker: &control::Worker| worker.id.as_slice().try_into().unwrap_or_default();
+    let granted: Vec<Granted> = taken
+        .iter()
+        .map(|(slot, held, worker)| Granted {
+            slot: *slot,
+            lease: held.lease.id.clone(),
+            worker: worker_id(worker),
+        })
+        .collect();
     let mut endpoints = Vec::new();
-    let mut granted = Vec::new();
-    for (slot, held, worker) in taken {
-        let id: [u8; 16] = worker.id.as_slice().try_into().unwrap_or_default();
-        granted.push(Granted { slot: *slot, lease: held.lease.id.clone(), worker: id });
+    for (_, held, worker) in taken {
         let Ok(key) = <[u8; 32]>::try_from(held.lease.ticket_key.as_slice()) else { continue };
         let fingerprint: Option<[u8; 32]> = worker.fingerprint.as_slice().try_into().ok();
         if held.lease.encrypted && fingerprint.is_none() {
             // A malformed field must not lead to an unencrypted connection.
             continue;
         }
-        let mut nonce = [0; 16];
-        if getrandom::fill(&mut nonce).is_err() {
-            warn!("ticket: no entropy for its nonce; the nonce is zero");
-        }
+        let Some(nonce) = entropy() else {
+            let reason = "the kernel gives no random bytes for a ticket";
+            warn!("process {} of uid {}: no GPU: {reason}", caller.pid, caller.uid);
+            return (Answer::Denied(Denial::NotReady, reason.into()), granted);
+        };
         let ticket = Ticket {
             lease: held.lease.id.clone(),
-            worker: id,
+            worker: worker_id(worker),
             uid: caller.uid,
             user: caller.user.clone().filter(|name| name.len() <= MAX_USER).unwrap_or_default(),
             pid: caller.pid,
@@ -341,14 +357,14 @@ fn mint(
         endpoints.push(Endpoint {
             server: held.lease.server.clone(),
             addresses: held.lease.data_addresses.clone(),
-            worker: id,
+            worker: ticket.worker,
             fingerprint: fingerprint.filter(|_| held.lease.encrypted),
             ticket: ticket.seal(&key),
-            lease: held.lease.id.clone(),
+            lease: ticket.lease,
             devices: held.lease.devices.len() as u32,
         });
     }
-    (endpoints, granted)
+    (Answer::Granted(endpoints, granted.clone()), granted)
 }
 
 /// Returns `true` if a server's lease is within the bounds that the daemon accepts.
@@ -361,4 +377,43 @@ pub(super) fn valid(lease: &control::Lease) -> bool {
         && lease.devices.len() <= 1024
         && lease.data_addresses.len() <= 64
         && !lease.data_addresses.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::leases::machine::Machine;
+
+    #[test]
+    fn without_random_bytes_no_ticket_is_made_and_the_worker_is_given_back() {
+        let mut machine = Machine::new("boot".into(), String::new(), fastrand::Rng::with_seed(1));
+        machine.add_server(Duration::ZERO, "gpu1:7601".into());
+        let slot = machine.want(Duration::ZERO, Spec::requested("request/1".into(), 1000));
+        let lease = control::Lease {
+            id: "abcdefghijkl".into(),
+            ticket_key: vec![7; 32],
+            ttl_usec: 60_000_000,
+            ..Default::default()
+        };
+        machine.allocated(Duration::ZERO, slot, Ok((0, lease)));
+        let held = machine.slot(slot).unwrap().held().unwrap().clone();
+        let worker = control::Worker { id: vec![9; 16], ..Default::default() };
+        let taken = [(slot, held, worker)];
+        let caller = Caller { uid: 1000, pid: 5, user: None, access: true, session: None };
+        let wish = WorkerRequest::default();
+        let mint = |entropy: fn() -> Option<[u8; 16]>| mint(&caller, &wish, [1; 16], 0, &taken, entropy);
+        let workers = vec![Granted { slot, lease: "abcdefghijkl".into(), worker: [9; 16] }];
+
+        let (answer, granted) = mint(|| None);
+        assert!(matches!(answer, Answer::Denied(Denial::NotReady, _)), "{answer:?}");
+        assert_eq!(granted, workers);
+
+        let (answer, granted) = mint(|| Some([3; 16]));
+        let Answer::Granted(endpoints, of_answer) = answer else { panic!("{answer:?}") };
+        assert_eq!((&of_answer, &granted), (&workers, &workers));
+        let ticket = Ticket::open(&endpoints[0].ticket, &[7; 32], &[9; 16]).unwrap();
+        assert_eq!((ticket.nonce, ticket.pid), ([3; 16], 5));
+    }
 }
