@@ -91,8 +91,9 @@ impl Machine {
             return;
         };
         match result {
-            // A server that refuses calls over its rate limit has not released the lease.
-            Err(error) if error.trouble.may_pass() || error.trouble == Trouble::LimitExceeded => {
+            // A server that refuses the call still holds the lease: an identity may be accepted
+            // again, and a server be updated, long before a requested time to live ends.
+            Err(error) if error.trouble != Trouble::NoSuchLease => {
                 let releasing = &mut self.releasing[at];
                 releasing.in_flight = false;
                 releasing.attempt += 1;

@@ -81,3 +81,32 @@ fn a_lease_that_a_stopping_server_denies_is_given_back() {
     m.tick(s(10));
     assert!(actions(&mut m).contains(&release));
 }
+
+#[test]
+fn a_refused_release_is_repeated_until_the_lease_ends_by_itself() {
+    let mut m = machine(1);
+    let slot = m.want(s(0), configured("a", 1));
+    m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+    let expires = m.slot(slot).unwrap().held().unwrap().expires;
+    m.release(s(0), slot, "test");
+    let release = Action::Release { server: 0, lease: "l1".into() };
+    assert!(actions(&mut m).contains(&release));
+    m.released(s(0), 0, "l1", Err(PoolError::new(Trouble::Refused, "another machine uses this identity")));
+    m.tick(s(3));
+    assert!(actions(&mut m).contains(&release), "the server holds it until it expires");
+    m.released(s(3), 0, "l1", Err(PoolError::new(Trouble::Protocol, "unknown method")));
+    assert_eq!(m.releases_pending(), 1);
+    m.tick(expires);
+    m.released(expires, 0, "l1", Err(PoolError::new(Trouble::Refused, "revoked")));
+    assert_eq!(m.releases_pending(), 0, "it has expired");
+}
+
+#[test]
+fn a_lease_that_its_server_does_not_know_is_released() {
+    let mut m = machine(1);
+    let slot = m.want(s(0), configured("a", 1));
+    m.allocated(s(0), slot, Ok((0, lease("l1", 0))));
+    m.release(s(0), slot, "test");
+    m.released(s(0), 0, "l1", Err(PoolError::new(Trouble::NoSuchLease, "no such lease")));
+    assert_eq!(m.releases_pending(), 0);
+}
