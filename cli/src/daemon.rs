@@ -227,7 +227,7 @@ impl Daemon {
     /// Calls `Describe`, and returns with it the ids of the leases that a child of this process
     /// gets.
     pub async fn describe_mine(&self) -> Result<(Described, Vec<String>)> {
-        let pidfd = gpusessiond::grant::pidfd_open(std::process::id())
+        let pidfd = gpusessiond::peer::pidfd_open(std::process::id())
             .map_err(|e| Failure::new(code::FAILED, format!("cannot open a pidfd of this process: {e}")))?;
         let mut tries = 0;
         loop {

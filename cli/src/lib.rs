@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
-use gpusessiond::client::Remote;
+use gpusessiond::client::{self, Remote};
 use gpusessiond::environment::Environment;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
@@ -651,7 +651,7 @@ async fn join(join: Join, json: bool) -> Result<i32> {
         let message = format!("{} has an identity already", home.identity.display());
         return Err(Failure::new(code::CONFIGURATION, message).hint("`gpusession leave` removes it"));
     }
-    let joined = identity::join_pool(&home, &address, &token, join.name.as_deref())
+    let joined = identity::join_pool(&home, &address, &token, join.name.as_deref(), client::join)
         .await
         .map_err(|e| Failure::of_identity(&e))?;
     if root && !join.user {

@@ -16,6 +16,7 @@ use gpusessiond::identity::Home;
 use gpusessiond::leases::engine::{Engine, HostFacts};
 use gpusessiond::leases::{Leases, Slot, Snapshot, Spec};
 use gpusessiond::paths;
+use gpusessiond::peer;
 use gpusessiond::pool::PoolServer;
 use gpusessiond::units::{Memory, SmPercent, control_address};
 use nix::sys::signal::{Signal, kill};
@@ -152,7 +153,7 @@ pub async fn direct(
             .tempdir()
             .map_err(|e| Failure::new(1, format!("cannot create a temporary folder: {e}")))?,
     };
-    let (listener, _file) = grant::bind(&socket.path(), 0o600)
+    let (listener, _file) = peer::bind(&socket.path(), 0o600)
         .map_err(|e| Failure::new(1, format!("{}: {e}", socket.path().display())))?;
     let gate = Arc::new(Gate::new(Config::default().access));
     let server = grant::Server::new(engine.clone(), gate, Duration::from_secs(30), Limits::default());

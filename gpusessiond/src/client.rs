@@ -246,7 +246,7 @@ impl PoolServer for Remote {
 }
 
 /// Joins the pool with a join token.
-pub(crate) async fn join(
+pub async fn join(
     address: &str,
     tls: Arc<ClientConfig>,
     request: control::JoinRequest,

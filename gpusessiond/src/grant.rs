@@ -8,9 +8,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -22,9 +20,8 @@ use gpusession_proto::log_throttle::LogThrottle;
 use gpusession_proto::message;
 use gpusession_proto::readings::MAX_QUERIES;
 use gpusession_proto::ticket;
-use nix::sys::socket::{getsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -33,6 +30,7 @@ use crate::access::Gate;
 use crate::handover::{Kept, Store};
 use crate::leases::{Answer, Caller, Failure, Granted, Leases, WorkerRequest};
 use crate::login::Sessions;
+use crate::peer::{Peer, peer, watched};
 
 /// Bounds on the resources that callers may use.
 #[derive(Debug, Clone)]
@@ -93,37 +91,6 @@ impl Drop for Place {
             }
         }
     }
-}
-
-/// The process at the other end of a connection, according to the kernel.
-pub(crate) struct Peer {
-    pub(crate) uid: u32,
-    pub(crate) pid: u32,
-    pub(crate) pidfd: Option<OwnedFd>,
-}
-
-/// A socket file that is removed when dropped.
-pub struct SocketFile(pub(crate) PathBuf);
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-/// Binds a listening socket at `path`; replaces a stale file, but not a socket that accepts
-/// connections.
-pub fn bind(path: &Path, mode: u32) -> io::Result<(UnixListener, SocketFile)> {
-    if std::os::unix::net::UnixStream::connect(path).is_ok() {
-        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another daemon listens on this socket"));
-    }
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-    Ok((listener, SocketFile(path.to_owned())))
 }
 
 impl Server {
@@ -573,63 +540,10 @@ impl Outcomes {
     }
 }
 
-fn watched(pidfd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
-    Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
-}
-
 async fn process_end(pidfd: Option<&AsyncFd<OwnedFd>>) {
     match pidfd {
         // A pidfd becomes readable when its process exits.
         Some(fd) => drop(fd.readable().await),
         None => std::future::pending().await,
     }
-}
-
-pub(crate) fn peer(stream: &UnixStream) -> io::Result<Peer> {
-    let credentials = getsockopt(stream, sockopt::PeerCredentials)?;
-    let pid = u32::try_from(credentials.pid()).unwrap_or(0);
-    let pidfd = match peer_pidfd(stream) {
-        Ok(fd) => Some(fd),
-        Err(_) if pid > 0 => pidfd_open(pid).ok(),
-        Err(_) => None,
-    };
-    Ok(Peer { uid: credentials.uid(), pid, pidfd })
-}
-
-/// Returns a pidfd of the process at the other end, without a race on reused pids (Linux 6.5).
-fn peer_pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
-    let mut fd: libc::c_int = -1;
-    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the option writes one int into `fd`, whose size is in `length`; both outlive the
-    // call.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_fd().as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERPIDFD,
-            (&raw mut fd).cast(),
-            &raw mut length,
-        )
-    };
-    if result != 0 || fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Opens a pidfd of the process that has this pid now.
-///
-/// The caller waits for its answer, so it is the process that connected. If it exited meanwhile,
-/// the connection's end shows that.
-pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes a pid and flags, and no pointers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::c_int, 0) };
-    let fd = libc::c_int::try_from(fd).unwrap_or(-1);
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor, and no other owner exists.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -6,6 +6,7 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use gpusession_proto::control::{JoinReply, JoinRequest};
 use gpusession_proto::join::{self, JoinToken};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -15,6 +16,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 
 use crate::config::{ConfigError, ServerEntry, Servers};
+use crate::pool::PoolError;
 
 /// File names of an identity.
 const CERTIFICATE: &str = "client.pem";
@@ -46,7 +48,7 @@ pub enum IdentityError {
     Servers(#[from] ConfigError),
     /// The pool refused, or did not answer.
     #[error(transparent)]
-    Pool(#[from] crate::pool::PoolError),
+    Pool(#[from] PoolError),
 }
 
 /// Paths of an identity and of its list of servers.
@@ -341,12 +343,13 @@ pub fn default_name() -> String {
 /// identity.
 ///
 /// The key never leaves this host. The server is trusted only if it belongs to the pool that the
-/// token pins.
+/// token pins. `call` sends the request: [`crate::client::join`].
 pub async fn join_pool(
     home: &Home,
     address: &str,
     token: &str,
     name: Option<&str>,
+    call: impl AsyncFnOnce(&str, Arc<ClientConfig>, JoinRequest) -> Result<JoinReply, PoolError>,
 ) -> Result<Joined, IdentityError> {
     let parsed: JoinToken = token.parse().map_err(|e: join::NotAToken| IdentityError::Tls(e.to_string()))?;
     let name = name.map_or_else(default_name, str::to_owned);
@@ -364,10 +367,10 @@ pub async fn join_pool(
     let mut tls =
         builder().dangerous().with_custom_certificate_verifier(Arc::new(pinned)).with_no_client_auth();
     tls.alpn_protocols = vec![b"h2".to_vec()];
-    let reply = crate::client::join(
+    let reply = call(
         address,
         Arc::new(tls),
-        gpusession_proto::control::JoinRequest {
+        JoinRequest {
             token: token.trim().to_owned(),
             csr_pem,
             client_name: name,

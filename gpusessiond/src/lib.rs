@@ -3,6 +3,7 @@
 //! * [`leases`]: the lease manager, a state machine behind the trait [`leases::Leases`];
 //! * [`client`], [`identity`]: the pool over the network, and this client's identity in it;
 //! * [`grant`]: the socket on which programs request GPUs;
+//! * [`peer`]: the process at the other end of these sockets;
 //! * [`login`]: the socket on which PAM reports login sessions;
 //! * [`environment`]: variables that logins get;
 //! * [`bus`]: `org.gpusession1` on D-Bus;
@@ -22,6 +23,7 @@ pub mod leases;
 pub mod login;
 pub mod notice;
 pub mod paths;
+pub mod peer;
 pub mod pool;
 pub mod settings;
 pub mod units;

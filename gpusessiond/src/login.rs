@@ -1,5 +1,4 @@
 //! The login socket, on which `pam_gpusession.so` reports the begin and end of sessions.
-
 //!
 //! Only root may use it. The answer comes from memory: it waits neither for a server nor for a slow
 //! user database.
@@ -24,8 +23,7 @@ use gpusession_proto::journal::Event;
 use gpusession_proto::login::{MAX_REQUEST, Open, Reply, Request};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 use serde::{Deserialize, Serialize};
-use tokio::io::unix::AsyncFd;
-use tokio::io::{AsyncReadExt as _, Interest};
+use tokio::io::AsyncReadExt as _;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
@@ -33,8 +31,8 @@ use tracing::{debug, info, warn};
 
 use crate::access::Gate;
 use crate::environment::Environment;
-use crate::grant::{self, Peer, SocketFile};
-use crate::leases::Leases;
+use crate::leases::{Leases, Session};
+use crate::peer::{self, Peer, SocketFile};
 
 /// Time to send a request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
@@ -46,26 +44,6 @@ const MAX_CONNECTIONS: usize = 32;
 const MAX_SESSIONS: usize = 4096;
 /// Characters of session ids.
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Session {
-    /// Id of the session: the login's `GPUSESSION_ID`.
-    pub id: String,
-    pub uid: u32,
-    pub user: String,
-    /// PAM service that opened it.
-    pub service: String,
-    /// Terminal; empty without one, or if the program does not know it yet, as sshd.
-    pub tty: String,
-    /// Host that the user comes from; empty if unknown.
-    pub rhost: String,
-    /// Pid of the process that opened it first.
-    pub leader: u32,
-    /// Start of that process in clock ticks since boot; distinguishes processes with a reused pid.
-    pub leader_start: u64,
-    /// Id of logind's session that the leader belongs to, if any.
-    pub logind: Option<String>,
-}
 
 /// A process that opened a session: its pid and its start in clock ticks since boot.
 type Leader = (u32, u64);
@@ -105,7 +83,7 @@ impl Sessions {
         for path in std::fs::read_dir(folder).into_iter().flatten().filter_map(|e| Some(e.ok()?.path())) {
             let read = || serde_json::from_slice::<SessionRecord>(&std::fs::read(&path).ok()?).ok();
             let there = |leader: Leader| {
-                let pidfd = grant::pidfd_open(leader.0).ok()?;
+                let pidfd = peer::pidfd_open(leader.0).ok()?;
                 // In this order, the pidfd is known to belong to the process whose start is read.
                 (start_of(leader.0)? == leader.1).then_some((leader, pidfd))
             };
@@ -209,8 +187,7 @@ impl Sessions {
 
     /// Watches a leader; its exit may end its session.
     fn watch(self: &Arc<Self>, leader: Leader, pidfd: OwnedFd) -> Option<AbortHandle> {
-        // SAFETY: an OwnedFd gives the same open descriptor for as long as the AsyncFd owns it.
-        let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.ok()?;
+        let pidfd = peer::watched(pidfd).ok()?;
         let sessions = self.clone();
         let watch = async move {
             // A pidfd becomes readable when its process exits.
@@ -362,7 +339,7 @@ impl Server {
     }
 
     async fn talk(&self, mut stream: UnixStream) -> io::Result<()> {
-        let Peer { uid, pid, pidfd } = grant::peer(&stream)?;
+        let Peer { uid, pid, pidfd } = peer::peer(&stream)?;
         if uid != self.module {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,

@@ -11,7 +11,7 @@ use clap::Parser;
 use gpusessiond::access::Gate;
 use gpusessiond::arguments::Arguments;
 use gpusessiond::bus::{self, Bus};
-use gpusessiond::client::Remote;
+use gpusessiond::client::{self, Remote};
 use gpusessiond::config::{self, Config};
 use gpusessiond::environment::Environment;
 use gpusessiond::grant::{self, Limits};
@@ -22,6 +22,7 @@ use gpusessiond::leases::engine::{Engine, EngineOptions, HostFacts};
 use gpusessiond::login::{self, Sessions};
 use gpusessiond::notice;
 use gpusessiond::paths;
+use gpusessiond::peer;
 use gpusessiond::pool::{PoolError, PoolServer, Trouble};
 use gpusessiond::settings::Settings;
 use gpusessiond::units::control_address;
@@ -168,8 +169,8 @@ fn inherited() -> Inherited {
 fn listener(
     inherited: Option<std::os::unix::net::UnixListener>,
     path: &Path,
-    bind: impl FnOnce(&Path) -> std::io::Result<(UnixListener, grant::SocketFile)>,
-) -> Result<(UnixListener, Option<grant::SocketFile>)> {
+    bind: impl FnOnce(&Path) -> std::io::Result<(UnixListener, peer::SocketFile)>,
+) -> Result<(UnixListener, Option<peer::SocketFile>)> {
     let name = || path.display().to_string();
     if let Some(socket) = inherited {
         socket.set_nonblocking(true).with_context(name)?;
@@ -263,7 +264,7 @@ async fn join(
     }
     addresses.extend(home.addresses()?);
     for address in addresses {
-        match identity::join_pool(home, &address, token, config.client_name.as_deref()).await {
+        match identity::join_pool(home, &address, token, config.client_name.as_deref(), client::join).await {
             Ok(joined) => return Ok(joined),
             Err(error) => last = error,
         }
@@ -399,7 +400,7 @@ async fn daemon(path: PathBuf, config: Config, level: Level, inherited: Inherite
     raise_limits();
     let (grants_at, logins_at) = (paths::grant_socket(), paths::login_socket());
     let (grant_listener, _grant_file) =
-        listener(inherited.grant, &grants_at, |path| grant::bind(path, 0o666))?;
+        listener(inherited.grant, &grants_at, |path| peer::bind(path, 0o666))?;
     let (login_listener, _login_file) = listener(inherited.login, &logins_at, login::bind_at)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

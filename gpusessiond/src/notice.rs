@@ -18,9 +18,8 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
-use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot};
+use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot, warning};
 use crate::paths;
-use crate::units::human_duration;
 
 /// Longest file name in bytes.
 const NAME_MAX: usize = 255;
@@ -70,14 +69,6 @@ struct News {
     /// Notices of lost leases for the time after their replacement, and when they end once it
     /// exists.
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
-}
-
-/// Formats a warning with the time left; omits a time below one second.
-pub(crate) fn warning(left: Duration, reason: &str) -> String {
-    if left < Duration::from_secs(1) {
-        return reason.to_owned();
-    }
-    format!("{reason} (in {})", human_duration(left))
 }
 
 fn called(lease: &LeaseView) -> &str {
@@ -269,8 +260,8 @@ fn file_name(line: &str) -> String {
 mod tests {
     use super::*;
     use crate::config::LeaseConfig;
+    use crate::leases::Session;
     use crate::leases::Spec;
-    use crate::login::Session;
     use crate::pool::{PoolError, Trouble};
 
     fn lease(slot: Slot, uid: u32, state: LeaseState) -> LeaseView {

@@ -778,8 +778,8 @@ async fn slow_calls_delay_no_others_and_are_bounded_per_user() {
     assert!(answered > 0 && answered <= limit, "{answered}");
 }
 
-fn session(id: &str, uid: u32) -> std::sync::Arc<gpusessiond::login::Session> {
-    std::sync::Arc::new(gpusessiond::login::Session {
+fn session(id: &str, uid: u32) -> std::sync::Arc<gpusessiond::leases::Session> {
+    std::sync::Arc::new(gpusessiond::leases::Session {
         id: id.into(),
         uid,
         user: "somebody".into(),

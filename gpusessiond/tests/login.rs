@@ -22,7 +22,7 @@ struct LoginSocket {
     path: PathBuf,
     sessions: Arc<Sessions>,
     task: tokio::task::JoinHandle<()>,
-    _file: gpusessiond::grant::SocketFile,
+    _file: gpusessiond::peer::SocketFile,
 }
 
 impl LoginSocket {

@@ -17,8 +17,7 @@ use super::lease_fd::release_at_close;
 use super::project::{shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
 use crate::handover::Kept;
-use crate::leases::{Caller, LeaseState, LeaseView, Owner, Slot, Snapshot, Spec};
-use crate::login::Session;
+use crate::leases::{Caller, LeaseState, LeaseView, Owner, Session, Slot, Snapshot, Spec};
 
 /// `CreateLease` flag: the lease outlives its requester.
 const PERSISTENT: u64 = 1;

@@ -7,7 +7,9 @@ mod alarm;
 pub mod engine;
 pub mod machine;
 mod readings;
+mod session;
 pub mod sim;
+mod text;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,12 +22,18 @@ use gpusession_proto::readings::{Query, View};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
-pub use machine::{Slot, Time};
+pub use session::Session;
+pub use text::warning;
 
 use crate::config::{Class, LeaseConfig, OnIdle, Priority, Sharing};
-use crate::login::Session;
 use crate::pool::PoolError;
 use crate::units::{Memory, SmPercent};
+
+/// A point on the lease manager's monotonic clock.
+pub type Time = Duration;
+
+/// A wanted lease's number inside the daemon; never reused.
+pub type Slot = u64;
 
 /// Owner of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

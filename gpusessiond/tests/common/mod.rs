@@ -17,6 +17,7 @@ use gpusessiond::grant::{self, Limits};
 use gpusessiond::leases::engine::{Engine, HostFacts};
 use gpusessiond::leases::sim::SimServer;
 use gpusessiond::leases::{Leases as _, Snapshot, Spec};
+use gpusessiond::peer;
 use gpusessiond::pool::PoolServer;
 use gpusessiond::settings::Settings;
 use tempfile::TempDir;
@@ -193,7 +194,7 @@ pub async fn serve_on(connection: zbus::Connection, engine: &Engine, settings: A
 pub struct GrantSocket {
     pub path: PathBuf,
     _folder: TempDir,
-    _file: grant::SocketFile,
+    _file: peer::SocketFile,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -201,7 +202,7 @@ impl GrantSocket {
     pub fn start(engine: &Engine, config: &Config, limits: Limits) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("grant.sock");
-        let (listener, file) = grant::bind(&path, 0o666).unwrap();
+        let (listener, file) = peer::bind(&path, 0o666).unwrap();
         let gate = Arc::new(Gate::new(config.access.clone()));
         let server = Arc::new(grant::Server::new(Arc::new(engine.clone()), gate, config.wait, limits));
         Self { path, _folder: folder, _file: file, task: tokio::spawn(server.serve(listener)) }

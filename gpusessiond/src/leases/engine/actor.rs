@@ -14,9 +14,10 @@ use super::snapshot::wall_usec;
 use super::{HostFacts, Message, Updates};
 use crate::access::Gate;
 use crate::leases::alarm::Alarm;
-use crate::leases::machine::{Machine, Saved, Time};
-use crate::leases::{Caller, Failure, Granted, LeaseView, ServerView, Slot, Snapshot, WorkerRequest};
-use crate::login::Session;
+use crate::leases::machine::{Machine, Saved};
+use crate::leases::{
+    Caller, Failure, Granted, LeaseView, ServerView, Session, Slot, Snapshot, Time, WorkerRequest,
+};
 use crate::pool::{PoolError, PoolServer, Trouble};
 use crate::units::human_duration;
 

@@ -82,7 +82,7 @@ impl Actor {
                     gpusession_lease = id,
                     gpusession_reason = reason,
                     "lease {id}: {}",
-                    crate::notice::warning(*left, reason)
+                    crate::leases::warning(*left, reason)
                 );
             }
             Change::Lost { id, reason, .. } => {

@@ -20,10 +20,9 @@ use tokio::time::Instant;
 use super::machine::{Machine, Saved};
 use super::readings::{self, Place};
 use super::{
-    Answer, Caller, Failure, Granted, LeaseView, Leases, Slot, Snapshot, Spec, Update, WorkerRequest,
+    Answer, Caller, Failure, Granted, LeaseView, Leases, Session, Slot, Snapshot, Spec, Update, WorkerRequest,
 };
 use crate::access::Gate;
-use crate::login::Session;
 use crate::pool::{PoolError, PoolServer, Trouble};
 
 use actor::Actor;

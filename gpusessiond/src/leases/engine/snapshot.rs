@@ -4,8 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::actor::Actor;
 use crate::config::Class;
-use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT, Time};
-use crate::leases::{DeviceView, LeaseState, LeaseView, Owner, ServerView, Snapshot};
+use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
+use crate::leases::{DeviceView, LeaseState, LeaseView, Owner, ServerView, Snapshot, Time};
 use crate::pool::Trouble;
 
 /// Uid shown for an owner whom the user database does not know; differs from "everyone".

@@ -20,8 +20,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Change, Spec};
-use crate::login::Session;
+use super::{Change, Session, Slot, Spec, Time};
 
 pub use action::Action;
 pub use lease::{Health, Held, Phase, Wanted};
@@ -29,9 +28,6 @@ pub use saved::{Saved, SavedLease};
 
 use give_back::Releasing;
 use lease::Recovery;
-
-/// A point on the caller's monotonic clock.
-pub type Time = Duration;
 
 /// Interval between heartbeats to a server that holds leases of this client.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
@@ -53,9 +49,6 @@ pub const USER_LINGER_TIMEOUT: Duration = Duration::from_secs(30);
 const RECOVERY_TIMEOUT: Duration = OFFLINE_TIMEOUT;
 /// Workers kept in stock for a lease, so that a process's grant needs no round trip.
 const STOCK_TARGET: usize = 1;
-
-/// A wanted lease's number inside the daemon; never reused.
-pub type Slot = u64;
 
 /// The state machine of all leases of this client.
 #[derive(Debug)]
