@@ -16,10 +16,10 @@ use gpusession_proto::handle;
 
 use crate::devices::{Device, Peer};
 use crate::foreign_addresses::Claims;
+use crate::positions::Positions;
 use crate::status::{
     DEVICE_UNAVAILABLE, INVALID_CONTEXT, NOT_SUPPORTED, OUT_OF_MEMORY, Result, SYSTEM_NOT_READY, UNKNOWN,
 };
-use crate::streams::Positions;
 use crate::window::{self, Window};
 use crate::{errors, handles, run_ahead, thread, trace};
 

@@ -9,11 +9,11 @@ use gpusession_proto::frame::{INLINE_MAX, op};
 use crate::api::copy::{self, Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
 use crate::host_functions::Due;
-use crate::mapped::Region;
 use crate::ranges::Range;
+use crate::regions::Region;
 use crate::status::{INVALID_VALUE, OUT_OF_MEMORY, Result, UNKNOWN};
 use crate::streams::Stream;
-use crate::{host_functions, mapped, ranges, thread};
+use crate::{mapped, ranges, regions, thread};
 
 /// Keeps chunks of bulk transfers queued in the order of their frames.
 static BULK: Mutex<()> = Mutex::new(());
@@ -48,8 +48,8 @@ pub fn done_there(
     wait: bool,
 ) -> Result<bool> {
     let client = stream.client;
-    let mut due = host_functions::due(stream) > Due::Nothing;
-    if !due && !mapped::any() && !client.link.down.any() {
+    let mut due = stream.due() > Due::Nothing;
+    if !due && !regions::any() && !client.link.down.any() {
         return Ok(false);
     }
     let Some(range) = known(client, source, len) else { return Ok(false) };
@@ -97,15 +97,15 @@ fn upwards(target: u64, source: usize, len: usize, stream: &Stream, wait: bool) 
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
-    mapped::upload(client)?;
-    if mapped::any() && known(client, source, len).is_some_and(|r| r.kind.managed()) {
+    regions::upload(client)?;
+    if regions::any() && known(client, source, len).is_some_and(|r| r.kind.managed()) {
         return managed(target, source as u64, len, stream, wait);
     }
     if done_there(cuboid(), source, len, stream, wait)? {
         return Ok(());
     }
     // Whether the target is managed memory.
-    let shown = mapped::any() && ranges::find(target).is_some_and(|r| r.kind.managed());
+    let shown = regions::any() && ranges::find(target).is_some_and(|r| r.kind.managed());
     let body = |w: &mut gpusession_proto::frame::Writer<'_>, inline: bool| {
         w.word(target);
         w.word(len as u64);
@@ -224,10 +224,10 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     if stream.capture().is_some() {
         return in_order(cuboid(), stream);
     }
-    mapped::upload(client)?;
-    let due = if wait { Due::Nothing } else { host_functions::due(stream) };
+    regions::upload(client)?;
+    let due = if wait { Due::Nothing } else { stream.due() };
     let mut wait = wait;
-    if (due > Due::Nothing || mapped::any())
+    if (due > Due::Nothing || regions::any())
         && let Some(range) = known(client, target, len)
     {
         if range.kind.managed() {
@@ -301,7 +301,7 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
         // many.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
     }
-    if bulk && mapped::any() {
+    if bulk && regions::any() {
         // Earlier kernels' changes of the program's memory have not arrived yet.
         return stream.ask(op::STREAM_SYNC);
     }

@@ -11,9 +11,10 @@ use gpusession_link::lanes::On;
 use gpusession_proto::frame::op;
 
 use crate::client::Client;
-use crate::status::Result;
-use crate::streams::{Stream, is_covered};
-use crate::{mapped, thread};
+use crate::positions::{Cover, is_covered};
+use crate::status::{OUT_OF_MEMORY, Result};
+use crate::stream::Stream;
+use crate::{regions, thread};
 
 /// A program's function to call in a stream's order.
 #[derive(Clone, Copy)]
@@ -44,7 +45,7 @@ struct Calling {
     first: u64,
     seq: u64,
     /// Streams, each up to a position, whose work is complete before this work starts.
-    after: Vec<(On, u64)>,
+    after: Vec<Cover>,
 }
 
 /// Number of launches on one stream that get entries of their own; later ones join the last entry.
@@ -66,8 +67,7 @@ static OF_GRAPHS: AtomicUsize = AtomicUsize::new(0);
 static HOST_DUE: Condvar = Condvar::new();
 
 impl Host {
-    fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>) {
-        let after = stream.covers_so_far();
+    fn add(&mut self, function: Option<u64>, stream: &Arc<Stream>, after: Vec<Cover>) {
         let same = |work: &&mut Calling| work.function.is_none() && work.on.on() == stream.on();
         let launches = self.calling.iter_mut().filter(same);
         match launches.enumerate().last() {
@@ -112,16 +112,17 @@ pub fn forget_launches(over: impl Fn(On, u64) -> bool) {
 
 /// Registers a host function for the frame that is appended next to a stream, or for graphs.
 ///
-/// After that frame the caller calls [`appended`]. A function of graphs stays registered.
+/// A stream comes with the streams that its next work covers. After that frame the caller calls
+/// [`appended`]. A function of graphs stays registered.
 pub fn register(
     client: &'static Client,
     function: HostFunction,
-    stream: Option<&Arc<Stream>>,
+    stream: Option<(&Arc<Stream>, Vec<Cover>)>,
 ) -> Result<u64> {
     static THREAD: OnceLock<bool> = OnceLock::new();
     client.serve_events()?;
     if !THREAD.get_or_init(|| gpusession_link::threads::spawn("gpusession-host", run_host).is_ok()) {
-        return Err(crate::status::OUT_OF_MEMORY);
+        return Err(OUT_OF_MEMORY);
     }
     let mut host = host();
     let host = host.get_or_insert_with(|| Host {
@@ -134,20 +135,22 @@ pub fn register(
     host.next += 1;
     host.functions.insert(id, Registered { function, keep: stream.is_none(), client });
     match stream {
-        Some(stream) => host.add(Some(id), stream),
+        Some((stream, after)) => host.add(Some(id), stream, after),
         None => drop(OF_GRAPHS.fetch_add(1, Ordering::Relaxed)),
     }
     Ok(id)
 }
 
 /// Announces that the next frame launches a graph on a stream; [`appended`] follows.
-pub fn launching_graph(stream: &Arc<Stream>) {
+///
+/// `after` returns the streams that the stream's next work covers.
+pub fn launching_graph(stream: &Arc<Stream>, after: impl FnOnce() -> Vec<Cover>) {
     if OF_GRAPHS.load(Ordering::Relaxed) > 0
         && let Some(host) = host().as_mut()
         && host.functions.values().any(|f| f.keep && f.client.number == stream.client.number)
     {
         host.forget(|_, _| false);
-        host.add(None, stream);
+        host.add(None, stream, after());
     }
 }
 
@@ -173,17 +176,12 @@ pub enum Due {
     Graph,
 }
 
-/// Returns the kind of host function that may still run before the next work on a stream.
-pub fn due(stream: &Stream) -> Due {
-    if !any() {
-        return Due::Nothing;
-    }
-    let covers = stream.covers(stream.client.link.position() + 1);
+/// Returns the kind of host function that may still run before a stream's work with these covers.
+pub fn due(on: On, covers: &[Cover]) -> Due {
     let mut host = host();
     let Some(host) = host.as_mut() else { return Due::Nothing };
     host.forget(|_, _| false);
-    let before =
-        host.calling.iter().filter(|w| w.on.on() == stream.on() || is_covered(&covers, w.on.on(), w.first));
+    let before = host.calling.iter().filter(|w| w.on.on() == on || is_covered(covers, w.on.on(), w.first));
     before
         .map(|w| if w.function.is_some() { Due::Function } else { Due::Graph })
         .max()
@@ -234,7 +232,7 @@ fn run_host() {
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
         });
         // On a lost link no stream waits for the function's end.
-        let _ = mapped::upload_after_host_function(client);
+        let _ = regions::upload_after_host_function(client);
         let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
         locked = host();
         if let Some(host) = locked.as_mut().filter(|_| !keep) {

@@ -19,6 +19,7 @@
 )]
 
 mod api;
+mod capture;
 mod client;
 mod clients;
 mod compile_cache;
@@ -36,12 +37,15 @@ mod mapped;
 #[path = "../../../simgpu/src/md2.rs"]
 mod md2;
 mod objects;
+mod positions;
 mod private_tables;
 mod proc_address;
 mod ranges;
+mod regions;
 mod route;
 mod run_ahead;
 mod status;
+mod stream;
 mod streams;
 mod thread;
 mod trace;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gpusession_link::{Events, Link};
 
 use crate::status::DEVICE_UNAVAILABLE;
-use crate::{clients, host_functions, mapped, trace};
+use crate::{clients, host_functions, regions, trace};
 
 /// Receiver of a worker's unsolicited frames, with the number of its client.
 struct Receiver(u8);
@@ -32,7 +32,7 @@ impl Events for Receiver {
     }
 
     fn host_changed(&self, region: u64, offset: u64, bytes: &[u8]) {
-        mapped::changed(region, offset, bytes);
+        regions::changed(region, offset, bytes);
     }
 
     fn lost(&self, reason: &str) {

@@ -8,10 +8,10 @@ use gpusession_proto::handle;
 
 use crate::client::{Client, cross_lease_error, string, unavailable};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
-use crate::mapped::Region;
+use crate::regions::Region;
 use crate::route::{elsewhere, home};
 use crate::streams::{self, Default, Stream, find};
-use crate::{clients, copies, mapped, ranges, thread};
+use crate::{clients, copies, mapped, ranges, regions, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Maximum bytes of a copy between leases that are in the program at once.
@@ -85,7 +85,7 @@ pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     stream.usable()?;
     mapped::named(client, target)?;
     mapped::named(client, source)?;
-    mapped::upload(client)?;
+    regions::upload(client)?;
     let sure = ranges::is_device(client, target, len as u64) && ranges::is_device(client, source, len as u64);
     let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
         w.word(target);
@@ -244,7 +244,7 @@ fn fill_on(stream: &Stream, operation: u16, target: u64, len: Option<usize>, arg
     stream.usable()?;
     client.take_late_error()?;
     mapped::named(client, target)?;
-    mapped::upload(client)?;
+    regions::upload(client)?;
     let sure = len.is_some_and(|len| ranges::is_device(client, target, len as u64));
     let seq = client.post_if(sure, operation, |w| {
         for argument in arguments {
@@ -584,7 +584,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     if direction != 0 && len > PACKED && height * depth > 1 {
         return cuboid.parts().try_for_each(|part| run_on(part, stream, wait));
     }
-    mapped::upload(client)?;
+    regions::upload(client)?;
     if direction == 1 {
         let (first, covered) = cuboid.span(0);
         if copies::done_there(cuboid, first, covered, stream, wait)? {

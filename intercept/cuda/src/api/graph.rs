@@ -13,9 +13,9 @@ use crate::client::{Client, word};
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};
-use crate::mapped::Region;
+use crate::regions::Region;
 use crate::streams::{self, find};
-use crate::{clients, events, handles, mapped, objects, route, thread};
+use crate::{clients, events, handles, mapped, objects, regions, route, thread};
 
 /// Kinds of nodes in `GRAPH_ADD` and `GRAPH_EXEC_SET`.
 mod node {
@@ -472,9 +472,9 @@ driver! {
         let (client, stream) = find(stream, default)?;
         client.same(clients::of(exec as u64)?)?;
         stream.usable()?;
-        mapped::upload(client)?;
+        regions::upload(client)?;
         mapped::upload_for_graph(exec as u64)?;
-        host_functions::launching_graph(&stream);
+        host_functions::launching_graph(&stream, || stream.covers_so_far());
         let seq = client.post(op::GRAPH_LAUNCH, |w| {
             w.word(exec as u64);
             w.word(stream.handle);

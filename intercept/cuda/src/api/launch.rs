@@ -13,7 +13,7 @@ use crate::entry::{
 };
 use crate::functions::{self, Function};
 use crate::streams::{self, find};
-use crate::{clients, mapped, ranges, thread};
+use crate::{clients, mapped, ranges, regions, thread};
 
 /// Bytes of a `CUlaunchAttribute`.
 const ATTRIBUTE: usize = 72;
@@ -170,7 +170,7 @@ fn launch(
     let (client, stream) = find(stream.0, stream.1)?;
     stream.usable()?;
     params.name_memory(client, &function)?;
-    mapped::upload(client)?;
+    regions::upload(client)?;
     let mut hasher = DefaultHasher::new();
     (function.handle, shape.block, shape.shared, attributes).hash(&mut hasher);
     if !attributes.is_empty() {

@@ -15,7 +15,7 @@ use crate::entry::{
 };
 use crate::host_functions::{self, HostFunction};
 use crate::streams::{self, find, find_even_in_host_function};
-use crate::{clients, events, handles, mapped, objects, route, thread};
+use crate::{capture, clients, events, handles, mapped, objects, regions, route, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
 /// Length of a `CUstreamBatchMemOpParams` in words of 8 bytes.
@@ -35,7 +35,7 @@ fn batch(stream: *mut c_void, default: streams::Default, flags: u32, items: &[u8
             return Err(cross_lease_error("memory of a wait or write on a stream"));
         }
     }
-    mapped::upload(client)?;
+    regions::upload(client)?;
     let seq = client.post(op::STREAM_BATCH, |w| {
         w.word(stream.handle);
         w.word(u64::from(flags));
@@ -63,7 +63,7 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     let (client, stream) = find(stream, default)?;
     stream.usable()?;
     let keep = stream.capture().is_some();
-    let id = host_functions::register(client, function, (!keep).then_some(&stream))?;
+    let id = host_functions::register(client, function, (!keep).then(|| (&stream, stream.covers_so_far())))?;
     let seq = client.post(op::HOST_FUNC, |w| {
         w.word(stream.handle);
         w.word(id);
@@ -114,7 +114,7 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
         return Ok(Info { status: 0, id: 0, graph: 0, nodes: Vec::new() });
     };
     if capture.invalid.load(Ordering::Relaxed) {
-        return Ok(Info { status: streams::INVALIDATED, id: capture.id, graph: 0, nodes: Vec::new() });
+        return Ok(Info { status: capture::INVALIDATED, id: capture.id, graph: 0, nodes: Vec::new() });
     }
     let mut nodes = Vec::new();
     if with_nodes {
@@ -125,7 +125,7 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
             nodes.push(client.name(word(&mut r)?));
         }
     }
-    Ok(Info { status: streams::ACTIVE, id: capture.id, graph: capture.graph, nodes })
+    Ok(Info { status: capture::ACTIVE, id: capture.id, graph: capture.graph, nodes })
 }
 
 /// Returns a capture's dependencies in an array that belongs to the library.

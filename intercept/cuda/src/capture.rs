@@ -1,0 +1,130 @@
+//! Captures in progress, and the calls that they forbid.
+
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::regions::Region;
+use crate::status::{Result, STREAM_CAPTURE_UNSUPPORTED};
+use crate::thread;
+
+/// `CUstreamCaptureStatus`: the capture is in progress.
+pub const ACTIVE: i32 = 1;
+/// `CUstreamCaptureStatus`: the capture has been invalidated, but not ended.
+pub const INVALIDATED: i32 = 2;
+
+/// A capture in progress.
+pub struct Capture {
+    /// Number for `cuStreamGetCaptureInfo`.
+    pub id: u64,
+    /// `CUstreamCaptureMode`: 0 global, 1 thread-local, 2 relaxed.
+    pub mode: i32,
+    /// Number of the thread that began it.
+    pub thread: u32,
+    /// Handle of the stream that began it.
+    pub origin: u64,
+    /// Context of that stream.
+    pub ctx: u64,
+    /// Whether it was invalidated.
+    pub invalid: AtomicBool,
+    /// Graph to capture into, 0 for a new one.
+    pub graph: u64,
+    /// Host memory that its copies name.
+    pub named: Mutex<Vec<Arc<Region>>>,
+}
+
+impl Capture {
+    /// Begins a capture of the calling thread, which the stream `origin` has still to join.
+    pub fn begin(origin: u64, ctx: u64, mode: i32, graph: u64) -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let capture = Arc::new(Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            mode,
+            thread: thread::id(),
+            origin,
+            ctx,
+            invalid: AtomicBool::new(false),
+            graph,
+            named: Mutex::default(),
+        });
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(capture.clone());
+        CAPTURES.fetch_add(1, Ordering::Relaxed);
+        if mode != 2 {
+            UNSAFE_CAPTURES.fetch_add(1, Ordering::Relaxed);
+        }
+        capture
+    }
+
+    /// Ends the capture, which no stream takes part in any more.
+    pub fn end(self: &Arc<Self>) {
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).retain(|c| !Arc::ptr_eq(c, self));
+        CAPTURES.fetch_sub(1, Ordering::Relaxed);
+        if self.mode != 2 {
+            UNSAFE_CAPTURES.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Invalidates the capture after an event that it cannot contain.
+    pub fn invalidate(&self) {
+        self.invalid.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` until the capture ends.
+    pub fn open(self: &Arc<Self>) -> bool {
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|c| Arc::ptr_eq(c, self))
+    }
+}
+
+/// Number of captures in progress: at zero, each question about capture is a single load.
+static CAPTURES: AtomicU32 = AtomicU32::new(0);
+static UNSAFE_CAPTURES: AtomicI32 = AtomicI32::new(0);
+static OPEN: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+
+/// Returns `true` if any stream captures.
+#[inline]
+pub fn capturing() -> bool {
+    CAPTURES.load(Ordering::Relaxed) != 0
+}
+
+/// Refuses to synchronize a context with captures, and invalidates those.
+pub fn context_sync_allowed(ctx: u64) -> Result {
+    if capturing() {
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine: Vec<_> = open.iter().filter(|c| c.ctx == ctx).collect();
+        mine.iter().for_each(|capture| capture.invalidate());
+        if !mine.is_empty() {
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
+        }
+    }
+    allowed()
+}
+
+/// Checks a call that CUDA calls unsafe during a capture, such as an allocation.
+///
+/// Returns an error if a capture forbids the calling thread to make it, and invalidates that
+/// capture.
+pub fn allowed() -> Result {
+    if UNSAFE_CAPTURES.load(Ordering::Relaxed) == 0 {
+        return Ok(());
+    }
+    let mode = thread::capture_mode();
+    if mode == 2 {
+        return Ok(());
+    }
+    let me = thread::id();
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let forbidding: Vec<_> = open
+        .iter()
+        .filter(|c| match c.mode {
+            0 => mode == 0 || c.thread == me,
+            1 => c.thread == me,
+            _ => false,
+        })
+        .collect();
+    if forbidding.is_empty() {
+        return Ok(());
+    }
+    for capture in forbidding {
+        capture.invalidate();
+    }
+    Err(STREAM_CAPTURE_UNSUPPORTED)
+}

@@ -1,0 +1,200 @@
+//! Positions in a worker's log: the last work of streams, and work that is known to be done.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use gpusession_link::lanes::On;
+
+/// A stream whose work before a position is covered: it is complete when the covering work is.
+pub type Cover = (On, u64);
+
+/// Handle that stands for every stream of a context that is ordered with its default stream.
+const ANY_BLOCKING: u64 = u64::MAX;
+
+/// Returns `true` if these cover a stream's work at a position.
+pub fn is_covered(covers: &[Cover], on: On, seq: u64) -> bool {
+    covers.iter().any(|(covered, position)| {
+        let any = covered.stream == ANY_BLOCKING && covered.ctx == on.ctx && on.blocking;
+        (any || *covered == on) && seq < *position
+    })
+}
+
+/// Positions of work in one worker's log.
+#[derive(Default)]
+pub struct Positions {
+    /// Latest work on a default stream, or on a stream that is ordered with it.
+    last_blocking: AtomicU64,
+    /// Latest such work, except copies to the device.
+    last_seen_blocking: AtomicU64,
+    /// All work up to this position is complete, because a context was synchronized.
+    ctx_done: AtomicU64,
+}
+
+impl Positions {
+    /// Notes that the frame at this position has synchronized a context.
+    pub fn context_synced(&self, seq: u64) {
+        self.ctx_done.fetch_max(seq, Ordering::Relaxed);
+    }
+}
+
+/// Positions of one stream's work; `log` is that of the stream's worker.
+pub struct StreamPositions {
+    on: On,
+    last: AtomicU64,
+    /// Position of the latest work except copies to the device, whose completion the host cannot
+    /// observe.
+    last_seen: AtomicU64,
+    done: AtomicU64,
+    /// Streams, each up to a position, that this one has waited for while their data was in
+    /// transit.
+    waited_for: Mutex<Vec<Cover>>,
+}
+
+impl StreamPositions {
+    /// Makes the positions of a stream without work.
+    pub fn new(on: On) -> Self {
+        Self {
+            on,
+            last: AtomicU64::new(0),
+            last_seen: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            waited_for: Mutex::default(),
+        }
+    }
+
+    /// Returns the stream's name in transfers.
+    pub fn on(&self) -> On {
+        self.on
+    }
+
+    fn is_default(&self) -> bool {
+        self.on.stream == 0
+    }
+
+    /// Notes that the frame at this position put work on the stream.
+    #[inline]
+    pub fn worked(&self, log: &Positions, seq: u64) {
+        self.copied_in(log, seq);
+        self.last_seen.fetch_max(seq, Ordering::Relaxed);
+        if self.on.blocking {
+            log.last_seen_blocking.fetch_max(seq, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes a frame that copies bytes, which the program has handed over, to memory that surely
+    /// exists.
+    pub fn copied_in(&self, log: &Positions, seq: u64) {
+        self.last.fetch_max(seq, Ordering::Relaxed);
+        if self.on.blocking {
+            log.last_blocking.fetch_max(seq, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns `true` if only copies noted by `copied_in` may be incomplete.
+    ///
+    /// The program cannot tell when these are complete, as long as its next work stays behind them.
+    /// Always `false` for streams that also wait for the default stream's work.
+    pub fn only_copies_in(&self, log: &Positions) -> bool {
+        let last = match (self.is_default(), self.on.blocking) {
+            (true, _) => log.last_seen_blocking.load(Ordering::Relaxed),
+            (_, true) => return false,
+            (_, false) => self.last_seen.load(Ordering::Relaxed),
+        };
+        self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Returns `true` if all work on the stream is known to be complete.
+    pub fn idle(&self, log: &Positions) -> bool {
+        // The default stream is ordered with all blocking ones.
+        let last = if self.is_default() {
+            log.last_blocking.load(Ordering::Relaxed)
+        } else {
+            self.last.load(Ordering::Relaxed)
+        };
+        self.done.load(Ordering::Relaxed) >= last
+    }
+
+    /// Returns `true` if the stream is idle, and so is all work that its next work would wait for.
+    pub fn quiet(&self, log: &Positions) -> bool {
+        self.idle(log)
+            && (self.is_default()
+                || !self.on.blocking
+                || self.done.load(Ordering::Relaxed) >= log.last_blocking.load(Ordering::Relaxed))
+    }
+
+    /// Returns `true` if the stream's work up to a position is known to be complete.
+    pub fn done(&self, log: &Positions, seq: u64) -> bool {
+        self.done.load(Ordering::Relaxed) >= seq || log.ctx_done.load(Ordering::Relaxed) >= seq
+    }
+
+    /// Notes that the stream's work up to this position is complete.
+    pub fn synced(&self, seq: u64) {
+        self.done.fetch_max(seq, Ordering::Relaxed);
+    }
+
+    /// Returns the position of the stream's latest work.
+    pub fn last(&self) -> u64 {
+        self.last.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Cover>> {
+        self.waited_for.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the streams, each up to a position, that this one has waited for.
+    pub fn waited_for(&self) -> Vec<Cover> {
+        self.lock().clone()
+    }
+
+    /// Notes that the stream waits for an event that covers these.
+    pub fn covers_also(&self, more: &[Cover]) {
+        let mut covers = self.lock();
+        for (on, seq) in more.iter().filter(|(on, _)| *on != self.on) {
+            match covers.iter_mut().find(|(known, _)| known == on) {
+                Some((_, known)) => *known = (*known).max(*seq),
+                None => covers.push((*on, *seq)),
+            }
+        }
+    }
+
+    /// Removes streams that it has waited for, after their data has landed.
+    pub fn landed(&self, covers: &[Cover]) {
+        self.lock().retain(|covered| !covers.contains(covered));
+    }
+
+    /// Returns the streams, each up to a position, whose work precedes the work of frame `seq`.
+    ///
+    /// `own` is the last position of the stream's own work that counts: of the default stream's
+    /// work only that before `own` is covered. `default` is the context's default stream, if the
+    /// program has used it. `others` are the context's streams that are ordered with it.
+    pub fn covers<'a>(
+        &self,
+        seq: u64,
+        own: u64,
+        default: Option<&Self>,
+        others: impl Iterator<Item = &'a Self>,
+    ) -> Vec<Cover> {
+        let mut covers = self.waited_for();
+        covers.push((self.on, seq));
+        if !self.on.blocking {
+            return covers;
+        }
+        // Order of the default stream: work on a blocking stream follows the default stream's last
+        // work. That in turn follows all earlier work of the blocking streams.
+        let before = if self.is_default() {
+            seq
+        } else {
+            let Some(default) = default else { return covers };
+            let last = default.last().min(own);
+            covers.extend(default.waited_for());
+            covers.push((default.on, last + 1));
+            last
+        };
+        for other in others.filter(|other| other.on != self.on) {
+            covers.extend(other.waited_for());
+        }
+        // Includes destroyed streams.
+        covers.push((On { ctx: self.on.ctx, stream: ANY_BLOCKING, blocking: true }, before));
+        covers
+    }
+}

@@ -1,0 +1,295 @@
+//! Regions of host memory that the device can see.
+//!
+//! The worker has a mirror of each region. The program's changes go up before work is launched; the
+//! device's changes come back when the program synchronizes. A program and a kernel that poll the
+//! same memory while both run are not supported.
+
+use std::io::IoSliceMut;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use gpusession_link::link::Reply;
+use gpusession_proto::changes::{self, BLOCK};
+use gpusession_proto::frame::{mirror, op};
+use nix::errno::Errno;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+
+use crate::client::{Client, word};
+use crate::status::Result;
+use crate::window::PAGE;
+
+/// Way to read a region's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reading {
+    /// The program has promised that the memory exists.
+    Promised,
+    /// The program may have unmapped the memory: an unreadable part counts as unchanged.
+    Guarded,
+}
+
+impl Reading {
+    /// Copies memory of the program to `to`; `false` if it equals `known` or cannot be read.
+    fn copy_differing(self, address: usize, known: &[u8], to: &mut [u8]) -> bool {
+        if self == Self::Guarded {
+            let len = to.len();
+            let memory = RemoteIoVec { base: address, len };
+            match process_vm_readv(Pid::this(), &mut [IoSliceMut::new(to)], &[memory]) {
+                Ok(read) => return read == len && to != known,
+                Err(Errno::EFAULT) => return false,
+                // A sandbox forbids the call.
+                Err(_) => {}
+            }
+        }
+        // SAFETY: the memory is readable until `discard`, or while graphs that name it are
+        // launched, as the program promised. The program may write to it meanwhile, as with a local
+        // card.
+        let now = unsafe { std::slice::from_raw_parts(address as *const u8, to.len()) };
+        if now == known {
+            return false;
+        }
+        to.copy_from_slice(now);
+        true
+    }
+}
+
+/// A region of host memory with a mirror in a worker.
+pub struct Region {
+    pub client: &'static Client,
+    id: u64,
+    pub base: usize,
+    len: usize,
+    kind: u64,
+    /// The mirror's address, for kinds whose address this process chooses.
+    pub there: u64,
+    /// Whether it is ordinary memory of the program, which the program may unmap without notice.
+    pub pageable: bool,
+    device: AtomicU64,
+    /// Whether kernels can name it.
+    everywhere: AtomicBool,
+    /// Whether the worker has the mirror.
+    made: AtomicBool,
+    /// The contents that the worker knows; empty once the memory is freed.
+    shadow: Mutex<Vec<u8>>,
+}
+
+static REGIONS: RwLock<Vec<Arc<Region>>> = RwLock::new(Vec::new());
+/// Number of regions: at zero, a launch's check is a single load.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+static NEXT: AtomicU64 = AtomicU64::new(1);
+/// One thread at a time sends changes, so that an older state never follows a newer one.
+static SENDING: Mutex<()> = Mutex::new(());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns all regions.
+pub fn all() -> Vec<Arc<Region>> {
+    REGIONS.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+impl Region {
+    /// Makes a region without a mirror; [`create`] creates the mirror.
+    pub fn new(
+        client: &'static Client,
+        base: u64,
+        len: u64,
+        kind: u64,
+        pageable: bool,
+        everywhere: bool,
+    ) -> Self {
+        Self {
+            client,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            base: base as usize,
+            len: len as usize,
+            kind,
+            there: base,
+            pageable,
+            device: AtomicU64::new(0),
+            everywhere: AtomicBool::new(everywhere),
+            made: AtomicBool::new(false),
+            shadow: Mutex::new(vec![0; len as usize]),
+        }
+    }
+
+    /// Number by which the worker knows the region.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Returns `true` if the region has all of these bytes.
+    pub fn contains(&self, address: usize, len: usize) -> bool {
+        address >= self.base && len <= self.len && address - self.base <= self.len - len
+    }
+
+    /// Returns `true` if the region has any of these bytes.
+    pub fn overlaps(&self, address: usize, len: usize) -> bool {
+        address < self.base + self.len && self.base < address + len
+    }
+
+    /// Lets kernels name the region; returns the device's address for it.
+    pub fn show(&self) -> u64 {
+        self.everywhere.store(true, Ordering::Relaxed);
+        self.device.load(Ordering::Relaxed)
+    }
+
+    /// Sends the program's changes.
+    pub fn upload(&self) -> Result {
+        self.upload_part(0, self.len)
+    }
+
+    /// Sends the program's changes in the blocks of `len` bytes from an offset.
+    pub fn upload_part(&self, offset: usize, len: usize) -> Result {
+        self.upload_read(offset, len, Reading::Promised)
+    }
+
+    fn upload_read(&self, offset: usize, len: usize, reading: Reading) -> Result {
+        let _order = lock(&SENDING);
+        let mut body = Vec::new();
+        let send = |body: &mut Vec<u8>| {
+            self.client
+                .post(op::WRITE_HOST, |w| {
+                    w.word(self.id);
+                    w.words(body);
+                })
+                .map(|_| body.clear())
+        };
+        let first = offset / BLOCK * BLOCK;
+        for offset in (first..offset.saturating_add(len).min(self.len)).step_by(BLOCK) {
+            {
+                // The connection's reader takes this lock, too, so it is not held while frames are
+                // sent.
+                let mut shadow = lock(&self.shadow);
+                if shadow.is_empty() {
+                    return Ok(());
+                }
+                let shadow = &mut shadow[offset..(offset + BLOCK).min(self.len)];
+                let mut copy = [0; BLOCK];
+                let copy = &mut copy[..shadow.len()];
+                if !reading.copy_differing(self.base + offset, shadow, copy) {
+                    continue;
+                }
+                if self.kind == mirror::DEVICE {
+                    changes::push(&mut body, offset as u64, copy);
+                } else {
+                    changes::push_differing(&mut body, offset as u64, shadow, copy);
+                }
+                shadow.copy_from_slice(copy);
+            }
+            if body.len() >= changes::FRAME {
+                send(&mut body)?;
+            }
+        }
+        if body.is_empty() { Ok(()) } else { send(&mut body) }
+    }
+}
+
+/// Creates a region's mirror in its worker.
+pub fn create(region: Region) -> Result<Arc<Region>> {
+    let region = Arc::new(region);
+    // Known before the reply, because the mirror's present contents arrive before it.
+    REGIONS.write().unwrap_or_else(PoisonError::into_inner).push(region.clone());
+    let made = region.client.ask(op::MIRROR_HOST, |w| {
+        w.word(region.id);
+        w.word(region.kind);
+        w.word(region.there);
+        w.word(region.len as u64);
+    });
+    let told = |reply: Reply| match reply.status {
+        0 => word(&mut reply.reader()),
+        status => Err(status),
+    };
+    match made.and_then(told) {
+        Ok(device) => {
+            region.device.store(device, Ordering::Relaxed);
+            region.made.store(true, Ordering::Release);
+            COUNT.fetch_add(1, Ordering::Relaxed);
+            Ok(region)
+        }
+        Err(status) => {
+            drop_region(&region);
+            Err(status)
+        }
+    }
+}
+
+fn drop_region(region: &Arc<Region>) {
+    REGIONS.write().unwrap_or_else(PoisonError::into_inner).retain(|r| !Arc::ptr_eq(r, region));
+    lock(&region.shadow).clear();
+}
+
+/// Returns `true` if any region exists.
+#[inline]
+pub fn any() -> bool {
+    COUNT.load(Ordering::Relaxed) != 0
+}
+
+/// Returns a region of the client that has all of these bytes.
+pub fn find(client: &Client, address: usize, len: usize) -> Option<Arc<Region>> {
+    let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
+    regions.iter().find(|r| r.client.number == client.number && r.contains(address, len)).cloned()
+}
+
+/// Frees the second address of registered memory in the arena.
+pub fn give_back(client: &Client, base: u64, there: u64, size: u64) {
+    if there != base {
+        client.window().unreserve_host(there - base % PAGE, base % PAGE + size);
+    }
+}
+
+/// Discards a region and its mirror.
+pub fn discard(region: &Arc<Region>) -> Result {
+    let client = region.client;
+    drop_region(region);
+    COUNT.fetch_sub(1, Ordering::Relaxed);
+    let gone = client.post(op::UNMIRROR_HOST, |w| w.word(region.id)).map(|_| ());
+    give_back(client, region.base as u64, region.there, region.len as u64);
+    gone
+}
+
+/// Sends the program's changes in memory that kernels can name; runs before work is launched.
+#[inline]
+pub fn upload(client: &Client) -> Result {
+    if any() { upload_where(client, |r| r.everywhere.load(Ordering::Relaxed)) } else { Ok(()) }
+}
+
+/// Sends the changes that a host function may have made.
+///
+/// Later work may read them, and the worker compares later results with the program's contents.
+/// Pageable memory may be unmapped since the last launch of the graphs that name it.
+pub fn upload_after_host_function(client: &Client) -> Result {
+    if !any() {
+        return Ok(());
+    }
+    usable_regions(client).iter().try_for_each(|region| {
+        let reading = if region.pageable { Reading::Guarded } else { Reading::Promised };
+        region.upload_read(0, region.len, reading)
+    })
+}
+
+fn upload_where(client: &Client, wanted: impl Fn(&Region) -> bool) -> Result {
+    usable_regions(client).iter().filter(|r| wanted(r)).try_for_each(|region| region.upload())
+}
+
+/// Returns the regions that have a mirror in a client's worker.
+fn usable_regions(client: &Client) -> Vec<Arc<Region>> {
+    let mut regions = all();
+    regions.retain(|r| r.client.number == client.number && r.made.load(Ordering::Acquire));
+    regions
+}
+
+/// Takes the device's changes from the worker.
+pub fn changed(region: u64, offset: u64, bytes: &[u8]) {
+    let Some(region) = all().into_iter().find(|r| r.id == region) else { return };
+    let mut shadow = lock(&region.shadow);
+    let offset = offset as usize;
+    let Some(known) = offset.checked_add(bytes.len()).and_then(|end| shadow.get_mut(offset..end)) else {
+        return;
+    };
+    known.copy_from_slice(bytes);
+    // SAFETY: the check against the shadow keeps the bytes inside the region. Its memory is
+    // writable until `discard`, which takes this lock, or while the graphs that write to it run.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (region.base + offset) as *mut u8, bytes.len()) };
+}
