@@ -9,7 +9,7 @@ use gpusession_proto::handle;
 
 use crate::client::{Client, word};
 use crate::status::{INVALID_HANDLE, INVALID_VALUE, Result};
-use crate::{clients, handles};
+use crate::{clients, handles, libraries};
 
 /// Position of a parameter within the parameter buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,7 +197,7 @@ impl Function {
         if self.how != How::Kernel {
             return Err(INVALID_HANDLE);
         }
-        crate::api::module::usable_on(self.parent, client)?;
+        libraries::usable_on(self.parent, client)?;
         let (_, told) = ask(client, self.handle, self.parent, self.how, &self.name)?;
         self.attributes.lock().unwrap_or_else(PoisonError::into_inner).extend(told);
         *known |= bit;

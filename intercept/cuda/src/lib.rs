@@ -33,9 +33,11 @@ mod functions;
 mod handles;
 mod host_functions;
 mod images;
+mod libraries;
 mod mapped;
 #[path = "../../../simgpu/src/md2.rs"]
 mod md2;
+mod modules;
 mod objects;
 mod positions;
 mod private_tables;

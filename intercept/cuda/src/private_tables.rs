@@ -17,7 +17,7 @@ use crate::compile_cache::{compile_close, compile_find, compile_free, compile_op
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
 use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
-use crate::{thread, trace};
+use crate::{modules, thread, trace};
 
 /// Address of a function, or a table's size in bytes in slot 0.
 type Slot = *const ();
@@ -64,8 +64,7 @@ extern "C" fn nothing() -> i32 {
 // retain.
 
 extern "C" fn cudart_load(module: *mut *mut c_void, image: *const c_void) -> i32 {
-    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for the same two arguments.
-    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+    guard("cuModuleLoadData", || modules::load_data(module, image))
 }
 
 extern "C" fn cudart_load_wrapper(
@@ -75,8 +74,7 @@ extern "C" fn cudart_load_wrapper(
     _: *mut c_void,
     _: u32,
 ) -> i32 {
-    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for `module` and `image`.
-    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+    guard("cuModuleLoadData", || modules::load_data(module, image))
 }
 
 extern "C" fn cudart_load_header(
@@ -86,8 +84,7 @@ extern "C" fn cudart_load_header(
     _: *mut c_void,
     _: u32,
 ) -> i32 {
-    // SAFETY: the caller keeps the contract of `cuModuleLoadData` for `module` and `image`.
-    unsafe { crate::api::module::cuModuleLoadData(module, image) }
+    guard("cuModuleLoadData", || modules::load_data(module, image))
 }
 
 extern "C" fn cudart_primary(ctx: *mut *mut c_void, device: i32) -> i32 {
@@ -108,7 +105,7 @@ extern "C" fn tools_functions(
 ) -> u64 {
     let mut functions = Vec::new();
     guard("tools_functions", || {
-        functions = crate::api::module::functions_of(module as u64)?;
+        functions = modules::functions_of(module as u64)?;
         Ok(())
     });
     if let Some(visit) = visit {

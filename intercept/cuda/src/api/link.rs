@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gpusession_proto::frame::op;
 use gpusession_proto::handle;
 
-use super::module::Options;
 use crate::client::{Client, string, word};
 use crate::entry::{
     FILE_NOT_FOUND, INVALID_HANDLE, INVALID_VALUE, Result, UNKNOWN, alias, bytes, driver, give,
     give_optional, name,
 };
+use crate::modules::Options;
 use crate::{clients, handles, images, thread};
 
 /// Highest `CUjitInputType`.

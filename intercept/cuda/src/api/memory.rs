@@ -13,7 +13,7 @@ use crate::entry::{
 use crate::ranges::{self, Kind, Range};
 use crate::streams::{self, find};
 use crate::window::{self, Step};
-use crate::{clients, mapped, private_tables, thread};
+use crate::{clients, mapped, modules, private_tables, thread};
 
 /// Allocates device memory in the current context; the caller adds it to `ranges`.
 fn allocate(client: &Client, size: usize) -> Result<u64> {
@@ -128,7 +128,7 @@ fn free_of(client: &Client, range: &Range) -> Result {
 pub fn end_context(client: &Client, ctx: u64, wait: bool, end: impl FnOnce() -> Result) -> Result {
     // The runtime's destructors unload its modules.
     private_tables::forget_context(ctx);
-    super::module::forget_context(ctx);
+    modules::forget_context(ctx);
     streams::forget_context(ctx);
     let gone = ranges::forget_context(ctx, wait);
     POSTPONED
