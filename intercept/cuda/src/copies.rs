@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use gpusession_link::lanes::HostRange;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
-use crate::api::copy::{self, Cuboid, DEVICE, HOST};
 use crate::client::{Client, string, unavailable};
+use crate::cuboid::{Cuboid, DEVICE, HOST};
 use crate::host_functions::Due;
 use crate::ranges::Range;
 use crate::regions::Region;
@@ -164,11 +164,32 @@ fn upwards_done(source: usize, len: usize, stream: &Stream, wait: bool, shown: b
     }
 }
 
+/// Copies between memory of one lease's devices.
+pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
+    let client = stream.client;
+    if len == 0 {
+        return Ok(());
+    }
+    stream.usable()?;
+    mapped::named(client, target)?;
+    mapped::named(client, source)?;
+    regions::upload(client)?;
+    let sure = ranges::is_device(client, target, len as u64) && ranges::is_device(client, source, len as u64);
+    let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
+        w.word(target);
+        w.word(source);
+        w.word(len as u64);
+        w.word(stream.handle);
+    })?;
+    stream.worked(seq);
+    client.take_late_error()
+}
+
 /// Copies from or to managed memory as device memory.
 ///
 /// With `wait`, returns when the program's own copy is right, or may change again.
 fn managed(target: u64, source: u64, len: usize, stream: &Stream, wait: bool) -> Result {
-    copy::within_lease(target, source, len, stream)?;
+    within_lease(target, source, len, stream)?;
     if wait { stream.ask(op::STREAM_SYNC) } else { Ok(()) }
 }
 

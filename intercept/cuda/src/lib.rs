@@ -24,6 +24,7 @@ mod client;
 mod clients;
 mod compile_cache;
 mod copies;
+mod cuboid;
 mod devices;
 mod entry;
 mod errors;

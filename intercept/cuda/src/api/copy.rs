@@ -6,16 +6,15 @@ use std::sync::Arc;
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::handle;
 
-use crate::client::{Client, cross_lease_error, string, unavailable};
+use crate::client::{string, unavailable};
+use crate::copies::{self, within_lease};
+use crate::cuboid::{Cuboid, HOST, Plane, RELAYED, Side, on_device};
 use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
-use crate::regions::Region;
-use crate::route::{elsewhere, home};
+use crate::route::elsewhere;
 use crate::streams::{self, Default, Stream, find};
-use crate::{clients, copies, mapped, ranges, regions, thread};
+use crate::{clients, mapped, ranges, regions, thread};
 
 const NULL: *mut c_void = std::ptr::null_mut();
-/// Maximum bytes of a copy between leases that are in the program at once.
-const RELAYED: usize = 4 << 20;
 /// Maximum bytes of a box that both sides hold packed at once; a larger box travels in parts.
 const PACKED: usize = 256 << 20;
 
@@ -76,27 +75,6 @@ fn device_to_device(target: u64, source: u64, len: usize, stream: &Stream) -> Re
     }
 }
 
-/// Copies between memory of one lease's devices.
-pub fn within_lease(target: u64, source: u64, len: usize, stream: &Stream) -> Result {
-    let client = stream.client;
-    if len == 0 {
-        return Ok(());
-    }
-    stream.usable()?;
-    mapped::named(client, target)?;
-    mapped::named(client, source)?;
-    regions::upload(client)?;
-    let sure = ranges::is_device(client, target, len as u64) && ranges::is_device(client, source, len as u64);
-    let seq = client.post_if(sure, op::cuMemcpyDtoDAsync_v2, |w| {
-        w.word(target);
-        w.word(source);
-        w.word(len as u64);
-        w.word(stream.handle);
-    })?;
-    stream.worked(seq);
-    client.take_late_error()
-}
-
 /// Returns the default stream, for a call that CUDA calls synchronous.
 fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
     let (_, stream) = find(NULL, default)?;
@@ -106,14 +84,6 @@ fn for_synchronous(default: Default) -> Result<Arc<Stream>> {
 
 fn named(stream: *mut c_void, default: Default) -> Result<Arc<Stream>> {
     find(stream, default).map(|(_, stream)| stream)
-}
-
-/// Returns `true` if a unified address is copied as device memory.
-fn on_device(address: u64) -> bool {
-    match ranges::find(address) {
-        Some(range) => range.kind.on_device() && !range.kind.managed(),
-        None => home(address).is_some(),
-    }
 }
 
 /// Copies between unified addresses, each of which determines its kind of memory.
@@ -274,248 +244,6 @@ fills! {
 /// Returns the bytes from the first to the last element of a plane.
 fn plane(pitch: usize, width: usize, height: usize, element: usize) -> Option<usize> {
     pitch.checked_mul(height.checked_sub(1)?)?.checked_add(width.checked_mul(element)?)
-}
-
-/// `CUmemorytype`
-pub const HOST: u32 = 1;
-/// `CUmemorytype`
-pub const DEVICE: u32 = 2;
-const ARRAY: u32 = 3;
-const UNIFIED: u32 = 4;
-
-/// One side of `CUDA_MEMCPY2D`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct PlaneSide {
-    x: usize,
-    y: usize,
-    kind: u32,
-    host: u64,
-    device: u64,
-    array: u64,
-    pitch: usize,
-}
-
-/// `CUDA_MEMCPY2D`
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Plane {
-    source: PlaneSide,
-    target: PlaneSide,
-    width: usize,
-    height: usize,
-}
-
-/// One side of `CUDA_MEMCPY3D`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Side {
-    x: usize,
-    y: usize,
-    z: usize,
-    lod: usize,
-    kind: u32,
-    host: u64,
-    device: u64,
-    array: u64,
-    reserved: usize,
-    pitch: usize,
-    height: usize,
-}
-
-/// `CUDA_MEMCPY3D`
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Cuboid {
-    source: Side,
-    target: Side,
-    width: usize,
-    height: usize,
-    depth: usize,
-}
-
-const _: () = assert!(size_of::<Plane>() == 128 && size_of::<Cuboid>() == 200);
-
-impl From<Plane> for Cuboid {
-    fn from(plane: Plane) -> Self {
-        let side = |s: PlaneSide| Side {
-            x: s.x,
-            y: s.y,
-            z: 0,
-            lod: 0,
-            kind: s.kind,
-            host: s.host,
-            device: s.device,
-            array: s.array,
-            reserved: 0,
-            pitch: s.pitch,
-            height: 0,
-        };
-        Self {
-            source: side(plane.source),
-            target: side(plane.target),
-            width: plane.width,
-            height: plane.height,
-            depth: 1,
-        }
-    }
-}
-
-impl Cuboid {
-    /// Returns the structure's words, as the client's worker reads them.
-    pub fn words(&self, client: &Client) -> [u64; 25] {
-        let side = |s: &Side| {
-            [
-                s.x as u64,
-                s.y as u64,
-                s.z as u64,
-                s.lod as u64,
-                u64::from(s.kind),
-                s.host,
-                s.device,
-                client.own(s.array),
-                s.reserved as u64,
-                s.pitch as u64,
-                s.height as u64,
-            ]
-        };
-        let mut words = [0; 25];
-        words[..11].copy_from_slice(&side(&self.source));
-        words[11..22].copy_from_slice(&side(&self.target));
-        words[22..].copy_from_slice(&[self.width as u64, self.height as u64, self.depth as u64]);
-        words
-    }
-
-    /// Replaces unified addresses by their kind of memory, and fills in default pitches and
-    /// heights.
-    pub fn resolve(&mut self) -> Result {
-        for side in [&mut self.source, &mut self.target] {
-            if side.kind == UNIFIED {
-                let device = on_device(side.device);
-                side.kind = if device { DEVICE } else { HOST };
-                if !device {
-                    side.host = side.device;
-                }
-            }
-            if !matches!(side.kind, HOST | DEVICE | ARRAY) {
-                return Err(INVALID_VALUE);
-            }
-            if side.pitch == 0 {
-                side.pitch = self.width;
-            }
-            if side.height == 0 {
-                side.height = self.height;
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes a copy of one row between two places, each a kind of memory and an address: target,
-    /// source.
-    pub fn row(target: (u32, u64), source: (u32, u64), len: usize) -> Self {
-        let side = |(kind, address): (u32, u64)| Side::memory(kind, address, len, 1);
-        Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
-    }
-
-    /// Splits the copy into parts of a few rows, at most [`RELAYED`] bytes or one row each.
-    fn parts(self) -> impl Iterator<Item = Self> {
-        let rows = (RELAYED / self.width.max(1)).max(1);
-        let starts = move |z| (0..self.height).step_by(rows).map(move |y| (y, z));
-        (0..self.depth).flat_map(starts).map(move |(y, z)| {
-            let side = |s: Side| Side { y: s.y + y, z: s.z + z, ..s };
-            Self {
-                source: side(self.source),
-                target: side(self.target),
-                height: rows.min(self.height - y),
-                depth: 1,
-                ..self
-            }
-        })
-    }
-
-    /// Replaces host memory by region and offset, as a worker takes it in graphs.
-    ///
-    /// Returns the regions' numbers for source and target, 0 for other memory, and the regions.
-    pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
-        let (width, height, depth) = (self.width, self.height, self.depth);
-        if width == 0 || height == 0 || depth == 0 {
-            return Err(INVALID_VALUE);
-        }
-        let (mut ids, mut regions) = ([0; 2], Vec::new());
-        for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
-            if ranges::find(side.host).is_some_and(|r| side.kind == HOST && r.kind.managed()) {
-                (side.kind, side.device) = (DEVICE, side.host);
-            }
-            if side.elsewhere(client).is_some() {
-                return Err(cross_lease_error("memory of a copy in a graph"));
-            }
-            if side.kind != HOST {
-                continue;
-            }
-            let (first, last) = (side.row(0, 0), side.row(height - 1, depth - 1));
-            let len = last.checked_sub(first).and_then(|n| n.checked_add(width)).ok_or(INVALID_VALUE)?;
-            let (region, offset) = mapped::for_graph(client, first as u64, len as u64)?;
-            (side.x, side.y, side.z, side.host) = (0, 0, 0, offset);
-            *id = region.id();
-            regions.push(region);
-        }
-        Ok((ids, regions))
-    }
-
-    /// Returns first byte and length of the host memory of a side (0: source, 1: target).
-    ///
-    /// After `name_regions` the first byte is an offset in the region.
-    pub fn span(&self, side: usize) -> (usize, usize) {
-        let side = if side == 0 { &self.source } else { &self.target };
-        let first = side.row(0, 0);
-        (first, side.row(self.height - 1, self.depth - 1) + self.width - first)
-    }
-
-    /// Returns for source and target whether they are host memory.
-    pub fn host_sides(&self) -> (bool, bool) {
-        (self.source.kind == HOST, self.target.kind == HOST)
-    }
-}
-
-impl Side {
-    /// Makes a side of rows of `pitch` bytes from an address.
-    fn memory(kind: u32, address: u64, pitch: usize, height: usize) -> Self {
-        Self {
-            x: 0,
-            y: 0,
-            z: 0,
-            lod: 0,
-            kind,
-            host: address,
-            device: address,
-            array: 0,
-            reserved: 0,
-            pitch,
-            height,
-        }
-    }
-
-    /// Returns the context to use, if the memory belongs to another client's device.
-    fn elsewhere(&self, client: &Client) -> Option<u64> {
-        match self.kind {
-            DEVICE => elsewhere(client, self.device),
-            ARRAY => {
-                let other = clients::of(self.array).ok().filter(|other| other.number != client.number);
-                other.map(|other| other.primary(0))
-            }
-            _ => None,
-        }
-    }
-
-    /// Returns the address of a row of the box.
-    fn row(&self, y: usize, z: usize) -> usize {
-        self.host as usize + ((self.z + z) * self.height + self.y + y) * self.pitch + self.x
-    }
-
-    /// Returns the side in packed form: rows one after the other from the start.
-    fn packed(&self, width: usize, height: usize) -> Self {
-        Self { x: 0, y: 0, z: 0, lod: 0, pitch: width, height, host: 0, ..*self }
-    }
 }
 
 fn run(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {

@@ -7,9 +7,9 @@ use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::{Writer, op};
 use gpusession_proto::handle;
 
-use super::copy::Cuboid;
 use super::launch::Params;
 use crate::client::{Client, word};
+use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};

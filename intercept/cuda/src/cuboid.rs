@@ -1,0 +1,262 @@
+//! Boxes of memory that one copy moves, in the driver's form and in the worker's.
+
+use std::sync::Arc;
+
+use crate::client::{Client, cross_lease_error};
+use crate::regions::Region;
+use crate::route::{elsewhere, home};
+use crate::status::{INVALID_VALUE, Result};
+use crate::{clients, mapped, ranges};
+
+/// Maximum bytes of a copy between leases that are in the program at once.
+pub const RELAYED: usize = 4 << 20;
+
+/// `CUmemorytype`
+pub const HOST: u32 = 1;
+/// `CUmemorytype`
+pub const DEVICE: u32 = 2;
+const ARRAY: u32 = 3;
+const UNIFIED: u32 = 4;
+
+/// Returns `true` if a unified address is copied as device memory.
+pub fn on_device(address: u64) -> bool {
+    match ranges::find(address) {
+        Some(range) => range.kind.on_device() && !range.kind.managed(),
+        None => home(address).is_some(),
+    }
+}
+
+/// One side of `CUDA_MEMCPY2D`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PlaneSide {
+    x: usize,
+    y: usize,
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: u64,
+    pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Plane {
+    source: PlaneSide,
+    target: PlaneSide,
+    width: usize,
+    height: usize,
+}
+
+/// One side of `CUDA_MEMCPY3D`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Side {
+    x: usize,
+    y: usize,
+    z: usize,
+    lod: usize,
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: u64,
+    reserved: usize,
+    pitch: usize,
+    height: usize,
+}
+
+/// `CUDA_MEMCPY3D`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Cuboid {
+    pub source: Side,
+    pub target: Side,
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+}
+
+const _: () = assert!(size_of::<Plane>() == 128 && size_of::<Cuboid>() == 200);
+
+impl From<Plane> for Cuboid {
+    fn from(plane: Plane) -> Self {
+        let side = |s: PlaneSide| Side {
+            x: s.x,
+            y: s.y,
+            z: 0,
+            lod: 0,
+            kind: s.kind,
+            host: s.host,
+            device: s.device,
+            array: s.array,
+            reserved: 0,
+            pitch: s.pitch,
+            height: 0,
+        };
+        Self {
+            source: side(plane.source),
+            target: side(plane.target),
+            width: plane.width,
+            height: plane.height,
+            depth: 1,
+        }
+    }
+}
+
+impl Cuboid {
+    /// Returns the structure's words, as the client's worker reads them.
+    pub fn words(&self, client: &Client) -> [u64; 25] {
+        let side = |s: &Side| {
+            [
+                s.x as u64,
+                s.y as u64,
+                s.z as u64,
+                s.lod as u64,
+                u64::from(s.kind),
+                s.host,
+                s.device,
+                client.own(s.array),
+                s.reserved as u64,
+                s.pitch as u64,
+                s.height as u64,
+            ]
+        };
+        let mut words = [0; 25];
+        words[..11].copy_from_slice(&side(&self.source));
+        words[11..22].copy_from_slice(&side(&self.target));
+        words[22..].copy_from_slice(&[self.width as u64, self.height as u64, self.depth as u64]);
+        words
+    }
+
+    /// Replaces unified addresses by their kind of memory, and fills in default pitches and
+    /// heights.
+    pub fn resolve(&mut self) -> Result {
+        for side in [&mut self.source, &mut self.target] {
+            if side.kind == UNIFIED {
+                let device = on_device(side.device);
+                side.kind = if device { DEVICE } else { HOST };
+                if !device {
+                    side.host = side.device;
+                }
+            }
+            if !matches!(side.kind, HOST | DEVICE | ARRAY) {
+                return Err(INVALID_VALUE);
+            }
+            if side.pitch == 0 {
+                side.pitch = self.width;
+            }
+            if side.height == 0 {
+                side.height = self.height;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a copy of one row between two places, each a kind of memory and an address: target,
+    /// source.
+    pub fn row(target: (u32, u64), source: (u32, u64), len: usize) -> Self {
+        let side = |(kind, address): (u32, u64)| Side::memory(kind, address, len, 1);
+        Self { source: side(source), target: side(target), width: len, height: 1, depth: 1 }
+    }
+
+    /// Splits the copy into parts of a few rows, at most [`RELAYED`] bytes or one row each.
+    pub fn parts(self) -> impl Iterator<Item = Self> {
+        let rows = (RELAYED / self.width.max(1)).max(1);
+        let starts = move |z| (0..self.height).step_by(rows).map(move |y| (y, z));
+        (0..self.depth).flat_map(starts).map(move |(y, z)| {
+            let side = |s: Side| Side { y: s.y + y, z: s.z + z, ..s };
+            Self {
+                source: side(self.source),
+                target: side(self.target),
+                height: rows.min(self.height - y),
+                depth: 1,
+                ..self
+            }
+        })
+    }
+
+    /// Replaces host memory by region and offset, as a worker takes it in graphs.
+    ///
+    /// Returns the regions' numbers for source and target, 0 for other memory, and the regions.
+    pub fn name_regions(&mut self, client: &'static Client) -> Result<([u64; 2], Vec<Arc<Region>>)> {
+        let (width, height, depth) = (self.width, self.height, self.depth);
+        if width == 0 || height == 0 || depth == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let (mut ids, mut regions) = ([0; 2], Vec::new());
+        for (side, id) in [&mut self.source, &mut self.target].into_iter().zip(&mut ids) {
+            if ranges::find(side.host).is_some_and(|r| side.kind == HOST && r.kind.managed()) {
+                (side.kind, side.device) = (DEVICE, side.host);
+            }
+            if side.elsewhere(client).is_some() {
+                return Err(cross_lease_error("memory of a copy in a graph"));
+            }
+            if side.kind != HOST {
+                continue;
+            }
+            let (first, last) = (side.row(0, 0), side.row(height - 1, depth - 1));
+            let len = last.checked_sub(first).and_then(|n| n.checked_add(width)).ok_or(INVALID_VALUE)?;
+            let (region, offset) = mapped::for_graph(client, first as u64, len as u64)?;
+            (side.x, side.y, side.z, side.host) = (0, 0, 0, offset);
+            *id = region.id();
+            regions.push(region);
+        }
+        Ok((ids, regions))
+    }
+
+    /// Returns first byte and length of the host memory of a side (0: source, 1: target).
+    ///
+    /// After `name_regions` the first byte is an offset in the region.
+    pub fn span(&self, side: usize) -> (usize, usize) {
+        let side = if side == 0 { &self.source } else { &self.target };
+        let first = side.row(0, 0);
+        (first, side.row(self.height - 1, self.depth - 1) + self.width - first)
+    }
+
+    /// Returns for source and target whether they are host memory.
+    pub fn host_sides(&self) -> (bool, bool) {
+        (self.source.kind == HOST, self.target.kind == HOST)
+    }
+}
+
+impl Side {
+    /// Makes a side of rows of `pitch` bytes from an address.
+    pub fn memory(kind: u32, address: u64, pitch: usize, height: usize) -> Self {
+        Self {
+            x: 0,
+            y: 0,
+            z: 0,
+            lod: 0,
+            kind,
+            host: address,
+            device: address,
+            array: 0,
+            reserved: 0,
+            pitch,
+            height,
+        }
+    }
+
+    /// Returns the context to use, if the memory belongs to another client's device.
+    pub fn elsewhere(&self, client: &Client) -> Option<u64> {
+        match self.kind {
+            DEVICE => elsewhere(client, self.device),
+            ARRAY => {
+                let other = clients::of(self.array).ok().filter(|other| other.number != client.number);
+                other.map(|other| other.primary(0))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the address of a row of the box.
+    pub fn row(&self, y: usize, z: usize) -> usize {
+        self.host as usize + ((self.z + z) * self.height + self.y + y) * self.pitch + self.x
+    }
+
+    /// Returns the side in packed form: rows one after the other from the start.
+    pub fn packed(&self, width: usize, height: usize) -> Self {
+        Self { x: 0, y: 0, z: 0, lod: 0, pitch: width, height, host: 0, ..*self }
+    }
+}
