@@ -80,7 +80,9 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
             Kind::Scalar(t) => t.to_string(),
             Kind::Handle(_) | Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
             Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
-            Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
+            Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) | Kind::ArrayOptional(..) => {
+                "*const c_void".into()
+            }
         };
         declarations.push(format!("r#{n}: {ty}"));
         // Translates a structure's names of objects into those of the client's worker.
@@ -158,10 +160,16 @@ fn function(name: &str, wait: bool, params: &[Param]) -> String {
                     writeln!(words, "            w.bytes(r#{n});").unwrap();
                 }
             }
-            Kind::InOptional(len) => {
+            Kind::InOptional(len) | Kind::ArrayOptional(len, _) => {
+                let size = match p.kind {
+                    Kind::ArrayOptional(_, count) => {
+                        format!("(r#{count} as usize).checked_mul({len}).ok_or(INVALID_VALUE)?")
+                    }
+                    _ => len.to_string(),
+                };
                 writeln!(
                     checks,
-                    "        let r#{n} = if r#{n}.is_null() {{ &[][..] }} else {{ bytes(r#{n}, {len})? }};"
+                    "        let r#{n} = if r#{n}.is_null() {{ &[][..] }} else {{ bytes(r#{n}, {size})? }};"
                 )
                 .unwrap();
                 writeln!(words, "            w.bytes(r#{n});").unwrap();

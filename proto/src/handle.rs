@@ -15,6 +15,7 @@ pub const GRAPH: u8 = 0x17;
 pub const EXEC: u8 = 0x18;
 /// Kind of states of the linker.
 pub const LINK: u8 = 0x19;
+pub const USER_OBJECT: u8 = 0x1a;
 
 /// Composes a handle.
 pub const fn make(kind: u8, server: u8, generation: u16, slot: u32) -> u64 {

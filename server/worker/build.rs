@@ -72,7 +72,9 @@ fn c_type(kind: Kind) -> String {
         Kind::Scalar(t) => t.into(),
         Kind::Handle(_) => "Handle".into(),
         Kind::Out(t) | Kind::OutOptional(t) => format!("*mut {t}"),
-        Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) => "*const c_void".into(),
+        Kind::In(_) | Kind::InOptional(_) | Kind::Array(..) | Kind::ArrayOptional(..) => {
+            "*const c_void".into()
+        }
         Kind::Result(_) | Kind::InOut(_) => "*mut c_void".into(),
     }
 }
@@ -130,17 +132,23 @@ fn arm(name: &str, params: &[Param]) -> String {
                 writeln!(after, "            answer.bytes(&bytes_of(&{v})[..{n}]);").unwrap();
                 arguments.push(format!("{v}.as_mut_ptr().cast()"));
             }
-            Kind::Array(n, count) => {
+            Kind::Array(n, count) | Kind::ArrayOptional(n, count) => {
                 let position =
                     params.iter().position(|q| q.name == count).expect("checked by the table's tests");
                 writeln!(before, "            let {v} = r.bytes()?;").unwrap();
+                let optional = matches!(p.kind, Kind::ArrayOptional(..));
+                let read = if optional { "optional" } else { "structure" };
                 // The count may come after the array.
                 writeln!(
                     counted,
-                    "            let {v} = structure({v}, {n} * bounded(a{position} as u64, 65_536)?)?;"
+                    "            let {v} = {read}({v}, {n} * bounded(a{position} as u64, 65_536)?)?;"
                 )
                 .unwrap();
-                arguments.push(format!("{v}.as_ptr().cast()"));
+                arguments.push(if optional {
+                    format!("{v}.as_ref().map_or(std::ptr::null(), |v| v.as_ptr().cast())")
+                } else {
+                    format!("{v}.as_ptr().cast()")
+                });
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::errors::{
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_MERGE, STREAM_CAPTURE_UNJOINED, STREAM_CAPTURE_UNMATCHED,
     STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD,
 };
-use crate::graph::{Graph, Node, NodeKind};
+use crate::graph::{GRAPHS, Graph, Node, NodeKind};
 use crate::op::Op;
 use crate::registry::handle;
 use crate::stream::{Event, Role, Stream};
@@ -23,6 +23,8 @@ pub const RELAXED: u32 = 2;
 pub struct Capture {
     pub id: u64,
     pub graph: Arc<Graph>,
+    /// Whether the capture created the graph.
+    new_graph: bool,
     pub mode: u32,
     origin: usize,
     thread: u64,
@@ -54,6 +56,13 @@ impl Capture {
 
     pub fn invalidate(&self) {
         self.invalid.store(true, Ordering::SeqCst);
+    }
+
+    /// Destroys the graph of a capture that ends without one.
+    fn fail(&self) {
+        if self.new_graph {
+            self.graph.destroy();
+        }
     }
 }
 
@@ -172,7 +181,12 @@ pub fn begin(s: &Arc<Stream>, mode: u32, graph: Option<Arc<Graph>>, last: Vec<Ar
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let capture = Arc::new(Capture {
         id: NEXT.fetch_add(1, Ordering::Relaxed),
-        graph: graph.unwrap_or_else(Graph::new),
+        new_graph: graph.is_none(),
+        graph: graph.unwrap_or_else(|| {
+            let new = Graph::new();
+            GRAPHS.insert(new.clone());
+            new
+        }),
         mode,
         origin: handle(s),
         thread: thread_id(),
@@ -212,6 +226,7 @@ pub fn leave(s: &Arc<Stream>) {
     for other in c.streams.lock().iter().filter_map(Weak::upgrade) {
         other.capture.lock().take_if(|o| Arc::ptr_eq(&o.capture, &c));
     }
+    c.fail();
 }
 
 pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
@@ -232,16 +247,17 @@ pub fn end(s: &Arc<Stream>) -> Result<Arc<Graph>> {
             unjoined |= !joined(&last, &own.last);
         }
     }
-    if wrong_thread {
-        return Err(STREAM_CAPTURE_WRONG_THREAD);
-    }
-    if c.invalid() {
-        return Err(STREAM_CAPTURE_INVALIDATED);
-    }
-    if unjoined {
-        return Err(STREAM_CAPTURE_UNJOINED);
-    }
-    Ok(c.graph.clone())
+    let failure = if wrong_thread {
+        STREAM_CAPTURE_WRONG_THREAD
+    } else if c.invalid() {
+        STREAM_CAPTURE_INVALIDATED
+    } else if unjoined {
+        STREAM_CAPTURE_UNJOINED
+    } else {
+        return Ok(c.graph.clone());
+    };
+    c.fail();
+    Err(failure)
 }
 
 /// Records an event in a capturing stream; returns `false` if the stream is not capturing.

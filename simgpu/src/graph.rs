@@ -19,6 +19,48 @@ pub use crate::capture::{
 pub static GRAPHS: Registry<Graph> = Registry::new();
 pub static NODES: Registry<Node> = Registry::new();
 pub static EXECS: Registry<Exec> = Registry::new();
+pub static USER_OBJECTS: Registry<UserObject> = Registry::new();
+
+/// A value of the program that graphs keep; its destructor runs after the last reference.
+pub struct UserObject {
+    pub references: Mutex<u64>,
+    pub destroy: usize,
+    pub data: usize,
+}
+
+impl UserObject {
+    /// Drops references; after the last one the destructor runs, in a thread of its own.
+    pub fn release(self: &Arc<Self>, count: u64) -> Result {
+        let mut references = self.references.lock();
+        *references = references.checked_sub(count).ok_or(INVALID_VALUE)?;
+        if *references == 0 {
+            let _ = USER_OBJECTS.remove(handle(self));
+            let (destroy, data) = (self.destroy, self.data);
+            std::thread::spawn(move || {
+                let _inside = submit::in_callback();
+                // SAFETY: the program gave this function for this purpose.
+                unsafe { std::mem::transmute::<usize, unsafe extern "C" fn(usize)>(destroy)(data) };
+            });
+        }
+        Ok(())
+    }
+}
+
+/// References that a graph holds.
+pub struct Held(pub Arc<UserObject>, pub u64);
+
+impl Clone for Held {
+    fn clone(&self) -> Self {
+        *self.0.references.lock() += self.1;
+        Held(self.0.clone(), self.1)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = self.0.release(self.1);
+    }
+}
 
 #[derive(Clone)]
 pub enum NodeKind {
@@ -86,6 +128,8 @@ pub struct Node {
     pub id: u64,
     pub kind: Mutex<NodeKind>,
     pub after: Mutex<Vec<Arc<Node>>>,
+    /// Launch attributes by id.
+    pub attributes: Mutex<HashMap<u32, [u64; 8]>>,
     pub graph: Weak<Graph>,
 }
 
@@ -94,6 +138,8 @@ pub struct Graph {
     pub nodes: Mutex<Vec<Arc<Node>>>,
     /// Maps original nodes to their copies, if this is a clone.
     pub clones: Mutex<HashMap<usize, Arc<Node>>>,
+    /// User objects that live as long as the graph.
+    pub objects: Mutex<Vec<Held>>,
 }
 
 fn next_id() -> u64 {
@@ -103,7 +149,12 @@ fn next_id() -> u64 {
 
 impl Graph {
     pub fn new() -> Arc<Graph> {
-        Arc::new(Graph { id: next_id(), nodes: Mutex::default(), clones: Mutex::default() })
+        Arc::new(Graph {
+            id: next_id(),
+            nodes: Mutex::default(),
+            clones: Mutex::default(),
+            objects: Mutex::default(),
+        })
     }
 
     pub fn add(self: &Arc<Self>, kind: NodeKind, after: Vec<Arc<Node>>) -> Result<Arc<Node>> {
@@ -120,6 +171,7 @@ impl Graph {
             id: next_id(),
             kind: Mutex::new(kind),
             after: Mutex::new(unique),
+            attributes: Mutex::default(),
             graph: Arc::downgrade(self),
         });
         NODES.insert(node.clone());
@@ -142,6 +194,7 @@ impl Graph {
         for n in &nodes {
             let kind = snapshot(&n.kind.lock());
             if let Ok(node) = copy.add(kind, Vec::new()) {
+                *node.attributes.lock() = n.attributes.lock().clone();
                 clones.insert(handle(n), node);
             }
         }
@@ -150,6 +203,7 @@ impl Graph {
             *clones[&handle(n)].after.lock() = after;
         }
         *copy.clones.lock() = clones;
+        *copy.objects.lock() = self.objects.lock().clone();
         copy
     }
 
@@ -214,6 +268,7 @@ pub struct Exec {
     pub flags: u64,
     pub steps: Mutex<Vec<Step>>,
     shape: Shape,
+    _objects: Vec<Held>,
 }
 
 /// The properties that an update cannot change: node types by position, and edges.
@@ -249,7 +304,13 @@ impl Exec {
             .iter()
             .map(|n| Step { node: handle(n), kind: snapshot(&n.kind.lock()), enabled: true })
             .collect();
-        let exec = Arc::new(Exec { id: next_id(), flags, steps: Mutex::new(steps), shape: shape(graph) });
+        let exec = Arc::new(Exec {
+            id: next_id(),
+            flags,
+            steps: Mutex::new(steps),
+            shape: shape(graph),
+            _objects: graph.objects.lock().clone(),
+        });
         EXECS.insert(exec.clone());
         Ok(exec)
     }

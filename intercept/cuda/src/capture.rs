@@ -26,15 +26,17 @@ pub struct Capture {
     pub ctx: u64,
     /// Whether it was invalidated.
     pub invalid: AtomicBool,
-    /// Graph to capture into, 0 for a new one.
+    /// Graph to capture into.
     pub graph: u64,
+    /// Whether the capture created the graph.
+    pub new_graph: bool,
     /// Host memory that its copies name.
     pub named: Mutex<Vec<Arc<Region>>>,
 }
 
 impl Capture {
     /// Begins a capture of the calling thread, which the stream `origin` has still to join.
-    pub fn begin(origin: u64, ctx: u64, mode: i32, graph: u64) -> Arc<Self> {
+    pub fn begin(origin: u64, ctx: u64, mode: i32, graph: u64, new_graph: bool) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let capture = Arc::new(Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -44,6 +46,7 @@ impl Capture {
             ctx,
             invalid: AtomicBool::new(false),
             graph,
+            new_graph,
             named: Mutex::default(),
         });
         OPEN.lock().unwrap_or_else(PoisonError::into_inner).push(capture.clone());

@@ -14,7 +14,7 @@ use crate::client::Client;
 use crate::positions::{Cover, is_covered};
 use crate::status::{OUT_OF_MEMORY, Result};
 use crate::stream::Stream;
-use crate::{regions, thread};
+use crate::{handles, regions, thread};
 
 /// A program's function to call in a stream's order.
 #[derive(Clone, Copy)]
@@ -23,6 +23,8 @@ pub enum HostFunction {
     Plain(extern "C" fn(*mut c_void), usize),
     /// `cuStreamAddCallback`: also receives the stream and a status.
     Callback(extern "C" fn(*mut c_void, i32, *mut c_void), usize, usize),
+    /// `cuUserObjectCreate`: runs at the end of the object with this handle.
+    Destructor(extern "C" fn(*mut c_void), usize, u64),
 }
 
 struct Registered {
@@ -113,7 +115,7 @@ pub fn forget_launches(over: impl Fn(On, u64) -> bool) {
 /// Registers a host function for the frame that is appended next to a stream, or for graphs.
 ///
 /// A stream comes with the streams that its next work covers. After that frame the caller calls
-/// [`appended`]. A function of graphs stays registered.
+/// [`appended`]. A function of graphs stays registered, and a destructor until it has run.
 pub fn register(
     client: &'static Client,
     function: HostFunction,
@@ -133,12 +135,21 @@ pub fn register(
     });
     let id = host.next;
     host.next += 1;
-    host.functions.insert(id, Registered { function, keep: stream.is_none(), client });
+    let keep = stream.is_none() && !matches!(function, HostFunction::Destructor(..));
+    host.functions.insert(id, Registered { function, keep, client });
     match stream {
         Some((stream, after)) => host.add(Some(id), stream, after),
-        None => drop(OF_GRAPHS.fetch_add(1, Ordering::Relaxed)),
+        None if keep => drop(OF_GRAPHS.fetch_add(1, Ordering::Relaxed)),
+        None => {}
     }
     Ok(id)
+}
+
+/// Forgets a function that the worker does not know.
+pub fn unregister(id: u64) {
+    if let Some(host) = host().as_mut() {
+        host.functions.remove(&id);
+    }
 }
 
 /// Announces that the next frame launches a graph on a stream; [`appended`] follows.
@@ -230,10 +241,15 @@ fn run_host() {
         thread::host_function(|| match function {
             HostFunction::Plain(f, data) => f(data as *mut c_void),
             HostFunction::Callback(f, stream, data) => f(stream as *mut c_void, 0, data as *mut c_void),
+            HostFunction::Destructor(f, data, _) => f(data as *mut c_void),
         });
-        // On a lost link no stream waits for the function's end.
-        let _ = regions::upload_after_host_function(client);
-        let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
+        if let HostFunction::Destructor(_, _, object) = function {
+            handles::retire(object);
+        } else {
+            // On a lost link no stream waits for the function's end.
+            let _ = regions::upload_after_host_function(client);
+            let _ = client.post(op::HOST_FUNC_DONE, |w| w.word(id));
+        }
         locked = host();
         if let Some(host) = locked.as_mut().filter(|_| !keep) {
             host.functions.remove(&id);

@@ -65,6 +65,9 @@ pub fn destroy(stream: u64) -> Result {
     // capture's end that this stream's work was joined (H100, driver 580).
     if let Some(capture) = known.capture().filter(|capture| capture.origin == stream) {
         end(&capture);
+        if capture.new_graph {
+            handles::retire(capture.graph);
+        }
     }
     STREAMS.write().unwrap_or_else(PoisonError::into_inner)[handle::slot(stream) as usize] = None;
     if known.blocking() {
@@ -334,8 +337,8 @@ pub fn wait_for_all(client: &'static Client) -> Result {
 }
 
 /// Begins a capture on a stream.
-pub fn begin(stream: &Stream, mode: i32, graph: u64) {
-    stream.join(&Capture::begin(stream.handle, stream.ctx, mode, graph));
+pub fn begin(stream: &Stream, mode: i32, graph: u64, new_graph: bool) {
+    stream.join(&Capture::begin(stream.handle, stream.ctx, mode, graph, new_graph));
 }
 
 /// Ends a capture, so that no stream takes part in it.

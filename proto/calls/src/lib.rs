@@ -203,7 +203,8 @@ pub enum Kind {
     Scalar(&'static str),
     /// A handle that the client minted.
     ///
-    /// Its kinds are `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph` and `exec`.
+    /// Its kinds are `ctx`, `stream`, `event`, `module`, `library`, `func`, `graph`, `exec` and
+    /// `user_object`.
     Handle(&'static str),
     /// `out T`: the program's pointer receives an integer.
     Out(&'static str),
@@ -219,6 +220,8 @@ pub enum Kind {
     InOut(usize),
     /// `array N COUNT`: elements of N bytes; the parameter COUNT holds their number.
     Array(usize, &'static str),
+    /// `array? N COUNT`: like `array N COUNT`, but the pointer may be null.
+    ArrayOptional(usize, &'static str),
 }
 
 impl Kind {
@@ -233,10 +236,12 @@ impl Kind {
             ["result", n] => Self::Result(size(n)),
             ["inout", n] => Self::InOut(size(n)),
             ["array", n, count] => Self::Array(size(n), count),
+            ["array?", n, count] => Self::ArrayOptional(size(n), count),
             [t @ ("i32" | "u32" | "u64" | "usize")] => Self::Scalar(t),
-            [t @ ("ctx" | "stream" | "event" | "module" | "library" | "func" | "graph" | "exec")] => {
-                Self::Handle(t)
-            }
+            [
+                t @ ("ctx" | "stream" | "event" | "module" | "library" | "func" | "graph" | "exec"
+                | "user_object"),
+            ] => Self::Handle(t),
             _ => panic!("calls.txt: unknown parameter kind {text:?}"),
         }
     }

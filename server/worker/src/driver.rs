@@ -145,6 +145,9 @@ functions! {
     cuStreamBeginCaptureToGraph(Handle, Handle, *const Handle, *const c_void, usize, i32);
     cuStreamEndCapture(Handle, *mut Handle);
     cuStreamGetCaptureInfo_v2(Handle, *mut i32, *mut u64, *mut Handle, *mut *const Handle, *mut usize);
+    cuStreamGetCaptureInfo_v3(Handle, *mut i32, *mut u64, *mut Handle, *mut *const Handle, *mut *const u64, *mut usize);
+    cuStreamUpdateCaptureDependencies(Handle, *mut Handle, usize, u32);
+    cuStreamUpdateCaptureDependencies_v2(Handle, *mut Handle, *const c_void, usize, u32);
     cuEventCreate(*mut Handle, u32);
     cuEventDestroy_v2(Handle);
     cuEventRecord(Handle, Handle);
@@ -201,6 +204,13 @@ functions! {
     cuGraphGetNodes(Handle, *mut Handle, *mut usize);
     cuGraphGetRootNodes(Handle, *mut Handle, *mut usize);
     cuGraphGetEdges(Handle, *mut Handle, *mut Handle, *mut usize);
+    cuGraphGetEdges_v2(Handle, *mut Handle, *mut Handle, *mut c_void, *mut usize);
+    cuGraphNodeGetDependencies(Handle, *mut Handle, *mut usize);
+    cuGraphNodeGetDependencies_v2(Handle, *mut Handle, *mut c_void, *mut usize);
+    cuGraphNodeGetDependentNodes(Handle, *mut Handle, *mut usize);
+    cuGraphNodeGetDependentNodes_v2(Handle, *mut Handle, *mut c_void, *mut usize);
+    cuGraphDebugDotPrint(Handle, *const c_char, u32);
+    cuUserObjectCreate(*mut Handle, *mut c_void, extern "C" fn(*mut c_void), u32, u32);
     cuGraphAddKernelNode_v2(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddMemcpyNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);
     cuGraphAddMemsetNode(*mut Handle, Handle, *const Handle, usize, *const c_void, Handle);

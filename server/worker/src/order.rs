@@ -141,6 +141,8 @@ pub fn touches(streams: &Table<Stream>, frame: &Frame) -> Touched {
         | op::STREAM_DESTROY
         | op::CAPTURE_BEGIN
         | op::HOST_FUNC => touched.stream(streams, words[0]),
+        op::CAPTURE_UPDATE | op::CAPTURE_INFO => touched.stream(streams, words[0]),
+        op::GRAPH_DRAW | op::USER_OBJECT_CREATE => touched.object(words[0]),
         op::CAPTURE_END => {
             touched.stream(streams, words[0]);
             touched.object(words[1]);

@@ -1,5 +1,6 @@
 //! State of the one client process that a worker has admitted.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -50,6 +51,10 @@ pub struct Session {
     pub graphs: Table<Object>,
     /// Graphs inside nodes of other graphs, as far as they have a handle.
     pub child_graphs: Mutex<ChildGraphs>,
+    /// User objects that the program or a graph still refers to.
+    pub user_objects: Table<Object>,
+    /// Graphs that captures create, by the stream that each began on.
+    pub captures: Mutex<HashMap<u64, u64>>,
     /// Executable graphs.
     pub execs: Table<Object>,
     /// Device memory that the client placed with `ALLOC`.
@@ -119,6 +124,8 @@ impl Session {
             funcs: Table::new(kind::FUNC),
             graphs: Table::new(kind::GRAPH),
             child_graphs: Mutex::default(),
+            user_objects: Table::new(kind::USER_OBJECT),
+            captures: Mutex::default(),
             execs: Table::new(kind::EXEC),
             landing: Arc::default(),
             lanes: Lanes::default(),

@@ -6,7 +6,7 @@ use crate::context::working;
 use crate::driver::driver;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::graph::{EXECS, Exec, GRAPHS, Graph, NODES, Node};
+use crate::graph::{EXECS, Exec, GRAPHS, Graph, Held, NODES, Node, USER_OBJECTS, UserObject};
 use crate::registry::handle;
 use crate::submit::stream;
 use std::ffi::c_char;
@@ -29,6 +29,14 @@ pub fn exec(h: usize) -> Result<Arc<Exec>> {
 
 pub fn nodes(list: &[usize]) -> Result<Vec<Arc<Node>>> {
     list.iter().map(|h| node(*h)).collect()
+}
+
+fn user_object(h: usize, count: u32) -> Result<Arc<UserObject>> {
+    driver()?;
+    if count == 0 || count > i32::MAX as u32 {
+        return Err(INVALID_VALUE);
+    }
+    USER_OBJECTS.find(h).ok_or(INVALID_VALUE)
 }
 
 fn instantiate(to: *mut usize, g: usize, flags: u64) -> Result {
@@ -266,6 +274,46 @@ export! {
         out(value, 0)
     }
     fn cuDeviceSetGraphMemAttribute(device: i32, _id: u32, _value: *const u64) { driver()?.device(device).map(drop) }
+
+    fn cuGraphGetId(h: usize, id: *mut u32) { out(id, graph(h)?.id as u32) }
+    fn cuGraphExecGetId(h: usize, id: *mut u32) { out(id, exec(h)?.id as u32) }
+    fn cuGraphNodeGetLocalId(h: usize, id: *mut u32) { out(id, node(h)?.id as u32) }
+
+    fn cuUserObjectCreate(to: *mut usize, data: usize, destroy: usize, references: u32, flags: u32) {
+        driver()?;
+        if to.is_null() || destroy == 0 || references == 0 || references > i32::MAX as u32 || flags != 1 {
+            return Err(INVALID_VALUE);
+        }
+        let references = parking_lot::Mutex::new(u64::from(references));
+        out(to, USER_OBJECTS.insert(Arc::new(UserObject { references, destroy, data })))
+    }
+
+    fn cuUserObjectRetain(object: usize, count: u32) {
+        *user_object(object, count)?.references.lock() += u64::from(count);
+        Ok(())
+    }
+
+    fn cuUserObjectRelease(object: usize, count: u32) { user_object(object, count)?.release(u64::from(count)) }
+
+    fn cuGraphRetainUserObject(h: usize, object: usize, count: u32, flags: u32) {
+        let (g, object) = (graph(h)?, user_object(object, count)?);
+        // CU_GRAPH_USER_OBJECT_MOVE
+        match flags {
+            0 => *object.references.lock() += u64::from(count),
+            1 => {}
+            _ => return Err(INVALID_VALUE),
+        }
+        g.objects.lock().push(Held(object, u64::from(count)));
+        Ok(())
+    }
+
+    fn cuGraphReleaseUserObject(h: usize, object: usize, count: u32) {
+        let (g, object) = (graph(h)?, user_object(object, count)?);
+        let mut objects = g.objects.lock();
+        let held = objects.iter_mut().find(|held| Arc::ptr_eq(&held.0, &object) && held.1 >= u64::from(count));
+        held.ok_or(INVALID_VALUE)?.1 -= u64::from(count);
+        object.release(u64::from(count))
+    }
 
     fn cuGraphDebugDotPrint(h: usize, path: *const c_char, _flags: u32) {
         let g = graph(h)?;

@@ -222,6 +222,14 @@ unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
     }
 }
 
+fn kernel_node(h: usize) -> Result<std::sync::Arc<crate::graph::Node>> {
+    let n = node(h)?;
+    if n.kind.lock().code() != 0 {
+        return Err(INVALID_VALUE);
+    }
+    Ok(n)
+}
+
 macro_rules! get {
     ($h:expr, $pattern:pat => $value:expr) => {{
         let n = node($h)?;
@@ -295,8 +303,17 @@ export! {
         replace_in(e, h, kernel(p.cast(), Some(p))?)
     }
     fn cuGraphKernelNodeCopyAttributes(to: usize, from: usize) {
-        node(to)?;
-        node(from).map(drop)
+        let attributes = kernel_node(from)?.attributes.lock().clone();
+        *kernel_node(to)?.attributes.lock() = attributes;
+        Ok(())
+    }
+    fn cuGraphKernelNodeGetAttribute(h: usize, id: u32, value: *mut [u64; 8]) {
+        let known = kernel_node(h)?.attributes.lock().get(&id).copied();
+        out(value, known.unwrap_or_default())
+    }
+    fn cuGraphKernelNodeSetAttribute(h: usize, id: u32, value: *const [u64; 8]) {
+        kernel_node(h)?.attributes.lock().insert(id, read(value)?);
+        Ok(())
     }
 
     fn cuGraphMemcpyNodeGetParams(h: usize, p: *mut Memcpy3D) {

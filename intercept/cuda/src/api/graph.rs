@@ -366,35 +366,6 @@ fn instantiate(exec: *mut *mut c_void, graph: *mut c_void, flags: u64) -> Result
     }
 }
 
-/// Writes nodes of a graph to the program's array: `which` 0 all, 1 roots, 2 edges.
-///
-/// A null array requests the count.
-fn nodes(graph: *mut c_void, which: u64, from: *mut u64, to: *mut u64, count: *mut usize) -> Result {
-    let client = clients::of(graph as u64)?;
-    let most = if from.is_null() { 0 } else { take(count)? };
-    let reply = client.call(op::GRAPH_NODES, |w| {
-        w.word(graph as u64);
-        w.word(which);
-        w.word(most as u64);
-    })?;
-    let mut r = reply.reader();
-    let (all, given) = (word(&mut r)?, word(&mut r)? as usize);
-    for i in 0..given.min(most) {
-        let node = client.name(word(&mut r)?);
-        // SAFETY: by the call's contract both arrays have `most` elements, which bounds `i`.
-        unsafe { from.add(i).write(node) };
-        mapped::node_of(node, graph as u64);
-        if which == 2 {
-            let node = client.name(word(&mut r)?);
-            if !to.is_null() {
-                // SAFETY: the array is not null and has `most` elements, too.
-                unsafe { to.add(i).write(node) };
-            }
-        }
-    }
-    give(count, if from.is_null() { all as usize } else { given })
-}
-
 fn destroy(graph: u64, kind: u8, operation: u16) -> Result {
     let client = clients::of(graph)?;
     if handle::kind(graph) != kind {
@@ -496,18 +467,6 @@ driver! {
         })?;
         mapped::graph_names(new, &regions_of(graph as u64));
         give(clone, new as *mut c_void)
-    }
-
-    fn cuGraphGetNodes(graph: *mut c_void, out: *mut u64, count: *mut usize) {
-        nodes(graph, 0, out, std::ptr::null_mut(), count)
-    }
-
-    fn cuGraphGetRootNodes(graph: *mut c_void, out: *mut u64, count: *mut usize) {
-        nodes(graph, 1, out, std::ptr::null_mut(), count)
-    }
-
-    fn cuGraphGetEdges(graph: *mut c_void, from: *mut u64, to: *mut u64, count: *mut usize) {
-        nodes(graph, 2, from, to, count)
     }
 
     fn cuGraphAddKernelNode_v2(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, kernel: *const KernelNode) {

@@ -9,7 +9,7 @@ use gpusession_proto::handle;
 
 use crate::client::{cross_lease_error, word};
 use crate::entry::{
-    ILLEGAL_STATE, INVALID_VALUE, NOT_SUPPORTED, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
+    ILLEGAL_STATE, INVALID_VALUE, LOSSY_QUERY, Result, STREAM_CAPTURE_IMPLICIT, STREAM_CAPTURE_INVALIDATED,
     STREAM_CAPTURE_ISOLATION, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
     STREAM_CAPTURE_WRONG_THREAD, alias, bytes, driver, give, give_optional,
 };
@@ -74,7 +74,14 @@ fn host_function(stream: *mut c_void, default: streams::Default, function: HostF
     client.take_late_error()
 }
 
-fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, nodes: &[u8]) -> Result {
+fn begin(
+    stream: *mut c_void,
+    default: streams::Default,
+    mode: i32,
+    graph: u64,
+    nodes: &[u8],
+    edges: &[u8],
+) -> Result {
     let (client, stream) = find(stream, default)?;
     if !(0..=2).contains(&mode) {
         return Err(INVALID_VALUE);
@@ -89,12 +96,48 @@ fn begin(stream: *mut c_void, default: streams::Default, mode: i32, graph: u64, 
         client.same(clients::of(graph)?)?;
     }
     let nodes = objects::own(client, nodes)?;
-    client.call(op::CAPTURE_BEGIN, |w| {
+    // A new graph has its handle from the start: the program may ask for it during the capture.
+    let new = if graph == 0 { client.mint(handle::GRAPH) } else { 0 };
+    let begun = client.call(op::CAPTURE_BEGIN, |w| {
         w.word(stream.handle);
         w.word(graph);
         w.bytes(&nodes);
+        w.word(new);
+        w.bytes(edges);
+    });
+    if let Err(status) = begun {
+        if new != 0 {
+            handles::retire(new);
+        }
+        return Err(status);
+    }
+    streams::begin(&stream, mode, graph | new, new != 0);
+    Ok(())
+}
+
+/// Changes the nodes that the next node of a capture depends on.
+fn update(
+    stream: *mut c_void,
+    default: streams::Default,
+    nodes: *const c_void,
+    edges: *const c_void,
+    count: usize,
+    flags: u32,
+) -> Result {
+    let (client, stream) = find(stream, default)?;
+    let capture = stream.capture().ok_or(ILLEGAL_STATE)?;
+    if capture.invalid.load(Ordering::Relaxed) {
+        return Err(STREAM_CAPTURE_INVALIDATED);
+    }
+    let len = count.checked_mul(8).ok_or(INVALID_VALUE)?;
+    let nodes = objects::own(client, bytes(nodes, len)?)?;
+    let edges = if edges.is_null() { &[] } else { bytes(edges, len)? };
+    client.call(op::CAPTURE_UPDATE, |w| {
+        w.word(stream.handle);
+        w.word(u64::from(flags));
+        w.bytes(&nodes);
+        w.bytes(edges);
     })?;
-    streams::begin(&stream, mode, graph);
     Ok(())
 }
 
@@ -103,6 +146,8 @@ struct Info {
     id: u64,
     graph: u64,
     nodes: Vec<u64>,
+    /// A `CUgraphEdgeData` for each node, if any edge carries data.
+    edges: Vec<u64>,
 }
 
 fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool) -> Result<Info> {
@@ -111,33 +156,42 @@ fn capture_info(stream: *mut c_void, default: streams::Default, with_nodes: bool
         return Err(STREAM_CAPTURE_IMPLICIT);
     }
     let Some(capture) = stream.capture() else {
-        return Ok(Info { status: 0, id: 0, graph: 0, nodes: Vec::new() });
+        return Ok(Info { status: 0, id: 0, graph: 0, nodes: Vec::new(), edges: Vec::new() });
     };
     if capture.invalid.load(Ordering::Relaxed) {
-        return Ok(Info { status: capture::INVALIDATED, id: capture.id, graph: 0, nodes: Vec::new() });
+        let (id, status) = (capture.id, capture::INVALIDATED);
+        return Ok(Info { status, id, graph: 0, nodes: Vec::new(), edges: Vec::new() });
     }
-    let mut nodes = Vec::new();
+    let (mut nodes, mut edges) = (Vec::new(), Vec::new());
     if with_nodes {
         let reply = client.call(op::CAPTURE_INFO, |w| w.word(stream.handle))?;
         let mut r = reply.reader();
         let (_, _, count) = (word(&mut r)?, word(&mut r)?, word(&mut r)?);
         for _ in 0..count {
-            nodes.push(client.name(word(&mut r)?));
+            let node = client.name(word(&mut r)?);
+            mapped::node_of(node, capture.graph);
+            nodes.push(node);
+        }
+        // Older servers, and edges without data, have none.
+        while !r.is_empty() {
+            edges.push(word(&mut r)?);
         }
     }
-    Ok(Info { status: capture::ACTIVE, id: capture.id, graph: capture.graph, nodes })
+    Ok(Info { status: capture::ACTIVE, id: capture.id, graph: capture.graph, nodes, edges })
 }
 
 /// Returns a capture's dependencies in an array that belongs to the library.
 ///
-/// As with the driver, it is valid until the thread's next query.
-fn lend_nodes(nodes: Vec<u64>) -> *const u64 {
+/// As with the driver, it is valid until the thread's next query. The second array has the data of
+/// the edges; it is null if no edge carries any.
+fn lend_nodes(nodes: Vec<u64>, edges: Vec<u64>) -> (*const u64, *const u64) {
     thread_local! {
-        static LENT: std::cell::RefCell<Vec<u64>> = const { std::cell::RefCell::new(Vec::new()) };
+        static LENT: std::cell::RefCell<[Vec<u64>; 2]> = const { std::cell::RefCell::new([Vec::new(), Vec::new()]) };
     }
     LENT.with(|lent| {
-        *lent.borrow_mut() = nodes;
-        lent.borrow().as_ptr()
+        *lent.borrow_mut() = [nodes, edges];
+        let [nodes, edges] = &*lent.borrow();
+        (nodes.as_ptr(), if edges.is_empty() { std::ptr::null() } else { edges.as_ptr() })
     })
 }
 
@@ -335,20 +389,34 @@ driver! {
     }
 
     fn cuStreamBeginCapture_v2 / cuStreamBeginCapture_v2_ptsz [default] (stream: *mut c_void, mode: i32) {
-        begin(stream, default, mode, 0, &[])
+        begin(stream, default, mode, 0, &[], &[])
     }
 
     fn cuStreamBeginCapture / cuStreamBeginCapture_ptsz [default] (stream: *mut c_void) {
-        begin(stream, default, 0, 0, &[])
+        begin(stream, default, 0, 0, &[], &[])
     }
 
     fn cuStreamBeginCaptureToGraph / cuStreamBeginCaptureToGraph_ptsz [default] (
         stream: *mut c_void, graph: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, mode: i32,
     ) {
-        if !edges.is_null() {
-            return Err(NOT_SUPPORTED);
+        if graph.is_null() {
+            return Err(INVALID_VALUE);
         }
-        begin(stream, default, mode, graph as u64, bytes(nodes, count * 8)?)
+        let len = count.checked_mul(8).ok_or(INVALID_VALUE)?;
+        let edges = if edges.is_null() { &[] } else { bytes(edges, len)? };
+        begin(stream, default, mode, graph as u64, bytes(nodes, len)?, edges)
+    }
+
+    fn cuStreamUpdateCaptureDependencies / cuStreamUpdateCaptureDependencies_ptsz [default] (
+        stream: *mut c_void, nodes: *const c_void, count: usize, flags: u32,
+    ) {
+        update(stream, default, nodes, std::ptr::null(), count, flags)
+    }
+
+    fn cuStreamUpdateCaptureDependencies_v2 / cuStreamUpdateCaptureDependencies_v2_ptsz [default] (
+        stream: *mut c_void, nodes: *const c_void, edges: *const c_void, count: usize, flags: u32,
+    ) {
+        update(stream, default, nodes, edges, count, flags)
     }
 
     fn cuStreamEndCapture / cuStreamEndCapture_ptsz [default] (stream: *mut c_void, graph: *mut *mut c_void) {
@@ -363,7 +431,7 @@ driver! {
         }
         // The capture ends even on the wrong thread.
         let wrong_thread = capture.mode != 2 && capture.thread != thread::id();
-        let new = if capture.graph == 0 { client.mint(handle::GRAPH) } else { capture.graph };
+        let new = capture.graph;
         let reply = client.ask(op::CAPTURE_END, |w| {
             w.word(stream.handle);
             w.word(new);
@@ -371,13 +439,20 @@ driver! {
         streams::end(&capture);
         if wrong_thread || capture.invalid.load(Ordering::Relaxed) {
             give(graph, NULL)?;
-            if reply.status == 0 && capture.graph == 0 {
-                client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
+            if capture.new_graph {
+                if reply.status == 0 {
+                    client.post(op::GRAPH_DESTROY, |w| w.word(new))?;
+                }
+                mapped::forget_graph(new);
                 handles::retire(new);
             }
             return Err(if wrong_thread { STREAM_CAPTURE_WRONG_THREAD } else { STREAM_CAPTURE_INVALIDATED });
         }
         if let Err(status) = client.check_status(reply.status) {
+            if capture.new_graph {
+                mapped::forget_graph(new);
+                handles::retire(new);
+            }
             give(graph, NULL)?;
             return Err(status);
         }
@@ -396,11 +471,14 @@ driver! {
         stream: *mut c_void, status: *mut i32, id: *mut u64, graph: *mut *mut c_void, nodes: *mut *const u64, count: *mut usize,
     ) {
         let info = capture_info(stream, default, !nodes.is_null())?;
+        if !info.edges.is_empty() {
+            return Err(LOSSY_QUERY);
+        }
         give(status, info.status)?;
         give_optional(id, info.id);
         give_optional(graph, info.graph as *mut c_void);
         give_optional(count, info.nodes.len());
-        give_optional(nodes, lend_nodes(info.nodes));
+        give_optional(nodes, lend_nodes(info.nodes, Vec::new()).0);
         Ok(())
     }
 
@@ -409,12 +487,16 @@ driver! {
         edges: *mut *const c_void, count: *mut usize,
     ) {
         let info = capture_info(stream, default, !nodes.is_null())?;
+        if edges.is_null() && !info.edges.is_empty() {
+            return Err(LOSSY_QUERY);
+        }
         give(status, info.status)?;
         give_optional(id, info.id);
         give_optional(graph, info.graph as *mut c_void);
-        give_optional(edges, std::ptr::null());
         give_optional(count, info.nodes.len());
-        give_optional(nodes, lend_nodes(info.nodes));
+        let lent = lend_nodes(info.nodes, info.edges);
+        give_optional(edges, lent.1.cast());
+        give_optional(nodes, lent.0);
         Ok(())
     }
 }

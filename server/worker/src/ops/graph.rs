@@ -7,7 +7,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use gpusession_proto::child_graphs::ChildGraphs;
 use gpusession_proto::frame::Reader;
 
-use crate::answer::{Answer, Done, Failure, bounded};
+use crate::answer::{Answer, Done, Failure};
 use crate::driver::{Handle, Status, check, status};
 use crate::handles::Object;
 use crate::host_calls::HostCalls;
@@ -179,42 +179,6 @@ pub fn launch(session: &Session, r: &mut Reader<'_>) -> Done {
     let (exec, stream) = (session.execs.get(r.word()?)?.0, session.stream(r.word()?)?);
     // SAFETY: both belong to this worker.
     Ok(check(unsafe { (session.driver.call.cuGraphLaunch)(exec, stream) })?)
-}
-
-/// `GRAPH_NODES`: graph, selection (0 all, 1 roots, 2 edges), maximum number of nodes.
-///
-/// It answers the total number, then nodes; an edge is two nodes, from and to.
-pub fn nodes(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (graph, which) = (session.graphs.get(r.word()?)?.0, r.word()?);
-    let most = bounded(r.word()?, 1 << 20)?;
-    let call = &session.driver.call;
-    let get = |from: *mut Handle, to: *mut Handle, count: &mut usize| {
-        // SAFETY: the arrays, if not null, have `count` elements.
-        check(unsafe {
-            match which {
-                0 => (call.cuGraphGetNodes)(graph, from, count),
-                1 => (call.cuGraphGetRootNodes)(graph, from, count),
-                2 => (call.cuGraphGetEdges)(graph, from, to, count),
-                _ => status::INVALID_VALUE,
-            }
-        })
-    };
-    let mut count = 0;
-    get(std::ptr::null_mut(), std::ptr::null_mut(), &mut count)?;
-    answer.word(count as u64);
-    let mut wanted = most.min(count);
-    let (mut from, mut to) = (vec![std::ptr::null_mut(); wanted], vec![std::ptr::null_mut(); wanted]);
-    if wanted > 0 {
-        get(from.as_mut_ptr(), to.as_mut_ptr(), &mut wanted)?;
-    }
-    answer.word(wanted as u64);
-    for i in 0..wanted.min(from.len()) {
-        answer.word(from[i] as u64);
-        if which == 2 {
-            answer.word(to[i] as u64);
-        }
-    }
-    Ok(())
 }
 
 /// Parameters of a node, read from a frame.

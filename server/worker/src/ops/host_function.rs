@@ -3,8 +3,9 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use gpusession_proto::frame::op;
+use gpusession_proto::frame::{Reader, op};
 
+use crate::answer::Done;
 use crate::driver::{Handle, Status, check};
 use crate::frame::Frame;
 use crate::handles::Object;
@@ -52,6 +53,48 @@ extern "C" fn run(data: *mut c_void) {
     session.replies.append(&mut frames, op::CALL_HOST, 0, 0, |w| w.word(id));
     session.replies.send_frames(&frames);
     session.host_calls.wait(id);
+}
+
+/// A user object of the client, which a graph may keep alive.
+struct UserObject {
+    session: Arc<Session>,
+    handle: u64,
+    id: u64,
+}
+
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`
+const NO_DESTRUCTOR_SYNC: u32 = 1;
+
+/// Lets the client run an object's destructor; the driver calls it after the last reference.
+extern "C" fn destroyed(data: *mut c_void) {
+    // SAFETY: `data` came from `Box::into_raw` in `user_object`, and the driver calls this once.
+    let object = unsafe { Box::from_raw(data.cast::<UserObject>()) };
+    let UserObject { session, handle, id } = *object;
+    let _ = session.user_objects.take(handle);
+    session.replies.send_with(op::CALL_HOST, 0, 0, |w| w.word(id));
+}
+
+/// `USER_OBJECT_CREATE`: new handle, the client's number of the destructor, references.
+pub fn user_object(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
+    let (handle, id, references) = (r.word()?, r.word()?, r.word()? as u32);
+    let data = Box::into_raw(Box::new(UserObject { session: session.clone(), handle, id }));
+    let mut object = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid; `destroyed` takes ownership of the box.
+    let made = check(unsafe {
+        (session.driver.call.cuUserObjectCreate)(
+            &mut object,
+            data.cast(),
+            destroyed,
+            references,
+            NO_DESTRUCTOR_SYNC,
+        )
+    });
+    if let Err(status) = made {
+        // SAFETY: the driver refused, so `destroyed` is never called.
+        drop(unsafe { Box::from_raw(data) });
+        return Err(status.into());
+    }
+    Ok(session.user_objects.put(handle, Object(object))?)
 }
 
 /// Sends the client what the device has changed in shared memory.

@@ -5,6 +5,7 @@ pub mod copy;
 mod flush;
 mod generated;
 pub mod graph;
+mod graph_queries;
 mod host_function;
 pub mod launch;
 pub mod link;
@@ -121,6 +122,7 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
         op::STREAM_BATCH => stream::batch(session, &mut r),
         op::CAPTURE_BEGIN => stream::capture_begin(session, &mut r),
         op::CAPTURE_END => stream::capture_end(session, &mut r, answer),
+        op::CAPTURE_UPDATE => stream::capture_update(session, &mut r),
         op::CAPTURE_INFO => stream::capture_info(session, &mut r, answer),
         op::EVENT_CREATE => stream::event_create(session, &mut r),
         op::EVENT_DESTROY => stream::event_destroy(session, &mut r),
@@ -214,11 +216,13 @@ fn dispatch(session: &Arc<Session>, executor: &mut Executor, frame: &Frame, answ
             graph::launch(session, &mut r)?;
             Ok(allocations::recount_pools(session)?)
         }
-        op::GRAPH_NODES => graph::nodes(session, &mut r, answer),
+        op::GRAPH_NODES => graph_queries::nodes(session, &mut r, answer),
         op::GRAPH_ADD => graph::add(session, &mut r, answer),
         op::GRAPH_CLONE => graph::clone(session, &mut r),
         op::GRAPH_UPDATE => graph::update(session, &mut r, answer),
         op::GRAPH_EXEC_SET => graph::set_params(session, &mut r),
+        op::GRAPH_DRAW => graph_queries::draw(session, &mut r, answer),
+        op::USER_OBJECT_CREATE => host_function::user_object(session, &mut r),
         op::GRAPH_CHILD => graph::child(session, &mut r),
         op::cuGraphDestroyNode => {
             let node = frame.reader().word()?;

@@ -1,6 +1,7 @@
 //! Streams, events, capture.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use gpusession_proto::frame::{Reader, WAIT};
 
@@ -33,7 +34,12 @@ pub fn create(session: &Session, frame: &Frame, r: &mut Reader<'_>) -> Done {
 
 /// `STREAM_DESTROY`
 pub fn destroy(session: &Session, r: &mut Reader<'_>) -> Done {
-    let stream = session.streams.take(r.word()?)?.object.0;
+    let handle = r.word()?;
+    let stream = session.streams.take(handle)?.object.0;
+    // The graph of a capture goes with the stream that the capture began on.
+    if let Some(graph) = captures(session).remove(&handle) {
+        let _ = session.graphs.take(graph);
+    }
     // SAFETY: a stream of this worker that no later frame can name.
     Ok(check(unsafe { (session.driver.call.cuStreamDestroy_v2)(stream) })?)
 }
@@ -91,17 +97,38 @@ pub fn host_func(session: &Arc<Session>, frame: &Frame, r: &mut Reader<'_>) -> D
     Ok(HostCalls::enqueue(session, frame, stream, id, keep)?)
 }
 
-/// `CAPTURE_BEGIN`: stream, graph to capture into or 0, dependencies.
+fn captures(session: &Session) -> MutexGuard<'_, HashMap<u64, u64>> {
+    session.captures.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `CAPTURE_BEGIN`: stream, graph to capture into or 0, dependencies, handle for a new graph or 0,
+/// data of the edges.
 pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
-    let stream = session.stream(r.word()?)?;
-    let graph = r.word()?;
+    let (handle, graph) = (r.word()?, r.word()?);
+    let stream = session.stream(handle)?;
+    let nodes = super::graph::raw_nodes(r.bytes()?)?;
+    let new = if r.is_empty() { 0 } else { r.word()? };
+    let edges = if r.is_empty() { &[] } else { r.bytes()? };
+    if !edges.is_empty() && edges.len() != nodes.len() * 8 {
+        return Err(status::INVALID_VALUE.into());
+    }
     let call = &session.driver.call;
     if graph == 0 {
         // SAFETY: a stream of this worker.
-        return Ok(check(unsafe { (call.cuStreamBeginCapture_v2)(stream, CAPTURE_RELAXED) })?);
+        check(unsafe { (call.cuStreamBeginCapture_v2)(stream, CAPTURE_RELAXED) })?;
+        let (mut state, mut id, mut graph, mut nodes, mut count) =
+            (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+        // SAFETY: the out pointers are valid.
+        let told = unsafe {
+            (call.cuStreamGetCaptureInfo_v2)(stream, &mut state, &mut id, &mut graph, &mut nodes, &mut count)
+        };
+        if new != 0 && told == 0 && !graph.is_null() {
+            session.graphs.put(new, Object(graph))?;
+            captures(session).insert(handle, new);
+        }
+        return Ok(());
     }
     let graph = session.graphs.get(graph)?.0;
-    let nodes = super::graph::raw_nodes(r.bytes()?)?;
     // SAFETY: graph and stream belong to this worker; the driver reads as many nodes as `nodes`
     // has.
     Ok(check(unsafe {
@@ -109,7 +136,7 @@ pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
             stream,
             graph,
             nodes.as_ptr(),
-            std::ptr::null(),
+            if edges.is_empty() { std::ptr::null() } else { edges.as_ptr().cast() },
             nodes.len(),
             CAPTURE_RELAXED,
         )
@@ -118,27 +145,66 @@ pub fn capture_begin(session: &Session, r: &mut Reader<'_>) -> Done {
 
 /// `CAPTURE_END`: stream, new handle for the graph.
 pub fn capture_end(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
-    let (stream, handle) = (session.stream(r.word()?)?, r.word()?);
+    let (origin, handle) = (r.word()?, r.word()?);
+    let stream = session.stream(origin)?;
     let mut graph = std::ptr::null_mut();
     // SAFETY: the out pointer is valid.
     let ended = check(unsafe { (session.driver.call.cuStreamEndCapture)(stream, &mut graph) });
     answer.word(u64::from(!graph.is_null()));
+    let new = captures(session).remove(&origin);
     if !graph.is_null() {
         session.graphs.put(handle, Object(graph))?;
+    } else if let Some(new) = new {
+        // The driver has destroyed the graph of a failed capture.
+        let _ = session.graphs.take(new);
     }
     Ok(ended?)
 }
 
+/// `CAPTURE_UPDATE`: stream, flags, nodes, data of the edges.
+pub fn capture_update(session: &Session, r: &mut Reader<'_>) -> Done {
+    let (stream, flags) = (session.stream(r.word()?)?, r.word()? as u32);
+    let mut nodes = super::graph::raw_nodes(r.bytes()?)?;
+    let edges = r.bytes()?;
+    if !edges.is_empty() && edges.len() != nodes.len() * 8 {
+        return Err(status::INVALID_VALUE.into());
+    }
+    let call = &session.driver.call;
+    // SAFETY: a stream of this worker; the arrays have `nodes.len()` elements.
+    Ok(check(unsafe {
+        if edges.is_empty() {
+            (call.cuStreamUpdateCaptureDependencies)(stream, nodes.as_mut_ptr(), nodes.len(), flags)
+        } else {
+            (call.cuStreamUpdateCaptureDependencies_v2)(
+                stream,
+                nodes.as_mut_ptr(),
+                edges.as_ptr().cast(),
+                nodes.len(),
+                flags,
+            )
+        }
+    })?)
+}
+
 /// `CAPTURE_INFO`: stream; answers status, id, the nodes that the next one depends on.
+///
+/// A word for each node follows if any of the edges carries data.
 pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) -> Done {
     let stream = session.stream(r.word()?)?;
-    let (mut state, mut id, mut graph, mut nodes, mut count) =
-        (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+    let call = &session.driver.call;
+    let (mut state, mut id, mut graph, mut nodes, mut edges, mut count) =
+        (0, 0, std::ptr::null_mut(), std::ptr::null(), std::ptr::null(), 0);
     // SAFETY: the out pointers are valid.
     check(unsafe {
-        (session.driver.call.cuStreamGetCaptureInfo_v2)(
-            stream, &mut state, &mut id, &mut graph, &mut nodes, &mut count,
-        )
+        match (call.cuStreamGetCaptureInfo_v3)(
+            stream, &mut state, &mut id, &mut graph, &mut nodes, &mut edges, &mut count,
+        ) {
+            // A driver before CUDA 12.3.
+            status::NOT_SUPPORTED => (call.cuStreamGetCaptureInfo_v2)(
+                stream, &mut state, &mut id, &mut graph, &mut nodes, &mut count,
+            ),
+            told => told,
+        }
     })?;
     answer.word(state as u64);
     answer.word(id);
@@ -146,6 +212,15 @@ pub fn capture_info(session: &Session, r: &mut Reader<'_>, answer: &mut Answer) 
     for i in 0..count {
         // SAFETY: the driver's own array of `count` nodes, valid until the stream's next call.
         answer.word(unsafe { *nodes.add(i) } as u64);
+    }
+    let edges: &[u64] = if edges.is_null() {
+        &[]
+    } else {
+        // SAFETY: as above, with the 8 bytes of an edge's data for each node.
+        unsafe { std::slice::from_raw_parts(edges, count) }
+    };
+    if edges.iter().any(|data| *data != 0) {
+        edges.iter().for_each(|data| answer.word(*data));
     }
     Ok(())
 }
