@@ -40,6 +40,7 @@ pub mod net;
 pub mod peer_slots;
 pub mod pool;
 pub use gpusession_proto::log_throttle;
+pub mod refusal;
 pub mod registry;
 pub mod serve;
 pub mod spawn;

@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::answer::{administrators, clients, config, gpus, leases, status, tokens};
 use crate::accounting::Wanted;
+use crate::pool::Pool;
+use crate::refusal::Refusal;
 
 /// A request of an administrator.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -136,6 +139,76 @@ pub enum Ask {
 }
 
 impl Ask {
+    /// Returns `true` if the request may change anything, so that it is logged.
+    pub(super) fn changes(&self) -> bool {
+        match self {
+            Self::Status
+            | Self::Ps
+            | Self::Threads
+            | Self::Leases
+            | Self::Gpus
+            | Self::Clients
+            | Self::Mps
+            | Self::Queue
+            | Self::Limits { .. }
+            | Self::Accounting { .. }
+            | Self::Config
+            | Self::Tokens
+            | Self::Administrators => false,
+            Self::Revoke { .. }
+            | Self::Forget { .. }
+            | Self::Kill { .. }
+            | Self::Park { .. }
+            | Self::Unpark { .. }
+            | Self::Off { .. }
+            | Self::On { .. }
+            | Self::Drop { .. }
+            | Self::Drain { .. }
+            | Self::Stop { .. }
+            | Self::ConfigSet { .. }
+            | Self::Reload
+            | Self::TokenCreate { .. }
+            | Self::TokenRevoke { .. }
+            | Self::AdministratorCreate { .. }
+            | Self::AdministratorRevoke { .. } => true,
+        }
+    }
+
+    /// Performs the request and returns what the verb shows.
+    pub(super) async fn answer(self, pool: &Pool) -> Result<serde_json::Value, Refusal> {
+        match self {
+            Self::Status => status::status(pool).await,
+            Self::Ps => status::ps(pool).await,
+            Self::Threads => status::threads(pool).await,
+            Self::Leases => leases::leases(pool).await,
+            Self::Gpus => gpus::gpus(pool).await,
+            Self::Clients => clients::clients(pool).await,
+            Self::Revoke { name } => clients::revoke(pool, name).await,
+            Self::Forget { name } => clients::forget(pool, name).await,
+            Self::Kill { worker } => leases::kill(pool, worker).await,
+            Self::Park { lease } => leases::park(pool, lease).await,
+            Self::Unpark { lease } => leases::unpark(pool, lease).await,
+            Self::Off { gpu, reason } => gpus::off(pool, gpu, reason).await,
+            Self::On { gpu } => gpus::on(pool, gpu).await,
+            Self::Drop { gpu } => gpus::drop(pool, gpu).await,
+            Self::Drain { end, reason } => status::drain(pool, end, reason).await,
+            Self::Stop { force } => status::stop(pool, force),
+            Self::Mps => gpus::mps(pool).await,
+            Self::Queue => leases::queue(pool).await,
+            Self::Limits { client, user } => config::limits(pool, client, user),
+            Self::Accounting { wanted } => status::accounting(pool, wanted).await,
+            Self::Config => config::config(pool),
+            Self::ConfigSet { key, value } => config::set(pool, key, value).await,
+            Self::Reload => config::reload(pool).await,
+            Self::TokenCreate { pattern, uses, ttl } => tokens::create(pool, pattern, uses, ttl).await,
+            Self::AdministratorCreate { name, csr_pem } => administrators::create(pool, name, csr_pem).await,
+            Self::Administrators => administrators::list(pool),
+            Self::AdministratorRevoke { name } => administrators::revoke(pool, name).await,
+            Self::Tokens => tokens::list(pool),
+            Self::TokenRevoke { id } => tokens::revoke(pool, id).await,
+        }
+    }
+
     /// Returns a refusal if this request is not answered over the network.
     pub fn local(&self) -> Option<Refusal> {
         let why = match self {
@@ -154,26 +227,6 @@ impl Ask {
     pub fn patience(&self) -> Duration {
         Duration::from_secs(if matches!(self, Self::Park { .. }) { 600 } else { 30 })
     }
-
-    /// Returns `true` if the request may change anything, so that it is logged.
-    pub(super) fn changes(&self) -> bool {
-        !matches!(
-            self,
-            Self::Status
-                | Self::Ps
-                | Self::Threads
-                | Self::Leases
-                | Self::Gpus
-                | Self::Clients
-                | Self::Mps
-                | Self::Queue
-                | Self::Limits { .. }
-                | Self::Accounting { .. }
-                | Self::Config
-                | Self::Tokens
-                | Self::Administrators
-        )
-    }
 }
 
 /// Creates the refusal of a verb that is not answered over the network.
@@ -182,26 +235,6 @@ pub fn local_only(why: &str) -> Refusal {
         code: "local".into(),
         message: why.into(),
         hint: "run it on that host, without --server".into(),
-    }
-}
-
-/// Refusal of an administrator's request.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{message}")]
-pub struct Refusal {
-    /// Stable code for programs.
-    pub code: String,
-    /// Explanation for people.
-    pub message: String,
-    /// Remedy for people; may be empty.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub hint: String,
-}
-
-impl Refusal {
-    /// Creates a refusal without a hint.
-    pub fn new(code: &str, message: impl Into<String>) -> Self {
-        Self { code: code.into(), message: message.into(), hint: String::new() }
     }
 }
 

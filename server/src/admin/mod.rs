@@ -4,16 +4,12 @@
 //! and JSON; a process that may open the socket may do everything. Over the network, a call of the
 //! control service carries the same JSON; the caller needs an administrator's certificate.
 
-mod answer;
-pub mod ask;
+pub mod answer;
+mod ask;
 pub mod remote;
-mod rows;
 mod socket;
 
-pub use answer::{a_name, no_token, not_issued, token_ttl};
-pub use ask::{Answer, Ask, Refusal, local_only, read};
-pub use rows::{
-    AdministratorRow, AdministratorView, ClientRow, ConfigRow, GpuRow, LeaseDevice, LeaseRow, LimitRow,
-    PsRow, QueueRow, StatusView, StopView, TokenRow, TokenView, administrator_rows, config_rows, token_rows,
-};
+pub use ask::{Answer, Ask, local_only, read};
 pub use socket::{MAX_ANSWER, ask, bind, serve};
+
+pub use crate::refusal::Refusal;

@@ -7,7 +7,6 @@ use gpusession_proto::control::administration_server::Administration;
 use tonic::{Request, Response, Status};
 use tracing::info;
 
-use super::answer::answer;
 use super::ask::{parse, written};
 use crate::connections::Peer;
 use crate::pool::Pool;
@@ -43,5 +42,5 @@ async fn answer_request(body: &[u8], pool: &Pool, name: &str, from: &str) -> Vec
     if ask.changes() {
         info!("administrator {name}: request from {from}: {ask:?}");
     }
-    written(answer(ask, pool).await)
+    written(ask.answer(pool).await)
 }

@@ -12,9 +12,9 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
-use super::answer::answer;
-use super::ask::{Ask, Refusal, parse, read, written};
+use super::ask::{Ask, parse, read, written};
 use crate::pool::Pool;
+use crate::refusal::Refusal;
 
 /// Longest request over the socket, in bytes.
 const MAX_REQUEST: usize = 64 << 10;
@@ -94,7 +94,7 @@ async fn serve_connection(mut socket: UnixStream, pool: &Pool) -> io::Result<()>
         _ => None,
     };
     let bytes = match ask {
-        Ok(ask) => written(answer(ask, pool).await),
+        Ok(ask) => written(ask.answer(pool).await),
         Err(refusal) => written(Err(refusal)),
     };
     let told = timeout(REQUEST_TIMEOUT, async {

@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 use super::show;
 use super::target::{Target, offline, running};
 use super::verbs::AdminVerb;
-use crate::admin::{self, Ask, Refusal};
+use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
+use crate::admin::answer::clients::a_name;
+use crate::admin::{Ask, Refusal};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::pool::Files;
 use crate::pool::administrators::Administrators;
@@ -19,7 +21,7 @@ use crate::store;
 pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
     match verb {
         AdminVerb::Create { name, out: file, json } => {
-            admin::a_name(name)?;
+            a_name(name)?;
             if std::fs::symlink_metadata(file).is_ok() {
                 let message = format!("{} exists already; choose another file with --out", file.display());
                 return Err(Refusal::new("exists", message).into());
@@ -28,7 +30,7 @@ pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminV
             let csr_pem = rcgen::CertificateParams::default().serialize_request(&key)?.pem()?;
             let value =
                 ask_administrators(server, &Ask::AdministratorCreate { name: name.clone(), csr_pem })?;
-            let made: admin::AdministratorView = serde_json::from_value(value)?;
+            let made: AdministratorView = serde_json::from_value(value)?;
             let bundle = format!("{}{}{}", made.certificate_pem, key.serialize_pem(), made.authority_pem);
             write_new(file, &bundle).with_context(|| {
                 format!("{} not written; run `gpuserver admin revoke {name}` and try again", file.display())
@@ -88,15 +90,15 @@ fn ask_administrators(server: &Target, ask: &Ask) -> anyhow::Result<Value> {
         Ask::AdministratorCreate { name, csr_pem } => {
             let authority = Authority::open(&config.state_dir)?;
             let made = all.issue(&authority, name, csr_pem, now, &random);
-            let certificate_pem = made.map_err(|e| admin::not_issued(&e))?;
+            let certificate_pem = made.map_err(|e| not_issued(&e))?;
             let authority_pem = authority.pem().into();
-            serde_json::to_value(admin::AdministratorView { certificate_pem, authority_pem })?
+            serde_json::to_value(AdministratorView { certificate_pem, authority_pem })?
         }
         Ask::AdministratorRevoke { name } => {
-            admin::a_name(name)?;
+            a_name(name)?;
             json!({ "name": name, "known": all.revoke(name, now) })
         }
-        _ => return Ok(serde_json::to_value(admin::administrator_rows(&all))?),
+        _ => return Ok(serde_json::to_value(administrator_rows(&all))?),
     };
     store::write(&path, &all)?;
     Ok(value)

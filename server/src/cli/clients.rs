@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use super::show;
 use super::target::{Target, offline, running};
 use super::verbs::ClientsVerb;
-use crate::admin::{self, Ask};
+use crate::admin::Ask;
+use crate::admin::answer::clients::{ClientRow, a_name};
 use crate::clock::{Clock, SystemClock};
 use crate::config::Config;
 use crate::pool::Files;
@@ -54,18 +55,18 @@ fn clients_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let now = SystemClock.unix();
     let (name, known) = match ask {
         Ask::Revoke { name } => {
-            admin::a_name(name)?;
+            a_name(name)?;
             (name, clients.revoke(name, now))
         }
         Ask::Forget { name } => {
-            admin::a_name(name)?;
+            a_name(name)?;
             (name, clients.forget(name, now))
         }
         _ => {
             let rows: Vec<_> = clients
                 .list(SystemClock.now())
                 .into_iter()
-                .map(|c| admin::ClientRow {
+                .map(|c| ClientRow {
                     name: c.name,
                     state: if c.record.revoked { "revoked" } else { "away" }.into(),
                     leases: 0,

@@ -8,7 +8,8 @@ use serde_json::json;
 use super::show;
 use super::target::{Target, config_file, must_run, running};
 use super::verbs::{Cli, ConfigVerb};
-use crate::admin::{self, Ask, Refusal};
+use crate::admin::answer::config::{ConfigRow, config_rows};
+use crate::admin::{Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
 use crate::discovery::find_driver;
 
@@ -23,9 +24,9 @@ pub(super) fn configure(
             // Without a server: the configuration with which it would start.
             let value = match running(server, &Ask::Config)? {
                 Some(value) => value,
-                None => serde_json::to_value(admin::config_rows(server.config()?))?,
+                None => serde_json::to_value(config_rows(server.config()?))?,
             };
-            let mut rows: Vec<admin::ConfigRow> = serde_json::from_value(value)?;
+            let mut rows: Vec<ConfigRow> = serde_json::from_value(value)?;
             let origin = match verb {
                 ConfigVerb::Get { key, origin } => {
                     rows.retain(|r| r.key.starts_with(key.as_str()));

@@ -15,6 +15,7 @@ use super::target::{Target, must_run, running};
 use super::token::token;
 use super::verbs::{Cli, Verb};
 use crate::accounting::{Kind, Wanted};
+use crate::admin::answer::status::{PsRow, StatusView, StopView};
 use crate::admin::{self, Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
 use crate::config;
@@ -148,7 +149,7 @@ fn ps(
             match running(&server, &ask) {
                 Ok(Some(value)) => {
                     answered = true;
-                    rows.extend(serde_json::from_value::<Vec<admin::PsRow>>(value)?);
+                    rows.extend(serde_json::from_value::<Vec<PsRow>>(value)?);
                 }
                 Ok(None) => {}
                 Err(e) => eprintln!("gpuserver: {}: {e:#}", server.socket.display()),
@@ -254,7 +255,7 @@ fn top(out: &mut dyn Write, server: &Target, every: &str, times: u32, json: bool
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
     let mut before = show::Seen::new();
     for look in 1.. {
-        let rows: Vec<admin::PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
+        let rows: Vec<PsRow> = serde_json::from_value(must_run(server, &Ask::Ps)?)?;
         let seen = show::seen(&rows);
         let rows = show::busiest(rows, &before, every.as_secs_f64());
         if json {
@@ -280,7 +281,7 @@ fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow
     const POLL_INTERVAL: Duration = Duration::from_millis(100);
     /// Time for stopping workers, after the server has waited for programs.
     const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-    let begun: admin::StopView = serde_json::from_value(must_run(server, &Ask::Stop { force })?)?;
+    let begun: StopView = serde_json::from_value(must_run(server, &Ask::Stop { force })?)?;
     // A zombie counts as exited.
     let runs = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", begun.pid)).unwrap_or_default();
@@ -300,7 +301,7 @@ fn stop(out: &mut dyn Write, server: &Target, force: bool, json: bool) -> anyhow
         }
         // The server stops listening before it exits.
         let programs = match admin::ask(&server.socket, &Ask::Status) {
-            Ok(Ok(status)) => serde_json::from_value::<admin::StatusView>(status)?.programs,
+            Ok(Ok(status)) => serde_json::from_value::<StatusView>(status)?.programs,
             _ => Vec::new(),
         };
         if programs != told && !programs.is_empty() && !json {

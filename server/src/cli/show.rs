@@ -5,10 +5,13 @@ use std::io::Write;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 
-use crate::admin::{
-    AdministratorRow, ClientRow, ConfigRow, GpuRow, LeaseRow, LimitRow, PsRow, QueueRow, StatusView,
-    TokenRow, TokenView,
-};
+use crate::admin::answer::administrators::AdministratorRow;
+use crate::admin::answer::clients::ClientRow;
+use crate::admin::answer::config::{ConfigRow, LimitRow};
+use crate::admin::answer::gpus::GpuRow;
+use crate::admin::answer::leases::{LeaseRow, QueueRow};
+use crate::admin::answer::status::{PsRow, StatusView};
+use crate::admin::answer::tokens::{TokenRow, TokenView};
 
 /// Creates a table without lines.
 pub fn table(header: &[&str]) -> Table {

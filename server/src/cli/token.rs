@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use super::show;
 use super::target::{Target, offline, running};
 use super::verbs::TokenVerb;
-use crate::admin::{self, Ask};
+use crate::admin::Ask;
+use crate::admin::answer::tokens::{TokenView, no_token, token_rows, token_ttl};
 use crate::clock::{Clock, SystemClock, SystemRandom};
 use crate::config::Config;
 use crate::net::host_port;
@@ -52,14 +53,14 @@ fn token_offline(config: &Config, ask: &Ask) -> anyhow::Result<Value> {
     let mut tokens: Tokens = store::read(&path)?;
     let made = match ask {
         Ask::TokenCreate { pattern, uses, ttl } => {
-            let ttl: Duration = admin::token_ttl(ttl)?;
+            let ttl: Duration = token_ttl(ttl)?;
             let authority = Authority::open(&config.state_dir)?.fingerprint();
             let (token, record) =
                 tokens.create(authority, pattern, *uses, ttl, SystemClock.unix(), &SystemRandom);
-            serde_json::to_value(admin::TokenView::new(&token, record))?
+            serde_json::to_value(TokenView::new(&token, record))?
         }
-        Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| admin::no_token(id))? }),
-        _ => return Ok(serde_json::to_value(admin::token_rows(&tokens))?),
+        Ask::TokenRevoke { id } => json!({ "id": tokens.revoke(id).ok_or_else(|| no_token(id))? }),
+        _ => return Ok(serde_json::to_value(token_rows(&tokens))?),
     };
     store::write(&path, &tokens)?;
     Ok(made)

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use tracing::{info, warn};
 
 use super::{Pool, locked};
-use crate::admin::ask::Refusal;
 use crate::config::{self, Config, Origin, is_live};
 use crate::lease::Lease;
+use crate::refusal::Refusal;
 use crate::store;
 
 impl Pool {

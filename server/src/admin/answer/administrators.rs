@@ -1,26 +1,48 @@
 //! Answers about the pool's administrators.
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::clients::a_name;
 use super::{internal, show};
-use crate::admin::ask::Refusal;
-use crate::admin::rows::{AdministratorView, administrator_rows};
 use crate::pool::Pool;
-use crate::pool::administrators::NotIssued;
+use crate::pool::administrators::{AdministratorRecord, Administrators, NotIssued};
+use crate::refusal::Refusal;
 
-pub(super) async fn create(pool: &Pool, name: String, csr_pem: String) -> Result<Value, Refusal> {
+/// A row of `gpuserver admin list`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AdministratorRow {
+    /// Name of the administrator.
+    pub name: String,
+    /// good, revoked.
+    pub state: String,
+    /// Time at which the certificate was issued or revoked, in seconds since 1970.
+    pub since_unix: u64,
+    /// SHA-256 of the certificate; empty if this server has not seen it.
+    pub certificate_sha256: String,
+}
+
+/// Answer to `gpuserver admin create`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AdministratorView {
+    /// New certificate of the administrator.
+    pub certificate_pem: String,
+    /// Certificate of the pool's authority.
+    pub authority_pem: String,
+}
+
+pub(in crate::admin) async fn create(pool: &Pool, name: String, csr_pem: String) -> Result<Value, Refusal> {
     a_name(&name)?;
     let made = pool.create_administrator(&name, &csr_pem).await.map_err(|e| internal(&e))?;
     let (certificate_pem, authority_pem) = made.map_err(|e| not_issued(&e))?;
     show(serde_json::to_value(AdministratorView { certificate_pem, authority_pem }))
 }
 
-pub(super) fn list(pool: &Pool) -> Result<Value, Refusal> {
+pub(in crate::admin) fn list(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(pool.administrators(administrator_rows)))
 }
 
-pub(super) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
     let known = pool.revoke_administrator(&name).await.map_err(|e| internal(&e))?;
     Ok(serde_json::json!({ "name": name, "known": known }))
@@ -33,4 +55,15 @@ pub fn not_issued(e: &NotIssued) -> Refusal {
         NotIssued::Authority(_) => "failed",
     };
     Refusal::new(code, e.to_string())
+}
+
+/// Returns the rows of `gpuserver admin list`.
+pub fn administrator_rows(all: &Administrators) -> Vec<AdministratorRow> {
+    let row = |(name, record): (&str, &AdministratorRecord)| AdministratorRow {
+        name: name.into(),
+        state: if record.revoked { "revoked" } else { "good" }.into(),
+        since_unix: record.since_unix,
+        certificate_sha256: record.certificate.clone(),
+    };
+    all.list().map(row).collect()
 }

@@ -1,14 +1,31 @@
 //! Answers about the pool's clients.
 
 use gpusession_proto::join;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{internal, show};
-use crate::admin::ask::Refusal;
-use crate::admin::rows::{ClientRow, micros};
+use super::{internal, micros, show};
 use crate::pool::Pool;
+use crate::refusal::Refusal;
 
-pub(super) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
+/// A row of `gpuserver clients`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ClientRow {
+    /// Name of the client.
+    pub name: String,
+    /// connected, away, revoked.
+    pub state: String,
+    /// Number of leases that it holds.
+    pub leases: usize,
+    /// Time since its last call; `None` if unknown.
+    pub silent_usec: Option<u64>,
+    /// Time at which it joined, in seconds since 1970.
+    pub joined_unix: u64,
+    /// SHA-256 of its certificate.
+    pub certificate_sha256: String,
+}
+
+pub(in crate::admin) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
     let leases = pool.registry().leases().await;
     let rows: Vec<_> = pool
         .clients()
@@ -30,13 +47,13 @@ pub(super) async fn clients(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(rows))
 }
 
-pub(super) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn revoke(pool: &Pool, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
     let (known, leases) = pool.revoke(&name).await.map_err(|e| internal(&e))?;
     Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))
 }
 
-pub(super) async fn forget(pool: &Pool, name: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn forget(pool: &Pool, name: String) -> Result<Value, Refusal> {
     a_name(&name)?;
     let (known, leases) = pool.forget(&name).await.map_err(|e| internal(&e))?;
     Ok(serde_json::json!({ "client": name, "known": known, "leases_ended": leases }))

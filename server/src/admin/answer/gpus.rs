@@ -1,15 +1,51 @@
 //! Answers about GPUs: their list, their service, and MPS.
 
 use gpusession_proto::readings::uuid_bytes;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::show;
-use crate::admin::ask::Refusal;
-use crate::admin::rows::GpuRow;
-use crate::lease::Withdrawn;
+use crate::lease::{Sharing, Withdrawn};
 use crate::pool::Pool;
+use crate::refusal::Refusal;
 
-pub(super) async fn gpus(pool: &Pool) -> Result<Value, Refusal> {
+/// A row of `gpuserver gpus`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct GpuRow {
+    /// Index in this server's list.
+    pub index: usize,
+    /// UUID as the driver writes it.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// PCI address.
+    pub pci_address: String,
+    /// Device memory of the card.
+    pub memory_bytes: u64,
+    /// Part of it that is promised to leases.
+    pub leased_bytes: u64,
+    /// Part of it that all processes of the host use, as NVML reports.
+    #[serde(default)]
+    pub used_bytes: Option<u64>,
+    /// Percent of the last sample period with a kernel running, as NVML reports.
+    #[serde(default)]
+    pub utilization_percent: Option<u32>,
+    /// Compute capability, such as `9.0`.
+    pub compute_capability: String,
+    /// Way in which leases share it.
+    #[serde(default)]
+    pub sharing: Sharing,
+    /// free, leased, off, off-pending, stopped, broken.
+    pub state: String,
+    /// Reason if it is withdrawn.
+    pub reason: Option<String>,
+    /// Device memory that the server counts for one program's context.
+    pub context_bytes: u64,
+    /// Ids of the leases on it.
+    pub leases: Vec<String>,
+}
+
+pub(in crate::admin) async fn gpus(pool: &Pool) -> Result<Value, Refusal> {
     let latest = pool.monitor().readings().borrow().clone();
     let reading = |uuid| latest.as_ref()?.gpu(&uuid_bytes(uuid)?);
     let rows: Vec<_> = pool
@@ -38,19 +74,19 @@ pub(super) async fn gpus(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(rows))
 }
 
-pub(super) async fn off(pool: &Pool, gpu: String, reason: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn off(pool: &Pool, gpu: String, reason: String) -> Result<Value, Refusal> {
     let uuid = find_gpu(pool, &gpu).await?;
     pool.withdraw(&uuid, Some(Withdrawn::Off(reason))).await;
     gpu_state(pool, &uuid).await
 }
 
-pub(super) async fn on(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn on(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
     let uuid = find_gpu(pool, &gpu).await?;
     pool.withdraw(&uuid, None).await;
     gpu_state(pool, &uuid).await
 }
 
-pub(super) async fn drop(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn drop(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
     let uuid = find_gpu(pool, &gpu).await?;
     let leases = pool.registry().leases().await;
     let holders: Vec<_> = leases
@@ -71,7 +107,7 @@ pub(super) async fn drop(pool: &Pool, gpu: String) -> Result<Value, Refusal> {
     gpu_state(pool, &uuid).await
 }
 
-pub(super) async fn mps(pool: &Pool) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn mps(pool: &Pool) -> Result<Value, Refusal> {
     let Some(mps) = pool.supervisor().mps() else {
         let mut refusal = Refusal::new("not-used", "this server does not share GPUs by MPS");
         refusal.hint = "set sharing = \"mps\" or gpu_sharing.mps, and restart it".into();

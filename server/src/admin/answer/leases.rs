@@ -1,18 +1,87 @@
 //! Answers about leases, their workers, and the queue for GPUs.
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::show;
-use crate::admin::ask::Refusal;
-use crate::admin::rows::{LeaseDevice, LeaseRow, QueueRow, micros};
+use super::{micros, show};
 use crate::pool::parking::ParkError;
 use crate::pool::{Pool, find_worker};
+use crate::refusal::Refusal;
 use crate::supervise::hex;
 
 /// Reason of a worker's or lease's end.
 const BY_HAND: &str = "ended by an administrator";
 
-pub(super) async fn leases(pool: &Pool) -> Result<Value, Refusal> {
+/// A row of `gpuserver leases`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LeaseRow {
+    /// Lease id.
+    pub lease: String,
+    /// Client that holds it.
+    pub client: String,
+    /// User on whose behalf the client holds it; empty: the client's own.
+    pub user: String,
+    /// Program or service that requested it, as the client reports.
+    pub who: String,
+    /// Purpose of the request, as the client reports.
+    pub why: String,
+    /// Shares of the lease, one for each GPU.
+    pub devices: Vec<LeaseDevice>,
+    /// Number larger than that of every earlier lease.
+    pub fencing_token: u64,
+    /// Whether its data is encrypted.
+    pub encrypted: bool,
+    /// Whether the client renews it without end.
+    pub persistent: bool,
+    /// Whether it has its GPUs to itself.
+    pub exclusive: bool,
+    /// Requested action while idle: park, release, keep; empty: the server's policy.
+    pub on_idle: String,
+    /// Whether it keeps its GPUs while it has no programs, instead of lending them.
+    pub hold: bool,
+    /// Time since its last GPU work, or since its start or its last program's end.
+    pub idle_usec: u64,
+    /// Whether its programs share their GPUs by MPS.
+    pub mps: bool,
+    /// Time until it expires unless renewed.
+    pub left_usec: u64,
+    /// Start, in seconds since 1970.
+    pub created_unix: u64,
+    /// Number of warm workers.
+    pub warm: u32,
+    /// active, idle, parking, parked, lent, returning.
+    pub state: String,
+    /// Place in the queue of a lease that reacquires its GPUs; 0: it does not wait.
+    pub position: u32,
+}
+
+/// One GPU's part of a lease.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LeaseDevice {
+    /// UUID of the GPU.
+    pub uuid: String,
+    /// Device memory that the lease may use.
+    pub limit_bytes: u64,
+    /// Share of the multiprocessors, in percent.
+    pub sm_percent: u32,
+}
+
+/// A row of `gpuserver queue`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct QueueRow {
+    /// Place in the queue, from 1.
+    pub position: u32,
+    /// Client that waits.
+    pub client: String,
+    /// User of the request; empty: the client's own.
+    pub user: String,
+    /// Number of GPUs wanted.
+    pub gpus: u32,
+    /// normal, below-normal.
+    pub priority: String,
+}
+
+pub(in crate::admin) async fn leases(pool: &Pool) -> Result<Value, Refusal> {
     let rows: Vec<_> = pool
         .registry()
         .leases()
@@ -48,7 +117,7 @@ pub(super) async fn leases(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(rows))
 }
 
-pub(super) async fn kill(pool: &Pool, worker: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn kill(pool: &Pool, worker: String) -> Result<Value, Refusal> {
     match find_worker(pool, &worker) {
         Ok(id) => {
             pool.supervisor().end_worker(&id, None, BY_HAND);
@@ -62,7 +131,7 @@ pub(super) async fn kill(pool: &Pool, worker: String) -> Result<Value, Refusal> 
     }
 }
 
-pub(super) async fn park(pool: &Pool, lease: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn park(pool: &Pool, lease: String) -> Result<Value, Refusal> {
     let lease = find_lease(pool, &lease).await?;
     pool.park(&lease, "an administrator asked for it").await.map_err(|e| {
         let code = match e {
@@ -79,13 +148,13 @@ pub(super) async fn park(pool: &Pool, lease: String) -> Result<Value, Refusal> {
     Ok(serde_json::json!({ "lease": lease, "state": state }))
 }
 
-pub(super) async fn unpark(pool: &Pool, lease: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn unpark(pool: &Pool, lease: String) -> Result<Value, Refusal> {
     let lease = find_lease(pool, &lease).await?;
     let (state, place) = pool.unpark(&lease).await;
     Ok(serde_json::json!({ "lease": lease, "state": state, "position": place.position }))
 }
 
-pub(super) async fn queue(pool: &Pool) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn queue(pool: &Pool) -> Result<Value, Refusal> {
     let rows: Vec<_> = pool
         .registry()
         .waiting()

@@ -2,25 +2,75 @@
 
 use std::time::Duration;
 
+use gpusession_proto::join::JoinToken;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{internal, show};
-use crate::admin::ask::Refusal;
-use crate::admin::rows::{TokenView, token_rows};
 use crate::config::parse_duration;
 use crate::pool::Pool;
+use crate::pool::tokens::{TokenRecord, Tokens};
+use crate::refusal::Refusal;
 
-pub(super) async fn create(pool: &Pool, pattern: String, uses: u32, ttl: String) -> Result<Value, Refusal> {
+/// A row of `gpuserver token list`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TokenRow {
+    /// Public id of the token.
+    pub id: String,
+    /// Pattern of the client names that can join with it.
+    pub name_pattern: String,
+    /// Number of clients that can still join with it.
+    pub uses_left: u32,
+    /// Creation, in seconds since 1970.
+    pub created_unix: u64,
+    /// Expiry, in seconds since 1970.
+    pub expires_unix: u64,
+}
+
+/// Answer to `gpuserver token create`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TokenView {
+    /// Secret text of the token.
+    pub token: String,
+    /// Public id of the token.
+    pub id: String,
+    /// Pattern of the client names that can join with it.
+    pub name_pattern: String,
+    /// Number of clients that can join with it.
+    pub uses: u32,
+    /// Expiry, in seconds since 1970.
+    pub expires_unix: u64,
+}
+
+impl TokenView {
+    /// Describes a new token.
+    pub fn new(token: &JoinToken, record: TokenRecord) -> Self {
+        Self {
+            token: token.to_text(),
+            id: data_encoding::HEXLOWER.encode(&token.id),
+            name_pattern: record.pattern,
+            uses: record.uses_left,
+            expires_unix: record.expires_unix,
+        }
+    }
+}
+
+pub(in crate::admin) async fn create(
+    pool: &Pool,
+    pattern: String,
+    uses: u32,
+    ttl: String,
+) -> Result<Value, Refusal> {
     let ttl = token_ttl(&ttl)?;
     let (token, record) = pool.create_token(&pattern, uses, ttl).await.map_err(|e| internal(&e))?;
     show(serde_json::to_value(TokenView::new(&token, record)))
 }
 
-pub(super) fn list(pool: &Pool) -> Result<Value, Refusal> {
+pub(in crate::admin) fn list(pool: &Pool) -> Result<Value, Refusal> {
     show(serde_json::to_value(pool.tokens(token_rows)))
 }
 
-pub(super) async fn revoke(pool: &Pool, id: String) -> Result<Value, Refusal> {
+pub(in crate::admin) async fn revoke(pool: &Pool, id: String) -> Result<Value, Refusal> {
     let revoked = pool.revoke_token(&id).await.map_err(|e| internal(&e))?;
     let revoked = revoked.ok_or_else(|| no_token(&id))?;
     Ok(serde_json::json!({ "id": revoked }))
@@ -39,4 +89,16 @@ pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
     parse_duration(text).filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
     })
+}
+
+/// Returns the rows of `gpuserver token list`.
+pub fn token_rows(tokens: &Tokens) -> Vec<TokenRow> {
+    let row = |(id, record): (&str, &TokenRecord)| TokenRow {
+        id: id.into(),
+        name_pattern: record.pattern.clone(),
+        uses_left: record.uses_left,
+        created_unix: record.created_unix,
+        expires_unix: record.expires_unix,
+    };
+    tokens.list().into_iter().map(row).collect()
 }
