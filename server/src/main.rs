@@ -24,6 +24,12 @@ const INTERNAL: u8 = 3;
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
+        Err(e) if e.use_stderr() && std::env::args_os().any(|argument| argument == "--json") => {
+            let text = e.to_string();
+            let message = text.trim_start_matches("error: ").lines().next().unwrap_or_default();
+            print_error("usage", message, "gpuserver --help");
+            return ExitCode::from(CONFIGURATION);
+        }
         Err(e) => {
             let _ = e.print();
             return if e.use_stderr() { ExitCode::from(CONFIGURATION) } else { ExitCode::SUCCESS };
@@ -97,6 +103,11 @@ fn log() {
         .init();
 }
 
+/// Prints an error for programs, on standard output as `--json` does.
+fn print_error(code: &str, message: &str, hint: &str) {
+    println!("{:#}", json!({ "error": { "code": code, "message": message, "hint": hint } }));
+}
+
 fn fail(cli: &Cli, e: &anyhow::Error) -> ExitCode {
     let serving = matches!(cli.verb, Verb::Serve);
     let (code, hint) = match e.downcast_ref::<Refusal>() {
@@ -104,9 +115,8 @@ fn fail(cli: &Cli, e: &anyhow::Error) -> ExitCode {
         None if e.is::<ConfigError>() => ("configuration", ""),
         None => ("failed", ""),
     };
-    if cli::wants_json(cli) {
-        let error = json!({ "error": { "code": code, "message": format!("{e:#}"), "hint": hint } });
-        println!("{error:#}");
+    if cli.json {
+        print_error(code, &format!("{e:#}"), hint);
     } else {
         eprintln!("gpuserver: {e:#}");
         if !hint.is_empty() {

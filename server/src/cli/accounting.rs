@@ -1,41 +1,51 @@
 //! `gpuserver accounting`: shows records of ended leases and programs.
 
-use std::io::Write;
-
-use super::show;
+use super::show::{self, Output};
 use super::target::{Target, offline, running};
-use crate::accounting::{self, Accounting, Wanted};
-use crate::admin::Ask;
+use super::verbs::AccountingOptions;
+use crate::accounting::{self, Accounting, Kind, Record, Wanted};
+use crate::admin::{Ask, Refusal};
+use crate::clock::{Clock, SystemClock};
 use crate::config;
 
 pub(super) fn accounting(
-    out: &mut dyn Write,
+    out: &mut Output<'_>,
     server: &Target,
-    wanted: &Wanted,
-    csv: bool,
-    json: bool,
+    options: &AccountingOptions,
 ) -> anyhow::Result<()> {
+    let wanted = wanted(options, SystemClock.unix())?;
     let value = match running(server, &Ask::Accounting { wanted: wanted.clone() })? {
         Some(value) => value,
         None => {
             let config = server.config()?;
             let _lock = offline(config)?;
-            serde_json::to_value(Accounting::open(&config.state_dir)?.list(wanted)?)?
+            serde_json::to_value(Accounting::open(&config.state_dir)?.list(&wanted)?)?
         }
     };
-    if json {
-        return show::json(out, "records", value);
-    }
-    let records: Vec<accounting::Record> = serde_json::from_value(value)?;
-    if csv {
-        write!(out, "{}", accounting::csv(&records))?;
-        return Ok(());
-    }
-    show::accounting(out, records)
+    out.answer("records", value, |out, records: Vec<Record>| match options.csv {
+        true => Ok(write!(out, "{}", accounting::csv(&records))?),
+        false => show::accounting(out, records),
+    })
+}
+
+/// Parses the selection of records.
+fn wanted(options: &AccountingOptions, now: u64) -> Result<Wanted, Refusal> {
+    let time = |text: &str| {
+        past(text, now).ok_or_else(|| {
+            Refusal::new("usage", format!("{text:?}: a time like \"24h\" or 2026-11-21 is wanted"))
+        })
+    };
+    Ok(Wanted {
+        since_unix: time(&options.since)?,
+        until_unix: options.until.as_deref().map(time).transpose()?.unwrap_or(0),
+        client: options.client.clone(),
+        user: options.user.clone(),
+        kind: options.kind.as_deref().map(|k| if k == "lease" { Kind::Lease } else { Kind::Process }),
+    })
 }
 
 /// Parses a time in the past, in seconds since 1970: a duration before `now`, or a day.
-pub(super) fn past(text: &str, now: u64) -> Option<u64> {
+fn past(text: &str, now: u64) -> Option<u64> {
     if let Some(ago) = config::parse_duration(text) {
         return Some(now.saturating_sub(ago.as_secs()));
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Context;
 use serde_json::{Value, json};
 
-use super::show;
+use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use super::verbs::AdminVerb;
 use crate::admin::answer::administrators::{AdministratorView, administrator_rows, not_issued};
@@ -18,9 +18,9 @@ use crate::pool::administrators::Administrators;
 use crate::pool::ca::Authority;
 use crate::store;
 
-pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
+pub(super) fn administrators(out: &mut Output<'_>, server: &Target, verb: &AdminVerb) -> anyhow::Result<()> {
     match verb {
-        AdminVerb::Create { name, out: file, json } => {
+        AdminVerb::Create { name, out: file } => {
             a_name(name)?;
             if std::fs::symlink_metadata(file).is_ok() {
                 let message = format!("{} exists already; choose another file with --out", file.display());
@@ -35,37 +35,33 @@ pub(super) fn administrators(out: &mut dyn Write, server: &Target, verb: &AdminV
             write_new(file, &bundle).with_context(|| {
                 format!("{} not written; run `gpuserver admin revoke {name}` and try again", file.display())
             })?;
-            if *json {
-                return show::json(out, "administrator", json!({ "name": name, "file": file }));
-            }
-            writeln!(out, "{}: its holder may do with --server what root may do here.", file.display())?;
-            writeln!(
-                out,
-                "Next: install it as ~/.config/gpusession/admin.pem, and run `gpuserver --server HOST status`."
-            )?;
-        }
-        AdminVerb::List { json } => {
-            let value = ask_administrators(server, &Ask::Administrators)?;
-            return match json {
-                true => show::json(out, "administrators", value),
-                false => show::administrators(out, serde_json::from_value(value)?),
-            };
-        }
-        AdminVerb::Revoke { name, json } => {
-            let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;
-            if *json {
-                return show::json(out, "administrator", value);
-            }
-            writeln!(out, "administrator {name} is revoked on this server")?;
-            if value["known"] == false {
+            out.answer("administrator", json!({ "name": name, "file": file }), |out, _: Value| {
+                writeln!(out, "{}: its holder may do with --server what root may do here.", file.display())?;
                 writeln!(
                     out,
-                    "note: this server has not seen this name; `gpuserver admin list` lists the names"
+                    "Next: install it as ~/.config/gpusession/admin.pem, and run `gpuserver --server HOST status`."
                 )?;
-            }
+                Ok(())
+            })
+        }
+        AdminVerb::List => {
+            let value = ask_administrators(server, &Ask::Administrators)?;
+            out.answer("administrators", value, show::administrators)
+        }
+        AdminVerb::Revoke { name } => {
+            let value = ask_administrators(server, &Ask::AdministratorRevoke { name: name.clone() })?;
+            out.answer("administrator", value, |out, value: Value| {
+                writeln!(out, "administrator {name} is revoked on this server")?;
+                if value["known"] == false {
+                    writeln!(
+                        out,
+                        "note: this server has not seen this name; `gpuserver admin list` lists the names"
+                    )?;
+                }
+                Ok(())
+            })
         }
     }
-    Ok(())
 }
 
 /// Writes a secret into a new file that only its owner can read.

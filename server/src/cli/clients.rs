@@ -1,10 +1,8 @@
 //! `gpuserver clients`: lists, revokes and forgets clients.
 
-use std::io::Write;
-
 use serde_json::{Value, json};
 
-use super::show;
+use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use super::verbs::ClientsVerb;
 use crate::admin::Ask;
@@ -16,10 +14,9 @@ use crate::pool::clients::Clients;
 use crate::store;
 
 pub(super) fn clients(
-    out: &mut dyn Write,
+    out: &mut Output<'_>,
     server: &Target,
     verb: Option<&ClientsVerb>,
-    json: bool,
 ) -> anyhow::Result<()> {
     let ask = match verb {
         None => Ask::Clients,
@@ -31,18 +28,18 @@ pub(super) fn clients(
         None => clients_offline(server.config()?, &ask)?,
     };
     let (name, done) = match verb {
-        None if json => return show::json(out, "clients", value),
-        None => return show::clients(out, serde_json::from_value(value)?),
-        Some(_) if json => return show::json(out, "client", value),
+        None => return out.answer("clients", value, show::clients),
         Some(ClientsVerb::Revoke { name }) => (name, "is revoked"),
         Some(ClientsVerb::Forget { name }) => (name, "is forgotten"),
     };
-    let ended = value["leases_ended"].as_u64().unwrap_or(0);
-    writeln!(out, "client {name} {done}; {ended} leases ended")?;
-    if value["known"] == false {
-        writeln!(out, "note: this server has not seen this name; `gpuserver clients` lists the names")?;
-    }
-    Ok(())
+    out.answer("client", value, |out, value: Value| {
+        let ended = value["leases_ended"].as_u64().unwrap_or(0);
+        writeln!(out, "client {name} {done}; {ended} leases ended")?;
+        if value["known"] == false {
+            writeln!(out, "note: this server has not seen this name; `gpuserver clients` lists the names")?;
+        }
+        Ok(())
+    })
 }
 
 /// Performs a verb for clients on the files, without a server.

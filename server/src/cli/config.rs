@@ -1,11 +1,8 @@
 //! `gpuserver config` and `check-config`: show, change and check the configuration.
 
-use std::io::Write;
-use std::path::Path;
+use serde_json::{Value, json};
 
-use serde_json::json;
-
-use super::show;
+use super::show::{self, Output};
 use super::target::{Target, config_file, must_run, running};
 use super::verbs::{Cli, ConfigVerb};
 use crate::admin::answer::config::{ConfigRow, config_rows};
@@ -13,12 +10,7 @@ use crate::admin::{Ask, Refusal};
 use crate::config::{self, Config, ConfigError};
 use crate::discovery::find_driver;
 
-pub(super) fn configure(
-    out: &mut dyn Write,
-    server: &Target,
-    verb: &ConfigVerb,
-    json: bool,
-) -> anyhow::Result<()> {
+pub(super) fn configure(out: &mut Output<'_>, server: &Target, verb: &ConfigVerb) -> anyhow::Result<()> {
     let ask = match verb {
         ConfigVerb::Get { .. } | ConfigVerb::Diff { .. } => {
             // Without a server: the configuration with which it would start.
@@ -41,39 +33,21 @@ pub(super) fn configure(
                 }
                 _ => false,
             };
-            return if json {
-                show::json(out, "config", serde_json::to_value(rows)?)
-            } else {
-                show::config(out, rows, origin)
-            };
+            let value = serde_json::to_value(rows)?;
+            return out.answer("config", value, |out, rows| show::config(out, rows, origin));
         }
         ConfigVerb::Set { key, value } => Ask::ConfigSet { key: key.clone(), value: Some(value.clone()) },
         ConfigVerb::Unset { key } => Ask::ConfigSet { key: key.clone(), value: None },
         ConfigVerb::Reload => Ask::Reload,
     };
-    let value = must_run(server, &ask)?;
-    if json {
-        return show::json(out, "config", value);
-    }
-    let mut nothing = true;
-    for (list, note) in [("changed", ""), ("after_restart", " (after a restart)")] {
-        for line in value[list].as_array().into_iter().flatten() {
-            writeln!(out, "{}{note}", line.as_str().unwrap_or_default())?;
-            nothing = false;
-        }
-    }
-    if nothing {
-        writeln!(out, "nothing changed")?;
-    }
-    Ok(())
+    out.answer("config", must_run(server, &ask)?, show::config_changes)
 }
 
 pub(super) fn check_config(
-    out: &mut dyn Write,
+    out: &mut Output<'_>,
     cli: &Cli,
     config: &Config,
     explain: bool,
-    json: bool,
 ) -> anyhow::Result<()> {
     let driver = find_driver(config.driver.as_deref()).map_err(|e| e.placed(config))?;
     if let Some(mps) = &config.mps {
@@ -101,31 +75,26 @@ pub(super) fn check_config(
         let limit = crate::limits::LIMITS.iter().find(|l| Some(l.name) == limit).map(|l| (l.help, l.default));
         config::KEYS.iter().find(|k| k.name == key).map(|k| (k.help, k.default)).or(limit)
     };
-    if json {
-        let keys: Vec<_> = config
-            .report
-            .iter()
-            .map(|(key, value, origin)| {
-                json!({ "key": key, "value": value, "origin": origin.to_string(), "help": help(key).map(|h| h.0) })
-            })
-            .collect();
-        return show::json(out, "config", json!({ "keys": keys, "warnings": warnings }));
-    }
-    let mut table = show::table(&["KEY", "VALUE", "FROM"]);
-    for (key, value, origin) in &config.report {
-        table.add_row([key.clone(), value.clone(), origin.to_string()]);
-        if explain && let Some((text, default)) = help(key) {
-            table.add_row([String::new(), format!("{text} (default: {default})"), String::new()]);
+    let keys: Vec<_> = config
+        .report
+        .iter()
+        .map(|(key, value, origin)| {
+            json!({ "key": key, "value": value, "origin": origin.to_string(), "help": help(key).map(|h| h.0) })
+        })
+        .collect();
+    out.answer("config", json!({ "keys": keys, "warnings": warnings }), |out, _: Value| {
+        let mut table = show::table(&["KEY", "VALUE", "FROM"]);
+        for (key, value, origin) in &config.report {
+            table.add_row([key.clone(), value.clone(), origin.to_string()]);
+            if explain && let Some((text, default)) = help(key) {
+                table.add_row([String::new(), format!("{text} (default: {default})"), String::new()]);
+            }
         }
-    }
-    writeln!(out, "{table}")?;
-    for warning in &warnings {
-        writeln!(out, "note: {warning}")?;
-    }
-    writeln!(out, "{}: good", shown(&config_file(cli).0))?;
-    Ok(())
-}
-
-fn shown(path: &Path) -> std::path::Display<'_> {
-    path.display()
+        writeln!(out, "{table}")?;
+        for warning in &warnings {
+            writeln!(out, "note: {warning}")?;
+        }
+        writeln!(out, "{}: good", config_file(cli).0.display())?;
+        Ok(())
+    })
 }

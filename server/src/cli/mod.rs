@@ -14,4 +14,6 @@ mod verbs;
 
 pub use self::run::run;
 pub use self::target::{config_file, load_config};
-pub use self::verbs::{AdminVerb, Cli, ClientsVerb, ConfigVerb, PoolVerb, TokenVerb, Verb, wants_json};
+pub use self::verbs::{
+    AccountingOptions, AdminVerb, Cli, ClientsVerb, ConfigVerb, PoolVerb, TokenVerb, Verb,
+};

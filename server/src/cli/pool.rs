@@ -1,13 +1,14 @@
 //! `gpuserver pool`: creates, exports and imports the pool's authority.
 
-use std::io::{Read, Write};
+use std::io::Read;
 
 use anyhow::Context;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::show;
+use super::show::Output;
 use super::target::offline;
 use super::verbs::PoolVerb;
+use crate::admin::Refusal;
 use crate::clock::SystemRandom;
 use crate::config::Config;
 use crate::pool::ca::Authority;
@@ -15,17 +16,21 @@ use crate::pool::ca::Authority;
 /// Longest output of `pool export` that is read, in bytes.
 const MAX_EXPORTED: u64 = 64 << 10;
 
-pub(super) fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
-    let (authority, json) = match verb {
+pub(super) fn pool(out: &mut Output<'_>, config: &Config, verb: &PoolVerb) -> anyhow::Result<()> {
+    let authority = match verb {
         PoolVerb::Export => {
-            write!(out, "{}", Authority::open(&config.state_dir)?.export())?;
+            if out.json {
+                let why = "pool export prints PEM, which pool import reads; leave --json out";
+                return Err(Refusal::new("usage", why).into());
+            }
+            write!(out.out, "{}", Authority::open(&config.state_dir)?.export())?;
             return Ok(());
         }
-        PoolVerb::Init { json } => {
+        PoolVerb::Init => {
             let _lock = offline(config)?;
-            (Authority::init(&config.state_dir, &config.name, &SystemRandom)?, *json)
+            Authority::init(&config.state_dir, &config.name, &SystemRandom)?
         }
-        PoolVerb::Import { file, json } => {
+        PoolVerb::Import { file } => {
             let mut text = String::new();
             let source: Box<dyn Read> = match file.as_os_str() == "-" {
                 true => Box::new(std::io::stdin()),
@@ -36,20 +41,20 @@ pub(super) fn pool(out: &mut dyn Write, config: &Config, verb: &PoolVerb) -> any
                 .read_to_string(&mut text)
                 .with_context(|| file.display().to_string())?;
             let _lock = offline(config)?;
-            (Authority::import(&config.state_dir, &text)?, *json)
+            Authority::import(&config.state_dir, &text)?
         }
     };
     let fingerprint = data_encoding::HEXLOWER.encode(&authority.fingerprint());
     let folder = config.state_dir.join("ca");
-    if json {
-        return show::json(out, "pool", json!({ "authority_sha256": fingerprint, "folder": folder }));
-    }
-    writeln!(out, "The pool's authority is in {}: keep a copy in a secret place.", folder.display())?;
-    writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
-    if matches!(verb, PoolVerb::Import { .. }) {
-        writeln!(out, "Next: start the server, and add it to servers.toml of the pool's clients.")?;
-    } else {
-        writeln!(out, "Next: start the server, and run `gpuserver token create` to let a client join.")?;
-    }
-    Ok(())
+    let value = json!({ "authority_sha256": fingerprint, "folder": folder });
+    out.answer("pool", value, |out, _: Value| {
+        writeln!(out, "The pool's authority is in {}: keep a copy in a secret place.", folder.display())?;
+        writeln!(out, "Its certificate's SHA-256 is {fingerprint}.")?;
+        if matches!(verb, PoolVerb::Import { .. }) {
+            writeln!(out, "Next: start the server, and add it to servers.toml of the pool's clients.")?;
+        } else {
+            writeln!(out, "Next: start the server, and run `gpuserver token create` to let a client join.")?;
+        }
+        Ok(())
+    })
 }

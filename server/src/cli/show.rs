@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use comfy_table::{Table, presets};
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::admin::answer::administrators::AdministratorRow;
@@ -23,10 +24,28 @@ pub fn table(header: &[&str]) -> Table {
     table
 }
 
-/// Prints the object of `--json`.
-pub fn json(out: &mut dyn Write, what: &str, value: Value) -> anyhow::Result<()> {
-    writeln!(out, "{}", serde_json::to_string_pretty(&json!({ "schema": 1, what: value }))?)?;
-    Ok(())
+/// Standard output of a verb.
+pub struct Output<'a> {
+    /// Place of the text.
+    pub out: &'a mut dyn Write,
+    /// Whether `--json` is given.
+    pub json: bool,
+}
+
+impl Output<'_> {
+    /// Prints an answer: as JSON under `key`, or as `text` writes it for people.
+    pub fn answer<T: DeserializeOwned>(
+        &mut self,
+        key: &str,
+        value: Value,
+        text: impl FnOnce(&mut dyn Write, T) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        if self.json {
+            writeln!(self.out, "{:#}", json!({ "schema": 1, key: value }))?;
+            return Ok(());
+        }
+        text(self.out, serde_json::from_value(value)?)
+    }
 }
 
 fn mib(bytes: u64) -> String {
@@ -68,7 +87,7 @@ fn print(out: &mut dyn Write, table: &Table, rows: usize, nothing: &str) -> anyh
 }
 
 /// Prints `gpuserver status`.
-pub fn status(out: &mut dyn Write, s: &StatusView) -> anyhow::Result<()> {
+pub fn status(out: &mut dyn Write, s: StatusView) -> anyhow::Result<()> {
     let driver_version = if s.driver_version.is_empty() { "no version" } else { &s.driver_version };
     writeln!(out, "{} is {} (gpuserver {}, pid {})", s.name, s.state, s.version, s.pid)?;
     writeln!(out, "  control    {}", s.control_address)?;
@@ -283,14 +302,79 @@ pub fn queue(out: &mut dyn Write, rows: Vec<QueueRow>) -> anyhow::Result<()> {
     print(out, &table, n, "no request waits")
 }
 
-/// Prints `gpuserver limits`.
-pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>) -> anyhow::Result<()> {
+/// Prints `gpuserver park` and `gpuserver unpark`.
+pub fn lease_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let (lease, state) =
+        (value["lease"].as_str().unwrap_or_default(), value["state"].as_str().unwrap_or_default());
+    match value["position"].as_u64() {
+        Some(place) if place > 0 => writeln!(out, "lease {lease} is {state}, place {place} in the queue")?,
+        _ => writeln!(out, "lease {lease} is {state}")?,
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver off` and `gpuserver on`.
+pub fn gpu_state(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
+    writeln!(out, "GPU {} is {}", text(&value["uuid"]), text(&value["state"]))?;
+    for lease in value["leases"].as_array().into_iter().flatten() {
+        writeln!(out, "  lease {} stays on it until it ends", text(lease))?;
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver drop`; `gpu`: as the command line names it.
+pub fn dropped(out: &mut dyn Write, value: Value, gpu: &str) -> anyhow::Result<()> {
+    gpu_state(out, value)?;
+    writeln!(out, "`gpuserver on {gpu}` returns it to service")?;
+    Ok(())
+}
+
+/// Prints `gpuserver drain`.
+pub fn drain(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    if value["draining"] == false {
+        writeln!(out, "new leases are allowed again")?;
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "no new leases, also after a restart, until `gpuserver drain --end`; {} leases stay",
+        value["leases"]
+    )?;
+    for program in value["programs"].as_array().into_iter().flatten() {
+        writeln!(out, "  still running: {}", program.as_str().unwrap_or_default())?;
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver kill`.
+pub fn killed(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    match value["lease"].as_str() {
+        Some(lease) => writeln!(
+            out,
+            "lease {lease} ended; if its client has it configured, the client requests it again"
+        )?,
+        None => writeln!(out, "worker {} is stopping", value["worker"].as_str().unwrap_or_default())?,
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver limits` of a user, or without a user if the name is empty.
+pub fn limits(out: &mut dyn Write, rows: Vec<LimitRow>, user: &str) -> anyhow::Result<()> {
     let n = rows.len();
     let mut table = table(&["LIMIT", "VALUE", "OF", "FROM", "WHAT"]);
     for r in rows {
         table.add_row([r.limit, r.value, r.of, r.origin, r.help]);
     }
-    print(out, &table, n, "no limits")
+    print(out, &table, n, "no limits")?;
+    if !user.is_empty() {
+        writeln!(
+            out,
+            "limits of {user} apply to {user}'s own leases; on a lease for all users of a machine, workers, connections \
+             and host_memory apply to {user}'s programs"
+        )?;
+    }
+    Ok(())
 }
 
 /// Prints `gpuserver config get` and `gpuserver config diff`.
@@ -305,6 +389,21 @@ pub fn config(out: &mut dyn Write, rows: Vec<ConfigRow>, origin: bool) -> anyhow
             true => writeln!(out, "{} = {}{waits}  # {}{live}", r.key, r.value, r.origin)?,
             false => writeln!(out, "{} = {}{waits}", r.key, r.value)?,
         }
+    }
+    Ok(())
+}
+
+/// Prints `gpuserver config set`, `unset` and `reload`.
+pub fn config_changes(out: &mut dyn Write, value: Value) -> anyhow::Result<()> {
+    let mut nothing = true;
+    for (list, note) in [("changed", ""), ("after_restart", " (after a restart)")] {
+        for line in value[list].as_array().into_iter().flatten() {
+            writeln!(out, "{}{note}", line.as_str().unwrap_or_default())?;
+            nothing = false;
+        }
+    }
+    if nothing {
+        writeln!(out, "nothing changed")?;
     }
     Ok(())
 }
@@ -441,7 +540,7 @@ pub fn clients(out: &mut dyn Write, rows: Vec<ClientRow>) -> anyhow::Result<()> 
 }
 
 /// Prints `gpuserver token create`, with only the token on standard output, for scripts.
-pub fn token(out: &mut dyn Write, t: &TokenView, server: &str) -> anyhow::Result<()> {
+pub fn token(out: &mut dyn Write, t: TokenView, server: &str) -> anyhow::Result<()> {
     writeln!(out, "{}", t.token)?;
     eprintln!(
         "for {} client(s) named {:?}, until {}; run `gpusession join {server}` on the client and paste it",

@@ -1,11 +1,10 @@
 //! `gpuserver token`: creates, lists and revokes join tokens.
 
-use std::io::Write;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::show;
+use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use super::verbs::TokenVerb;
 use crate::admin::Ask;
@@ -18,31 +17,28 @@ use crate::pool::ca::Authority;
 use crate::pool::tokens::Tokens;
 use crate::store;
 
-pub(super) fn token(out: &mut dyn Write, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
-    let (ask, json) = match verb {
-        TokenVerb::Create { name, uses, ttl, json } => {
-            (Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() }, *json)
+pub(super) fn token(out: &mut Output<'_>, server: &Target, verb: &TokenVerb) -> anyhow::Result<()> {
+    let ask = match verb {
+        TokenVerb::Create { name, uses, ttl } => {
+            Ask::TokenCreate { pattern: name.clone(), uses: *uses, ttl: ttl.clone() }
         }
-        TokenVerb::List { json } => (Ask::Tokens, *json),
-        TokenVerb::Revoke { id, json } => (Ask::TokenRevoke { id: id.clone() }, *json),
+        TokenVerb::List => Ask::Tokens,
+        TokenVerb::Revoke { id } => Ask::TokenRevoke { id: id.clone() },
     };
     let value = match running(server, &ask)? {
         Some(value) => value,
         None => token_offline(server.config()?, &ask)?,
     };
     match verb {
-        TokenVerb::List { .. } if json => show::json(out, "tokens", value),
-        _ if json => show::json(out, "token", value),
         TokenVerb::Create { .. } => {
             let here = || server.config().map_or_else(|_| "HOST".into(), address);
             let address = server.remote.as_ref().map_or_else(here, |remote| remote.address.clone());
-            show::token(out, &serde_json::from_value(value)?, &address)
+            out.answer("token", value, |out, token| show::token(out, token, &address))
         }
-        TokenVerb::List { .. } => show::tokens(out, serde_json::from_value(value)?),
-        TokenVerb::Revoke { .. } => {
-            writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?;
-            Ok(())
-        }
+        TokenVerb::List => out.answer("tokens", value, show::tokens),
+        TokenVerb::Revoke { .. } => out.answer("token", value, |out, value: Value| {
+            Ok(writeln!(out, "token {} is revoked", value["id"].as_str().unwrap_or_default())?)
+        }),
     }
 }
 

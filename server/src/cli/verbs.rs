@@ -2,7 +2,18 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+
+use super::accounting::accounting;
+use super::admin::administrators;
+use super::clients::clients;
+use super::config::{check_config, configure};
+use super::pool::pool;
+use super::run::{ps, stop, top};
+use super::show::{self, Output};
+use super::target::{Target, must_run};
+use super::token::token;
+use crate::admin::Ask;
 
 /// Leases this host's GPUs to other machines
 ///
@@ -20,6 +31,9 @@ pub struct Cli {
     /// File from `gpuserver admin create`, instead of ~/.config/gpusession/admin.pem
     #[arg(long, global = true, env = "GPUSERVER_IDENTITY", value_name = "FILE")]
     pub identity: Option<PathBuf>,
+    /// Print one JSON object instead of text; `top` prints one for each update
+    #[arg(long, global = true)]
+    pub json: bool,
     /// Verb to run
     #[command(subcommand)]
     pub verb: Verb,
@@ -39,9 +53,6 @@ pub enum Verb {
         /// Explain every key
         #[arg(long)]
         explain: bool,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Create, export or import the pool's certificate authority
     Pool {
@@ -66,16 +77,9 @@ pub enum Verb {
         /// Verb for clients
         #[command(subcommand)]
         verb: Option<ClientsVerb>,
-        /// Print JSON
-        #[arg(long, global = true)]
-        json: bool,
     },
     /// Show the server's addresses, driver and numbers
-    Status {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Status,
     /// List workers: one for each client process, and the warm ones
     Ps {
         /// Include all servers of this host: gpuserver.toml and gpuserver-NAME.toml in one folder
@@ -84,37 +88,20 @@ pub enum Verb {
         /// Show the threads of the workers' processes
         #[arg(long)]
         threads: bool,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// List leases
-    Leases {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Leases,
     /// List GPUs and how much of each is leased
-    Gpus {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Gpus,
     /// Move the device memory of an idle lease's programs to host memory, and lend its GPUs
     Park {
         /// Lease id or its start
         lease: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Reacquire the GPUs of a parked or lent lease; its programs' next calls do so, too
     Unpark {
         /// Lease id or its start
         lease: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Show workers at intervals, the busiest first
     Top {
@@ -124,49 +111,28 @@ pub enum Verb {
         /// Number of updates; 0: no bound
         #[arg(short = 'n', long, value_name = "N", default_value_t = 0)]
         times: u32,
-        /// Print JSON, one line for each update
-        #[arg(long)]
-        json: bool,
     },
     /// List MPS domains: states, servers, clients, faults
-    Mps {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Mps,
     /// List requests that wait for GPUs
-    Queue {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Queue,
     /// Withdraw a GPU: no new leases on it; present leases stay until they end
     Off {
         /// Index, UUID, or start of the UUID
         gpu: String,
         /// Reason, which clients see
         #[arg(long, value_name = "TEXT", default_value = "an administrator withdrew it")]
-        #[arg(long, value_name = "TEXT", default_value = "an administrator took it out")]
         reason: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Return a GPU to service that was off, dropped or broken
     On {
         /// Index, UUID, or start of the UUID
         gpu: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Remove a GPU from the pool; refused while it is leased
     Drop {
         /// Index, UUID, or start of the UUID
         gpu: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Stop new leases; present leases and their programs continue
     Drain {
@@ -176,18 +142,12 @@ pub enum Verb {
         /// Reason, which clients see
         #[arg(long, value_name = "TEXT", default_value = "it is drained")]
         reason: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Stop the server: refuse new leases, wait for programs (drain_timeout), stop the workers
     Stop {
         /// Stop at once, without waiting for programs
         #[arg(long)]
         force: bool,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Show the limits that apply to a client and a user, and where they are set
     Limits {
@@ -197,52 +157,108 @@ pub enum Verb {
         /// Name of the user on whose behalf the client asks
         #[arg(long, value_name = "NAME", default_value = "")]
         user: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Show the accounting records: ended leases and programs
-    Accounting {
-        /// Earliest end: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
-        #[arg(long, value_name = "TIME", default_value = "24h")]
-        since: String,
-        /// Only records with an earlier end than this, in the same form
-        #[arg(long, value_name = "TIME")]
-        until: Option<String>,
-        /// Only records of this client
-        #[arg(long, value_name = "NAME", default_value = "")]
-        client: String,
-        /// Only records of this user (name or id), and leases with programs of this user
-        #[arg(long, value_name = "NAME|UID", default_value = "")]
-        user: String,
-        /// Only leases, or only programs
-        #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]
-        kind: Option<String>,
-        /// Print comma-separated values
-        #[arg(long, conflicts_with = "json")]
-        csv: bool,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Accounting(AccountingOptions),
     /// Show or change the configuration of the running server
     Config {
         /// Verb for the configuration
         #[command(subcommand)]
         verb: ConfigVerb,
-        /// Print JSON
-        #[arg(long, global = true)]
-        json: bool,
     },
     /// Kill a worker, or end a lease with all its workers; programs see their GPUs fail
     Kill {
         /// Worker id or its start, or a whole lease id
         #[arg(value_name = "WORKER|LEASE")]
         worker: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
+}
+
+impl Verb {
+    /// Runs the verb: most send one request, and show its answer.
+    pub(super) fn run(&self, cli: &Cli, server: &Target, out: &mut Output<'_>) -> anyhow::Result<()> {
+        let ask = |ask: Ask| must_run(server, &ask);
+        match self {
+            Self::Serve => anyhow::bail!("internal error: serve is not a verb of this function"),
+            Self::CheckConfig { explain } => check_config(out, cli, server.config()?, *explain),
+            Self::Pool { verb } => pool(out, server.config()?, verb),
+            Self::Token { verb } => token(out, server, verb),
+            Self::Admin { verb } => administrators(out, server, verb),
+            Self::Clients { verb } => clients(out, server, verb.as_ref()),
+            Self::Status => out.answer("server", ask(Ask::Status)?, show::status),
+            Self::Ps { all, threads } => ps(out, cli, server, *all, *threads),
+            Self::Leases => out.answer("leases", ask(Ask::Leases)?, show::leases),
+            Self::Gpus => out.answer("gpus", ask(Ask::Gpus)?, show::gpus),
+            Self::Park { lease } => {
+                out.answer("lease", ask(Ask::Park { lease: lease.clone() })?, show::lease_state)
+            }
+            Self::Unpark { lease } => {
+                out.answer("lease", ask(Ask::Unpark { lease: lease.clone() })?, show::lease_state)
+            }
+            Self::Top { every, times } => top(out, server, every, *times),
+            Self::Mps => out.answer("domains", ask(Ask::Mps)?, show::mps),
+            Self::Queue => out.answer("queue", ask(Ask::Queue)?, show::queue),
+            Self::Off { gpu, reason } => {
+                let off = Ask::Off { gpu: gpu.clone(), reason: reason.clone() };
+                out.answer("gpu", ask(off)?, show::gpu_state)
+            }
+            Self::On { gpu } => out.answer("gpu", ask(Ask::On { gpu: gpu.clone() })?, show::gpu_state),
+            Self::Drop { gpu } => {
+                let value = ask(Ask::Drop { gpu: gpu.clone() })?;
+                out.answer("gpu", value, |out, value| show::dropped(out, value, gpu))
+            }
+            Self::Drain { end, reason } => {
+                out.answer("drain", ask(Ask::Drain { end: *end, reason: reason.clone() })?, show::drain)
+            }
+            Self::Stop { force } => stop(out, server, *force),
+            Self::Limits { client, user } => {
+                let limits = Ask::Limits { client: client.clone(), user: user.clone() };
+                out.answer("limits", ask(limits)?, |out, rows| show::limits(out, rows, user))
+            }
+            Self::Accounting(wanted) => accounting(out, server, wanted),
+            Self::Config { verb } => configure(out, server, verb),
+            Self::Kill { worker } => {
+                out.answer("killed", ask(Ask::Kill { worker: worker.clone() })?, show::killed)
+            }
+        }
+    }
+
+    /// Returns why the verb is refused with `--server`, if it asks no running server.
+    ///
+    /// For the other verbs [`Ask::local`] decides.
+    pub(super) fn local(&self) -> Option<&'static str> {
+        match self {
+            Self::Serve => Some("a server is started on its own host"),
+            Self::CheckConfig { .. } => {
+                Some("a configuration is checked on its own host, whose driver and folders it names")
+            }
+            Self::Pool { .. } => Some("a pool's authority is kept on its servers' own disks"),
+            _ => None,
+        }
+    }
+}
+
+/// Selection of accounting records, and their form.
+#[derive(Debug, Args)]
+pub struct AccountingOptions {
+    /// Earliest end: a time ago, as "24h", or a day, as 2026-11-21 (UTC)
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub since: String,
+    /// Only records with an earlier end than this, in the same form
+    #[arg(long, value_name = "TIME")]
+    pub until: Option<String>,
+    /// Only records of this client
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub client: String,
+    /// Only records of this user (name or id), and leases with programs of this user
+    #[arg(long, value_name = "NAME|UID", default_value = "")]
+    pub user: String,
+    /// Only leases, or only programs
+    #[arg(long, value_name = "KIND", value_parser = ["lease", "process"])]
+    pub kind: Option<String>,
+    /// Print comma-separated values
+    #[arg(long, conflicts_with = "json")]
+    pub csv: bool,
 }
 
 /// A verb of `gpuserver config`.
@@ -283,20 +299,13 @@ pub enum ConfigVerb {
 #[derive(Debug, Subcommand)]
 pub enum PoolVerb {
     /// Create the pool's certificate authority in the state directory
-    Init {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Init,
     /// Print the authority with its secret key, for `pool import` on another server of the pool
     Export,
     /// Import the authority of a pool from the output of `pool export`
     Import {
         /// File with that output; - for standard input
         file: PathBuf,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
 }
 
@@ -314,23 +323,13 @@ pub enum TokenVerb {
         /// Lifetime of the token
         #[arg(long, value_name = "TIME", default_value = "24h")]
         ttl: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// List the tokens, without their secrets, which the server does not keep
-    List {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    List,
     /// Revoke a token; clients that joined with it stay
     Revoke {
         /// Token id or its start
         id: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
 }
 
@@ -344,23 +343,13 @@ pub enum AdminVerb {
         /// File to write, which must not exist
         #[arg(short, long, value_name = "FILE", default_value = "admin.pem")]
         out: PathBuf,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// List the administrators that this server knows
-    List {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
+    List,
     /// Revoke all certificates of a name so far, on this server only; repeat it on each server
     Revoke {
         /// Name of the administrator
         name: String,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
 }
 
@@ -379,36 +368,37 @@ pub enum ClientsVerb {
     },
 }
 
-/// Returns `true` with `--json`, which errors obey as well.
-pub fn wants_json(cli: &Cli) -> bool {
-    match &cli.verb {
-        Verb::Serve | Verb::Pool { verb: PoolVerb::Export } => false,
-        Verb::CheckConfig { json, .. }
-        | Verb::Pool { verb: PoolVerb::Init { json } | PoolVerb::Import { json, .. } }
-        | Verb::Token {
-            verb: TokenVerb::Create { json, .. } | TokenVerb::List { json } | TokenVerb::Revoke { json, .. },
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    /// Checks a verb and the verbs below it.
+    fn takes_json(command: &clap::Command) {
+        let name = command.get_display_name().unwrap_or(command.get_name());
+        let json: Vec<_> = command.get_arguments().filter(|a| a.get_long() == Some("json")).collect();
+        assert!(matches!(json[..], [one] if one.is_global_set()), "{name}: an option --json of its own");
+        command.get_subcommands().for_each(takes_json);
+    }
+
+    #[test]
+    fn every_verb_has_the_global_option_json() {
+        let mut command = Cli::command().disable_help_subcommand(true);
+        command.build();
+        takes_json(&command);
+        for line in [
+            "ps --json",
+            "--json ps --threads",
+            "clients --json revoke vm-1",
+            "clients revoke vm-1 --json",
+            "token list --json",
+            "accounting --json --since 1h",
+        ] {
+            let cli = Cli::try_parse_from(["gpuserver"].into_iter().chain(line.split(' '))).expect(line);
+            assert!(cli.json, "{line}");
         }
-        | Verb::Admin {
-            verb: AdminVerb::Create { json, .. } | AdminVerb::List { json } | AdminVerb::Revoke { json, .. },
-        }
-        | Verb::Clients { json, .. }
-        | Verb::Status { json }
-        | Verb::Ps { json, .. }
-        | Verb::Top { json, .. }
-        | Verb::Leases { json }
-        | Verb::Gpus { json }
-        | Verb::Park { json, .. }
-        | Verb::Unpark { json, .. }
-        | Verb::Mps { json }
-        | Verb::Queue { json }
-        | Verb::Off { json, .. }
-        | Verb::On { json, .. }
-        | Verb::Drop { json, .. }
-        | Verb::Drain { json, .. }
-        | Verb::Stop { json, .. }
-        | Verb::Limits { json, .. }
-        | Verb::Config { json, .. }
-        | Verb::Accounting { json, .. }
-        | Verb::Kill { json, .. } => *json,
+        assert!(Cli::try_parse_from(["gpuserver", "accounting", "--csv", "--json"]).is_err());
+        assert!(!Cli::try_parse_from(["gpuserver", "ps"]).unwrap().json);
     }
 }

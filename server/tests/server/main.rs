@@ -924,6 +924,23 @@ async fn bad_configurations_stop_the_server_with_code_1() {
     assert!(said.contains("good") && said.contains("note: GPUs are not checked"), "{said}");
 }
 
+#[test]
+fn an_error_of_usage_is_json_for_programs() {
+    let gpuserver = |words: &[&str]| {
+        let output =
+            std::process::Command::new(env!("CARGO_BIN_EXE_gpuserver")).args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        output
+    };
+    for words in [&["--json", "ps", "--nonsense"][..], &["drop", "--json"]] {
+        let said: serde_json::Value = serde_json::from_slice(&gpuserver(words).stdout).expect("JSON");
+        assert_eq!(said["error"]["code"], "usage", "{said}");
+        assert!(said["error"]["message"].as_str().is_some_and(|m| !m.starts_with("error")), "{said}");
+    }
+    let plain = gpuserver(&["ps", "--nonsense"]);
+    assert!(plain.stdout.is_empty() && String::from_utf8_lossy(&plain.stderr).contains("--nonsense"));
+}
+
 #[tokio::test]
 async fn values_may_come_from_the_environment() {
     let mut server = Server::prepare("libcuda.so.1", "").await;
