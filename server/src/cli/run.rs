@@ -1,4 +1,4 @@
-//! The way of a verb from the command line, and the verbs with several requests: `ps`, `top`, `stop`.
+//! The way from the command line to a verb, and the verbs that send several requests.
 
 use std::time::Duration;
 
