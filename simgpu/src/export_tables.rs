@@ -7,10 +7,11 @@ use crate::context::{CONTEXTS, top};
 use crate::driver::{config, driver};
 use crate::errors::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Result};
 use crate::exports::{guard, out};
-use crate::md2::hmac_md2;
 use crate::module::Module;
 use crate::registry::handle;
 use std::sync::Arc;
+
+use gpusession_common::md2::hmac_md2;
 
 type Slot = *const ();
 

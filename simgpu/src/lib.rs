@@ -19,7 +19,6 @@ pub mod exports;
 pub mod fatbin;
 pub mod graph;
 pub mod launch;
-pub mod md2;
 pub mod memory;
 pub mod module;
 pub mod nvml;

@@ -36,8 +36,6 @@ mod host_functions;
 mod images;
 mod libraries;
 mod mapped;
-#[path = "../../../simgpu/src/md2.rs"]
-mod md2;
 mod modules;
 mod objects;
 mod positions;

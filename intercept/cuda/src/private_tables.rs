@@ -10,12 +10,12 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use gpusession_common::md2::hmac_md2;
 use gpusession_proto::handle;
 
 use crate::clients;
 use crate::compile_cache::{compile_close, compile_find, compile_free, compile_open, compile_store};
 use crate::entry::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, give, guard};
-use crate::md2::hmac_md2;
 use crate::streams::{self, Default};
 use crate::{modules, thread, trace};
 

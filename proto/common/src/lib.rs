@@ -1,0 +1,10 @@
+//! Code that several programs share, and that crosses no wire.
+//!
+//! Without features the crate has no dependency, since it runs inside users' programs.
+#![forbid(unsafe_code)]
+
+pub mod md2;
+#[cfg(feature = "config")]
+pub mod units;
+#[cfg(feature = "config")]
+pub mod words;
