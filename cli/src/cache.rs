@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
+use gpusession_common::units::human_bytes;
 use gpusession_proto::user_cache;
-use gpusessiond::units::human_bytes;
 use serde_json::json;
 
 use crate::exit::{Failure, Result, code};

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::{Priority, Sharing};
 use gpusessiond::bus::{NAME, PATH};
-use gpusessiond::config::{Priority, Sharing};
 use gpusessiond::leases::Spec;
-use gpusessiond::units::{Memory, path_element};
+use gpusessiond::units::path_element;
 use serde::Deserialize;
 use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
 

@@ -19,13 +19,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
+use gpusession_common::units::{human_duration, parse_duration};
 use gpusessiond::client::{self, Remote};
 use gpusessiond::environment::Environment;
 use gpusessiond::identity::{self, Home};
 use gpusessiond::leases::Leases as _;
 use gpusessiond::paths;
 use gpusessiond::pool::{PoolServer as _, Trouble};
-use gpusessiond::units::{control_address, human_duration, parse_duration};
+use gpusessiond::units::control_address;
 use serde_json::json;
 
 use crate::daemon::Daemon;

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-use gpusessiond::units::{human_bytes, human_duration};
+use gpusession_common::units::{human_bytes, human_duration};
 
 use crate::daemon::{Described, DescribedFailure, DescribedLease};
 

@@ -7,10 +7,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use gpusession_common::units::{Memory, nearest};
+use gpusession_common::words::{Class, OnIdle, Priority, Sharing};
 use gpusession_proto::login;
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Memory, SmPercent, control_address};
+use crate::units::{SmPercent, control_address};
 
 /// The daemon's configuration, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
@@ -87,79 +89,6 @@ impl Default for LeaseConfig {
             on_idle: None,
             hold: false,
         }
-    }
-}
-
-macro_rules! words {
-    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum $name { $($(#[$vdoc])* #[serde(rename = $text)] $variant),+ }
-        impl $name {
-            /// Returns the word used in files and on D-Bus.
-            pub fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => $text),+ }
-            }
-        }
-        impl std::str::FromStr for $name {
-            type Err = String;
-            fn from_str(text: &str) -> Result<Self, String> {
-                match text {
-                    $($text => Ok(Self::$variant),)+
-                    other => Err(format!("`{other}` is none of {}", [$($text),+].join(", "))),
-                }
-            }
-        }
-        impl std::fmt::Display for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(self.as_str())
-            }
-        }
-    };
-}
-
-words! {
-    /// Priority of a lease's work on a shared GPU.
-    Priority {
-        /// As other leases.
-        Normal = "normal",
-        /// After leases of normal priority.
-        BelowNormal = "below-normal",
-    }
-}
-words! {
-    /// How a GPU is shared.
-    Sharing {
-        /// Clients take turns.
-        TimeSlice = "time-slice",
-        /// Clients run at the same time, by NVIDIA MPS.
-        Mps = "mps",
-        /// No other lease uses the GPU.
-        Exclusive = "exclusive",
-    }
-}
-words! {
-    /// Lifetime of a lease.
-    Class {
-        /// From boot to shutdown, for all users with access.
-        Boot = "boot",
-        /// From login to logout of one session.
-        Session = "session",
-        /// While a user needs it, or on request.
-        User = "user",
-        /// While GPUs are free: it yields to the other classes.
-        Background = "background",
-    }
-}
-words! {
-    /// Action on an idle lease, within the server's policy.
-    OnIdle {
-        /// Device memory moves to the server's host memory until the next call.
-        Park = "park",
-        /// The server takes the lease back.
-        Release = "release",
-        /// No action.
-        Keep = "keep",
     }
 }
 
@@ -255,13 +184,8 @@ fn explain(message: &str) -> String {
     let Some(rest) = message.strip_prefix("unknown field `") else { return message.trim_end().to_owned() };
     let Some((key, expected)) = rest.split_once('`') else { return message.to_owned() };
     let known: Vec<&str> = expected.split('`').skip(1).step_by(2).collect();
-    let nearest = known
-        .iter()
-        .map(|candidate| (strsim::damerau_levenshtein(key, candidate), *candidate))
-        .min()
-        .filter(|(distance, candidate)| *distance <= candidate.len().div_ceil(2));
-    match nearest {
-        Some((_, candidate)) => format!("unknown key `{key}`, did you mean `{candidate}`?"),
+    match nearest(key, known.iter().copied()) {
+        Some(candidate) => format!("unknown key `{key}`, did you mean `{candidate}`?"),
         None => format!("unknown key `{key}`, known keys: {}", known.join(", ")),
     }
 }

@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
+use gpusession_common::words::Sharing;
 use object::{Object, ObjectSymbol};
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::config::{Config, ConfigError, GpuChoice, Gpus, gpu_sharing_key};
-use crate::lease::{Gpu, Sharing};
+use crate::lease::Gpu;
 use crate::mps;
 use crate::spawn::clean_environment;
 use crate::store::{self, StoreError};

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use gpusession_common::words::OnIdle;
 
 use crate::clock::Moment;
 
@@ -23,38 +23,6 @@ pub struct Timeouts {
     pub release: Duration,
     /// Lends the GPUs of a lease without processes to waiting requests.
     pub lend: Duration,
-}
-
-/// Action that a lease requests for its idle time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum OnIdle {
-    /// The server's own choice.
-    #[default]
-    Unset,
-    /// Also the server's choice, but requested, so that a limit can refuse it.
-    Park,
-    /// Release when it would be parked.
-    Release,
-    /// Neither park nor release.
-    Keep,
-}
-
-impl OnIdle {
-    /// Returns the word of the configuration and the protocol; empty for `Unset`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Unset => "",
-            Self::Park => "park",
-            Self::Release => "release",
-            Self::Keep => "keep",
-        }
-    }
-
-    /// Parses the word of [`OnIdle::as_str`].
-    pub fn parse(text: &str) -> Option<Self> {
-        [Self::Unset, Self::Park, Self::Release, Self::Keep].into_iter().find(|o| o.as_str() == text)
-    }
 }
 
 impl Timeouts {
@@ -90,12 +58,12 @@ impl Timeouts {
 
     /// Returns the times of a lease with a request of its own, which the limit `on_idle` has
     /// allowed.
-    pub fn asked(self, on_idle: OnIdle, hold: bool) -> Self {
+    pub fn asked(self, on_idle: Option<OnIdle>, hold: bool) -> Self {
         let off = Duration::ZERO;
         let of = match on_idle {
-            OnIdle::Unset | OnIdle::Park => self,
-            OnIdle::Release => Self { park: off, release: self.first(), ..self },
-            OnIdle::Keep => Self { warn: off, park: off, release: off, ..self },
+            None | Some(OnIdle::Park) => self,
+            Some(OnIdle::Release) => Self { park: off, release: self.first(), ..self },
+            Some(OnIdle::Keep) => Self { warn: off, park: off, release: off, ..self },
         };
         if hold { Self { lend: off, ..of } } else { of }
     }
@@ -266,24 +234,24 @@ mod tests {
 
     #[test]
     fn idle_timeouts_follow_the_policy_of_the_request() {
-        let release = LIMITS.asked(OnIdle::Release, false);
+        let release = LIMITS.asked(Some(OnIdle::Release), false);
         assert_eq!(
             (release.park, release.release),
             (Duration::ZERO, 30 * MIN),
             "it ends when it would be parked"
         );
         let sooner = Timeouts { release: 5 * MIN, ..LIMITS };
-        assert_eq!(sooner.asked(OnIdle::Release, false).release, 5 * MIN);
-        assert_eq!(sooner.asked(OnIdle::Park, false), sooner, "no lease lives longer than the server says");
-        let keep = sooner.asked(OnIdle::Keep, true);
+        assert_eq!(sooner.asked(Some(OnIdle::Release), false).release, 5 * MIN);
+        assert_eq!(
+            sooner.asked(Some(OnIdle::Park), false),
+            sooner,
+            "no lease lives longer than the server says"
+        );
+        let keep = sooner.asked(Some(OnIdle::Keep), true);
         assert_eq!(keep, Timeouts::default());
         assert_eq!(Clock::default().tick(seen(1, MIN), &keep, 10_000 * MIN), None);
         assert!(!may_be_lent(seen(0, MIN), &keep, 1000 * MIN));
-        assert_eq!(LIMITS.asked(OnIdle::Unset, true).park, LIMITS.park);
-        for o in [OnIdle::Unset, OnIdle::Park, OnIdle::Release, OnIdle::Keep] {
-            assert_eq!(OnIdle::parse(o.as_str()), Some(o));
-        }
-        assert_eq!(OnIdle::parse("burn"), None);
+        assert_eq!(LIMITS.asked(None, true).park, LIMITS.park);
     }
 
     #[test]

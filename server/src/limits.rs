@@ -8,8 +8,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use gpusession_common::units::{Memory, parse_duration, parse_size, show_duration};
+
 use crate::idle::Timeouts;
-use crate::lease::Memory;
 
 /// One kind of limit.
 #[derive(Debug, Clone, Copy)]
@@ -130,7 +131,7 @@ impl fmt::Display for Bound {
             }
             Self::Size(bytes) | Self::Memory(Memory::Bytes(bytes)) => write!(f, "{bytes}"),
             Self::Memory(Memory::Percent(percent)) => write!(f, "{percent}%"),
-            Self::Time(time) => f.write_str(&crate::config::show_duration(*time)),
+            Self::Time(time) => f.write_str(&show_duration(*time)),
             Self::Names(names) => write!(f, "{names:?}"),
         }
     }
@@ -144,9 +145,9 @@ impl Bound {
             Kind::Number => text.parse().map(Self::Number).map_err(|_| "a whole number is wanted".into()),
             Kind::Size => parse_size(text).map(Self::Size),
             Kind::Memory => parse_memory(text).map(Self::Memory),
-            Kind::Time => crate::config::parse_duration(text)
+            Kind::Time => parse_duration(text)
                 .map(Self::Time)
-                .ok_or_else(|| "a duration like \"90s\", \"10min\" or \"24h\" is wanted; 0 is off".into()),
+                .map_err(|_| "a duration like \"90s\", \"10min\" or \"24h\" is wanted; 0 is off".into()),
             Kind::Names => Ok(Self::Names(
                 text.trim_start_matches('[')
                     .trim_end_matches(']')
@@ -159,36 +160,11 @@ impl Bound {
     }
 }
 
-/// Parses a size such as `4000MiB`, `1GiB` or `17` (bytes).
-pub fn parse_size(text: &str) -> Result<u64, String> {
-    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, unit) = text.split_at(split);
-    let shift = match unit.trim() {
-        "" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        "TiB" => 40,
-        "kB" | "KB" | "MB" | "GB" | "TB" | "K" | "M" | "G" => {
-            return Err(format!("the unit {:?} is not clear; write KiB, MiB or GiB", unit.trim()));
-        }
-        _ => return Err("a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into()),
-    };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(1 << shift))
-        .ok_or_else(|| "a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into())
-}
-
-/// Parses a percentage such as `50%`, or a size.
+/// Parses the memory of a limit or a reserve: a percentage above 0%, or a size.
 pub fn parse_memory(text: &str) -> Result<Memory, String> {
-    match text.strip_suffix('%') {
-        Some(percent) => match percent.trim().parse::<f64>() {
-            Ok(p) if p > 0.0 && p <= 100.0 => Ok(Memory::Percent(p)),
-            _ => Err("a percentage above 0% and up to 100% is wanted".into()),
-        },
-        None => parse_size(text).map(Memory::Bytes),
+    match Memory::parse(text)? {
+        Memory::Percent(0.0) => Err("a percentage above 0% and up to 100% is wanted".into()),
+        memory => Ok(memory),
     }
 }
 
@@ -545,15 +521,10 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
-        assert_eq!(parse_size("4000MiB"), Ok(4000 << 20));
-        assert_eq!(parse_size("17"), Ok(17));
-        assert!(parse_size("4MB").unwrap_err().contains("MiB"));
-        for bad in ["", "x", "-1", "99999999999GiB", "1.5GiB", "4 m"] {
-            assert!(parse_size(bad).is_err(), "{bad}");
-        }
+    fn a_limit_of_no_memory_is_a_size() {
         assert_eq!(parse_memory("31.4%"), Ok(Memory::Percent(31.4)));
-        for bad in ["0%", "101%", "NaN%", "-3%", "%"] {
+        assert_eq!(parse_memory("0"), Ok(Memory::Bytes(0)));
+        for bad in ["0%", "-0%", "101%", "NaN%", "%"] {
             assert!(parse_memory(bad).is_err(), "{bad}");
         }
     }

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, UNIX_EPOCH};
 
+use gpusession_common::words::Class;
 use serde_json::{Value, json};
 
 use super::Shared;
 use super::project::{cuda_version, state_of};
-use crate::config::Class;
 use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
 
 /// Time that a lease's failed program is shown, unless the lease serves another one first.

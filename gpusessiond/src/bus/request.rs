@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::Class;
 use zbus::{OwnedVariant, Variant};
 
 use super::MAX_TEXT;
 use super::error::{BusError, Result};
-use crate::config::Class;
 use crate::leases::{Owner, Spec};
-use crate::units::Memory;
 
 /// A `CreateLease` request after parsing.
 #[derive(Debug)]

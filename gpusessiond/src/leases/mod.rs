@@ -16,6 +16,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use gpusession_common::units::Memory;
+use gpusession_common::words::{Class, OnIdle, Priority, Sharing};
 use gpusession_proto::control;
 use gpusession_proto::grant::{Denial, Endpoint};
 use gpusession_proto::readings::{Query, View};
@@ -25,9 +27,9 @@ use tokio::sync::{mpsc, watch};
 pub use session::Session;
 pub use text::warning;
 
-use crate::config::{Class, LeaseConfig, OnIdle, Priority, Sharing};
+use crate::config::LeaseConfig;
 use crate::pool::PoolError;
-use crate::units::{Memory, SmPercent};
+use crate::units::SmPercent;
 
 /// A point on the lease manager's monotonic clock.
 pub type Time = Duration;

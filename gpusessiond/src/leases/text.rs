@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::units::human_duration;
+use gpusession_common::units::human_duration;
 
 /// Formats a warning with the time left; omits a time below one second.
 pub fn warning(left: Duration, reason: &str) -> String {

@@ -1,12 +1,13 @@
 //! `gpuserver accounting`: shows records of ended leases and programs.
 
+use gpusession_common::units::parse_duration;
+
 use super::show::{self, Output};
 use super::target::{Target, offline, running};
 use super::verbs::AccountingOptions;
 use crate::accounting::{self, Accounting, Kind, Record, Wanted};
 use crate::admin::{Ask, Refusal};
 use crate::clock::{Clock, SystemClock};
-use crate::config;
 
 pub(super) fn accounting(
     out: &mut Output<'_>,
@@ -46,7 +47,7 @@ fn wanted(options: &AccountingOptions, now: u64) -> Result<Wanted, Refusal> {
 
 /// Parses a time in the past, in seconds since 1970: a duration before `now`, or a day.
 fn past(text: &str, now: u64) -> Option<u64> {
-    if let Some(ago) = config::parse_duration(text) {
+    if let Ok(ago) = parse_duration(text) {
         return Some(now.saturating_sub(ago.as_secs()));
     }
     let mut parts = text.split('-');

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use gpusession_common::units::parse_duration;
 use serde_json::json;
 
 use super::show::{self, Output};
@@ -9,7 +10,6 @@ use super::target::{Target, must_run, running};
 use super::verbs::Cli;
 use crate::admin::answer::status::{PsRow, StatusView, StopView};
 use crate::admin::{self, Ask, Refusal};
-use crate::config;
 
 /// Runs a verb that is not `serve`.
 pub fn run(cli: &Cli) -> anyhow::Result<()> {
@@ -61,7 +61,8 @@ pub(super) fn ps(
 /// `gpuserver top`
 pub(super) fn top(out: &mut Output<'_>, server: &Target, every: &str, times: u32) -> anyhow::Result<()> {
     let Output { out, json } = out;
-    let every = config::parse_duration(every)
+    let every = parse_duration(every)
+        .ok()
         .filter(|d| !d.is_zero())
         .ok_or_else(|| Refusal::new("usage", format!("--every {every}: a duration like \"2s\" is wanted")))?;
     let mut before = show::Seen::new();

@@ -4,6 +4,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use gpusession_common::units::{Memory, parse_duration, show_duration};
+use gpusession_common::words::Sharing;
 use gpusession_proto::join::is_name;
 use gpusession_proto::supervise::Isolation;
 use ipnet::IpNet;
@@ -12,14 +14,14 @@ use super::cross::{check_mps_folder, check_ports, cross_warnings, mps_without_ef
 use super::limit_tables::{check_limits, check_reserves};
 use super::read::{Raw, Value};
 use super::values::{
-    absolute, advertised, duration, gpu_list, list, name_from_host, one_of, parse_duration, part_of_memory,
-    ports, read_gpus, show_duration, show_gpus, size, socket_address, text, texts,
+    absolute, advertised, duration, gpu_list, list, name_from_host, one_of, part_of_memory, ports, read_gpus,
+    show_gpus, size, socket_address, text, texts,
 };
 use super::{
     Advertised, Config, ConfigError, GpuChoice, Gpus, KEYS, Mps, Origin, Surroundings, gpu_sharing_key,
     instance,
 };
-use crate::lease::{Memory, Rules, Sharing};
+use crate::lease::Rules;
 use crate::limits::{Bound, Entry, IDLE_TIMES, Layer, Scope};
 
 /// Most warm workers of a lease.
@@ -251,13 +253,13 @@ fn read_sharing(reader: &mut Reader<'_>) -> Result<GpuSharing, ConfigError> {
         "sharing",
         || (Sharing::default(), Origin::Default),
         |v| {
-            let written = one_of(v, &Sharing::ALL.map(Sharing::as_str), &[])?;
-            Ok(Sharing::parse(&written).unwrap_or_default())
+            let words: Vec<_> = Sharing::ALL.iter().map(|s| s.as_str()).collect();
+            one_of(v, &words, &[])?.parse()
         },
         |s| s.as_str().into(),
     )?;
     let mut gpu_sharing: Vec<(GpuChoice, Sharing)> = Vec::new();
-    for mode in Sharing::ALL {
+    for &mode in Sharing::ALL {
         let these = reader.key(
             gpu_sharing_key(mode),
             || (Vec::new(), Origin::Default),
@@ -353,7 +355,7 @@ struct Idleness {
 fn read_idleness(reader: &mut Reader<'_>) -> Result<Idleness, ConfigError> {
     let mut idle = Vec::new();
     for name in IDLE_TIMES {
-        let of_default = KEYS.iter().find(|k| k.name == name).and_then(|k| parse_duration(k.default));
+        let of_default = KEYS.iter().find(|k| k.name == name).and_then(|k| parse_duration(k.default).ok());
         let default = || (of_default.unwrap_or_default(), Origin::Default);
         let time = reader.key(name, default, duration, |d| show_duration(*d))?;
         let origin = reader.report.last().map_or(Origin::Default, |(.., origin)| origin.clone());

@@ -1,6 +1,7 @@
 //! The table of keys: names, defaults, explanations, and which change without a restart.
 
-use crate::lease::Sharing;
+use gpusession_common::words::Sharing;
+
 use crate::limits::Layer;
 
 /// A key of the configuration.

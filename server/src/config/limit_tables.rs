@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use gpusession_common::units::Memory;
+
 use super::read::{Raw, RawReserve, Value};
 use super::values::{text, texts};
 use super::{ConfigError, Origin, limit_key};
-use crate::lease::{Memory, Reserve};
+use crate::lease::Reserve;
 use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
 
 pub(super) fn check_limits(

@@ -20,18 +20,20 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::Sharing;
 use ipnet::IpNet;
 
 use gpusession_proto::supervise::Isolation;
 
-use crate::lease::{Memory, Rules, Sharing};
+use crate::lease::Rules;
 use crate::limits::Limits;
 
 use check::check;
 pub use keys::{KEYS, Key, gpu_sharing_key, is_live, limit_key};
 use read::{Raw, expand, read_text};
 pub use runtime::{edit_runtime, runtime_file};
-pub use values::{advertised, parse_duration, show_duration};
+pub use values::advertised;
 
 /// Configuration file unless the command line names another.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";

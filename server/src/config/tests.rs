@@ -124,8 +124,11 @@ fn errors_name_file_line_key_and_remedy() {
     assert!(message("[[reserve]]\nclient = \"a\"\ngpu = 1").contains("the keys of [[reserve]]"));
     let reserve = |field: &str| message(&format!("[[reserve]]\nclient = \"a\"\n{field}"));
     assert_eq!(reserve("gpus = \"x\""), "t.toml:3: reserve.gpus = \"x\": a number of GPUs is wanted");
-    assert!(reserve("memory = \"4GB\"").starts_with("t.toml:3: reserve.memory = \"4GB\": the unit"));
-    assert!(reserve("memory = true").starts_with("t.toml:3: reserve.memory = true: a size"));
+    assert!(
+        reserve("memory = \"4GB\"")
+            .starts_with("t.toml:3: reserve.memory = \"4GB\": `4GB` is not a size: write GiB")
+    );
+    assert!(reserve("memory = true").starts_with("t.toml:3: reserve.memory = true: `true` is not a size"));
     assert_eq!(
         reserve("memory = \"${NOPE}\""),
         "t.toml:3: reserve.memory: environment variable NOPE is not set"
@@ -145,7 +148,7 @@ fn a_value_of_a_wrong_type_gets_an_error_with_the_right_one() {
         ("advertise = [1.5]", "advertise = [1.5]: a string is wanted"),
         ("gpus = [0.5]", "gpus = [0.5]: 0.5 is neither an index nor a UUID"),
         ("limits.gpus = 1.5", "t.toml:1: limits.gpus = 1.5: a whole number is wanted"),
-        ("limits.memory = 1e9", "limits.memory = 1e9: a size like"),
+        ("limits.memory = 1e9", "limits.memory = 1e9: `1e9` is not a size"),
         ("limits.lease_ttl = 1.5", "limits.lease_ttl = 1.5: a duration like"),
         ("limits.models = 1.5", "limits.models = 1.5: a list of strings is wanted"),
         ("[limits.user.a.gpus]\nx = 1", "limits.user.a.gpus = {...}: a whole number is wanted"),

@@ -1,5 +1,6 @@
 //! The error text for an unknown key, with a suggestion.
 
+use gpusession_common::units::nearest;
 use toml::de::DeValue;
 
 use super::KEYS;
@@ -76,20 +77,11 @@ fn unknown_limit(written: &str, path: &[&str], value: &DeValue<'_>) -> String {
     };
     let names: Vec<&str> =
         members.iter().copied().chain(LIMITS.iter().map(|l| l.name).filter(here)).collect();
-    match nearest(name, names.iter().map(ToString::to_string)) {
+    match nearest(name, names.iter().copied()) {
         Some(near) => {
             let table = written.strip_suffix(name).unwrap_or_default();
             format!("unknown key `{written}`; did you mean `{table}{near}`?")
         }
         None => format!("unknown key `{written}`; the keys of this table are {}", names.join(", ")),
     }
-}
-
-/// Returns the most similar name, if one is similar enough.
-fn nearest(written: &str, names: impl Iterator<Item = String>) -> Option<String> {
-    names
-        .map(|name| (strsim::damerau_levenshtein(&name, written), name))
-        .min()
-        .filter(|(distance, name)| *distance <= 1 + name.len() / 3)
-        .map(|(_, name)| name)
 }

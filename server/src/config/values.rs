@@ -5,12 +5,11 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use gpusession_common::units::{Memory, parse_duration, parse_size};
 use gpusession_proto::join::is_name;
 
 use super::read::Value;
 use super::{Advertised, GpuChoice, Gpus};
-use crate::lease::Memory;
-use crate::limits::parse_size;
 
 pub(super) fn text(value: &Value) -> Result<&str, String> {
     match value {
@@ -142,7 +141,7 @@ pub(super) fn duration(value: &Value) -> Result<Duration, String> {
     let bad = "a duration like \"90s\", \"10min\" or \"1h 30min\" is wanted; 0 is off";
     match value {
         Value::Integer(s) => u64::try_from(*s).map(Duration::from_secs).map_err(|_| bad.into()),
-        Value::String(s) => parse_duration(s).ok_or_else(|| bad.into()),
+        Value::String(s) => parse_duration(s).map_err(|_| bad.into()),
         _ => Err(bad.into()),
     }
 }
@@ -152,13 +151,7 @@ pub(super) fn part_of_memory(value: &Value) -> Result<Memory, String> {
     let bad = "a percentage like \"50%\", a size in KiB, MiB, GiB or a number of bytes is wanted; 0 is none";
     let parsed = match value {
         Value::Integer(bytes) => u64::try_from(*bytes).ok().map(Memory::Bytes),
-        Value::String(text) => match text.strip_suffix('%') {
-            Some(percent) => {
-                let percent = percent.trim().parse::<f64>().ok().filter(|p| (0.0..=100.0).contains(p));
-                percent.map(Memory::Percent)
-            }
-            None => parse_size(text).ok().map(Memory::Bytes),
-        },
+        Value::String(text) => Memory::parse(text).ok(),
         _ => None,
     };
     parsed.ok_or_else(|| bad.into())
@@ -171,20 +164,6 @@ pub(super) fn size(value: &Value) -> Result<u64, String> {
         Value::String(text) => parse_size(text),
         _ => Err("a size like \"4000MiB\", \"8GiB\" or bytes is wanted".into()),
     }
-}
-
-/// Parses a duration in systemd's form: `90` (seconds), `10min`, `1h 30min`.
-pub fn parse_duration(text: &str) -> Option<Duration> {
-    let text = text.trim();
-    match text.parse::<u64>() {
-        Ok(seconds) => Some(Duration::from_secs(seconds)),
-        Err(_) => humantime::parse_duration(text).ok(),
-    }
-}
-
-/// Formats a duration so that [`parse_duration`] reads it.
-pub fn show_duration(duration: Duration) -> String {
-    if duration.is_zero() { "0".into() } else { humantime::format_duration(duration).to_string() }
 }
 
 pub(super) fn list<T: fmt::Display>(items: &[T]) -> String {

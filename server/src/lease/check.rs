@@ -1,7 +1,7 @@
 //! Checks of a request: its own values, and the limits of its client and user.
 
 use super::placement::wanted;
-use super::{AllocateError, Gpu, Lease, Memory, Request, Table};
+use super::{AllocateError, Gpu, Lease, Memory, OnIdle, Request, Table};
 use crate::limits::{Bound, Entry, Exceeded, Scope};
 
 impl Table {
@@ -19,7 +19,7 @@ impl Table {
     /// Checks the limits that do not depend on a GPU.
     pub(super) fn within_limits(&self, request: &Request) -> Result<(), AllocateError> {
         let refuse = |e: Exceeded| Err(AllocateError::Limit(e));
-        for asked in [request.on_idle.as_str(), if request.hold { "hold" } else { "" }] {
+        for asked in [request.on_idle.map_or("", OnIdle::as_str), if request.hold { "hold" } else { "" }] {
             let refused = request.limits.not_listed("on_idle", |allowed| allowed == asked);
             if let Some(entry) = refused.filter(|_| !asked.is_empty()) {
                 return refuse(entry.exceeded(format!("{asked:?} asked for"), "leave it out of the lease"));

@@ -12,10 +12,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::{OnIdle, Priority, Sharing};
 use serde::{Deserialize, Serialize};
 
 use crate::clock::Moment;
-use crate::idle::OnIdle;
 use crate::limits::{Effective, Exceeded};
 
 /// Lifetime of a lease without a renewal, if the client requests none.
@@ -27,38 +28,6 @@ const MIB: u64 = 1 << 20;
 /// Time after which a request that was not repeated leaves the queue. Clients repeat theirs at
 /// least every 30 s.
 pub const QUEUE_TIMEOUT: Duration = Duration::from_secs(90);
-
-/// How leases share a GPU.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Sharing {
-    /// Programs of several leases take turns.
-    #[default]
-    TimeSlice,
-    /// Programs of several leases run at the same time, under NVIDIA's MPS.
-    Mps,
-    /// One lease has the GPU alone.
-    Exclusive,
-}
-
-impl Sharing {
-    /// All variants, for listings and for [`Sharing::parse`].
-    pub const ALL: [Self; 3] = [Self::TimeSlice, Self::Mps, Self::Exclusive];
-
-    /// Returns the word of the configuration file.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::TimeSlice => "time-slice",
-            Self::Mps => "mps",
-            Self::Exclusive => "exclusive",
-        }
-    }
-
-    /// Parses the word of [`Sharing::as_str`].
-    pub fn parse(text: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|s| s.as_str() == text)
-    }
-}
 
 /// A GPU as discovery found it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,38 +69,6 @@ impl Gpu {
         let hex: Vec<u8> = self.uuid.strip_prefix("GPU-")?.bytes().filter(|b| *b != b'-').collect();
         data_encoding::HEXLOWER_PERMISSIVE.decode(&hex).ok()?.try_into().ok()
     }
-}
-
-/// Memory requested on each GPU.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Memory {
-    /// Bytes on each GPU.
-    Bytes(u64),
-    /// Percent of each GPU's memory, rounded down to MiB.
-    Percent(f64),
-}
-
-impl Memory {
-    /// Returns the bytes on a card with `total` bytes.
-    pub fn of(self, total: u64) -> u64 {
-        match self {
-            Self::Bytes(bytes) => bytes,
-            Self::Percent(percent) if percent >= 100.0 => total,
-            // Precise enough: a percentage below 100 of a number below 2^63, rounded down to MiB.
-            Self::Percent(percent) => (total as f64 * percent / 100.0) as u64 / MIB * MIB,
-        }
-    }
-}
-
-/// Order among waiting requests.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Priority {
-    /// Served first.
-    #[default]
-    Normal,
-    /// Served after every normal request.
-    BelowNormal,
 }
 
 /// GPUs or parts of GPUs that are kept free for some clients.
@@ -228,7 +165,7 @@ pub struct Request {
     /// Renewed without end, like leases from boot.
     pub persistent: bool,
     /// Action on the lease when it is idle.
-    pub on_idle: OnIdle,
+    pub on_idle: Option<OnIdle>,
     /// Whether the lease is never lent, even without programs.
     pub hold: bool,
     /// Longest idle time before the action; zero: the server's setting.
@@ -328,8 +265,8 @@ pub struct Lease {
     #[serde(default)]
     pub until_unix: u64,
     /// Action on the lease when it is idle.
-    #[serde(default)]
-    pub on_idle: OnIdle,
+    #[serde(default, with = "on_idle")]
+    pub on_idle: Option<OnIdle>,
     /// Whether the lease is never lent, even without programs.
     #[serde(default)]
     pub hold: bool,
@@ -353,6 +290,23 @@ impl std::fmt::Debug for Lease {
             .field("fencing_token", &self.fencing_token)
             .field("shares", &self.shares)
             .finish_non_exhaustive()
+    }
+}
+
+/// The state file's form of a lease's `on_idle`, in which `unset` is the server's choice.
+mod on_idle {
+    use gpusession_common::words::OnIdle;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(on_idle: &Option<OnIdle>, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(on_idle.map_or("unset", OnIdle::as_str))
+    }
+
+    pub fn deserialize<'d, D: Deserializer<'d>>(from: D) -> Result<Option<OnIdle>, D::Error> {
+        match String::deserialize(from)?.as_str() {
+            "unset" => Ok(None),
+            word => word.parse().map(Some).map_err(D::Error::custom),
+        }
     }
 }
 

@@ -51,7 +51,7 @@ pub(crate) fn request(client: &str, gpus: u32, percent: f64) -> Request {
         once: false,
         priority: Priority::Normal,
         persistent: false,
-        on_idle: OnIdle::Unset,
+        on_idle: None,
         idle_timeout: Duration::ZERO,
         hold: false,
         order: 0,
@@ -164,6 +164,19 @@ fn silence_ends_a_lease_and_a_restart_does_not() {
     assert_eq!(t2.expire(Duration::from_secs(63), 0), [lease]);
     let (_, lost) = Table::new(vec![gpu(1, 16 * GIB)], Rules::default(), t.save(), Duration::ZERO);
     assert_eq!(lost.len(), 1, "its GPU is gone");
+}
+
+#[test]
+fn the_state_file_writes_the_servers_choice_as_unset() {
+    for (on_idle, word) in [(None, "unset"), (Some(OnIdle::Keep), "keep")] {
+        let (mut t, r) = (table(1), Counting::default());
+        let lease = allocate(&mut t, &Request { on_idle, ..request("a", 1, 50.0) }, 0, &r).unwrap();
+        let mut json = serde_json::to_value(&lease).unwrap();
+        assert_eq!(json["on_idle"], word);
+        assert_eq!(serde_json::from_value::<Lease>(json.clone()).unwrap(), lease);
+        json.as_object_mut().unwrap().remove("on_idle");
+        assert_eq!(serde_json::from_value::<Lease>(json).unwrap().on_idle, None);
+    }
 }
 
 fn waits(result: Result<Lease, AllocateError>) -> (u32, u32) {
@@ -283,7 +296,7 @@ fn on(lease: &Lease) -> Vec<String> {
 }
 
 fn wish(client: &str, sharing: &str, gpus: u32, percent: f64) -> Request {
-    Request { sharing: Sharing::parse(sharing), ..request(client, gpus, percent) }
+    Request { sharing: sharing.parse().ok(), ..request(client, gpus, percent) }
 }
 
 #[test]

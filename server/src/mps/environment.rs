@@ -2,9 +2,8 @@
 
 use std::ffi::OsString;
 
+use gpusession_common::words::Priority;
 use gpusession_proto::supervise::DeviceLimit;
-
-use crate::lease::Priority;
 
 /// Returns the MPS variables of a worker, except those of its seat.
 ///

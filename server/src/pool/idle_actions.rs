@@ -4,14 +4,15 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_common::units::show_duration;
+use gpusession_common::words::OnIdle;
 use gpusession_proto::control::pool_event::Event;
 use gpusession_proto::control::{self as wire, PoolEvent};
 use tracing::info;
 
 use super::Pool;
 use super::parking::ParkError;
-use crate::config::show_duration;
-use crate::idle::{self, Act, Next, OnIdle, Seen, Timeouts};
+use crate::idle::{self, Act, Next, Seen, Timeouts};
 use crate::lease::{AllocateError, Lease, Request};
 
 impl Pool {
@@ -78,7 +79,7 @@ impl Pool {
                         &format!(
                             "{rest} ({})",
                             match lease.on_idle {
-                                OnIdle::Release => "on_idle = \"release\"",
+                                Some(OnIdle::Release) => "on_idle = \"release\"",
                                 _ => "release_after",
                             }
                         ),

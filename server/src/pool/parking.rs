@@ -454,7 +454,7 @@ impl Pool {
         }
         let why = format!(
             "the program was parked, and its GPU was not free again within {} (return_limit)",
-            crate::config::show_duration(limit)
+            gpusession_common::units::show_duration(limit)
         );
         warn!(gpusession_lease = lease, "lease {lease}: {why}");
         for id in ids {

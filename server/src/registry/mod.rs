@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use gpusession_common::words::Sharing;
 
-use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Sharing, WaitingView, Withdrawn};
+use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, WaitingView, Withdrawn};
 
 pub mod local;
 

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_common::units::human_duration;
 use gpusession_proto::journal::Event;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -19,7 +20,6 @@ use crate::leases::{
     Caller, Failure, Granted, LeaseView, ServerView, Session, Slot, Snapshot, Time, WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
-use crate::units::human_duration;
 
 pub(super) struct Actor {
     pub(super) machine: Machine,

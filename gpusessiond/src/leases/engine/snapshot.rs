@@ -3,7 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::actor::Actor;
-use crate::config::Class;
+use gpusession_common::words::Class;
+
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
 use crate::leases::{DeviceView, LeaseState, LeaseView, Owner, ServerView, Snapshot, Time};
 use crate::pool::Trouble;

@@ -3,16 +3,16 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::{Class, Sharing};
 use gpusession_proto::control;
 
 use super::{
     Action, BACKOFF_MAX, BACKOFF_MIN, HEARTBEAT_INTERVAL, Held, Machine, Phase, RECOVERY_TIMEOUT, Slot, Time,
     Wanted,
 };
-use crate::config::{Class, Sharing};
 use crate::leases::{Change, LeaseState, Spec};
 use crate::pool::{PoolError, Trouble};
-use crate::units::Memory;
 
 /// Time that a boot lease defers to boot leases listed before it.
 pub(super) const BOOT_ORDER_DELAY: Duration = Duration::from_secs(1);

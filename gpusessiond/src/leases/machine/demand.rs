@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{Machine, Session, Slot, Time, USER_LINGER_TIMEOUT, Wanted};
-use crate::config::Class;
+use gpusession_common::words::Class;
+
 use crate::leases::{Owner, Spec};
 
 impl Machine {

@@ -1,11 +1,12 @@
 //! Answers about GPUs: their list, their service, and MPS.
 
+use gpusession_common::words::Sharing;
 use gpusession_proto::readings::uuid_bytes;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::show;
-use crate::lease::{Sharing, Withdrawn};
+use crate::lease::Withdrawn;
 use crate::pool::Pool;
 use crate::refusal::Refusal;
 

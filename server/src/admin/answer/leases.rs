@@ -1,5 +1,6 @@
 //! Answers about leases, their workers, and the queue for GPUs.
 
+use gpusession_common::words::OnIdle;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -107,7 +108,7 @@ pub(in crate::admin) async fn leases(pool: &Pool) -> Result<Value, Refusal> {
             encrypted: s.lease.encrypted,
             persistent: s.lease.persistent,
             exclusive: s.lease.exclusive,
-            on_idle: s.lease.on_idle.as_str().into(),
+            on_idle: s.lease.on_idle.map_or("", OnIdle::as_str).into(),
             hold: s.lease.hold,
             mps: s.lease.mps,
             left_usec: micros(s.left),
@@ -165,11 +166,7 @@ pub(in crate::admin) async fn queue(pool: &Pool) -> Result<Value, Refusal> {
             client: w.client,
             user: w.user,
             gpus: w.gpus,
-            priority: match w.priority {
-                crate::lease::Priority::Normal => "normal",
-                crate::lease::Priority::BelowNormal => "below-normal",
-            }
-            .into(),
+            priority: w.priority.as_str().into(),
         })
         .collect();
     show(serde_json::to_value(rows))

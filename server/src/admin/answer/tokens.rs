@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use gpusession_common::units::parse_duration;
 use gpusession_proto::join::JoinToken;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{internal, show};
-use crate::config::parse_duration;
 use crate::pool::Pool;
 use crate::pool::tokens::{TokenRecord, Tokens};
 use crate::refusal::Refusal;
@@ -86,7 +86,7 @@ pub fn no_token(id: &str) -> Refusal {
 
 /// Parses the lifetime of a token.
 pub fn token_ttl(text: &str) -> Result<Duration, Refusal> {
-    parse_duration(text).filter(|d| !d.is_zero()).ok_or_else(|| {
+    parse_duration(text).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
         Refusal::new("usage", format!("--ttl {text}: a duration like \"24h\" or \"30min\" is wanted"))
     })
 }

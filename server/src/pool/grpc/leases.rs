@@ -1,15 +1,17 @@
 //! The calls about leases: allocate, renew, park, release and read.
 
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::{OnIdle, Priority, Sharing};
 use gpusession_proto::control as wire;
 use gpusession_proto::journal::Event as Said;
 use tonic::{Request, Response, Status};
 use tracing::info;
 
-use crate::idle::OnIdle;
-use crate::lease::{AllocateError, Memory, Place, Priority, Request as LeaseRequest, Sharing};
+use crate::lease::{AllocateError, Place, Request as LeaseRequest};
 use crate::pool::authenticate::{Peer, peer};
 use crate::pool::describe::{devices, limits, micros};
 use crate::pool::parking::ParkError;
@@ -107,41 +109,28 @@ pub(super) async fn allocate(
     Ok(Response::new(pool.describe_lease(&lease, &gpus, reached)))
 }
 
+/// Parses a word of a request; an empty one leaves the choice to the server.
+fn word<T: FromStr<Err = String>>(field: &str, text: &str) -> Result<Option<T>, Status> {
+    let parse = |text: &str| text.parse().map_err(|e| Status::invalid_argument(format!("{field}: {e}")));
+    Some(text).filter(|t| !t.is_empty()).map(parse).transpose()
+}
+
 /// Reads how a requested lease shares its GPUs, its priority, and what happens when it is idle.
-fn terms(wish: &wire::AllocateRequest) -> Result<(Option<Sharing>, Priority, OnIdle, Duration), Status> {
-    let sharing = match (wish.sharing.as_str(), Sharing::parse(&wish.sharing)) {
-        ("", _) => None,
-        (_, Some(sharing)) => Some(sharing),
-        (other, None) => {
-            return Err(Status::invalid_argument(format!(
-                "sharing {other:?} is none of \"time-slice\", \"mps\" and \"exclusive\""
-            )));
-        }
-    };
+fn terms(
+    wish: &wire::AllocateRequest,
+) -> Result<(Option<Sharing>, Priority, Option<OnIdle>, Duration), Status> {
+    let sharing = word::<Sharing>("sharing", &wish.sharing)?;
     let shares = [wish.sm_count != 0, !matches!(wish.sm_percent, 0 | 100), wish.sm_auto];
     if shares.into_iter().filter(|given| *given).count() > 1 {
         return Err(Status::invalid_argument(
             "sm_percent, sm_count and sm_auto say the same: leave all but one out",
         ));
     }
-    let priority = match wish.priority.as_str() {
-        "" | "normal" => Priority::Normal,
-        "below-normal" => Priority::BelowNormal,
-        other => {
-            return Err(Status::invalid_argument(format!(
-                "priority {other:?} is neither \"normal\" nor \"below-normal\""
-            )));
-        }
-    };
-    let on_idle = OnIdle::parse(&wish.on_idle).ok_or_else(|| {
-        Status::invalid_argument(format!(
-            "on_idle {:?} is none of \"park\", \"release\" and \"keep\"",
-            wish.on_idle
-        ))
-    })?;
+    let priority = word("priority", &wish.priority)?.unwrap_or_default();
+    let on_idle = word("on_idle", &wish.on_idle)?;
     let idle_timeout = match wish.idle_timeout_usec {
         0 => Duration::ZERO,
-        _ if on_idle == OnIdle::Keep => {
+        _ if on_idle == Some(OnIdle::Keep) => {
             return Err(Status::invalid_argument(
                 "on_idle \"keep\" and an idle timeout contradict each other: leave one out",
             ));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use gpuserver::accounting::Accounting;
 use gpuserver::clock::{Clock, Moment, SystemClock, SystemRandom};
-use gpuserver::lease::{Lease, Priority, Share};
+use gpuserver::lease::{Lease, Share};
 use gpuserver::limits::Effective;
 use gpuserver::supervise::handover::Store;
 use gpuserver::supervise::{AssignedWorker, Options, Supervisor};
@@ -170,7 +170,7 @@ fn lease() -> Lease {
         why: String::new(),
         created_unix: 0,
         exclusive: false,
-        priority: Priority::Normal,
+        priority: Default::default(),
         persistent: false,
         until_unix: 0,
         on_idle: Default::default(),

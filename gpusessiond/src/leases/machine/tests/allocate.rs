@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn the_configured_idle_policy_is_in_the_request() {
-    use crate::config::OnIdle;
+    use gpusession_common::words::OnIdle;
     let mut m = machine(1);
     let config = LeaseConfig { on_idle: Some(OnIdle::Keep), hold: true, ..LeaseConfig::default() };
     m.configure(s(0), vec![Spec::configured(&config, 0)]);

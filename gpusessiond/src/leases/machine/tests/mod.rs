@@ -11,15 +11,16 @@ mod stock;
 
 use std::collections::HashMap;
 
+use gpusession_common::units::Memory;
+use gpusession_common::words::Class;
 use gpusession_proto::control;
 use proptest::prelude::*;
 
 use super::allocate::BOOT_ORDER_DELAY;
 use super::*;
-use crate::config::{Class, LeaseConfig};
+use crate::config::LeaseConfig;
 use crate::leases::{LeaseState, Owner};
 use crate::pool::{PoolError, Trouble};
-use crate::units::Memory;
 
 fn machine(servers: usize) -> Machine {
     let mut machine = Machine::new("boot".into(), "machine".into(), fastrand::Rng::with_seed(1));
