@@ -4,6 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use gpusession_link::lanes::HostRange;
+use gpusession_link::link::Begun;
 use gpusession_proto::frame::{INLINE_MAX, op};
 
 use crate::client::{Client, string, unavailable};
@@ -299,29 +300,11 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     }
     let begun = client.link.begin_call(op::COPY_FROM_DEVICE, client.caller(), body).map_err(unavailable)?;
     let seq = begun.seq;
-    stream.worked(seq);
-    let reply = client.link.finish_call(begun).map_err(unavailable)?;
-    if reply.status != 0 {
-        if bulk {
-            down.cancel(seq);
-        }
-        return Err(reply.status);
-    }
-    if bulk {
-        match down.wait(seq) {
-            0 => {}
-            status => return Err(status),
-        }
-    } else {
-        let mut r = reply.reader();
-        let bytes = string(&mut r)?;
-        if bytes.len() != len {
-            return Err(UNKNOWN);
-        }
+    finish_download(stream, begun, len, |bytes| {
         // SAFETY: by the call's contract the target has `len` writable bytes; the reply has as
         // many.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, len) };
-    }
+    })?;
     if bulk && regions::any() {
         // Earlier kernels' changes of the program's memory have not arrived yet.
         return stream.ask(op::STREAM_SYNC);
@@ -329,6 +312,37 @@ fn downwards(target: usize, source: u64, len: usize, stream: &Stream, wait: bool
     stream.wait_landed(seq);
     stream.synced(seq);
     client.check_status(0)
+}
+
+/// Waits for the bytes of a copy from the device whose frame is sent.
+///
+/// Bytes on the lanes land in the range that the frame's writer announced. `put` takes the `len`
+/// bytes of a copy whose reply has them.
+pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOnce(&[u8])) -> Result {
+    let link = &stream.client.link;
+    let seq = begun.seq;
+    stream.worked(seq);
+    let reply = link.finish_call(begun).map_err(unavailable)?;
+    let bulk = len > INLINE_MAX;
+    if reply.status != 0 {
+        if bulk {
+            link.down.cancel(seq);
+        }
+        return Err(reply.status);
+    }
+    if bulk {
+        return match link.down.wait(seq) {
+            0 => Ok(()),
+            status => Err(status),
+        };
+    }
+    let mut r = reply.reader();
+    let bytes = string(&mut r)?;
+    if bytes.len() != len {
+        return Err(UNKNOWN);
+    }
+    put(bytes);
+    Ok(())
 }
 
 /// Posts a frame whose bytes travel on the lanes; at the return the bytes are sent.

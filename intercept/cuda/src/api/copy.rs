@@ -6,10 +6,10 @@ use std::sync::Arc;
 use gpusession_proto::frame::{INLINE_MAX, op};
 use gpusession_proto::handle;
 
-use crate::client::{string, unavailable};
+use crate::client::unavailable;
 use crate::copies::{self, within_lease};
 use crate::cuboid::{Cuboid, HOST, Plane, RELAYED, Side, on_device};
-use crate::entry::{INVALID_VALUE, Result, UNKNOWN, driver, take};
+use crate::entry::{INVALID_VALUE, Result, driver, take};
 use crate::route::elsewhere;
 use crate::streams::{self, Default, Stream, find};
 use crate::{clients, mapped, ranges, regions, thread};
@@ -369,7 +369,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 .begin_call(op::COPY_BOX, client.caller(), |w| {
                     body(w);
                     if bulk {
-                        // SAFETY: `packed` lives until `cancel` or `wait` below has ended the
+                        // SAFETY: `packed` lives until `finish_download` below has ended the
                         // transfer.
                         down.expect(
                             w.seq(),
@@ -381,27 +381,7 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
                 })
                 .map_err(unavailable)?;
             let seq = begun.seq;
-            stream.worked(seq);
-            let reply = client.link.finish_call(begun).map_err(unavailable)?;
-            if reply.status != 0 {
-                if bulk {
-                    down.cancel(seq);
-                }
-                return Err(reply.status);
-            }
-            if bulk {
-                match down.wait(seq) {
-                    0 => {}
-                    status => return Err(status),
-                }
-            } else {
-                let mut r = reply.reader();
-                let bytes = string(&mut r)?;
-                if bytes.len() != len {
-                    return Err(UNKNOWN);
-                }
-                packed.copy_from_slice(bytes);
-            }
+            copies::finish_download(stream, begun, len, |bytes| packed.copy_from_slice(bytes))?;
             for ((y, z), row) in rows().zip(packed.chunks_exact(width)) {
                 // SAFETY: by the call's contract the box lies in the program's memory; `packed` is
                 // ours.
