@@ -322,14 +322,17 @@ pub fn finish_download(stream: &Stream, begun: Begun, len: usize, put: impl FnOn
     let link = &stream.client.link;
     let seq = begun.seq;
     stream.worked(seq);
-    let reply = link.finish_call(begun).map_err(unavailable)?;
     let bulk = len > INLINE_MAX;
-    if reply.status != 0 {
+    let reply = link.finish_call(begun).map_err(unavailable).and_then(|reply| match reply.status {
+        0 => Ok(reply),
+        status => Err(status),
+    });
+    // On an error, too, the caller may free the range that a lane's thread writes to.
+    let reply = reply.inspect_err(|_| {
         if bulk {
             link.down.cancel(seq);
         }
-        return Err(reply.status);
-    }
+    })?;
     if bulk {
         return match link.down.wait(seq) {
             0 => Ok(()),
