@@ -8,6 +8,14 @@ use gpusession_link::lanes::On;
 /// A stream whose work before a position is covered: it is complete when the covering work is.
 pub type Cover = (On, u64);
 
+/// Wait for another stream's work.
+#[derive(Clone, Copy)]
+struct Wait {
+    cover: Cover,
+    /// Position of the wait's own frame, of the first one for a stream that was waited for again.
+    since: u64,
+}
+
 /// Handle that stands for every stream of a context that is ordered with its default stream.
 const ANY_BLOCKING: u64 = u64::MAX;
 
@@ -45,9 +53,8 @@ pub struct StreamPositions {
     /// observe.
     last_seen: AtomicU64,
     done: AtomicU64,
-    /// Streams, each up to a position, that this one has waited for while their data was in
-    /// transit.
-    waited_for: Mutex<Vec<Cover>>,
+    /// Streams that this one has waited for while their data was in transit.
+    waited_for: Mutex<Vec<Wait>>,
 }
 
 impl StreamPositions {
@@ -137,29 +144,49 @@ impl StreamPositions {
         self.last.load(Ordering::Relaxed)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Cover>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Wait>> {
         self.waited_for.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the streams, each up to a position, that this one has waited for.
     pub fn waited_for(&self) -> Vec<Cover> {
-        self.lock().clone()
+        self.lock().iter().map(|wait| wait.cover).collect()
     }
 
-    /// Notes that the stream waits for an event that covers these.
-    pub fn covers_also(&self, more: &[Cover]) {
-        let mut covers = self.lock();
-        for (on, seq) in more.iter().filter(|(on, _)| *on != self.on) {
-            match covers.iter_mut().find(|(known, _)| known == on) {
-                Some((_, known)) => *known = (*known).max(*seq),
-                None => covers.push((*on, *seq)),
+    /// Returns the streams that it waited for before a position.
+    fn waited_before(&self, seq: u64) -> Vec<Cover> {
+        self.lock().iter().filter(|wait| wait.since < seq).map(|wait| wait.cover).collect()
+    }
+
+    /// Notes that the frame at `since` lets the stream wait for an event that covers these.
+    pub fn covers_also(&self, more: &[Cover], since: u64) {
+        more.iter().for_each(|cover| self.wait(Wait { cover: *cover, since }));
+    }
+
+    /// Takes over the waits of a stream that is destroyed.
+    pub fn inherit(&self, gone: &Self) {
+        let waits = gone.lock().clone();
+        waits.into_iter().for_each(|wait| self.wait(wait));
+    }
+
+    fn wait(&self, new: Wait) {
+        let (on, seq) = new.cover;
+        if on == self.on {
+            return;
+        }
+        let mut waits = self.lock();
+        match waits.iter_mut().find(|known| known.cover.0 == on) {
+            Some(known) => {
+                known.cover.1 = known.cover.1.max(seq);
+                known.since = known.since.min(new.since);
             }
+            None => waits.push(new),
         }
     }
 
     /// Removes streams that it has waited for, after their data has landed.
     pub fn landed(&self, covers: &[Cover]) {
-        self.lock().retain(|covered| !covers.contains(covered));
+        self.lock().retain(|wait| !covers.contains(&wait.cover));
     }
 
     /// Returns the streams, each up to a position, whose work precedes the work of frame `seq`.
@@ -186,15 +213,18 @@ impl StreamPositions {
         } else {
             let Some(default) = default else { return covers };
             let last = default.last().min(own);
-            covers.extend(default.waited_for());
+            covers.extend(default.waited_before(last + 1));
             covers.push((default.on, last + 1));
             last
         };
         for other in others.filter(|other| other.on != self.on) {
-            covers.extend(other.waited_for());
+            covers.extend(other.waited_before(before));
         }
         // Includes destroyed streams.
         covers.push((On { ctx: self.on.ctx, stream: ANY_BLOCKING, blocking: true }, before));
         covers
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,7 +6,7 @@ use gpusession_link::lanes::On;
 
 use crate::capture::{Capture, capturing};
 use crate::client::Client;
-use crate::positions::{Cover, StreamPositions};
+use crate::positions::StreamPositions;
 
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
@@ -76,11 +76,6 @@ impl Stream {
     /// Notes that the stream's work up to this position is complete.
     pub fn synced(&self, seq: u64) {
         self.positions.synced(seq);
-    }
-
-    /// Notes that the stream waits for an event that covers these.
-    pub fn covers_also(&self, more: &[Cover]) {
-        self.positions.covers_also(more);
     }
 
     /// Returns the capture that the stream takes part in.

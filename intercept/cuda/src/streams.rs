@@ -73,9 +73,8 @@ pub fn destroy(stream: u64) -> Result {
     if known.blocking() {
         // A synchronization of the default stream still covers the work that this stream has waited
         // for.
-        let waited_for = known.positions.waited_for();
-        if !waited_for.is_empty() {
-            legacy(known.client, known.ctx)?.covers_also(&waited_for);
+        if !known.positions.waited_for().is_empty() {
+            legacy(known.client, known.ctx)?.positions.inherit(&known.positions);
         }
     }
     known.client.post(op::STREAM_DESTROY, |w| w.word(stream))?;

@@ -269,7 +269,7 @@ driver! {
             Some(capture) => stream.join(&capture),
             None => {
                 if event.pending().is_some() && streams::tracking(client) {
-                    stream.covers_also(&event.covers());
+                    stream.positions.covers_also(&event.covers(), seq);
                 }
             }
         }
