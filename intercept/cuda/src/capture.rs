@@ -131,3 +131,72 @@ pub fn allowed() -> Result {
     }
     Err(STREAM_CAPTURE_UNSUPPORTED)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::MutexGuard;
+
+    use super::*;
+
+    const CTX: u64 = 0xc0;
+
+    /// Lets one test at a time begin captures, which all threads of the process see.
+    fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether another thread with this capture mode may make an unsafe call.
+    fn allowed_elsewhere(mode: i32) -> Result {
+        let call = move || {
+            thread::exchange_capture_mode(mode);
+            allowed()
+        };
+        std::thread::spawn(call).join().unwrap()
+    }
+
+    fn invalid(capture: &Arc<Capture>) -> bool {
+        capture.invalid.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn global_capture_forbids_unsafe_calls_to_every_strict_thread() {
+        let _alone = alone();
+        let capture = Capture::begin(1, CTX, 0, 0);
+        assert_eq!(allowed_elsewhere(1), Ok(()));
+        assert_eq!(allowed_elsewhere(2), Ok(()));
+        assert!(!invalid(&capture));
+        assert_eq!(allowed_elsewhere(0), Err(STREAM_CAPTURE_UNSUPPORTED));
+        assert!(invalid(&capture));
+        capture.end();
+        assert_eq!(allowed_elsewhere(0), Ok(()));
+    }
+
+    #[test]
+    fn local_capture_forbids_unsafe_calls_to_its_thread_only() {
+        let _alone = alone();
+        let capture = Capture::begin(1, CTX, 1, 0);
+        assert_eq!(allowed_elsewhere(0), Ok(()));
+        assert!(!invalid(&capture));
+        assert_eq!(allowed(), Err(STREAM_CAPTURE_UNSUPPORTED));
+        assert!(invalid(&capture));
+        assert_eq!(thread::exchange_capture_mode(2), 0);
+        assert_eq!(allowed(), Ok(()), "a relaxed thread may make any call");
+        capture.end();
+    }
+
+    #[test]
+    fn relaxed_capture_forbids_only_to_synchronize_its_context() {
+        let _alone = alone();
+        let capture = Capture::begin(1, CTX, 2, 0);
+        assert_eq!(allowed(), Ok(()));
+        assert_eq!(context_sync_allowed(CTX + 1), Ok(()));
+        assert!(!invalid(&capture));
+        assert_eq!(context_sync_allowed(CTX), Err(STREAM_CAPTURE_UNSUPPORTED));
+        assert!(invalid(&capture));
+        assert!(capturing() && capture.open());
+        capture.end();
+        assert!(!capturing() && !capture.open());
+        assert_eq!(context_sync_allowed(CTX), Ok(()));
+    }
+}

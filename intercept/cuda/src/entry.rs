@@ -160,3 +160,50 @@ pub fn give_text(target: *mut std::ffi::c_char, len: i32, text: &[u8]) -> Result
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panic_becomes_a_status_before_it_reaches_c() {
+        assert_eq!(guard("cuTest", || std::panic::resume_unwind(Box::new(()))), UNKNOWN);
+        assert_eq!(guard("cuTest", || Err(NOT_FOUND)), NOT_FOUND);
+        assert_eq!(guard("cuTest", || Ok(())), 0);
+    }
+
+    #[test]
+    fn pointers_may_have_any_alignment_and_be_null_by_mistake() {
+        let mut bytes = [0u8; 16];
+        // SAFETY: four bytes from the second one lie in the array.
+        let odd = unsafe { bytes.as_mut_ptr().add(1) }.cast::<u32>();
+        assert_eq!(give(odd, 0x0403_0201), Ok(()));
+        assert_eq!(take(odd), Ok(0x0403_0201));
+        assert_eq!(bytes[..6], [0, 1, 2, 3, 4, 0]);
+        assert_eq!(give(std::ptr::null_mut(), 1), Err(INVALID_VALUE));
+        assert_eq!(take(std::ptr::null::<u32>()), Err(INVALID_VALUE));
+        give_optional(std::ptr::null_mut(), 1);
+        assert_eq!(name(std::ptr::null()), Err(INVALID_VALUE));
+    }
+
+    #[test]
+    fn empty_array_may_be_null() {
+        assert_eq!(super::bytes(std::ptr::null(), 0), Ok(&[][..]));
+        assert_eq!(super::bytes(std::ptr::null(), 1), Err(INVALID_VALUE));
+    }
+
+    #[test]
+    fn text_fits_its_buffer_with_a_terminator() {
+        let given = |len: i32| {
+            let mut buffer = [0x7f_u8; 8];
+            give_text(buffer.as_mut_ptr().cast(), len, b"text").map(|()| buffer)
+        };
+        assert_eq!(given(8), Ok(*b"text\0\x7f\x7f\x7f"));
+        assert_eq!(given(5), Ok(*b"text\0\x7f\x7f\x7f"));
+        assert_eq!(given(3), Ok(*b"te\0\x7f\x7f\x7f\x7f\x7f"), "cut to fit");
+        assert_eq!(given(1), Ok(*b"\0\x7f\x7f\x7f\x7f\x7f\x7f\x7f"));
+        for len in [0, -1] {
+            assert_eq!(given(len), Err(INVALID_VALUE));
+        }
+    }
+}

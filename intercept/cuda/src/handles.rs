@@ -46,3 +46,34 @@ pub fn retire(old: u64) {
     let generation = (old >> 32) as u16;
     slots.entry(handle::kind(old)).or_default().free.push_back((handle::slot(old), generation));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn freed_slot_rests_and_returns_with_another_generation() {
+        const KIND: u8 = 0x71;
+        let first = mint(KIND, 0);
+        retire(first);
+        let mut live: Vec<u64> = (0..RESTING).map(|_| mint(KIND, 0)).collect();
+        assert!(live.iter().all(|new| handle::slot(*new) != handle::slot(first)), "the slot rests");
+        live.into_iter().for_each(retire);
+        let again = mint(KIND, 0);
+        assert_eq!(handle::slot(again), handle::slot(first), "the slot that rests longest comes first");
+        assert_ne!(again, first);
+    }
+
+    #[test]
+    fn clients_share_the_slots_of_a_kind() {
+        const KIND: u8 = 0x72;
+        let (one, two) = (mint(KIND, 0), mint(KIND, 1));
+        assert_ne!(handle::slot(one), handle::slot(two), "one table by slot serves both");
+        assert_eq!((handle::server(one), handle::server(two)), (0, 1));
+    }
+
+    #[test]
+    fn created_context_takes_no_slot_of_a_device() {
+        assert!(handle::slot(mint(handle::CTX, 0)) >= FIRST_CREATED);
+    }
+}

@@ -68,7 +68,7 @@ fn elf_length(base: *const u8) -> Result<u64> {
     let (phoff, shoff) = (read::<u64>(base, 0x20), read::<u64>(base, 0x28));
     let (phsize, phnum) = (u64::from(read::<u16>(base, 0x36)), u64::from(read::<u16>(base, 0x38)));
     let (shsize, shnum) = (u64::from(read::<u16>(base, 0x3a)), u64::from(read::<u16>(base, 0x3c)));
-    let mut end = (shoff + shsize * shnum).max(phoff + phsize * phnum);
+    let mut end = shoff.saturating_add(shsize * shnum).max(phoff.saturating_add(phsize * phnum));
     if end > MAX_IMAGE {
         return Err(INVALID_IMAGE);
     }
@@ -118,4 +118,90 @@ pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
     }
     SENT.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(sent);
     Ok(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes an ELF image from its section headers (kind, offset, size) and segments (offset, size).
+    fn elf(sections: &[(u32, u64, u64)], segments: &[(u64, u64)]) -> Vec<u8> {
+        let mut image = vec![0; 0x40];
+        image[..5].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2]);
+        let mut put = |at: usize, value: u64, len: usize| {
+            image[at..at + len].copy_from_slice(&value.to_le_bytes()[..len]);
+        };
+        put(0x20, 0x40, 8);
+        put(0x28, 0x40 + 0x38 * segments.len() as u64, 8);
+        put(0x36, 0x38, 2);
+        put(0x38, segments.len() as u64, 2);
+        put(0x3a, 0x40, 2);
+        put(0x3c, sections.len() as u64, 2);
+        for (offset, size) in segments {
+            let mut header = [0u8; 0x38];
+            header[8..16].copy_from_slice(&offset.to_le_bytes());
+            header[0x20..0x28].copy_from_slice(&size.to_le_bytes());
+            image.extend_from_slice(&header);
+        }
+        for (kind, offset, size) in sections {
+            let mut header = [0u8; 0x40];
+            header[4..8].copy_from_slice(&kind.to_le_bytes());
+            header[0x18..0x20].copy_from_slice(&offset.to_le_bytes());
+            header[0x20..0x28].copy_from_slice(&size.to_le_bytes());
+            image.extend_from_slice(&header);
+        }
+        image.resize(image.len() + 0x400, 0);
+        image
+    }
+
+    fn length(image: &[u8]) -> Result<usize> {
+        bytes(image.as_ptr().cast()).map(<[u8]>::len)
+    }
+
+    #[test]
+    fn elf_image_ends_behind_its_last_part() {
+        const CODE: u32 = 1;
+        const NO_BITS: u32 = 8;
+        assert_eq!(length(&elf(&[(CODE, 0x100, 0x30)], &[])), Ok(0x130), "a section");
+        assert_eq!(length(&elf(&[(CODE, 0x100, 0x30)], &[(0x200, 0x10)])), Ok(0x210), "a segment");
+        assert_eq!(length(&elf(&[(CODE, 0x90, 8)], &[])), Ok(0x98), "past the section headers");
+        assert_eq!(length(&elf(&[(CODE, 0x10, 8)], &[])), Ok(0x80), "the section headers");
+        assert_eq!(length(&elf(&[(NO_BITS, 0x300, 0x1000)], &[])), Ok(0x80), "no bytes in the image");
+    }
+
+    #[test]
+    fn elf_image_without_sense_is_invalid() {
+        let mut wrong = elf(&[], &[]);
+        wrong[4] = 1;
+        assert_eq!(length(&wrong), Err(INVALID_IMAGE), "32 bits");
+        assert_eq!(length(&elf(&[(1, u64::MAX - 8, 64)], &[])), Err(INVALID_IMAGE), "an end beyond all");
+        let mut headers = elf(&[], &[(0, 0)]);
+        headers[0x20..0x28].copy_from_slice(&(u64::MAX - 8).to_le_bytes());
+        assert_eq!(length(&headers), Err(INVALID_IMAGE), "headers beyond all");
+    }
+
+    #[test]
+    fn fatbin_and_text_have_their_own_lengths() {
+        let mut fatbin = [FATBIN.to_le_bytes().as_slice(), &[1, 0, 16, 0], &100u64.to_le_bytes()].concat();
+        fatbin.resize(200, 0);
+        assert_eq!(length(&fatbin), Ok(116));
+        fatbin[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert_eq!(length(&fatbin), Err(INVALID_IMAGE));
+        assert_eq!(length(b".version 8.0\0garbage"), Ok(13), "PTX with its terminator");
+        assert_eq!(bytes(std::ptr::null()), Err(INVALID_VALUE));
+    }
+
+    #[test]
+    fn wrapper_leads_to_a_binary_image() {
+        let fatbin = [FATBIN.to_le_bytes().as_slice(), &[1, 0, 16, 0], &4u64.to_le_bytes(), &[9; 4]].concat();
+        let wrapped = |image: *const u8| {
+            let mut wrapper = [0u64; 3];
+            wrapper[0] = u64::from(WRAPPER) | 1 << 32;
+            wrapper[1] = image as u64;
+            bytes(wrapper.as_ptr().cast())
+        };
+        assert_eq!(wrapped(fatbin.as_ptr()), Ok(&fatbin[..]));
+        assert_eq!(wrapped(std::ptr::null()), Err(INVALID_IMAGE));
+        assert_eq!(wrapped(b".version 8.0\0".as_ptr()), Err(INVALID_IMAGE), "text has no wrapper");
+    }
 }

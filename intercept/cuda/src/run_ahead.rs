@@ -58,3 +58,48 @@ pub fn mark(mut mark: impl FnMut(u8, Option<Begun>) -> Option<Begun>) {
         MARKS.with(|marks| marks[number].set(new));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the clients that get a mark now.
+    fn marked() -> Vec<u8> {
+        let mut clients = Vec::new();
+        mark(|client, _| {
+            clients.push(client);
+            None
+        });
+        clients
+    }
+
+    #[test]
+    fn thread_marks_only_the_logs_that_it_filled() {
+        sent(0, STEP - 1);
+        sent(1, STEP / 2);
+        assert!(!due());
+        sent(1, STEP / 2);
+        assert!(due());
+        assert_eq!(marked(), [1]);
+        assert!(!due(), "a mark counts from zero again");
+        sent(0, 1);
+        assert!(due());
+        assert_eq!(marked(), [0]);
+    }
+
+    #[test]
+    fn thread_waits_for_its_own_bytes_only() {
+        let other = std::thread::spawn(|| {
+            sent(2, STEP);
+            due()
+        });
+        assert!(other.join().unwrap());
+        assert!(!due());
+    }
+
+    #[test]
+    fn client_beyond_the_last_one_counts_nothing() {
+        sent(MAX_CLIENTS as u8, STEP);
+        assert!(!due());
+    }
+}

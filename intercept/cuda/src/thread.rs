@@ -142,3 +142,62 @@ pub fn set_default_stream(ctx: u64, stream: u64) -> Result {
         .map(drop)
         .map_err(|_| INVALID_CONTEXT)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contexts_stack() {
+        assert_eq!(context(), Err(INVALID_CONTEXT));
+        assert_eq!(pop(), Err(INVALID_CONTEXT));
+        push(1);
+        push(2);
+        set_current(3);
+        assert_eq!(current(), 3, "the top is replaced");
+        assert_eq!(pop(), Ok(3));
+        assert_eq!(pop(), Ok(1));
+        assert_eq!(current(), 0);
+    }
+
+    #[test]
+    fn destroyed_context_leaves_every_place_of_the_stack() {
+        [1, 2, 1, 3].into_iter().for_each(push);
+        forget(1);
+        assert_eq!(current(), 3);
+        assert_eq!(pop(), Ok(3));
+        assert_eq!(pop(), Ok(2));
+        assert_eq!(pop(), Err(INVALID_CONTEXT));
+        [4, 5].into_iter().for_each(push);
+        forget(5);
+        assert_eq!(current(), 4, "the context below becomes the current one");
+    }
+
+    #[test]
+    fn borrowed_context_returns_after_a_panic_too() {
+        push(1);
+        assert_eq!(within(2, current), 2);
+        assert_eq!(current(), 1);
+        let panicked = std::panic::catch_unwind(|| within(3, || std::panic::resume_unwind(Box::new(()))));
+        assert!(panicked.is_err());
+        assert_eq!(current(), 1);
+    }
+
+    #[test]
+    fn recent_keys_make_room_for_others() {
+        let (key, same_place) = (5, 5 + RECENT_LEN as u64);
+        assert!(!seen(key, false));
+        assert!(!seen(key, true), "the answer is about the time before");
+        assert!(seen(key, false));
+        assert!(!seen(same_place, true));
+        assert!(!seen(key, false), "the other key has taken the place");
+    }
+
+    #[test]
+    fn numbers_differ_between_threads() {
+        let mine = id();
+        assert_eq!(id(), mine);
+        let other = std::thread::spawn(id).join().unwrap();
+        assert!(mine != 0 && other != 0 && other != mine);
+    }
+}
