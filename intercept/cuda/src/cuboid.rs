@@ -260,3 +260,81 @@ impl Side {
         Self { x: 0, y: 0, z: 0, lod: 0, pitch: width, height, host: 0, ..*self }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn cuboid(width: usize, height: usize, depth: usize) -> Cuboid {
+        let source = Side { x: 3, y: 5, z: 7, ..Side::memory(HOST, 0x10_0000, width + 9, height + 11) };
+        let target = Side { x: 1, ..Side::memory(DEVICE, 0x20_0000, width + 2, height + 5) };
+        Cuboid { source, target, width, height, depth }
+    }
+
+    #[test]
+    fn span_reaches_from_the_first_to_the_last_byte() {
+        let cuboid = cuboid(100, 4, 3);
+        let row = |y: usize, z: usize| 0x10_0000 + ((z + 7) * 15 + y + 5) * 109 + 3;
+        assert_eq!(cuboid.source.row(0, 0), row(0, 0));
+        assert_eq!(cuboid.span(0), (row(0, 0), row(3, 2) + 100 - row(0, 0)));
+        assert_eq!(cuboid.span(1), (0x20_0001, (2 * 9 + 3) * 102 + 100));
+    }
+
+    #[test]
+    fn parts_move_each_row_once() {
+        for (width, height, depth) in
+            [(1 << 20, 11, 3), (RELAYED + 1, 3, 2), (RELAYED, 2, 2), (1, 9, 1), (3, 0, 2)]
+        {
+            let whole = cuboid(width, height, depth);
+            let rows = |c: Cuboid| {
+                let places = (0..c.depth).flat_map(move |z| (0..c.height).map(move |y| (y, z)));
+                places.map(move |(y, z)| (c.source.row(y, z), c.target.row(y, z))).collect::<Vec<_>>()
+            };
+            let mut moved = Vec::new();
+            for part in whole.parts() {
+                assert!(part.height == 1 || part.width * part.height <= RELAYED, "at most one row beyond");
+                assert_eq!((part.width, part.depth), (width, 1));
+                moved.extend(rows(part));
+            }
+            assert_eq!(moved.len(), height * depth, "no row twice");
+            assert_eq!(moved.into_iter().collect::<BTreeSet<_>>(), rows(whole).into_iter().collect());
+        }
+    }
+
+    #[test]
+    fn packed_rows_follow_each_other() {
+        let packed = cuboid(100, 4, 3).source.packed(100, 4);
+        let rows: Vec<usize> =
+            (0..3).flat_map(|z| (0..4).map(move |y| (y, z))).map(|(y, z)| packed.row(y, z)).collect();
+        assert_eq!(rows, (0..12).map(|i| i * 100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn plane_is_a_box_of_one_layer() {
+        let side = |kind, pitch| PlaneSide { x: 1, y: 2, kind, host: 3, device: 4, array: 5, pitch };
+        let plane = Plane { source: side(HOST, 64), target: side(DEVICE, 32), width: 10, height: 6 };
+        let cuboid = Cuboid::from(plane);
+        assert_eq!((cuboid.width, cuboid.height, cuboid.depth), (10, 6, 1));
+        assert_eq!(cuboid.source.row(3, 0), 3 + (3 + 2) * 64 + 1);
+        assert_eq!(cuboid.host_sides(), (true, false));
+    }
+
+    #[test]
+    fn unified_address_of_no_device_is_host_memory() {
+        let mut cuboid = cuboid(10, 2, 1);
+        cuboid.source =
+            Side { kind: UNIFIED, host: 0, device: 0x77_0000, pitch: 0, height: 0, ..cuboid.source };
+        assert_eq!(cuboid.resolve(), Ok(()));
+        assert_eq!(cuboid.host_sides(), (true, false));
+        let source = cuboid.source;
+        assert_eq!(
+            (source.host, source.pitch, source.height),
+            (0x77_0000, 10, 2),
+            "a pitch and a height of 0"
+        );
+        cuboid.target.kind = 9;
+        assert_eq!(cuboid.resolve(), Err(INVALID_VALUE));
+    }
+}

@@ -103,22 +103,9 @@ pub fn get(client: &Client, parent: u64, how: How, name: CString) -> Result<u64>
             return Err(status);
         }
     };
-    let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);
-    if param_bytes > 1 << 16 {
-        return Err(INVALID_VALUE);
-    }
-    let function = Function {
-        handle: new,
-        name: key.2.clone(),
-        how,
-        parent,
-        params,
-        param_bytes,
-        known: Mutex::new(1 << client.number),
-        attributes: Mutex::new(attributes),
-        settings: Mutex::default(),
-        occupancy: Mutex::default(),
-    };
+    let function = Function::new(new, key.2.clone(), how, parent, params)?;
+    *function.known.lock().unwrap_or_else(PoisonError::into_inner) = 1 << client.number;
+    *function.attributes.lock().unwrap_or_else(PoisonError::into_inner) = attributes;
     let slot = handle::slot(new) as usize;
     let mut functions = FUNCTIONS.write().unwrap_or_else(PoisonError::into_inner);
     if functions.len() <= slot {
@@ -181,6 +168,26 @@ pub fn forget_context(ctx: u64) {
 }
 
 impl Function {
+    /// Makes a function that no worker knows; an error for parameters beyond a kernel's maximum.
+    pub fn new(handle: u64, name: CString, how: How, parent: u64, params: Vec<Param>) -> Result<Self> {
+        let param_bytes = params.iter().map(|p| p.offset as usize + p.size as usize).max().unwrap_or(0);
+        if param_bytes > 1 << 16 {
+            return Err(INVALID_VALUE);
+        }
+        Ok(Self {
+            handle,
+            name,
+            how,
+            parent,
+            params,
+            param_bytes,
+            known: Mutex::default(),
+            attributes: Mutex::default(),
+            settings: Mutex::default(),
+            occupancy: Mutex::default(),
+        })
+    }
+
     /// Returns the client to ask about it: for a kernel the current one.
     pub fn client(&self) -> Result<&'static Client> {
         if self.how == How::Kernel { clients::get() } else { clients::of(self.handle) }

@@ -56,7 +56,7 @@ mod tests {
         const KIND: u8 = 0x71;
         let first = mint(KIND, 0);
         retire(first);
-        let mut live: Vec<u64> = (0..RESTING).map(|_| mint(KIND, 0)).collect();
+        let live: Vec<u64> = (0..RESTING).map(|_| mint(KIND, 0)).collect();
         assert!(live.iter().all(|new| handle::slot(*new) != handle::slot(first)), "the slot rests");
         live.into_iter().for_each(retire);
         let again = mint(KIND, 0);

@@ -290,3 +290,44 @@ pub fn forget_context(ctx: u64) {
     let mut globals = GLOBALS.lock().unwrap_or_else(PoisonError::into_inner);
     globals.get_or_insert_default().retain(|(_, of, ..), _| *of != ctx);
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::{HEADER, Header, Reader};
+
+    use super::*;
+
+    #[test]
+    fn options_with_pointers_stay_in_the_program() {
+        const MAX_REGISTERS: i32 = 0;
+        let mut log = [0 as c_char; 16];
+        let keys = [MAX_REGISTERS, INFO_LOG, INFO_SIZE, WALL_TIME, ERROR_SIZE];
+        // A size comes in the pointer's place; the program sets its low half only.
+        let high = 0xdead_0000_0000_0000_u64 as usize;
+        let size = (high | log.len()) as *mut c_void;
+        let values =
+            [32 as *mut c_void, log.as_mut_ptr().cast(), size, log.as_mut_ptr().cast(), high as *mut c_void];
+        let options = Options::read(5, keys.as_ptr(), values.as_ptr()).unwrap();
+        assert_eq!((options.info, options.info_size), (log.as_mut_ptr(), 16));
+        assert_eq!((options.error, options.error_size), (std::ptr::null_mut(), 0));
+        let mut frame = Vec::new();
+        let mut w = Writer::new(&mut frame, &Header::empty());
+        options.write(&mut w);
+        w.finish();
+        let mut r = Reader::new(&frame[HEADER..]);
+        let mut words = [0; 7];
+        words.iter_mut().for_each(|word| *word = r.word().unwrap());
+        let sizes = [INFO_SIZE as u64, size as u64, ERROR_SIZE as u64, high as u64];
+        assert_eq!(words, [3, MAX_REGISTERS as u64, 32, sizes[0], sizes[1], sizes[2], sizes[3]]);
+        assert!(r.is_empty(), "no address of the program goes to the worker");
+    }
+
+    #[test]
+    fn options_without_keys_are_invalid() {
+        let none = Options::read(1, std::ptr::null(), std::ptr::null());
+        assert_eq!(none.err(), Some(INVALID_VALUE));
+        assert!(Options::read(0, std::ptr::null(), std::ptr::null()).is_ok());
+        let key = [0];
+        assert_eq!(Options::read(1, key.as_ptr(), std::ptr::null()).map(|o| o.pairs), Ok(vec![(0, 0)]));
+    }
+}

@@ -383,3 +383,68 @@ fn digest(version: u32, time: u64) -> Result<[u64; 2], i32> {
     let half = |at: usize| u64::from_ne_bytes(std::array::from_fn(|i| digest[at + i]));
     Ok([half(0), half(8)])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    static ENDED: Mutex<Vec<(usize, usize, usize)>> = Mutex::new(Vec::new());
+
+    unsafe extern "C" fn ended(ctx: *mut c_void, key: *mut c_void, value: *mut c_void) {
+        ENDED.lock().unwrap().push((ctx as usize, key as usize, value as usize));
+    }
+
+    fn stored(ctx: usize, key: usize) -> Result<usize, i32> {
+        let mut value = std::ptr::null_mut();
+        match storage_get(&mut value, ctx as *mut c_void, key as *mut c_void) {
+            0 => Ok(value as usize),
+            status => Err(status),
+        }
+    }
+
+    fn put(ctx: usize, key: usize, value: usize, destructor: Destructor) {
+        assert_eq!(storage_put(ctx as *mut c_void, key as *mut c_void, value as *mut c_void, destructor), 0);
+    }
+
+    #[test]
+    fn library_finds_its_latest_value_of_each_context() {
+        put(0x51, 1, 10, None);
+        put(0x52, 1, 20, None);
+        assert_eq!((stored(0x51, 1), stored(0x52, 1)), (Ok(10), Ok(20)));
+        put(0x51, 1, 11, None);
+        assert_eq!(stored(0x51, 1), Ok(11), "no remembered answer");
+        // The same place among the remembered answers.
+        put(0x51, 1 + (REMEMBERED << 4), 30, None);
+        assert_eq!((stored(0x51, 1 + (REMEMBERED << 4)), stored(0x51, 1)), (Ok(30), Ok(11)));
+        assert_eq!(storage_delete(0x51 as *mut c_void, 1 as *mut c_void), 0);
+        assert_eq!((stored(0x51, 1), stored(0x52, 1)), (Err(INVALID_HANDLE), Ok(20)));
+    }
+
+    #[test]
+    fn destroyed_context_gives_each_value_to_its_destructor_once() {
+        put(0x61, 1, 10, Some(ended));
+        put(0x61, 2, 20, None);
+        put(0x62, 1, 30, Some(ended));
+        assert_eq!(stored(0x61, 1), Ok(10));
+        forget_context(0x61);
+        forget_context(0x61);
+        assert_eq!(*ENDED.lock().unwrap(), [(0x61, 1, 10)]);
+        assert_eq!(stored(0x61, 1), Err(INVALID_HANDLE), "no remembered answer");
+        assert_eq!(stored(0x62, 1), Ok(30));
+    }
+
+    #[test]
+    fn current_context_is_meant_without_a_name() {
+        assert_eq!(storage_context(std::ptr::null_mut()), Err(crate::entry::INVALID_CONTEXT));
+        let current = |ctx: u64| thread::within(0x71, || storage_context(ctx as *mut c_void));
+        assert_eq!((current(0), current(u64::MAX), current(0x72)), (Ok(0x71), Ok(0x71), Ok(0x72)));
+    }
+
+    #[test]
+    fn ids_of_contexts_differ_between_clients() {
+        let id = |server, slot| context_id(handle::make(handle::CTX, server, 1, slot));
+        assert_eq!(id(0, 0), 1);
+        assert_ne!(id(0, 1), id(1, 0));
+        assert_ne!(id(1, 0), id(0, 0));
+    }
+}

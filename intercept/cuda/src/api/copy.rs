@@ -396,3 +396,17 @@ fn run_on(mut cuboid: Cuboid, stream: &Stream, wait: bool) -> Result {
     }
     client.take_late_error()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::plane;
+
+    #[test]
+    fn plane_ends_behind_its_last_row_without_that_row_s_padding() {
+        assert_eq!(plane(512, 10, 1, 4), Some(40));
+        assert_eq!(plane(512, 10, 3, 4), Some(1064));
+        assert_eq!(plane(512, 10, 0, 4), None, "no rows");
+        assert_eq!(plane(usize::MAX, 1, 3, 1), None);
+        assert_eq!(plane(0, usize::MAX, 1, 2), None);
+    }
+}

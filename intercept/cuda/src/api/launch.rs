@@ -365,3 +365,92 @@ fn best_block(
     give_optional(grid, best_blocks * count);
     give(block, best)
 }
+
+#[cfg(test)]
+mod tests {
+    use gpusession_proto::frame::{HEADER, Header, Reader};
+
+    use super::*;
+    use crate::functions::{How, Param};
+
+    fn function(params: &[(u32, u32)]) -> Function {
+        let params = params.iter().map(|(offset, size)| Param { offset: *offset, size: *size }).collect();
+        Function::new(1, c"kernel".into(), How::Function, 2, params).unwrap()
+    }
+
+    fn written(params: Params, function: &Function) -> Result<Vec<u8>> {
+        let mut frame = Vec::new();
+        let mut w = Writer::new(&mut frame, &Header::empty());
+        params.check(function)?;
+        params.write(function, &mut w)?;
+        w.finish();
+        Ok(Reader::new(&frame[HEADER..]).bytes().unwrap().to_vec())
+    }
+
+    /// Returns the list that names a buffer with all parameters.
+    fn list(buffer: &[u8], len: &usize) -> [*mut c_void; 5] {
+        let key = |key: usize| key as *mut c_void;
+        let (buffer, len) = (buffer.as_ptr().cast_mut().cast(), std::ptr::from_ref(len).cast_mut().cast());
+        [key(PARAM_BUFFER), buffer, key(PARAM_SIZE), len, key(PARAM_END)]
+    }
+
+    const NONE: *const *mut c_void = std::ptr::null();
+
+    #[test]
+    fn parameters_lie_where_the_kernel_expects_them() {
+        let (mut small, mut large) = (0x11_u8, [0x22_u8; 8]);
+        let each = [std::ptr::from_mut(&mut small).cast::<c_void>(), large.as_mut_ptr().cast()];
+        let params = Params { each: each.as_ptr(), extra: NONE };
+        let expected = [&[0x11, 0, 0, 0, 0, 0, 0, 0][..], &[0x22; 8]].concat();
+        assert_eq!(written(params, &function(&[(0, 1), (8, 8)])), Ok(expected));
+    }
+
+    #[test]
+    fn buffer_may_lack_the_padding_at_its_end() {
+        let buffer = [7u8; 16];
+        for (len, expected) in [(12, Ok(12)), (9, Ok(12)), (16, Ok(16)), (17, Err(LAUNCH_OUT_OF_RESOURCES))] {
+            let list = list(&buffer, &len);
+            let params = Params { each: NONE, extra: list.as_ptr() };
+            let bytes = match written(params, &function(&[(0, 8), (8, 4)])) {
+                Ok(bytes) => bytes,
+                Err(status) => {
+                    assert_eq!(Err(status), expected, "{len}");
+                    continue;
+                }
+            };
+            assert_eq!(Ok(bytes.len()), expected, "{len}");
+            assert!(bytes[..len].iter().all(|byte| *byte == 7) && bytes[len..].iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn parameters_come_in_exactly_one_form() {
+        let (one, none) = (function(&[(0, 8)]), function(&[]));
+        let mut value = 5u64;
+        let each = [std::ptr::from_mut(&mut value).cast::<c_void>()];
+        let (buffer, len) = ([0u8; 8], 8);
+        let list = list(&buffer, &len);
+        let both = Params { each: each.as_ptr(), extra: list.as_ptr() };
+        let absent = Params { each: NONE, extra: NONE };
+        assert_eq!(both.check(&one), Err(INVALID_VALUE));
+        assert_eq!(absent.check(&one), Err(INVALID_VALUE));
+        assert_eq!(written(absent, &none), Ok(Vec::new()));
+        let unknown = [9 as *mut c_void];
+        assert_eq!(Params { each: NONE, extra: unknown.as_ptr() }.check(&one), Err(INVALID_VALUE));
+    }
+
+    #[test]
+    fn grid_has_blocks_in_each_dimension_within_the_limits() {
+        let shape = |grid, block| Shape { grid, block, shared: 0 }.check();
+        assert_eq!(shape([MAX_GRID_X, MAX_GRID_YZ, MAX_GRID_YZ], [1, 1, 1]), Ok(()));
+        for grid in [[MAX_GRID_X + 1, 1, 1], [1, MAX_GRID_YZ + 1, 1], [1, 1, MAX_GRID_YZ + 1]] {
+            assert_eq!(shape(grid, [1, 1, 1]), Err(INVALID_VALUE), "{grid:?}");
+        }
+        for dimension in 0..3 {
+            let mut empty = [1; 3];
+            empty[dimension] = 0;
+            assert_eq!(shape(empty, [1; 3]), Err(INVALID_VALUE));
+            assert_eq!(shape([1; 3], empty), Err(INVALID_VALUE));
+        }
+    }
+}
