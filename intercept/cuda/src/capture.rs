@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn global_capture_forbids_unsafe_calls_to_every_strict_thread() {
         let _alone = alone();
-        let capture = Capture::begin(1, CTX, 0, 0);
+        let capture = Capture::begin(1, CTX, 0, 0, false);
         assert_eq!(allowed_elsewhere(1), Ok(()));
         assert_eq!(allowed_elsewhere(2), Ok(()));
         assert!(!invalid(&capture));
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn local_capture_forbids_unsafe_calls_to_its_thread_only() {
         let _alone = alone();
-        let capture = Capture::begin(1, CTX, 1, 0);
+        let capture = Capture::begin(1, CTX, 1, 0, false);
         assert_eq!(allowed_elsewhere(0), Ok(()));
         assert!(!invalid(&capture));
         assert_eq!(allowed(), Err(STREAM_CAPTURE_UNSUPPORTED));
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn relaxed_capture_forbids_only_to_synchronize_its_context() {
         let _alone = alone();
-        let capture = Capture::begin(1, CTX, 2, 0);
+        let capture = Capture::begin(1, CTX, 2, 0, false);
         assert_eq!(allowed(), Ok(()));
         assert_eq!(context_sync_allowed(CTX + 1), Ok(()));
         assert!(!invalid(&capture));

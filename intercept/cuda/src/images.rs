@@ -124,7 +124,7 @@ pub fn offer(client: &Client, image: &[u8]) -> Result<Hash> {
 mod tests {
     use super::*;
 
-    /// Makes an ELF image from its section headers (kind, offset, size) and segments (offset, size).
+    /// Makes an ELF image from sections (kind, offset, size) and segments (offset, size).
     fn elf(sections: &[(u32, u64, u64)], segments: &[(u64, u64)]) -> Vec<u8> {
         let mut image = vec![0; 0x40];
         image[..5].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2]);
@@ -202,6 +202,6 @@ mod tests {
         };
         assert_eq!(wrapped(fatbin.as_ptr()), Ok(&fatbin[..]));
         assert_eq!(wrapped(std::ptr::null()), Err(INVALID_IMAGE));
-        assert_eq!(wrapped(b".version 8.0\0".as_ptr()), Err(INVALID_IMAGE), "text has no wrapper");
+        assert_eq!(wrapped(c".version 8.0".as_ptr().cast()), Err(INVALID_IMAGE), "text has no wrapper");
     }
 }

@@ -408,7 +408,8 @@ mod tests {
 
     #[test]
     fn library_finds_its_latest_value_of_each_context() {
-        put(0x51, 1, 10, None);
+        let key = 1;
+        put(0x51, key, 10, None);
         put(0x52, 1, 20, None);
         assert_eq!((stored(0x51, 1), stored(0x52, 1)), (Ok(10), Ok(20)));
         put(0x51, 1, 11, None);
@@ -416,7 +417,7 @@ mod tests {
         // The same place among the remembered answers.
         put(0x51, 1 + (REMEMBERED << 4), 30, None);
         assert_eq!((stored(0x51, 1 + (REMEMBERED << 4)), stored(0x51, 1)), (Ok(30), Ok(11)));
-        assert_eq!(storage_delete(0x51 as *mut c_void, 1 as *mut c_void), 0);
+        assert_eq!(storage_delete(0x51 as *mut c_void, std::ptr::without_provenance_mut(key)), 0);
         assert_eq!((stored(0x51, 1), stored(0x52, 1)), (Err(INVALID_HANDLE), Ok(20)));
     }
 
