@@ -551,11 +551,11 @@ async fn request(request: Request, json: bool) -> Result<i32> {
         let lease = direct.engine.create(spec).await.map_err(|e| Failure::of_pool(&e))?;
         // Only the server that holds the lease: another one would create a second lease for the
         // request.
-        let views = direct.engine.snapshot().borrow().servers.clone();
-        let holder = views.into_iter().find(|view| view.name == lease.server);
-        let servers = holder.map_or(direct.servers, |view| vec![view.address]);
-        let file = LeaseFile { id: lease.id, via: Via::Servers, request: wish, gpus, servers };
-        (file, lease.expires_usec)
+        let snapshot = direct.engine.snapshot().borrow().clone();
+        let holder = snapshot.server_facts().find(|server| server.name == lease.facts.server);
+        let servers = holder.map_or(direct.servers, |server| vec![server.address.clone()]);
+        let file = LeaseFile { id: lease.facts.id, via: Via::Servers, request: wish, gpus, servers };
+        (file, lease.gauges.expires.map_or(0, |at| snapshot.clock.wall_usec(at)))
     };
     file.store(empty)?;
     if json {

@@ -139,7 +139,7 @@ pub async fn direct(
     let engine: Arc<dyn Leases> = Arc::new(direct.engine);
     spec.why = program.first().map(|p| p.to_string_lossy().chars().take(200).collect()).unwrap_or_default();
     let lease = tokio::select! {
-        lease = engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e).no_lease())?,
+        lease = engine.create(spec) => lease.map_err(|e| Failure::of_pool(&e).no_lease())?.facts,
         code = interrupted() => return Ok(code),
     };
     if let Some(known) = known.filter(|id| *id != lease.id) {
@@ -179,10 +179,10 @@ pub async fn direct(
 /// Prints the failures that the program's libraries reported, since no daemon shows them later.
 async fn complain(engine: &dyn Leases, slot: Slot) {
     let mut snapshot = engine.snapshot();
-    let over = |s: &Arc<Snapshot>| s.leases.iter().all(|l| l.slot != slot || l.processes == 0);
+    let over = |s: &Arc<Snapshot>| s.lease_facts().all(|l| l.slot != slot || l.processes == 0);
     let _ = tokio::time::timeout(OUTPUT_GRACE, snapshot.wait_for(over)).await;
     let last = snapshot.borrow().clone();
-    for (failure, _) in last.leases.iter().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
+    for (failure, _) in last.lease_facts().filter(|l| l.slot == slot).flat_map(|l| &l.failures) {
         let what = if failure.running { "lost its GPUs" } else { "could not be served" };
         eprintln!("gpusession: process {} ({}) {what}: {}", failure.pid, failure.program, failure.reason);
     }

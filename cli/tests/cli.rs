@@ -36,8 +36,8 @@ impl Site {
 
     async fn ready(self) -> Self {
         until(&self.engine, |s| {
-            s.leases.iter().all(|l| l.state == LeaseState::Active)
-                && s.servers.iter().all(|s| s.state == "online")
+            s.lease_facts().all(|l| l.state == LeaseState::Active)
+                && s.server_facts().all(|s| s.state == "online")
         })
         .await;
         self
@@ -241,11 +241,11 @@ async fn data_that_is_not_encrypted_is_shown() {
 async fn a_parked_lease_that_is_wanted_back_shows_its_place() {
     use gpusession_proto::control::{PoolEvent, StateChange, pool_event::Event};
     let site = Site::new(1, &config(&[1])).await.ready().await;
-    let id = site.engine.snapshot().borrow().leases[0].id.clone();
+    let id = site.engine.snapshot().borrow().leases[0].facts.id.clone();
     let change = StateChange { state: "returning".into(), position: 1, waiting: 2, ..Default::default() };
     site.sim.send(PoolEvent { lease: id, event: Some(Event::State(change)) });
     let mut snapshot = site.engine.snapshot();
-    snapshot.wait_for(|s| s.leases[0].state == LeaseState::Parked).await.unwrap();
+    snapshot.wait_for(|s| s.leases[0].facts.state == LeaseState::Parked).await.unwrap();
     let lease = &json(&site.run(&["list", "--json"]).await)["leases"][0];
     assert_eq!(
         (&lease["state"], &lease["position"], &lease["waiting"]),
@@ -310,7 +310,7 @@ async fn status_waits_until_the_machine_has_its_gpus() {
         tokio::pin!(waiting);
         tokio::select! {
             answer = &mut waiting => panic!("did not wait: {}", answer.out),
-            () = until(&site.engine, |s| s.leases[0].trouble.is_some()) => {}
+            () = until(&site.engine, |s| s.leases[0].facts.trouble.is_some()) => {}
         }
         site.sim.with(|s| s.gpus = 1);
         let answer = waiting.await;
@@ -336,13 +336,15 @@ async fn containers_get_a_specification() {
 #[tokio::test]
 async fn status_says_why_a_lease_waits() {
     let site = Site::new(0, &config(&[2])).await;
-    until(&site.engine, |s| s.leases[0].trouble.is_some()).await;
+    until(&site.engine, |s| s.leases[0].facts.trouble.is_some()).await;
     let status = site.run(&["status"]).await;
     assert_eq!(status.code, 0);
     assert!(status.out.contains("l1 waits: gpu-a: all GPUs are taken"), "{}", status.out);
     site.sim.with(|s| s.failing = Some(PoolError::new(Trouble::Refused, "revoked")));
-    until(&site.engine, |s| s.leases[0].trouble.as_ref().is_some_and(|t| t.trouble == Trouble::Refused))
-        .await;
+    until(&site.engine, |s| {
+        s.leases[0].facts.trouble.as_ref().is_some_and(|t| t.trouble == Trouble::Refused)
+    })
+    .await;
     let status = site.run(&["status"]).await;
     assert!(status.out.contains("l1 waits: revoked"), "{}", status.out);
 }
@@ -354,11 +356,14 @@ async fn status_says_why_a_lease_has_no_room_for_a_program() {
         s.refuses_workers = Some(PoolError::new(Trouble::OutOfMemory, "its memory is full"));
         s.gpus = 1;
     });
-    until(&site.engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].trouble.is_some()).await;
+    until(&site.engine, |s| {
+        s.leases[0].facts.state == LeaseState::Active && s.leases[0].facts.trouble.is_some()
+    })
+    .await;
     let status = site.run(&["status"]).await;
     assert!(status.out.contains("l1 has no room for another program: its memory is full"), "{}", status.out);
     site.sim.with(|s| s.refuses_workers = None);
-    until(&site.engine, |s| s.leases[0].stock > 0).await;
+    until(&site.engine, |s| s.leases[0].gauges.stock > 0).await;
     let status = site.run(&["status"]).await;
     assert!(!status.out.contains("no room"), "{}", status.out);
 }
@@ -553,7 +558,7 @@ async fn other_users_have_only_the_machines_lease() {
     assert!(error.contains("extra_leases = 0"), "{error}");
     let (code, error) = nobody(&["request", "-o", "/tmp/never-written.toml"]).await;
     assert_eq!(code, 77, "{error}");
-    let machine = site.engine.snapshot().borrow().leases[0].id.clone();
+    let machine = site.engine.snapshot().borrow().leases[0].facts.id.clone();
     let own = site.run(&["request", "-o", "lease.toml", "--json"]).await;
     let own = json(&own)["lease"].as_str().unwrap().to_owned();
     for lease in [&machine, &own] {

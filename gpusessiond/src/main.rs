@@ -380,9 +380,9 @@ async fn stop(engine: &Engine) {
     if using > 0 {
         warn!("stopping: {using} process(es) use leases; waiting {} s for their exit", STOP_GRACE.as_secs());
         let mut snapshot = engine.snapshot();
-        let unused = snapshot.wait_for(|s| s.leases.iter().all(|l| l.processes == 0));
+        let unused = snapshot.wait_for(|s| s.lease_facts().all(|l| l.processes == 0));
         if tokio::time::timeout(STOP_GRACE, unused).await.is_err() {
-            for lease in engine.snapshot().borrow().leases.iter().filter(|l| l.processes > 0) {
+            for lease in engine.snapshot().borrow().lease_facts().filter(|l| l.processes > 0) {
                 warn!(
                     gpusession_lease = lease.id,
                     "lease {}: released while {} process(es) use it: gpusessiond is stopping",

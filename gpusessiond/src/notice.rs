@@ -18,7 +18,7 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tokio::time::{Instant, sleep_until};
 use tracing::warn;
 
-use crate::leases::{Change, LeaseState, LeaseView, Leases, Slot, Snapshot, warning};
+use crate::leases::{Change, LeaseFacts, LeaseState, Leases, Slot, Snapshot, warning};
 use crate::paths;
 
 /// Longest file name in bytes.
@@ -71,14 +71,14 @@ struct News {
     replaced: BTreeMap<Slot, (String, Option<Instant>)>,
 }
 
-fn called(lease: &LeaseView) -> &str {
+fn called(lease: &LeaseFacts) -> &str {
     if lease.spec.name.is_empty() { &lease.id } else { &lease.spec.name }
 }
 
 impl News {
     /// Applies changes and returns each user's lines.
     fn after(&mut self, changes: &[Change], snapshot: &Snapshot, now: Instant) -> BTreeMap<u32, Vec<String>> {
-        let find = |slot: Slot| snapshot.leases.iter().find(|l| l.slot == slot);
+        let find = |slot: Slot| snapshot.lease_facts().find(|l| l.slot == slot);
         self.replaced.retain(|_, (_, end)| end.is_none_or(|end| end > now));
         for change in changes {
             match change {
@@ -125,7 +125,7 @@ impl News {
             }
         }
         let mut lines: BTreeMap<u32, Vec<String>> = BTreeMap::new();
-        for lease in &snapshot.leases {
+        for lease in snapshot.lease_facts() {
             let Some(line) = self.line(lease) else { continue };
             for uid in readers(lease, snapshot) {
                 lines.entry(uid).or_default().push(format!("gpusession: {line}"));
@@ -139,7 +139,7 @@ impl News {
         self.replaced.values().filter_map(|(_, end)| *end).min()
     }
 
-    fn line(&self, lease: &LeaseView) -> Option<String> {
+    fn line(&self, lease: &LeaseFacts) -> Option<String> {
         let waits = lease.waits();
         if let Some(said) = self.said.get(&lease.slot) {
             return Some(said.text.clone());
@@ -163,7 +163,7 @@ impl News {
 }
 
 /// Returns the users whom a lease concerns: its owner, or all users who are logged in.
-fn readers(lease: &LeaseView, snapshot: &Snapshot) -> BTreeSet<u32> {
+fn readers(lease: &LeaseFacts, snapshot: &Snapshot) -> BTreeSet<u32> {
     let here = snapshot.sessions.iter().map(|s| s.uid);
     here.filter(|uid| lease.uid == u32::MAX || lease.uid == *uid).collect()
 }
@@ -260,13 +260,12 @@ fn file_name(line: &str) -> String {
 mod tests {
     use super::*;
     use crate::config::LeaseConfig;
-    use crate::leases::Session;
-    use crate::leases::Spec;
+    use crate::leases::{LeaseGauges, LeaseView, Session, Spec};
     use crate::pool::{PoolError, Trouble};
 
-    fn lease(slot: Slot, uid: u32, state: LeaseState) -> LeaseView {
+    fn lease(slot: Slot, uid: u32, state: LeaseState) -> LeaseFacts {
         let config = LeaseConfig { name: format!("l{slot}"), ..LeaseConfig::default() };
-        LeaseView {
+        LeaseFacts {
             slot,
             id: format!("id{slot}"),
             spec: Spec::configured(&config, 0),
@@ -274,22 +273,18 @@ mod tests {
             state,
             devices: vec![],
             server: String::new(),
-            created_usec: 0,
-            expires_usec: 0,
+            created: Duration::ZERO,
             fencing_token: 0,
             encrypted: true,
             trouble: None,
             failures: Vec::new(),
-            retry_in: None,
-            stock: 0,
             processes: 0,
             idle_timeout_usec: 0,
-            idle_since_usec: (0, 0),
             leader: 0,
         }
     }
 
-    fn seen_by(leases: Vec<LeaseView>) -> Snapshot {
+    fn seen_by(leases: Vec<LeaseFacts>) -> Snapshot {
         let session = |uid| {
             Arc::new(Session {
                 id: format!("s{uid}"),
@@ -304,6 +299,8 @@ mod tests {
             })
         };
         let sessions = vec![session(1000), session(1001)];
+        let view = |facts| LeaseView { facts, gauges: LeaseGauges::default() };
+        let leases = leases.into_iter().map(view).collect();
         Snapshot { leases, sessions, ..Snapshot::default() }
     }
 
@@ -326,7 +323,7 @@ mod tests {
             news.after(&[Change::Changed { slot: 1 }, Change::Changed { slot: 2 }], &seen_by(all), now);
         assert!(lines.is_empty(), "in use again: {lines:?}");
 
-        let mut waiting = LeaseView { state: LeaseState::Pending, ..everyones };
+        let mut waiting = LeaseFacts { state: LeaseState::Pending, ..everyones };
         let full = PoolError { place: Some((3, 40)), ..PoolError::new(Trouble::NoCapacity, "full") };
         waiting.trouble = Some(full);
         let lines = news.after(&[], &seen_by(vec![waiting]), now);
@@ -343,7 +340,7 @@ mod tests {
             reason: if idle { "no GPU work for 1 h" } else { "the GPU server stops" }.into(),
             idle,
         };
-        let mut line = |lease: &LeaseView, change| {
+        let mut line = |lease: &LeaseFacts, change| {
             let lines = news.after(&[change], &seen_by(vec![lease.clone()]), now);
             lines.get(&1000).map(|lines| lines.join("; ").replace("gpusession: GPU lease l1", ""))
         };
@@ -366,7 +363,7 @@ mod tests {
     fn a_lost_lease_is_spoken_of_when_there_is_another_one() {
         let (mut news, begin) = (News::default(), Instant::now() + 2 * NOTICE_TTL);
         let held = lease(1, u32::MAX, LeaseState::Active);
-        let wanted = LeaseView { state: LeaseState::Pending, ..held.clone() };
+        let wanted = LeaseFacts { state: LeaseState::Pending, ..held.clone() };
         let lost = [Change::Lost { slot: 1, id: "id1".into(), reason: "gone".into() }];
         let lines = news.after(&lost, &seen_by(vec![wanted]), begin - 2 * NOTICE_TTL);
         assert_eq!(lines[&1000], ["gpusession: GPU lease l1 is lost: gone; the daemon asks for another one"]);

@@ -64,8 +64,8 @@ fn error_name<T: std::fmt::Debug>(result: zbus::Result<T>) -> String {
 }
 
 fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
-    snapshot.leases.iter().all(|l| l.state == LeaseState::Active)
-        && snapshot.servers.iter().all(|s| s.state == "online")
+    snapshot.lease_facts().all(|l| l.state == LeaseState::Active)
+        && snapshot.server_facts().all(|s| s.state == "online")
 }
 
 /// Receives the daemon's signals; an entry has the member, and the first argument if it is text.
@@ -361,7 +361,7 @@ async fn a_loss_is_announced_told_and_made_good() {
     let seen = next_signals(&mut stream, "LeaseRemoved").await;
     assert_eq!(seen[..2], ["Lost", "LeaseRemoved"], "{seen:?}");
     // A configured lease is acquired again, with another id.
-    until(&engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].id != id).await;
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Active && s.leases[0].facts.id != id).await;
     let again = async {
         loop {
             let rows = leases(&manager).await;
@@ -452,7 +452,7 @@ async fn other_gpus_and_their_health_are_reported() {
     assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 7);
     sim.with(|s| s.renewed.devices = vec![device(1, "leased", 6)]);
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
-    until(&engine, |s| s.leases[0].devices[0].device.memory_free_bytes != 7).await;
+    until(&engine, |s| s.leases[0].gauges.memory_free_bytes[0] != 7).await;
     assert_eq!(gpu.get_property::<u64>("MemoryFreeBytes").await.unwrap(), 6, "changed without a signal");
     sim.with(|s| s.renewed.devices = vec![device(1, "broken", 6)]);
     let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
@@ -510,7 +510,7 @@ async fn each_trouble_has_its_error() {
     engine.notice("no identity yet");
     assert_eq!(error_name(create(&manager, &[], 0).await), "org.gpusession1.Error.NotReady");
     engine.connect(vec![std::sync::Arc::new(sim.clone())]);
-    until(&engine, |s| s.servers.iter().any(|s| s.state == "online")).await;
+    until(&engine, |s| s.server_facts().any(|s| s.state == "online")).await;
     for (trouble, name) in [
         (Trouble::NoCapacity, "org.gpusession1.Error.NoCapacity"),
         (Trouble::NeverFits, "org.freedesktop.DBus.Error.NotSupported"),
@@ -574,7 +574,7 @@ async fn servers_come_go_and_are_left() {
     }
     for (drain, state) in [(true, "draining"), (false, "online")] {
         let _: () = server.call("Drain", &(drain,)).await.unwrap();
-        until(&engine, |s| s.servers[0].state == state).await;
+        until(&engine, |s| s.servers[0].facts.state == state).await;
     }
     // A lease can be released through its own object, too.
     let (id, path, fd) = create(&manager, &[], 0).await.unwrap();
@@ -583,7 +583,7 @@ async fn servers_come_go_and_are_left() {
     for (drain, state) in [(true, "draining"), (false, "online")] {
         sim.with(|s| s.draining = drain);
         let _: u64 = lease.call("Renew", &(0u64,)).await.unwrap();
-        until(&engine, |s| s.servers[0].state == state).await;
+        until(&engine, |s| s.servers[0].facts.state == state).await;
     }
     let _: () = lease.call("Release", &()).await.unwrap();
     let seen = next_signals(&mut stream, "DeviceRemoved").await;
@@ -614,7 +614,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
         }
         loop {
             let mine: Vec<OwnedObjectPath> = manager.call("GetLeaseBySession", &("c7",)).await.unwrap();
-            let id = engine.snapshot().borrow().leases[0].id.clone();
+            let id = engine.snapshot().borrow().leases[0].facts.id.clone();
             if mine.iter().any(|p| p.as_str().ends_with(&id)) {
                 return mine;
             }
@@ -622,7 +622,7 @@ async fn a_sessions_own_lease_is_found_and_released_with_it() {
     };
     let mine = tokio::time::timeout(PATIENCE, path).await.unwrap();
     assert_eq!(mine.len(), 1);
-    let id = engine.snapshot().borrow().leases[0].id.clone();
+    let id = engine.snapshot().borrow().leases[0].facts.id.clone();
     let _: () = manager.call("ReleaseSession", &("abcdefghijkl",)).await.unwrap();
     assert!(leases(&manager).await.is_empty(), "removed before the reply");
     tokio::time::timeout(PATIENCE, sim.until(|s| s.released.contains(&id))).await.unwrap();
@@ -662,7 +662,7 @@ async fn a_lease_that_waits_shows_its_place_and_why() {
     assert_eq!(lease.get_property::<String>("State").await.unwrap(), "pending");
     sim.with(|s| s.failing = Some(full(2)));
     tokio::time::timeout(PATIENCE, changes((2, 40))).await.expect("and that it has changed");
-    until(&engine, |s| s.leases[0].trouble.is_some()).await;
+    until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
     assert_eq!(lease.get_property::<String>("WaitsFor").await.unwrap(), "all are taken");
     sim.with(|s| s.failing = None);
     until(&engine, held).await;
@@ -842,18 +842,19 @@ async fn a_server_is_left_and_gpus_are_held_ahead() {
         return;
     }
     let mut stream = signals(&connection).await;
-    let from = engine.snapshot().borrow().leases[0].server.clone();
+    let from = engine.snapshot().borrow().leases[0].facts.server.clone();
     let _: () = manager.call("DrainServer", &(&from, true, 0u64)).await.unwrap();
     let seen = next_signals(&mut stream, "LeaseRemoved").await;
     let place =
         |name: &str| seen.iter().position(|s| s == name).unwrap_or_else(|| panic!("no {name} in {seen:?}"));
     assert!(place("PrepareForLeaseLoss") < place("Lost"), "{seen:?}");
-    until(&engine, |s| s.leases[0].state == LeaseState::Active && s.leases[0].server != from).await;
-    let server = engine.snapshot().borrow().servers.iter().find(|s| s.name == from).unwrap().state.clone();
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Active && s.leases[0].facts.server != from)
+        .await;
+    let server = engine.snapshot().borrow().server_facts().find(|s| s.name == from).unwrap().state.clone();
     assert_eq!(server, "draining");
     let _: () = manager.call("DrainServer", &(&from, false, 0u64)).await.unwrap();
     let _: () = manager.call("Preallocate", &(1u32,)).await.unwrap();
-    until(&engine, |s| s.leases.len() == 2 && s.leases[1].state == LeaseState::Active).await;
+    until(&engine, |s| s.leases.len() == 2 && s.leases[1].facts.state == LeaseState::Active).await;
     let _: () = manager.call("Preallocate", &(0u32,)).await.unwrap();
     until(&engine, |s| s.leases.len() == 1).await;
 }

@@ -28,7 +28,7 @@ fn quick() -> Config {
 
 fn held(snapshot: &gpusessiond::leases::Snapshot) -> bool {
     !snapshot.leases.is_empty()
-        && snapshot.leases.iter().all(|l| l.state == LeaseState::Active && l.stock > 0)
+        && snapshot.leases.iter().all(|l| l.facts.state == LeaseState::Active && l.gauges.stock > 0)
 }
 
 #[tokio::test]
@@ -99,12 +99,12 @@ async fn the_server_hears_at_once_that_a_process_was_killed() {
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     let helper = Helper::start_async(&socket.path).await;
     assert!(helper.granted);
-    until(&engine, |s| s.leases[0].processes == 1).await;
+    until(&engine, |s| s.leases[0].facts.processes == 1).await;
     assert!(sim.with(|s| s.ended.is_empty()));
     helper.kill();
     let ended = sim.until(|s| s.ended.len() == 1);
     tokio::time::timeout(Duration::from_secs(10), ended).await.expect("at once");
-    until(&engine, |s| s.leases[0].processes == 0).await;
+    until(&engine, |s| s.leases[0].facts.processes == 0).await;
 }
 
 #[tokio::test]
@@ -121,11 +121,11 @@ async fn a_process_that_closes_its_connection_keeps_its_gpu() {
     let helper = Helper::start_async(&socket.path).await;
     helper.kill();
     sim.until(|s| s.ended.len() == 1).await;
-    assert_eq!(engine.snapshot().borrow().leases[0].processes, 1);
+    assert_eq!(engine.snapshot().borrow().leases[0].facts.processes, 1);
 }
 
 fn failures(snapshot: &gpusessiond::leases::Snapshot) -> Vec<(u32, bool, String)> {
-    snapshot.leases[0].failures.iter().map(|(f, _)| (f.pid, f.running, f.reason.clone())).collect()
+    snapshot.leases[0].facts.failures.iter().map(|(f, _)| (f.pid, f.running, f.reason.clone())).collect()
 }
 
 #[tokio::test]
@@ -149,21 +149,21 @@ async fn reported_failures_last_until_a_process_is_served() {
     let (_, mut before) = granted().await;
     before.write_all(&message::encode(&unserved(true))).unwrap();
     tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 1)).await.expect("at once");
-    until(&engine, |s| s.leases[0].failures.first().is_some_and(|(failure, _)| failure.again)).await;
+    until(&engine, |s| s.leases[0].facts.failures.first().is_some_and(|(failure, _)| failure.again)).await;
     first.write_all(&message::encode(&unserved(false))).unwrap();
-    until(&engine, |s| s.leases[0].failures.first().is_some_and(|(failure, _)| !failure.again)).await;
+    until(&engine, |s| s.leases[0].facts.failures.first().is_some_and(|(failure, _)| !failure.again)).await;
     let unserved = (me, false, "server gpu-a at 10.0.0.1:7602: refused[31m".to_owned());
     assert_eq!(failures(&engine.snapshot().borrow()), [unserved], "no control characters");
     // This test is the process, and keeps running: still its worker is returned and no longer
     // counted.
     tokio::time::timeout(PATIENCE, sim.until(|s| s.ended.len() == 2)).await.expect("at once");
-    until(&engine, |s| s.leases[0].processes == 0).await;
+    until(&engine, |s| s.leases[0].facts.processes == 0).await;
 
     let (_, mut second) = granted().await;
     let (served, lost) =
         (Outcome::Served, Outcome::Lost { lease: lease.clone(), reason: "END: fault".into() });
     second.write_all(&message::encode(&served)).unwrap();
-    until(&engine, |s| s.leases[0].failures.is_empty()).await;
+    until(&engine, |s| s.leases[0].facts.failures.is_empty()).await;
     // In two parts, followed by the end of the connection.
     let bytes = message::encode(&lost);
     second.write_all(&bytes[..7]).unwrap();
@@ -171,7 +171,7 @@ async fn reported_failures_last_until_a_process_is_served() {
     second.write_all(&bytes[7..]).unwrap();
     drop(second);
     until(&engine, |s| failures(s) == [(me, true, "END: fault".into())]).await;
-    assert_eq!(engine.snapshot().borrow().leases[0].processes, 1, "it still runs");
+    assert_eq!(engine.snapshot().borrow().leases[0].facts.processes, 1, "it still runs");
 }
 
 #[tokio::test]
@@ -197,13 +197,13 @@ async fn nonsense_about_workers_changes_nothing() {
     // About a lease that the process was not granted.
     let (_, mut stranger) = ask_async(&socket.path, request()).await;
     stranger.write_all(&unserved("nosuchlease")).unwrap();
-    until(&engine, |s| s.leases[0].processes == 4).await;
+    until(&engine, |s| s.leases[0].facts.processes == 4).await;
     assert_eq!(failures(&engine.snapshot().borrow()), []);
     // The next program's outcome is read.
     let (reply, mut connection) = ask_async(&socket.path, request()).await;
     let Reply::Granted(endpoints) = reply else { panic!("{reply:?}") };
     connection.write_all(&unserved(&endpoints[0].lease)).unwrap();
-    until(&engine, |s| failures(s).len() == 1 && s.leases[0].processes == 4).await;
+    until(&engine, |s| failures(s).len() == 1 && s.leases[0].facts.processes == 4).await;
 }
 
 #[tokio::test]
@@ -214,7 +214,7 @@ async fn a_first_call_waits_for_a_lease_that_is_on_its_way() {
     let config = Config { wait: PATIENCE, ..config(&[1]) };
     want(&engine, &config).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
-    until(&engine, |s| s.leases[0].trouble.is_some()).await;
+    until(&engine, |s| s.leases[0].facts.trouble.is_some()).await;
     let asking = ask_async(&socket.path, request());
     sim.with(|s| s.failing = None);
     let (reply, _connection) = asking.await;
@@ -246,8 +246,10 @@ async fn every_reason_for_no_gpu_has_its_own_error() {
         let engine = engine(&[&sim]);
         want(&engine, &config).await;
         if !config.leases.is_empty() {
-            until(&engine, |s| s.leases[0].trouble.is_some() || s.leases[0].state == LeaseState::Active)
-                .await;
+            until(&engine, |s| {
+                s.leases[0].facts.trouble.is_some() || s.leases[0].facts.state == LeaseState::Active
+            })
+            .await;
         }
         let socket = GrantSocket::start(&engine, &config, Limits::default());
         let (reply, _connection) = ask_async(&socket.path, request()).await;
@@ -281,14 +283,14 @@ async fn access_decides_and_a_named_lease_must_be_the_callers() {
     // A lease of the caller's own needs no access by `[access]`.
     let own = engine.create(Spec::requested("own".into(), me)).await.unwrap();
     let with = |id: &str| Request { lease: Some(id.into()), ..request() };
-    let (reply, _c) = ask_async(&socket.path, with(&own.id)).await;
-    assert!(matches!(&reply, Reply::Granted(e) if e[0].lease == own.id), "{reply:?}");
+    let (reply, _c) = ask_async(&socket.path, with(&own.facts.id)).await;
+    assert!(matches!(&reply, Reply::Granted(e) if e[0].lease == own.facts.id), "{reply:?}");
     let (reply, _c) = ask_async(&socket.path, with("nonesuchlease")).await;
     let Reply::Denied { denial: Denial::NoDevice, reason } = reply else { panic!("{reply:?}") };
     assert_eq!(reason, "lease nonesuchlease: not found among this user's leases");
     if me != 0 {
         let other = engine.create(Spec::requested("other".into(), me + 1)).await.unwrap();
-        let (reply, _c) = ask_async(&socket.path, with(&other.id)).await;
+        let (reply, _c) = ask_async(&socket.path, with(&other.facts.id)).await;
         assert!(matches!(reply, Reply::Denied { denial: Denial::NoDevice, .. }));
     }
 }
@@ -302,9 +304,9 @@ async fn a_users_own_configured_lease_comes_before_the_one_for_all() {
     config.leases[1].for_user = Some(me);
     want(&engine, &config).await;
     until(&engine, held).await;
-    let id = engine.snapshot().borrow().leases[1].id.clone();
+    let id = engine.snapshot().borrow().leases[1].facts.id.clone();
     assert_eq!(
-        engine.snapshot().borrow().leases[1].spec.owner,
+        engine.snapshot().borrow().leases[1].facts.spec.owner,
         Owner::User(config.leases[1].for_user.clone().unwrap())
     );
     let socket = GrantSocket::start(&engine, &config, Limits::default());
@@ -441,7 +443,7 @@ async fn a_program_that_begins_as_another_ends_waits_for_its_place() {
             let engine = engine(&[&sim]);
             let config = Config { wait: PATIENCE, ..config(&[1]) };
             want(&engine, &config).await;
-            until(&engine, |s| s.leases[0].state == LeaseState::Active).await;
+            until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
             let socket = GrantSocket::start(&engine, &config, Limits::default());
             let asking = ask_async(&socket.path, Request { environment: environment.clone(), ..request() });
             let ends = async {
@@ -462,7 +464,7 @@ async fn a_server_of_another_version_is_not_tried() {
     let engine = engine(&[&sim]);
     let config = quick();
     want(&engine, &config).await;
-    until(&engine, |s| held(s) && s.servers[0].protocol == 9).await;
+    until(&engine, |s| held(s) && s.servers[0].facts.protocol == 9).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     for environment in [vec![], vec![("CUDA_DEVICE_MAX_CONNECTIONS".to_string(), "1".to_string())]] {
         let (reply, _c) = ask_async(&socket.path, Request { environment, ..request() }).await;
@@ -478,7 +480,7 @@ async fn a_caller_that_gives_up_takes_no_worker() {
     let engine = engine(&[&sim]);
     let config = Config { wait: PATIENCE, ..config(&[1]) };
     want(&engine, &config).await;
-    until(&engine, |s| s.leases[0].state == LeaseState::Active).await;
+    until(&engine, |s| s.leases[0].facts.state == LeaseState::Active).await;
     let socket = GrantSocket::start(&engine, &config, Limits::default());
     let mut stream = UnixStream::connect(&socket.path).unwrap();
     stream.write_all(&message::encode(&request())).unwrap();

@@ -78,7 +78,7 @@ async fn daemon(sim: &SimServer, config: &Config) -> Option<(PrivateBus, Engine,
     let api = serve_on(bus.connect_as_daemon().await, &engine, settings).await;
     want(&engine, config).await;
     let there = |s: &Snapshot| {
-        s.leases[0].state == LeaseState::Active && s.servers.iter().all(|s| s.state == "online")
+        s.leases[0].facts.state == LeaseState::Active && s.server_facts().all(|s| s.state == "online")
     };
     until(&engine, there).await;
     Some((bus, engine, api))
@@ -121,14 +121,14 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
             if (action.id == "org.gpusession1.create-lease-for-other" && subject.user == "lp") return polkit.Result.YES;
         });"#;
     let _polkit = Polkit::start(&bus, DAEMON, rules).await;
-    let lease = engine.snapshot().borrow().leases[0].id.clone();
+    let lease = engine.snapshot().borrow().leases[0].facts.id.clone();
     // busctl prints its own text for a refusal. By default the action needs an administrator's
     // password, which cannot be entered here; by the rule it needs none.
     let refused = call(&bus, "bin", &["Preallocate", "u", "1"]).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
     let allowed = call(&bus, "daemon", &["Preallocate", "u", "1"]).await;
     assert!(allowed.status.success(), "{}", said(&allowed));
-    until(&engine, |s| s.leases.len() == 2 && s.leases[1].state == LeaseState::Active).await;
+    until(&engine, |s| s.leases.len() == 2 && s.leases[1].facts.state == LeaseState::Active).await;
     let refused = call(&bus, "daemon", &["ReleaseLease", "s", &lease]).await;
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
 
@@ -147,7 +147,7 @@ async fn polkit_says_who_manages_the_pool_and_who_may_lease() {
     assert!(said(&refused).contains("Access denied"), "{}", said(&refused));
     let created = call(&bus, "lp", &for_other).await;
     assert!(created.status.success(), "{}", said(&created));
-    let owner = engine.snapshot().borrow().leases.last().map(|l| l.uid.to_string());
+    let owner = engine.snapshot().borrow().lease_facts().last().map(|l| l.uid.to_string());
     assert_eq!(owner, Some(games.clone()));
     let again = call(&bus, "lp", &for_other).await;
     assert!(said(&again).contains(&format!("uid {games} holds 1 lease(s) already")), "{}", said(&again));

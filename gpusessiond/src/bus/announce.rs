@@ -65,18 +65,18 @@ announce! { manager, MANAGER, Manager, ManagerView;
 
 announce! { lease, LEASE, Lease, LeaseView;
     // The user database did not know the user before.
-    u_i_d_changed: |l: &LeaseView| l.uid,
-    state_changed: |l: &LeaseView| l.state,
-    queue_position_changed: waits_at,
-    waits_for_changed: |l: &LeaseView| waits_for(l).to_owned(),
+    u_i_d_changed: |l: &LeaseView| l.facts.uid,
+    state_changed: |l: &LeaseView| l.facts.state,
+    queue_position_changed: |l: &LeaseView| waits_at(&l.facts),
+    waits_for_changed: |l: &LeaseView| waits_for(&l.facts).to_owned(),
     // Both show one point in time, and change only when another one begins.
-    idle_since_hint_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
-    idle_since_hint_monotonic_changed: |l: &LeaseView| l.idle_since_usec.1 == 0,
-    idle_timeout_u_sec_changed: |l: &LeaseView| l.idle_timeout_usec,
-    devices_changed: device_paths,
-    memory_limit_bytes_changed: memory_limit,
-    s_m_percent_changed: sm_percent,
-    fencing_token_changed: |l: &LeaseView| l.fencing_token,
+    idle_since_hint_changed: |l: &LeaseView| l.gauges.idle_since,
+    idle_since_hint_monotonic_changed: |l: &LeaseView| l.gauges.idle_since,
+    idle_timeout_u_sec_changed: |l: &LeaseView| l.facts.idle_timeout_usec,
+    devices_changed: |l: &LeaseView| device_paths(&l.facts),
+    memory_limit_bytes_changed: |l: &LeaseView| memory_limit(&l.facts),
+    s_m_percent_changed: |l: &LeaseView| sm_percent(&l.facts),
+    fencing_token_changed: |l: &LeaseView| l.facts.fencing_token,
 }
 
 announce! { device, DEVICE, Device, DeviceEntry;
@@ -86,7 +86,7 @@ announce! { device, DEVICE, Device, DeviceEntry;
 }
 
 announce! { server, SERVER, Server, ServerView;
-    state_changed: |s: &ServerView| s.state.clone(),
+    state_changed: |s: &ServerView| s.facts.state.clone(),
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use zbus_polkit::policykit1::{AuthorityProxy, CheckAuthorizationFlags, Subject};
 
 use super::Shared;
 use super::error::{BusError, Result};
-use crate::leases::LeaseView;
+use crate::leases::LeaseFacts;
 
 /// Most concurrent calls of one user; root has more, to diagnose problems.
 ///
@@ -238,8 +238,8 @@ impl<'a> Creating<'a> {
         let under_way = creating.entry(owner).or_default();
         let allowed = may_hold_more(shared, caller, owner, under_way.all).and_then(|()| {
             let leases = shared.leases.snapshot();
-            let held = |l: &&LeaseView| l.uid == owner && l.spec.persistent && !l.devices.is_empty();
-            let held = leases.borrow().leases.iter().filter(held).count();
+            let held = |l: &&LeaseFacts| l.uid == owner && l.spec.persistent && !l.devices.is_empty();
+            let held = leases.borrow().lease_facts().filter(held).count();
             if persistent && caller != 0 && held + under_way.persistent >= MAX_PERSISTENT {
                 return Err(BusError::quota_exceeded(format!(
                     "uid {owner} holds {MAX_PERSISTENT} persistent leases already: release one"
@@ -266,8 +266,8 @@ impl<'a> Creating<'a> {
 fn may_hold_more(shared: &Shared, caller: u32, owner: u32, under_way: usize) -> Result<()> {
     let allowed = shared.settings.gate().extra_leases(owner);
     let leases = shared.leases.snapshot();
-    let held = |l: &&LeaseView| l.spec.once && l.uid == owner && !l.devices.is_empty();
-    if caller == 0 || leases.borrow().leases.iter().filter(held).count() + under_way < allowed {
+    let held = |l: &&LeaseFacts| l.spec.once && l.uid == owner && !l.devices.is_empty();
+    if caller == 0 || leases.borrow().lease_facts().filter(held).count() + under_way < allowed {
         return Ok(());
     }
     Err(if allowed == 0 {

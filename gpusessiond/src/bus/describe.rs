@@ -1,13 +1,13 @@
 //! `Describe`: everything as JSON, for `gpusession status` and bug reports.
 
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
 use gpusession_common::words::Class;
 use serde_json::{Value, json};
 
 use super::Shared;
-use super::project::{cuda_version, state_of};
-use crate::leases::{DeviceView, Failure, LeaseView, ServerView};
+use super::project::{cuda_version, state_of, usec};
+use crate::leases::{Clock, DeviceView, Failure, LeaseView, ServerView, Time};
 
 /// Time that a lease's failed program is shown, unless the lease serves another one first.
 const FAILURE_TTL: Duration = Duration::from_secs(600);
@@ -27,8 +27,13 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
         "boot_allocation_complete": shared.boot_complete(),
         "configuration": config.files,
         "environment": config.environment,
-        "leases": snapshot.leases.iter().filter(|l| super::publisher::shown(l)).map(|l| lease(l, uid)).collect::<Vec<_>>(),
-        "servers": snapshot.servers.iter().map(server).collect::<Vec<_>>(),
+        "leases": snapshot
+            .leases
+            .iter()
+            .filter(|l| super::publisher::shown(&l.facts))
+            .map(|l| lease(l, &snapshot.clock, uid))
+            .collect::<Vec<_>>(),
+        "servers": snapshot.servers.iter().map(|s| server(s, &snapshot.clock)).collect::<Vec<_>>(),
         "sessions": snapshot.sessions.iter().map(|s| json!({
             "id": s.id,
             "uid": s.uid,
@@ -40,12 +45,12 @@ pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
     })
 }
 
-fn lease(l: &LeaseView, uid: u32) -> Value {
+fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Value {
+    let LeaseView { facts: l, gauges } = view;
     let trouble = l.trouble.as_ref();
     // Programs write the reasons themselves: other users' text is not shown, except to root.
-    let readable = |(failure, usec): &&(Failure, u64)| {
-        let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
-        (uid == 0 || uid == failure.uid) && since < FAILURE_TTL
+    let readable = |(failure, at): &&(Failure, Time)| {
+        (uid == 0 || uid == failure.uid) && clock.now.saturating_sub(*at) < FAILURE_TTL
     };
     let place = l.waits().and_then(|t| t.place);
     json!({
@@ -59,11 +64,11 @@ fn lease(l: &LeaseView, uid: u32) -> Value {
         "requested": l.spec.once,
         "gpus": l.spec.gpus,
         "server": l.server,
-        "memory_limit_bytes": l.devices.iter().map(|d| d.device.limit_bytes).min(),
+        "memory_limit_bytes": l.devices.iter().map(|d| d.limit_bytes).min(),
         "sm_percent": super::project::sm_percent(l),
-        "created_usec": l.created_usec,
-        "expires_usec": l.expires_usec,
-        "idle_since_usec": l.idle_since_usec.0,
+        "created_usec": clock.wall_usec(l.created),
+        "expires_usec": gauges.expires.map_or(0, |at| clock.wall_usec(at)),
+        "idle_since_usec": gauges.idle_since.map_or(0, |at| clock.wall_usec(at)),
         "idle_timeout_usec": l.idle_timeout_usec,
         "processes": l.processes,
         "encrypted": l.encrypted,
@@ -71,19 +76,19 @@ fn lease(l: &LeaseView, uid: u32) -> Value {
         "transport_reason": l.transport().1,
         "trouble": trouble.map(|t| &t.message),
         "trouble_kind": trouble.map(|t| t.trouble.as_str()),
-        "failures": l.failures.iter().filter(|f| readable(f)).map(failure).collect::<Vec<_>>(),
+        "failures": l.failures.iter().filter(|f| readable(f)).map(|f| failure(f, clock)).collect::<Vec<_>>(),
         "position": place.map(|p| p.0),
         "waiting": place.map(|p| p.1),
-        "retry_in_usec": l.retry_in.map(|d| d.as_micros() as u64),
+        "retry_in_usec": gauges.retry.map(|at| usec(at.saturating_sub(clock.now))),
         "who": l.spec.who,
         "why": l.spec.why,
         "devices": l.devices.iter().map(device).collect::<Vec<_>>(),
     })
 }
 
-fn failure((failure, usec): &(Failure, u64)) -> Value {
+fn failure((failure, at): &(Failure, Time), clock: &Clock) -> Value {
     json!({
-        "usec": usec,
+        "usec": clock.wall_usec(*at),
         "uid": failure.uid,
         "user": failure.user,
         "pid": failure.pid,
@@ -96,29 +101,30 @@ fn failure((failure, usec): &(Failure, u64)) -> Value {
 fn device(d: &DeviceView) -> Value {
     json!({
         "ordinal": d.ordinal,
-        "uuid": d.device.uuid,
-        "name": d.device.name,
+        "uuid": d.uuid,
+        "name": d.name,
         "state": state_of(d),
-        "memory_bytes": d.device.memory_bytes,
-        "limit_bytes": d.device.limit_bytes,
-        "compute_capability": format!("{}.{}", d.device.compute_major, d.device.compute_minor),
-        "pci_address": d.device.pci_address,
+        "memory_bytes": d.memory_bytes,
+        "limit_bytes": d.limit_bytes,
+        "compute_capability": format!("{}.{}", d.compute.0, d.compute.1),
+        "pci_address": d.pci_address,
         "driver_version": d.driver_version,
         "cuda_version": cuda_version(d.cuda_version),
     })
 }
 
-fn server(s: &ServerView) -> Value {
+fn server(view: &ServerView, clock: &Clock) -> Value {
+    let ServerView { facts: s, gauges } = view;
     json!({
         "name": s.name,
         "address": s.address,
         "state": s.state,
         "trouble": (!s.trouble.is_empty()).then_some(&s.trouble),
-        "last_seen_usec": s.last_seen_usec,
-        "rtt_usec": s.rtt_usec,
+        "last_seen_usec": gauges.last_seen.map_or(0, |at| clock.wall_usec(at)),
+        "rtt_usec": usec(gauges.rtt),
         "software": s.software,
         "protocol": s.protocol,
         "gpus": s.devices,
-        "gpus_free": s.free,
+        "gpus_free": gauges.free,
     })
 }

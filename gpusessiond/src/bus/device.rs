@@ -19,12 +19,12 @@ pub struct Device {
 impl Device {
     #[zbus(property(emits_changed_signal = "const"), name = "UUID")]
     fn uuid(&self) -> String {
-        self.shown.get().view.device.uuid.clone()
+        self.shown.get().view.uuid.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn name(&self) -> String {
-        self.shown.get().view.device.name.clone()
+        self.shown.get().view.name.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -39,22 +39,23 @@ impl Device {
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn memory_total_bytes(&self) -> u64 {
-        self.shown.get().view.device.memory_bytes
+        self.shown.get().view.memory_bytes
     }
 
     // Every heartbeat may change it, so it has no change signal.
     #[zbus(property(emits_changed_signal = "false"))]
     fn memory_free_bytes(&self) -> u64 {
-        let device = &self.shown.get().view.device;
+        let shown = self.shown.get();
         let leases = self.shared.leases.snapshot();
         let snapshot = leases.borrow();
-        let mut devices = snapshot.leases.iter().flat_map(|l| &l.devices).map(|d| &d.device);
-        devices.find(|d| d.uuid == device.uuid).unwrap_or(device).memory_free_bytes
+        let mut devices =
+            snapshot.leases.iter().flat_map(|l| l.facts.devices.iter().zip(&l.gauges.memory_free_bytes));
+        devices.find(|(d, _)| d.uuid == shown.view.uuid).map_or(0, |(_, free)| *free)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn compute_capability(&self) -> (u32, u32) {
-        (self.shown.get().view.device.compute_major, self.shown.get().view.device.compute_minor)
+        self.shown.get().view.compute
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -84,6 +85,6 @@ impl Device {
 
     #[zbus(property(emits_changed_signal = "const"), name = "PCIAddress")]
     fn pci_address(&self) -> String {
-        self.shown.get().view.device.pci_address.clone()
+        self.shown.get().view.pci_address.clone()
     }
 }

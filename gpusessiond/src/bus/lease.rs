@@ -10,10 +10,10 @@ use zbus::{Connection, OwnedObjectPath, interface};
 
 use super::authorize::{Call, Deed};
 use super::error::{BusError, Result};
-use super::project::{device_paths, memory_limit, sm_percent, usec, waits_at, waits_for};
+use super::project::{device_paths, expires_usec, memory_limit, sm_percent, usec, waits_at, waits_for};
 use super::shown::Shown;
 use super::{Shared, server_path};
-use crate::leases::LeaseView;
+use crate::leases::{LeaseView, Time};
 use crate::pool::Trouble;
 use crate::units::path_element;
 
@@ -38,8 +38,13 @@ impl Lease {
     async fn touch(&self, connection: &Connection, header: &Header<'_>) -> Result<Arc<LeaseView>> {
         let view = self.view.get();
         let call = Call::begin(&self.shared, connection, header).await?;
-        call.may(Deed::Touch { owner: view.uid }).await?;
+        call.may(Deed::Touch { owner: view.facts.uid }).await?;
         Ok(view)
+    }
+
+    /// Converts a time of the lease to wall-clock microseconds.
+    fn wall_usec(&self, time: Time) -> u64 {
+        self.shared.leases.snapshot().borrow().clock.wall_usec(time)
     }
 }
 
@@ -51,7 +56,7 @@ impl Lease {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let view = self.touch(connection, &header).await?;
-        self.shared.leases.release(view.slot, "released on request").await;
+        self.shared.leases.release(view.facts.slot, "released on request").await;
         Ok(())
     }
 
@@ -63,7 +68,7 @@ impl Lease {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<u64> {
         let view = self.touch(connection, &header).await?;
-        renew(&self.shared, &view.id, ttl_usec).await
+        renew(&self.shared, &view.facts.id, ttl_usec).await
     }
 
     async fn set_idle_hint(
@@ -73,7 +78,7 @@ impl Lease {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let view = self.touch(connection, &header).await?;
-        Ok(self.shared.leases.idle_hint(view.slot, idle).await?)
+        Ok(self.shared.leases.idle_hint(view.facts.slot, idle).await?)
     }
 
     #[zbus(out_args("environment"))]
@@ -86,8 +91,8 @@ impl Lease {
         let mut environment: HashMap<String, String> =
             self.shared.settings.get().environment.clone().into_iter().collect();
         let view = self.view.get();
-        if view.spec.once {
-            environment.insert("GPUSESSION_LEASE".into(), view.id.clone());
+        if view.facts.spec.once {
+            environment.insert("GPUSESSION_LEASE".into(), view.facts.id.clone());
         }
         Ok(environment)
     }
@@ -98,7 +103,7 @@ impl Lease {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let view = self.touch(connection, &header).await?;
-        Ok(self.shared.leases.park(view.slot, true).await?)
+        Ok(self.shared.leases.park(view.facts.slot, true).await?)
     }
 
     async fn unpark(
@@ -107,7 +112,7 @@ impl Lease {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<()> {
         let view = self.touch(connection, &header).await?;
-        Ok(self.shared.leases.park(view.slot, false).await?)
+        Ok(self.shared.leases.park(view.facts.slot, false).await?)
     }
 
     #[zbus(signal)]
@@ -118,18 +123,18 @@ impl Lease {
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn id(&self) -> String {
-        self.view.get().id.clone()
+        self.view.get().facts.id.clone()
     }
 
     #[zbus(property, name = "UID")]
     fn uid(&self) -> u32 {
-        self.view.get().uid
+        self.view.get().facts.uid
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn session(&self) -> (String, OwnedObjectPath) {
         let view = self.view.get();
-        let Some(id) = &view.spec.session else { return (String::new(), OwnedObjectPath::default()) };
+        let Some(id) = &view.facts.spec.session else { return (String::new(), OwnedObjectPath::default()) };
         // Object path at logind, so that tools find the login; the root path if logind has no such
         // session.
         let leases = self.shared.leases.snapshot();
@@ -140,115 +145,112 @@ impl Lease {
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn leader(&self) -> u32 {
-        self.view.get().leader
+        self.view.get().facts.leader
     }
 
     // A lease that was lent may come back on other GPUs.
     #[zbus(property)]
     fn devices(&self) -> Vec<OwnedObjectPath> {
-        device_paths(&self.view.get())
+        device_paths(&self.view.get().facts)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn servers(&self) -> Vec<OwnedObjectPath> {
         let view = self.view.get();
-        if view.server.is_empty() { vec![] } else { vec![server_path(&view.server)] }
+        if view.facts.server.is_empty() { vec![] } else { vec![server_path(&view.facts.server)] }
     }
 
     #[zbus(property)]
     fn state(&self) -> &str {
-        self.view.get().state.as_str()
+        self.view.get().facts.state.as_str()
     }
 
     // Place in the queue and the queue's length; 0 of 0 without a queue.
     #[zbus(property)]
     fn queue_position(&self) -> (u32, u32) {
-        waits_at(&self.view.get())
+        waits_at(&self.view.get().facts)
     }
 
     #[zbus(property)]
     fn waits_for(&self) -> String {
-        waits_for(&self.view.get()).to_owned()
+        waits_for(&self.view.get().facts).to_owned()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn class(&self) -> &str {
-        self.view.get().spec.class.as_str()
+        self.view.get().facts.spec.class.as_str()
     }
 
     #[zbus(property(emits_changed_signal = "const"), name = "CreatedUSec")]
     fn created_usec(&self) -> u64 {
-        self.view.get().created_usec
+        self.wall_usec(self.view.get().facts.created)
     }
 
     // Every heartbeat changes it, so it has no change signal.
     #[zbus(property(emits_changed_signal = "false"), name = "ExpiresAtUSec")]
     fn expires_at_usec(&self) -> u64 {
-        let leases = self.shared.leases.snapshot();
-        let view = self.view.get();
-        let snapshot = leases.borrow();
-        snapshot.lease(&view.id).map_or(view.expires_usec, |l| l.expires_usec)
+        expires_usec(&self.shared, &self.view.get())
     }
 
     #[zbus(property)]
     fn idle_since_hint(&self) -> u64 {
-        self.view.get().idle_since_usec.0
+        self.view.get().gauges.idle_since.map_or(0, |at| self.wall_usec(at))
     }
 
     // On the clock that includes suspended time.
     #[zbus(property)]
     fn idle_since_hint_monotonic(&self) -> u64 {
-        self.view.get().idle_since_usec.1
+        self.view.get().gauges.idle_since.map_or(0, usec)
     }
 
     // 0 for never or unknown.
     #[zbus(property, name = "IdleTimeoutUSec")]
     fn idle_timeout_usec(&self) -> u64 {
-        self.view.get().idle_timeout_usec
+        self.view.get().facts.idle_timeout_usec
     }
 
     #[zbus(property)]
     fn fencing_token(&self) -> u64 {
-        self.view.get().fencing_token
+        self.view.get().facts.fencing_token
     }
 
     #[zbus(property)]
     fn memory_limit_bytes(&self) -> u64 {
-        memory_limit(&self.view.get())
+        memory_limit(&self.view.get().facts)
     }
 
     #[zbus(property, name = "SMPercent")]
     fn sm_percent(&self) -> u32 {
-        sm_percent(&self.view.get())
+        sm_percent(&self.view.get().facts)
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn priority(&self) -> &str {
-        self.view.get().spec.priority.as_str()
+        self.view.get().facts.spec.priority.as_str()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn sharing(&self) -> &str {
-        self.view.get().spec.sharing.map_or("", |s| s.as_str())
+        self.view.get().facts.spec.sharing.map_or("", |s| s.as_str())
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn transport(&self) -> &str {
-        self.view.get().transport().0
+        self.view.get().facts.transport().0
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn transport_reason(&self) -> &str {
-        self.view.get().transport().1
+        self.view.get().facts.transport().1
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn who(&self) -> String {
-        self.view.get().spec.who.clone()
+        self.view.get().facts.spec.who.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn why(&self) -> String {
-        self.view.get().spec.why.clone()
+        self.view.get().facts.spec.why.clone()
     }
 }

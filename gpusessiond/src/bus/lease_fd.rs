@@ -31,7 +31,7 @@ pub(super) async fn release_at_close(
 /// A lease whose descriptor did not come back is released: its requester's exit would go unnoticed.
 pub(super) fn resume(shared: &Arc<Shared>, mut lease_fds: HashMap<String, std::os::fd::OwnedFd>) {
     let snapshot = shared.leases.snapshot().borrow().clone();
-    for view in snapshot.leases.iter().filter(|l| l.spec.once && !l.spec.persistent) {
+    for view in snapshot.lease_facts().filter(|l| l.spec.once && !l.spec.persistent) {
         let key = view.spec.key.clone();
         let receiver = lease_fds.remove(&key).and_then(|fd| pipe::Receiver::from_owned_fd(fd).ok());
         let (shared, slot, kept) = (shared.clone(), view.slot, Kept::LeaseFd { key }.name());

@@ -17,7 +17,7 @@ use super::lease_fd::release_at_close;
 use super::project::{shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
 use crate::handover::Kept;
-use crate::leases::{Caller, LeaseState, LeaseView, Owner, Session, Slot, Snapshot, Spec};
+use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, Session, Slot, Snapshot, Spec};
 
 /// `CreateLease` flag: the lease outlives its requester.
 const PERSISTENT: u64 = 1;
@@ -35,13 +35,13 @@ pub struct Manager {
 type Row = (String, String, String, OwnedObjectPath);
 
 /// Finds a lease by id, or by name if exactly one pending lease has that name.
-fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
-    let shown = |l: &&LeaseView| super::publisher::shown(l);
-    if let Some(found) = snapshot.lease(id).filter(shown) {
+fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseFacts> {
+    let shown = |l: &&LeaseFacts| super::publisher::shown(l);
+    if let Some(found) = snapshot.lease(id).map(|l| &l.facts).filter(shown) {
         return Ok(found);
     }
-    let waits = |l: &&LeaseView| l.spec.name == id && l.state == LeaseState::Pending;
-    let named: Vec<_> = snapshot.leases.iter().filter(shown).filter(waits).collect();
+    let waits = |l: &&LeaseFacts| l.spec.name == id && l.state == LeaseState::Pending;
+    let named: Vec<_> = snapshot.lease_facts().filter(shown).filter(waits).collect();
     match named[..] {
         [found] => Ok(found),
         [] => Err(BusError::no_such_lease(format!("lease {id}: not found"))),
@@ -57,7 +57,7 @@ fn lease<'a>(snapshot: &'a Snapshot, id: &str) -> Result<&'a LeaseView> {
 
 impl Manager {
     /// Finds a lease that the caller may change.
-    async fn touch(&self, call: &Call<'_>, id: &str) -> Result<LeaseView> {
+    async fn touch(&self, call: &Call<'_>, id: &str) -> Result<LeaseFacts> {
         let view = lease(&self.shared.snapshot(), id)?.clone();
         call.may(Deed::Touch { owner: view.uid }).await?;
         Ok(view)
@@ -74,7 +74,7 @@ impl Manager {
     /// Finds the index of a server by name.
     fn server(&self, name: &str) -> Result<usize> {
         let snapshot = self.shared.snapshot();
-        let found = snapshot.servers.iter().position(|s| s.name == name);
+        let found = snapshot.server_facts().position(|s| s.name == name);
         found.ok_or_else(|| BusError::no_such_server(format!("server {name}: not found")))
     }
 
@@ -84,7 +84,7 @@ impl Manager {
         let caller = Caller { uid, pid, user: person.name, access: person.access, session };
         let slots = self.shared.leases.of(caller).await;
         let snapshot = self.shared.snapshot();
-        snapshot.leases.iter().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
+        snapshot.lease_facts().filter(|l| slots.contains(&l.slot)).map(|l| lease_path(&l.id)).collect()
     }
 
     /// Action that requesting a lease for `owner` needs permission for.
@@ -114,7 +114,7 @@ impl Manager {
     /// Asks the servers, since other clients use them too.
     async fn has_room(&self, spec: &Spec) -> bool {
         let mut asked = tokio::task::JoinSet::new();
-        for (index, server) in self.shared.snapshot().servers.iter().enumerate() {
+        for (index, server) in self.shared.snapshot().server_facts().enumerate() {
             let named = |name: &String| *name == server.name || *name == server.address;
             if server.state == "online" && (spec.servers.is_empty() || spec.servers.iter().any(named)) {
                 let (leases, spec) = (self.shared.leases.clone(), spec.clone());
@@ -150,9 +150,13 @@ impl Manager {
     ) -> Result<Vec<(String, u32, String, OwnedObjectPath, u64)>> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
         let snapshot = self.shared.snapshot();
-        let shown = snapshot.leases.iter().filter(|l| super::publisher::shown(l));
+        let shown = snapshot.leases.iter().filter(|l| super::publisher::shown(&l.facts));
         Ok(shown
-            .map(|l| (l.id.clone(), l.uid, l.state.as_str().into(), lease_path(&l.id), l.expires_usec))
+            .map(|view| {
+                let LeaseFacts { id, uid, state, .. } = &view.facts;
+                let expires = view.gauges.expires.map_or(0, |at| snapshot.clock.wall_usec(at));
+                (id.clone(), *uid, state.as_str().into(), lease_path(id), expires)
+            })
             .collect())
     }
 
@@ -167,7 +171,7 @@ impl Manager {
         Ok(devices
             .map(|(uuid, entry)| {
                 let path = device_path(&uuid);
-                (uuid, entry.view.device.name.clone(), state_of(&entry.view).into(), path)
+                (uuid, entry.view.name.clone(), state_of(&entry.view).into(), path)
             })
             .collect())
     }
@@ -180,7 +184,7 @@ impl Manager {
     ) -> Result<Vec<Row>> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
         let snapshot = self.shared.snapshot();
-        let servers = snapshot.servers.iter();
+        let servers = snapshot.server_facts();
         Ok(servers
             .map(|s| (s.name.clone(), s.address.clone(), s.state.clone(), server_path(&s.name)))
             .collect())
@@ -221,7 +225,7 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<OwnedObjectPath> {
         let _call = Call::begin(&self.shared, connection, &header).await?;
-        let known = self.shared.snapshot().servers.iter().any(|s| s.name == id);
+        let known = self.shared.snapshot().server_facts().any(|s| s.name == id);
         if known {
             Ok(server_path(id))
         } else {
@@ -291,9 +295,9 @@ impl Manager {
             if let Some(store) = self.shared.store {
                 store.put(&name, receiver.as_fd());
             }
-            tokio::spawn(release_at_close(self.shared.clone(), view.slot, name, receiver));
+            tokio::spawn(release_at_close(self.shared.clone(), view.facts.slot, name, receiver));
         }
-        let id = view.id;
+        let id = view.facts.id;
         self.published(|s| s.lease(&id).is_some()).await;
         let path = lease_path(&id);
         Ok((id, path, OwnedFd::from(fd)))
@@ -353,15 +357,14 @@ impl Manager {
         call.may(Deed::Touch { owner: session.uid }).await?;
         let snapshot = self.shared.leases.snapshot().borrow().clone();
         let bound: Vec<Slot> = snapshot
-            .leases
-            .iter()
+            .lease_facts()
             .filter(|l| l.spec.session.as_deref() == Some(session.id.as_str()))
             .map(|l| l.slot)
             .collect();
         for slot in &bound {
             self.shared.leases.release(*slot, "released on request").await;
         }
-        self.published(|s| !s.leases.iter().any(|l| bound.contains(&l.slot))).await;
+        self.published(|s| !s.lease_facts().any(|l| bound.contains(&l.slot))).await;
         Ok(())
     }
 
@@ -489,7 +492,7 @@ impl Manager {
 
     #[zbus(property, name = "NCurrentLeases")]
     fn n_current_leases(&self) -> u64 {
-        self.shared.snapshot().leases.iter().filter(|l| l.state != LeaseState::Pending).count() as u64
+        self.shared.snapshot().lease_facts().filter(|l| l.state != LeaseState::Pending).count() as u64
     }
 
     #[zbus(property)]

@@ -70,13 +70,13 @@ impl Shared {
 
     pub(crate) fn state(&self, snapshot: &Snapshot) -> &'static str {
         let (target, ready) = snapshot.pool();
-        let online = snapshot.servers.iter().any(|s| s.state == "online" || s.state == "draining");
-        let connecting = snapshot.servers.iter().any(|s| s.state == "connecting");
+        let online = snapshot.server_facts().any(|s| s.state == "online" || s.state == "draining");
+        let connecting = snapshot.server_facts().any(|s| s.state == "connecting");
         if !online && !connecting {
             "offline"
         } else if ready >= target && online {
             "ready"
-        } else if self.boot_complete() || snapshot.leases.iter().any(|l| l.trouble.is_some()) {
+        } else if self.boot_complete() || snapshot.lease_facts().any(|l| l.trouble.is_some()) {
             "degraded"
         } else {
             "starting"
@@ -143,7 +143,7 @@ pub fn status_text(snapshot: &Snapshot) -> String {
         return "no lease configured".into();
     }
     let mut held: Vec<&str> =
-        snapshot.leases.iter().filter(|l| !l.server.is_empty()).map(|l| l.server.as_str()).collect();
+        snapshot.lease_facts().filter(|l| !l.server.is_empty()).map(|l| l.server.as_str()).collect();
     held.sort_unstable();
     held.dedup();
     let mut text = format!("{ready}/{target} GPUs leased");
@@ -151,7 +151,7 @@ pub fn status_text(snapshot: &Snapshot) -> String {
         text.push_str(&format!(" ({})", held.join(", ")));
     }
     let waiting =
-        snapshot.leases.iter().find_map(|l| l.trouble.as_ref().filter(|_| l.state == LeaseState::Pending));
+        snapshot.lease_facts().find_map(|l| l.trouble.as_ref().filter(|_| l.state == LeaseState::Pending));
     if let Some(trouble) = waiting {
         text.push_str(&format!("; waiting: {}", trouble.waiting()));
     }

@@ -4,43 +4,43 @@ use std::time::Duration;
 
 use zbus::OwnedObjectPath;
 
-use super::device_path;
-use crate::leases::{DeviceView, LeaseView, ServerView, Snapshot};
+use super::{Shared, device_path};
+use crate::leases::{DeviceView, LeaseFacts, LeaseView, ServerFacts, Snapshot};
 
 /// Returns the shortest of the servers' times that are not 0; 0 if all are.
-pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerView) -> u64) -> u64 {
-    snapshot.servers.iter().map(time).filter(|usec| *usec > 0).min().unwrap_or(0)
+pub(super) fn shortest(snapshot: &Snapshot, time: impl Fn(&ServerFacts) -> u64) -> u64 {
+    snapshot.server_facts().map(time).filter(|usec| *usec > 0).min().unwrap_or(0)
 }
 
 /// Returns the object paths of a lease's GPUs.
-pub(super) fn device_paths(view: &LeaseView) -> Vec<OwnedObjectPath> {
-    view.devices.iter().map(|d| device_path(&d.device.uuid)).collect()
+pub(super) fn device_paths(view: &LeaseFacts) -> Vec<OwnedObjectPath> {
+    view.devices.iter().map(|d| device_path(&d.uuid)).collect()
 }
 
 /// Returns the bytes of each GPU's memory that a lease may use; 0 if unknown.
-pub(super) fn memory_limit(view: &LeaseView) -> u64 {
-    view.devices.iter().map(|d| d.device.limit_bytes).min().unwrap_or(0)
+pub(super) fn memory_limit(view: &LeaseFacts) -> u64 {
+    view.devices.iter().map(|d| d.limit_bytes).min().unwrap_or(0)
 }
 
 /// Returns the share of each GPU's multiprocessors: as granted, before the grant as requested.
-pub(super) fn sm_percent(view: &LeaseView) -> u32 {
+pub(super) fn sm_percent(view: &LeaseFacts) -> u32 {
     // Servers that predate shares send 0.
-    let granted = view.devices.iter().map(|d| d.device.sm_percent).filter(|percent| *percent != 0);
+    let granted = view.devices.iter().map(|d| d.sm_percent).filter(|percent| *percent != 0);
     granted.min().unwrap_or(view.spec.sm_percent)
 }
 
 /// Returns place and length of a server's queue; zeros without a queue.
-pub(super) fn waits_at(view: &LeaseView) -> (u32, u32) {
+pub(super) fn waits_at(view: &LeaseFacts) -> (u32, u32) {
     view.waits().and_then(|t| t.place).unwrap_or_default()
 }
 
 /// Returns why a pending lease is not held, or a parked one does not come back.
-pub(super) fn waits_for(view: &LeaseView) -> &str {
+pub(super) fn waits_for(view: &LeaseFacts) -> &str {
     view.waits().map_or("", |t| &t.message)
 }
 
 pub(super) fn state_of(view: &DeviceView) -> &str {
-    if view.device.state.is_empty() { "leased" } else { &view.device.state }
+    if view.state.is_empty() { "leased" } else { &view.state }
 }
 
 pub(super) fn health_of(view: &DeviceView) -> &'static str {
@@ -49,6 +49,16 @@ pub(super) fn health_of(view: &DeviceView) -> &'static str {
 
 pub(super) fn cuda_version(version: u32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Returns when a lease ends unless it is renewed, in wall-clock microseconds; 0 while pending.
+///
+/// Asks the lease manager: no signal announces a renewal, so a view that was shown is out of date.
+pub(super) fn expires_usec(shared: &Shared, view: &LeaseView) -> u64 {
+    let leases = shared.leases.snapshot();
+    let snapshot = leases.borrow();
+    let expires = snapshot.lease(&view.facts.id).unwrap_or(view).gauges.expires;
+    expires.map_or(0, |at| snapshot.clock.wall_usec(at))
 }
 
 pub(super) fn usec(duration: Duration) -> u64 {

@@ -1,6 +1,6 @@
 //! Exports objects and sends signals, in order of occurrence.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
@@ -12,20 +12,20 @@ use super::announce::{self, DeviceEntry, ManagerView};
 use super::project::shortest;
 use super::shown::Shown;
 use super::{Device, Lease, Manager, PATH, Server, Shared, device_path, lease_path, server_path};
-use crate::leases::{Change, LeaseState, LeaseView, Slot, Snapshot, Update};
+use crate::leases::{Change, LeaseFacts, LeaseState, LeaseView, Slot, Snapshot, Update};
 
 /// Returns `true` if a lease has an object: a one-time request has none before its grant.
-pub fn shown(view: &LeaseView) -> bool {
-    !(view.spec.once && view.state == LeaseState::Pending)
+pub fn shown(lease: &LeaseFacts) -> bool {
+    !(lease.spec.once && lease.state == LeaseState::Pending)
 }
 
 /// Collects the GPUs of this client's leases by UUID.
 pub fn devices(snapshot: &Snapshot) -> BTreeMap<String, DeviceEntry> {
     let mut devices: BTreeMap<String, DeviceEntry> = BTreeMap::new();
-    for lease in snapshot.leases.iter().filter(|l| shown(l)) {
+    for lease in snapshot.lease_facts().filter(|l| shown(l)) {
         for view in &lease.devices {
             devices
-                .entry(view.device.uuid.clone())
+                .entry(view.uuid.clone())
                 .or_insert_with(|| DeviceEntry { view: view.clone(), leases: Vec::new() })
                 .leases
                 .push(lease_path(&lease.id));
@@ -127,7 +127,8 @@ impl Publisher {
     async fn last_state(&self, path: &OwnedObjectPath, state: LeaseState) -> zbus::Result<()> {
         let lease = self.interface::<Lease>(path).await?;
         let object = lease.get().await;
-        let view = LeaseView { state, ..LeaseView::clone(&object.view.get()) };
+        let mut view = LeaseView::clone(&object.view.get());
+        view.facts.state = state;
         object.view.set(view);
         object.state_changed(lease.signal_emitter()).await
     }
@@ -145,7 +146,7 @@ impl Publisher {
 
     /// Updates the objects on the bus to match the snapshot.
     async fn show(&mut self, snapshot: Arc<Snapshot>) -> zbus::Result<()> {
-        if snapshot.booted() && snapshot.servers.iter().any(|s| s.state == "online") {
+        if snapshot.booted() && snapshot.server_facts().any(|s| s.state == "online") {
             *self.shared.boot_complete.lock().unwrap_or_else(|e| e.into_inner()) = true;
         }
         self.show_servers(&snapshot).await?;
@@ -161,9 +162,9 @@ impl Publisher {
     async fn show_servers(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
         let server = self.connection.object_server().clone();
         for (index, view) in snapshot.servers.iter().enumerate() {
-            let path = server_path(&view.name);
+            let path = server_path(&view.facts.name);
             match self.servers.get(index).cloned() {
-                Some(name) if name == view.name => {
+                Some(name) if name == view.facts.name => {
                     let object = self.interface::<Server>(&path).await?;
                     let server = object.get().await;
                     let before = server.view.set(view.clone());
@@ -175,39 +176,39 @@ impl Publisher {
                     let old = server_path(&name);
                     server.remove::<Server, _>(old.as_ref()).await?;
                     Manager::server_removed(&self.emitter(PATH)?, &name, old).await?;
-                    self.servers[index].clone_from(&view.name);
+                    self.servers[index].clone_from(&view.facts.name);
                 }
-                None => self.servers.push(view.name.clone()),
+                None => self.servers.push(view.facts.name.clone()),
             }
             let object = Server { shared: self.shared.clone(), index, view: Shown::new(view.clone()) };
             server.at(path.as_ref(), object).await?;
-            Manager::server_new(&self.emitter(PATH)?, &view.name, path).await?;
+            Manager::server_new(&self.emitter(PATH)?, &view.facts.name, path).await?;
         }
         Ok(())
     }
 
     async fn show_leases(&mut self, snapshot: &Snapshot) -> zbus::Result<()> {
         let server = self.connection.object_server().clone();
-        let there: HashMap<&str, &LeaseView> =
-            snapshot.leases.iter().filter(|l| shown(l)).map(|l| (l.id.as_str(), l)).collect();
+        let there: HashSet<&str> =
+            snapshot.lease_facts().filter(|l| shown(l)).map(|l| l.id.as_str()).collect();
         let gone: Vec<String> =
-            self.leases.keys().filter(|id| !there.contains_key(id.as_str())).cloned().collect();
+            self.leases.keys().filter(|id| !there.contains(id.as_str())).cloned().collect();
         for id in gone {
             // A pending lease has its name as id until the grant; every other end has its own
             // change.
             self.remove_lease(&id, "granted").await?;
         }
-        for view in snapshot.leases.iter().filter(|l| shown(l)) {
-            let path = lease_path(&view.id);
-            if self.leases.get(&view.id) == Some(&view.slot) {
+        for view in snapshot.leases.iter().filter(|l| shown(&l.facts)) {
+            let path = lease_path(&view.facts.id);
+            if self.leases.get(&view.facts.id) == Some(&view.facts.slot) {
                 let object = self.interface::<Lease>(&path).await?;
                 let (lease, emitter) = (object.get().await, object.signal_emitter());
                 announce::lease(&lease, emitter, &lease.view.set(view.clone()), view).await?;
             } else {
                 let object = Lease { shared: self.shared.clone(), view: Shown::new(view.clone()) };
                 server.at(path.as_ref(), object).await?;
-                self.leases.insert(view.id.clone(), view.slot);
-                Manager::lease_new(&self.emitter(PATH)?, &view.id, path).await?;
+                self.leases.insert(view.facts.id.clone(), view.facts.slot);
+                Manager::lease_new(&self.emitter(PATH)?, &view.facts.id, path).await?;
             }
         }
         Ok(())
@@ -262,7 +263,7 @@ impl Publisher {
             state: self.shared.state(&snapshot),
             target,
             ready,
-            held: snapshot.leases.iter().filter(|l| l.state != LeaseState::Pending).count(),
+            held: snapshot.lease_facts().filter(|l| l.state != LeaseState::Pending).count(),
             boot_complete: self.shared.boot_complete(),
             extra: self.shared.settings.get().access.extra_leases,
             lease_ttl: shortest(&snapshot, |s| s.lease_ttl_usec),

@@ -73,12 +73,12 @@ impl Server {
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn name(&self) -> String {
-        self.view.get().name.clone()
+        self.view.get().facts.name.clone()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
     fn addresses(&self) -> Vec<String> {
-        vec![self.view.get().address.clone()]
+        vec![self.view.get().facts.address.clone()]
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
@@ -88,36 +88,37 @@ impl Server {
 
     #[zbus(property)]
     fn state(&self) -> String {
-        self.view.get().state.clone()
+        self.view.get().facts.state.clone()
     }
 
     #[zbus(property(emits_changed_signal = "false"), name = "LastSeenUSec")]
     fn last_seen_usec(&self) -> u64 {
-        self.now().last_seen_usec
+        let clock = self.shared.leases.snapshot().borrow().clock;
+        self.now().gauges.last_seen.map_or(0, |at| clock.wall_usec(at))
     }
 
     #[zbus(property(emits_changed_signal = "false"), name = "RTTUSec")]
     fn rtt_usec(&self) -> u64 {
-        self.now().rtt_usec
+        usec(self.now().gauges.rtt)
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn protocol_version(&self) -> u32 {
-        self.now().protocol
+        self.now().facts.protocol
     }
 
     #[zbus(property(emits_changed_signal = "false"))]
     fn software(&self) -> String {
-        self.now().software
+        self.now().facts.software
     }
 
     #[zbus(property(emits_changed_signal = "false"), name = "NDevices")]
     fn n_devices(&self) -> u32 {
-        self.now().devices
+        self.now().facts.devices
     }
 
     #[zbus(property(emits_changed_signal = "false"), name = "NFree")]
     fn n_free(&self) -> u32 {
-        self.now().free
+        self.now().gauges.free
     }
 }

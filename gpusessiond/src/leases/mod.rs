@@ -9,6 +9,7 @@ pub mod machine;
 mod readings;
 mod session;
 pub mod sim;
+mod snapshot;
 mod text;
 
 use std::collections::HashMap;
@@ -25,6 +26,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
 pub use session::Session;
+pub use snapshot::{
+    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseView, ServerFacts, ServerGauges, ServerView, Snapshot,
+};
 pub use text::warning;
 
 use crate::config::LeaseConfig;
@@ -369,143 +373,6 @@ pub enum Change {
         /// Index of the server.
         server: usize,
     },
-}
-
-#[derive(Debug, Clone, PartialEq)]
-pub struct DeviceView {
-    /// The server's description.
-    pub device: control::Device,
-    /// Name of its server.
-    pub server: String,
-    /// Number within the lease, from 0.
-    pub ordinal: u32,
-    /// NVIDIA driver version of the server.
-    pub driver_version: String,
-    /// 1000 * major + 10 * minor.
-    pub cuda_version: u32,
-}
-
-/// A lease as other parts of the daemon see it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LeaseView {
-    pub slot: Slot,
-    /// Id from the server; while pending, an id made of the lease's name.
-    pub id: String,
-    pub spec: Spec,
-    /// Owner's uid; `u32::MAX` for all users, `u32::MAX - 1` for an unknown user.
-    pub uid: u32,
-    pub state: LeaseState,
-    /// Empty while pending.
-    pub devices: Vec<DeviceView>,
-    /// Name of the server; empty while pending.
-    pub server: String,
-    /// Wall-clock microseconds of the grant; while pending, of the first request.
-    pub created_usec: u64,
-    /// Wall-clock microseconds of the end unless renewed; 0 while pending.
-    pub expires_usec: u64,
-    pub fencing_token: u64,
-    /// Whether data connections are encrypted.
-    pub encrypted: bool,
-    /// Why it is not held, or its latest trouble.
-    pub trouble: Option<PoolError>,
-    /// Time until the next try, while pending.
-    pub retry_in: Option<Duration>,
-    /// Number of workers ready for processes.
-    pub stock: usize,
-    /// Number of processes that use it.
-    pub processes: usize,
-    /// The latest failed program of each user, with wall-clock microseconds; the newest last.
-    ///
-    /// An entry goes when the lease has served another program of that user.
-    pub failures: Vec<(Failure, u64)>,
-    /// Since when no program uses it, according to the server: wall-clock and since boot, in
-    /// microseconds; 0 while in use.
-    pub idle_since_usec: (u64, u64),
-    /// Rest after which the server parks or releases it, in microseconds; 0 for never or unknown.
-    pub idle_timeout_usec: u64,
-    /// Pid of the leader of its session; 0 without a session.
-    pub leader: u32,
-}
-
-impl LeaseView {
-    /// Returns why it waits for GPUs: those that it never had, or those that it lent or parked.
-    pub fn waits(&self) -> Option<&PoolError> {
-        self.trouble.as_ref().filter(|trouble| match self.state {
-            LeaseState::Pending => true,
-            LeaseState::Parked => trouble.place.is_some(),
-            _ => false,
-        })
-    }
-
-    /// Returns the transport of its programs' data and the reason; empty while pending.
-    pub fn transport(&self) -> (&'static str, &'static str) {
-        match (self.devices.is_empty(), self.encrypted) {
-            (true, _) => ("", ""),
-            (_, true) => ("tcp+tls", "the server encrypts"),
-            (_, false) => ("tcp", "the server trusts this network"),
-        }
-    }
-}
-
-/// A server as other parts of the daemon see it.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct ServerView {
-    /// Name; the address until the server has reported its name.
-    pub name: String,
-    /// Control address.
-    pub address: String,
-    /// `connecting`, `online`, `suspect`, `offline`, `draining` or `unauthorized`.
-    pub state: String,
-    /// Reason of the last failed call; empty after a success.
-    pub trouble: String,
-    /// Wall-clock microseconds of its last answer; 0 for never.
-    pub last_seen_usec: u64,
-    /// Round trip of the last call.
-    pub rtt_usec: u64,
-    /// Version of the data plane's protocol; 0 until reported.
-    pub protocol: u32,
-    /// Software and version.
-    pub software: String,
-    /// Number of GPUs that it serves.
-    pub devices: u32,
-    /// Number of free GPUs.
-    pub free: u32,
-    /// Rest after which it parks or releases a lease that has no idle timeout itself, in
-    /// microseconds; 0 for never or unknown.
-    pub idle_timeout_usec: u64,
-    /// Time to live that it gives leases that request none, in microseconds; 0 if unknown.
-    pub lease_ttl_usec: u64,
-}
-
-/// State of all leases, servers and sessions at one moment.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Snapshot {
-    /// Leases in the order in which they were first wanted.
-    pub leases: Vec<LeaseView>,
-    /// Servers in configuration order.
-    pub servers: Vec<ServerView>,
-    pub sessions: Vec<Arc<Session>>,
-}
-
-impl Snapshot {
-    /// Finds a lease by its id.
-    pub fn lease(&self, id: &str) -> Option<&LeaseView> {
-        self.leases.iter().find(|l| l.id == id)
-    }
-
-    /// Counts the GPUs of configured leases: wanted, and held.
-    pub fn pool(&self) -> (u32, u32) {
-        let configured = || self.leases.iter().filter(|l| !l.spec.once);
-        let ready =
-            configured().filter(|l| l.state != LeaseState::Pending).map(|l| l.devices.len() as u32).sum();
-        (configured().map(|l| l.spec.gpus).sum(), ready)
-    }
-
-    /// Returns `true` if every configured lease of class boot is held.
-    pub fn booted(&self) -> bool {
-        let mut boot = self.leases.iter().filter(|l| !l.spec.once && l.spec.class == Class::Boot);
-        boot.all(|l| l.state != LeaseState::Pending)
-    }
 }
 
 /// Changes, and the state after them.

@@ -11,13 +11,13 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::effects::{follow, tell_ended};
-use super::snapshot::wall_usec;
 use super::{HostFacts, Message, Updates};
 use crate::access::Gate;
 use crate::leases::alarm::Alarm;
 use crate::leases::machine::{Machine, Saved};
 use crate::leases::{
-    Caller, Failure, Granted, LeaseView, ServerView, Session, Slot, Snapshot, Time, WorkerRequest,
+    Caller, Failure, Granted, LeaseView, ServerFacts, ServerGauges, ServerView, Session, Slot, Snapshot,
+    Time, WorkerRequest,
 };
 use crate::pool::{PoolError, PoolServer, Trouble};
 
@@ -30,8 +30,6 @@ pub(super) struct Actor {
     pub(super) messages: mpsc::WeakUnboundedSender<Message>,
     pub(super) snapshot: watch::Sender<Arc<Snapshot>>,
     pub(super) updates: Updates,
-    /// A server's description changed since the last snapshot.
-    pub(super) described: bool,
     pub(super) saved: Saved,
     pub(super) save: Box<dyn FnMut(&Saved) + Send>,
     pub(super) gate: Option<Arc<Gate>>,
@@ -177,7 +175,7 @@ impl Actor {
                 if let Ok((server, lease)) = &result {
                     self.machine.name_server(now, *server, &lease.server);
                     if !lease.server.is_empty() {
-                        self.about[*server].name.clone_from(&lease.server);
+                        self.about[*server].facts.name.clone_from(&lease.server);
                     }
                     info!(
                         message_id = Event::LeaseGranted.id(),
@@ -210,11 +208,9 @@ impl Actor {
             Message::Renewed(server, asked, rtt, result) => {
                 if let Ok(reply) = &result {
                     let about = &mut self.about[server];
-                    about.last_seen_usec = wall_usec();
-                    about.rtt_usec = rtt.as_micros() as u64;
-                    if !reply.state.is_empty() && about.state != reply.state {
-                        about.state.clone_from(&reply.state);
-                        self.described = true;
+                    (about.gauges.last_seen, about.gauges.rtt) = (Some(now), rtt);
+                    if !reply.state.is_empty() {
+                        about.facts.state.clone_from(&reply.state);
                     }
                 }
                 self.machine.renewed(now, server, &asked, result.map(|reply| reply.leases));
@@ -257,9 +253,9 @@ impl Actor {
                     let index = self.machine.add_server(now, address.clone());
                     tokio::spawn(follow(server.clone(), index, self.boot.clone(), self.messages.clone()));
                     self.servers.push(server);
-                    self.about.push(ServerView { name: address.clone(), address, ..ServerView::default() });
+                    let facts = ServerFacts { name: address.clone(), address, ..ServerFacts::default() };
+                    self.about.push(ServerView { facts, ..ServerView::default() });
                 }
-                self.described = true;
             }
             Message::Disconnected(server) => {
                 for (lease, worker) in self.machine.disconnected(server) {
@@ -278,22 +274,19 @@ impl Actor {
             Message::Event(server, event) => self.machine.event(now, server, event),
             Message::Described(server, rtt, description) => {
                 self.machine.name_server(now, server, &description.name);
+                let free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
                 let about = &mut self.about[server];
+                about.gauges = ServerGauges { last_seen: Some(now), rtt, free };
                 if !description.name.is_empty() {
-                    about.name = description.name;
+                    about.facts.name = description.name;
                 }
-                about.rtt_usec = rtt.as_micros() as u64;
-                about.last_seen_usec = wall_usec();
-                about.protocol = description.protocol;
-                about.software = description.software;
-                about.devices = description.devices.len() as u32;
-                about.free = description.devices.iter().filter(|d| d.state == "free").count() as u32;
-                about.state = description.state;
-                about.idle_timeout_usec = description.idle_timeout_usec;
-                about.lease_ttl_usec = description.lease_ttl_usec;
-                let free = about.free;
+                about.facts.protocol = description.protocol;
+                about.facts.software = description.software;
+                about.facts.devices = description.devices.len() as u32;
+                about.facts.state = description.state;
+                about.facts.idle_timeout_usec = description.idle_timeout_usec;
+                about.facts.lease_ttl_usec = description.lease_ttl_usec;
                 self.machine.described(now, server, free);
-                self.described = true;
             }
         }
     }

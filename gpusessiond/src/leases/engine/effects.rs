@@ -11,7 +11,6 @@ use tracing::{debug, warn};
 
 use super::actor::Actor;
 use super::grants::valid;
-use super::snapshot::same;
 use super::{Message, ended};
 use crate::leases::machine::Action;
 use crate::leases::{Change, Update};
@@ -108,12 +107,12 @@ impl Actor {
         let snapshot = Arc::new(self.snapshot());
         // Waiting processes ask again at each notification, so only a real change notifies.
         let stock = told.iter().any(|c| matches!(c, Change::Stock { .. }));
-        let mut changed = stock || std::mem::take(&mut self.described);
+        let mut changed = stock;
         {
             // Under the lock, so that a subscriber that starts now sees every update exactly once.
             let mut updates = self.updates.lock().unwrap_or_else(|e| e.into_inner());
             self.snapshot.send_if_modified(|old| {
-                changed |= !same(old, &snapshot);
+                changed |= !old.same_facts(&snapshot);
                 *old = snapshot.clone();
                 changed
             });
@@ -128,7 +127,7 @@ impl Actor {
             match &change {
                 Change::Granted { slot } => {
                     if let Some(reply) = self.creating.remove(slot) {
-                        let view = snapshot.leases.iter().find(|l| l.slot == *slot).cloned();
+                        let view = snapshot.leases.iter().find(|l| l.facts.slot == *slot).cloned();
                         let gone = reply.send(view.ok_or_else(ended)).is_err();
                         if gone {
                             // The requester dropped its reply channel.

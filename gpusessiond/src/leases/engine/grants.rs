@@ -153,7 +153,7 @@ impl Actor {
 
     /// Returns why the lease's server would refuse a program's connection, if it would.
     fn protocol_mismatch(&self, slot: Slot) -> Option<String> {
-        let about = &self.about[self.machine.slot(slot)?.held()?.server];
+        let about = &self.about[self.machine.slot(slot)?.held()?.server].facts;
         let ours = u32::from(preface::VERSION);
         // 0 until the server has described itself.
         (![0, ours].contains(&about.protocol)).then(|| {

@@ -11,7 +11,7 @@ use crate::pool::Trouble;
 impl Actor {
     /// Logs servers that fall silent or return, and leases that are parked.
     pub(super) fn log_servers(&mut self, snapshot: &Snapshot) {
-        for (index, server) in snapshot.servers.iter().enumerate() {
+        for (index, server) in snapshot.server_facts().enumerate() {
             let lost = matches!(server.state.as_str(), "suspect" | "offline" | "unauthorized");
             if lost && self.lost.insert(index) {
                 warn!(
@@ -32,7 +32,7 @@ impl Actor {
                 );
             }
         }
-        for lease in &snapshot.leases {
+        for lease in snapshot.lease_facts() {
             if lease.state != LeaseState::Parked {
                 self.parked.remove(&lease.slot);
             } else if self.parked.insert(lease.slot) {
@@ -44,7 +44,7 @@ impl Actor {
                 );
             }
         }
-        self.parked.retain(|slot| snapshot.leases.iter().any(|l| l.slot == *slot));
+        self.parked.retain(|slot| snapshot.lease_facts().any(|l| l.slot == *slot));
     }
 
     /// Logs a change; that a lease waits is logged once for each reason, not at every try.

@@ -147,7 +147,6 @@ impl Engine {
             messages: messages.downgrade(),
             snapshot: snapshot_out,
             updates: updates.clone(),
-            described: false,
             creating: HashMap::new(),
             drained: Vec::new(),
             said: HashMap::new(),

@@ -1,4 +1,4 @@
-//! Snapshots of all leases, servers and sessions, for the other parts of the daemon.
+//! Takes snapshots of all leases, servers and sessions.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,7 +6,10 @@ use super::actor::Actor;
 use gpusession_common::words::Class;
 
 use crate::leases::machine::{Held, OFFLINE_TIMEOUT, Phase, SUSPECT_TIMEOUT};
-use crate::leases::{DeviceView, LeaseState, LeaseView, Owner, ServerView, Snapshot, Time};
+use crate::leases::{
+    Clock, DeviceView, LeaseFacts, LeaseGauges, LeaseState, LeaseView, Owner, ServerFacts, ServerView,
+    Snapshot,
+};
 use crate::pool::Trouble;
 
 /// Uid shown for an owner whom the user database does not know; differs from "everyone".
@@ -14,15 +17,7 @@ const UNKNOWN_USER: u32 = u32::MAX - 1;
 
 impl Actor {
     pub(super) fn snapshot(&self) -> Snapshot {
-        let now = self.now();
-        let wall = wall_usec();
-        let at_wall = |time: Time| {
-            if time >= now {
-                wall + (time - now).as_micros() as u64
-            } else {
-                wall - (now - time).as_micros() as u64
-            }
-        };
+        let clock = Clock { now: self.now(), wall_usec: wall_usec() };
         let leases = self
             .machine
             .slots()
@@ -35,7 +30,7 @@ impl Actor {
                     // Several sessions or users may each have a lease of this name.
                     Class::Session | Class::User => format!("{}-{slot}", spec.name),
                 };
-                LeaseView {
+                let facts = LeaseFacts {
                     slot,
                     id: held.map_or(pending_name, |h| h.lease.id.clone()),
                     uid: match spec.owner {
@@ -46,35 +41,33 @@ impl Actor {
                     state: held.map_or(LeaseState::Pending, |h| h.state),
                     devices: held.map(devices).unwrap_or_default(),
                     server: held.map(|h| h.lease.server.clone()).unwrap_or_default(),
-                    created_usec: at_wall(held.map_or(wanted.since, |h| h.since)),
-                    expires_usec: held.map_or(0, |h| at_wall(h.expires)),
+                    created: held.map_or(wanted.since, |h| h.since),
                     fencing_token: held.map_or(0, |h| h.lease.fencing_token),
                     encrypted: held.is_some_and(|h| h.lease.encrypted),
                     trouble: held.and_then(Held::waits).or_else(|| wanted.trouble.clone()),
-                    retry_in: match wanted.phase {
-                        Phase::Waiting { retry } => Some(retry.saturating_sub(now)),
-                        _ => None,
-                    },
-                    stock: held.map_or(0, |h| h.stock.len()),
                     processes: wanted.processes,
-                    failures: self
-                        .failures
-                        .get(&slot)
-                        .into_iter()
-                        .flatten()
-                        .map(|(failure, at)| (failure.clone(), at_wall(*at)))
-                        .collect(),
+                    failures: self.failures.get(&slot).cloned().unwrap_or_default(),
                     idle_timeout_usec: held.map_or(0, |h| h.lease.idle_timeout_usec),
-                    idle_since_usec: held
-                        .and_then(|h| h.idle_since)
-                        .map_or((0, 0), |at| (at_wall(at), at.as_micros() as u64)),
                     leader: spec
                         .session
                         .as_ref()
                         .and_then(|id| self.machine.sessions().get(id))
                         .map_or(0, |s| s.leader),
                     spec,
-                }
+                };
+                let gauges = LeaseGauges {
+                    expires: held.map(|h| h.expires),
+                    retry: match wanted.phase {
+                        Phase::Waiting { retry } => Some(retry),
+                        _ => None,
+                    },
+                    stock: held.map_or(0, |h| h.stock.len()),
+                    idle_since: held.and_then(|h| h.idle_since),
+                    memory_free_bytes: held
+                        .map(|h| h.lease.devices.iter().map(|d| d.memory_free_bytes).collect())
+                        .unwrap_or_default(),
+                };
+                LeaseView { facts, gauges }
             })
             .collect();
         let servers = self
@@ -83,8 +76,8 @@ impl Actor {
             .enumerate()
             .map(|(i, about)| {
                 let health = self.machine.health(i);
-                let silent = self.machine.silent_for(now, i);
-                let draining = about.state == "draining" || self.machine.drained(i);
+                let silent = self.machine.silent_for(clock.now, i);
+                let draining = about.facts.state == "draining" || self.machine.drained(i);
                 let state = match (&health.trouble, health.answered, silent) {
                     (Some(e), ..) if e.trouble == Trouble::Refused => "unauthorized",
                     (None, Some(_), _) if draining => "draining",
@@ -95,45 +88,32 @@ impl Actor {
                     (Some(_), None, _) => "offline",
                     (None, None, _) => "connecting",
                 };
-                ServerView {
+                let facts = ServerFacts {
                     state: state.into(),
                     trouble: health.trouble.as_ref().map(|e| e.message.clone()).unwrap_or_default(),
-                    ..about.clone()
-                }
+                    ..about.facts.clone()
+                };
+                ServerView { facts, gauges: about.gauges.clone() }
             })
             .collect();
         let sessions = self.machine.sessions().values().cloned().collect();
-        Snapshot { leases, servers, sessions }
+        Snapshot { leases, servers, sessions, clock }
     }
 }
 
-/// Returns `true` if no observer needs to know of `b` after `a`: clocks move in every snapshot.
-pub(super) fn same(a: &Snapshot, b: &Snapshot) -> bool {
-    let shown = |d: &DeviceView| (d.device.uuid.clone(), d.device.state.clone());
-    a.leases.len() == b.leases.len()
-        && a.leases.iter().zip(&b.leases).all(|(a, b)| {
-            a.slot == b.slot
-                && a.id == b.id
-                && a.uid == b.uid
-                && a.state == b.state
-                && a.trouble == b.trouble
-                && a.fencing_token == b.fencing_token
-                && a.idle_timeout_usec == b.idle_timeout_usec
-                && a.devices.iter().map(shown).eq(b.devices.iter().map(shown))
-                && a.processes == b.processes
-                && a.failures.iter().map(|f| &f.0).eq(b.failures.iter().map(|f| &f.0))
-        })
-        && a.sessions == b.sessions
-        && a.servers.len() == b.servers.len()
-        && a.servers.iter().zip(&b.servers).all(|(a, b)| a.state == b.state && a.name == b.name)
-}
-
-pub(super) fn devices(held: &Held) -> Vec<DeviceView> {
+fn devices(held: &Held) -> Vec<DeviceView> {
     let lease = &held.lease;
     (0..)
         .zip(&lease.devices)
         .map(|(ordinal, device)| DeviceView {
-            device: device.clone(),
+            uuid: device.uuid.clone(),
+            name: device.name.clone(),
+            state: device.state.clone(),
+            memory_bytes: device.memory_bytes,
+            limit_bytes: device.limit_bytes,
+            sm_percent: device.sm_percent,
+            compute: (device.compute_major, device.compute_minor),
+            pci_address: device.pci_address.clone(),
             server: lease.server.clone(),
             ordinal,
             driver_version: lease.driver_version.clone(),
@@ -142,6 +122,6 @@ pub(super) fn devices(held: &Held) -> Vec<DeviceView> {
         .collect()
 }
 
-pub(super) fn wall_usec() -> u64 {
+fn wall_usec() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
 }

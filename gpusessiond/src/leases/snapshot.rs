@@ -1,0 +1,247 @@
+//! State of all leases, servers and sessions at one moment, for the other parts of the daemon.
+//!
+//! A view has facts, whose change observers learn, and gauges, which move all the time. Times are
+//! on the lease manager's clock; [`Clock`] converts them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gpusession_common::words::Class;
+
+use super::{Failure, LeaseState, Session, Slot, Spec, Time};
+use crate::pool::PoolError;
+
+/// The lease manager's clock and the wall clock at one moment.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Clock {
+    pub now: Time,
+    /// Microseconds since the epoch.
+    pub wall_usec: u64,
+}
+
+impl Clock {
+    /// Converts a time to wall-clock microseconds.
+    pub fn wall_usec(&self, time: Time) -> u64 {
+        let ahead = time.saturating_sub(self.now).as_micros() as u64;
+        let ago = self.now.saturating_sub(time).as_micros() as u64;
+        (self.wall_usec + ahead).saturating_sub(ago)
+    }
+}
+
+/// A lease as other parts of the daemon see it.
+#[derive(Debug, Clone)]
+pub struct LeaseView {
+    pub facts: LeaseFacts,
+    pub gauges: LeaseGauges,
+}
+
+/// Properties of a lease whose change observers learn.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LeaseFacts {
+    pub slot: Slot,
+    /// Id from the server; while pending, an id made of the lease's name.
+    pub id: String,
+    pub spec: Spec,
+    /// Owner's uid; `u32::MAX` for all users, `u32::MAX - 1` for an unknown user.
+    pub uid: u32,
+    pub state: LeaseState,
+    /// Empty while pending.
+    pub devices: Vec<DeviceView>,
+    /// Name of the server; empty while pending.
+    pub server: String,
+    /// Time of the grant; while pending, of the first request.
+    pub created: Time,
+    pub fencing_token: u64,
+    /// Whether data connections are encrypted.
+    pub encrypted: bool,
+    /// Why it is not held, or its latest trouble.
+    pub trouble: Option<PoolError>,
+    /// Number of processes that use it.
+    pub processes: usize,
+    /// The latest failed program of each user, and when it failed; the newest last.
+    ///
+    /// An entry goes when the lease has served another program of that user.
+    pub failures: Vec<(Failure, Time)>,
+    /// Rest after which the server parks or releases it, in microseconds; 0 for never or unknown.
+    pub idle_timeout_usec: u64,
+    /// Pid of the leader of its session; 0 without a session.
+    pub leader: u32,
+}
+
+/// Properties of a lease that move without any observer being notified.
+#[derive(Debug, Clone, Default)]
+pub struct LeaseGauges {
+    /// End of the lease unless it is renewed; `None` while pending.
+    pub expires: Option<Time>,
+    /// Time of the next try, while pending.
+    pub retry: Option<Time>,
+    /// Number of workers ready for processes.
+    pub stock: usize,
+    /// Since when no program uses it, according to the server.
+    pub idle_since: Option<Time>,
+    /// Free memory of each of its GPUs, in bytes.
+    pub memory_free_bytes: Vec<u64>,
+}
+
+/// A GPU of a lease, as its server describes it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct DeviceView {
+    pub uuid: String,
+    pub name: String,
+    /// State at the server; empty from servers that predate it.
+    pub state: String,
+    /// Memory of the card.
+    pub memory_bytes: u64,
+    /// Memory that the lease may use.
+    pub limit_bytes: u64,
+    /// Share of the multiprocessors; 0 from servers that predate shares.
+    pub sm_percent: u32,
+    /// Compute capability: major, minor.
+    pub compute: (u32, u32),
+    pub pci_address: String,
+    /// Name of its server.
+    pub server: String,
+    /// Number within the lease, from 0.
+    pub ordinal: u32,
+    /// NVIDIA driver version of the server.
+    pub driver_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: u32,
+}
+
+impl LeaseFacts {
+    /// Returns why it waits for GPUs: those that it never had, or those that it lent or parked.
+    pub fn waits(&self) -> Option<&PoolError> {
+        self.trouble.as_ref().filter(|trouble| match self.state {
+            LeaseState::Pending => true,
+            LeaseState::Parked => trouble.place.is_some(),
+            _ => false,
+        })
+    }
+
+    /// Returns the transport of its programs' data and the reason; empty while pending.
+    pub fn transport(&self) -> (&'static str, &'static str) {
+        match (self.devices.is_empty(), self.encrypted) {
+            (true, _) => ("", ""),
+            (_, true) => ("tcp+tls", "the server encrypts"),
+            (_, false) => ("tcp", "the server trusts this network"),
+        }
+    }
+}
+
+/// A server as other parts of the daemon see it.
+#[derive(Debug, Clone, Default)]
+pub struct ServerView {
+    pub facts: ServerFacts,
+    pub gauges: ServerGauges,
+}
+
+/// Properties of a server whose change observers learn.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ServerFacts {
+    /// Name; the address until the server has reported its name.
+    pub name: String,
+    /// Control address.
+    pub address: String,
+    /// `connecting`, `online`, `suspect`, `offline`, `draining` or `unauthorized`.
+    pub state: String,
+    /// Reason of the last failed call; empty after a success.
+    pub trouble: String,
+    /// Version of the data plane's protocol; 0 until reported.
+    pub protocol: u32,
+    /// Software and version.
+    pub software: String,
+    /// Number of GPUs that it serves.
+    pub devices: u32,
+    /// Rest after which it parks or releases a lease that has no idle timeout itself, in
+    /// microseconds; 0 for never or unknown.
+    pub idle_timeout_usec: u64,
+    /// Time to live that it gives leases that request none, in microseconds; 0 if unknown.
+    pub lease_ttl_usec: u64,
+}
+
+/// Properties of a server that move without any observer being notified.
+#[derive(Debug, Clone, Default)]
+pub struct ServerGauges {
+    /// Time of its last answer.
+    pub last_seen: Option<Time>,
+    /// Round trip of the last call.
+    pub rtt: Duration,
+    /// Number of free GPUs.
+    pub free: u32,
+}
+
+/// State of all leases, servers and sessions at one moment.
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    /// Leases in the order in which they were first wanted.
+    pub leases: Vec<LeaseView>,
+    /// Servers in configuration order.
+    pub servers: Vec<ServerView>,
+    pub sessions: Vec<Arc<Session>>,
+    /// The moment of the snapshot on both clocks.
+    pub clock: Clock,
+}
+
+impl Snapshot {
+    /// Iterates over the facts of all leases.
+    pub fn lease_facts(&self) -> impl Iterator<Item = &LeaseFacts> {
+        self.leases.iter().map(|l| &l.facts)
+    }
+
+    /// Iterates over the facts of all servers.
+    pub fn server_facts(&self) -> impl Iterator<Item = &ServerFacts> {
+        self.servers.iter().map(|s| &s.facts)
+    }
+
+    /// Returns `true` if observers of `self` learn nothing new from `other`.
+    pub fn same_facts(&self, other: &Self) -> bool {
+        self.lease_facts().eq(other.lease_facts())
+            && self.server_facts().eq(other.server_facts())
+            && self.sessions == other.sessions
+    }
+
+    /// Finds a lease by its id.
+    pub fn lease(&self, id: &str) -> Option<&LeaseView> {
+        self.leases.iter().find(|l| l.facts.id == id)
+    }
+
+    /// Counts the GPUs of configured leases: wanted, and held.
+    pub fn pool(&self) -> (u32, u32) {
+        let configured = || self.lease_facts().filter(|l| !l.spec.once);
+        let ready =
+            configured().filter(|l| l.state != LeaseState::Pending).map(|l| l.devices.len() as u32).sum();
+        (configured().map(|l| l.spec.gpus).sum(), ready)
+    }
+
+    /// Returns `true` if every configured lease of class boot is held.
+    pub fn booted(&self) -> bool {
+        let mut boot = self.lease_facts().filter(|l| !l.spec.once && l.spec.class == Class::Boot);
+        boot.all(|l| l.state != LeaseState::Pending)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_converted_in_both_directions() {
+        let clock = Clock { now: Duration::from_secs(100), wall_usec: 5_000_000_000 };
+        assert_eq!(clock.wall_usec(Duration::from_secs(100)), 5_000_000_000);
+        assert_eq!(clock.wall_usec(Duration::from_secs(103)), 5_003_000_000);
+        assert_eq!(clock.wall_usec(Duration::from_secs(98)), 4_998_000_000);
+    }
+
+    #[test]
+    fn observers_learn_facts_and_no_gauges() {
+        let before = Snapshot { servers: vec![ServerView::default()], ..Snapshot::default() };
+        let mut now = before.clone();
+        now.servers[0].gauges = ServerGauges { last_seen: Some(Duration::ZERO), rtt: Duration::MAX, free: 1 };
+        now.clock.wall_usec = 1;
+        assert!(before.same_facts(&now));
+        now.servers[0].facts.software = "gpuserver 2".into();
+        assert!(!before.same_facts(&now));
+        assert!(!before.same_facts(&Snapshot::default()), "a server is gone");
+    }
+}
