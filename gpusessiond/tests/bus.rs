@@ -154,6 +154,11 @@ async fn objects_lists_and_properties() {
     assert_eq!(manager.get_property::<u32>("PoolReady").await.unwrap(), 2);
     assert_eq!(manager.get_property::<u64>("NCurrentLeases").await.unwrap(), 1);
 
+    // No signal announces a renewal, so the list has to ask for the end.
+    engine.renew(id, None).await.unwrap();
+    let renewed = async { while leases(&manager).await[0].4 == *expires {} };
+    tokio::time::timeout(PATIENCE, renewed).await.unwrap();
+
     let lease = proxy(&connection, path.as_str(), "org.gpusession1.Lease").await;
     assert_eq!(lease.get_property::<String>("Class").await.unwrap(), "boot");
     assert_eq!(lease.get_property::<u32>("UID").await.unwrap(), u32::MAX);

@@ -14,7 +14,7 @@ use super::authorize::{Call, Creating, Deed};
 use super::error::{BusError, Result};
 use super::lease::renew;
 use super::lease_fd::release_at_close;
-use super::project::{shortest, state_of};
+use super::project::{expires_usec, shortest, state_of};
 use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
 use crate::handover::Kept;
 use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, Session, Slot, Snapshot, Spec};
@@ -154,7 +154,7 @@ impl Manager {
         Ok(shown
             .map(|view| {
                 let LeaseFacts { id, uid, state, .. } = &view.facts;
-                let expires = view.gauges.expires.map_or(0, |at| snapshot.clock.wall_usec(at));
+                let expires = expires_usec(&self.shared, view);
                 (id.clone(), *uid, state.as_str().into(), lease_path(id), expires)
             })
             .collect())
