@@ -52,12 +52,15 @@ impl ChildGraphs {
         gone
     }
 
-    /// Forgets and returns the graph in a destroyed node, and all graphs below it.
+    /// Forgets and returns the graphs in a destroyed node, and all graphs below them.
     pub fn destroy_node(&mut self, node: u64) -> Vec<u64> {
-        let Some(child) = self.of_node(node) else { return Vec::new() };
-        let mut gone = self.destroy_graph(child);
-        self.parents.remove(&child);
-        gone.push(child);
+        let mut gone = Vec::new();
+        // A conditional node has several.
+        while let Some(child) = self.of_node(node) {
+            gone.extend(self.destroy_graph(child));
+            self.parents.remove(&child);
+            gone.push(child);
+        }
         gone
     }
 }
@@ -91,6 +94,15 @@ mod tests {
         assert_eq!(gone, [2, 3]);
         assert!(graphs.is_embedded(4));
         assert_eq!(graphs.destroy_node(100), []);
+    }
+
+    #[test]
+    fn a_node_may_have_several_graphs() {
+        let mut graphs = three_levels();
+        graphs.insert(5, 1, 100);
+        let mut gone = graphs.destroy_node(100);
+        gone.sort_unstable();
+        assert_eq!(gone, [2, 3, 5]);
     }
 
     #[test]

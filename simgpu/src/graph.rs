@@ -1,7 +1,7 @@
 //! Graphs and the nodes they are made of.
 
 use crate::driver::config;
-use crate::errors::{INVALID_HANDLE, INVALID_VALUE, Result};
+use crate::errors::{self, INVALID_HANDLE, INVALID_VALUE, Result};
 use crate::memory::Allocation;
 use crate::op::{Copy, Fill, Launch, Op};
 use crate::registry::{Registry, handle};
@@ -9,7 +9,7 @@ use crate::stream::{EVENTS, Point, Random, Recorded, Stream};
 use crate::submit;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 pub use crate::capture::{
@@ -75,20 +75,59 @@ pub enum NodeKind {
     Empty,
     EventWait(usize),
     EventRecord(usize),
-    /// Memory that the graph owns from the capture on; a launch does nothing for it.
+    /// Memory that the graph owns; a launch only notes that it is allocated.
     Alloc(Arc<GraphMemory>),
     Free(u64),
     MemOps(Vec<Op>),
+    Condition(Arc<Condition>, u32, Vec<Arc<Graph>>),
 }
 
 /// Memory of an allocation node, freed with the last graph that contains the node.
-pub struct GraphMemory(pub Arc<Allocation>);
+pub struct GraphMemory {
+    pub allocation: Arc<Allocation>,
+    /// Whether a launch has allocated it and no free has followed.
+    pub live: AtomicBool,
+}
+
+static GRAPH_MEMORY: Mutex<Vec<Weak<GraphMemory>>> = Mutex::new(Vec::new());
+
+impl GraphMemory {
+    pub fn new(allocation: Arc<Allocation>) -> Arc<GraphMemory> {
+        let new = Arc::new(GraphMemory { allocation, live: AtomicBool::new(false) });
+        let mut known = GRAPH_MEMORY.lock();
+        known.retain(|m| m.strong_count() > 0);
+        known.push(Arc::downgrade(&new));
+        new
+    }
+
+    /// Returns the memory of a graph at an address.
+    pub fn find(at: u64) -> Option<Arc<GraphMemory>> {
+        GRAPH_MEMORY.lock().iter().filter_map(Weak::upgrade).find(|m| m.allocation.base == at)
+    }
+}
 
 impl Drop for GraphMemory {
     fn drop(&mut self) {
         if let Ok(d) = crate::driver::driver() {
-            d.space.remove(self.0.base, |a| a.id == self.0.id);
+            d.space.remove(self.allocation.base, |a| a.id == self.allocation.id);
         }
+    }
+}
+
+/// The value that decides about a conditional node; device code cannot change it here.
+pub struct Condition {
+    pub id: u64,
+    /// Value at each launch.
+    pub value: u32,
+}
+
+pub static CONDITIONS: Mutex<Vec<Arc<Condition>>> = Mutex::new(Vec::new());
+
+impl Condition {
+    pub fn new(value: u32) -> Arc<Condition> {
+        let new = Arc::new(Condition { id: next_id(), value });
+        CONDITIONS.lock().push(new.clone());
+        new
     }
 }
 
@@ -107,6 +146,7 @@ impl NodeKind {
             NodeKind::Alloc(_) => 10,
             NodeKind::Free(_) => 11,
             NodeKind::MemOps(_) => 12,
+            NodeKind::Condition(..) => 13,
         }
     }
 
@@ -245,8 +285,10 @@ impl Graph {
     /// Removes the graph and its nodes from the tables of handles.
     pub fn destroy(self: &Arc<Self>) {
         for n in self.nodes.lock().drain(..) {
-            if let NodeKind::Child(g) = &*n.kind.lock() {
-                g.destroy();
+            match &*n.kind.lock() {
+                NodeKind::Child(g) => g.destroy(),
+                NodeKind::Condition(_, _, bodies) => bodies.iter().for_each(|body| body.destroy()),
+                _ => {}
             }
             let _ = NODES.remove(handle(&n));
         }
@@ -293,6 +335,9 @@ fn shape(graph: &Graph) -> Shape {
 fn snapshot(kind: &NodeKind) -> NodeKind {
     match kind {
         NodeKind::Child(g) => NodeKind::Child(g.duplicate()),
+        NodeKind::Condition(condition, kind, bodies) => {
+            NodeKind::Condition(condition.clone(), *kind, bodies.iter().map(|b| b.duplicate()).collect())
+        }
         other => other.clone(),
     }
 }
@@ -340,7 +385,8 @@ impl Exec {
     }
 
     pub fn launch(&self, stream: &Arc<Stream>) -> Result {
-        let mut plan = Plan::default();
+        // CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
+        let mut plan = Plan { auto_free: self.flags & 1 != 0, ..Plan::default() };
         for step in self.steps.lock().iter().filter(|s| s.enabled) {
             plan.add(&step.kind)?;
         }
@@ -361,12 +407,21 @@ impl Exec {
 /// The operations that one launch of a graph submits to a stream.
 #[derive(Default)]
 struct Plan {
+    auto_free: bool,
     ops: Vec<Op>,
     after: Vec<Point>,
     recorded: Vec<(usize, Arc<OnceLock<std::time::Instant>>)>,
 }
 
 impl Plan {
+    fn add_all(&mut self, graph: &Graph) -> Result {
+        for n in graph.sorted().ok_or(INVALID_VALUE)? {
+            let kind = n.kind.lock().clone();
+            self.add(&kind)?;
+        }
+        Ok(())
+    }
+
     fn add(&mut self, kind: &NodeKind) -> Result {
         match kind {
             NodeKind::Kernel(l) => self.ops.push(Op::Kernel(Arc::new(l.clone()))),
@@ -374,11 +429,29 @@ impl Plan {
             NodeKind::Fill(f) => self.ops.push(Op::Fill(f.clone())),
             NodeKind::Host { func, data } => self.ops.push(Op::Host { func: *func, data: *data }),
             NodeKind::MemOps(list) => self.ops.extend(list.iter().cloned()),
-            NodeKind::Empty | NodeKind::Alloc(_) | NodeKind::Free(_) => {}
-            NodeKind::Child(g) => {
-                for n in g.sorted().ok_or(INVALID_VALUE)? {
-                    let kind = n.kind.lock().clone();
-                    self.add(&kind)?;
+            NodeKind::Empty => {}
+            NodeKind::Alloc(memory) => {
+                if memory.live.swap(true, Ordering::SeqCst) && !self.auto_free {
+                    return Err(INVALID_VALUE);
+                }
+            }
+            NodeKind::Free(at) => {
+                if let Some(memory) = GraphMemory::find(*at) {
+                    memory.live.store(false, Ordering::SeqCst);
+                }
+            }
+            NodeKind::Child(g) => self.add_all(g)?,
+            NodeKind::Condition(condition, kind, bodies) => {
+                let body = match (kind, condition.value) {
+                    // CU_GRAPH_COND_TYPE_IF, _WHILE and _SWITCH
+                    (0, value) => bodies.get(usize::from(value == 0)),
+                    (1, 0) => None,
+                    (2, value) => bodies.get(value as usize),
+                    // Without device code that changes the value, the loop would have no end.
+                    _ => return Err(errors::NOT_SUPPORTED),
+                };
+                if let Some(body) = body {
+                    self.add_all(body)?;
                 }
             }
             NodeKind::EventWait(e) => {

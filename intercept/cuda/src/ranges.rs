@@ -18,6 +18,8 @@ pub enum Kind {
     Mapped,
     /// A pool's memory (`cuMemAllocAsync`).
     Pool,
+    /// Memory of a graph's node, which exists while launches of the graph have allocated it.
+    Graph,
     /// A module's variable.
     Global,
     /// Pinned host memory in the arena (`cuMemHostAlloc`), with its flags.
@@ -86,7 +88,14 @@ pub fn add(base: u64, size: u64, kind: Kind, ctx: u64) {
     if kind.named() {
         NAMED.fetch_add(1, Ordering::Relaxed);
     }
-    RANGES.write().unwrap_or_else(PoisonError::into_inner).insert(base, Range { base, size, kind, ctx, id });
+    let mut ranges = RANGES.write().unwrap_or_else(PoisonError::into_inner);
+    // Memory of graphs stays in the table until the driver uses its addresses again.
+    let overlap = ranges.range(..base.saturating_add(size)).rev().take_while(|(_, r)| r.base + r.size > base);
+    let stale: Vec<_> = overlap.filter(|(_, r)| r.kind == Kind::Graph).map(|(base, _)| *base).collect();
+    for base in stale {
+        ranges.remove(&base);
+    }
+    ranges.insert(base, Range { base, size, kind, ctx, id });
 }
 
 /// Returns `true` if launches must look through the kernel's parameters.
@@ -106,11 +115,11 @@ pub fn find(address: u64) -> Option<Range> {
 /// allocation.
 ///
 /// The program's own mappings do not count: the library does not know whether the program has given
-/// access to them.
+/// access to them. Memory of graphs does not count either, since it may not exist now.
 pub fn is_device(client: &Client, address: u64, len: u64) -> bool {
     find(address).is_some_and(|r| {
         r.kind.on_device()
-            && r.kind != Kind::Mapped
+            && !matches!(r.kind, Kind::Mapped | Kind::Graph)
             && r.size - (address - r.base) >= len
             && r.server() == client.number
     })
@@ -160,7 +169,7 @@ pub fn forget_context(ctx: u64, with_host: bool) -> Vec<Range> {
     let goes = |r: &Range| {
         r.ctx == ctx
             && match r.kind {
-                Kind::Device | Kind::Pool | Kind::Global | Kind::Managed => true,
+                Kind::Device | Kind::Pool | Kind::Graph | Kind::Global | Kind::Managed => true,
                 Kind::Host(_) | Kind::Registered(_) => with_host,
                 // These outlive their context.
                 Kind::Mapped | Kind::ManagedVariable => false,

@@ -219,7 +219,12 @@ functions! {
     cuGraphAddEventWaitNode(*mut Handle, Handle, *const Handle, usize, Handle);
     cuGraphAddHostNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
     cuGraphAddChildGraphNode(*mut Handle, Handle, *const Handle, usize, Handle);
-    cuGraphAddNode_v2(*mut Handle, Handle, *const Handle, *const c_void, usize, *const c_void);
+    cuGraphAddNode_v2(*mut Handle, Handle, *const Handle, *const c_void, usize, *mut c_void);
+    cuGraphAddMemAllocNode(*mut Handle, Handle, *const Handle, usize, *mut c_void);
+    cuGraphAddMemFreeNode(*mut Handle, Handle, *const Handle, usize, Address);
+    cuGraphAddBatchMemOpNode(*mut Handle, Handle, *const Handle, usize, *const c_void);
+    cuGraphBatchMemOpNodeSetParams(Handle, *const c_void);
+    cuGraphExecBatchMemOpNodeSetParams(Handle, Handle, *const c_void);
     cuGraphChildGraphNodeGetGraph(Handle, *mut Handle);
     cuGraphExecChildGraphNodeSetParams(Handle, Handle, Handle);
     cuGraphExecEventRecordNodeSetEvent(Handle, Handle, Handle);

@@ -11,7 +11,7 @@ use crate::context::{CONTEXTS, current};
 use crate::driver::driver;
 use crate::errors::{self, INVALID_VALUE, Result};
 use crate::export;
-use crate::graph::{GRAPHS, NodeKind};
+use crate::graph::{CONDITIONS, Condition, GRAPHS, Graph, GraphMemory, NodeKind};
 use crate::op::{Copy, Fill, Launch, Op, Place};
 use crate::registry::handle;
 use crate::stream::EVENTS;
@@ -184,6 +184,44 @@ fn kernel_params(h: usize) -> Result<KernelNodeParams> {
     })
 }
 
+/// Allocates a node's memory from `CUDA_MEM_ALLOC_NODE_PARAMS`, and writes its address there.
+unsafe fn alloc(p: *mut [u64; 15]) -> Result<NodeKind> {
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        let [_, location, ..] = read(p)?;
+        let (kind, device) = (location as u32, (location >> 32) as i32);
+        if kind != 1 || (*p)[13] == 0 {
+            return Err(INVALID_VALUE);
+        }
+        let device = driver()?.device(device)?.ordinal;
+        let memory = driver()?.space.pool(device, handle(&current()?), (*p)[13], 0)?;
+        (*p)[14] = memory.base;
+        Ok(NodeKind::Alloc(GraphMemory::new(memory)))
+    }
+}
+
+/// Creates a conditional node from `CUDA_CONDITIONAL_NODE_PARAMS`, and its graphs.
+unsafe fn condition(p: *mut [u64; 4]) -> Result<NodeKind> {
+    // SAFETY: the program vouches for its pointers.
+    unsafe {
+        let [id, kind, ..] = read(p)?;
+        let (kind, size) = (kind as u32, (kind >> 32) as usize);
+        let fits = match kind {
+            0 => (1..=2).contains(&size),
+            1 => size == 1,
+            2 => (1..=4096).contains(&size),
+            _ => false,
+        };
+        let known = CONDITIONS.lock().iter().find(|c| c.id == id).cloned();
+        let condition = known.filter(|_| fits).ok_or(INVALID_VALUE)?;
+        let bodies: Vec<_> = (0..size).map(|_| Graph::new()).collect();
+        let handles: Vec<usize> = bodies.iter().map(|body| GRAPHS.insert(body.clone())).collect();
+        // The driver's array lives as long as the node; this one stays.
+        (*p)[2] = Box::leak(handles.into_boxed_slice()).as_ptr() as u64;
+        Ok(NodeKind::Condition(condition, kind, bodies))
+    }
+}
+
 /// Creates a node from the union of all parameter structures.
 unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
     if p.is_null() {
@@ -213,6 +251,9 @@ unsafe fn any(p: *const NodeParams) -> Result<NodeKind> {
             5 => Ok(NodeKind::Empty),
             6 => Ok(NodeKind::EventWait(event(read(body.cast::<usize>())?)?)),
             7 => Ok(NodeKind::EventRecord(event(read(body.cast::<usize>())?)?)),
+            10 => alloc(body.cast_mut().cast()),
+            11 => Ok(NodeKind::Free(read(body.cast::<u64>())?)),
+            13 => condition(body.cast_mut().cast()),
             12 => {
                 let count = read(body.add(8).cast::<u32>())? as usize;
                 mem_ops(slice(read(body.add(16).cast::<*const BatchMemOp>())?, count)?)
@@ -273,6 +314,32 @@ export! {
     fn cuGraphAddBatchMemOpNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const [usize; 4]) {
         let p = read(p)?;
         add(to, g, deps, n, mem_ops(slice(p[2] as *const BatchMemOp, p[1] & 0xffff_ffff)?)?)
+    }
+    fn cuGraphAddMemAllocNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *mut [u64; 15]) {
+        add(to, g, deps, n, alloc(p)?)
+    }
+    fn cuGraphAddMemFreeNode(to: *mut usize, g: usize, deps: *const usize, n: usize, at: u64) {
+        if driver()?.space.find(at).is_none_or(|a| a.base != at) {
+            return Err(INVALID_VALUE);
+        }
+        add(to, g, deps, n, NodeKind::Free(at))
+    }
+    fn cuGraphMemFreeNodeGetParams(h: usize, at: *mut u64) { out(at, get!(h, NodeKind::Free(at) => *at)) }
+    fn cuGraphBatchMemOpNodeSetParams(h: usize, p: *const [usize; 4]) {
+        let p = read(p)?;
+        replace(h, mem_ops(slice(p[2] as *const BatchMemOp, p[1] & 0xffff_ffff)?)?)
+    }
+    fn cuGraphExecBatchMemOpNodeSetParams(e: usize, h: usize, p: *const [usize; 4]) {
+        let p = read(p)?;
+        replace_in(e, h, mem_ops(slice(p[2] as *const BatchMemOp, p[1] & 0xffff_ffff)?)?)
+    }
+    fn cuGraphConditionalHandleCreate(to: *mut u64, g: usize, _ctx: usize, value: u32, flags: u32) {
+        graph(g)?;
+        // CU_GRAPH_COND_ASSIGN_DEFAULT
+        if to.is_null() || flags > 1 {
+            return Err(INVALID_VALUE);
+        }
+        out(to, Condition::new(if flags == 1 { value } else { 0 }).id)
     }
     fn cuGraphAddNode(to: *mut usize, g: usize, deps: *const usize, n: usize, p: *const NodeParams) {
         add(to, g, deps, n, any(p)?)

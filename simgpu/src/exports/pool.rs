@@ -71,7 +71,7 @@ fn allocate(bytes: usize, p: &Arc<Pool>, stream: usize, per_thread: bool) -> Res
     let a = driver()?.space.pool(p.device, s.context, bytes as u64, handle(p))?;
     if in_capture {
         let base = a.base;
-        capture::capture_node(&s, NodeKind::Alloc(Arc::new(GraphMemory(a))))?;
+        capture::capture_node(&s, NodeKind::Alloc(GraphMemory::new(a)))?;
         return Ok(base);
     }
     let used = p.used.fetch_add(a.size, Ordering::SeqCst) + a.size;
@@ -211,6 +211,12 @@ export! {
         }
         if in_capture {
             return capture::capture_node(&s, NodeKind::Free(at)).map(drop);
+        }
+        if let Some(memory) = GraphMemory::find(at) {
+            if !memory.live.swap(false, Ordering::SeqCst) {
+                return Err(INVALID_VALUE);
+            }
+            return submit::submit(&s, Op::Empty).map(drop);
         }
         if a.freed.swap(true, Ordering::SeqCst) {
             return Err(INVALID_VALUE);

@@ -13,6 +13,7 @@ use crate::cuboid::Cuboid;
 use crate::entry::{INVALID_VALUE, NOT_SUPPORTED, Result, bytes, driver, give, give_optional, take};
 use crate::functions;
 use crate::host_functions::{self, HostFunction};
+use crate::ranges::{self, Kind};
 use crate::regions::Region;
 use crate::streams::{self, find};
 use crate::{clients, events, handles, mapped, objects, regions, route, thread};
@@ -29,6 +30,10 @@ mod node {
     pub const HOST: u64 = 7;
     /// A child graph that moves into the node, instead of a copy.
     pub const MOVED_CHILD: u64 = 8;
+    pub const MEM_OPS: u64 = 9;
+    pub const ALLOC: u64 = 10;
+    pub const FREE: u64 = 11;
+    pub const CONDITION: u64 = 12;
 }
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`
@@ -102,6 +107,55 @@ pub struct NodeParams {
     reserved_too: u64,
 }
 
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct MemOpsNode {
+    pub ctx: *mut c_void,
+    pub count: u32,
+    pub items: *const c_void,
+    pub flags: u32,
+}
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct AllocNode {
+    /// `CUmemPoolProps`
+    pub pool: [u8; POOL],
+    /// `CUmemAccessDesc` of each device that may use the memory.
+    pub access: *const c_void,
+    pub count: usize,
+    pub size: usize,
+    /// The driver's answer.
+    pub address: u64,
+}
+
+const POOL: usize = 88;
+/// Offset of the location in `CUmemPoolProps`.
+const POOL_LOCATION: usize = 8;
+/// Bytes of a `CUmemAccessDesc`.
+const ACCESS: usize = 12;
+/// Bytes of a `CUstreamBatchMemOpParams`.
+const MEM_OP: usize = 48;
+/// Graphs of one conditional node at most.
+const MAX_BODIES: u32 = 4096;
+
+/// `CUDA_CONDITIONAL_NODE_PARAMS`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ConditionNode {
+    condition: u64,
+    kind: u32,
+    size: u32,
+    /// The driver's answer: an array that lives as long as the node.
+    graphs: *const u64,
+    ctx: *mut c_void,
+}
+
+const _: () = assert!(size_of::<MemOpsNode>() == 32 && size_of::<AllocNode>() == 120);
+const _: () = assert!(size_of::<ConditionNode>() == 32);
+
 /// `CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE`; a copy is 0.
 const MOVE: u64 = 1;
 
@@ -127,6 +181,10 @@ enum Content {
     Wait(u64),
     Child { graph: u64, moved: bool },
     Host(u64),
+    MemOps { ctx: u64, flags: u32, items: Vec<u8> },
+    Alloc { client: &'static Client, pool: Vec<u8>, access: Vec<u8>, size: usize },
+    Free(u64),
+    Condition { condition: u64, kind: u32, ctx: u64, bodies: Vec<u64> },
 }
 
 impl Content {
@@ -141,7 +199,41 @@ impl Content {
             Self::Child { moved: false, .. } => node::CHILD,
             Self::Child { moved: true, .. } => node::MOVED_CHILD,
             Self::Host(_) => node::HOST,
+            Self::MemOps { .. } => node::MEM_OPS,
+            Self::Alloc { .. } => node::ALLOC,
+            Self::Free(_) => node::FREE,
+            Self::Condition { .. } => node::CONDITION,
         }
+    }
+
+    fn mem_ops(params: *const MemOpsNode) -> Result<Self> {
+        let MemOpsNode { ctx, count, items, flags } = take(params)?;
+        let items = bytes(items, (count as usize).checked_mul(MEM_OP).ok_or(INVALID_VALUE)?)?.to_vec();
+        Ok(Self::MemOps { ctx: super::context::named(ctx)?, flags, items })
+    }
+
+    fn alloc(params: *const AllocNode) -> Result<Self> {
+        let AllocNode { pool, access, count, size, .. } = take(params)?;
+        let access = bytes(access, count.checked_mul(ACCESS).ok_or(INVALID_VALUE)?)?;
+        let (pool, client) = objects::locations(&pool, POOL, POOL_LOCATION)?;
+        let access = if access.is_empty() {
+            Vec::new()
+        } else {
+            let (access, other) = objects::locations(access, ACCESS, 0)?;
+            client.same(other)?;
+            access
+        };
+        Ok(Self::Alloc { client, pool, access, size })
+    }
+
+    fn condition(client: &Client, params: *const ConditionNode) -> Result<Self> {
+        let ConditionNode { condition, kind, size, ctx, .. } = take(params)?;
+        if !(1..=MAX_BODIES).contains(&size) {
+            return Err(INVALID_VALUE);
+        }
+        let ctx = super::context::named(ctx)?;
+        let bodies = (0..size).map(|_| client.mint(handle::GRAPH)).collect();
+        Ok(Self::Condition { condition, kind, ctx, bodies })
     }
 
     fn copy(client: &'static Client, copy: *const Cuboid, ctx: *mut c_void) -> Result<Self> {
@@ -187,8 +279,12 @@ impl Content {
             5 => Ok(Self::Empty),
             6 => Ok(Self::Wait(events::find(body[0])?.handle)),
             7 => Ok(Self::Record(events::find(body[0])?.handle)),
-            // External semaphores, memory, batches of memory operations, conditions.
-            8..=13 => Err(NOT_SUPPORTED),
+            10 => Self::alloc(body.as_ptr().cast()),
+            11 => Ok(Self::Free(body[0])),
+            12 => Self::mem_ops(body.as_ptr().cast()),
+            13 => Self::condition(client, body.as_ptr().cast()),
+            // External semaphores.
+            8 | 9 => Err(NOT_SUPPORTED),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -212,6 +308,21 @@ impl Content {
             Self::Copy { ctx, .. } => clients::of(*ctx)?,
             Self::Record(event) | Self::Wait(event) => clients::of(*event)?,
             Self::Child { graph, .. } => clients::of(*graph)?,
+            Self::MemOps { ctx, items, .. } => {
+                for item in items.chunks_exact(MEM_OP) {
+                    let address = item[8..16].try_into().map_or(0, u64::from_le_bytes);
+                    if let Some(elsewhere) = route::elsewhere(client, address) {
+                        client.same(clients::of(elsewhere)?)?;
+                    }
+                }
+                clients::of(*ctx)?
+            }
+            Self::Alloc { client, .. } => client,
+            Self::Condition { ctx, .. } => clients::of(*ctx)?,
+            Self::Free(address) => match route::elsewhere(client, *address) {
+                Some(elsewhere) => clients::of(elsewhere)?,
+                None => return Ok(()),
+            },
             Self::Kernel(_) | Self::Empty | Self::Host(_) => return Ok(()),
         };
         client.same(other)
@@ -254,6 +365,23 @@ impl Content {
                 w.word(handle::local(*ctx));
             }
             Self::Empty => {}
+            Self::MemOps { ctx, flags, items } => {
+                w.word(handle::local(*ctx));
+                w.word(u64::from(*flags));
+                w.bytes(items);
+            }
+            Self::Alloc { pool, access, size, .. } => {
+                w.bytes(pool);
+                w.bytes(access);
+                w.word(*size as u64);
+            }
+            Self::Free(address) => w.word(*address),
+            Self::Condition { condition, kind, ctx, bodies } => {
+                w.word(*condition);
+                w.word(u64::from(*kind));
+                w.word(handle::local(*ctx));
+                w.bytes(&bodies.iter().flat_map(|body| body.to_le_bytes()).collect::<Vec<_>>());
+            }
             Self::Record(object)
             | Self::Wait(object)
             | Self::Child { graph: object, .. }
@@ -264,11 +392,36 @@ impl Content {
 }
 
 fn add(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, content: &Content) -> Result {
-    add_with_edges(node, graph, after, std::ptr::null(), count, content)
+    add_with_edges(node, graph, after, std::ptr::null(), count, content).map(|_| ())
+}
+
+/// Adds a node by the structure for all types, and writes the driver's answers into it.
+fn add_any(
+    node: *mut u64,
+    graph: *mut c_void,
+    after: *const c_void,
+    edges: *const c_void,
+    count: usize,
+    params: *mut NodeParams,
+) -> Result {
+    const ADDRESS: usize = 14;
+    const GRAPHS: usize = 2;
+    let content = Content::any(clients::of(graph as u64)?, params)?;
+    let answer = add_with_edges(node, graph, after, edges, count, &content)?;
+    let at = match content {
+        Content::Alloc { .. } => ADDRESS,
+        Content::Condition { .. } => GRAPHS,
+        _ => return Ok(()),
+    };
+    let mut known = take(params)?;
+    known.body[at] = answer;
+    give(params, known)
 }
 
 /// Adds a node; `edges` has a `CUgraphEdgeData` (8 bytes) per dependency, or is null for plain
 /// ones.
+///
+/// Returns the address that the node allocates, or the array of a conditional node's graphs.
 fn add_with_edges(
     node: *mut u64,
     graph: *mut c_void,
@@ -276,7 +429,7 @@ fn add_with_edges(
     edges: *const c_void,
     count: usize,
     content: &Content,
-) -> Result {
+) -> Result<u64> {
     let client = clients::of(graph as u64)?;
     if node.is_null() {
         return Err(INVALID_VALUE);
@@ -289,7 +442,7 @@ fn add_with_edges(
     let mut w = Writer::new(&mut frame, &gpusession_proto::frame::Header::empty());
     content.write(client, &mut w)?;
     w.finish();
-    let reply = client.call(op::GRAPH_ADD, |w| {
+    let made = client.call(op::GRAPH_ADD, |w| {
         w.word(graph as u64);
         w.bytes(&after);
         w.words(&frame[gpusession_proto::frame::HEADER..]);
@@ -297,14 +450,35 @@ fn add_with_edges(
         if edges.iter().any(|byte| *byte != 0) {
             w.bytes(edges);
         }
+    });
+    let reply = made.inspect_err(|_| {
+        if let Content::Condition { bodies, .. } = content {
+            bodies.iter().for_each(|body| handles::retire(*body));
+        }
     })?;
-    let new = client.name(word(&mut reply.reader())?);
+    let mut r = reply.reader();
+    let new = client.name(word(&mut r)?);
     mapped::node_of(new, graph as u64);
     mapped::graph_names(graph as u64, &content.regions());
     if let Content::Child { graph: child, moved: true } = content {
         child_graphs().insert(*child, graph as u64, new);
     }
-    give(node, new)
+    give(node, new)?;
+    match content {
+        Content::Alloc { size, .. } => {
+            let address = word(&mut r)?;
+            client.claims.claim("memory of a graph", address, *size as u64)?;
+            ranges::add(address, *size as u64, Kind::Graph, client.context());
+            Ok(address)
+        }
+        Content::Condition { bodies, .. } => {
+            let mut known = child_graphs();
+            bodies.iter().for_each(|body| known.insert(*body, graph as u64, new));
+            // The array stays for good: the program may read it as long as the node exists.
+            Ok(Box::leak(bodies.clone().into_boxed_slice()).as_ptr() as u64)
+        }
+        _ => Ok(0),
+    }
 }
 
 /// Locks the table of child graphs whose handles the program has.
@@ -323,6 +497,13 @@ fn regions_of(graph: u64) -> Vec<Arc<Region>> {
 
 fn set(exec: *mut c_void, node: u64, content: &Content) -> Result {
     let client = clients::of(node)?;
+    // The driver changes no node of these types either.
+    if let Content::Condition { bodies, .. } = content {
+        bodies.iter().for_each(|body| handles::retire(*body));
+    }
+    if matches!(content, Content::Alloc { .. } | Content::Free(_) | Content::Condition { .. }) {
+        return Err(INVALID_VALUE);
+    }
     if !exec.is_null() {
         client.same(clients::of(exec as u64)?)?;
     }
@@ -529,14 +710,53 @@ driver! {
         add(node, graph, after, count, &Content::child(child, false)?)
     }
 
-    fn cuGraphAddNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *const NodeParams) {
-        add(node, graph, after, count, &Content::any(clients::of(graph as u64)?, params)?)
+    fn cuGraphAddNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *mut NodeParams) {
+        add_any(node, graph, after, std::ptr::null(), count, params)
     }
 
     fn cuGraphAddNode_v2(
-        node: *mut u64, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *const NodeParams,
+        node: *mut u64, graph: *mut c_void, after: *const c_void, edges: *const c_void, count: usize, params: *mut NodeParams,
     ) {
-        add_with_edges(node, graph, after, edges, count, &Content::any(clients::of(graph as u64)?, params)?)
+        add_any(node, graph, after, edges, count, params)
+    }
+
+    fn cuGraphAddMemAllocNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *mut AllocNode) {
+        let content = Content::alloc(params)?;
+        let address = add_with_edges(node, graph, after, std::ptr::null(), count, &content)?;
+        let known = take(params)?;
+        give(params, AllocNode { address, ..known })
+    }
+
+    fn cuGraphAddMemFreeNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, address: u64) {
+        add(node, graph, after, count, &Content::Free(address))
+    }
+
+    fn cuGraphAddBatchMemOpNode(node: *mut u64, graph: *mut c_void, after: *const c_void, count: usize, params: *const MemOpsNode) {
+        add(node, graph, after, count, &Content::mem_ops(params)?)
+    }
+
+    fn cuGraphBatchMemOpNodeSetParams(node: u64, params: *const MemOpsNode) {
+        set(std::ptr::null_mut(), node, &Content::mem_ops(params)?)
+    }
+
+    fn cuGraphExecBatchMemOpNodeSetParams(exec: *mut c_void, node: u64, params: *const MemOpsNode) {
+        set(exec, node, &Content::mem_ops(params)?)
+    }
+
+    fn cuGraphConditionalHandleCreate(condition: *mut u64, graph: *mut c_void, ctx: *mut c_void, default: u32, flags: u32) {
+        let client = clients::of(graph as u64)?;
+        let ctx = super::context::named(ctx)?;
+        client.same(clients::of(ctx)?)?;
+        if condition.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let reply = client.call(op::cuGraphConditionalHandleCreate, |w| {
+            w.word(graph as u64);
+            w.word(handle::local(ctx));
+            w.word(u64::from(default));
+            w.word(u64::from(flags));
+        })?;
+        give(condition, word(&mut reply.reader())?)
     }
 
     fn cuGraphNodeSetParams(node: u64, params: *const NodeParams) {

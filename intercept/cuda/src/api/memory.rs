@@ -87,6 +87,12 @@ fn free(address: u64) -> Result {
         POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(address);
         return Ok(());
     }
+    if let Some(range) = ranges::find(address).filter(|r| r.base == address && r.kind == Kind::Graph) {
+        return with_owner(&range, |client| {
+            client.call(op::CTX_SYNC, |_| {})?;
+            free_of_graph(client, address, 0).map(|_| ())
+        });
+    }
     let range = ranges::take(address, |k| matches!(k, Kind::Device | Kind::Managed | Kind::Pool))
         .ok_or(INVALID_VALUE)?;
     with_owner(&range, |client| free_of(client, &range))
@@ -467,6 +473,10 @@ driver! {
             stream.synchronize()?;
             return free(address);
         }
+        if range.kind == Kind::Graph {
+            stream.worked(free_of_graph(client, address, stream.handle)?);
+            return client.take_late_error();
+        }
         ranges::take(address, |k| k == Kind::Pool).ok_or(INVALID_VALUE)?;
         free_ordered(address, &stream)?;
         client.take_late_error()
@@ -587,6 +597,16 @@ fn range_attribute(data: *mut c_void, size: usize, attribute: i32, address: u64,
     }
 }
 
+/// Frees memory that a graph's launch has allocated; the next launch may allocate it again.
+///
+/// Only the driver knows whether it exists now, so the call waits. Returns the frame's position.
+fn free_of_graph(client: &Client, address: u64, stream: u64) -> Result<u64> {
+    client.post_if(false, op::cuMemFreeAsync, |w| {
+        w.word(address);
+        w.word(stream);
+    })
+}
+
 fn free_ordered(address: u64, stream: &streams::Stream) -> Result {
     let seq = stream.client.post(op::cuMemFreeAsync, |w| {
         w.word(address);
@@ -630,7 +650,9 @@ fn allocate_ordered(
         free_ordered(new, &stream)?;
         return Err(status);
     }
-    ranges::add(new, size as u64, Kind::Pool, stream.ctx);
+    // During a capture the call becomes a node.
+    let kind = if stream.capture().is_some() { Kind::Graph } else { Kind::Pool };
+    ranges::add(new, size as u64, kind, stream.ctx);
     give(address, new)
 }
 

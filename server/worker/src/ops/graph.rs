@@ -2,6 +2,7 @@
 //!
 //! Nodes are the driver's own values; graphs and executable graphs have the client's handles.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use gpusession_proto::child_graphs::ChildGraphs;
@@ -88,6 +89,25 @@ impl NodeParams {
             Params::Record(event) => {
                 put(&[*event as u64]);
                 7
+            }
+            Params::Alloc { pool, access, size } => {
+                let access = [access.as_ptr() as u64, (access.len() / ACCESS) as u64];
+                put(&[pool.as_slice(), &access, &[*size]].concat());
+                10
+            }
+            Params::Free(address) => {
+                put(&[*address]);
+                11
+            }
+            Params::MemOps { ctx, flags, items } => {
+                let count = (items.len() / MEM_OP_WORDS) as u64;
+                put(&[*ctx as u64, count, items.as_ptr() as u64, u64::from(*flags)]);
+                12
+            }
+            Params::Condition { condition, kind, ctx, bodies } => {
+                let size = (bodies.len() as u64) << 32;
+                put(&[*condition, u64::from(*kind) | size, 0, *ctx as u64]);
+                13
             }
         };
         Self { kind, reserved: [0; 3], body, reserved_too: 0 }
@@ -192,7 +212,22 @@ enum Params {
     Child(Handle),
     MovedChild { graph: Handle, handle: u64 },
     Host(u64),
+    MemOps { ctx: Handle, flags: u32, items: Vec<u64> },
+    Alloc { pool: Vec<u64>, access: Vec<u8>, size: u64 },
+    Free(u64),
+    Condition { condition: u64, kind: u32, ctx: Handle, bodies: Vec<u64> },
 }
+
+/// Bytes of a `CUmemPoolProps`, of a `CUmemAccessDesc`, of a `CUstreamBatchMemOpParams`.
+const POOL: usize = 88;
+const ACCESS: usize = 12;
+const MEM_OP: usize = 48;
+/// Words of a `CUstreamBatchMemOpParams`.
+const MEM_OP_WORDS: usize = MEM_OP / 8;
+/// Graphs of one conditional node at most.
+const MAX_BODIES: usize = 4096;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`
+const LOCATION_DEVICE: u32 = 1;
 
 impl Params {
     fn read(session: &Arc<Session>, kind: u64, r: &mut Reader<'_>) -> Result<Self, Failure> {
@@ -236,8 +271,70 @@ impl Params {
                 let handle = r.word()?;
                 Self::MovedChild { graph: session.graphs.get(handle)?.0, handle }
             }
+            9 => {
+                let (ctx, flags, items) = (session.contexts.get(r.word()?)?.0, r.word()? as u32, r.bytes()?);
+                if !items.len().is_multiple_of(MEM_OP) {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                Self::MemOps { ctx, flags, items: words(items) }
+            }
+            10 => {
+                let (mut pool, access, size) = (exact(r.bytes()?, POOL)?, r.bytes()?, r.word()?);
+                if !access.len().is_multiple_of(ACCESS) {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                let location = pool[1];
+                if location as u32 != LOCATION_DEVICE {
+                    // Memory of this host, which clients cannot have.
+                    return Err(status::NOT_SUPPORTED.into());
+                }
+                let ordinal = session.contexts.device(location >> 32)?;
+                pool[1] = u64::from(LOCATION_DEVICE) | (ordinal as u64) << 32;
+                let mut access = access.to_vec();
+                for id in access.chunks_exact_mut(ACCESS).filter_map(|a| a.get_mut(4..8)?.first_chunk_mut()) {
+                    let device = u64::from(u32::from_le_bytes(*id));
+                    *id = session.contexts.device(device)?.to_le_bytes();
+                }
+                session.allocations.pooling.store(true, Ordering::Relaxed);
+                Self::Alloc { pool, access, size }
+            }
+            11 => Self::Free(r.word()?),
+            12 => {
+                let (condition, kind) = (r.word()?, r.word()? as u32);
+                let ctx = session.contexts.get(r.word()?)?.0;
+                let bodies = words(r.bytes()?);
+                if bodies.is_empty() || bodies.len() > MAX_BODIES {
+                    return Err(status::INVALID_VALUE.into());
+                }
+                Self::Condition { condition, kind, ctx, bodies }
+            }
             _ => return Err(status::NOT_SUPPORTED.into()),
         })
+    }
+}
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`
+#[repr(C)]
+struct AllocNode {
+    pool: [u64; POOL / 8],
+    access: *const u8,
+    count: usize,
+    size: u64,
+    address: u64,
+}
+
+/// `CUDA_BATCH_MEM_OP_NODE_PARAMS`
+#[repr(C)]
+struct MemOpsNode {
+    ctx: Handle,
+    count: u32,
+    items: *const u64,
+    flags: u32,
+}
+
+impl MemOpsNode {
+    fn new(ctx: Handle, items: &[u64], flags: u32) -> Self {
+        Self { ctx, count: (items.len() / MEM_OP_WORDS) as u32, items: items.as_ptr(), flags }
     }
 }
 
@@ -264,12 +361,13 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
     if !edges.is_empty() && edges.len() != after.len() * 8 {
         return Err(status::INVALID_VALUE.into());
     }
-    if !edges.is_empty() || matches!(params, Params::MovedChild { .. }) {
+    if !edges.is_empty() || matches!(params, Params::MovedChild { .. } | Params::Condition { .. }) {
         return add_by_structure(session, (parent, graph), &after, edges, params, answer);
     }
     let call = &session.driver.call;
     let mut node = std::ptr::null_mut();
     let (deps, count) = (after.as_ptr(), after.len());
+    let mut address = None;
     // SAFETY: the out pointer is valid, `count` is the number of dependencies, and structures have
     // cuda.h's layout.
     check(unsafe {
@@ -291,10 +389,31 @@ pub fn add(session: &Arc<Session>, r: &mut Reader<'_>, answer: &mut Answer) -> D
                 (call.cuGraphAddHostNode)(&mut node, graph, deps, count, (&raw const host).cast())
             }
             Params::Child(child) => (call.cuGraphAddChildGraphNode)(&mut node, graph, deps, count, child),
-            Params::MovedChild { .. } => status::INVALID_VALUE,
+            Params::MemOps { ctx, flags, items } => {
+                let params = MemOpsNode::new(ctx, &items, flags);
+                (call.cuGraphAddBatchMemOpNode)(&mut node, graph, deps, count, (&raw const params).cast())
+            }
+            Params::Alloc { pool, access, size } => {
+                let mut params = AllocNode {
+                    pool: pool.try_into().unwrap_or_default(),
+                    access: access.as_ptr(),
+                    count: access.len() / ACCESS,
+                    size,
+                    address: 0,
+                };
+                let made =
+                    (call.cuGraphAddMemAllocNode)(&mut node, graph, deps, count, (&raw mut params).cast());
+                address = Some(params.address);
+                made
+            }
+            Params::Free(address) => (call.cuGraphAddMemFreeNode)(&mut node, graph, deps, count, address),
+            Params::MovedChild { .. } | Params::Condition { .. } => status::INVALID_VALUE,
         }
     })?;
     answer.word(node as u64);
+    if let Some(address) = address {
+        answer.word(address);
+    }
     Ok(())
 }
 
@@ -319,21 +438,24 @@ fn add_by_structure(
         return Err(status::INVALID_VALUE.into());
     }
     let mut node = std::ptr::null_mut();
+    let mut told = [0; 29];
     let mut add = |params: &Params| {
-        let structure = NodeParams::new(session, params);
+        let mut structure = NodeParams::new(session, params);
         let edges = if edges.is_empty() { std::ptr::null() } else { edges.as_ptr().cast() };
         // SAFETY: the out pointer is valid, `after` and, if not null, `edges` have `after.len()`
         // elements, and the structure has cuda.h's layout.
-        unsafe {
+        let added = unsafe {
             (session.driver.call.cuGraphAddNode_v2)(
                 &mut node,
                 graph,
                 after.as_ptr(),
                 edges,
                 after.len(),
-                (&raw const structure).cast(),
+                (&raw mut structure).cast(),
             )
-        }
+        };
+        told = structure.body;
+        added
     };
     let added = match &mut params {
         Params::Kernel { node: kernel, bytes } => {
@@ -349,6 +471,22 @@ fn add_by_structure(
         known.insert(handle, parent, node as u64);
     }
     answer.word(node as u64);
+    match params {
+        Params::Alloc { .. } => answer.word(told[14]),
+        Params::Condition { bodies, .. } => {
+            let graphs = told[2] as *const Handle;
+            if graphs.is_null() {
+                return Err(status::NOT_SUPPORTED.into());
+            }
+            for (i, handle) in bodies.into_iter().enumerate() {
+                // SAFETY: the driver's array has a graph for each body, and lives as long as the
+                // node.
+                session.graphs.put(handle, Object(unsafe { *graphs.add(i) }))?;
+                known.insert(handle, parent, node as u64);
+            }
+        }
+        _ => {}
+    }
     Ok(())
 }
 
@@ -399,8 +537,23 @@ pub fn set_params(session: &Arc<Session>, r: &mut Reader<'_>) -> Done {
             (Params::Record(event), None) => (call.cuGraphEventRecordNodeSetEvent)(node, event),
             (Params::Wait(event), Some(exec)) => (call.cuGraphExecEventWaitNodeSetEvent)(exec, node, event),
             (Params::Wait(event), None) => (call.cuGraphEventWaitNodeSetEvent)(node, event),
+            (Params::MemOps { ctx, flags, items }, exec) => {
+                let params = MemOpsNode::new(ctx, &items, flags);
+                let params = (&raw const params).cast();
+                match exec {
+                    Some(exec) => (call.cuGraphExecBatchMemOpNodeSetParams)(exec, node, params),
+                    None => (call.cuGraphBatchMemOpNodeSetParams)(node, params),
+                }
+            }
             (Params::Empty, _) => status::INVALID_VALUE,
-            (Params::Child(_) | Params::MovedChild { .. }, _) => status::NOT_SUPPORTED,
+            (
+                Params::Child(_)
+                | Params::MovedChild { .. }
+                | Params::Alloc { .. }
+                | Params::Free(_)
+                | Params::Condition { .. },
+                _,
+            ) => status::NOT_SUPPORTED,
         }
     })?)
 }
