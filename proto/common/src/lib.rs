@@ -3,6 +3,8 @@
 //! Without features the crate has no dependency, since it runs inside users' programs.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "config")]
+pub mod keys;
 pub mod md2;
 #[cfg(feature = "config")]
 pub mod units;
