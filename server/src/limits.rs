@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use gpusession_common::keys::Row;
 use gpusession_common::units::{Memory, parse_duration, parse_size, show_duration};
 
 use crate::idle::Timeouts;
@@ -19,10 +20,15 @@ pub struct Limit {
     pub name: &'static str,
     /// Form of the limit's value.
     pub kind: Kind,
-    /// Value for everybody unless configured.
-    pub default: &'static str,
-    /// Explanation for people.
-    pub help: &'static str,
+    /// Default for everybody, and texts for people.
+    pub row: Row,
+}
+
+impl Limit {
+    /// Returns the value for everybody unless configured.
+    pub fn default(&self) -> &'static str {
+        self.row.default().unwrap_or_default()
+    }
 }
 
 /// Form of a limit's value.
@@ -40,60 +46,70 @@ pub enum Kind {
     Names,
 }
 
-const fn limit(name: &'static str, kind: Kind, default: &'static str, help: &'static str) -> Limit {
-    Limit { name, kind, default, help }
+/// Defines the limits; a row has the form of a row of `gpusession_common::keys`.
+macro_rules! limits {
+    ($($(#[doc = $about:literal])+ $name:ident: $kind:ident = $default:tt;)+) => {
+        /// All limits.
+        pub const LIMITS: &[Limit] = &[$(Limit {
+            name: stringify!($name),
+            kind: Kind::$kind,
+            row: Row {
+                section: "",
+                name: concat!("limits.", stringify!($name)),
+                value: stringify!($default),
+                fixed: true,
+                live: true,
+                about: &[$($about),+],
+            },
+        }),+];
+    };
 }
 
-/// All limits.
-pub const LIMITS: &[Limit] = &[
-    limit("gpus", Kind::Number, "1", "GPUs of all leases together"),
-    limit("memory", Kind::Memory, "100%", "memory of each GPU of a lease"),
-    limit("sm_percent", Kind::Number, "100", "multiprocessors of each GPU of a lease, in percent"),
-    limit("workers", Kind::Number, "64", "programs at a time"),
-    limit("connections", Kind::Number, "1088", "data connections of programs at a time; one has up to 17"),
-    limit(
-        "staging",
-        Kind::Size,
-        "256MiB",
-        "memory of the server for host memory that one program's device code can see",
-    ),
-    limit(
-        "host_memory",
-        Kind::Size,
-        "8GiB",
-        "memory of the server that one program's worker has, beside that and what is parked",
-    ),
-    limit(
-        "lease_ttl",
-        Kind::Time,
-        "24h",
-        "how long a lease may be renewed, or be asked for; boot leases without end; 0 is off",
-    ),
-    limit("max_persistent", Kind::Number, "2", "leases that are renewed without end"),
-    limit("requests_per_s", Kind::Number, "100", "requests to the control service"),
-    limit("models", Kind::Names, "[]", "parts of product names; none: every model"),
-    limit("servers", Kind::Names, "[]", "names of servers; none: every server"),
-    limit(
-        "on_idle",
-        Kind::Names,
-        "[\"park\", \"release\"]",
-        "what a lease may ask for itself: park, release, keep (never parked nor released), hold (never lent); none: all",
-    ),
-    limit(
-        "warn_after",
-        Kind::Time,
-        "25min",
-        "rest of a lease's programs after which its users are warned; 0 is never",
-    ),
-    limit("park_after", Kind::Time, "30min", "rest after which its programs are parked; 0 is never"),
-    limit("release_after", Kind::Time, "0", "rest after which it ends; 0 is never"),
-    limit(
-        "lend_after",
-        Kind::Time,
-        "10min",
-        "time without programs after which it lends its GPUs; 0 is never",
-    ),
-];
+limits! {
+    /// GPUs of all leases together.
+    gpus: Number = 1;
+    /// Memory of each GPU of a lease: percent, or a size.
+    memory: Memory = "100%";
+    /// Multiprocessors of each GPU of a lease, 1 to 100 percent.
+    sm_percent: Number = 100;
+    /// Programs at a time.
+    workers: Number = 64;
+    /// Data connections of programs at a time; one program has up to 17.
+    ///
+    /// A program has 1, and 17 from its first copy of more than 64 KiB.
+    connections: Number = 1088;
+    /// Server memory for one program's host memory that its device code can see.
+    staging: Size = "256MiB";
+    /// Server memory of one program's worker, in addition to staging and parked device memory.
+    ///
+    /// The server kills a worker with more.
+    host_memory: Size = "8GiB";
+    /// Time for which a lease may be renewed or requested; 0: off.
+    ///
+    /// Leases of class boot or background have no end.
+    /// Off is a time to live of up to 366 days.
+    lease_ttl: Time = "24h";
+    /// Leases that are renewed without end.
+    max_persistent: Number = 2;
+    /// Requests to the control service.
+    requests_per_s: Number = 100;
+    /// Parts of product names that may be leased; none: every model.
+    models: Names = [];
+    /// Names of servers that may be used; none: every server.
+    servers: Names = [];
+    /// Measures that a lease may request for its idle time; none: all.
+    ///
+    /// The measures are park, release, keep (never parked nor released) and hold (never lent).
+    on_idle: Names = ["park", "release"];
+    /// Time without GPU work, after which the server warns users; 0: never.
+    warn_after: Time = "25min";
+    /// Time without GPU work, after which the server parks the programs; 0: never.
+    park_after: Time = "30min";
+    /// Time without GPU work, after which the lease ends; 0: never.
+    release_after: Time = 0;
+    /// Time without programs, after which the lease lends its GPUs; 0: never.
+    lend_after: Time = "10min";
+}
 
 /// Limits that a user cannot have, since a request does not name its user.
 pub const OF_CLIENTS: [&str; 1] = ["requests_per_s"];
@@ -324,7 +340,7 @@ impl Limits {
                     name: limit.name,
                     layer: Layer::Default,
                     // A test parses all defaults.
-                    bound: Bound::parse(limit.kind, limit.default).unwrap_or(Bound::Number(0)),
+                    bound: Bound::parse(limit.kind, limit.default()).unwrap_or(Bound::Number(0)),
                     origin: "default".into(),
                     of_user: false,
                 }));
@@ -443,7 +459,7 @@ mod tests {
     #[test]
     fn every_default_can_be_read() {
         for limit in LIMITS {
-            let bound = Bound::parse(limit.kind, limit.default).unwrap();
+            let bound = Bound::parse(limit.kind, limit.default()).unwrap();
             assert_eq!(Bound::parse(limit.kind, &bound.to_string()), Ok(bound), "{}", limit.name);
         }
     }

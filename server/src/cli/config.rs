@@ -70,24 +70,28 @@ pub(super) fn check_config(
             config.state_dir.join("ca").display()
         ));
     }
-    let help = |key: &str| {
+    // A limit of any layer is described by its row.
+    let row = |key: &str| {
         let limit = key.strip_prefix("limits.").and_then(|k| k.rsplit('.').next());
-        let limit = crate::limits::LIMITS.iter().find(|l| Some(l.name) == limit).map(|l| (l.help, l.default));
-        config::KEYS.iter().find(|k| k.name == key).map(|k| (k.help, k.default)).or(limit)
+        let limit = crate::limits::LIMITS.iter().find(|l| Some(l.name) == limit).map(|l| &l.row);
+        config::keys().find(|row| row.name == key).or(limit)
     };
     let keys: Vec<_> = config
         .report
         .iter()
         .map(|(key, value, origin)| {
-            json!({ "key": key, "value": value, "origin": origin.to_string(), "help": help(key).map(|h| h.0) })
+            json!({ "key": key, "value": value, "origin": origin.to_string(), "help": row(key).map(|row| row.brief()) })
         })
         .collect();
     out.answer("config", json!({ "keys": keys, "warnings": warnings }), |out, _: Value| {
         let mut table = show::table(&["KEY", "VALUE", "FROM"]);
         for (key, value, origin) in &config.report {
             table.add_row([key.clone(), value.clone(), origin.to_string()]);
-            if explain && let Some((text, default)) = help(key) {
-                table.add_row([String::new(), format!("{text} (default: {default})"), String::new()]);
+            if explain && let Some(row) = row(key) {
+                // The text itself names a default that depends on the host.
+                let default = row.default().map(|text| format!(" (default: {text})"));
+                let text = row.brief() + &default.unwrap_or_default();
+                table.add_row([String::new(), text, String::new()]);
             }
         }
         writeln!(out, "{table}")?;

@@ -3,8 +3,9 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
+use super::keys::{GpuSharing, gpu_sharing_key};
 use super::read::Raw;
-use super::{Config, ConfigError, Mps, Origin};
+use super::{Config, ConfigError, GpuChoice, Mps, Origin};
 
 /// Rejects a configuration with two listeners on one port.
 ///
@@ -42,6 +43,22 @@ pub(super) fn check_ports(
 fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
     let all = |all: SocketAddr, of: SocketAddr| all.ip().is_unspecified() && (all.is_ipv6() || of.is_ipv4());
     a.port() == b.port() && a.port() != 0 && (a.ip() == b.ip() || all(a, b) || all(b, a))
+}
+
+/// Rejects a GPU with two ways of sharing.
+pub(super) fn check_gpu_sharing(raw: &Raw, gpu_sharing: &GpuSharing) -> Result<(), ConfigError> {
+    let mut seen: Vec<(&GpuChoice, &str)> = Vec::new();
+    for (gpu, sharing) in gpu_sharing.listed() {
+        let key = gpu_sharing_key(sharing);
+        if let Some((_, other)) = seen.iter().find(|(known, _)| *known == gpu)
+            && let Some((value, origin)) = raw.keys.get(key)
+        {
+            let why = format!("{key} = {value}: {other} names {gpu} already; name it once");
+            return Err(ConfigError::new(origin.clone(), why));
+        }
+        seen.push((gpu, key));
+    }
+    Ok(())
 }
 
 /// Warns of MPS keys that have no effect.

@@ -1,191 +1,235 @@
-//! The table of keys: names, defaults, explanations, and which change without a restart.
+//! The table of keys; `gpusession_common::keys` explains the form of a row.
+//!
+//! After a change `make docs` writes `gpuserver.toml` and its manual again.
 
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use gpusession_common::keys;
+use gpusession_common::keys::Row;
+use gpusession_common::units::Memory;
 use gpusession_common::words::Sharing;
+use gpusession_proto::supervise::Isolation;
+use ipnet::IpNet;
 
-use crate::limits::Layer;
+use super::check::{Reader, absent, lock_folder, nothing, own_name, required, runtime_folder, state_folder};
+use super::kinds::{
+    ADDRESS, ADVERTISED, ALL_OR_GPUS, CHECK, COUNT, DOMAIN, DRIVER, DURATION, FOLDER, GPU_COUNT, GPU_LIST,
+    ISOLATION, LOCAL, LOCK_FOLDER, METRICS_ADDRESS, MPS_CONTROL, NAME, NETWORKS, OVERCOMMIT, PART_OF_MEMORY,
+    PATTERN, PORTS, RESERVED_MEMORY, SCOPE, SHARING, SIZE, SWITCH,
+};
+use super::{Advertised, ConfigError, GpuChoice, Gpus};
+use crate::limits::{Layer, Scope};
 
-/// A key of the configuration.
-#[derive(Debug, Clone, Copy)]
-pub struct Key {
-    /// Dotted name, as in the file.
-    pub name: &'static str,
-    /// Default as text.
-    pub default: &'static str,
-    /// Explanation for people.
-    pub help: &'static str,
+keys! {
+    /// Keys outside of tables.
+    pub struct Keys("", Reader<'_>, ConfigError) {
+        "The server and its addresses";
+
+        /// Name of this server in the pool; by default the host name up to the first dot.
+        ///
+        /// A name has a-z, 0-9, - and dots, 64 characters at most.
+        name: String = own_name("gpu1"), NAME;
+        /// Address of the control service, on which clients join and lease.
+        ///
+        /// A port alone listens on all addresses.
+        listen: SocketAddr = "[::]:7601", ADDRESS;
+        /// Addresses that the server gives to clients: HOST, HOST:PORT or a list of them; by
+        /// default the address that a client has reached.
+        ///
+        /// They serve for control and for data.
+        /// An IPv6 address with a port is [V6]:PORT.
+        /// The port is that of the control service.
+        advertise: Vec<Advertised> = nothing("gpu1.example.org"), ADVERTISED;
+        /// Port for programs' data; of a range "FIRST-LAST" the first free one.
+        ///
+        /// This port serves all workers.
+        data_ports: (u16, u16) = 7602, PORTS;
+        /// Address for Prometheus, such as "127.0.0.1:7603"; without encryption or password.
+        ///
+        /// The path is /metrics.
+        metrics_listen: Option<SocketAddr> = "off", METRICS_ADDRESS;
+        /// "off": no encryption of programs' data for peers inside `trusted_networks`.
+        ///
+        /// Control is always encrypted.
+        encryption: bool = "on", SWITCH;
+        /// Networks (as in "10.1.0.0/16") whose peers may send data without encryption.
+        trusted_networks: Vec<IpNet> = [], NETWORKS;
+        /// "local": this server alone decides about its GPUs.
+        ///
+        /// No other value exists yet.
+        registry: String = "local", LOCAL;
+
+        "GPUs";
+
+        /// "all", or a list of indices and UUIDs; an entry that does not exist stops the server.
+        ///
+        /// A list is as in [0, "GPU-4d2f..."].
+        gpus: Gpus = "all", ALL_OR_GPUS;
+        /// CUDA driver library that workers load; by default NVIDIA's, where the loader finds it.
+        ///
+        /// The path is absolute.
+        driver: Option<PathBuf> = absent("/usr/lib/x86_64-linux-gnu/libcuda.so.1"), DRIVER;
+        /// "check": the server withdraws a GPU whose compute mode lets only one program use it.
+        ///
+        /// The server reports the command that repairs it. The server does not change the mode
+        /// itself: that needs root, and affects all users of the card. No other value exists.
+        compute_mode: String = "check", CHECK;
+        /// Folder in which servers of this host lock their GPUs; "none": no locks. By default this
+        /// folder with NVIDIA's driver, else none.
+        ///
+        /// A lock keeps a GPU from having two servers.
+        /// The folder of the default is `/run/lock/gpusession`.
+        lock_dir: Option<PathBuf> = lock_folder("/run/lock/gpusession"), LOCK_FOLDER;
+        /// Share of a GPU's memory that its leases may have together; above 100% a program may find
+        /// less than its lease has.
+        ///
+        /// The share is at most "1000%".
+        overcommit: u64 = "100%", OVERCOMMIT, live;
+
+        "Sharing";
+
+        /// How leases share a GPU: "time-slice", "mps" (at the same time, by NVIDIA's MPS),
+        /// "exclusive" (one lease has it alone).
+        ///
+        /// This applies to all GPUs that `[gpu_sharing]` does not name.
+        sharing: Sharing = "time-slice", SHARING;
+        /// Programs that a fault under MPS ends: those of one "client" on a GPU, or with "server"
+        /// of all clients.
+        mps_domain: String = "client", DOMAIN;
+        /// NVIDIA's program; by default in the driver's folder, $PATH or /usr/bin.
+        ///
+        /// This is the absolute path of `nvidia-cuda-mps-control`.
+        mps_control: Option<PathBuf> = absent("/usr/bin/nvidia-cuda-mps-control"), MPS_CONTROL;
+
+        "Workers, one process for each program of a client";
+
+        /// Rights that workers give up: "try" as many as this host allows, "require" all of them or
+        /// workers do not start, "off" none.
+        ///
+        /// The rights are files, sockets, processes and rare system calls.
+        isolation: Isolation = "try", ISOLATION;
+        /// Number of workers kept ready for each lease.
+        ///
+        /// The number is 0 to 64.
+        warm_workers: u32 = 2, COUNT, live;
+        /// A lease that took no worker for this time keeps only one ready; 0: off.
+        worker_idle_exit: Duration = "10min", DURATION, live;
+        /// Disk space for modules and code that the driver compiled from PTX; 0: none.
+        cache_max: u64 = "8GiB", SIZE;
+
+        "Leases that are not used";
+
+        /// Time without GPU work, after which the server warns users; 0: never.
+        ///
+        /// The time counts from the last work of any program of the lease.
+        warn_after: Duration = "25min", DURATION, live;
+        /// Time without GPU work, after which the server moves device memory to host memory; 0:
+        /// never.
+        ///
+        /// The next call of a program brings its memory back.
+        park_after: Duration = "30min", DURATION, live;
+        /// Time without GPU work, after which the lease ends, and its programs fail; 0: never.
+        release_after: Duration = 0, DURATION, live;
+        /// Time without programs, after which a lease lends its GPUs to a request that waits; 0:
+        /// never.
+        lend_after: Duration = "10min", DURATION, live;
+        /// Host memory for parked programs: percent of all, or a size; 0: none.
+        parked_max: Memory = "50%", PART_OF_MEMORY, live;
+        /// Time that a parked program waits for its GPU; 0: without end.
+        ///
+        /// Then the program gets an error.
+        return_limit: Duration = "1h", DURATION, live;
+
+        "Stopping, keeping, folders";
+
+        /// Time that a stop waits for programs; shorter than TimeoutStopSec= of the unit (90 s).
+        ///
+        /// With 0 the stop waits for none.
+        drain_timeout: Duration = "60s", DURATION, live;
+        /// Time that the server keeps accounting records; 0: for ever.
+        ///
+        /// Of more than 2 million, the server deletes the oldest before.
+        accounting_keep: Duration = "90d", DURATION, live;
+        /// Folder of leases, clients, tokens and the pool's authority; by default the
+        /// StateDirectory= of the unit.
+        ///
+        /// Without systemd the default is `/var/lib/gpuserver`, and for `gpuserver-NAME.toml`
+        /// `/var/lib/gpuserver-NAME`.
+        state_dir: PathBuf = state_folder("/var/lib/gpuserver"), FOLDER;
+        /// Folder of admin.sock; by default the RuntimeDirectory= of the unit.
+        ///
+        /// Without systemd the default is `/run/gpuserver` or `/run/gpuserver-NAME`.
+        runtime_dir: PathBuf = runtime_folder("/run/gpuserver"), FOLDER;
+    }
 }
 
-/// Keys whose changes take effect without a restart; so do limits and reserves.
-const LIVE: &[&str] = &[
-    "warm_workers",
-    "worker_idle_exit",
-    "warn_after",
-    "park_after",
-    "release_after",
-    "lend_after",
-    "return_limit",
-    "parked_max",
-    "overcommit",
-    "users.scope",
-    "drain_timeout",
-    "accounting_keep",
-];
+keys! {
+    /// Sharing modes of single GPUs, which take precedence over `sharing`: lists as in `gpus`.
+    /// Each GPU may be named once.
+    pub struct GpuSharing("gpu_sharing.", Reader<'_>, ConfigError) {
+        /// GPUs on which programs of several leases take turns.
+        time_slice as "time-slice": Vec<GpuChoice> = [], GPU_LIST;
+        /// GPUs on which programs of several leases run at the same time, by NVIDIA's MPS.
+        mps: Vec<GpuChoice> = [], GPU_LIST;
+        /// GPUs that one lease has alone.
+        exclusive: Vec<GpuChoice> = [], GPU_LIST;
+    }
+}
+
+keys! {
+    /// Users, as limits count them.
+    pub struct Users("users.", Reader<'_>, ConfigError) {
+        /// "client": limits count a user on each client separately; "site": on all together.
+        ///
+        /// Each client reports the name: with "site" one client can use up what another client's
+        /// user of that name may have.
+        scope: Scope = "client", SCOPE, live;
+    }
+}
+
+keys! {
+    /// A part of this server that is kept for some clients; one table for each part.
+    pub struct ReserveKeys("reserve.", Reader<'_>, ConfigError) {
+        /// Pattern of these clients' names; required.
+        client: String = required("build-*"), PATTERN;
+        /// Number of GPUs.
+        gpus: u32 = 1, GPU_COUNT;
+        /// Memory of each of these GPUs: percent, or a size.
+        memory: Memory = "100%", RESERVED_MEMORY;
+    }
+}
+
+/// Lists the keys that have one value, in the order of their explanation.
+pub fn keys() -> impl Iterator<Item = &'static Row> + Clone {
+    Keys::ROWS.iter().chain(GpuSharing::ROWS).chain(Users::ROWS)
+}
 
 /// Returns `true` if a change of the key takes effect without a restart.
+///
+/// All limits and reserves change so.
 pub fn is_live(key: &str) -> bool {
-    LIVE.contains(&key) || key.starts_with("limits.")
+    key == "reserve" || key.starts_with("limits.") || keys().any(|row| row.live && row.name == key)
 }
-
-/// All keys, in the order of their explanation.
-pub const KEYS: &[Key] = &[
-    Key { name: "name", default: "the host name", help: "name of this server in the pool" },
-    Key { name: "listen", default: "[::]:7601", help: "address of the control service" },
-    Key {
-        name: "advertise",
-        default: "the address a client reached",
-        help: "HOST, HOST:PORT or a list of them: addresses that clients of the pool use",
-    },
-    Key {
-        name: "data_ports",
-        default: "7602",
-        help: "port for programs' data, or a range \"FIRST-LAST\", of which the first free port is used",
-    },
-    Key {
-        name: "metrics_listen",
-        default: "off",
-        help: "address for Prometheus (GET /metrics, no encryption, no password), such as \"127.0.0.1:7603\"; \"off\": none",
-    },
-    Key {
-        name: "gpus",
-        default: "all",
-        help: "\"all\", or a list of indices and UUIDs; the server does not start if one is missing",
-    },
-    Key {
-        name: "driver",
-        default: "NVIDIA's libcuda.so.1",
-        help: "absolute path of the CUDA driver library that workers load",
-    },
-    Key { name: "registry", default: "local", help: "\"local\": this server decides alone about its GPUs" },
-    Key { name: "encryption", default: "on", help: "\"on\", or \"off\" for peers inside trusted_networks" },
-    Key {
-        name: "trusted_networks",
-        default: "[]",
-        help: "networks (CIDR) whose peers may connect without encryption",
-    },
-    Key {
-        name: "sharing",
-        default: "time-slice",
-        help: "how leases share GPUs that gpu_sharing does not list: \"time-slice\": in turns; \"mps\": at the same \
-               time, by NVIDIA's MPS; \"exclusive\": not at all",
-    },
-    Key {
-        name: "gpu_sharing.time-slice",
-        default: "[]",
-        help: "GPUs on which programs of leases take turns, as in `gpus`",
-    },
-    Key { name: "gpu_sharing.mps", default: "[]", help: "GPUs that leases share by MPS, as in `gpus`" },
-    Key { name: "gpu_sharing.exclusive", default: "[]", help: "GPUs that one lease has alone, as in `gpus`" },
-    Key {
-        name: "mps_domain",
-        default: "client",
-        help: "programs that a fault under MPS affects: those of one \"client\" on a GPU, or with \"server\" of all clients",
-    },
-    Key {
-        name: "mps_control",
-        default: "in the driver's folder, $PATH, /usr/bin",
-        help: "absolute path of nvidia-cuda-mps-control",
-    },
-    Key { name: "warm_workers", default: "2", help: "workers kept ready for each lease" },
-    Key {
-        name: "isolation",
-        default: "try",
-        help: "workers give up files, sockets, processes and rare system calls: \"try\": as far as this host allows; \
-               \"require\": or they do not start; \"off\"",
-    },
-    Key {
-        name: "worker_idle_exit",
-        default: "10min",
-        help: "a lease that took no worker for this time keeps only one ready; 0 is off",
-    },
-    Key {
-        name: "warn_after",
-        default: "25min",
-        help: "a lease's users are warned after this time without GPU work of its programs; 0 is never",
-    },
-    Key {
-        name: "park_after",
-        default: "30min",
-        help: "a lease's device memory moves to host memory after this time without GPU work; 0 is never",
-    },
-    Key {
-        name: "release_after",
-        default: "0",
-        help: "a lease ends, and its programs fail, after this time without GPU work; 0 is never",
-    },
-    Key {
-        name: "lend_after",
-        default: "10min",
-        help: "a lease without programs for this time lends its GPUs to a waiting request; 0 is never",
-    },
-    Key {
-        name: "parked_max",
-        default: "50%",
-        help: "host memory for the device memory of parked programs: a percentage or a size; 0 is none",
-    },
-    Key {
-        name: "return_limit",
-        default: "1h",
-        help: "longest wait of a parked program for its GPU, before it gets an error; 0 is without end",
-    },
-    Key {
-        name: "overcommit",
-        default: "100%",
-        help: "part of a GPU's memory that may be promised to leases; above 100% programs may find less than promised",
-    },
-    Key {
-        name: "compute_mode",
-        default: "check",
-        help: "\"check\": a GPU whose compute mode does not let several programs share it is withdrawn",
-    },
-    Key {
-        name: "drain_timeout",
-        default: "60s",
-        help: "longest wait of a stop for running programs; 0 is none",
-    },
-    Key {
-        name: "lock_dir",
-        default: "/run/lock/gpusession with NVIDIA's driver, else none",
-        help: "folder in which the servers of this host lock their GPUs; \"none\": no locks",
-    },
-    Key {
-        name: "cache_max",
-        default: "8GiB",
-        help: "disk space for modules and for code that the driver compiled from PTX, so that programs start faster; 0 is none",
-    },
-    Key {
-        name: "accounting_keep",
-        default: "90d",
-        help: "time for which accounting records are kept; 0 is for ever",
-    },
-    Key {
-        name: "users.scope",
-        default: "client",
-        help: "\"client\": a user's limits count on each client separately; \"site\": on all clients together",
-    },
-    Key {
-        name: "state_dir",
-        default: "/var/lib/gpuserver",
-        help: "folder of leases, clients, tokens and the pool's authority",
-    },
-    Key { name: "runtime_dir", default: "/run/gpuserver", help: "folder of admin.sock" },
-];
 
 /// Returns the key that lists the GPUs with this way of sharing, regardless of `sharing`.
 pub fn gpu_sharing_key(sharing: Sharing) -> &'static str {
-    match sharing {
-        Sharing::TimeSlice => "gpu_sharing.time-slice",
-        Sharing::Mps => "gpu_sharing.mps",
-        Sharing::Exclusive => "gpu_sharing.exclusive",
+    let row = GpuSharing::ROWS.iter().find(|row| row.key() == sharing.as_str());
+    row.map_or("gpu_sharing", |row| row.name)
+}
+
+impl GpuSharing {
+    /// Lists the GPUs with a way of sharing of their own.
+    pub(super) fn listed(&self) -> impl Iterator<Item = (&GpuChoice, Sharing)> {
+        Sharing::ALL.iter().flat_map(|sharing| {
+            let gpus = match sharing {
+                Sharing::TimeSlice => &self.time_slice,
+                Sharing::Mps => &self.mps,
+                Sharing::Exclusive => &self.exclusive,
+            };
+            gpus.iter().map(|gpu| (gpu, *sharing))
+        })
     }
 }
 

@@ -1,15 +1,169 @@
-//! Parsers and formatters of single values. The error text is the cause and the remedy.
+//! Kinds of values: the parser and the formatter that a row of [`super::keys`] names.
+//!
+//! The error text of a parser is the cause and the remedy.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gpusession_common::units::{Memory, parse_duration, parse_size};
+use gpusession_common::units::{Memory, parse_duration, parse_size, show_duration};
+use gpusession_common::words::Sharing;
 use gpusession_proto::join::is_name;
+use gpusession_proto::supervise::Isolation;
+use ipnet::IpNet;
 
 use super::read::Value;
 use super::{Advertised, GpuChoice, Gpus};
+use crate::limits::{Bound, Scope, parse_memory};
+
+/// Parser and formatter of a key's value.
+pub struct Kind<T> {
+    pub(super) read: fn(&Value) -> Result<T, String>,
+    pub(super) show: fn(&T) -> String,
+}
+
+pub(super) const NAME: Kind<String> = Kind {
+    read: |v| match text(v)? {
+        name if is_name(name) => Ok(name.into()),
+        _ => Err("a name has a-z, 0-9, `-` and `.`, 64 characters at most".into()),
+    },
+    show: String::clone,
+};
+pub(super) const PATTERN: Kind<String> = Kind { read: |v| text(v).map(String::from), show: String::clone };
+pub(super) const ADDRESS: Kind<SocketAddr> =
+    Kind { read: |v| socket_address(text(v)?), show: SocketAddr::to_string };
+pub(super) const ADVERTISED: Kind<Vec<Advertised>> = Kind {
+    read: |v| texts(v)?.into_iter().map(advertised).collect(),
+    show: |list| {
+        let shown = list.iter().map(|a| match a.port {
+            Some(port) => crate::net::host_port(&a.host, port),
+            None => a.host.clone(),
+        });
+        if list.is_empty() {
+            "the address a client reached".into()
+        } else {
+            shown.collect::<Vec<_>>().join(", ")
+        }
+    },
+};
+pub(super) const PORTS: Kind<(u16, u16)> = Kind {
+    read: ports,
+    show: |(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") },
+};
+pub(super) const METRICS_ADDRESS: Kind<Option<SocketAddr>> = Kind {
+    read: |v| match text(v)? {
+        "off" => Ok(None),
+        address => address
+            .parse()
+            .map(Some)
+            .map_err(|_| "an address and a port like \"127.0.0.1:7603\" are wanted, or \"off\"".to_string()),
+    },
+    show: |address| address.map_or_else(|| "off".into(), |a| a.to_string()),
+};
+pub(super) const SWITCH: Kind<bool> = Kind {
+    read: |v| one_of(v, &["on", "off"], &[]).map(|word| word == "on"),
+    show: |on| if *on { "on" } else { "off" }.into(),
+};
+pub(super) const NETWORKS: Kind<Vec<IpNet>> =
+    Kind { read: |v| texts(v)?.into_iter().map(network).collect(), show: |networks| list(networks) };
+pub(super) const LOCAL: Kind<String> =
+    Kind { read: |v| one_of(v, &["local"], &["etcd"]), show: String::clone };
+pub(super) const ALL_OR_GPUS: Kind<Gpus> = Kind { read: read_gpus, show: show_gpus };
+pub(super) const GPU_LIST: Kind<Vec<GpuChoice>> = Kind { read: gpu_list, show: |gpus| list(gpus) };
+pub(super) const DRIVER: Kind<Option<PathBuf>> =
+    Kind { read: |v| absolute(v).map(Some), show: |path| path_or(path.as_ref(), "NVIDIA's libcuda.so.1") };
+pub(super) const CHECK: Kind<String> =
+    Kind { read: |v| one_of(v, &["check"], &["manage"]), show: String::clone };
+pub(super) const LOCK_FOLDER: Kind<Option<PathBuf>> = Kind {
+    read: |v| if text(v)? == "none" { Ok(None) } else { absolute(v).map(Some) },
+    show: |path| path_or(path.as_ref(), "none"),
+};
+pub(super) const OVERCOMMIT: Kind<u64> = Kind {
+    read: |v| {
+        let percent = text(v)?.strip_suffix('%').and_then(|p| p.trim().parse().ok());
+        let in_range = percent.filter(|p| (100..=1000).contains(p));
+        in_range.ok_or_else(|| "a percentage from \"100%\" to \"1000%\" is wanted".into())
+    },
+    show: |percent| format!("{percent}%"),
+};
+pub(super) const SHARING: Kind<Sharing> = Kind {
+    read: |v| {
+        let words: Vec<_> = Sharing::ALL.iter().map(|s| s.as_str()).collect();
+        one_of(v, &words, &[])?.parse()
+    },
+    show: Sharing::to_string,
+};
+pub(super) const DOMAIN: Kind<String> =
+    Kind { read: |v| one_of(v, &["client", "server"], &[]), show: String::clone };
+pub(super) const MPS_CONTROL: Kind<Option<PathBuf>> = Kind {
+    read: |v| absolute(v).map(Some),
+    show: |path| path_or(path.as_ref(), "in the driver's folder, $PATH, /usr/bin"),
+};
+pub(super) const ISOLATION: Kind<Isolation> = Kind {
+    read: |v| {
+        one_of(v, &["off", "try", "require"], &[]).map(|word| match word.as_str() {
+            "off" => Isolation::Off,
+            "try" => Isolation::Try,
+            _ => Isolation::Require,
+        })
+    },
+    show: |isolation| {
+        match isolation {
+            Isolation::Off => "off",
+            Isolation::Try => "try",
+            Isolation::Require => "require",
+        }
+        .into()
+    },
+};
+/// Number of warm workers.
+pub(super) const COUNT: Kind<u32> = Kind {
+    read: |v| whole(v, 0, 64).ok_or_else(|| "a number from 0 to 64 is wanted".into()),
+    show: u32::to_string,
+};
+pub(super) const DURATION: Kind<Duration> = Kind { read: duration, show: |time| show_duration(*time) };
+pub(super) const SIZE: Kind<u64> = Kind { read: size, show: |bytes| Bound::Size(*bytes).to_string() };
+pub(super) const PART_OF_MEMORY: Kind<Memory> = Kind {
+    read: part_of_memory,
+    show: |memory| match memory {
+        Memory::Percent(percent) => format!("{percent}%"),
+        Memory::Bytes(bytes) => bytes.to_string(),
+    },
+};
+pub(super) const FOLDER: Kind<PathBuf> = Kind { read: absolute, show: |path| path.display().to_string() };
+pub(super) const SCOPE: Kind<Scope> = Kind {
+    read: |v| {
+        one_of(v, &["client", "site"], &[])
+            .map(|word| if word == "site" { Scope::Site } else { Scope::Client })
+    },
+    show: |scope| if *scope == Scope::Site { "site" } else { "client" }.into(),
+};
+pub(super) const GPU_COUNT: Kind<u32> = Kind {
+    read: |v| whole(v, 1, 1024).ok_or_else(|| "a number of GPUs is wanted".into()),
+    show: u32::to_string,
+};
+pub(super) const RESERVED_MEMORY: Kind<Memory> = Kind {
+    read: |v| match v {
+        Value::String(text) => parse_memory(text),
+        other => parse_memory(&other.to_string()),
+    },
+    show: |memory| Bound::Memory(*memory).to_string(),
+};
+
+fn path_or(path: Option<&PathBuf>, otherwise: &str) -> String {
+    path.map_or_else(|| otherwise.into(), |path| path.display().to_string())
+}
+
+fn whole(value: &Value, first: u32, last: u32) -> Option<u32> {
+    let Value::Integer(number) = value else { return None };
+    u32::try_from(*number).ok().filter(|n| (first..=last).contains(n))
+}
+
+fn network(text: &str) -> Result<IpNet, String> {
+    let network = text.parse().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    network.map_err(|_| format!("{text:?} is not a network; \"10.1.0.0/16\" is one"))
+}
 
 pub(super) fn text(value: &Value) -> Result<&str, String> {
     match value {
@@ -26,12 +180,12 @@ pub(super) fn texts(value: &Value) -> Result<Vec<&str>, String> {
     }
 }
 
-pub(super) fn absolute(value: &Value) -> Result<PathBuf, String> {
+fn absolute(value: &Value) -> Result<PathBuf, String> {
     let path = PathBuf::from(text(value)?);
     if path.is_absolute() { Ok(path) } else { Err("an absolute path is wanted".into()) }
 }
 
-pub(super) fn one_of(value: &Value, allowed: &[&str], later: &[&str]) -> Result<String, String> {
+fn one_of(value: &Value, allowed: &[&str], later: &[&str]) -> Result<String, String> {
     let written = text(value)?;
     if allowed.contains(&written) {
         return Ok(written.into());
@@ -44,7 +198,7 @@ pub(super) fn one_of(value: &Value, allowed: &[&str], later: &[&str]) -> Result<
 }
 
 /// Parses HOST:PORT for listening; a bare port stands for all addresses.
-pub(super) fn socket_address(text: &str) -> Result<SocketAddr, String> {
+fn socket_address(text: &str) -> Result<SocketAddr, String> {
     if let Ok(address) = text.parse() {
         return Ok(address);
     }
@@ -80,7 +234,7 @@ pub fn advertised(text: &str) -> Result<Advertised, String> {
     Ok(Advertised { host: host.into(), port })
 }
 
-pub(super) fn ports(value: &Value) -> Result<(u16, u16), String> {
+fn ports(value: &Value) -> Result<(u16, u16), String> {
     let bad = "a port or a range of ports like \"45201-46225\" is wanted";
     match value {
         Value::Integer(p) => u16::try_from(*p).map(|p| (p, p)).map_err(|_| bad.into()),
@@ -97,7 +251,7 @@ pub(super) fn ports(value: &Value) -> Result<(u16, u16), String> {
     }
 }
 
-pub(super) fn read_gpus(value: &Value) -> Result<Gpus, String> {
+fn read_gpus(value: &Value) -> Result<Gpus, String> {
     match value {
         Value::String(s) if s == "all" => Ok(Gpus::All),
         Value::List(list) if list.is_empty() => Err("the list is empty: no GPU would be served".into()),
@@ -106,7 +260,7 @@ pub(super) fn read_gpus(value: &Value) -> Result<Gpus, String> {
     }
 }
 
-pub(super) fn gpu_list(value: &Value) -> Result<Vec<GpuChoice>, String> {
+fn gpu_list(value: &Value) -> Result<Vec<GpuChoice>, String> {
     let Value::List(list) = value else {
         return Err("a list of indices and UUIDs like [0] is wanted; `sharing` is for all other GPUs".into());
     };
@@ -130,14 +284,14 @@ pub(super) fn gpu_list(value: &Value) -> Result<Vec<GpuChoice>, String> {
     Ok(out)
 }
 
-pub(super) fn show_gpus(gpus: &Gpus) -> String {
+fn show_gpus(gpus: &Gpus) -> String {
     match gpus {
         Gpus::All => "all".into(),
         Gpus::These(these) => list(these),
     }
 }
 
-pub(super) fn duration(value: &Value) -> Result<Duration, String> {
+fn duration(value: &Value) -> Result<Duration, String> {
     let bad = "a duration like \"90s\", \"10min\" or \"1h 30min\" is wanted; 0 is off";
     match value {
         Value::Integer(s) => u64::try_from(*s).map(Duration::from_secs).map_err(|_| bad.into()),
@@ -147,7 +301,7 @@ pub(super) fn duration(value: &Value) -> Result<Duration, String> {
 }
 
 /// Parses "50%", "64GiB", or a number of bytes.
-pub(super) fn part_of_memory(value: &Value) -> Result<Memory, String> {
+fn part_of_memory(value: &Value) -> Result<Memory, String> {
     let bad = "a percentage like \"50%\", a size in KiB, MiB, GiB or a number of bytes is wanted; 0 is none";
     let parsed = match value {
         Value::Integer(bytes) => u64::try_from(*bytes).ok().map(Memory::Bytes),
@@ -158,7 +312,7 @@ pub(super) fn part_of_memory(value: &Value) -> Result<Memory, String> {
 }
 
 /// Parses "8GiB", or a number of bytes.
-pub(super) fn size(value: &Value) -> Result<u64, String> {
+fn size(value: &Value) -> Result<u64, String> {
     match value {
         Value::Integer(bytes) => u64::try_from(*bytes).map_err(|_| "a size is not negative".into()),
         Value::String(text) => parse_size(text),
@@ -166,7 +320,7 @@ pub(super) fn size(value: &Value) -> Result<u64, String> {
     }
 }
 
-pub(super) fn list<T: fmt::Display>(items: &[T]) -> String {
+fn list<T: fmt::Display>(items: &[T]) -> String {
     let items: Vec<_> = items.iter().map(ToString::to_string).collect();
     format!("[{}]", items.join(", "))
 }

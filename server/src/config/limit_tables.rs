@@ -2,24 +2,20 @@
 
 use std::collections::BTreeMap;
 
-use gpusession_common::units::Memory;
-
-use super::read::{Raw, RawReserve, Value};
-use super::values::{text, texts};
-use super::{ConfigError, Origin, limit_key};
+use super::check::{Host, Reader};
+use super::keys::{ReserveKeys, limit_key};
+use super::kinds::texts;
+use super::read::{Raw, RawKeys, RawReserve, Value};
+use super::{ConfigError, Origin, Report};
 use crate::lease::Reserve;
 use crate::limits::{self, Bound, Entry, Group, IDLE_TIMES, LIMITS, Layer, Limits, ON_IDLE, Scope};
 
-pub(super) fn check_limits(
-    raw: &Raw,
-    scope: Scope,
-    report: &mut Vec<(String, String, Origin)>,
-) -> Result<Limits, ConfigError> {
+pub(super) fn check_limits(raw: &Raw, scope: Scope, report: &mut Report) -> Result<Limits, ConfigError> {
     let mut out = Limits { scope, ..Limits::default() };
     let mut groups: BTreeMap<String, Group> = BTreeMap::new();
     for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
         if !raw.limits.contains_key(&(Layer::Default, limit.name.to_string())) {
-            report.push((format!("limits.{}", limit.name), limit.default.into(), Origin::Default));
+            report.push((format!("limits.{}", limit.name), limit.default().into(), Origin::Default));
         }
     }
     for ((layer, name), (value, origin)) in &raw.limits {
@@ -79,38 +75,31 @@ pub(super) fn check_limits(
     Ok(out)
 }
 
-fn check_reserve((fields, origin): &RawReserve) -> Result<Reserve, ConfigError> {
-    let mut out = Reserve { client: String::new(), gpus: 1, memory: Memory::Percent(100.0) };
+fn check_reserve((fields, origin): &RawReserve, host: Host<'_>) -> Result<Reserve, ConfigError> {
+    let mut raw = RawKeys::new();
     for (name, value, origin) in fields {
-        let bad = |m: String| ConfigError::new(origin.clone(), format!("reserve.{name} = {value}: {m}"));
-        match name.as_str() {
-            "client" => out.client = text(value).map_err(bad)?.into(),
-            "gpus" => match value {
-                Value::Integer(n @ 1..=1024) => out.gpus = *n as u32,
-                _ => return Err(bad("a number of GPUs is wanted".into())),
-            },
-            "memory" => {
-                let parsed = match value {
-                    Value::String(text) => limits::parse_memory(text),
-                    other => limits::parse_memory(&other.to_string()),
-                };
-                out.memory = parsed.map_err(bad)?;
-            }
-            _ => return Err(bad("the keys of [[reserve]] are client, gpus and memory".into())),
-        }
+        let Some(row) = ReserveKeys::ROWS.iter().find(|row| row.key() == name) else {
+            let why =
+                format!("reserve.{name} = {value}: the keys of [[reserve]] are client, gpus and memory");
+            return Err(ConfigError::new(origin.clone(), why));
+        };
+        raw.insert(row.name, (value.clone(), origin.clone()));
     }
-    if out.client.is_empty() {
+    let ReserveKeys { client, gpus, memory } =
+        ReserveKeys::read(&mut Reader { raw: &raw, host, report: Vec::new() })?;
+    if client.is_empty() {
         return Err(ConfigError::new(origin.clone(), "reserve.client is missing: name the reserve's client"));
     }
-    Ok(out)
+    Ok(Reserve { client, gpus, memory })
 }
 
 /// Reads all reserves, and reports them.
 pub(super) fn check_reserves(
     raw: &Raw,
-    report: &mut Vec<(String, String, Origin)>,
+    host: Host<'_>,
+    report: &mut Report,
 ) -> Result<Vec<Reserve>, ConfigError> {
-    let reserve = raw.reserve.iter().map(check_reserve).collect::<Result<Vec<_>, _>>()?;
+    let reserve = raw.reserve.iter().map(|part| check_reserve(part, host)).collect::<Result<Vec<_>, _>>()?;
     for (r, (_, origin)) in reserve.iter().zip(&raw.reserve) {
         let memory = Bound::Memory(r.memory);
         report.push((

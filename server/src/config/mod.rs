@@ -7,33 +7,27 @@
 mod check;
 mod cross;
 mod keys;
+mod kinds;
 mod limit_tables;
 mod read;
 mod runtime;
 #[cfg(test)]
 mod tests;
 mod unknown;
-mod values;
 
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-use gpusession_common::units::Memory;
-use gpusession_common::words::Sharing;
-use ipnet::IpNet;
-
-use gpusession_proto::supervise::Isolation;
 
 use crate::lease::Rules;
 use crate::limits::Limits;
+use gpusession_common::words::Sharing;
 
 use check::check;
-pub use keys::{KEYS, Key, gpu_sharing_key, is_live, limit_key};
+pub use keys::{Keys, Users, gpu_sharing_key, is_live, keys};
+pub use kinds::advertised;
 use read::{Raw, expand, read_text};
 pub use runtime::{edit_runtime, runtime_file};
-pub use values::advertised;
 
 /// Configuration file unless the command line names another.
 pub const DEFAULT_FILE: &str = "/etc/gpusession/gpuserver.toml";
@@ -124,72 +118,71 @@ pub struct Advertised {
     pub port: Option<u16>,
 }
 
-/// The configuration after all checks.
+/// Name, value as text and origin of each key.
+pub type Report = Vec<(String, String, Origin)>;
+
+/// The configuration after all checks. It derefs to [`Keys`]: `config.listen` is a key's value.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Name of this server in the pool.
-    pub name: String,
-    /// Address of the control service.
-    pub listen: SocketAddr,
-    /// Addresses for clients; empty: the address that a client reached.
-    pub advertise: Vec<Advertised>,
-    /// First and last port of the data plane's range; (0, 0): any port.
-    pub data_ports: (u16, u16),
-    /// Address for Prometheus, if any.
-    pub metrics_listen: Option<SocketAddr>,
-    /// Served GPUs.
-    pub gpus: Gpus,
-    /// Path of the driver library, if configured.
-    pub driver: Option<PathBuf>,
-    /// Whether every data connection must be encrypted.
-    pub encryption: bool,
-    /// Peers for which encryption may be off.
-    pub trusted_networks: Vec<IpNet>,
-    /// Workers kept ready for each lease.
-    pub warm_workers: u32,
-    /// Time without a new program after which a lease keeps one warm worker; zero is never.
-    pub worker_idle_exit: Duration,
-    /// Isolation of the workers.
-    pub isolation: Isolation,
-    /// Host memory for the device memory of parked programs.
-    pub parked_max: Memory,
-    /// Longest wait of a parked program for its GPU; zero is without end.
-    pub return_limit: Duration,
-    /// Configuration file.
-    pub file: PathBuf,
-    /// Whether that file exists: then a reload requires it.
-    pub file_found: bool,
-    /// Folder of leases, clients, tokens and the authority.
-    pub state_dir: PathBuf,
-    /// Folder of the administration socket.
-    pub runtime_dir: PathBuf,
-    /// Way in which leases share the GPUs that `gpu_sharing` does not list.
-    pub sharing: Sharing,
+    /// Values of the keys outside of tables.
+    pub keys: Keys,
+    /// Values of `[users]`.
+    pub users: Users,
     /// GPUs with a way of sharing of their own.
     pub gpu_sharing: Vec<(GpuChoice, Sharing)>,
     /// Settings of MPS, if a GPU is shared by it.
     pub mps: Option<Mps>,
     /// Reserves and overcommit.
     pub rules: Rules,
-    /// Longest wait of a stop for running programs.
-    pub drain_timeout: Duration,
-    /// Folder of the GPUs' locks; `None`: no locks.
-    pub lock_dir: Option<PathBuf>,
-    /// Age at which accounting records are deleted; zero: never.
-    pub accounting_keep: Duration,
-    /// Limit of the workers' disk cache, in bytes.
-    pub cache_max: u64,
     /// Limits of clients and users.
     pub limits: Limits,
+    /// Configuration file.
+    pub file: PathBuf,
+    /// Whether that file exists: then a reload requires it.
+    pub file_found: bool,
     /// Name, value as text and origin of every key.
-    pub report: Vec<(String, String, Origin)>,
+    pub report: Report,
     /// Values that changed in the files since the start, and take effect after a restart.
-    pub waiting: Vec<(String, String, Origin)>,
+    pub waiting: Report,
     /// Texts about settings that work, but probably not as intended.
     pub warnings: Vec<String>,
 }
 
+impl std::ops::Deref for Config {
+    type Target = Keys;
+
+    fn deref(&self) -> &Keys {
+        &self.keys
+    }
+}
+
 impl Config {
+    /// Returns this configuration with everything of a fresh one that changes without a restart.
+    pub fn with_live_of(&self, fresh: Self) -> Self {
+        let Self { keys, users, gpu_sharing, mps, file, report: old, .. } = self;
+        let is_old = |entry: &(String, String, Origin)| {
+            old.iter().any(|(key, value, _)| (key, value) == (&entry.0, &entry.1))
+        };
+        let (mut report, mut waiting): (Report, Report) =
+            fresh.report.into_iter().partition(|(key, ..)| is_live(key));
+        // Keys that need a restart are in every report.
+        waiting.retain(|entry| !is_old(entry));
+        report.extend(old.iter().filter(|(key, ..)| !is_live(key)).cloned());
+        Self {
+            keys: keys.with_live_of(&fresh.keys),
+            users: users.with_live_of(&fresh.users),
+            gpu_sharing: gpu_sharing.clone(),
+            mps: mps.clone(),
+            rules: fresh.rules,
+            limits: fresh.limits,
+            file: file.clone(),
+            file_found: fresh.file_found,
+            report,
+            waiting,
+            warnings: fresh.warnings,
+        }
+    }
+
     /// Returns the source of a key's value.
     pub fn origin(&self, key: &str) -> Origin {
         // A key may be written with quotes that TOML does not need.

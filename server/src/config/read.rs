@@ -6,8 +6,9 @@ use std::path::Path;
 
 use toml::de::{DeTable, DeValue};
 
+use super::keys::keys;
 use super::unknown::unknown;
-use super::{ConfigError, KEYS, Origin};
+use super::{ConfigError, Origin};
 use crate::limits::{IDLE_TIMES, LIMITS, Layer, OF_CLIENTS};
 
 #[derive(Debug, Clone)]
@@ -41,11 +42,14 @@ impl fmt::Display for Value {
 /// Values that were read and not yet checked.
 #[derive(Default)]
 pub(super) struct Raw {
-    pub(super) keys: BTreeMap<&'static str, (Value, Origin)>,
+    pub(super) keys: RawKeys,
     /// Limits by layer and name, and members of groups.
     pub(super) limits: BTreeMap<(Layer, String), (Value, Origin)>,
     pub(super) reserve: Vec<RawReserve>,
 }
+
+/// Unchecked values by the names of their rows.
+pub(super) type RawKeys = BTreeMap<&'static str, (Value, Origin)>;
 
 /// An unchecked `[[reserve]]`: its fields, and the place of its start.
 pub(super) type RawReserve = (Vec<(String, Value, Origin)>, Origin);
@@ -93,9 +97,9 @@ fn read_table(
             DeValue::Table(inner) => Some(inner),
             _ => None,
         };
-        let leads_on = KEYS.iter().any(|k| k.name.starts_with(&format!("{written}.")))
+        let leads_on = keys().any(|k| k.name.starts_with(&format!("{written}.")))
             || parts[0] == "limits" && parts.len() < 4;
-        if let Some(known) = KEYS.iter().find(|k| k.name == written) {
+        if let Some(known) = keys().find(|k| k.name == written) {
             raw.keys.insert(known.name, (convert(value.get_ref(), env).map_err(bad)?, origin));
         } else if let Some(inner) = inner.filter(|_| leads_on) {
             read_table(raw, path, inner, at, env)?;
@@ -130,6 +134,13 @@ fn read_table(
         path.pop();
     }
     Ok(())
+}
+
+/// Reads the default of a row.
+pub(super) fn default_value(text: &str) -> Result<Value, ConfigError> {
+    let bad = |why: String| ConfigError::new(Origin::Default, format!("default {text}: {why}"));
+    let value = DeValue::parse(text).map_err(|e| bad(e.to_string()))?;
+    convert(value.get_ref(), &|_| None).map_err(bad)
 }
 
 fn convert(value: &DeValue<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<Value, String> {

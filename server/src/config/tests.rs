@@ -1,7 +1,13 @@
 //! Tests of the configuration, its errors, and the texts that document its keys.
 
+mod texts;
+
+use std::time::Duration;
+
+use gpusession_common::units::Memory;
+
 use super::*;
-use crate::limits::{self, Bound, IDLE_TIMES, LIMITS, Scope};
+use crate::limits::{Bound, IDLE_TIMES, LIMITS, Scope};
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     let env = |name: &str| match name {
@@ -50,12 +56,11 @@ fn defaults() {
     assert_eq!(config.data_ports, (7602, 7602));
     assert_eq!(config.state_dir, Path::new("/var/lib/gpuserver-a"));
     assert_eq!(config.origin("state_dir"), Origin::Environment("STATE_DIRECTORY"));
-    assert_eq!(config.report.len(), KEYS.len() + LIMITS.len() - IDLE_TIMES.len());
+    assert_eq!(config.report.len(), keys().count() + LIMITS.len() - IDLE_TIMES.len());
     for name in IDLE_TIMES {
-        let of = |list: &str| Bound::parse(limits::Kind::Time, list);
-        let (key, limit) =
-            (KEYS.iter().find(|k| k.name == name).unwrap(), LIMITS.iter().find(|l| l.name == name).unwrap());
-        assert_eq!(of(key.default), of(limit.default), "{name}: one default");
+        let key = keys().find(|k| k.name == name).unwrap();
+        let limit = LIMITS.iter().find(|l| l.name == name).unwrap();
+        assert_eq!(key.default(), Some(limit.default()), "{name}: one default");
     }
     assert!(config.encryption && config.warnings.is_empty());
 }
@@ -363,6 +368,27 @@ fn a_user_has_no_rate() {
 }
 
 #[test]
+fn live_keys_follow_the_files_and_the_others_stay() {
+    let old = parse("").unwrap();
+    let text = "name = \"other\"\nwarm_workers = 7\novercommit = \"150%\"\nusers.scope = \"site\"\n\
+                limits.gpus = 9\n[[reserve]]\nclient = \"a\"\n";
+    let fresh = parse(text).unwrap();
+    let config = old.with_live_of(fresh.clone());
+    assert_eq!((config.name.as_str(), config.warm_workers), ("gpu1", 7));
+    assert_eq!((config.users.scope, config.limits.scope), (Scope::Site, Scope::Site));
+    assert_eq!(config.rules, fresh.rules);
+    assert_eq!(config.limits.of("", "").smallest("gpus").unwrap().1, 9);
+    assert_eq!(config.waiting.iter().map(|(key, ..)| key.as_str()).collect::<Vec<_>>(), ["name"]);
+    // Each key has one line of the report, from the file if it is live.
+    for row in keys() {
+        let lines: Vec<_> = config.report.iter().filter(|(key, ..)| key == row.name).collect();
+        let of = if row.live { &fresh } else { &old };
+        assert_eq!(lines.len(), 1, "{}", row.name);
+        assert!(of.report.contains(lines[0]), "{}", row.name);
+    }
+}
+
+#[test]
 fn values_are_set_and_taken_back() {
     let text = edit_runtime("", "limits.client.\"vm.1\".gpus", Some("3")).unwrap();
     let text = edit_runtime(&text, "warm_workers", Some("5")).unwrap();
@@ -375,75 +401,6 @@ fn values_are_set_and_taken_back() {
     assert_eq!(parse(&text).unwrap().warm_workers, 2);
     assert!(edit_runtime(&text, "a b", Some("1")).is_err());
     assert!(edit_runtime(&text, "limits.memory.x", Some("1")).unwrap_err().contains("not a table"));
-}
-
-const MANUAL: &str = include_str!("../../../docs/man/gpuserver.toml.5");
-const SHIPPED: &str = include_str!("../../../packaging/etc/gpuserver.toml");
-/// Keys whose default depends on the host.
-const FOUND: &[&str] =
-    &["name", "advertise", "driver", "lock_dir", "mps_control", "state_dir", "runtime_dir"];
-
-/// Formats a default as in the file.
-fn written(default: &str) -> String {
-    let bare = default.ends_with(']') || default.bytes().all(|b| b.is_ascii_digit());
-    if bare { default.into() } else { format!("\"{default}\"") }
-}
-
-#[test]
-fn the_manual_has_every_key_with_its_default() {
-    let manual = MANUAL.replace("\\(dq", "\"").replace("\\-", "-");
-    let mut names = vec!["client"];
-    for key in KEYS {
-        let name = key.name.rsplit('.').next().unwrap();
-        let live = if is_live(key.name) { " +" } else { "" };
-        let heading = if FOUND.contains(&key.name) {
-            format!(".B {name}\n")
-        } else {
-            format!(".BR {name} \" = {}{live}\"\n", written(key.default))
-        };
-        assert!(manual.contains(&heading), "{heading}");
-        names.push(name);
-    }
-    for limit in LIMITS {
-        let heading = if IDLE_TIMES.contains(&limit.name) {
-            limit.name.into()
-        } else {
-            format!(".BR {} \" = {}\"\n", limit.name, written(limit.default))
-        };
-        assert!(manual.contains(&heading), "{heading}");
-        names.push(limit.name);
-    }
-    for heading in manual.lines().filter(|l| l.starts_with(".BR ") && l.contains(" = ")) {
-        let name = heading.split(' ').nth(1).unwrap();
-        assert!(names.contains(&name), "{heading}: there is no such key");
-    }
-}
-
-#[test]
-fn the_shipped_file_has_every_key_with_its_default() {
-    let mut text = String::new();
-    for line in SHIPPED.lines().filter(|l| !l.is_empty()) {
-        let comment = line.strip_prefix('#').expect("something is not commented out");
-        // Explanations have a space after the #, keys have none.
-        if !comment.starts_with(' ') {
-            text += comment;
-            text.push('\n');
-        }
-    }
-    let (shipped, without) = (parse(&text).unwrap(), parse("").unwrap());
-    let value = |of: &Config, key: &str| of.report.iter().find(|(k, ..)| k == key).map(|(_, v, _)| v.clone());
-    for key in KEYS {
-        assert!(matches!(shipped.origin(key.name), Origin::File(..)), "{} is missing", key.name);
-        if !FOUND.contains(&key.name) {
-            assert_eq!(value(&shipped, key.name), value(&without, key.name), "{}", key.name);
-        }
-    }
-    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
-        let key = format!("limits.{}", limit.name);
-        assert!(matches!(shipped.origin(&key), Origin::File(..)), "{key} is missing");
-        let bound = Bound::parse(limit.kind, &value(&shipped, &key).unwrap());
-        assert_eq!(bound, Bound::parse(limit.kind, limit.default), "{key}");
-    }
 }
 
 #[test]

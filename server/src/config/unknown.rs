@@ -3,14 +3,14 @@
 use gpusession_common::units::nearest;
 use toml::de::DeValue;
 
-use super::KEYS;
+use super::keys::keys;
 use crate::limits::{IDLE_TIMES, LIMITS, OF_CLIENTS};
 
 /// Returns the error text for an unknown key, with a suggestion.
 pub(super) fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
     let written = path.join(".");
     let in_it = format!("{written}.");
-    let inner: Vec<_> = KEYS.iter().filter_map(|k| k.name.strip_prefix(&in_it)).collect();
+    let inner: Vec<_> = keys().filter_map(|k| k.name.strip_prefix(&in_it)).collect();
     if !inner.is_empty() {
         return format!("`{written}` is a table: write [{written}] with {}", inner.join(", "));
     }
@@ -19,14 +19,14 @@ pub(super) fn unknown(path: &[&str], value: &DeValue<'_>) -> String {
         ["limits", rest @ ..] => return unknown_limit(&written, rest, value),
         _ => {}
     }
-    if let Some(key) = KEYS.iter().find(|k| path.last() == Some(&k.name)) {
+    if let Some(key) = keys().find(|k| path.last() == Some(&k.name)) {
         return format!("unknown key `{written}`; did you mean `{}`?", key.name);
     }
     let limits = LIMITS.iter().map(|l| format!("limits.{}", l.name));
-    match nearest(&written, KEYS.iter().map(|k| k.name.to_string()).chain(limits)) {
+    match nearest(&written, keys().map(|k| k.name.to_string()).chain(limits)) {
         Some(name) => format!("unknown key `{written}`; did you mean `{name}`?"),
         None => {
-            let names: Vec<_> = KEYS.iter().map(|k| k.name).collect();
+            let names: Vec<_> = keys().map(|k| k.name).collect();
             let limits: Vec<_> = LIMITS.iter().map(|l| l.name).collect();
             format!(
                 "unknown key `{written}`; the keys are {}, reserve, and in limits and limits.group.NAME, \

@@ -19,33 +19,13 @@ impl Pool {
         let line = |(key, value, _): &(String, String, _)| format!("{key} = {value}");
         let before: Vec<String> = old.report.iter().map(line).collect();
         let after: Vec<String> = fresh.report.iter().map(line).collect();
-        let live = |key: &str| is_live(key) || key == "reserve";
         let key = |line: &String| line.split(" = ").next().unwrap_or_default().to_string();
         let mut changed: Vec<String> = after.iter().filter(|l| !before.contains(l)).cloned().collect();
         let gone = |l: &&String| !after.iter().any(|a| key(a) == key(l));
         changed.extend(before.iter().filter(gone).map(|l| format!("{} is no longer set", key(l))));
-        let now = |l: &String| live(key(l).trim_end_matches(" is no longer set"));
+        let now = |l: &String| is_live(key(l).trim_end_matches(" is no longer set"));
         let (holds, waits): (Vec<_>, Vec<_>) = changed.into_iter().partition(now);
-        // Keys that need a restart are in every report.
-        let (mut report, mut waiting): (Vec<_>, Vec<_>) =
-            fresh.report.into_iter().partition(|(key, ..)| live(key));
-        waiting.retain(|entry| !before.contains(&line(entry)));
-        report.extend(old.report.iter().filter(|(key, ..)| !live(key)).cloned());
-        let config = Config {
-            warm_workers: fresh.warm_workers,
-            worker_idle_exit: fresh.worker_idle_exit,
-            return_limit: fresh.return_limit,
-            parked_max: fresh.parked_max,
-            rules: fresh.rules,
-            drain_timeout: fresh.drain_timeout,
-            accounting_keep: fresh.accounting_keep,
-            limits: fresh.limits,
-            warnings: fresh.warnings,
-            file_found: fresh.file_found,
-            report,
-            waiting,
-            ..(*old).clone()
-        };
+        let config = old.with_live_of(fresh);
         self.registry.set_rules(config.rules.clone()).await;
         self.supervisor.set_stock(config.warm_workers, config.worker_idle_exit);
         self.supervisor.set_all_limits(config.limits.clone());
@@ -96,7 +76,7 @@ impl Pool {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
             Err(e) => return Err(Refusal::new("failed", format!("{}: {e}", path.display()))),
         };
-        if !is_live(key) {
+        if !is_live(key) || key == "reserve" {
             return Err(Refusal {
                 code: "needs-restart".into(),
                 message: format!("{key} cannot be changed while the server runs"),

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Server, alive, eventually, exists, rest};
-use gpuserver::config::KEYS;
+use gpuserver::config::keys;
 use gpuserver::limits::{IDLE_TIMES, LIMITS};
 use gpusession_proto::control::pool_client::PoolClient;
 use gpusession_proto::control::pool_event::Event;
@@ -962,7 +962,7 @@ async fn a_server_says_what_it_starts_with() {
     server.run_into("journal").await;
     let journal = std::fs::read_to_string(server.path("journal")).unwrap();
     let says = |text: &str| assert!(journal.lines().any(|l| l.contains(text)), "{text} is not in {journal}");
-    for key in KEYS {
+    for key in keys() {
         says(&format!(" {} = ", key.name));
     }
     for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {

@@ -52,7 +52,7 @@ pub(in crate::admin) fn limits(pool: &Pool, client: String, user: String) -> Res
             value: e.bound.to_string(),
             of: e.layer.to_string(),
             origin: e.origin.clone(),
-            help: LIMITS.iter().find(|l| l.name == e.name).map_or("", |l| l.help).into(),
+            help: LIMITS.iter().find(|l| l.name == e.name).map(|l| l.row.brief()).unwrap_or_default(),
         })
         .collect();
     show(serde_json::to_value(rows))
@@ -79,7 +79,7 @@ pub fn config_rows(config: &config::Config) -> Vec<ConfigRow> {
         value: value.clone(),
         origin: origin.to_string(),
         changed: after_restart || !matches!(origin, config::Origin::Default),
-        live: config::is_live(key) || key == "reserve",
+        live: config::is_live(key),
         after_restart,
     };
     let holds = config.report.iter().map(|entry| row(entry, false));

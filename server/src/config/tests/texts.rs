@@ -1,0 +1,117 @@
+//! The shipped file and the manual come from the rows, and each key has a consumer.
+
+use std::path::Path;
+
+use gpusession_common::keys::{comment, manual, prose, sample, up_to_date};
+
+use super::*;
+use crate::config::keys::{GpuSharing, ReserveKeys};
+
+/// Introduction of the manual's section about limits.
+const LIMIT_TABLES: &[&str] = &[
+    "Limits of everyone, a group, a client and a user.",
+    "A client has the limit for everyone unless another one applies to it.",
+    "A user's limits apply in addition to the client's.",
+    "The client reports the user's name, so the name can reduce the client's limit and never raise it.",
+    "If several apply, the smallest wins.",
+    "A group has members: `clients` (patterns) and `users`; its limits apply to each of them.",
+    "A group, a client or a user may also have `warn_after`, `park_after`, `release_after` and `lend_after`, \
+     of which 0 counts as the largest; for everyone they are keys outside [limits].",
+    "The defaults below are those of [limits].",
+    "Programs on a lease for all users of a machine count for their users by `workers`, `connections` and \
+     `host_memory`.",
+];
+
+fn file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
+}
+
+/// Rows of `[limits]`.
+fn limits() -> Vec<gpusession_common::keys::Row> {
+    LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)).map(|l| l.row).collect()
+}
+
+#[test]
+fn the_manual_comes_from_the_rows() {
+    let table = |title: &str, about: &[&str], rows| format!(".SS {title}\n{}{}", prose(about), manual(rows));
+    let layers = "[limits], [limits.group.NAME], [limits.client.NAME], [limits.user.NAME]";
+    let text = [
+        ".SH KEYS\n".into(),
+        manual(Keys::ROWS),
+        table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
+        table("[users]", Users::ABOUT, Users::ROWS),
+        table(layers, LIMIT_TABLES, &limits()),
+        table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
+    ]
+    .concat();
+    up_to_date(&file("docs/man/gpuserver.toml.5"), ".SH KEYS", ".SH ENVIRONMENT", &text).unwrap();
+}
+
+#[test]
+fn the_shipped_file_comes_from_the_rows() {
+    let table = |title: &str, about: &[&str], rows| {
+        let about = prose(about).replace("\\fB", "").replace("\\fR", "").replace('\n', " ");
+        format!("\n{}#{title}\n{}", comment(about.trim_end()), sample(rows))
+    };
+    let limits_for_all = ["Limits for everyone without other limits."];
+    let text = [
+        sample(Keys::ROWS).trim_start().into(),
+        "\n# ---- Tables\n".into(),
+        table("[gpu_sharing]", GpuSharing::ABOUT, GpuSharing::ROWS),
+        table("[users]", Users::ABOUT, Users::ROWS),
+        table("[limits]", &limits_for_all, &limits()),
+        table("[[reserve]]", ReserveKeys::ABOUT, ReserveKeys::ROWS),
+        "\n".into(),
+    ]
+    .concat();
+    let path = file("packaging/etc/gpuserver.toml");
+    up_to_date(&path, "# ---- ", "# ---- Examples", &text).unwrap();
+    // All of it is a comment, and the configuration without the # signs works and changes nothing.
+    let mut written = String::new();
+    for line in std::fs::read_to_string(path).unwrap().lines().filter(|l| !l.is_empty()) {
+        let comment = line.strip_prefix('#').expect("something is not commented out");
+        // Explanations have a space after the #, keys have none.
+        if !comment.starts_with(' ') {
+            written += comment;
+            written.push('\n');
+        }
+    }
+    let (shipped, without) = (parse(&written).unwrap(), parse("").unwrap());
+    let value = |of: &Config, key: &str| of.report.iter().find(|(k, ..)| k == key).map(|(_, v, _)| v.clone());
+    for row in keys() {
+        assert!(matches!(shipped.origin(row.name), Origin::File(..)), "{} is missing", row.name);
+        if row.fixed {
+            assert_eq!(value(&shipped, row.name), value(&without, row.name), "{}", row.name);
+        }
+    }
+    for limit in LIMITS.iter().filter(|l| !IDLE_TIMES.contains(&l.name)) {
+        let bound = Bound::parse(limit.kind, &value(&shipped, limit.row.name).unwrap());
+        assert_eq!(bound, Bound::parse(limit.kind, limit.default()), "{}", limit.name);
+    }
+}
+
+/// Keys with one possible value, which no code has to ask for.
+const ONE_VALUE: [&str; 2] = ["registry", "compute_mode"];
+
+#[test]
+fn each_key_has_a_consumer() {
+    fn read_all(folder: &Path, text: &mut String) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if path.is_dir() && name != "tests" {
+                read_all(&path, text);
+            } else if name.ends_with(".rs") && name != "tests.rs" && name != "keys.rs" {
+                text.push_str(&std::fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    let mut sources = String::new();
+    read_all(&file("server/src"), &mut sources);
+    let words: Vec<&str> = sources.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '.').collect();
+    for row in Keys::ROWS.iter().chain(Users::ROWS).filter(|row| !ONE_VALUE.contains(&row.name)) {
+        let field = format!(".{}", row.key());
+        let used = words.iter().any(|w| w.ends_with(&field) || w.contains(&format!("{field}.")));
+        assert!(used, "no code reads {}", row.name);
+    }
+}
