@@ -12,11 +12,11 @@ use gpusession_proto::preface::{self, Preface};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 use tokio::time::timeout;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::log_throttle::LogThrottle;
+use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
 use crate::supervise::{AdoptError, Supervisor};
 
@@ -54,37 +54,10 @@ pub async fn serve(
     may_be_clear: MayBeClear,
     mut closed: watch::Receiver<bool>,
 ) {
-    let pending = PeerSlots::new(MAX_PENDING, QUEUE_GRACE);
     let quiet = Arc::new(LogThrottle::default());
-    let mut handed = JoinSet::new();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            _ = closed.changed() => {
-                while handed.join_next().await.is_some() {}
-                return;
-            }
-        };
-        while handed.try_join_next().is_some() {}
-        let (socket, peer) = match accepted {
-            Ok(accepted) => accepted,
-            Err(e) => {
-                // Out of descriptors or memory: wait until other connections have released some.
-                if let Some(more) = quiet.may() {
-                    warn!("data port: accept failed: {e}; retrying in 100 ms{more}");
-                }
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        let Some(mut place) = pending.enter(peer.ip()).await else {
-            if let Some(more) = quiet.may() {
-                warn!("data port: connection from {peer} refused: too many unfinished ones{more}");
-            }
-            continue;
-        };
+    let serve = |socket, peer, mut place| {
         let (supervisor, may_be_clear, quiet) = (supervisor.clone(), may_be_clear.clone(), quiet.clone());
-        handed.spawn(async move {
+        async move {
             let done = tokio::select! {
                 done = hand_over(socket, peer, &supervisor, &may_be_clear) => done,
                 () = &mut place => Err("another connection needed its slot".to_owned().into()),
@@ -98,8 +71,10 @@ pub async fn serve(
                     "data port: connection from {peer} refused: {reason}{more}"
                 );
             }
-        });
-    }
+        }
+    };
+    let pending = PeerSlots::new(MAX_PENDING, QUEUE_GRACE);
+    accept_loop("data port", listener, pending, &quiet, closed.changed(), serve).await;
 }
 
 /// Reason of a refusal, with its event in the journal, if any.

@@ -7,7 +7,6 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -15,12 +14,12 @@ use gpusession_proto::message;
 use gpusession_proto::readings::{Answer, Fault, FromMonitor, GpuReading, Query, ToMonitor, uuid_text};
 use serde::Serialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::process::{ChildStdin, ChildStdout};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-use crate::spawn::clean_environment;
+use crate::spawn;
 
 /// Interval of the server's own readings.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -177,10 +176,7 @@ async fn serve(
     shared: &Shared,
     asked: &mut mpsc::Receiver<Asked>,
 ) -> io::Result<()> {
-    let mut child = start(worker, driver)?;
-    let (Some(mut to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
-        return Err(io::Error::other("the monitor has no pipes"));
-    };
+    let (mut child, mut to, from) = spawn::child(worker, "--monitor", driver, &[])?;
     let (answers_in, mut answers) = mpsc::channel(1);
     let receiving = receive(from, shared, answers_in);
     tokio::pin!(receiving);
@@ -228,22 +224,6 @@ async fn serve(
             Err(e) => Err(e),
         },
     }
-}
-
-fn start(worker: &Path, driver: &Path) -> io::Result<Child> {
-    Command::new(worker)
-        .arg("--monitor")
-        .arg(driver)
-        .env_clear()
-        .envs(clean_environment(driver))
-        .current_dir("/")
-        // It exits at EOF on its standard input, however this process exits.
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .process_group(0)
-        .kill_on_drop(true)
-        .spawn()
-        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", worker.display())))
 }
 
 async fn answer(answers: &mut mpsc::Receiver<FromMonitor>, limit: Duration) -> io::Result<FromMonitor> {

@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow};
 use gpusession_proto::control::administration_server::AdministrationServer;
 use gpusession_proto::control::enrolment_server::EnrolmentServer;
 use gpusession_proto::control::pool_server::PoolServer;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
@@ -26,6 +26,7 @@ use crate::connections::{Guarded, Holders, Place, shown};
 use crate::discovery::{self, DiscoveryError};
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
+use crate::net::accept_loop;
 use crate::peer_slots::PeerSlots;
 use crate::pool::ca::{Authority, AuthorityError};
 use crate::pool::grpc::Service;
@@ -414,31 +415,13 @@ async fn accept_control(
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<std::io::Result<Guarded>>,
 ) {
-    let handshakes = PeerSlots::new(MAX_HANDSHAKES, QUEUE_GRACE);
     let (clients, holders) = (Arc::new(Semaphore::new(MAX_CLIENTS)), Holders::default());
     let strangers = PeerSlots::new(MAX_STRANGERS, QUEUE_GRACE);
     let quiet = Arc::new(LogThrottle::default());
-    loop {
-        let (socket, peer) = match listener.accept().await {
-            Ok(new) => new,
-            Err(e) => {
-                if let Some(more) = quiet.may() {
-                    warn!("control port: accept failed: {e}; retrying in 100 ms{more}");
-                }
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        // Until a slot is free, further connections wait in the kernel's queue.
-        let Some(mut handshake) = handshakes.enter(peer.ip()).await else {
-            if let Some(more) = quiet.may() {
-                warn!("control port: connection from {peer} refused: too many unfinished ones{more}");
-            }
-            continue;
-        };
+    let serve = |socket: TcpStream, peer: SocketAddr, mut handshake| {
         let (acceptor, accepted, quiet) = (acceptor.clone(), accepted.clone(), quiet.clone());
         let (clients, holders, strangers) = (clients.clone(), holders.clone(), strangers.clone());
-        tokio::spawn(async move {
+        async move {
             let _ = socket.set_nodelay(true);
             let shaken = tokio::select! {
                 shaken = timeout(HANDSHAKE_TIMEOUT, acceptor.accept(socket)) => shaken,
@@ -466,8 +449,10 @@ async fn accept_control(
             if let Some(more) = quiet.may() {
                 warn!("control port: connection from {peer} refused: {why}{more}");
             }
-        });
-    }
+        }
+    };
+    let handshakes = PeerSlots::new(MAX_HANDSHAKES, QUEUE_GRACE);
+    accept_loop("control port", listener, handshakes, &quiet, std::future::pending::<()>(), serve).await;
 }
 
 /// Requests to end the server: signals, and `gpuserver stop`.

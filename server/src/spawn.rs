@@ -15,7 +15,7 @@ use gpusession_proto::supervise::WORKER_FD;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
-use tokio::process::{Child, Command};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 
 /// Variables that the server passes on to every worker: full names, or prefixes that end with `_`.
@@ -158,6 +158,34 @@ fn start(
     let child = command.spawn()?;
     drop(theirs);
     Ok((child, ours))
+}
+
+/// Starts the worker's program as a helper of this process, with the workers' environment.
+///
+/// The helper exits at EOF on its input, however this process exits, and is killed on drop.
+pub fn child(
+    program: &Path,
+    flag: &str,
+    driver: &Path,
+    rest: &[&str],
+) -> io::Result<(Child, ChildStdin, ChildStdout)> {
+    let mut child = Command::new(program)
+        .arg(flag)
+        .arg(driver)
+        .args(rest)
+        .env_clear()
+        .envs(clean_environment(driver))
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", program.display())))?;
+    match (child.stdin.take(), child.stdout.take()) {
+        (Some(input), Some(output)) => Ok((child, input, output)),
+        _ => Err(io::Error::other("the helper has no pipes")),
+    }
 }
 
 /// Creates the socket of a worker: the supervisor's end, nonblocking, and the worker's.

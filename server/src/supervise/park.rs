@@ -4,12 +4,11 @@
 //! memory to host memory and back. `pool::parking` decides which leases are parked, and when.
 
 use std::path::Path;
-use std::process::Stdio;
 use std::time::Duration;
 
 use gpusession_proto::supervise::{DeviceLimit, ToWorker};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
-use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::process::{Child, ChildStdin, ChildStdout};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
@@ -83,23 +82,8 @@ impl Parker {
         rest: &[&str],
         limit: Duration,
     ) -> Result<Self, NotParked> {
-        let failed = |e: std::io::Error| NotParked::Failed(format!("{}: {e}", program.display()));
-        let mut child = Command::new(program)
-            .arg(flag)
-            .arg(driver)
-            .args(rest)
-            .env_clear()
-            .envs(spawn::clean_environment(driver))
-            .current_dir("/")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .process_group(0)
-            .kill_on_drop(true)
-            .spawn()
-            .map_err(failed)?;
-        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(NotParked::Failed("the helper has no pipes".into()));
-        };
+        let failed = |e: std::io::Error| NotParked::Failed(e.to_string());
+        let (child, input, output) = spawn::child(program, flag, driver, rest).map_err(failed)?;
         let mut parker = Self { _child: child, input, lines: BufReader::new(output).lines() };
         let Ok(said) = timeout(limit, parker.lines.next_line()).await else {
             return Err(NotParked::Hangs(hangs()));
