@@ -11,7 +11,7 @@ use gpusession_proto::readings::{Fault, GpuReading, uuid_text};
 use tokio::sync::broadcast::error::RecvError;
 use tracing::warn;
 
-use crate::lease::Withdrawn;
+use crate::lease::{Passing, Withdrawn};
 use crate::monitor::{Monitor, Readings};
 use crate::pool::Pool;
 use crate::supervise::Event;
@@ -68,36 +68,15 @@ fn alone(uuid: &str, mode: u32) -> Option<String> {
         _ => "EXCLUSIVE",
     };
     Some(format!(
-        "{COMPUTE_MODE} {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` changes it"
+        "compute mode {mode} does not let several programs use it; `nvidia-smi -i {uuid} -c DEFAULT` changes it"
     ))
 }
-/// Start of the reason for a wrong compute mode.
-///
-/// [`mends_itself`] recognizes stored reasons by it.
-const COMPUTE_MODE: &str = "compute mode";
 
 /// Withdraws a GPU while its compute mode prevents sharing.
 async fn compute_mode(pool: &Pool, uuid: &str, mode: u32) {
-    mends_itself(pool, uuid, COMPUTE_MODE, alone(uuid, mode)).await;
+    pool.withdraw_until_passed(uuid, Passing::ComputeMode, alone(uuid, mode)).await;
 }
 
-/// Withdraws a GPU for a reason that starts with `what`, or restores it with `None`.
-///
-/// Restores only a GPU that was withdrawn for such a reason.
-async fn mends_itself(pool: &Pool, uuid: &str, what: &str, why: Option<String>) {
-    let gpus = pool.registry().gpus().await;
-    let Some(gpu) = gpus.iter().find(|gpu| gpu.gpu.uuid == uuid) else { return };
-    match (why, &gpu.withdrawn) {
-        (Some(why), None) => pool.withdraw(uuid, Some(Withdrawn::Broken(why))).await,
-        (None, Some(Withdrawn::Broken(why))) if why.starts_with(what) => pool.withdraw(uuid, None).await,
-        _ => return,
-    };
-}
-
-/// Reason for a GPU that NVML reports nothing about.
-///
-/// [`mends_itself`] recognizes stored reasons by it.
-const SILENT: &str = "NVML tells nothing of it any more";
 /// Consecutive readings, one a second, without values of a GPU before it is withdrawn.
 const SILENT_READINGS: u32 = 5;
 
@@ -205,10 +184,11 @@ pub async fn watch(pool: Arc<Pool>, monitor: Monitor) {
                     // Programs on a silent GPU may still finish; new leases go elsewhere.
                     let (lost, back) = silence.listen(&latest.gpus);
                     for uuid in lost {
-                        mends_itself(&pool, &uuid_text(&uuid), SILENT, Some(SILENT.into())).await;
+                        let why = "NVML reports no values of it";
+                        pool.withdraw_until_passed(&uuid_text(&uuid), Passing::Silent, Some(why.into())).await;
                     }
                     for uuid in back {
-                        mends_itself(&pool, &uuid_text(&uuid), SILENT, None).await;
+                        pool.withdraw_until_passed(&uuid_text(&uuid), Passing::Silent, None).await;
                     }
                     for gpu in &latest.gpus {
                         withdraw_if_faulty(&pool, seen.as_ref().and_then(|seen| seen.gpu(&gpu.uuid)), gpu, &mut errors).await;

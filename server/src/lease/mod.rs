@@ -118,6 +118,16 @@ impl Withdrawn {
     }
 }
 
+/// Fault of a GPU that may pass: the GPU then returns to service without an administrator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Passing {
+    /// The compute mode lets only one program use the GPU.
+    ComputeMode,
+    /// NVML reports no values of the GPU.
+    Silent,
+}
+
 /// Request for a lease.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -410,6 +420,8 @@ pub struct Saved<'a> {
     #[serde(default)]
     withdrawn: Cow<'a, BTreeMap<String, Withdrawn>>,
     #[serde(default)]
+    passing: Cow<'a, BTreeMap<String, Passing>>,
+    #[serde(default)]
     draining: Cow<'a, Option<String>>,
 }
 
@@ -425,6 +437,8 @@ pub struct Table {
     turns: u64,
     fencing_token: u64,
     withdrawn: BTreeMap<String, Withdrawn>,
+    /// Withdrawn GPUs whose fault may pass.
+    passing: BTreeMap<String, Passing>,
     waiting: Vec<Waiting>,
     arrivals: u64,
     rules: Rules,

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use super::{
-    AllocateError, DEFAULT_TTL, Gpu, Held, Lease, QUEUE_TIMEOUT, Request, Rules, Saved, Sharing, Table,
-    Withdrawn,
+    AllocateError, DEFAULT_TTL, Gpu, Held, Lease, Passing, QUEUE_TIMEOUT, Request, Rules, Saved, Sharing,
+    Table, Withdrawn,
 };
 use crate::clock::{self, Moment, Random};
 
@@ -28,6 +28,7 @@ impl Table {
             turns: 0,
             fencing_token: saved.fencing_token,
             withdrawn: saved.withdrawn.into_owned(),
+            passing: saved.passing.into_owned(),
             waiting: Vec::new(),
             arrivals: 0,
             rules,
@@ -35,6 +36,13 @@ impl Table {
             stopping: false,
         };
         table.withdrawn.retain(|uuid, _| table.gpus.iter().any(|g| g.uuid == *uuid));
+        table.passing.retain(|uuid, _| table.withdrawn.contains_key(uuid));
+        for (uuid, why) in &table.withdrawn {
+            // Version 0.1.0 knew a wrong compute mode by the start of the reason.
+            if matches!(why, Withdrawn::Broken(reason) if reason.starts_with("compute mode ")) {
+                table.passing.insert(uuid.clone(), Passing::ComputeMode);
+            }
+        }
         let mut lost = Vec::new();
         let mut used: HashMap<String, u64> = HashMap::new();
         for lease in saved.leases.into_iter().map(Cow::into_owned) {
@@ -69,6 +77,7 @@ impl Table {
             leases: self.held.values().map(|h| Cow::Borrowed(&h.lease)).collect(),
             aside: self.aside.keys().cloned().collect(),
             withdrawn: Cow::Borrowed(&self.withdrawn),
+            passing: Cow::Borrowed(&self.passing),
             draining: Cow::Borrowed(&self.draining),
         }
     }
@@ -89,17 +98,37 @@ impl Table {
         self.withdrawn.get(uuid)
     }
 
+    /// Returns the fault that has to pass before a withdrawn GPU returns to service by itself.
+    pub fn passing(&self, uuid: &str) -> Option<Passing> {
+        self.passing.get(uuid).copied()
+    }
+
     /// Withdraws a GPU, or with `None` returns it to service; leases on it stay. Returns `true` if
     /// it exists.
     pub fn withdraw(&mut self, uuid: &str, why: Option<Withdrawn>) -> bool {
         if self.gpu(uuid).is_none() {
             return false;
         }
+        self.passing.remove(uuid);
         match why {
             Some(why) => self.withdrawn.insert(uuid.into(), why),
             None => self.withdrawn.remove(uuid),
         };
         true
+    }
+
+    /// Withdraws a GPU in service for a fault that may pass. Returns `true` if it was in service.
+    pub fn withdraw_until_passed(&mut self, uuid: &str, fault: Passing, why: String) -> bool {
+        if self.withdrawn.contains_key(uuid) || !self.withdraw(uuid, Some(Withdrawn::Broken(why))) {
+            return false;
+        }
+        self.passing.insert(uuid.into(), fault);
+        true
+    }
+
+    /// Returns a GPU to service whose fault has passed. Returns `true` if it was withdrawn for it.
+    pub fn passed(&mut self, uuid: &str, fault: Passing) -> bool {
+        self.passing(uuid) == Some(fault) && self.withdraw(uuid, None)
     }
 
     /// Drains the server for this reason, also after a restart; `None` ends that.

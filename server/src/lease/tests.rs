@@ -437,6 +437,36 @@ fn overcommit_is_reported_and_bounded() {
 }
 
 #[test]
+fn a_fault_that_passes_returns_only_the_gpu_that_it_withdrew() {
+    let mut t = table(1);
+    let uuid = gpu(0, 0).uuid;
+    let restarted = |t: &Table| {
+        let saved = serde_json::to_vec(&t.save()).unwrap();
+        Table::new(t.gpus.clone(), Rules::default(), serde_json::from_slice(&saved).unwrap(), Duration::ZERO)
+            .0
+    };
+    // The reason is a text for people: nothing depends on its words.
+    assert!(t.withdraw_until_passed(&uuid, Passing::Silent, "any words".into()));
+    assert!(!t.withdraw_until_passed(&uuid, Passing::ComputeMode, "another".into()), "it is out already");
+    assert!(!t.passed(&uuid, Passing::ComputeMode), "that was not its fault");
+    let mut t = restarted(&t);
+    assert_eq!(t.withdrawn(&uuid), Some(&Withdrawn::Broken("any words".into())));
+    assert!(t.passed(&uuid, Passing::Silent) && t.withdrawn(&uuid).is_none(), "also after a restart");
+    assert!(!t.passed(&uuid, Passing::Silent) && !t.withdraw_until_passed("x", Passing::Silent, "".into()));
+
+    // A later decision of an administrator holds.
+    t.withdraw_until_passed(&uuid, Passing::Silent, "any words".into());
+    t.withdraw(&uuid, Some(Withdrawn::Off("a fan is loud".into())));
+    assert!(!t.passed(&uuid, Passing::Silent) && t.withdrawn(&uuid).is_some());
+
+    // A file of version 0.1.0 has the fault in the words only.
+    t.withdraw(&uuid, Some(Withdrawn::Broken("compute mode PROHIBITED does not let".into())));
+    assert!(restarted(&t).passed(&uuid, Passing::ComputeMode));
+    t.withdraw(&uuid, Some(Withdrawn::Broken("Xid 79".into())));
+    assert!(!restarted(&t).passed(&uuid, Passing::ComputeMode));
+}
+
+#[test]
 fn gpus_are_taken_out_and_put_back() {
     let (mut t, r) = (table(1), Counting::default());
     let uuid = gpu(0, 0).uuid;

@@ -40,7 +40,7 @@ use self::watch::Watches;
 use crate::accounting::{Accounting, Kind, Record};
 use crate::clock::{Clock, Moment, Random};
 use crate::config::Config;
-use crate::lease::{Lease, Withdrawn};
+use crate::lease::{Lease, Passing, Withdrawn};
 use crate::limits::{Effective, Rates};
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
@@ -211,12 +211,19 @@ impl Pool {
     }
 
     /// Withdraws a GPU from leasing, or returns it to service.
+    ///
+    /// Returns `true` if this server has the GPU.
     pub async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
-        match &why {
-            Some(why) => warn!("GPU {uuid}: withdrawn: {}", why.reason()),
-            None => info!("GPU {uuid}: back in service"),
-        }
+        log_withdrawal(uuid, why.as_ref().map(Withdrawn::reason));
         self.registry.withdraw(uuid, why).await
+    }
+
+    /// Withdraws a GPU in service for a fault that may pass, or with `None` returns a GPU to
+    /// service that was withdrawn for it.
+    pub async fn withdraw_until_passed(&self, uuid: &str, fault: Passing, why: Option<String>) {
+        if self.registry.withdraw_until_passed(uuid, fault, why.clone()).await {
+            log_withdrawal(uuid, why.as_deref());
+        }
     }
 
     /// Warns every client with a lease that the lease will be lost.
@@ -553,6 +560,13 @@ impl Pool {
         );
         let gpus = self.registry.gpus().await;
         self.supervisor.set_devices(&lease, limits(&lease, &gpus));
+    }
+}
+
+fn log_withdrawal(uuid: &str, reason: Option<&str>) {
+    match reason {
+        Some(reason) => warn!("GPU {uuid}: withdrawn: {reason}"),
+        None => info!("GPU {uuid}: back in service"),
     }
 }
 

@@ -13,7 +13,9 @@ use tracing::error;
 
 use super::{GpuUse, Registry, Standing};
 use crate::clock::{Clock, Random};
-use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, Table, WaitingView, Withdrawn};
+use crate::lease::{
+    AllocateError, Gpu, Lease, Passing, Place, Request, Rules, Table, WaitingView, Withdrawn,
+};
 use crate::store::{self, Shared, StoreError};
 
 /// The lease table with its file and its sources of time and randomness.
@@ -246,6 +248,22 @@ impl Registry for LocalRegistry {
             self.store_change().await;
         }
         there
+    }
+
+    async fn withdraw_until_passed(&self, uuid: &str, fault: Passing, why: Option<String>) -> bool {
+        // Each reading asks, and hardly any changes the table.
+        if self.table().passing(uuid) != Some(fault) && why.is_none() {
+            return false;
+        }
+        let change = |table: &mut Table| match why {
+            Some(why) => table.withdraw_until_passed(uuid, fault, why),
+            None => table.passed(uuid, fault),
+        };
+        let changed = self.change(change, |changed| *changed);
+        if changed {
+            self.store_change().await;
+        }
+        changed
     }
 
     async fn drain(&self, why: Option<String>) -> Result<(), String> {

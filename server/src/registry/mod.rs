@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use gpusession_common::words::Sharing;
 
-use crate::lease::{AllocateError, Gpu, Lease, Place, Request, Rules, WaitingView, Withdrawn};
+use crate::lease::{AllocateError, Gpu, Lease, Passing, Place, Request, Rules, WaitingView, Withdrawn};
 
 pub mod local;
 
@@ -107,6 +107,9 @@ pub trait Registry: Send + Sync {
     ///
     /// Leases on it stay.
     async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool;
+    /// Withdraws a GPU in service for a fault that may pass, or with `None` returns a GPU to
+    /// service that was withdrawn for it. Returns `true` if this changes the GPU's state.
+    async fn withdraw_until_passed(&self, uuid: &str, fault: Passing, why: Option<String>) -> bool;
     /// Stops new leases for a reason, also after a restart; with `None` allows them again.
     ///
     /// # Errors
