@@ -214,8 +214,12 @@ impl Pool {
     ///
     /// Returns `true` if this server has the GPU.
     pub async fn withdraw(&self, uuid: &str, why: Option<Withdrawn>) -> bool {
-        log_withdrawal(uuid, why.as_ref().map(Withdrawn::reason));
-        self.registry.withdraw(uuid, why).await
+        let reason = why.as_ref().map(|why| why.reason().to_owned());
+        let exists = self.registry.withdraw(uuid, why).await;
+        if exists {
+            log_withdrawal(uuid, reason.as_deref());
+        }
+        exists
     }
 
     /// Withdraws a GPU in service for a fault that may pass, or with `None` returns a GPU to

@@ -190,3 +190,26 @@ async fn a_card_that_fails_is_taken_out() {
     assert!(server.verb(&["on", &bad]).status.success());
     assert_eq!(state(&server, &bad).0, "free", "an administrator knows better");
 }
+
+#[tokio::test]
+async fn a_fault_of_a_card_that_is_not_served_withdraws_nothing() {
+    let mut server = Server::prepare("libcuda.so.1", "gpus = [0]").await;
+    let mut cards = Cards::of(&server);
+    server.run_into("journal").await;
+    let [served, other] = GPUS;
+    // The compute mode shows that the server has read the first count of errors.
+    for (mode, shows) in [(3, "broken"), (0, "free")] {
+        cards.card(served).compute_mode = Some(mode);
+        cards.say(&server);
+        eventually("the reading is seen", async || state(&server, served).0 == shows).await;
+    }
+    // In one reading, the card that is not served in front.
+    cards.0.reverse();
+    cards.card(other).uncorrected_ecc = Some(4);
+    cards.card(served).uncorrected_ecc = Some(4);
+    cards.say(&server);
+    eventually("the served card is out", async || state(&server, served).0 == "broken").await;
+    let journal = std::fs::read_to_string(server.path("journal")).unwrap();
+    assert!(journal.contains(&format!("{served}: withdrawn")), "{journal}");
+    assert!(!journal.contains(&format!("{other}: withdrawn")), "{journal}");
+}
