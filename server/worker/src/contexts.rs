@@ -316,21 +316,8 @@ fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     if unsafe { (driver.call.cuGetExportTable)(&mut table, &TPC_TABLE) } != 0 || table.is_null() {
         return Vec::new();
     }
-    // SAFETY: the first word of this table is its size in bytes.
-    let words = unsafe { *table.cast::<usize>() } / size_of::<usize>();
-    if words <= 13 {
-        return Vec::new();
-    }
-    type Get = unsafe extern "C" fn(*mut *mut u8, *mut *mut u8) -> i32;
-    type Free = unsafe extern "C" fn(*mut u8, *mut u8) -> i32;
-    // SAFETY: the table has these slots, and they have these types (see `proto/calls/tables.txt`).
-    let (get, free) = unsafe {
-        let slot = table.cast::<*const c_void>();
-        (
-            std::mem::transmute::<*const c_void, Get>(*slot.add(4)),
-            std::mem::transmute::<*const c_void, Free>(*slot.add(13)),
-        )
-    };
+    // SAFETY: the driver's table begins with its size in bytes, and its slots have these types.
+    let Some((get, free)) = (unsafe { tpc_functions(table) }) else { return Vec::new() };
     let (mut in_gpc, mut gpc) = (std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: a context is current; the out pointers are valid.
     if unsafe { get(&mut in_gpc, &mut gpc) } != 0 || in_gpc.is_null() || gpc.is_null() {
@@ -346,5 +333,54 @@ fn tpc_topology(driver: &Driver, tpcs: usize) -> Vec<u8> {
     }
 }
 
+type TpcGet = unsafe extern "C" fn(*mut *mut u8, *mut *mut u8) -> i32;
+type TpcFree = unsafe extern "C" fn(*mut u8, *mut u8) -> i32;
+
+/// Returns the two functions of that table (slots 4 and 13, see `proto/calls/tables.txt`).
+///
+/// `None` if the table is too short or a driver leaves one of them out.
+///
+/// # Safety
+/// The first word at `table` is the size of the table in bytes. Slots 4 and 13, if the table has
+/// them, are null or functions of these types.
+unsafe fn tpc_functions(table: *const c_void) -> Option<(TpcGet, TpcFree)> {
+    let words = table.cast::<usize>();
+    // SAFETY: the caller passes a table with that word.
+    if unsafe { *words } / size_of::<usize>() <= 13 {
+        return None;
+    }
+    // SAFETY: the table has both slots. A null slot is `None`.
+    unsafe { Some(((*words.add(4).cast::<Option<TpcGet>>())?, (*words.add(13).cast::<Option<TpcFree>>())?)) }
+}
+
 /// Name of that table: 16 bytes.
 const TPC_TABLE: [u8; 16] = 0x1734dc26_800d4745_8726c0f1_e7dd8bca_u128.to_be_bytes();
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" fn function(_: *mut u8, _: *mut u8) -> i32 {
+        0
+    }
+
+    #[test]
+    fn a_table_that_lacks_a_function_is_not_used() {
+        let function = function as TpcFree as usize;
+        let whole = |slots: &[usize]| {
+            let mut table = [0; 17];
+            table[0] = size_of_val(&table);
+            slots.iter().for_each(|slot| table[*slot] = function);
+            table
+        };
+        // SAFETY: the first word is the size; a slot is null or a function without conditions.
+        let usable = |table: [usize; 17]| unsafe { tpc_functions(table.as_ptr().cast()) }.is_some();
+        assert!(usable(whole(&[4, 13])));
+        for slots in [&[][..], &[4], &[13]] {
+            assert!(!usable(whole(slots)), "{slots:?}");
+        }
+        let mut short = whole(&[4, 13]);
+        short[0] = 13 * size_of::<usize>();
+        assert!(!usable(short));
+    }
+}
