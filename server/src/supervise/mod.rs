@@ -41,6 +41,7 @@ use crate::spawn::Spawner;
 
 mod admission;
 mod adopt;
+mod attend;
 pub mod channel;
 mod exit;
 pub mod handover;

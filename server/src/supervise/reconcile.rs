@@ -3,9 +3,9 @@
 
 use tracing::warn;
 
+use super::attend::REAP_TIMEOUT;
 use super::exit::stop;
 use super::messages::say;
-use super::run::REAP_TIMEOUT;
 use super::worker::{Phase, hex};
 use super::{Event, State, Supervisor, WorkerId};
 

@@ -1,78 +1,30 @@
-//! The task of one worker: it starts the process, passes messages in both directions, and kills the
-//! process if it does not exit in time.
+//! The task of one worker: it starts the process, attends to it (`attend`), and reaps it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::ExitStatus;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use gpusession_proto::supervise::{FromWorker, Isolation, MPS_VARIABLES, Start, ToWorker, Usage};
-use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
-use tracing::debug;
+use gpusession_proto::supervise::{Isolation, MPS_VARIABLES, Start, Usage};
+use tokio::time::timeout;
 
-use super::adopt::adopt;
+use super::attend::{End, Ending, REAP_TIMEOUT};
 use super::channel::Channel;
 use super::exit::describe;
 use super::process::{Process, end_group};
 use super::unadmitted::Unadmitted;
-use super::worker::{Command, LATER, Phase, Queues, Worker, WorkerRecord, hex, orders, told_to_end};
+use super::worker::{LATER, Phase, Queues, Worker, WorkerRecord, orders};
 use super::{Event, State, Supervisor, WorkerId, mps, staging};
 use crate::clock;
 use crate::spawn;
 
-/// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
-/// its resources are free again soon.
-const STOP_GRACE: Duration = Duration::from_secs(1);
-/// As [`STOP_GRACE`], for a worker under MPS; MPS gets the rest of the time (`mps::END_TIMEOUT`).
-const MPS_STOP_GRACE: Duration = Duration::from_millis(750);
-/// Time until a started worker must be ready. Drivers of many GPUs without persistence take tens of
-/// seconds.
-const START_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time after which a worker that does not read its channel counts as stuck.
-const SEND_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time after which a killed process that still exists counts as stuck in the driver.
-pub(super) const REAP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time to read a worker's final messages after it exits.
-///
-/// Bounded, since another process of its group may keep sending.
-const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
 /// Most workers of one lease.
 pub(super) const MAX_PER_LEASE: usize = 64;
-/// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
-/// about memory count separately: after `MAX_MEMORY_PACKETS` the supervisor reads the channel again
-/// in the next second.
-const MAX_PACKETS: u32 = 1000;
-const MAX_MEMORY_PACKETS: u32 = 20_000;
-
-/// Progress of a worker's end. Neither the worker's messages nor a full channel prolong it.
-#[derive(Default)]
-struct Ending {
-    gone_by: Option<Instant>,
-    /// MPS has been asked to end the worker's GPU work.
-    work_ended: bool,
-}
-
-impl Ending {
-    fn begins(&mut self, takes: Duration) -> Instant {
-        *self.gone_by.get_or_insert_with(|| Instant::now() + takes)
-    }
-}
-
 /// Source of a worker's process.
 pub(super) enum Origin {
     /// To be started with these variables in addition to the server's own.
     New(Box<Start>, Vec<(String, String)>),
     /// Left by an earlier server.
     Left { pid: u32, pidfd: OwnedFd, channel: OwnedFd },
-}
-
-/// Outcome of attending to a worker.
-enum End {
-    /// The worker exited; the status is known for a child only.
-    Ended(Option<ExitStatus>),
-    /// The next server attends to it.
-    Left,
 }
 
 impl Supervisor {
@@ -280,188 +232,12 @@ impl Supervisor {
     }
 
     /// Reports the GPUs of a killed worker that does not exit.
-    fn stuck(&self, id: &WorkerId) {
+    pub(super) fn stuck(&self, id: &WorkerId) {
         let (gpus, pid) = match self.state().workers.get(id) {
             Some(worker) => (worker.gpus.clone(), worker.pid.unwrap_or(0)),
             None => return,
         };
         let why = format!("process {pid} of a worker was killed and does not exit: it waits for the driver");
         let _ = self.0.events.send(Event::Stuck { gpus, why });
-    }
-
-    /// Attends to a worker until it exits or this server leaves it. `start` is `None` for a worker
-    /// of an earlier server.
-    async fn attend(
-        &self,
-        id: &WorkerId,
-        start: Option<Start>,
-        process: &mut Process,
-        channel: &Channel,
-        queues: &mut Queues,
-        ending: &mut Ending,
-    ) -> Result<End, String> {
-        let Queues { commands, tells, ends } = queues;
-        // If the worker has exited already, its exit status is reported, not its closed channel.
-        let mut limit = None;
-        // A worker under MPS does not outlive its server, so an earlier server left none.
-        let mps = start.as_ref().is_some_and(|start| start.mps);
-        if let Some(start) = start {
-            let by = Instant::now() + START_TIMEOUT;
-            let _ = send(channel, &ToWorker::Start(start), None, ends, false, by).await;
-            limit = Some((by, "it was not ready in time"));
-        }
-        let (mut channel_open, mut killed, mut told, mut said_end) = (true, false, false, false);
-        // Time that it has to exit by itself.
-        let (grace, in_all) = if mps { (MPS_STOP_GRACE, mps::END_TIMEOUT) } else { (STOP_GRACE, STOP_GRACE) };
-        let sooner =
-            |limit: Option<(Instant, &str)>, at| Some((limit.map_or(at, |(before, _)| before.min(at)), ""));
-        let (mut second, mut packets, mut memory_packets) = (Instant::now(), 0, 0);
-        // Set if it asked for memory too often: its messages wait for the next second.
-        let mut patience = false;
-        loop {
-            let deadline = limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
-            tokio::select! {
-                biased;
-                status = process.wait() => {
-                    // A final message tells more than the exit status.
-                    let by = Instant::now() + FINAL_MESSAGES_GRACE;
-                    while channel_open
-                        && Instant::now() < by
-                        && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), channel.recv()).await
-                    {
-                        said_end |= matches!(message, FromWorker::Ended { .. });
-                        self.heard(id, message);
-                    }
-                    if !killed && !said_end {
-                        self.suspect(id);
-                    }
-                    return status.map(End::Ended).map_err(|e| e.to_string());
-                }
-                () = sleep_until(deadline), if limit.is_some() => {
-                    let (_, why) = limit.take().unwrap_or((deadline, ""));
-                    if !why.is_empty() {
-                        return Err(why.into());
-                    }
-                    if std::mem::replace(&mut killed, true) {
-                        self.stuck(id);
-                    } else {
-                        debug!(pid = process.pid(), "worker {}: did not exit in time; killed", hex(id));
-                        let by = ending.begins(in_all);
-                        if !std::mem::replace(&mut ending.work_ended, true) {
-                            self.end_gpu_work(id, false, by).await;
-                        }
-                        process.kill();
-                        limit = Some((Instant::now() + REAP_TIMEOUT, ""));
-                    }
-                }
-                reason = told_to_end(ends), if !told => {
-                    told = true;
-                    ending.begins(in_all);
-                    let at = Instant::now() + grace;
-                    if !killed {
-                        limit = sooner(limit, at);
-                    }
-                    let _ = timeout_at(at, channel.send(&ToWorker::Stop { reason }, None)).await;
-                }
-                Some(command) = tells.recv() => match command {
-                    Command::Tell(message) => send(channel, &message, None, ends, told, deadline).await?,
-                    Command::Leave => {
-                        while let Ok(Command::Adopt { socket, number, preface, peer }) = commands.try_recv() {
-                            let message = adopt(number, preface, peer);
-                            send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
-                        }
-                        return Ok(End::Left);
-                    }
-                    Command::Adopt { .. } => {}
-                },
-                () = sleep_until(second + Duration::from_secs(1)), if patience => patience = false,
-                Some(command) = commands.recv() => {
-                    if let Command::Adopt { socket, number, preface, peer } = command {
-                        let message = adopt(number, preface, peer);
-                        send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await?;
-                    }
-                }
-                // Last, so that a worker that sends much delays nothing above.
-                message = channel.recv(), if channel_open && !patience => match message {
-                    Ok(Some(message)) => {
-                        if second.elapsed() >= Duration::from_secs(1) {
-                            (second, packets, memory_packets) = (Instant::now(), 0, 0);
-                        }
-                        match message {
-                            FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. } => {
-                                memory_packets += 1;
-                                patience = memory_packets > MAX_MEMORY_PACKETS;
-                            }
-                            _ => packets += 1,
-                        }
-                        if packets > MAX_PACKETS {
-                            return Err("it floods its supervisor with messages".into());
-                        }
-                        if let FromWorker::Contained { lacking } = &message
-                            && !self.state().workers.get(id).is_none_or(|w| w.may_be_contained(lacking))
-                        {
-                            return Err("it reported its isolation out of turn".into());
-                        }
-                        if matches!(message, FromWorker::Ready { .. })
-                            && limit.is_some_and(|(_, why)| !why.is_empty()) {
-                            limit = None;
-                        }
-                        let ended = match message {
-                            FromWorker::Ended { quiet, .. } if mps && !std::mem::replace(&mut said_end, true) => Some(quiet),
-                            _ => None,
-                        };
-                        self.heard(id, message);
-                        if let Some(quiet) = ended
-                            && !std::mem::replace(&mut ending.work_ended, true)
-                        {
-                            let by = ending.begins(in_all);
-                            self.end_gpu_work(id, quiet, by).await;
-                            let _ = timeout_at(by, channel.send(&ToWorker::Exit, None)).await;
-                            if !killed {
-                                limit = Some((by, ""));
-                            }
-                        }
-                    }
-                    // It is about to exit, or it closed its channel to evade a stop request.
-                    Ok(None) => {
-                        channel_open = false;
-                        ending.begins(in_all);
-                        if !killed {
-                            limit = sooner(limit, Instant::now() + grace);
-                        }
-                    }
-                    Err(e) if e.raw_os_error().is_some() => {
-                        channel_open = false;
-                        ending.begins(in_all);
-                        if !killed {
-                            limit = sooner(limit, Instant::now() + grace);
-                        }
-                    }
-                    Err(e) => return Err(e.to_string()),
-                },
-            }
-        }
-    }
-}
-
-/// Sends a message. Does not wait for a stopping worker to read its channel.
-async fn send(
-    channel: &Channel,
-    message: &ToWorker,
-    beside: Option<BorrowedFd<'_>>,
-    ends: &mut watch::Receiver<Option<String>>,
-    told: bool,
-    deadline: Instant,
-) -> Result<(), String> {
-    tokio::select! {
-        biased;
-        sent = timeout(SEND_TIMEOUT, channel.send(message, beside)) => match sent {
-            // It exited; its final messages or its exit status tell more.
-            Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
-            Err(_) => Err("it does not read its channel".into()),
-        },
-        _ = told_to_end(ends), if !told => Ok(()),
-        () = sleep_until(deadline) => Ok(()),
     }
 }

@@ -1,0 +1,311 @@
+//! Attendance to one worker: passes messages in both directions, and kills the process if it does
+//! not exit in time.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use gpusession_proto::supervise::{FromWorker, Start, ToWorker};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tracing::debug;
+
+use super::adopt::adopt;
+use super::channel::Channel;
+use super::process::Process;
+use super::worker::{Command, Queues, hex, told_to_end};
+use super::{Supervisor, WorkerId, mps};
+
+/// Time that a worker may take to exit after a stop request. The supervisor then kills it, so that
+/// its resources are free again soon.
+const STOP_GRACE: Duration = Duration::from_secs(1);
+/// As [`STOP_GRACE`], for a worker under MPS; MPS gets the rest of the time (`mps::END_TIMEOUT`).
+const MPS_STOP_GRACE: Duration = Duration::from_millis(750);
+/// Time until a started worker must be ready. Drivers of many GPUs without persistence take tens of
+/// seconds.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time after which a worker that does not read its channel counts as stuck.
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time after which a killed process that still exists counts as stuck in the driver.
+pub(super) const REAP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time to read a worker's final messages after it exits.
+///
+/// Bounded, since another process of its group may keep sending.
+const FINAL_MESSAGES_GRACE: Duration = Duration::from_millis(100);
+/// Packets that a worker may send in a second; the supervisor kills one that sends more. Packets
+/// about memory count separately: after `MAX_MEMORY_PACKETS` the supervisor reads the channel again
+/// in the next second.
+const MAX_PACKETS: u32 = 1000;
+const MAX_MEMORY_PACKETS: u32 = 20_000;
+
+/// Progress of a worker's end. Neither the worker's messages nor a full channel prolong it.
+#[derive(Default)]
+pub(super) struct Ending {
+    gone_by: Option<Instant>,
+    /// MPS has been asked to end the worker's GPU work.
+    pub(super) work_ended: bool,
+}
+
+impl Ending {
+    pub(super) fn begins(&mut self, takes: Duration) -> Instant {
+        *self.gone_by.get_or_insert_with(|| Instant::now() + takes)
+    }
+}
+
+/// Outcome of attending to a worker.
+pub(super) enum End {
+    /// The worker exited; the status is known for a child only.
+    Ended(Option<ExitStatus>),
+    /// The next server attends to it.
+    Left,
+}
+
+/// State of a worker's task between two events.
+struct Attendance<'a> {
+    supervisor: &'a Supervisor,
+    id: &'a WorkerId,
+    channel: &'a Channel,
+    ending: &'a mut Ending,
+    mps: bool,
+    /// Time to exit after a stop request, and in all with the GPU work under MPS.
+    grace: (Duration, Duration),
+    /// Next deadline, with the reason why the worker ends then; empty: it had to exit by then.
+    limit: Option<(Instant, &'static str)>,
+    channel_open: bool,
+    killed: bool,
+    told_to_end: bool,
+    said_end: bool,
+    received: Received,
+}
+
+/// Messages of a worker in the present second.
+struct Received {
+    since: Instant,
+    packets: u32,
+    memory_packets: u32,
+    /// Whether it asked for memory too often: its messages wait for the next second.
+    paused: bool,
+}
+
+impl Received {
+    fn count(&mut self, message: &FromWorker) -> Result<(), String> {
+        if self.since.elapsed() >= Duration::from_secs(1) {
+            (self.since, self.packets, self.memory_packets) = (Instant::now(), 0, 0);
+        }
+        match message {
+            FromWorker::MemoryWanted { .. } | FromWorker::MemoryReturned { .. } => {
+                self.memory_packets += 1;
+                self.paused = self.memory_packets > MAX_MEMORY_PACKETS;
+            }
+            _ => self.packets += 1,
+        }
+        match self.packets {
+            0..=MAX_PACKETS => Ok(()),
+            _ => Err("it floods its supervisor with messages".into()),
+        }
+    }
+}
+
+impl Supervisor {
+    /// Attends to a worker until it exits or this server leaves it. `start` is `None` for a worker
+    /// of an earlier server.
+    pub(super) async fn attend(
+        &self,
+        id: &WorkerId,
+        start: Option<Start>,
+        process: &mut Process,
+        channel: &Channel,
+        queues: &mut Queues,
+        ending: &mut Ending,
+    ) -> Result<End, String> {
+        let Queues { commands, tells, ends } = queues;
+        // A worker under MPS does not outlive its server, so an earlier server left none.
+        let mps = start.as_ref().is_some_and(|start| start.mps);
+        let mut task = Attendance {
+            supervisor: self,
+            id,
+            channel,
+            ending,
+            mps,
+            grace: if mps { (MPS_STOP_GRACE, mps::END_TIMEOUT) } else { (STOP_GRACE, STOP_GRACE) },
+            limit: None,
+            channel_open: true,
+            killed: false,
+            told_to_end: false,
+            said_end: false,
+            received: Received { since: Instant::now(), packets: 0, memory_packets: 0, paused: false },
+        };
+        if let Some(start) = start {
+            let by = Instant::now() + START_TIMEOUT;
+            let _ = send(channel, &ToWorker::Start(start), None, ends, false, by).await;
+            task.limit = Some((by, "it was not ready in time"));
+        }
+        loop {
+            let deadline =
+                task.limit.map_or_else(|| Instant::now() + Duration::from_secs(86400), |(at, _)| at);
+            let next_second = task.received.since + Duration::from_secs(1);
+            tokio::select! {
+                biased;
+                // First: of an exited worker, its exit status is reported, not its closed channel.
+                status = process.wait() => {
+                    task.on_exit().await;
+                    return status.map(End::Ended).map_err(|e| e.to_string());
+                }
+                () = sleep_until(deadline), if task.limit.is_some() => task.on_deadline(process).await?,
+                reason = told_to_end(ends), if !task.told_to_end => task.on_stop_request(reason).await,
+                Some(command) = tells.recv() => match command {
+                    Command::Tell(message) => {
+                        send(channel, &message, None, ends, task.told_to_end, deadline).await?;
+                    }
+                    Command::Leave => {
+                        while let Ok(command) = commands.try_recv() {
+                            send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                        }
+                        return Ok(End::Left);
+                    }
+                    Command::Adopt { .. } => {}
+                },
+                () = sleep_until(next_second), if task.received.paused => task.received.paused = false,
+                Some(command) = commands.recv() => {
+                    send_socket(channel, command, ends, task.told_to_end, deadline).await?;
+                }
+                // Last, so that a worker that sends much delays nothing above.
+                message = channel.recv(), if task.channel_open && !task.received.paused => match message {
+                    Ok(Some(message)) => task.on_message(message).await?,
+                    // It is about to exit, or it closed its channel to evade a stop request.
+                    Ok(None) => task.on_closed_channel(),
+                    Err(e) if e.raw_os_error().is_some() => task.on_closed_channel(),
+                    Err(e) => return Err(e.to_string()),
+                },
+            }
+        }
+    }
+}
+
+impl Attendance<'_> {
+    /// Shortens the time until the worker is killed, unless it is.
+    fn exits_by(&mut self, at: Instant) {
+        if !self.killed {
+            self.limit = Some((self.limit.map_or(at, |(before, _)| before.min(at)), ""));
+        }
+    }
+
+    /// Ends the GPU work of a worker under MPS, at most once.
+    async fn end_gpu_work(&mut self, quiet: bool) -> Instant {
+        let by = self.ending.begins(self.grace.1);
+        if !std::mem::replace(&mut self.ending.work_ended, true) {
+            self.supervisor.end_gpu_work(self.id, quiet, by).await;
+        }
+        by
+    }
+
+    async fn on_exit(&mut self) {
+        // A final message tells more than the exit status.
+        let by = Instant::now() + FINAL_MESSAGES_GRACE;
+        while self.channel_open
+            && Instant::now() < by
+            && let Ok(Ok(Some(message))) = timeout(Duration::from_millis(10), self.channel.recv()).await
+        {
+            self.said_end |= matches!(message, FromWorker::Ended { .. });
+            self.supervisor.heard(self.id, message);
+        }
+        if !self.killed && !self.said_end {
+            self.supervisor.suspect(self.id);
+        }
+    }
+
+    async fn on_deadline(&mut self, process: &mut Process) -> Result<(), String> {
+        let Some((_, why)) = self.limit.take() else { return Ok(()) };
+        if !why.is_empty() {
+            return Err(why.into());
+        }
+        if std::mem::replace(&mut self.killed, true) {
+            self.supervisor.stuck(self.id);
+            return Ok(());
+        }
+        debug!(pid = process.pid(), "worker {}: did not exit in time; killed", hex(self.id));
+        self.end_gpu_work(false).await;
+        process.kill();
+        self.limit = Some((Instant::now() + REAP_TIMEOUT, ""));
+        Ok(())
+    }
+
+    async fn on_stop_request(&mut self, reason: String) {
+        self.told_to_end = true;
+        self.ending.begins(self.grace.1);
+        let at = Instant::now() + self.grace.0;
+        self.exits_by(at);
+        let _ = timeout_at(at, self.channel.send(&ToWorker::Stop { reason }, None)).await;
+    }
+
+    async fn on_message(&mut self, message: FromWorker) -> Result<(), String> {
+        self.received.count(&message)?;
+        if let FromWorker::Contained { lacking } = &message
+            && !self.supervisor.state().workers.get(self.id).is_none_or(|w| w.may_be_contained(lacking))
+        {
+            return Err("it reported its isolation out of turn".into());
+        }
+        if matches!(message, FromWorker::Ready { .. }) && self.limit.is_some_and(|(_, why)| !why.is_empty()) {
+            self.limit = None;
+        }
+        let ended = match message {
+            FromWorker::Ended { quiet, .. } if self.mps && !std::mem::replace(&mut self.said_end, true) => {
+                Some(quiet)
+            }
+            _ => None,
+        };
+        self.supervisor.heard(self.id, message);
+        if let Some(quiet) = ended
+            && !self.ending.work_ended
+        {
+            let by = self.end_gpu_work(quiet).await;
+            let _ = timeout_at(by, self.channel.send(&ToWorker::Exit, None)).await;
+            if !self.killed {
+                self.limit = Some((by, ""));
+            }
+        }
+        Ok(())
+    }
+
+    fn on_closed_channel(&mut self) {
+        self.channel_open = false;
+        self.ending.begins(self.grace.1);
+        self.exits_by(Instant::now() + self.grace.0);
+    }
+}
+
+/// Sends a client's connection.
+async fn send_socket(
+    channel: &Channel,
+    command: Command,
+    ends: &mut watch::Receiver<Option<String>>,
+    told: bool,
+    deadline: Instant,
+) -> Result<(), String> {
+    let Command::Adopt { socket, number, preface, peer } = command else { return Ok(()) };
+    let message = adopt(number, preface, peer);
+    send(channel, &message, Some(socket.as_fd()), ends, told, deadline).await
+}
+
+/// Sends a message. Does not wait for a stopping worker to read its channel.
+async fn send(
+    channel: &Channel,
+    message: &ToWorker,
+    beside: Option<BorrowedFd<'_>>,
+    ends: &mut watch::Receiver<Option<String>>,
+    told: bool,
+    deadline: Instant,
+) -> Result<(), String> {
+    tokio::select! {
+        biased;
+        sent = timeout(SEND_TIMEOUT, channel.send(message, beside)) => match sent {
+            // It exited; its final messages or its exit status tell more.
+            Ok(Err(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            Ok(sent) => sent.map_err(|e| format!("its channel failed: {e}")),
+            Err(_) => Err("it does not read its channel".into()),
+        },
+        _ = told_to_end(ends), if !told => Ok(()),
+        () = sleep_until(deadline) => Ok(()),
+    }
+}
