@@ -180,78 +180,12 @@ impl Pool {
             return Err(ParkError::Never(never));
         }
         let bytes = serving.iter().map(|w| w.bytes).fold(0, u64::saturating_add);
-        {
-            let (total, available) = host_memory();
-            let mut away = parking.away();
-            if let Some(there) = away.get(lease) {
-                return Err(ParkError::Away(match there.stage {
-                    Stage::Away if there.parkers.is_empty() => "lent already",
-                    Stage::Away => "parked already",
-                    _ => "being parked or coming back",
-                }));
-            }
-            // Reserved before any memory moves.
-            let taken = away.values().map(|a| a.bytes).fold(0, u64::saturating_add);
-            // Memory on its way is still part of the host's available memory.
-            let coming = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes);
-            let coming = coming.fold(0, u64::saturating_add);
-            let left = self
-                .config()
-                .parked_max
-                .of(total)
-                .saturating_sub(taken)
-                .min(available.saturating_sub(HOST_MARGIN).saturating_sub(coming));
-            if bytes > left {
-                return Err(ParkError::NoRoom { wanted: bytes.div_ceil(1 << 20), left: left >> 20 });
-            }
-            away.insert(lease.into(), Away { stage: Stage::Parking, parkers: Vec::new(), bytes });
-        }
+        self.reserve_host_memory(lease, bytes)?;
         let begun = tokio::time::Instant::now();
         let mut parkers = Vec::new();
-        let mut failed = None;
-        for worker in &serving {
-            if !self.supervisor().pause(&worker.id).await {
-                failed = Some(NotParked::Busy);
-                break;
-            }
-            match self.supervisor().move_out(worker).await {
-                Ok(parker) => parkers.push((worker.id, parker)),
-                Err(e) => {
-                    failed = Some(e);
-                    break;
-                }
-            }
-        }
-        // From here on no program starts.
-        if failed.is_none() && !self.supervisor().give_away(lease, &serving) {
-            failed = Some(NotParked::Busy);
-        }
-        if let Some(failed) = failed {
-            for (id, mut parker) in parkers {
-                self.supervisor().moves(&id);
-                if let Err(e) = parker.back().await {
-                    self.supervisor().end_worker(&id, None, &format!("its device memory was lost: {e}"));
-                }
-            }
-            for worker in &serving {
-                self.supervisor().resume(&worker.id);
-            }
-            parking.away().remove(lease);
-            return Err(match failed {
-                NotParked::Busy => ParkError::Busy,
-                NotParked::Never(text) => {
-                    warn!(
-                        gpusession_lease = lease,
-                        "the driver cannot park the programs of lease {lease}: {text}; they are warned only"
-                    );
-                    parking.nevers().insert(lease.into(), text.clone());
-                    ParkError::Never(text)
-                }
-                NotParked::Failed(text) => ParkError::Failed(format!("{text}; its programs continue")),
-                NotParked::Hangs(text) => {
-                    ParkError::Failed(format!("{text}; that program was killed, the others continue"))
-                }
-            });
+        if let Err(failed) = self.move_all_out(lease, &serving, &mut parkers).await {
+            self.keep(lease, &serving, parkers).await;
+            return Err(self.not_parked(lease, failed));
         }
         self.registry().lend(lease).await;
         let state = if parkers.is_empty() { "lent" } else { "parked" };
@@ -275,6 +209,89 @@ impl Pool {
         self.tell_state(&standing.lease.client, lease, state, why);
         parking.due.notify_one();
         Ok(())
+    }
+
+    /// Reserves host memory for the device memory of a lease, before any memory moves.
+    fn reserve_host_memory(&self, lease: &str, bytes: u64) -> Result<(), ParkError> {
+        let (total, available) = host_memory();
+        let mut away = self.parking().away();
+        if let Some(there) = away.get(lease) {
+            return Err(ParkError::Away(match there.stage {
+                Stage::Away if there.parkers.is_empty() => "lent already",
+                Stage::Away => "parked already",
+                _ => "being parked or coming back",
+            }));
+        }
+        let taken = away.values().map(|a| a.bytes).fold(0, u64::saturating_add);
+        // Memory on its way is still part of the host's available memory.
+        let coming = away.values().filter(|a| a.stage == Stage::Parking).map(|a| a.bytes);
+        let coming = coming.fold(0, u64::saturating_add);
+        let left = self
+            .config()
+            .parked_max
+            .of(total)
+            .saturating_sub(taken)
+            .min(available.saturating_sub(HOST_MARGIN).saturating_sub(coming));
+        if bytes > left {
+            return Err(ParkError::NoRoom { wanted: bytes.div_ceil(1 << 20), left: left >> 20 });
+        }
+        away.insert(lease.into(), Away { stage: Stage::Parking, parkers: Vec::new(), bytes });
+        Ok(())
+    }
+
+    /// Moves the device memory of all programs to host memory, and gives the GPUs away.
+    ///
+    /// `parkers` gets the helpers, also those from before a failure.
+    async fn move_all_out(
+        &self,
+        lease: &str,
+        serving: &[Serving],
+        parkers: &mut Vec<(WorkerId, Parker)>,
+    ) -> Result<(), NotParked> {
+        for worker in serving {
+            if !self.supervisor().pause(&worker.id).await {
+                return Err(NotParked::Busy);
+            }
+            parkers.push((worker.id, self.supervisor().move_out(worker).await?));
+        }
+        // From here on no program starts.
+        match self.supervisor().give_away(lease, serving) {
+            true => Ok(()),
+            false => Err(NotParked::Busy),
+        }
+    }
+
+    /// Moves the device memory of a lease back after a failure; its programs continue.
+    async fn keep(&self, lease: &str, serving: &[Serving], parkers: Vec<(WorkerId, Parker)>) {
+        for (id, mut parker) in parkers {
+            self.supervisor().moves(&id);
+            if let Err(e) = parker.back().await {
+                self.supervisor().end_worker(&id, None, &format!("its device memory was lost: {e}"));
+            }
+        }
+        for worker in serving {
+            self.supervisor().resume(&worker.id);
+        }
+        self.parking().away().remove(lease);
+    }
+
+    /// Describes why a lease was not parked; remembers it if the driver never parks it.
+    fn not_parked(&self, lease: &str, failed: NotParked) -> ParkError {
+        match failed {
+            NotParked::Busy => ParkError::Busy,
+            NotParked::Never(text) => {
+                warn!(
+                    gpusession_lease = lease,
+                    "the driver cannot park the programs of lease {lease}: {text}; they are warned only"
+                );
+                self.parking().nevers().insert(lease.into(), text.clone());
+                ParkError::Never(text)
+            }
+            NotParked::Failed(text) => ParkError::Failed(format!("{text}; its programs continue")),
+            NotParked::Hangs(text) => {
+                ParkError::Failed(format!("{text}; that program was killed, the others continue"))
+            }
+        }
     }
 
     /// Asks for a lease's GPUs back; returns its state and place after a moment.
