@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use gpusession_proto::control::pool_server::PoolServer;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, mpsc, watch};
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::ReceiverStream;
@@ -23,7 +24,9 @@ use crate::cache::{Cache, TRIM_INTERVAL};
 use crate::clock::{Clock, Random, SystemClock, SystemRandom};
 use crate::config::{Config, ConfigError};
 use crate::connections::{Guarded, Holders, Place, shown};
-use crate::discovery::{self, DiscoveryError};
+use crate::discovery::{self, DiscoveryError, Probe};
+use crate::gpu_lock::{self, GpuLocks};
+use crate::lease::Gpu;
 use crate::log_throttle::LogThrottle;
 use crate::monitor::Monitor;
 use crate::net::accept_loop;
@@ -32,9 +35,9 @@ use crate::pool::ca::{Authority, AuthorityError};
 use crate::pool::grpc::Service;
 use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
-use crate::supervise::handover::Store;
+use crate::supervise::handover::{Left, Store};
 use crate::supervise::{Options, Supervisor};
-use crate::{admin, data, gpu_lock, health, metrics, spawn, store};
+use crate::{admin, data, health, metrics, mps, spawn, store};
 
 /// Most TLS handshakes at a time.
 const MAX_HANDSHAKES: usize = 1024;
@@ -76,13 +79,7 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
     let random: Arc<dyn Random> = Arc::new(SystemRandom);
     let mut stop = Stop::listen(store.exists())?;
-    info!("gpuserver {}: starting as {}", env!("CARGO_PKG_VERSION"), config.name);
-    for (key, value, origin) in &config.report {
-        info!("{key} = {value} ({origin})");
-    }
-    for warning in &config.warnings {
-        warn!("configuration: {warning}");
-    }
+    report(&config);
     notify(&[sd_notify::NotifyState::Status("looking for GPUs")]);
     raise_descriptor_limit();
 
@@ -92,108 +89,48 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
         e => anyhow::Error::from(e),
     })?;
     let tls = authority.server_tls(&config.name, random.as_ref())?;
-
-    let worker = spawn::worker_program();
-    if !spawn::stack_can_be_unlimited() {
-        warn!(
-            "stack limit: cannot be lifted for workers: device addresses will conflict with those of some programs; \
-             set LimitSTACK=infinity"
-        );
-    }
-    let as_config = |e: DiscoveryError| e.placed(&config);
-    let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
-    info!("driver {}, worker program {}", driver.display(), worker.display());
-    let probe = tokio::select! {
-        probe = discovery::probe(&worker, &driver) => probe.map_err(as_config)?,
+    let host = tokio::select! {
+        host = Host::discover(&config, !left.workers.is_empty()) => host?,
         end = stop.wait() => return Ok(end),
     };
-    let mut probe = probe;
-    discovery::settle_contexts(&config.state_dir, &mut probe, !left.workers.is_empty())?;
-    let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
-    let gpus = discovery::share(config.sharing, &config.gpu_sharing, &probe.devices, gpus);
-    let gpus = gpus.map_err(as_config)?;
-    let mps = discovery::mps_settings(&config, &driver, &gpus).map_err(as_config)?;
-    info!(
-        "driver version {}, CUDA {}.{}",
-        probe.driver_version.as_deref().unwrap_or("unknown"),
-        probe.cuda_version / 1000,
-        probe.cuda_version % 1000 / 10
-    );
-    for gpu in &gpus {
-        info!(
-            "GPU {}: serving {}, {} MiB, {}",
-            gpu.uuid,
-            gpu.name,
-            gpu.memory_bytes >> 20,
-            gpu.sharing.as_str()
-        );
-    }
-
-    let _gpus_are_ours = match &config.lock_dir {
-        Some(folder) => {
-            let uuids: Vec<&str> = gpus.iter().map(|g| g.uuid.as_str()).collect();
-            let pid = std::process::id();
-            let who = format!("gpuserver {} (pid {pid}, {})", config.name, config.state_dir.display());
-            let taken = gpu_lock::take(folder, &uuids, &who);
-            Some(taken.map_err(|m| ConfigError::new(config.origin("gpus"), format!("gpus: {m}")))?)
-        }
-        None => None,
-    };
-
-    let (ip, port, data_ports) = (config.listen.ip(), config.listen.port(), config.data_ports);
-    let control = match left.listener(CONTROL, |a| a.ip() == ip && (a.port() == port || port == 0)) {
-        Some(socket) => socket,
-        None => {
-            TcpListener::bind(config.listen).await.map_err(|e| in_use(&config, "listen", config.listen, e))?
-        }
-    };
-    let in_range = |port: u16| (data_ports.0..=data_ports.1).contains(&port) || data_ports == (0, 0);
-    let data = match left.listener(DATA, |a| a.ip() == ip && in_range(a.port())) {
-        Some(socket) => socket,
-        None => data::bind(ip, data_ports)
-            .await
-            .map_err(|e| in_use(&config, "data_ports", SocketAddr::new(ip, data_ports.0), e))?,
-    };
-    store.keep_listener(CONTROL, control.as_fd());
-    store.keep_listener(DATA, data.as_fd());
-    let metrics = match config.metrics_listen {
-        Some(address) => {
-            let bound = metrics::bind(address).await;
-            Some(bound.map_err(|e| in_use(&config, "metrics_listen", address, e))?)
-        }
-        None => None,
-    };
+    let _gpus_are_ours = lock_gpus(&config, &host.gpus)?;
+    let ports = Ports::bind(&config, &mut left, &store).await?;
     let admin_path = config.admin_socket();
     let admin_socket = admin::bind(&admin_path).with_context(|| admin_path.display().to_string())?;
 
     let cache = Cache::open(&config);
     let options = Options {
-        program: worker,
-        driver: driver.clone(),
+        program: host.worker.clone(),
+        driver: host.driver.clone(),
         cache: cache.clone(),
         warm_workers: config.warm_workers,
         idle_exit: config.worker_idle_exit,
         resume_grace: RESUME_GRACE,
         isolation: config.isolation,
-        mps,
+        mps: host.mps,
     };
-    let (registry, lost) =
-        LocalRegistry::open(&config.state_dir, gpus, config.rules.clone(), clock.clone(), random.clone())?;
-    let registry = Arc::new(registry);
-    let monitor = Monitor::start(options.program.clone(), driver.clone());
+    let (registry, lost) = LocalRegistry::open(
+        &config.state_dir,
+        host.gpus,
+        config.rules.clone(),
+        clock.clone(),
+        random.clone(),
+    )?;
+    let monitor = Monitor::start(host.worker, host.driver.clone());
     let accounting = Accounting::open(&config.state_dir)?;
     let supervisor =
         Supervisor::new(options, store.clone(), left.workers, accounting, clock.clone(), random.clone())?;
     supervisor.set_all_limits(config.limits.clone());
     let facts = Facts {
-        control: control.local_addr()?,
-        data: data.local_addr()?,
-        driver,
-        driver_version: probe.driver_version.unwrap_or_default(),
-        cuda_version: probe.cuda_version,
+        control: ports.control.local_addr()?,
+        data: ports.data.local_addr()?,
+        driver: host.driver,
+        driver_version: host.probe.driver_version.unwrap_or_default(),
+        cuda_version: host.probe.cuda_version,
         config: config.clone(),
     };
     let (control_address, data_address) = (facts.control, facts.data);
+    let registry = Arc::new(registry);
     let pool =
         Arc::new(Pool::open(facts, registry, supervisor.clone(), monitor.clone(), authority, clock, random)?);
     stop.asked = Some(pool.asked_to_stop());
@@ -204,14 +141,11 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     health::check_compute_modes(&pool).await;
     pool.resume().await;
 
-    let may_be_clear: data::MayBeClear = {
-        let config = config.clone();
-        Arc::new(move |ip| config.may_be_clear(ip))
-    };
+    let may_be_clear: data::MayBeClear = Arc::new(move |ip| config.may_be_clear(ip));
     let (closing, closed) = watch::channel(false);
     // None of these tasks ends by itself, except the data port's after `closing`.
     let mut tasks = JoinSet::new();
-    tasks.spawn(data::serve(data, supervisor.clone(), may_be_clear, closed.clone()));
+    tasks.spawn(data::serve(ports.data, supervisor.clone(), may_be_clear, closed.clone()));
     tasks.spawn(admin::serve(admin_socket, pool.clone()));
     tasks.spawn(housekeeping(pool.clone()));
     tasks.spawn(pool.clone().tell_of_workers());
@@ -220,11 +154,11 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
     }
     tasks.spawn(health::watch(pool.clone(), monitor));
     tasks.spawn(pool.clone().serve_parking());
-    if let Some(metrics) = metrics {
+    if let Some(metrics) = ports.metrics {
         info!("metrics on http://{}/metrics", metrics.local_addr()?);
         tasks.spawn(metrics::serve(metrics, pool.clone()));
     }
-    let control_task = tokio::spawn(serve_control(control, tls, pool.clone(), closed));
+    let control = tokio::spawn(serve_control(ports.control, tls, pool.clone(), closed));
 
     let status = status(&pool).await;
     info!("ready on {control_address}, data on {data_address}: {status}");
@@ -236,49 +170,181 @@ pub async fn serve(config: Config) -> anyhow::Result<End> {
             Err(anyhow!("a task of the server ended: {}", task.err().map_or_else(|| "?".into(), |e| e.to_string())))
         }
     };
-    notify(&[sd_notify::NotifyState::Stopping]);
-    let end = match end {
-        Ok(end @ (End::Stopped | End::HandedOver)) => Ok(drain(&pool, &mut stop, end).await),
-        end => end,
-    };
-    // After an error systemd starts the unit again, so that the server hands over, too.
-    if matches!(end, Ok(End::HandedOver)) || end.is_err() && store.exists() {
-        notify(&[sd_notify::NotifyState::Status("handing programs over to the next server")]);
-        pool.settled(MOVE_TIMEOUT).await;
-        // The kernel queues later connections for the next server.
-        control_task.abort();
-        let _ = closing.send(true);
-        let _ = timeout(Duration::from_secs(1), tasks.join_next()).await;
-        tasks.abort_all();
-        let programs = supervisor.programs(true).len() - supervisor.programs(false).len();
-        supervisor.hand_over().await;
-        let _ = std::fs::remove_file(&admin_path);
-        info!("stopped; {programs} programs continue, and the next server takes them over");
-        return end;
-    }
-    notify(&[sd_notify::NotifyState::Status("stopping workers")]);
-    let _ = closing.send(true);
-    for program in supervisor.programs(true) {
-        warn!("stopping: {program} loses its GPUs");
-    }
-    tasks.abort_all();
-    let forced = tokio::select! {
-        biased;
-        () = async {}, if matches!(end, Ok(End::Forced)) => true,
-        () = supervisor.close("the server stops") => false,
-        () = stop.forced() => {
-            warn!("stopping: forced to quit; killing all workers");
-            true
-        }
-    };
-    if forced {
-        supervisor.kill_all().await;
-    } else {
-        let _ = timeout(Duration::from_secs(1), control_task).await;
-    }
+    let end =
+        Running { pool, supervisor, tasks, control, closing }.stop(end, &mut stop, store.exists()).await;
     let _ = std::fs::remove_file(&admin_path);
-    info!("stopped");
-    if forced { Ok(End::Forced) } else { end }
+    end
+}
+
+/// Logs the configuration with which the server starts.
+fn report(config: &Config) {
+    info!("gpuserver {}: starting as {}", env!("CARGO_PKG_VERSION"), config.name);
+    for (key, value, origin) in &config.report {
+        info!("{key} = {value} ({origin})");
+    }
+    for warning in &config.warnings {
+        warn!("configuration: {warning}");
+    }
+}
+
+/// The worker's program, the driver, and the GPUs to serve.
+struct Host {
+    worker: PathBuf,
+    driver: PathBuf,
+    probe: Probe,
+    gpus: Vec<Gpu>,
+    mps: Option<mps::Settings>,
+}
+
+impl Host {
+    /// Asks the driver for its GPUs; `running`: an earlier server's workers use them.
+    async fn discover(config: &Config, running: bool) -> anyhow::Result<Self> {
+        let worker = spawn::worker_program();
+        if !spawn::stack_can_be_unlimited() {
+            warn!(
+                "stack limit: cannot be lifted for workers: device addresses will conflict with those of some programs; \
+                 set LimitSTACK=infinity"
+            );
+        }
+        let as_config = |e: DiscoveryError| e.placed(config);
+        let driver = discovery::find_driver(config.driver.as_deref()).map_err(as_config)?;
+        info!("driver {}, worker program {}", driver.display(), worker.display());
+        let mut probe = discovery::probe(&worker, &driver).await.map_err(as_config)?;
+        discovery::settle_contexts(&config.state_dir, &mut probe, running)?;
+        let gpus = discovery::choose(&config.gpus, probe.devices.clone()).map_err(as_config)?;
+        let gpus = discovery::share(config.sharing, &config.gpu_sharing, &probe.devices, gpus);
+        let gpus = gpus.map_err(as_config)?;
+        let mps = discovery::mps_settings(config, &driver, &gpus).map_err(as_config)?;
+        info!(
+            "driver version {}, CUDA {}.{}",
+            probe.driver_version.as_deref().unwrap_or("unknown"),
+            probe.cuda_version / 1000,
+            probe.cuda_version % 1000 / 10
+        );
+        for gpu in &gpus {
+            info!(
+                "GPU {}: serving {}, {} MiB, {}",
+                gpu.uuid,
+                gpu.name,
+                gpu.memory_bytes >> 20,
+                gpu.sharing.as_str()
+            );
+        }
+        Ok(Self { worker, driver, probe, gpus, mps })
+    }
+}
+
+/// Locks the GPUs against other servers of this host, if the configuration names a folder.
+fn lock_gpus(config: &Config, gpus: &[Gpu]) -> anyhow::Result<Option<GpuLocks>> {
+    let Some(folder) = &config.lock_dir else { return Ok(None) };
+    let uuids: Vec<&str> = gpus.iter().map(|g| g.uuid.as_str()).collect();
+    let pid = std::process::id();
+    let who = format!("gpuserver {} (pid {pid}, {})", config.name, config.state_dir.display());
+    let taken = gpu_lock::take(folder, &uuids, &who);
+    Ok(Some(taken.map_err(|m| ConfigError::new(config.origin("gpus"), format!("gpus: {m}")))?))
+}
+
+/// The listening sockets of the network.
+struct Ports {
+    control: TcpListener,
+    data: TcpListener,
+    metrics: Option<TcpListener>,
+}
+
+impl Ports {
+    /// Takes over the sockets of an earlier server, and binds the others.
+    async fn bind(config: &Config, left: &mut Left, store: &Store) -> anyhow::Result<Self> {
+        let (ip, port, data_ports) = (config.listen.ip(), config.listen.port(), config.data_ports);
+        let control = match left.listener(CONTROL, |a| a.ip() == ip && (a.port() == port || port == 0)) {
+            Some(socket) => socket,
+            None => TcpListener::bind(config.listen)
+                .await
+                .map_err(|e| in_use(config, "listen", config.listen, e))?,
+        };
+        let in_range = |port: u16| (data_ports.0..=data_ports.1).contains(&port) || data_ports == (0, 0);
+        let data = match left.listener(DATA, |a| a.ip() == ip && in_range(a.port())) {
+            Some(socket) => socket,
+            None => data::bind(ip, data_ports)
+                .await
+                .map_err(|e| in_use(config, "data_ports", SocketAddr::new(ip, data_ports.0), e))?,
+        };
+        store.keep_listener(CONTROL, control.as_fd());
+        store.keep_listener(DATA, data.as_fd());
+        let metrics = match config.metrics_listen {
+            Some(address) => {
+                let bound = metrics::bind(address).await;
+                Some(bound.map_err(|e| in_use(config, "metrics_listen", address, e))?)
+            }
+            None => None,
+        };
+        Ok(Self { control, data, metrics })
+    }
+}
+
+/// A server that is ready: its tasks, and the way to close its ports.
+struct Running {
+    pool: Arc<Pool>,
+    supervisor: Supervisor,
+    tasks: JoinSet<()>,
+    control: JoinHandle<()>,
+    closing: watch::Sender<bool>,
+}
+
+impl Running {
+    /// Stops the server, or hands it over to the next one. `end`: why it stops.
+    async fn stop(
+        mut self,
+        end: anyhow::Result<End>,
+        stop: &mut Stop,
+        can_hand_over: bool,
+    ) -> anyhow::Result<End> {
+        notify(&[sd_notify::NotifyState::Stopping]);
+        let end = match end {
+            Ok(end @ (End::Stopped | End::HandedOver)) => Ok(drain(&self.pool, stop, end).await),
+            end => end,
+        };
+        // After an error systemd starts the unit again, so that the server hands over, too.
+        if matches!(end, Ok(End::HandedOver)) || end.is_err() && can_hand_over {
+            self.hand_over().await;
+            return end;
+        }
+        notify(&[sd_notify::NotifyState::Status("stopping workers")]);
+        let _ = self.closing.send(true);
+        for program in self.supervisor.programs(true) {
+            warn!("stopping: {program} loses its GPUs");
+        }
+        self.tasks.abort_all();
+        let forced = tokio::select! {
+            biased;
+            () = async {}, if matches!(end, Ok(End::Forced)) => true,
+            () = self.supervisor.close("the server stops") => false,
+            () = stop.forced() => {
+                warn!("stopping: forced to quit; killing all workers");
+                true
+            }
+        };
+        if forced {
+            self.supervisor.kill_all().await;
+        } else {
+            let _ = timeout(Duration::from_secs(1), self.control).await;
+        }
+        info!("stopped");
+        if forced { Ok(End::Forced) } else { end }
+    }
+
+    /// Leaves sockets and workers to the next server.
+    async fn hand_over(mut self) {
+        notify(&[sd_notify::NotifyState::Status("handing programs over to the next server")]);
+        self.pool.settled(MOVE_TIMEOUT).await;
+        // The kernel queues later connections for the next server.
+        self.control.abort();
+        let _ = self.closing.send(true);
+        let _ = timeout(Duration::from_secs(1), self.tasks.join_next()).await;
+        self.tasks.abort_all();
+        let programs = self.supervisor.programs(true).len() - self.supervisor.programs(false).len();
+        self.supervisor.hand_over().await;
+        info!("stopped; {programs} programs continue, and the next server takes them over");
+    }
 }
 
 /// Waits for running programs for at most `drain_timeout`, and reports them.
