@@ -569,6 +569,7 @@ async fn request(request: Request, json: bool) -> Result<i32> {
             "lease {} of {gpus} GPU(s), written to {path}\nuse it: gpusession run --lease {path} -- PROGRAM",
             file.id
         ));
+        #[expect(clippy::disallowed_methods, reason = "a command reads the clock once")]
         let left = (UNIX_EPOCH + Duration::from_micros(expires_usec)).duration_since(SystemTime::now());
         // Tolerance for the time since the grant.
         let granted = left.unwrap_or_default() + Duration::from_secs(5);

@@ -1,6 +1,7 @@
 //! A site of real programs: server, daemon and command line, over mutual TLS.
 //!
 //! Workers are the server's test double where no GPU matters, since such tests make no CUDA call.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 #[path = "../../gpusessiond/tests/common/mod.rs"]
 mod common;

@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use tracing::{debug, warn};
 
+use crate::clock::wall;
 use crate::config::{Config, Origin};
 
 /// Folder of images, with one for each client.
@@ -44,7 +45,7 @@ impl Cache {
     fn at(folder: PathBuf, max: u64) -> Option<Self> {
         let cache = Self { folder, max };
         if max == 0 {
-            cache.trim();
+            cache.trim(wall());
             return None;
         }
         match made(&cache.folder.join(IMAGES)).and_then(|()| made(&cache.folder.join("compiled"))) {
@@ -88,12 +89,11 @@ impl Cache {
     /// Deletes the least recently used entries until the rest fits the limit.
     ///
     /// An image is an entry, and so is a client's whole folder of compiled files.
-    pub fn trim(&self) {
+    pub fn trim(&self, now: SystemTime) {
         let mut kept = self.all_images();
         kept.extend(entries(&self.folder.join("compiled")));
         kept.sort_by_key(|entry| entry.used);
         let mut total: u64 = kept.iter().map(|entry| entry.bytes).sum();
-        let now = SystemTime::now();
         for entry in kept {
             if total <= self.max || now.duration_since(entry.used).is_ok_and(|age| age < FRESH_GRACE) {
                 return;
@@ -153,7 +153,7 @@ mod tests {
     const KIB: u64 = 1024;
 
     fn aged(path: &Path, age: u64) {
-        let then = SystemTime::now() - Duration::from_secs(age);
+        let then = wall() - Duration::from_secs(age);
         let times = std::fs::FileTimes::new().set_accessed(then).set_modified(then);
         std::fs::File::open(path).unwrap().set_times(times).unwrap();
     }
@@ -173,7 +173,7 @@ mod tests {
         for (name, age) in [("old", 9000), ("older", 9999), ("new", 1000)] {
             file(&images.join(name), 100, age);
         }
-        cache.trim();
+        cache.trim(wall());
         let left = || {
             let mut names: Vec<_> =
                 std::fs::read_dir(&images).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(left(), ["new", "old"]);
         // A file in use stays even if it exceeds the limit.
         file(&images.join("now"), 1000, 0);
-        cache.trim();
+        cache.trim(wall());
         assert_eq!(left(), ["now"]);
     }
 
@@ -198,7 +198,7 @@ mod tests {
             file(&folder.join("index"), 200, age);
             aged(folder, age);
         }
-        cache.trim();
+        cache.trim(wall());
         assert!(!a.exists() && b.exists());
         assert_eq!(Cache::at(folder.path().into(), 0).map(|c| c.max), None);
         assert!(!b.exists(), "none is kept");

@@ -1,6 +1,6 @@
 //! Time and randomness as parameters, so that tests do not wait.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Time since the host started, including its sleep.
 pub type Moment = Duration;
@@ -13,6 +13,12 @@ pub trait Clock: Send + Sync {
     fn unix(&self) -> u64;
 }
 
+/// Returns the time of the wall clock, which an administrator may set.
+#[expect(clippy::disallowed_methods, reason = "the one place that reads it; others get the time")]
+pub fn wall() -> SystemTime {
+    SystemTime::now()
+}
+
 /// The kernel's clocks.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SystemClock;
@@ -23,7 +29,7 @@ impl Clock for SystemClock {
     }
 
     fn unix(&self) -> u64 {
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+        wall().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
     }
 }
 

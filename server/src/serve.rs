@@ -37,7 +37,7 @@ use crate::pool::{Facts, Pool};
 use crate::registry::local::LocalRegistry;
 use crate::supervise::handover::{Left, Store};
 use crate::supervise::{Options, Supervisor};
-use crate::{admin, data, health, metrics, mps, spawn, store};
+use crate::{admin, clock, data, health, metrics, mps, spawn, store};
 
 /// Most TLS handshakes at a time.
 const MAX_HANDSHAKES: usize = 1024;
@@ -442,7 +442,7 @@ async fn housekeeping(pool: Arc<Pool>) {
 async fn keep_small(cache: Cache) {
     loop {
         let cache = cache.clone();
-        let _ = tokio::task::spawn_blocking(move || cache.trim()).await;
+        let _ = tokio::task::spawn_blocking(move || cache.trim(clock::wall())).await;
         tokio::time::sleep(TRIM_INTERVAL).await;
     }
 }

@@ -4,6 +4,7 @@
 //! entry or a node. `stream` runs entries (`op`), `pool` runs grids, and `ptx` is the compiler and
 //! interpreter.
 
+#![expect(clippy::disallowed_methods, reason = "a simulated device takes time")]
 #![recursion_limit = "256"]
 
 pub mod abi;

@@ -1,4 +1,5 @@
 //! A stream accepts 1,020 entries after a waiting one; then it blocks its own thread, and no other.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 mod common;
 

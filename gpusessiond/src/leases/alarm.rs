@@ -81,6 +81,7 @@ mod tests {
         }
     }
 
+    #[expect(clippy::disallowed_methods, reason = "the runtime must not see the time pass")]
     #[tokio::test]
     async fn a_cancelled_alarm_does_not_end_the_next_wait() {
         let alarm = Alarm::new();

@@ -229,6 +229,7 @@ impl Clients {
                     }
                 }
             }
+            #[expect(clippy::disallowed_methods, reason = "cuInit waits for the daemon")]
             std::thread::sleep(GRANT_RETRY_INTERVAL * attempt);
             attempt += 1;
         }

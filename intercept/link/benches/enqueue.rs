@@ -2,6 +2,7 @@
 //!
 //! The peer reads and discards all frames, as a worker does whose GPU keeps up. The second part
 //! measures bursts, and counts the thread's system calls.
+#![expect(clippy::disallowed_methods, reason = "a benchmark pauses between bursts")]
 
 #[path = "../tests/peer/mod.rs"]
 mod peer;

@@ -1,6 +1,7 @@
 //! Sets of events: faults of the lease's devices, which their servers remember.
 //!
 //! A waiting program asks every half second.
+#![expect(clippy::disallowed_methods, reason = "the server is polled")]
 
 use std::time::{Duration, Instant};
 

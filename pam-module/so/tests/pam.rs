@@ -1,4 +1,5 @@
 //! The module inside a program that logs in through the real libpam, with bad daemons.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io::{Read as _, Write as _};

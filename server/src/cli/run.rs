@@ -1,4 +1,5 @@
 //! The way from the command line to a verb, and the verbs that send several requests.
+#![expect(clippy::disallowed_methods, reason = "a command waits on its only thread")]
 
 use std::time::Duration;
 

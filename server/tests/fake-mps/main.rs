@@ -5,6 +5,7 @@
 //!
 //! `fake_client PID` makes that process a client, `fake_fault PID` reports a fault of that client,
 //! and after `fake_deaf` the daemon answers no more commands.
+#![expect(clippy::disallowed_methods, reason = "a stand-in polls")]
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,4 +1,5 @@
 //! A real server process, real clients over mutual TLS, and workers without a driver.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 mod administration;
 mod common;

@@ -1,4 +1,5 @@
 //! The CUDA driver library: NVIDIA's or the simulated one, as the supervisor names it.
+#![expect(clippy::disallowed_methods, reason = "a driver that starts is polled")]
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;

@@ -4,6 +4,7 @@
 //! monitor reads [`ToMonitor`] from its standard input until EOF.
 //!
 //! However many clients ask, it asks the card the same question at most once every [`MAX_AGE`].
+#![expect(clippy::disallowed_methods, reason = "NVML is polled")]
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};

@@ -1,4 +1,5 @@
 //! Whether the GPU still works for the client, and the reports of it to the supervisor.
+#![expect(clippy::disallowed_methods, reason = "a thread of its own reports at intervals")]
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

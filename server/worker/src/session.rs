@@ -1,4 +1,5 @@
 //! State of the one client process that a worker has admitted.
+#![expect(clippy::disallowed_methods, reason = "the end of a process is polled")]
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

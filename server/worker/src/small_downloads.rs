@@ -4,6 +4,7 @@
 //! thread that has just synchronised a stream sends what is ready, so that data precedes the answer
 //! that reports it complete. For programs that only watch their memory, a thread of its own does
 //! this.
+#![expect(clippy::disallowed_methods, reason = "a thread of its own polls the streams")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};

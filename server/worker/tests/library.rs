@@ -1,6 +1,7 @@
 //! Programs on our `libcuda.so.1`, with a real worker.
 //!
 //! The worker uses the simulated driver with one of its nastier switches.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 #[allow(dead_code, reason = "shared with the tests of the wire")]
 mod harness;

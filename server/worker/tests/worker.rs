@@ -1,4 +1,5 @@
 //! Worker processes on the simulated driver: services for good clients, refusals for bad ones.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 mod harness;
 

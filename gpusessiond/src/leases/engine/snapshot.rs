@@ -122,6 +122,7 @@ fn devices(held: &Held) -> Vec<DeviceView> {
         .collect()
 }
 
+#[expect(clippy::disallowed_methods, reason = "the place where the daemon reads the wall clock")]
 fn wall_usec() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
 }

@@ -1,4 +1,5 @@
 //! The server's own supervisor, and workers of one lease on the simulated driver.
+#![expect(clippy::disallowed_methods, reason = "tests wait for other processes")]
 
 use std::io::Read;
 use std::net::TcpListener;
