@@ -1,122 +1,16 @@
 //! Client of the daemon's D-Bus API.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
+use gpusession_bus::describe::{self, Described};
+use gpusession_bus::proxy::{LeaseProxy, ManagerProxy};
+use gpusession_bus::{NAME, PATH, error, lease_path, request};
 use gpusession_common::units::Memory;
 use gpusession_common::words::{Priority, Sharing};
-use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::leases::Spec;
-use gpusessiond::units::path_element;
-use serde::Deserialize;
-use zbus::{DBusError as _, OwnedFd, OwnedObjectPath, Variant, proxy};
+use zbus::{DBusError as _, OwnedFd, Variant};
 
 use crate::exit::{Failure, Result, code};
-
-// No call starts a daemon that root has stopped: `Daemon::connect` decides that.
-#[proxy(
-    interface = "org.gpusession1.Manager",
-    default_service = "org.gpusession1",
-    default_path = "/org/gpusession1"
-)]
-trait Manager {
-    #[zbus(no_autostart)]
-    fn describe(&self) -> zbus::Result<String>;
-    #[zbus(allow_interactive_auth, no_autostart)]
-    fn create_lease(
-        &self,
-        request: HashMap<&str, Variant<'_>>,
-        flags: u64,
-    ) -> zbus::Result<(String, OwnedObjectPath, OwnedFd)>;
-    #[zbus(allow_interactive_auth, no_autostart)]
-    fn release_lease(&self, id: &str) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth, no_autostart)]
-    fn reload(&self) -> zbus::Result<()>;
-    #[zbus(name = "GetLeaseByPIDFD", no_autostart)]
-    fn get_lease_by_pidfd(&self, pidfd: zbus::wire::Fd<'_>) -> zbus::Result<Vec<OwnedObjectPath>>;
-    #[zbus(no_autostart)]
-    fn get_lease(&self, id: &str) -> zbus::Result<OwnedObjectPath>;
-}
-
-#[proxy(interface = "org.gpusession1.Lease", default_service = "org.gpusession1")]
-trait Lease {
-    #[zbus(allow_interactive_auth, no_autostart)]
-    fn park(&self) -> zbus::Result<()>;
-    #[zbus(allow_interactive_auth, no_autostart)]
-    fn unpark(&self) -> zbus::Result<()>;
-    #[zbus(no_autostart)]
-    fn get_environment(&self) -> zbus::Result<HashMap<String, String>>;
-}
-
-/// The fields of `Describe` that the command line needs.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Described {
-    pub version: String,
-    pub state: String,
-    pub environment: BTreeMap<String, String>,
-    pub leases_on_demand: bool,
-    pub boot_allocation_complete: bool,
-    pub gpus_wanted: u32,
-    pub gpus_leased: u32,
-    pub leases: Vec<DescribedLease>,
-    pub servers: Vec<DescribedServer>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-pub struct DescribedLease {
-    pub id: String,
-    pub name: String,
-    pub state: String,
-    pub uid: Option<u32>,
-    pub user: String,
-    pub gpus: u32,
-    pub server: String,
-    pub processes: u32,
-    pub transport: String,
-    pub transport_reason: String,
-    pub trouble: Option<String>,
-    pub trouble_kind: Option<String>,
-    pub position: Option<u32>,
-    pub waiting: Option<u32>,
-    pub retry_in_usec: Option<u64>,
-    /// Microseconds since the epoch at which it ends unless renewed; 0 while pending.
-    #[serde(default)]
-    pub expires_usec: u64,
-    /// Empty from a daemon of an earlier version.
-    #[serde(default)]
-    pub failures: Vec<DescribedFailure>,
-    pub devices: Vec<DescribedDevice>,
-}
-
-/// A program that could not begin on a lease, or lost its GPUs.
-#[derive(Debug, Clone, Deserialize)]
-pub struct DescribedFailure {
-    pub usec: u64,
-    pub uid: u32,
-    pub user: String,
-    pub pid: u32,
-    pub program: String,
-    pub running: bool,
-    pub reason: String,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-pub struct DescribedDevice {
-    pub uuid: String,
-    pub name: String,
-    pub limit_bytes: u64,
-    pub memory_bytes: u64,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-pub struct DescribedServer {
-    pub name: String,
-    pub address: String,
-    pub state: String,
-    pub trouble: Option<String>,
-    pub rtt_usec: u64,
-    pub gpus: u32,
-    pub gpus_free: u32,
-}
 
 /// A new lease; unless it is persistent, it lasts as long as `fd` is open.
 pub struct Created {
@@ -177,33 +71,33 @@ impl Daemon {
 
     /// Calls `CreateLease`.
     pub async fn create(&self, spec: &Spec, persistent: bool) -> Result<Created> {
-        let mut request: HashMap<&str, Variant<'_>> = HashMap::new();
-        request.insert("Count", spec.gpus.into());
+        let mut options: HashMap<&str, Variant<'_>> = HashMap::new();
+        options.insert(request::COUNT, spec.gpus.into());
         match spec.memory {
-            Memory::Percent(percent) => request.insert("MemoryFraction", (percent / 100.0).into()),
-            Memory::Bytes(bytes) => request.insert("MemoryBytes", bytes.into()),
+            Memory::Percent(percent) => options.insert(request::MEMORY_FRACTION, (percent / 100.0).into()),
+            Memory::Bytes(bytes) => options.insert(request::MEMORY_BYTES, bytes.into()),
         };
         match (spec.sm_count, spec.sm_auto) {
-            (0, false) => request.insert("SMPercent", spec.sm_percent.into()),
-            (0, true) => request.insert("SMAuto", true.into()),
-            (count, _) => request.insert("SMCount", count.into()),
+            (0, false) => options.insert(request::SM_PERCENT, spec.sm_percent.into()),
+            (0, true) => options.insert(request::SM_AUTO, true.into()),
+            (count, _) => options.insert(request::SM_COUNT, count.into()),
         };
         if spec.priority != Priority::Normal {
-            request.insert("Priority", spec.priority.as_str().into());
+            options.insert(request::PRIORITY, spec.priority.as_str().into());
         }
         if let Some(sharing) = spec.sharing.map(Sharing::as_str) {
-            request.insert("Sharing", sharing.into());
+            options.insert(request::SHARING, sharing.into());
         }
         if !spec.model.is_empty() {
-            request.insert("Model", spec.model.as_str().into());
+            options.insert(request::MODEL, spec.model.as_str().into());
         }
         if let Some(ttl) = spec.ttl {
-            request.insert("TTLUSec", (ttl.as_micros() as u64).into());
+            options.insert(request::TTL_USEC, (ttl.as_micros() as u64).into());
         }
-        request.insert("Who", spec.who.as_str().into());
-        request.insert("Why", spec.why.as_str().into());
-        let (id, _path, fd) =
-            self.manager.create_lease(request, u64::from(persistent)).await.map_err(of_bus)?;
+        options.insert(request::WHO, spec.who.as_str().into());
+        options.insert(request::WHY, spec.why.as_str().into());
+        let flags = if persistent { request::PERSISTENT } else { 0 };
+        let (id, _path, fd) = self.manager.create_lease(options, flags).await.map_err(of_bus)?;
         Ok(Created { id, fd })
     }
 
@@ -215,7 +109,7 @@ impl Daemon {
     /// Calls `ReleaseLease`; a lease that does not exist any more counts as released.
     pub async fn release_if_there(&self, id: &str) -> Result<()> {
         match self.manager.release_lease(id).await {
-            Err(zbus::Error::MethodError(name, ..)) if name == NO_SUCH_LEASE => Ok(()),
+            Err(zbus::Error::MethodError(name, ..)) if name == error::NO_SUCH_LEASE => Ok(()),
             other => other.map_err(of_bus),
         }
     }
@@ -236,10 +130,7 @@ impl Daemon {
             let described = self.describe().await?;
             let fd = zbus::wire::Fd::from(std::os::fd::AsFd::as_fd(&pidfd));
             let paths = self.manager.get_lease_by_pidfd(fd).await.map_err(of_bus)?;
-            let is_mine = |lease: &&DescribedLease| {
-                let element = path_element(&lease.id);
-                paths.iter().any(|p| p.as_str().rsplit('/').next() == Some(element.as_str()))
-            };
+            let is_mine = |lease: &&describe::Lease| paths.contains(&lease_path(&lease.id));
             let mine: Vec<_> = described.leases.iter().filter(is_mine).map(|l| l.id.clone()).collect();
             // The grant of a lease changes its id, and may have come between the two answers.
             if mine.len() == paths.len() || tries == DESCRIBE_TRIES {
@@ -296,28 +187,24 @@ fn of_bus(error: zbus::Error) -> Failure {
     };
     let message = text.unwrap_or_else(|| name.clone());
     let (code, hint) = match name.as_str() {
-        "org.gpusession1.Error.NoCapacity" => {
-            (code::NO_CAPACITY, "`gpusession status` shows what is free; try again later")
-        }
-        "org.gpusession1.Error.QuotaExceeded" => {
+        error::NO_CAPACITY => (code::NO_CAPACITY, "`gpusession status` shows what is free; try again later"),
+        error::QUOTA_EXCEEDED => {
             (code::NOT_ALLOWED, "ask for less, or ask the pool's administrator for a higher limit")
         }
-        "org.freedesktop.DBus.Error.AccessDenied" => (
+        error::ACCESS_DENIED => (
             code::NOT_ALLOWED,
             "this machine's administrator decides ([access] in /etc/gpusession/gpusession.toml)",
         ),
-        "org.gpusession1.Error.ServerUnreachable" | "org.gpusession1.Error.NotReady" => {
+        error::SERVER_UNREACHABLE | error::NOT_READY => {
             (code::UNREACHABLE, "`gpusession status` shows which server does not answer")
         }
-        "org.freedesktop.DBus.Error.NotSupported" => (
+        error::NOT_SUPPORTED => (
             code::FAILED,
             "`gpusession status` shows how many GPUs the servers have; ask for less or another model",
         ),
-        NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows all leases"),
-        "org.freedesktop.DBus.Error.InvalidArgs" => (code::USAGE, ""),
-        "org.freedesktop.DBus.Error.InvalidFileContent" => {
-            (code::CONFIGURATION, "the configuration in force stays unchanged")
-        }
+        error::NO_SUCH_LEASE => (code::FAILED, "`gpusession list` shows all leases"),
+        error::INVALID_ARGS => (code::USAGE, ""),
+        error::INVALID_FILE_CONTENT => (code::CONFIGURATION, "the configuration in force stays unchanged"),
         "org.freedesktop.DBus.Error.ServiceUnknown"
         | "org.freedesktop.DBus.Error.NameHasNoOwner"
         | "org.freedesktop.DBus.Error.NoReply"
@@ -329,7 +216,5 @@ fn of_bus(error: zbus::Error) -> Failure {
     let failure = Failure::new(code, message);
     if hint.is_empty() { failure } else { failure.hint(hint) }
 }
-
-const NO_SUCH_LEASE: &str = "org.gpusession1.Error.NoSuchLease";
 
 const DAEMON_HINT: &str = "`systemctl status gpusession` shows why; `systemctl start gpusession` starts it";

@@ -3,9 +3,8 @@
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
+use gpusession_bus::describe::{Described, Failure, Lease};
 use gpusession_common::units::{human_bytes, human_duration};
-
-use crate::daemon::{Described, DescribedFailure, DescribedLease};
 
 /// Aligns columns; the last column is not padded.
 fn table(rows: &[Vec<String>]) -> String {
@@ -25,7 +24,7 @@ fn table(rows: &[Vec<String>]) -> String {
     out
 }
 
-fn who(lease: &DescribedLease) -> String {
+fn who(lease: &Lease) -> String {
     match lease.uid {
         None if lease.user.is_empty() => "everyone".into(),
         None => lease.user.clone(),
@@ -34,7 +33,7 @@ fn who(lease: &DescribedLease) -> String {
     }
 }
 
-fn gpus(lease: &DescribedLease) -> String {
+fn gpus(lease: &Lease) -> String {
     let Some(device) = lease.devices.first() else { return format!("{} GPU(s) wanted", lease.gpus) };
     let count = if lease.devices.len() > 1 { format!("{} × ", lease.devices.len()) } else { String::new() };
     let memory = if device.limit_bytes > 0 && device.limit_bytes < device.memory_bytes {
@@ -45,7 +44,7 @@ fn gpus(lease: &DescribedLease) -> String {
     format!("{count}{}, {memory}", device.name)
 }
 
-fn state_words(lease: &DescribedLease) -> String {
+fn state_words(lease: &Lease) -> String {
     match lease.state.as_str() {
         "pending" => match (lease.position, lease.waiting) {
             (Some(position), Some(length)) => format!("waiting, position {position} of {length}"),
@@ -63,7 +62,7 @@ fn state_words(lease: &DescribedLease) -> String {
 }
 
 /// Transport of a lease's data, and whether it is encrypted.
-fn transport(lease: &DescribedLease) -> String {
+fn transport(lease: &Lease) -> String {
     match lease.transport.split_once('+') {
         Some((transport, "tls")) => format!("{transport}, encrypted"),
         _ if lease.transport.is_empty() => String::new(),
@@ -134,8 +133,8 @@ pub fn variable(key: &str) -> &'static str {
 }
 
 /// Describes a program that the lease did not serve.
-fn failed(lease: &DescribedLease, failure: &DescribedFailure) -> String {
-    let DescribedFailure { usec, uid, user, pid, program, running, reason } = failure;
+fn failed(lease: &Lease, failure: &Failure) -> String {
+    let Failure { usec, uid, user, pid, program, running, reason } = failure;
     let user = if user.is_empty() { format!("uid {uid}") } else { user.clone() };
     let since = (UNIX_EPOCH + Duration::from_micros(*usec)).elapsed().unwrap_or_default();
     format!(
@@ -279,11 +278,4 @@ pub fn list(described: &Described) -> String {
         return "no leases\n".into();
     }
     table(&rows)
-}
-
-impl DescribedLease {
-    /// The configured name, or the id of a lease without one.
-    pub fn name_or_id(&self) -> &str {
-        if self.name.is_empty() { &self.id } else { &self.name }
-    }
 }

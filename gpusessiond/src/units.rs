@@ -94,22 +94,6 @@ fn with_port(text: &str, default: u16) -> Result<String, String> {
     Ok(format!("{host}:{port}"))
 }
 
-/// Escapes one element of a D-Bus object path as sd-bus does (`GPU-ab` → `GPU_2dab`).
-pub fn path_element(text: &str) -> String {
-    if text.is_empty() {
-        return "_".into();
-    }
-    let mut out = String::with_capacity(text.len());
-    for (i, byte) in text.bytes().enumerate() {
-        if byte.is_ascii_alphabetic() || (byte.is_ascii_digit() && i > 0) {
-            out.push(byte as char);
-        } else {
-            out.push_str(&format!("_{byte:02x}"));
-        }
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,13 +107,5 @@ mod tests {
         for bad in ["", ":1", "a:", "a:0", "a:70000", "::1", "[::1", "[x]:1", "a b", "http://a"] {
             assert!(control_address(bad).is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn escapes_like_sd_bus() {
-        assert_eq!(path_element("GPU-ab"), "GPU_2dab");
-        assert_eq!(path_element("7abc"), "_37abc");
-        assert_eq!(path_element(""), "_");
-        assert_eq!(path_element("ä_"), "_c3_a4_5f");
     }
 }

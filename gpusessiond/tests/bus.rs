@@ -7,14 +7,14 @@ use std::os::fd::FromRawFd as _;
 use std::time::Duration;
 
 use common::{PATIENCE, PrivateBus, config, engine, serve, until, want};
+use gpusession_bus::{NAME, PATH, path_element};
 use gpusession_common::words::Class;
 use gpusession_proto::control::{Device, Loss, PoolEvent, StateChange, Warning, pool_event::Event};
-use gpusessiond::bus::{NAME, PATH};
 use gpusessiond::config::Config;
 use gpusessiond::leases::sim::{IDLE_TIMEOUT, SimServer};
 use gpusessiond::leases::{Answer, Caller, LeaseState, Leases as _, WorkerRequest};
 use gpusessiond::pool::{PoolError, Trouble};
-use gpusessiond::units::path_element;
+
 use tokio_stream::StreamExt as _;
 use zbus::{MatchRule, MessageStream, OwnedFd, OwnedObjectPath, OwnedVariant, Proxy, Variant};
 

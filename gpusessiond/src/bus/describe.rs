@@ -2,129 +2,131 @@
 
 use std::time::Duration;
 
+use gpusession_bus::describe::{Described, Device, Failure, Lease, SCHEMA, Server, Session};
 use gpusession_common::words::Class;
-use serde_json::{Value, json};
 
 use super::Shared;
-use super::project::{cuda_version, state_of, usec};
-use crate::leases::{Clock, DeviceView, Failure, LeaseView, ServerView, Time};
+use super::project::{cuda_version, sm_percent, state_of, usec};
+use super::publisher::shown;
+use crate::leases::{self, Clock, DeviceView, LeaseView, ServerView, Time};
 
 /// Time that a lease's failed program is shown, unless the lease serves another one first.
 const FAILURE_TTL: Duration = Duration::from_secs(600);
 
-/// Describes the daemon's state as this user may see it; within one schema it only gains keys.
-pub(super) fn describe(shared: &Shared, uid: u32) -> Value {
+/// Describes the daemon's state as this user may see it.
+pub(super) fn describe(shared: &Shared, uid: u32) -> Described {
     let snapshot = shared.leases.snapshot().borrow().clone();
     let (target, ready) = snapshot.pool();
     let config = shared.settings.get();
-    json!({
-        "schema": 1,
-        "version": env!("CARGO_PKG_VERSION"),
-        "state": shared.state(&snapshot),
-        "leases_on_demand": config.leases.iter().any(|l| matches!(l.class, Class::Session | Class::User)),
-        "gpus_wanted": target,
-        "gpus_leased": ready,
-        "boot_allocation_complete": shared.boot_complete(),
-        "configuration": config.files,
-        "environment": config.environment,
-        "leases": snapshot
-            .leases
-            .iter()
-            .filter(|l| super::publisher::shown(&l.facts))
-            .map(|l| lease(l, &snapshot.clock, uid))
-            .collect::<Vec<_>>(),
-        "servers": snapshot.servers.iter().map(|s| server(s, &snapshot.clock)).collect::<Vec<_>>(),
-        "sessions": snapshot.sessions.iter().map(|s| json!({
-            "id": s.id,
-            "uid": s.uid,
-            "user": s.user,
-            "service": s.service,
-            "leader": s.leader,
-            "logind": s.logind,
-        })).collect::<Vec<_>>(),
-    })
+    let clock = &snapshot.clock;
+    Described {
+        schema: SCHEMA,
+        version: env!("CARGO_PKG_VERSION").into(),
+        state: shared.state(&snapshot).into(),
+        leases_on_demand: config.leases.iter().any(|l| matches!(l.class, Class::Session | Class::User)),
+        gpus_wanted: target,
+        gpus_leased: ready,
+        boot_allocation_complete: shared.boot_complete(),
+        configuration: config.files.clone(),
+        environment: config.environment.clone(),
+        leases: snapshot.leases.iter().filter(|l| shown(&l.facts)).map(|l| lease(l, clock, uid)).collect(),
+        servers: snapshot.servers.iter().map(|s| server(s, clock)).collect(),
+        sessions: snapshot.sessions.iter().map(|s| session(s)).collect(),
+    }
 }
 
-fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Value {
-    let LeaseView { facts: l, gauges } = view;
-    let trouble = l.trouble.as_ref();
+fn lease(view: &LeaseView, clock: &Clock, uid: u32) -> Lease {
+    let LeaseView { facts, gauges } = view;
+    let trouble = facts.trouble.as_ref();
     // Programs write the reasons themselves: other users' text is not shown, except to root.
-    let readable = |(failure, at): &&(Failure, Time)| {
+    let readable = |(failure, at): &&(leases::Failure, Time)| {
         (uid == 0 || uid == failure.uid) && clock.now.saturating_sub(*at) < FAILURE_TTL
     };
-    let place = l.waits().and_then(|t| t.place);
-    json!({
-        "id": l.id,
-        "name": l.spec.name,
-        "state": l.state.as_str(),
-        "class": l.spec.class.as_str(),
-        "session": l.spec.session,
-        "uid": (l.uid != u32::MAX).then_some(l.uid),
-        "user": l.spec.user,
-        "requested": l.spec.once,
-        "gpus": l.spec.gpus,
-        "server": l.server,
-        "memory_limit_bytes": l.devices.iter().map(|d| d.limit_bytes).min(),
-        "sm_percent": super::project::sm_percent(l),
-        "created_usec": clock.wall_usec(l.created),
-        "expires_usec": gauges.expires.map_or(0, |at| clock.wall_usec(at)),
-        "idle_since_usec": gauges.idle_since.map_or(0, |at| clock.wall_usec(at)),
-        "idle_timeout_usec": l.idle_timeout_usec,
-        "processes": l.processes,
-        "encrypted": l.encrypted,
-        "transport": l.transport().0,
-        "transport_reason": l.transport().1,
-        "trouble": trouble.map(|t| &t.message),
-        "trouble_kind": trouble.map(|t| t.trouble.as_str()),
-        "failures": l.failures.iter().filter(|f| readable(f)).map(|f| failure(f, clock)).collect::<Vec<_>>(),
-        "position": place.map(|p| p.0),
-        "waiting": place.map(|p| p.1),
-        "retry_in_usec": gauges.retry.map(|at| usec(at.saturating_sub(clock.now))),
-        "who": l.spec.who,
-        "why": l.spec.why,
-        "devices": l.devices.iter().map(device).collect::<Vec<_>>(),
-    })
+    let place = facts.waits().and_then(|t| t.place);
+    let (transport, transport_reason) = facts.transport();
+    Lease {
+        id: facts.id.clone(),
+        name: facts.spec.name.clone(),
+        state: facts.state.as_str().into(),
+        class: facts.spec.class.as_str().into(),
+        session: facts.spec.session.clone(),
+        uid: (facts.uid != u32::MAX).then_some(facts.uid),
+        user: facts.spec.user.clone(),
+        requested: facts.spec.once,
+        gpus: facts.spec.gpus,
+        server: facts.server.clone(),
+        memory_limit_bytes: facts.devices.iter().map(|d| d.limit_bytes).min(),
+        sm_percent: sm_percent(facts),
+        created_usec: clock.wall_usec(facts.created),
+        expires_usec: gauges.expires.map_or(0, |at| clock.wall_usec(at)),
+        idle_since_usec: gauges.idle_since.map_or(0, |at| clock.wall_usec(at)),
+        idle_timeout_usec: facts.idle_timeout_usec,
+        processes: facts.processes,
+        encrypted: facts.encrypted,
+        transport: transport.into(),
+        transport_reason: transport_reason.into(),
+        trouble: trouble.map(|t| t.message.clone()),
+        trouble_kind: trouble.map(|t| t.trouble.as_str().into()),
+        failures: facts.failures.iter().filter(readable).map(|f| failure(f, clock)).collect(),
+        position: place.map(|p| p.0),
+        waiting: place.map(|p| p.1),
+        retry_in_usec: gauges.retry.map(|at| usec(at.saturating_sub(clock.now))),
+        who: facts.spec.who.clone(),
+        why: facts.spec.why.clone(),
+        devices: facts.devices.iter().map(device).collect(),
+    }
 }
 
-fn failure((failure, at): &(Failure, Time), clock: &Clock) -> Value {
-    json!({
-        "usec": clock.wall_usec(*at),
-        "uid": failure.uid,
-        "user": failure.user,
-        "pid": failure.pid,
-        "program": failure.program,
-        "running": failure.running,
-        "reason": failure.reason,
-    })
+fn failure((failure, at): &(leases::Failure, Time), clock: &Clock) -> Failure {
+    Failure {
+        usec: clock.wall_usec(*at),
+        uid: failure.uid,
+        user: failure.user.clone(),
+        pid: failure.pid,
+        program: failure.program.clone(),
+        running: failure.running,
+        reason: failure.reason.clone(),
+    }
 }
 
-fn device(d: &DeviceView) -> Value {
-    json!({
-        "ordinal": d.ordinal,
-        "uuid": d.uuid,
-        "name": d.name,
-        "state": state_of(d),
-        "memory_bytes": d.memory_bytes,
-        "limit_bytes": d.limit_bytes,
-        "compute_capability": format!("{}.{}", d.compute.0, d.compute.1),
-        "pci_address": d.pci_address,
-        "driver_version": d.driver_version,
-        "cuda_version": cuda_version(d.cuda_version),
-    })
+fn device(view: &DeviceView) -> Device {
+    Device {
+        ordinal: view.ordinal,
+        uuid: view.uuid.clone(),
+        name: view.name.clone(),
+        state: state_of(view).into(),
+        memory_bytes: view.memory_bytes,
+        limit_bytes: view.limit_bytes,
+        compute_capability: format!("{}.{}", view.compute.0, view.compute.1),
+        pci_address: view.pci_address.clone(),
+        driver_version: view.driver_version.clone(),
+        cuda_version: cuda_version(view.cuda_version),
+    }
 }
 
-fn server(view: &ServerView, clock: &Clock) -> Value {
-    let ServerView { facts: s, gauges } = view;
-    json!({
-        "name": s.name,
-        "address": s.address,
-        "state": s.state,
-        "trouble": (!s.trouble.is_empty()).then_some(&s.trouble),
-        "last_seen_usec": gauges.last_seen.map_or(0, |at| clock.wall_usec(at)),
-        "rtt_usec": usec(gauges.rtt),
-        "software": s.software,
-        "protocol": s.protocol,
-        "gpus": s.devices,
-        "gpus_free": gauges.free,
-    })
+fn server(view: &ServerView, clock: &Clock) -> Server {
+    let ServerView { facts, gauges } = view;
+    Server {
+        name: facts.name.clone(),
+        address: facts.address.clone(),
+        state: facts.state.clone(),
+        trouble: (!facts.trouble.is_empty()).then(|| facts.trouble.clone()),
+        last_seen_usec: gauges.last_seen.map_or(0, |at| clock.wall_usec(at)),
+        rtt_usec: usec(gauges.rtt),
+        software: facts.software.clone(),
+        protocol: facts.protocol,
+        gpus: facts.devices,
+        gpus_free: gauges.free,
+    }
+}
+
+fn session(session: &leases::Session) -> Session {
+    Session {
+        id: session.id.clone(),
+        uid: session.uid,
+        user: session.user.clone(),
+        service: session.service.clone(),
+        leader: session.leader,
+        logind: session.logind.clone(),
+    }
 }

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use gpusession_bus::server_path;
 use zbus::{OwnedObjectPath, interface};
 
+use super::Shared;
 use super::announce::DeviceEntry;
 use super::project::{cuda_version, health_of, state_of};
 use super::shown::Shown;
-use super::{Shared, server_path};
 
 /// Object with the interface `org.gpusession1.Device`.
 pub struct Device {

@@ -1,5 +1,6 @@
 //! Errors of the API: `org.gpusession1.Error.*`, and standard D-Bus errors for the rest.
 
+use gpusession_bus::error;
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
 
@@ -17,9 +18,9 @@ pub struct BusError {
 pub type Result<T> = std::result::Result<T, BusError>;
 
 macro_rules! errors {
-    ($($(#[$doc:meta])* $function:ident = $name:literal),+ $(,)?) => {
+    ($($function:ident = $name:expr),+ $(,)?) => {
         impl BusError {
-            $($(#[$doc])* pub fn $function(message: impl Into<String>) -> Self {
+            $(pub fn $function(message: impl Into<String>) -> Self {
                 Self { name: $name, message: message.into() }
             })+
         }
@@ -27,38 +28,22 @@ macro_rules! errors {
 }
 
 errors! {
-    /// Lease not found.
-    no_such_lease = "org.gpusession1.Error.NoSuchLease",
-    /// Device not found.
-    no_such_device = "org.gpusession1.Error.NoSuchDevice",
-    /// Server not found.
-    no_such_server = "org.gpusession1.Error.NoSuchServer",
-    /// Session not found.
-    no_such_session = "org.gpusession1.Error.NoSuchSession",
-    /// Every suitable GPU is taken; a later call may succeed.
-    no_capacity = "org.gpusession1.Error.NoCapacity",
-    /// A limit is reached.
-    quota_exceeded = "org.gpusession1.Error.QuotaExceeded",
-    /// The lease was lost.
-    lease_lost = "org.gpusession1.Error.LeaseLost",
-    /// The server does not answer, or does not accept this client.
-    server_unreachable = "org.gpusession1.Error.ServerUnreachable",
-    /// The daemon is not ready; a later call may succeed.
-    not_ready = "org.gpusession1.Error.NotReady",
-    /// Client and server have different protocol versions.
-    protocol_mismatch = "org.gpusession1.Error.ProtocolMismatch",
-    /// An argument is invalid.
-    invalid_args = "org.freedesktop.DBus.Error.InvalidArgs",
-    /// The caller has too many calls in progress.
-    limits_exceeded = "org.freedesktop.DBus.Error.LimitsExceeded",
-    /// A configuration file cannot be used.
-    invalid_file = "org.freedesktop.DBus.Error.InvalidFileContent",
-    /// The caller is not allowed to do this.
-    access_denied = "org.freedesktop.DBus.Error.AccessDenied",
-    /// Not supported by this version, or by the GPUs of the pool.
-    not_supported = "org.freedesktop.DBus.Error.NotSupported",
-    /// Any other failure.
-    failed = "org.freedesktop.DBus.Error.Failed",
+    no_such_lease = error::NO_SUCH_LEASE,
+    no_such_device = error::NO_SUCH_DEVICE,
+    no_such_server = error::NO_SUCH_SERVER,
+    no_such_session = error::NO_SUCH_SESSION,
+    no_capacity = error::NO_CAPACITY,
+    quota_exceeded = error::QUOTA_EXCEEDED,
+    lease_lost = error::LEASE_LOST,
+    server_unreachable = error::SERVER_UNREACHABLE,
+    not_ready = error::NOT_READY,
+    protocol_mismatch = error::PROTOCOL_MISMATCH,
+    invalid_args = error::INVALID_ARGS,
+    limits_exceeded = error::LIMITS_EXCEEDED,
+    invalid_file = error::INVALID_FILE_CONTENT,
+    access_denied = error::ACCESS_DENIED,
+    not_supported = error::NOT_SUPPORTED,
+    failed = error::FAILED,
 }
 
 impl BusError {

@@ -4,18 +4,18 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_bus::{path_element, server_path};
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, OwnedObjectPath, interface};
 
+use super::Shared;
 use super::authorize::{Call, Deed};
 use super::error::{BusError, Result};
 use super::project::{device_paths, expires_usec, memory_limit, sm_percent, usec, waits_at, waits_for};
 use super::shown::Shown;
-use super::{Shared, server_path};
 use crate::leases::{LeaseView, Time};
 use crate::pool::Trouble;
-use crate::units::path_element;
 
 /// Renews a lease; returns the time that it has left, in microseconds.
 pub(super) async fn renew(shared: &Shared, id: &str, ttl_usec: u64) -> Result<u64> {

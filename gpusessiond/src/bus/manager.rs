@@ -5,6 +5,8 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpusession_bus::request::PERSISTENT;
+use gpusession_bus::{device_path, lease_path, server_path};
 use tokio::net::unix::pipe;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
@@ -15,12 +17,10 @@ use super::error::{BusError, Result};
 use super::lease::renew;
 use super::lease_fd::release_at_close;
 use super::project::{expires_usec, shortest, state_of};
-use super::{PUBLISH_TIMEOUT, Shared, device_path, lease_path, request, server_path};
+use super::{PUBLISH_TIMEOUT, Shared, request};
 use crate::handover::Kept;
 use crate::leases::{Caller, LeaseFacts, LeaseState, Owner, Session, Slot, Snapshot, Spec};
 
-/// `CreateLease` flag: the lease outlives its requester.
-const PERSISTENT: u64 = 1;
 /// Most GPUs that `Preallocate` holds.
 const MAX_AHEAD: u32 = 64;
 /// Time that `CanCreateLease` waits for a server's description.
@@ -416,7 +416,7 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<String> {
         let call = Call::begin(&self.shared, connection, &header).await?;
-        Ok(super::describe::describe(&self.shared, call.uid).to_string())
+        Ok(super::describe::describe(&self.shared, call.uid).to_json())
     }
 
     #[zbus(signal)]

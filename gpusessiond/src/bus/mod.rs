@@ -23,8 +23,9 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use gpusession_bus::{NAME, PATH};
 use tokio::sync::watch;
-use zbus::{Connection, OwnedObjectPath};
+use zbus::Connection;
 
 pub use device::Device;
 pub use error::BusError;
@@ -36,12 +37,7 @@ use crate::handover::Store;
 use crate::leases::{LeaseState, Leases, Snapshot};
 use crate::login::Sessions;
 use crate::settings::Settings;
-use crate::units::path_element;
 
-/// Well-known name on the bus.
-pub const NAME: &str = "org.gpusession1";
-/// Path of the manager; all other objects are below it.
-pub const PATH: &str = "/org/gpusession1";
 /// Longest `Who` and `Why`, in bytes.
 pub(crate) const MAX_TEXT: usize = 256;
 
@@ -158,22 +154,22 @@ pub fn status_text(snapshot: &Snapshot) -> String {
     text
 }
 
-pub(crate) fn lease_path(id: &str) -> OwnedObjectPath {
-    path("lease", id)
-}
-
-pub(crate) fn device_path(uuid: &str) -> OwnedObjectPath {
-    path("device", uuid)
-}
-
-pub(crate) fn server_path(name: &str) -> OwnedObjectPath {
-    path("server", name)
-}
-
-fn path(kind: &str, id: &str) -> OwnedObjectPath {
-    OwnedObjectPath::try_from(format!("{PATH}/{kind}/{}", path_element(id)))
-        .unwrap_or_else(|_| unreachable!("an escaped element makes a valid path"))
-}
-
 /// Longest time that a reply waits for the export of the objects that it names.
 pub(crate) const PUBLISH_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use gpusession_bus::proxy::{LeaseProxy, ManagerProxy};
+    use zbus::object_server::Interface as _;
+    use zbus::proxy::Defaults;
+
+    use super::*;
+
+    #[test]
+    fn callers_and_daemon_name_the_same_interfaces() {
+        assert_eq!(ManagerProxy::INTERFACE.as_ref().unwrap(), &Manager::name());
+        assert_eq!(LeaseProxy::INTERFACE.as_ref().unwrap(), &Lease::name());
+        assert_eq!(ManagerProxy::DESTINATION.as_ref().unwrap().as_str(), NAME);
+        assert_eq!(ManagerProxy::PATH.as_ref().unwrap().as_str(), PATH);
+    }
+}

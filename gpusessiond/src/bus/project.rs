@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use gpusession_bus::device_path;
 use zbus::OwnedObjectPath;
 
-use super::{Shared, device_path};
+use super::Shared;
 use crate::leases::{DeviceView, LeaseFacts, LeaseView, ServerFacts, Snapshot};
 
 /// Returns the shortest of the servers' times that are not 0; 0 if all are.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use gpusession_bus::{PATH, device_path, lease_path, server_path};
 use tokio::sync::mpsc;
 use tracing::warn;
 use zbus::object_server::{Interface, InterfaceRef, SignalEmitter};
@@ -11,7 +12,7 @@ use zbus::{Connection, OwnedObjectPath};
 use super::announce::{self, DeviceEntry, ManagerView};
 use super::project::shortest;
 use super::shown::Shown;
-use super::{Device, Lease, Manager, PATH, Server, Shared, device_path, lease_path, server_path};
+use super::{Device, Lease, Manager, Server, Shared};
 use crate::leases::{Change, LeaseFacts, LeaseState, LeaseView, Slot, Snapshot, Update};
 
 /// Returns `true` if a lease has an object: a one-time request has none before its grant.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use gpusession_bus::request;
 use gpusession_common::units::Memory;
 use gpusession_common::words::Class;
 use zbus::{OwnedVariant, Variant};
@@ -53,42 +54,46 @@ pub fn read(options: HashMap<String, OwnedVariant>, key: String, uid: u32) -> Re
     let (mut for_uid, mut session) = (None, None);
     for (key, value) in options {
         match key.as_str() {
-            "Count" => {
+            request::COUNT => {
                 spec.gpus = take(&key, value)?;
                 if !(1..=64).contains(&spec.gpus) {
-                    return Err(BusError::invalid_args("Count must be between 1 and 64"));
+                    return Err(BusError::invalid_args(format!("{key} must be between 1 and 64")));
                 }
             }
-            "Devices" => spec.devices = list(&key, value)?,
-            "Servers" => spec.servers = list(&key, value)?,
-            "Model" => spec.model = text(&key, value)?,
-            "MemoryBytes" => match take::<u64>(&key, value)? {
-                0 => return Err(BusError::invalid_args("MemoryBytes must be above 0")),
+            request::DEVICES => spec.devices = list(&key, value)?,
+            request::SERVERS => spec.servers = list(&key, value)?,
+            request::MODEL => spec.model = text(&key, value)?,
+            request::MEMORY_BYTES => match take::<u64>(&key, value)? {
+                0 => return Err(BusError::invalid_args(format!("{key} must be above 0"))),
                 bytes => spec.memory = Memory::Bytes(bytes),
             },
-            "MemoryFraction" => match take::<f64>(&key, value)? {
+            request::MEMORY_FRACTION => match take::<f64>(&key, value)? {
                 share if share > 0.0 && share <= 1.0 => spec.memory = Memory::Percent(share * 100.0),
-                _ => return Err(BusError::invalid_args("MemoryFraction must be above 0 and at most 1")),
+                _ => return Err(BusError::invalid_args(format!("{key} must be above 0 and at most 1"))),
             },
-            "SMPercent" => {
+            request::SM_PERCENT => {
                 spec.sm_percent = take(&key, value)?;
                 if !(1..=100).contains(&spec.sm_percent) {
-                    return Err(BusError::invalid_args("SMPercent must be between 1 and 100"));
+                    return Err(BusError::invalid_args(format!("{key} must be between 1 and 100")));
                 }
             }
-            "SMCount" => spec.sm_count = take(&key, value)?,
-            "SMAuto" => spec.sm_auto = take(&key, value)?,
-            "Priority" => spec.priority = text(&key, value)?.parse().map_err(BusError::invalid_args)?,
-            "Sharing" => spec.sharing = Some(text(&key, value)?.parse().map_err(BusError::invalid_args)?),
-            "TTLUSec" => match take::<u64>(&key, value)? {
+            request::SM_COUNT => spec.sm_count = take(&key, value)?,
+            request::SM_AUTO => spec.sm_auto = take(&key, value)?,
+            request::PRIORITY => {
+                spec.priority = text(&key, value)?.parse().map_err(BusError::invalid_args)?
+            }
+            request::SHARING => {
+                spec.sharing = Some(text(&key, value)?.parse().map_err(BusError::invalid_args)?)
+            }
+            request::TTL_USEC => match take::<u64>(&key, value)? {
                 0 => spec.ttl = None,
                 usec => spec.ttl = Some(Duration::from_micros(usec)),
             },
-            "Who" => spec.who = text(&key, value)?,
-            "Why" => spec.why = text(&key, value)?,
-            "UID" => for_uid = Some(take(&key, value)?),
-            "Session" => session = Some(text(&key, value)?),
-            "IdleTimeoutUSec" => match take::<u64>(&key, value)? {
+            request::WHO => spec.who = text(&key, value)?,
+            request::WHY => spec.why = text(&key, value)?,
+            request::UID => for_uid = Some(take(&key, value)?),
+            request::SESSION => session = Some(text(&key, value)?),
+            request::IDLE_TIMEOUT_USEC => match take::<u64>(&key, value)? {
                 0 => spec.idle_timeout = None,
                 usec => spec.idle_timeout = Some(Duration::from_micros(usec)),
             },

@@ -1,0 +1,226 @@
+//! The JSON of `Describe`. Within one schema it only gains keys.
+//!
+//! A reader takes a key with `serde(default)` for optional: the daemon may be of another version.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the JSON.
+pub const SCHEMA: u32 = 1;
+
+/// State of the daemon as one user may see it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Described {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// Version of the daemon.
+    pub version: String,
+    /// `starting`, `ready`, `degraded` or `offline`.
+    pub state: String,
+    /// Whether the configuration has leases that begin with a session or a first call.
+    pub leases_on_demand: bool,
+    pub gpus_wanted: u32,
+    pub gpus_leased: u32,
+    pub boot_allocation_complete: bool,
+    /// Files that were read.
+    #[serde(default)]
+    pub configuration: Vec<PathBuf>,
+    /// Variables of logins.
+    pub environment: BTreeMap<String, String>,
+    pub leases: Vec<Lease>,
+    pub servers: Vec<Server>,
+    #[serde(default)]
+    pub sessions: Vec<Session>,
+}
+
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Lease {
+    pub id: String,
+    /// Configured name; empty without one.
+    pub name: String,
+    pub state: String,
+    pub class: String,
+    /// Id of the login session whose end releases it.
+    pub session: Option<String>,
+    /// `None` for all users.
+    pub uid: Option<u32>,
+    pub user: String,
+    /// Whether a user asked for it once.
+    pub requested: bool,
+    /// Number of GPUs that are wanted.
+    pub gpus: u32,
+    /// Empty while pending.
+    pub server: String,
+    /// Memory of each GPU that the lease may use; `None` while pending.
+    pub memory_limit_bytes: Option<u64>,
+    pub sm_percent: u32,
+    /// Microseconds since the epoch.
+    pub created_usec: u64,
+    /// Microseconds since the epoch at which it ends unless renewed; 0 while pending.
+    pub expires_usec: u64,
+    /// Microseconds since the epoch; 0 while in use.
+    pub idle_since_usec: u64,
+    /// 0 for never or unknown.
+    pub idle_timeout_usec: u64,
+    /// Number of processes that use it.
+    pub processes: usize,
+    pub encrypted: bool,
+    /// Empty while pending.
+    pub transport: String,
+    pub transport_reason: String,
+    pub trouble: Option<String>,
+    pub trouble_kind: Option<String>,
+    pub failures: Vec<Failure>,
+    /// Place in the server's queue, from 1.
+    pub position: Option<u32>,
+    /// Length of that queue.
+    pub waiting: Option<u32>,
+    pub retry_in_usec: Option<u64>,
+    /// Program that asked.
+    pub who: String,
+    pub why: String,
+    pub devices: Vec<Device>,
+}
+
+impl Lease {
+    /// Returns the configured name, or the id of a lease without one.
+    pub fn name_or_id(&self) -> &str {
+        if self.name.is_empty() { &self.id } else { &self.name }
+    }
+}
+
+/// A program that could not begin on a lease, or lost its GPUs.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Failure {
+    /// Microseconds since the epoch.
+    pub usec: u64,
+    pub uid: u32,
+    /// Empty if the user database knows no name.
+    pub user: String,
+    pub pid: u32,
+    pub program: String,
+    /// The program had GPUs and lost them.
+    pub running: bool,
+    pub reason: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Device {
+    /// Number within the lease, from 0.
+    pub ordinal: u32,
+    pub uuid: String,
+    pub name: String,
+    pub state: String,
+    /// Memory of the card.
+    pub memory_bytes: u64,
+    /// Memory that the lease may use.
+    pub limit_bytes: u64,
+    /// Such as `9.0`.
+    pub compute_capability: String,
+    pub pci_address: String,
+    pub driver_version: String,
+    /// Such as `13.0`.
+    pub cuda_version: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Server {
+    pub name: String,
+    pub address: String,
+    pub state: String,
+    /// Reason of the last failed call.
+    pub trouble: Option<String>,
+    /// Microseconds since the epoch; 0 for never.
+    pub last_seen_usec: u64,
+    pub rtt_usec: u64,
+    pub software: String,
+    /// Version of the data plane's protocol; 0 until reported.
+    pub protocol: u32,
+    pub gpus: u32,
+    pub gpus_free: u32,
+}
+
+/// A login session whose user may have leases.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Session {
+    pub id: String,
+    pub uid: u32,
+    pub user: String,
+    /// PAM service that opened it.
+    pub service: String,
+    /// Pid of the process that opened it first.
+    pub leader: u32,
+    /// Id of logind's session.
+    pub logind: Option<String>,
+}
+
+impl Described {
+    /// Formats the JSON, with sorted keys.
+    pub fn to_json(&self) -> String {
+        serde_json::to_value(self)
+            .unwrap_or_else(|_| unreachable!("strings, numbers and UTF-8 paths make JSON"))
+            .to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Text of a lease without GPUs, as every version of the daemon has sent it.
+    const PENDING: &str = concat!(
+        r#"{"boot_allocation_complete":false,"configuration":["/etc/gpusession/gpusession.toml"],"#,
+        r#""environment":{"NCCL_DEBUG":"WARN"},"gpus_leased":0,"gpus_wanted":1,"leases":["#,
+        r#"{"class":"boot","created_usec":5,"devices":[],"encrypted":false,"expires_usec":0,"#,
+        r#""failures":[{"pid":7,"program":"a.out","reason":"end","running":true,"uid":1000,"#,
+        r#""usec":6,"user":"ada"}],"gpus":1,"id":"one","idle_since_usec":0,"idle_timeout_usec":0,"#,
+        r#""memory_limit_bytes":null,"name":"one","position":1,"processes":0,"requested":false,"#,
+        r#""retry_in_usec":9,"server":"","session":null,"sm_percent":100,"state":"pending","#,
+        r#""transport":"","transport_reason":"","trouble":"full","trouble_kind":"no-capacity","#,
+        r#""uid":null,"user":"","waiting":2,"who":"gpusessiond","why":"[[lease]] one"}],"#,
+        r#""leases_on_demand":false,"schema":1,"servers":[{"address":"gpu1:7601","gpus":2,"#,
+        r#""gpus_free":0,"last_seen_usec":8,"name":"gpu1","protocol":3,"rtt_usec":4,"#,
+        r#""software":"gpuserver 0.1.0","state":"online","trouble":null}],"sessions":["#,
+        r#"{"id":"s","leader":11,"logind":null,"service":"sshd","uid":1000,"user":"ada"}],"#,
+        r#""state":"starting","version":"0.1.0"}"#,
+    );
+
+    #[test]
+    fn the_text_is_read_and_written_alike() {
+        let described: Described = serde_json::from_str(PENDING).unwrap();
+        assert_eq!(described.leases[0].failures[0].user, "ada");
+        assert_eq!(described.to_json(), PENDING);
+    }
+
+    #[test]
+    fn a_device_has_its_keys() {
+        let keys = serde_json::to_value(Device::default()).unwrap();
+        let keys: Vec<_> = keys.as_object().unwrap().keys().cloned().collect();
+        let expected = [
+            "compute_capability",
+            "cuda_version",
+            "driver_version",
+            "limit_bytes",
+            "memory_bytes",
+            "name",
+            "ordinal",
+            "pci_address",
+            "state",
+            "uuid",
+        ];
+        assert_eq!(keys, expected);
+    }
+
+    #[test]
+    fn keys_of_a_later_version_are_ignored_and_those_of_an_earlier_one_suffice() {
+        let lease: Lease = serde_json::from_str(r#"{"id":"one","later":true}"#).unwrap();
+        assert_eq!(lease.name_or_id(), "one");
+    }
+}
